@@ -172,7 +172,12 @@ class DataPrefixConfig(Section):
             "weight](#blending-files-by-weight)"
         ),
     )
-    validation: Text | list[Text] | None = key(None, "null for no validation", kind="path or list")
+    validation: Text | list[Text] | dict[str, Text | list[Text]] | None = key(
+        None,
+        "as train, without weights; {NAME: path or list, ...} for several sets; null for no validation",
+        kind="path, list or sets",
+        more=". See [evaluation.md](evaluation.md#validation-sets-with-names)",
+    )
     test: Text | list[Text] | None = key(
         None,
         "prompts that the trained policy answers once, after the last step",

@@ -34,6 +34,7 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)  # every other field of its JSON line
     # The conversation that the chat template rendered; empty for plain text.
     messages: tuple[dict[str, Any], ...] = ()
+    set_name: str = ""  # of its validation set, where those have names
 
 
 @dataclass(frozen=True)

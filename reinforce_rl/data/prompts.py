@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -72,6 +73,18 @@ class PromptDataset(Dataset[Prompt]):
             text = prompt.text.encode("utf-8")
             digest.update(len(text).to_bytes(8, "big") + text)  # the length makes joined texts unambiguous
         return digest.hexdigest()
+
+    @cached_property
+    def set_sizes(self) -> Counter[str]:
+        """Number of prompts of each set, in order; one without a name if there are none."""
+        return Counter(prompt.set_name for prompt in self._prompts)
+
+    @classmethod
+    def of_sets(cls, sets: Mapping[str, PromptDataset]) -> PromptDataset:
+        """Join data sets; each prompt has its set's name, and a number over all sets."""
+        every = [replace(prompt, set_name=name) for name, found in sets.items() for prompt in found._prompts]
+        numbered = [replace(prompt, id=number) for number, prompt in enumerate(every)]
+        return cls(numbered, skipped=sum(found.skipped for found in sets.values()))
 
     @classmethod
     def from_files(
@@ -207,10 +220,10 @@ class PromptLoader:
 
 
 class FixedPrompts:
-    """Yield this rank's share, possibly empty, of the first `num_val_samples` prompts, as one batch; None is all.
+    """Yield this rank's share, possibly empty, of the first `num_val_samples` prompts of each set, as one batch.
 
     Raises:
-        ConfigError: more prompts than the data set has.
+        ConfigError: more prompts than a set has.
     """
 
     def __init__(
@@ -221,15 +234,21 @@ class FixedPrompts:
         dp_size: int = 1,
         collate_fn: Callable[[list[Prompt]], Any] = list,
     ):
-        self.num_prompts = len(dataset) if num_val_samples is None else num_val_samples
-        if not 1 <= self.num_prompts <= len(dataset):
-            raise ConfigError(
-                [
-                    f"model.reinforce.num_val_samples is {num_val_samples}, but the validation data set has "
-                    f"{len(dataset)} prompts; expected 1 to {len(dataset)}, or null for all"
-                ]
-            )
-        self._indices = shard(range(self.num_prompts), dp_rank, dp_size)
+        indices, start = list[int](), 0
+        for name, size in dataset.set_sizes.items():
+            count = size if num_val_samples is None else num_val_samples
+            if not 1 <= count <= size:
+                which = f"validation set {name}" if name else "validation data set"
+                raise ConfigError(
+                    [
+                        f"model.reinforce.num_val_samples is {num_val_samples}, but the {which} has {size} prompts; "
+                        f"expected 1 to {size}, or null for all"
+                    ]
+                )
+            indices += range(start, start + count)
+            start += size
+        self.num_prompts = len(indices)
+        self._indices = shard(indices, dp_rank, dp_size)
         self.dataset, self.collate_fn = dataset, collate_fn
 
     def __iter__(self) -> Iterator[Any]:
@@ -248,13 +267,16 @@ class RLHFDatasets:
 def build_train_valid_test_rlhf_datasets(
     tokenizer: PreTrainedTokenizerBase,
     data_prefix: Mapping[str, Any],
+    *,
+    splits: Sequence[str] = readers.SPLITS,
     **options: Any,
 ) -> RLHFDatasets:
     """Load the train, validation and test prompts.
 
     Args:
         data_prefix: a path or list of paths for train, validation and test; the last two are optional. Train may have
-            a weight before each path.
+            a weight before each path, validation a name for each of several sets.
+        splits: to load; without train, validation stands in its place.
         options: see `PromptDataset.from_files`.
 
     Raises:
@@ -265,19 +287,21 @@ def build_train_valid_test_rlhf_datasets(
     datasets: dict[str, PromptDataset] = {}
     errors: list[DataError] = []
     for split, paths in files.items():
-        if not paths:
+        if not paths or split not in splits:
             continue
-        if paths == files["train"] and weights is None and "train" in datasets:
-            datasets[split] = datasets["train"]
-            continue
+        load = partial(PromptDataset.from_files, tokenizer, split=split, **options)
+        sets = data_prefix[split]
         try:
-            own = weights if split == "train" else None
-            datasets[split] = PromptDataset.from_files(tokenizer, paths, weights=own, split=split, **options)
+            if isinstance(sets, Mapping):
+                datasets[split] = PromptDataset.of_sets({k: load(readers.paths_in(v)) for k, v in sets.items()})
+            else:
+                datasets[split] = load(paths, weights=weights if split == "train" else None)
         except DataError as error:  # the next split may have faults of its own
             errors.append(error)
     if errors:
-        raise DataError("\n".join(dict.fromkeys(map(str, errors))))
-    return RLHFDatasets(datasets["train"], datasets.get("validation"), datasets.get("test"))
+        raise DataError("\n".join(map(str, errors)))
+    train = datasets["train" if "train" in splits else "validation"]
+    return RLHFDatasets(train, datasets.get("validation"), datasets.get("test"))
 
 
 def _render(

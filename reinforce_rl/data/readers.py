@@ -206,6 +206,13 @@ def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> tuple[dict[str, list[
     weights: tuple[float, ...] | None = None
     for split in SPLITS:
         value = data_prefix.get(split)
+        if split == "validation" and isinstance(value, Mapping):
+            wrong = [name for name in value if not re.fullmatch(r"[\w.-]+", str(name))]
+            faults += [
+                f"{key}.{split} has a set named {name!r}; expected letters, digits, '.', '_', '-'" for name in wrong
+            ]
+            faults += [f"{key}.{split} is empty; expected {{NAME: path or list, ...}}, or null"] * (not value)
+            value = [entry for paths in value.values() for entry in paths_in(paths)]
         entries = [] if value is None else [value] if isinstance(value, (str, Path)) else value
         if not isinstance(entries, Sequence):
             faults.append(f"{key}.{split} is {value!r}; expected a path or a list of paths")
@@ -227,6 +234,11 @@ def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> tuple[dict[str, list[
     if faults:
         raise ConfigError(faults)
     return files, weights
+
+
+def paths_in(value: Any) -> list[Any]:
+    """Return the entries of a path or a list of paths."""
+    return [value] if isinstance(value, (str, Path)) else list(value)
 
 
 def _is_weight(entry: object) -> bool:

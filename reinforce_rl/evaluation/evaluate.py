@@ -30,7 +30,7 @@ from reinforce_rl.evaluation.results import Comparison, ModelResult, Results
 from reinforce_rl.evaluation.statistics import WinRate
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
-from reinforce_rl.monitoring.metrics import rollout_means, take_means
+from reinforce_rl.monitoring.metrics import take_means, validation_means
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter, sample_rows
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
@@ -195,7 +195,7 @@ def _read_prompts(cfgs: Sequence[TrainConfig], reference: TrainConfig | None) ->
     for cfg in cfgs:
         model = cfg.pretrained_checkpoint.restore_from_path
         tokenizer = load_tokenizer(model)
-        found.append(build_datasets(cfg, tokenizer))
+        found.append(build_datasets(cfg, tokenizer, splits=["validation"]))
         if info is not None and (differences := TokenizerInfo.from_tokenizer(tokenizer).differences(info)):
             faults.append(f"the KL of {model} from the reference needs one tokenizer for both: {differences[0]}")
         if found[-1].train.skipped and len(cfgs) > 1:
@@ -255,7 +255,7 @@ def _answers(
         rows=mesh.join_over_dp(sample_rows(0, prompts, batch, actor.tokenizer)),
         sources={source: [score for part, _ in parts for score in part.get(source, ())] for source in known},
         failures=sum((failures for _, failures in parts), Counter[str]()),
-        metrics=take_means(rollout_means(batch), mesh.gather_over_dp),
+        metrics=take_means(validation_means(batch, prompts), mesh.gather_over_dp),
         own=batch,
     )
 

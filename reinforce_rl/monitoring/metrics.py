@@ -17,7 +17,7 @@ from torch import Tensor
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.algorithm.rewards import RunningMoments, in_group_with_spread
 from reinforce_rl.config.actor import KL_ESTIMATORS
-from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
+from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 
 if TYPE_CHECKING:
     from reinforce_rl.megatron.optimizer import OptimizerUpdate
@@ -56,6 +56,16 @@ def rollout_means(batch: RolloutBatch) -> Statistics:
     for name, values in batch.source_rewards.items():
         means[f"rewards_{name}"] = Mean.of(values, torch.isfinite(values))
     return means
+
+
+def validation_means(batch: RolloutBatch, prompts: Sequence[Prompt]) -> Statistics:
+    """Return the statistics of a scored batch, and as NAME/... those of each validation set with a name."""
+    found = rollout_means(batch)
+    for name in dict.fromkeys(prompt.set_name for prompt in prompts if prompt.set_name):
+        ids = torch.tensor([prompt.id for prompt in prompts if prompt.set_name == name])
+        part = batch.select(torch.isin(batch.group_ids, ids).nonzero()[:, 0])
+        found |= {f"{name}/{key}": value for key, value in rollout_means(part).items()}
+    return found
 
 
 def reinforce_means(batch: ReinforceBatch) -> Statistics:

@@ -112,6 +112,8 @@ class TrainingProgress:
     def validation(self, step: int, metrics: Mapping[str, float], kind: str = "validation") -> None:
         """Report a finished validation or test; metric names as in `update`."""
         shown = [(short, form, float(metrics[name])) for name, _, short, form in self._shown if name in metrics]
+        sets = {name.removesuffix("/rewards"): value for name, value in metrics.items() if name.endswith("/rewards")}
+        shown += [(name, "{:.3f}", float(value)) for name, value in sets.items()]
         self.note(
             "  ".join([f"{kind} after step {step}:", *(f"{s} {_form(form, value)}" for s, form, value in shown)])
         )

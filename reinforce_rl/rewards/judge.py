@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,10 +80,8 @@ class Judge:
         if not (self.timeout > 0 and self.retries >= 0):
             raise ValueError(f"timeout is {self.timeout} and retries {self.retries}; expected above 0, and at least 0")
         if self.api_key_variable and not os.environ.get(self.api_key_variable):
-            raise ValueError(
-                f"api_key_variable is {self.api_key_variable!r}, which is not set here; set it, and name it in "
-                "reward_function.environment, or functions do not see it"
-            )
+            advice = "set it, and name it in reward_function.environment, or functions do not see it"
+            raise ValueError(f"api_key_variable is {self.api_key_variable!r}, which is not set here; {advice}")
 
     @property
     def address(self) -> URL:
@@ -142,22 +140,18 @@ def _template_of(file: str | None) -> Template:
     return Template(SCORE_TEMPLATE if file is None else Path(file).read_text(encoding="utf-8"))
 
 
-class _Seen(dict[str, str]):
-    def __missing__(self, key: str) -> str:
-        return self.setdefault(key, "")
-
-
 def _check(
     *, url: str, model: str, template_file: str | None = None, low: float = 1.0, high: float = 10.0, **settings: Any
 ) -> None:
     Judge(url, model, **settings).check()
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError(f"low is {low} and high {high}; expected numbers, the former below the latter")
+    if not low < high:
+        raise ValueError(f"low is {low} and high {high}; expected the former below the latter")
     try:
-        _template_of(template_file).substitute(seen := _Seen())  # ValueError names line and column of a stray dollar
+        template = _template_of(template_file)
+        template.substitute(defaultdict(str))  # ValueError names line and column of a stray dollar
     except (OSError, ValueError) as error:
         raise ValueError(f"template_file is {template_file!r}, which cannot be used: {error}") from error
-    if "response" not in seen:
+    if not re.search(r"\$\{?response\b", template.template):
         raise ValueError(f"template_file is {template_file!r}; expected $response in it")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from reinforce_rl.algorithm.loss import LossSettings
 from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
 from reinforce_rl.config.model import ModelConfig, SamplingConfig
 from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets
-from reinforce_rl.data.readers import Columns
+from reinforce_rl.data.readers import SPLITS, Columns
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.base import Generator, SamplingParams
@@ -27,12 +28,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def build_datasets(cfg: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> RLHFDatasets:
+def build_datasets(
+    cfg: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, splits: Sequence[str] = SPLITS
+) -> RLHFDatasets:
     data = cfg.model.data
     prefixes = {key: value for key, value in vars(data.data_prefix).items() if value is not None}
     datasets = build_train_valid_test_rlhf_datasets(
         tokenizer,
         prefixes,
+        splits=splits,
         max_prompt_tokens=cfg.model.max_prompt_tokens,
         too_long=data.too_long,  # type: ignore[arg-type]
         apply_chat_template=data.apply_chat_template,

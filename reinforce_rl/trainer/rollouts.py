@@ -24,7 +24,7 @@ from reinforce_rl.data.batches import (
     join_rollouts,
 )
 from reinforce_rl.errors import GenerationError, RewardServerError, StoppedEarly, TooManyFailedRewardsError
-from reinforce_rl.monitoring.metrics import rollout_means, take_means
+from reinforce_rl.monitoring.metrics import rollout_means, take_means, validation_means
 from reinforce_rl.monitoring.rollouts import decode_responses, sample_rows
 from reinforce_rl.rewards.base import (
     STATUS_NOT_FINITE,
@@ -181,7 +181,7 @@ class RolloutMaker:
         batch = self.answer(name, step, prompts, activity)
         mesh = self._model.mesh
         rows = sample_rows(step, prompts, batch, self._model.tokenizer)
-        return take_means(rollout_means(batch), mesh.gather_over_dp), mesh.join_over_dp(rows)
+        return take_means(validation_means(batch, prompts), mesh.gather_over_dp), mesh.join_over_dp(rows)
 
     def answer(
         self, name: str, step: int, prompts: Sequence[Prompt], activity: Activity, num_samples: int = 1

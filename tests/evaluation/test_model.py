@@ -66,7 +66,7 @@ def test_a_runs_settings_can_take_the_place_of_the_defaults(folder: Path, tmp_pa
     cfg = inference_config(folder / "model", ["model.reinforce.num_val_samples=2"], like=tmp_path)
     assert cfg.model.seed == 7
     assert cfg.model.reinforce.length_params == ran.model.reinforce.length_params
-    assert cfg.model.data.data_prefix.train == ran.model.data.data_prefix.validation, "and its validation set"
+    assert cfg.model.data.data_prefix.train == [ran.model.data.data_prefix.validation], "and its validation set"
     assert cfg.model.peft.peft_scheme is None, "the exported weights have the updates merged in"
     with pytest.raises(ConfigError, match=r"has no config\.yaml; expected the folder of a run"):
         inference_config(folder / "model", like=folder)

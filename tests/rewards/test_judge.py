@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.fake_judge import FakeJudge
 
-from reinforce_rl.config.rewards import ServedFunctionConfig
+from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
 from reinforce_rl.rewards.function_host import LoadFault, load_function
@@ -105,7 +105,7 @@ def test_another_attempt_is_made_where_it_may_succeed() -> None:
 def pool_scores(samples: list[TextSample], seconds: float, **kwargs) -> Scores:
     spec = FunctionSpec("reward_function", NAME, {"model": "m", **kwargs})
     pool = FunctionPool(
-        {"judge": spec}, ServedFunctionConfig(num_workers=4, sample_timeout_seconds=seconds, environment=["JUDGE_KEY"])
+        {"judge": spec}, RewardFunctionConfig(num_workers=4, sample_timeout_seconds=seconds, environment=["JUDGE_KEY"])
     )
     pool.start()
     try:
@@ -137,6 +137,7 @@ def test_in_the_processes_of_reward_functions_a_failed_judgement_fails_its_own_s
     [
         ({"url": "localhost:8000"}, "expected the base of an OpenAI API, such as http://HOST:8000/v1"),
         ({"low": 3.0, "high": 3.0}, "the former below the latter"),
+        ({"low": float("nan")}, "the former below the latter"),
         ({"template_file": "Is it good?"}, r"expected \$response in it"),
         ({"template_file": "$response for $ 5"}, "Invalid placeholder"),
         ({"template_file": None}, "cannot be used: .*No such file"),
