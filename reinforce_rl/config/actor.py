@@ -1,4 +1,4 @@
-"""Schema of `examples/train_reinforce_actor.py`; `rules.py` has the rules across its keys."""
+"""Schema of `reinforce-rl train`; `rules.py` has the rules across its keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schema and rules of `examples/train_reward_model.py`."""
+"""Schema and rules of `reinforce-rl train-rm`."""
 
 from __future__ import annotations
 

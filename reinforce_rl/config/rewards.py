@@ -1,4 +1,4 @@
-"""Schemas of the reward sources, servers and functions, and of `examples/serve_reward_model.py`."""
+"""Schemas of the reward sources, servers and functions, and of `reinforce-rl serve`."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class ServedModelConfig(Section):
         NOT_SET, "Hugging Face folder of the trunk, or of a ...ForSequenceClassification model", kind="path"
     )
     head_path: Text | None = key(
-        None, "safetensors file of the head, from examples/train_reward_model.py; null: the folder's own", kind="path"
+        None, "safetensors file of the head, from `reinforce-rl train-rm`; null: the folder's own", kind="path"
     )
     attribute_weights: dict[str, float] | None = key(
         None, "{NAME: WEIGHT} of a head with several scores, others 0; null: their mean"
@@ -214,6 +214,6 @@ class ServeRewardModelConfig(Section):
                 "folder"
             )
         if model.head_path is not None and not Path(model.head_path).is_file():
-            yield f"{section}.head_path: {model.head_path} is no file; examples/train_reward_model.py makes one"
+            yield f"{section}.head_path: {model.head_path} is no file; `reinforce-rl train-rm` makes one"
         yield from ranks_faults(model, self.num_nodes, self.devices, "", section)
         yield from model_faults(model.restore_from_path, model.tensor_model_parallel_size, section)

@@ -1,4 +1,4 @@
-"""The job of `examples/train_reward_model.py`: data and a model folder in, a trained reward model and its card out.
+"""The job of `reinforce-rl train-rm`: data and a model folder in, a trained reward model and its card out.
 
 output_dir/ of mode=head                of mode=full
   head.safetensors                        model/           the best so far, a ...ForSequenceClassification folder
@@ -366,7 +366,7 @@ sides.
 Serve it:
 
 ```
-python examples/serve_reward_model.py reward_model.restore_from_path=FOLDER \\
+reinforce-rl serve reward_model.restore_from_path=FOLDER \\
     {options}
 ```
 

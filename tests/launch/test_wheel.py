@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -96,6 +97,13 @@ def test_yaml_and_reward_of_ones_own_on_two_ranks(run: Run, tmp_path: Path) -> N
     assert [line["step"] for line in lines] == [1, 2]
     again = run("reinforce-rl", "train", *words)
     assert again.returncode == 0, again.stderr[-2000:]
+
+
+def test_a_slurm_job_is_planned_with_the_batch_file_of_the_wheel(run: Run, installed: Path, tmp_path: Path) -> None:
+    words = ["reinforce-rl", "submit", "--dry-run", "--time", "00:10:00", *tiny_overrides(tmp_path), "--"]
+    done = run(*words, "reward_function.name=reinforce_rl.rewards.functions.vader")
+    (batch_file,) = set(re.findall(r"\S+/train_hetjob\.sbatch", done.stdout)) or {done.stdout + done.stderr}
+    assert Path(batch_file).is_file() and batch_file.startswith(str(installed.parent))
 
 
 def test_server_and_actor_of_the_wheel_on_one_machine(run: Run, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Command line of `slurm/submit.py`, with defaults from environment variables."""
+"""Command line of `reinforce-rl submit`, with defaults from environment variables."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.settings import ACTOR, SERVER, VARIABLES, Variable, count_from, split_arguments
+from reinforce_rl.launch.terminal import program_name
 
 UNLIMITED = ("UNLIMITED", "INFINITE", "INFINITY", "-1")
 _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
@@ -155,12 +156,12 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="slurm/submit.py",
+        prog=program_name(),
         description="Plan, check and submit a Slurm job of reward servers (component 0) and actor (component 1).",
         usage="%(prog)s [options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]",
-        epilog="Overrides are Hydra's, as examples/train_reinforce_actor.py and examples/serve_reward_model.py take "
-        "them. An option that is not given is read from the variable REINFORCE_OPTION, such as REINFORCE_PARTITION "
-        "or REINFORCE_ACTOR_PARTITION.",
+        epilog="Overrides are Hydra's, as `reinforce-rl train` and `reinforce-rl serve` take them. An option "
+        "that is not given is read from the variable REINFORCE_OPTION, such as REINFORCE_PARTITION or "
+        "REINFORCE_ACTOR_PARTITION.",
         allow_abbrev=False,
     )
     parser.add_argument("overrides", nargs="*", metavar="ACTOR_OVERRIDE", help="KEY=VALUE")

@@ -63,7 +63,8 @@ class JobPlan:
 
     @property
     def batch_file(self) -> str:
-        return str(self.settings.repository / "slurm" / "train_hetjob.sbatch")
+        own = self.settings.repository / ("reinforce_rl" if self.settings.is_wheel else "")
+        return str(own / "slurm" / "train_hetjob.sbatch")
 
     def command(self, *, after: str | None = None, test_only: bool = False) -> list[str]:
         """Return the sbatch command; it starts after the end of job `after`, successful or not."""

@@ -129,6 +129,16 @@ class Settings:
     server_args: tuple[str, ...] = ()  # Hydra overrides
 
     @property
+    def is_wheel(self) -> bool:
+        """Whether `repository` is a folder of installed packages."""
+        return (self.repository / "reinforce_rl" / "conf").is_dir()
+
+    def program(self, script: str, command: str) -> tuple[str, ...]:
+        """Return Python's arguments for a script of examples/, which in a wheel is a command."""
+        path = self.repository / "examples" / f"{script}.py"
+        return ("-m", "reinforce_rl", command) if self.is_wheel else (str(path),)
+
+    @property
     def slurm_folder(self) -> Path:
         """Holds the token, the history, and a folder per attempt."""
         return self.run_dir / "slurm"

@@ -107,7 +107,7 @@ class StepPlan:
     component: Component
     nodes: tuple[str, ...]  # names; empty for all of the component's
     tasks_per_node: int
-    program: tuple[str, ...]  # a Python file of the repository and its arguments
+    program: tuple[str, ...]  # arguments of Python: a file, or -m and a name, and what follows
     serves: bool  # it is a reward server
     image: str  # of the container; empty for none
     peers: tuple[str, ...]  # a node of the other component
@@ -133,9 +133,8 @@ def server_plan(
         "num_nodes": each,
         "devices": server.devices,
     }
-    script = settings.repository / "examples" / "serve_reward_model.py"
     mine = tuple(nodes[number * each : (number + 1) * each]) if settings.servers > 1 else ()
-    program = (str(script), *with_missing(settings.server_args, own))
+    program = (*settings.program("serve_reward_model", "serve"), *with_missing(settings.server_args, own))
     image = settings.server_container_image or settings.container_image
     tasks = server.devices if settings.launcher == SRUN else 1
     return StepPlan(f"rm-{number}", server, mine, tasks, program, True, image, tuple(peers))
@@ -155,8 +154,7 @@ def actor_plan(
     if (name := override_of(settings.server_args, "inference.name")) is not None:
         server["name"] = name
     own |= {f"remote_rm.reward_model.{key}": value for key, value in server.items()}
-    script = settings.repository / "examples" / "train_reinforce_actor.py"
-    program = (str(script), *with_missing(settings.actor_args, own))
+    program = (*settings.program("train_reinforce_actor", "train"), *with_missing(settings.actor_args, own))
     tasks = actor.devices if settings.launcher == SRUN else 1
     return StepPlan(ACTOR, actor, (), tasks, program, False, settings.container_image, tuple(peers))
 

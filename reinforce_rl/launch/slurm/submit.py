@@ -1,4 +1,4 @@
-"""Main program of `slurm/submit.py`: checks a job with Slurm, prints and submits it.
+"""The command `submit`: checks a job with Slurm, prints and submits it.
 
 `sbatch --test-only` considers one component at a time, and accepts partitions that are down and times above their
 limit; such a job waits for ever. So does one whose component 0 gets nodes that component 1 needs, which Slurm (22.05)

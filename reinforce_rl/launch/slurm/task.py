@@ -42,7 +42,7 @@ class Task:
     serves: bool = False  # it is a reward server, which needs an HTTP port
     seconds: float = 0.0  # for the first task to publish its endpoint
     peers: Sequence[str] = ()  # names of other nodes
-    script: Sequence[str] = ()  # a Python file and its arguments
+    script: Sequence[str] = ()  # arguments of Python: a file, or -m and a name, and what follows
 
     @property
     def ranks(self) -> str:

@@ -69,7 +69,7 @@ class RewardHead:
         from safetensors import safe_open
 
         if not Path(path).is_file():
-            raise CheckpointError(f"reward head {path} does not exist; examples/train_reward_model.py writes one")
+            raise CheckpointError(f"reward head {path} does not exist; `reinforce-rl train-rm` writes one")
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -95,7 +95,7 @@ class RewardHead:
         if SCORE_LAYER not in folder:
             raise CheckpointError(
                 f"{folder.folder} has no {SCORE_LAYER}, so it is no ...ForSequenceClassification model. Give the file "
-                "of its head as reward_model.head_path; examples/train_reward_model.py makes one"
+                "of its head as reward_model.head_path; `reinforce-rl train-rm` makes one"
             )
         weight = folder.read(SCORE_LAYER).float()
         raw: dict[str, Any] = json.loads((folder.folder / "config.json").read_text(encoding="utf-8"))

@@ -66,6 +66,13 @@ def test_the_actors_line() -> None:
     assert line[line.index("--") + 1 :] == expected.split()
 
 
+def test_tasks_of_an_installed_wheel_run_its_commands(tmp_path: Path) -> None:
+    (tmp_path / "reinforce_rl" / "conf").mkdir(parents=True)
+    settings = replace(SETTINGS, repository=tmp_path)
+    for line, command in ((server_line(settings), "serve"), (actor_line(settings), "train")):
+        assert line[line.index("--") + 1 :][:3] == ["-m", "reinforce_rl", command]
+
+
 def test_what_the_person_has_said_is_not_said_again() -> None:
     line = actor_line(replace(SETTINGS, actor_args=("trainer.devices=4",), server_args=("inference.name=helpful",)))
     assert line.count("trainer.devices=4") == 1
