@@ -28,6 +28,7 @@ from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.phases import Activity
+from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.settings import check_changes, record
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import RunTimer, StopRequest, first_save_seconds
@@ -164,7 +165,10 @@ def build_trainer(
         asynchronous=saving.async_save,
         on_saved=partial(_saved, timer, control),
     )
-    rollout = cfg.model.reinforce
+    rollout, profile, profiler = cfg.model.reinforce, cfg.trainer.profile, None
+    if profile.steps:
+        folder = Path(cfg.exp_manager.explicit_log_dir) / "profile"
+        profiler = StepProfiler(profile, folder, mesh.rank, mesh.device, monitor.note)
 
     def fixed(prompts: PromptDataset | None, count: int | None) -> partial[FixedPrompts] | None:
         return None if prompts is None else partial(FixedPrompts, prompts, count, mesh.dp_rank, mesh.dp_size)
@@ -189,6 +193,7 @@ def build_trainer(
         test_dataloader_builder=fixed(datasets.test, None),
         activity=activity,
         stop=control.stop if control else None,
+        profiler=profiler,
     )
     if checkpoint is not None:
         check_lora_identity(model.lora, checkpoint.folder, checkpoint.trainer_state)

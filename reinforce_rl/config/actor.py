@@ -235,6 +235,18 @@ class RanksConfig(Section):
         return self.num_nodes * self.devices
 
 
+class ProfileConfig(Section):
+    steps: list[int] = key([], "steps to profile, such as [3,4]", more="; see [profiling.md](profiling.md)")
+    ranks: list[int] | None = key(None, "ranks that do; null: all")
+    tool: Literal["torch", "nsys"] = key(
+        "torch",
+        "torch: traces and top operations in explicit_log_dir/profile; nsys: NVTX ranges, for nsys",
+    )
+    shapes: bool = key(False, "record the shapes of the operations' inputs")
+    stacks: bool = key(False, "record the Python lines that called them; several times larger")
+    memory: bool = key(False, "record allocations on CUDA, as a snapshot")
+
+
 class TrainerConfig(RanksConfig):
     collective_timeout_seconds: Positive = key(
         1800.0,
@@ -254,6 +266,7 @@ class TrainerConfig(RanksConfig):
         ge=1,
         more=". See [operations.md](operations.md#stragglers)",
     )
+    profile: ProfileConfig = ProfileConfig()
     reinforce: ReinforceConfig = ReinforceConfig()
 
 

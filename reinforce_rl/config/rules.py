@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,8 @@ REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's o
 
 def find_faults(cfg: TrainConfig) -> Iterator[str]:
     """Yield all errors of a configuration with valid keys and types."""
-    for check in (_rewards, _algorithm, _samples, _batches, _model, _lengths, _sampling, _generation, _saving, _files):
+    checks = (_rewards, _algorithm, _samples, _batches, _model, _lengths, _sampling, _generation, _saving, _profile)
+    for check in (*checks, _files):
         yield from check(cfg)
 
 
@@ -305,6 +307,18 @@ def _saving(cfg: TrainConfig) -> Iterator[str]:
         yield _told(cfg, f"{key}keep_best model.data.data_prefix.validation", "there is no validation")
     elif saving.keep_best > 0 and cfg.trainer.reinforce.val_check_interval == 0:
         yield _told(cfg, f"{key}keep_best trainer.reinforce.val_check_interval", "there is no validation")
+
+
+def _profile(cfg: TrainConfig) -> Iterator[str]:
+    last = cfg.trainer.reinforce.max_steps
+    chosen = {"steps": (cfg.trainer.profile.steps, 1, math.inf if last == -1 else last)}
+    chosen["ranks"] = (cfg.trainer.profile.ranks or [], 0, cfg.trainer.world_size - 1)
+    for name, (numbers, low, high) in chosen.items():
+        wrong = dict.fromkeys(n for n in numbers if not low <= n <= high or numbers.count(n) > 1)
+        if wrong:
+            bound = f"to {'max_steps, which is ' * (name == 'steps')}{high}" if high < math.inf else "on"
+            found = ", ".join(map(str, wrong))
+            yield f"trainer.profile.{name} has {found}; expected {name} from {low} {bound}, each once"
 
 
 def _files(cfg: TrainConfig) -> Iterator[str]:

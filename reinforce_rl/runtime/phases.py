@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from reinforce_rl.runtime.profiling import StepProfiler
+
 PACKAGE = Path(__file__).parents[1]
 SAMPLE_SECONDS = 0.02  # between two samples of a `WaitMeter`
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
@@ -61,16 +63,28 @@ class Activity:
 
 
 class StepClock:
-    """Measures seconds and peak memory of each phase of the current step, and `among_ranks` the waits for others."""
+    """Measures seconds and peak memory of each phase of the current step, and `among_ranks` the waits for others.
 
-    def __init__(self, activity: Activity, device: torch.device, *, among_ranks: bool = False):
-        self._activity = activity
+    `profiler` is started and stopped with each step.
+    """
+
+    def __init__(
+        self,
+        activity: Activity,
+        device: torch.device,
+        *,
+        among_ranks: bool = False,
+        profiler: StepProfiler | None = None,
+    ):
+        self._activity, self._profiler = activity, profiler
         self._waits = WaitMeter(threading.get_ident()) if among_ranks else None
         self._memory = PeakMemory(device)
         self.start(0)
 
     def start(self, step: int) -> None:
         self._activity.at_step(step)
+        if self._profiler is not None:
+            self._profiler.start(step)
         self._started = time.perf_counter()
         self.seconds: dict[str, float] = {}  # by phase; repeated phases add up
         self.own_seconds: dict[str, float] = {}  # less the measured waits for other ranks
@@ -81,7 +95,9 @@ class StepClock:
         self._activity.begin(name, has_deadline=has_deadline)
         self._memory.start()
         started = time.perf_counter()
-        with self._waits.measuring() if self._waits else contextlib.nullcontext():
+        nothing = contextlib.nullcontext()
+        named = self._profiler.phase(name) if self._profiler else nothing
+        with named, self._waits.measuring() if self._waits else nothing:
             yield
         seconds = time.perf_counter() - started
         own = seconds - (self._waits.seconds if self._waits else 0.0)
@@ -92,6 +108,9 @@ class StepClock:
     def stop(self) -> None:
         """End the step; its total time is `step_time`."""
         self.seconds["step_time"] = time.perf_counter() - self._started
+        if self._profiler is not None:
+            self._activity.begin("profile")
+            self._profiler.stop()
 
 
 class PeakMemory:

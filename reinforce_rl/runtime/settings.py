@@ -34,7 +34,9 @@ MEANING = re.compile(
 )
 LENGTH = re.compile(r"trainer\.reinforce\.max_(steps|epochs)$")
 # Keys that may differ at every start and do not affect results.
-SILENT = re.compile(r"resume_with_changes$|preflight|remote_rm\.reward_model\.(ip|port|replicas|token_file)$")
+SILENT = re.compile(
+    r"resume_with_changes$|preflight|trainer\.profile\.|remote_rm\.reward_model\.(ip|port|replicas|token_file)$"
+)
 
 
 def compare(before: str, now: str, schema: type[Section] = TrainConfig) -> dict[str, str]:

@@ -24,6 +24,7 @@ from reinforce_rl.monitoring.metrics import of_this_rank, reinforce_means, take_
 from reinforce_rl.monitoring.rollouts import sample_rows
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.phases import Activity, StepClock
+from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.stop import Due, Outlook, RunTimer, StopRequest
 from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.trainer.state import BestCheckpoints, Divergence, PastSteps
@@ -75,6 +76,7 @@ class ReinforceTrainer:
         test_dataloader_builder: Callable[..., FixedPrompts] | None = None,
         activity: Activity | None = None,
         stop: StopRequest | None = None,
+        profiler: StepProfiler | None = None,
     ):
         self.cfg = cfg
         self.model = model
@@ -101,7 +103,8 @@ class ReinforceTrainer:
         self._divergence = Divergence(cfg.max_skipped_steps)
         self._past = PastSteps(cfg)
         self._activity = activity or Activity()
-        self._clock = StepClock(self._activity, model.mesh.device, among_ranks=model.mesh.world_size > 1)
+        several = model.mesh.world_size > 1
+        self._clock = StepClock(self._activity, model.mesh.device, among_ranks=several, profiler=profiler)
         self._rollouts = RolloutMaker(
             cfg,
             model,

@@ -1,0 +1,140 @@
+"""Profiles of chosen steps: what is written, of which steps and ranks, and that no number changes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from helpers.tiny_run import run, tiny_config, tiny_overrides, without_times
+
+from reinforce_rl.config.actor import ProfileConfig
+from reinforce_rl.config.rules import find_faults
+from reinforce_rl.runtime import profiling
+from reinforce_rl.runtime.profiling import StepProfiler
+
+RL, PROFILE = "trainer.reinforce", "trainer.profile"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "train.py"
+
+
+def events_of(path: Path) -> list[dict]:
+    return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
+def top_of(folder: Path) -> list[dict]:
+    return json.loads((folder / "top_operations.json").read_text())["steps"]
+
+
+def test_a_run_and_its_resume_profile_the_chosen_steps_and_change_no_number(tmp_path, mesh):
+    (tmp_path / "plain").mkdir()
+    plain = run(tmp_path / "plain", mesh, f"{RL}.max_epochs=2")
+    (tmp_path / "profiled").mkdir()
+    keys = f"{PROFILE}.steps=[2,3]", f"{PROFILE}.shapes=true", f"{RL}.max_epochs=2"
+    run(tmp_path / "profiled", mesh, *keys, f"{RL}.max_steps=2", f"{PROFILE}.steps=[2]")
+    profiled = run(tmp_path / "profiled", mesh, *keys)
+    assert [without_times(line) for line in profiled] == [without_times(line) for line in plain]
+
+    folder = tmp_path / "profiled" / "run" / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00002", "step_00003", "top_operations.json"]
+    for step in (2, 3):
+        made = folder / f"step_{step:05d}"
+        assert sorted(path.name for path in made.iterdir()) == ["rank_0.trace.json.gz", "rank_0.txt"]
+        events = events_of(made / "rank_0.trace.json.gz")
+        names = {event.get("name") for event in events}
+        assert {"phase: generate", "phase: reward_wait", "phase: train_time", "aten::mm"} <= names
+        assert any(event.get("args", {}).get("Input Dims") for event in events)
+        assert "aten::mm" in (made / "rank_0.txt").read_text()
+    steps = top_of(folder)
+    assert [(step["step"], step["rank"], step["device"]) for step in steps] == [(2, 0, "cpu"), (3, 0, "cpu")]
+    for step in steps:
+        assert (folder / step["trace"]).is_file()
+        shares = [operation["share"] for operation in step["operations"]]
+        assert shares == sorted(shares, reverse=True) and 0.5 < sum(shares) <= 1.0 + 1e-9
+        assert all(one["self_seconds"] == pytest.approx(one["share"] * step["seconds"]) for one in step["operations"])
+
+
+class TestOfOneStep:
+    def profile(self, folder: Path, told: list[str], **keys) -> StepProfiler:
+        profiler = StepProfiler(ProfileConfig(steps=[2], **keys), folder, 0, torch.device("cpu"), told.append)
+        for step in (1, 2, 3):
+            profiler.start(step)
+            for _ in range(step):
+                with profiler.phase("generate"):
+                    torch.ones(4, 4) @ torch.ones(4, 4)
+            profiler.stop()
+        return profiler
+
+    def test_calls_are_those_of_the_step_alone(self, tmp_path):
+        told: list[str] = []
+        self.profile(tmp_path, told)
+        (step,) = top_of(tmp_path)
+        calls = {one["name"]: one["calls"] for one in step["operations"]}
+        assert calls["aten::mm"] == 2 and calls["phase: generate"] == 2
+        assert told == [f"profile: step 2 is in {tmp_path / 'step_00002'}"]
+
+    def test_no_profiler_is_on_outside_of_the_step(self, tmp_path):
+        profiler = StepProfiler(ProfileConfig(steps=[2]), tmp_path, 0, torch.device("cpu"), print)
+        profiler.start(1)
+        assert not torch.autograd._profiler_enabled()
+        profiler.start(2)
+        assert torch.autograd._profiler_enabled()
+        profiler.stop()
+        assert not torch.autograd._profiler_enabled()
+
+    def test_too_many_events_are_not_written(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(profiling, "MAX_EVENTS", 3)
+        told: list[str] = []
+        self.profile(tmp_path, told)
+        assert len(told) == 1 and "events, too many to be written" in told[0]
+        assert list(tmp_path.rglob("*.gz")) == []
+
+    def test_a_large_trace_is_warned_of(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(profiling, "LARGE_BYTES", 10)
+        told: list[str] = []
+        self.profile(tmp_path, told)
+        assert any("a viewer may not open it" in text for text in told)
+
+    def test_one_that_cannot_write_is_given_up(self, tmp_path):
+        (tmp_path / "step_00002").write_text("a file")
+        told: list[str] = []
+        self.profile(tmp_path, told)
+        assert len(told) == 1 and "given up (FileExistsError" in told[0]
+        assert not torch.autograd._profiler_enabled()
+
+    @pytest.mark.parametrize(
+        ("keys", "what"), [({"tool": "nsys"}, "NVTX ranges"), ({"memory": True}, "memory snapshots")]
+    )
+    def test_a_cpu_says_what_it_does_not_make(self, tmp_path, keys, what):
+        told: list[str] = []
+        self.profile(tmp_path, told, **keys)
+        assert told[0] == f"profile: {what} need CUDA; none are made on a CPU"
+
+    def test_other_ranks_are_left_out(self, tmp_path):
+        self.profile(tmp_path, [], ranks=[1])
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_faults_come_in_one_message(tmp_path):
+    config = tiny_config(tmp_path, f"{RL}.max_steps=4", "trainer.devices=2")
+    config.trainer.profile.steps, config.trainer.profile.ranks = [0, 3, 3, 9], [1, 2]
+    assert [fault for fault in find_faults(config) if "profile" in fault] == [
+        "trainer.profile.steps has 0, 3, 9; expected steps from 1 to max_steps, which is 4, each once",
+        "trainer.profile.ranks has 2; expected ranks from 0 to 1, each once",
+    ]
+    config.trainer.reinforce.max_steps, config.trainer.profile.ranks = -1, None
+    config.trainer.profile.steps = [9]
+    assert [fault for fault in find_faults(config) if "profile" in fault] == []
+
+
+@pytest.mark.slow
+def test_two_ranks_write_a_trace_each_and_one_table(tmp_path):
+    keys = [*tiny_overrides(tmp_path), f"{PROFILE}.steps=[1]", f"{RL}.max_steps=1", "trainer.devices=2"]
+    run_ranks(SCRIPT, 2, tmp_path, "odd_share", *keys)
+    folder = tmp_path / "run" / "profile"
+    for rank in (0, 1):
+        names = {event.get("name") for event in events_of(folder / "step_00001" / f"rank_{rank}.trace.json.gz")}
+        assert "phase: train_time" in names
+    assert [step["rank"] for step in top_of(folder)] == [0]
