@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from helpers.tiny_run import three_letters, write_prompts
 from helpers.tiny_tokenizer import write_model_without_weights
+from helpers.troubleshooting import answers
 
 ROOT = Path(__file__).parents[2]
 ACTOR = "train_reinforce_actor.py"
@@ -298,6 +299,7 @@ def test_a_mistake_is_told(mistake, folder, ports, tmp_path_factory):
         as_nobody=mistake.as_nobody,
     )
     assert [word for word in words if word not in said] == []
+    assert answers(said)  # by the troubleshooting page
     counted = re.search(r"(\d+) faults? in the configuration", said)
     assert (int(counted.group(1)) if counted else 1) == mistake.faults
     if mistake.seconds == OF_CONFIG:

@@ -1,0 +1,212 @@
+"""Every command of README, of five minutes and of the tutorial: run on a tiny model, or planned for a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from helpers.models import tiny_llama_folder
+from hydra.errors import HydraException
+from typer.main import get_command
+
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.base import Section
+from reinforce_rl.config.compose import CONF_FOLDER
+from reinforce_rl.config.load import read_config
+from reinforce_rl.config.reward_model import TrainRewardModelConfig
+from reinforce_rl.config.rewards import ServeRewardModelConfig
+from reinforce_rl.launch.main import app
+
+ROOT = Path(__file__).parents[1]
+START = ROOT / "docs" / "start.md"
+TUTORIAL = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
+PAGES = [ROOT / "README.md", START, *TUTORIAL, *sorted((ROOT / "docs").glob("migration-*.md"))]
+COMMANDS: Any = get_command(app)
+PROGRAMS: dict[str, tuple[str, type[Section]]] = {
+    "train": ("train_reinforce_actor", TrainConfig),
+    "preflight": ("train_reinforce_actor", TrainConfig),
+    "serve": ("serve_reward_model", ServeRewardModelConfig),
+    "train-rm": ("train_reward_model", TrainRewardModelConfig),
+}
+# The environment and the model have tests of their own, and take minutes.
+ELSEWHERE = re.compile(r"^(make |export MODEL=).*\n", re.MULTILINE)
+FENCE = re.compile(r"(<!-- not run: [^>]*-->\s*)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Faults of paths that stand for the reader's own.
+OF_A_NAME = re.compile(r"is not set|does not exist|is no folder|is no file|cannot read the token")
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    text: str
+    is_run: bool
+
+
+def blocks(page: Path) -> list[Block]:
+    found = FENCE.findall(page.read_text(encoding="utf-8"))
+    return [Block(language, ELSEWHERE.sub("", text), not skipped) for skipped, language, text in found]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of each command of a page that is ours."""
+    for block in blocks(page):
+        if block.language != "bash":
+            continue
+        for line in block.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(re.sub(r"(^|\s)\.\.\.(?=\s|$)", " ", line), comments=True)
+            if words[:1] == ["torchrun"]:
+                words = words[words.index("reinforce_rl") :]
+            if words[:1] in (["reinforce-rl"], ["reinforce_rl"]):
+                yield words[1:]
+
+
+def write_files(page: Path, folder: Path) -> None:
+    """The page's files: blocks whose first line is a comment with a name."""
+    for block in blocks(page):
+        if block.language in ("python", "yaml") and (name := re.match(r"# (\w+\.\w+)\n", block.text)):
+            (folder / name[1]).write_text(block.text)
+
+
+def parts(words: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """The programs that a command starts, with the arguments of each."""
+    name, rest = words[0], words[1:]
+    if name == "launch":
+        server, actor = rest.index("--server-args"), rest.index("--actor-args")
+        yield "serve", rest[server + 1 : actor]
+        yield "train", rest[actor + 1 :]
+    elif name == "submit":
+        split = rest.index("--")
+        yield "train", [word for word in rest[:split] if "=" in word]
+        yield "serve", rest[split + 1 :]
+    elif name in PROGRAMS:
+        yield name, rest
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_commands_exist_and_their_keys_are_accepted(page, tmp_path, monkeypatch):
+    monkeypatch.setenv("MODEL", "MODEL")
+    write_files(START, tmp_path)
+    found = list(commands(page))
+    assert found
+    for words in found:
+        assert words[0] in COMMANDS.commands
+        for program, args in parts(words):
+            name, schema = PROGRAMS[program]
+            overrides = [word for word in args if "=" in word or word.startswith("~")]
+            folder = CONF_FOLDER
+            if "--config-name" in args and (own := args[args.index("--config-name") + 1]) == "first":
+                name, folder = own, tmp_path
+            elif "--config-name" in args:
+                continue  # a file that the page only names
+            with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+                try:
+                    cfg = hydra.compose(name, overrides=[f"hydra.searchpath=[{CONF_FOLDER}]", *overrides])
+                except HydraException as error:
+                    pytest.fail(f"{shlex.join(words)}: {error}")
+            assert [fault for fault in read_config(cfg, schema)[1] if not OF_A_NAME.search(fault)] == [], words
+
+
+class Place:
+    """A folder in which pages are followed from top to bottom, with a tiny model in place of SmolLM2."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        model = tiny_llama_folder(folder / "model", max_positions=128, layers=1)
+        self.environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MODEL": str(model)}
+
+    def bash(self, script: str) -> str:
+        ours = f'reinforce-rl() {{ {sys.executable} -m reinforce_rl "$@"; }}\npython() {{ {sys.executable} "$@"; }}\n'
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", ours + script],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        return done.stdout
+
+    def follow(self, page: Path) -> None:
+        write_files(page, self.folder)
+        for block in blocks(page):
+            if block.language == "bash" and block.is_run:
+                self.bash(block.text)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Place:
+    return Place(tmp_path_factory.mktemp("start"))
+
+
+def test_five_minutes_ends_with_a_trained_model(place):
+    place.follow(START)
+    run = place.folder / "results" / "first"
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 6  # five steps, and the validation before
+    assert (run / "report.html").is_file() and (run / "hf" / "config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_tutorial_from_beginning_to_end(place):
+    if not (place.folder / "first.yaml").exists():
+        place.follow(START)
+    for page in TUTORIAL:
+        place.follow(page)
+    for run in ("plain", "sums", "hello", "two"):
+        assert (place.folder / "results" / run / "hf" / "config.json").is_file()
+    assert (place.folder / "results" / "head" / "head.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_readmes_commands_run(place):
+    """What ends by itself; the others are planned below."""
+    model = tiny_llama_folder(place.folder / "long", max_positions=2048, layers=1)
+    lines = [
+        {"prompt": f"Say hello to guest {i}.", "chosen": f"Hello, guest {i}!", "rejected": f"Go away, {i}."}
+        for i in range(140)
+    ]
+    (place.folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = []
+    for words in commands(PAGES[0]):
+        if words[0] in ("prepare", "train-rm", "launch"):
+            place.bash(re.sub(r"\b(TRUNK|SFT_MODEL)\b", str(model), shlex.join(["reinforce-rl", *words])))
+            run.append(words[0])
+    assert run == ["prepare", "train-rm", "launch"]
+    assert (place.folder / "results" / "mine" / "hf" / "config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [PAGES[0], *TUTORIAL[2:]], ids=lambda path: path.stem)
+def test_commands_for_clusters_have_a_plan(place, page):
+    """The trainer's part of those that are not run, with this machine's model and prompts."""
+    own = {
+        "pretrained_checkpoint.restore_from_path": place.environment["MODEL"],
+        "model.data.data_prefix.train": "prompts.jsonl",
+        "model.data.data_prefix.validation": "null",
+        "exp_manager.explicit_log_dir": "results/planned",
+        "model.encoder_seq_length": "128",
+        "model.reinforce.length_params.max_length": "48",
+        "remote_rm.reward_model.token_file": "null",
+    }
+    (place.folder / "prompts.jsonl").write_text('{"prompt": "Explain rain to a child."}\n' * 64)
+    planned = 0
+    for words in commands(page):
+        args = [args for program, args in parts(words) if program == "train" and "--config-name" not in args]
+        for kept in args:
+            given = dict(word.split("=", 1) for word in kept if "=" in word) | own
+            said = place.bash(shlex.join(["reinforce-rl", "preflight", *(f"{k}={v}" for k, v in given.items())]))
+            assert "ranks" in said
+            planned += 1
+    assert planned
