@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ _METRICS = (
     ("ended by themselves", "train/fraction_of_samples_properly_ended", False, 3),
     ("seconds a step", "timers/step_time", False, 2),
 )
+_OTHER = re.compile(r"val/(\w+/rewards(_.+)?|rewards_.+)")  # of named sets, and of the sources of a reward
 
 
 def tables(runs: Mapping[str, RunFolder]) -> list[dict[str, Any]]:
@@ -70,7 +72,9 @@ def compare(folders: Sequence[str | Path], html: str | Path | None = None) -> st
 
 def _metrics(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
     rows = [["state", *(_state(run) for run in runs.values())]]
-    for name, key, has_best, digits in _METRICS:
+    more = dict.fromkeys(key for run in runs.values() for line in run.lines for key in line if _OTHER.fullmatch(key))
+    others = [(f"validation {key[4:].replace('rewards_', '')}", key, True, 3) for key in more]
+    for name, key, has_best, digits in (_METRICS[0], *others, *_METRICS[1:]):
         series = [[point for point in run.series(key) if math.isfinite(point[1])] for run in runs.values()]
         if any(series):
             is_training = not key.startswith("val/")

@@ -16,12 +16,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from reinforce_rl.errors import ReinforceError
+from reinforce_rl.errors import DataError, ReinforceError
 from reinforce_rl.monitoring.progress import clock
 from reinforce_rl.monitoring.rollouts import RolloutRow
 from reinforce_rl.monitoring.run_folder import RunFolder, mean
 from reinforce_rl.monitoring.view import curves, frozen_samples, kinds, render
 from reinforce_rl.utils.files import plain_number, write_atomically
+
+_PROFILES, _OPERATIONS = 3, 12  # the last profiled steps that the page shows, and their operations
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def overview(run: RunFolder) -> dict[str, Any]:
         "span": _span(run),
         "verdict": verdict(run) if found or run.series("train/rewards") else "",
         "tone": _tone(found),
-        "tables": [_summary_table(run)],
+        "tables": [_summary_table(run), *_profile_tables(run.path / "profile" / "top_operations.json")],
         "alerts": [asdict(alert) for alert in run.alerts()],
         "config": {
             "text": config.text,
@@ -179,6 +181,27 @@ def overview(run: RunFolder) -> dict[str, Any]:
 def _summary_table(run: RunFolder) -> dict[str, Any]:
     rows = [[row.name, row.show(row.before), row.show(row.after), row.change, row.basis] for row in summarize(run)]
     return {"title": "Before and after", "columns": ["", "before", "after", "change", "measured on"], "rows": rows}
+
+
+def _profile_tables(path: Path) -> list[dict[str, Any]]:
+    """Return the top operations of the profiled steps that `runtime/profiling.py` wrote."""
+    if not path.is_file():
+        return []
+    try:
+        return [
+            {
+                "title": f"Step {step['step']}: top operations of rank {step['rank']}, {step['device']}",
+                "note": f"{step['seconds']:.2f} s in all; the trace is profile/{step['trace']}",
+                "columns": ["operation", "calls", "own seconds", "share"],
+                "rows": [
+                    [one["name"], str(one["calls"]), f"{one['self_seconds']:.3f}", f"{one['share']:.1%}"]
+                    for one in step["operations"][:_OPERATIONS]
+                ],
+            }
+            for step in json.loads(path.read_bytes())["steps"][-_PROFILES:]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is no profile's table ({error!r}); remove it, and profile again") from error
 
 
 def write_report(run_dir: str | Path) -> Path:

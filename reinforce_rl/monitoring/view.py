@@ -44,6 +44,7 @@ _NAMES = ("generation", "log-probs", "reference log-probs", "waiting for rewards
 _PHASES = dict(zip(_NAMES, (*PHASES, "rest of the step"), strict=True))
 CHARTS = (
     Chart("Reward", {"training": "train/rewards", "validation": "val/rewards", "*": "val/*/rewards"}),
+    Chart("Reward by source", {"*": "train/rewards_*", "*, validation": "val/rewards_*"}),
     Chart("KL to the start", {"training": "train/init_policy_kl"}, "nats a response"),
     Chart("Response length", {"training": "train/response_lengths", "validation": "val/response_lengths"}, "tokens"),
     Chart("Ended by themselves", {"training": f"train/{_ENDED}", "validation": f"val/{_ENDED}"}, "share", "percent"),
@@ -123,8 +124,9 @@ def _lines(chart: Chart, columns: Mapping[str, Sequence[tuple[int, Any, float]]]
     for name, pattern in chart.lines.items():
         begin, _, end = pattern.partition("*")
         for key in sorted(key for key in columns if fnmatch(key, pattern)):
-            if any(math.isfinite(y) for _, _, y in columns[key]):
-                found.append((key[len(begin) : len(key) - len(end)] if name == "*" else name, key))
+            is_other = "*" in pattern and key.endswith(("_with_kl", "_error"))
+            if not is_other and any(math.isfinite(y) for _, _, y in columns[key]):
+                found.append((name.replace("*", key[len(begin) : len(key) - len(end)]), key))
     return found
 
 

@@ -30,6 +30,7 @@ def make_run(folder, lr: float, gains: list[float], validated=(0, 4), prompts=ra
             rows = [RolloutRow(step, i, 0, f"p{i}", "r", rewards[i], "stop", 3) for i in prompts]
             writer.write(step, rows, "validation")
             logger.log_metrics({"rewards": 9.0 if step == 2 else step * lr}, step, "val/")
+            logger.log_metrics({"rewards_accuracy": step / 4, "hard/rewards": 0.25}, step, "val/")
         logger.log_metrics({"rewards": step * lr}, step, "train/")
         logger.commit(step)
     return folder
@@ -47,6 +48,8 @@ def test_settings_metrics_and_the_paired_difference(tmp_path):
     assert cells(metrics, "training reward, last 10 steps") == ["2.000", "4.000"]
     assert cells(metrics, "validation reward, last") == ["4.000", "8.000"]
     assert cells(metrics, "validation reward, best") == ["4.000 (step 4)", "9.000 (step 2)"]
+    assert cells(metrics, "validation accuracy, last") == ["1.000", "1.000"]
+    assert cells(metrics, "validation hard/rewards, last") == ["0.250", "0.250"]
     differences = [0.4, 0.8, 1.2, 0.0]
     error = statistics.stdev(differences) / math.sqrt(4)
     mean = statistics.fmean(differences)

@@ -208,6 +208,20 @@ def test_an_empty_folder_and_a_run_that_has_just_begun(tmp_path):
     assert [alert["kind"] for alert in page["alerts"]] == ["reward"]
 
 
+def test_the_top_operations_of_a_profile(tmp_path):
+    path = tmp_path / "profile" / "top_operations.json"
+    path.parent.mkdir()
+    operation = {"name": "aten::<mm>", "calls": 7, "self_seconds": 1.25, "share": 0.5}
+    step = {"rank": 0, "device": "cpu", "seconds": 2.5, "trace": "step_00003/rank_0.trace.json.gz"}
+    path.write_text(json.dumps({"steps": [{**step, "step": i, "operations": [operation] * 30} for i in range(5)]}))
+    tables = read(write_report(tmp_path))["tables"][1:]
+    assert [table["title"][:7] for table in tables] == ["Step 2:", "Step 3:", "Step 4:"]
+    assert tables[0]["rows"] == [["aten::<mm>", "7", "1.250", "50.0%"]] * 12
+    path.write_text("{}")
+    with pytest.raises(DataError, match=r"top_operations\.json is no profile's table"):
+        write_report(tmp_path)
+
+
 def test_no_prompt_in_common(tmp_path):
     writer = RolloutWriter(tmp_path)
     writer.write(0, [sample(0, 0, 1.0)], "validation")

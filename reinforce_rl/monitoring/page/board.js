@@ -27,7 +27,7 @@
   // ---- state: what is chosen, kept in the address -------------------------------------------------------------
 
   const DEFAULTS = { run: [], x: "step", smooth: "", more: [], of: "", kind: "", step: "", view: "", sort: "",
-    prompt: "", colour: "", search: "" };
+    prompt: "", set: "", colour: "", search: "" };
   const chosen = { ...DEFAULTS };
 
   function readAddress() {
@@ -564,8 +564,12 @@
     for (const option of $("sort").options) option.hidden = option.value.endsWith("change") && !hasChange;
     $("sort").value = chosen.sort;
     if ($("search").value !== chosen.search) $("search").value = chosen.search;
+    const sets = [...new Set(shown.rows.map((row) => row.set_name ?? ""))]; // validation sets with names
+    $("set-label").hidden = sets.length < 2;
+    options($("set"), [["", "all"], ...sets.filter(Boolean).map((one) => [one, one])], sets.includes(chosen.set) ? chosen.set : "");
+    const set = $("set").value;
     const wanted = chosen.search.trim().toLowerCase();
-    let rows = shown.rows.filter((row) => !wanted || row.prompt.toLowerCase().includes(wanted) || row.response.toLowerCase().includes(wanted));
+    let rows = shown.rows.filter((row) => (!set || row.set_name === set) && (!wanted || row.prompt.toLowerCase().includes(wanted) || row.response.toLowerCase().includes(wanted)));
     const field = chosen.sort.replace("-", "");
     if (field) {
       const sign = chosen.sort.startsWith("-") ? -1 : 1;
@@ -617,7 +621,7 @@
     loadSamples();
   }
 
-  for (const [id, key] of [["of", "of"], ["kind", "kind"], ["step", "step"], ["view", "view"], ["sort", "sort"], ["prompt", "prompt"], ["colour", "colour"]]) {
+  for (const [id, key] of [["of", "of"], ["kind", "kind"], ["step", "step"], ["view", "view"], ["sort", "sort"], ["prompt", "prompt"], ["set", "set"], ["colour", "colour"]]) {
     $(id).addEventListener("change", (event) => again({ [key]: event.target.value,
       ...(key === "kind" ? { step: "", view: "" } : {}), ...(key === "of" ? { step: "" } : {}) }));
   }

@@ -1,0 +1,36 @@
+"""Make the README's picture of the board: a report.html in Debian's Chromium.
+
+python tools/board_image.py results/demo/report.html docs/images/board.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make a picture of a run's report.")
+    parser.add_argument("report", type=Path, help="a report.html")
+    parser.add_argument("image", type=Path, help="the PNG to write")
+    parser.add_argument("--dark", action="store_true")
+    parser.add_argument("--size", type=int, nargs=2, default=(1240, 900), metavar=("WIDTH", "HEIGHT"))
+    args = parser.parse_args()
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path="/usr/bin/chromium", args=OPTIONS)
+        size = {"width": args.size[0], "height": args.size[1]}
+        page = browser.new_page(viewport=size, color_scheme="dark" if args.dark else "light")
+        page.goto(args.report.resolve().as_uri())
+        page.wait_for_selector("body[data-ready]")
+        page.wait_for_timeout(500)
+        page.screenshot(path=args.image)
+        browser.close()
+    print(f"{args.image}: {args.image.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
