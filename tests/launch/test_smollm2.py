@@ -73,9 +73,10 @@ def test_second_call_returns_the_folder_untouched_and_needs_no_extra(monkeypatch
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
-def test_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    block(monkeypatch, "gguf")
-    with pytest.raises(ModelPreparationError, match=r"reinforce-rl\[demo\]"):
+@pytest.mark.parametrize("name", ["gguf", "accelerate"])  # transformers asks for the second
+def test_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    block(monkeypatch, name)
+    with pytest.raises(ModelPreparationError, match=rf"`{name}` is not installed.*reinforce-rl\[demo\]"):
         prepare_smollm2(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,14 +12,42 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from helpers.tiny_run import tiny_overrides
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def not_brought() -> list[str]:
+    """Import names of all that lies here and that `pip install reinforce-rl[demo]` would not bring."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    todo = [Requirement(text) for text in [*project["dependencies"], *extras["server"], *extras["demo"]]]
+    brought: set[tuple[str, str]] = set()
+    while todo:
+        wanted = todo.pop()
+        for extra in ("", *wanted.extras):
+            name = (canonicalize_name(wanted.name), extra)
+            if name in brought or name[0] == "reinforce-rl":
+                continue
+            brought.add(name)
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found = map(Requirement, metadata.requires(name[0]) or [])
+                todo += [one for one in found if one.marker is None or one.marker.evaluate({"extra": extra})]
+    names = {name for name, _ in brought} | {"reinforce-rl", "pip"}
+    found = metadata.packages_distributions().items()
+    hidden = {module for module, owners in found if not names & {canonicalize_name(owner) for owner in owners}}
+    assert {"pytest", "peft", "wandb"} <= hidden and not {"torch", "pytriton", "gguf"} & hidden
+    return sorted(module for module in hidden if module.isidentifier() and not module.startswith("_"))
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +62,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     purelib = sysconfig.get_path("purelib", vars={"base": str(folder / "venv"), "platbase": str(folder / "venv")})
     # A .pth in a folder that a .pth names is not read, so the editable install is not seen.
     (Path(purelib) / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (Path(purelib) / "hidden.pth").write_text(f"import sys; sys.modules.update(dict.fromkeys({not_brought()!r}))\n")
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
     subprocess.run([*install, str(wheel)], check=True, timeout=120)
     return python.parent
@@ -99,8 +129,19 @@ def test_yaml_and_reward_of_ones_own_on_two_ranks(run: Run, tmp_path: Path) -> N
     assert again.returncode == 0, again.stderr[-2000:]
 
 
-def test_a_slurm_job_is_planned_with_the_batch_file_of_the_wheel(run: Run, installed: Path, tmp_path: Path) -> None:
-    words = ["reinforce-rl", "submit", "--dry-run", "--time", "00:10:00", *tiny_overrides(tmp_path), "--"]
+def test_a_slurm_job_is_planned(run: Run, installed: Path, tmp_path: Path) -> None:
+    # Without a Slurm, which this machine may have, on the PATH.
+    words = [
+        "/usr/bin/env",
+        f"PATH={installed}",
+        "reinforce-rl",
+        "submit",
+        "--dry-run",
+        "--time",
+        "00:10:00",
+        *tiny_overrides(tmp_path),
+        "--",
+    ]
     done = run(*words, "reward_function.name=reinforce_rl.rewards.functions.vader")
     (batch_file,) = set(re.findall(r"\S+/train_hetjob\.sbatch", done.stdout)) or {done.stdout + done.stderr}
     assert Path(batch_file).is_file() and batch_file.startswith(str(installed.parent))
