@@ -16,8 +16,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from reinforce_rl.config.compose import CONF_FOLDER, compose
+from reinforce_rl.launch.smollm2 import prepare_smollm2
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -37,6 +39,8 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     make_environment = [sys.executable, str(ROOT / "tools" / "make_peers_env.py"), str(ROOT / ".venv-peers")]
     subprocess.run(make_environment, check=True, timeout=1200)
+    if not Path(trl_settings(args.overrides)["model"]).is_dir():
+        prepare_smollm2(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
     found: dict[str, list[Curve]] = {name: [] for name in COLOURS}
     for seed in args.seeds:
         settings = [*args.overrides, f"model.seed={seed}"]
@@ -70,7 +74,7 @@ def trl_side(folder: Path, overrides: Sequence[str]) -> Curve:
     return json.loads(curve.read_text(encoding="utf-8"))
 
 
-def trl_settings(overrides: Sequence[str]) -> dict[str, object]:
+def trl_settings(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the recipe's settings by TRL's names."""
     cfg = compose(NAME, [f"hydra.searchpath=[file://{CONF_FOLDER}]", *overrides], HERE)
     reinforce, rollouts, optim = cfg.trainer.reinforce, cfg.model.reinforce, cfg.model.optim

@@ -58,8 +58,10 @@ def main(settings_file: str, curve_file: str) -> None:
         )
         trainer.train()
         steps = [line for line in trainer.state.log_history if "reward" in line]
-    names = {"rewards": "reward", "rewards_accuracy": "rewards/accuracy/mean"}
-    curve = {name: [line[key] for line in steps] for name, key in names.items()}
+    accuracies = [line["rewards/accuracy/mean"] for line in steps]
+    # TRL's own "reward" has the KL taken off.
+    sums = [line["rewards/rewards/mean"] + right for line, right in zip(steps, accuracies, strict=True)]
+    curve = {"rewards": sums, "rewards_accuracy": accuracies}
     Path(curve_file).write_text(json.dumps(curve), encoding="utf-8")
 
 
