@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 pytest.importorskip("mkdocs")
 
 ROOT = Path(__file__).parents[2]
+CHROMIUM = "/usr/bin/chromium"
 sys.path.insert(0, str(ROOT / "tools"))
 
 import docs_site  # noqa: E402
@@ -85,3 +89,35 @@ def test_the_reference_has_signatures_and_docstrings(site):
     page = text(site, "api.html")
     assert "Start scoring and return at once" in page and "infer_rm" in page
     assert ":::" not in page
+
+
+@pytest.mark.slow
+def test_search_finds_a_message_and_no_other_host_is_asked(site):
+    from playwright.sync_api import sync_playwright
+
+    if not Path(CHROMIUM).is_file():
+        pytest.fail("chromium is missing") if os.environ.get("CI") else pytest.skip(f"there is no {CHROMIUM}")
+    asked, said = [], []
+    handler = functools.partial(QuietHandler, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, sync_playwright() as play:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        home = f"http://127.0.0.1:{server.server_address[1]}/"
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--headless", "--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        page.set_default_timeout(60_000)
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
+        for name in ("architecture.html", "api.html", "index.html"):
+            page.goto(home + name)
+        page.fill("input[name=query]", "rewards other tokens than the actor writes")
+        first = page.wait_for_selector(".md-search-result__link")
+        assert "troubleshooting.html" in (first.get_attribute("href") or "")
+        browser.close()
+        server.shutdown()
+    assert said == [] and len(asked) > 5
+    assert [url for url in asked if not url.startswith((home, "data:", "blob:"))] == []
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
