@@ -107,7 +107,7 @@ def build_monitor(
     # Without a checkpoint the logs of an earlier run in this folder are overwritten from step 0.
     resume_step = start_step if cfg.exp_manager.resume_if_exists else None
     if not mesh.is_main:
-        return SilentMonitor(folder), None
+        return SilentMonitor(folder, cfg.exp_manager.record_tokens_every), None
     folder.mkdir(parents=True, exist_ok=True)
     jsonl = JsonlLogger(folder / "metrics.jsonl", resume_step=resume_step)
     record(cfg)
@@ -119,8 +119,9 @@ def build_monitor(
         run_id = run_id or secrets.token_hex(4)
         past = read_metrics(jsonl.path) if jsonl.path.exists() else []
         others = start_loggers(cfg, run_id, past, progress.note)
-    rollouts, interval = RolloutWriter(folder, resume_step), cfg.exp_manager.sample_table_interval
-    monitor = RunMonitor(folder, Loggers([jsonl, *others]), rollouts, progress, status, factor, interval)
+    rollouts, tables = RolloutWriter(folder, resume_step), cfg.exp_manager.sample_table_interval
+    tokens = cfg.exp_manager.record_tokens_every
+    monitor = RunMonitor(folder, Loggers([jsonl, *others]), rollouts, progress, status, factor, tables, tokens)
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
         for key, values in changes.items():

@@ -19,7 +19,7 @@ from findings.pretraining import MAX_POSITIONS, MAX_RESPONSE, NUM_VALIDATION
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.monitoring.rollouts import RolloutRow
+from reinforce_rl.monitoring.records import RolloutRow, Samples
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import STATUS_OK, RewardRequest, Rewards
 from reinforce_rl.run import build_trainer
@@ -195,14 +195,14 @@ class Recorder(SilentMonitor):
         step: int,
         metrics: Mapping[str, float],
         timings: Mapping[str, float],
-        rows: Sequence[RolloutRow],
+        samples: Samples,
         memory: Mapping[str, float],
     ) -> None:
-        self.training.append(true_mean(rows))
+        self.training.append(true_mean(samples.rows))
         self.kl.append(metrics["init_policy_kl"])
 
-    def log_validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
-        self.validation.append((step * SAMPLES_PER_STEP, true_mean(rows)))
+    def log_validation(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
+        self.validation.append((step * SAMPLES_PER_STEP, true_mean(samples.rows)))
 
 
 class NoCheckpoints:

@@ -19,7 +19,7 @@ from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.monitoring.rollouts import RolloutRow
+from reinforce_rl.monitoring.records import RolloutRow, Samples
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.run import build_trainer
@@ -47,11 +47,11 @@ class Recorder(SilentMonitor):
         step: int,
         metrics: Mapping[str, float],
         timings: Mapping[str, float],
-        rows: Sequence[RolloutRow],
+        samples: Samples,
         memory: Mapping[str, float],
     ) -> None:
         self.timings.append(dict(timings))
-        self.rows.append(rows)
+        self.rows.append(samples.rows)
 
 
 class NoCheckpoints:

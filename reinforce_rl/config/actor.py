@@ -321,6 +321,13 @@ class ExpManagerConfig(Section):
             "75; see [operations.md](operations.md#a-run-that-ends-in-time-by-itself)"
         ),
     )
+    record_tokens_every: int = key(
+        1,
+        "steps between those whose samples are recorded with token ids and values per token; 0 for never",
+        unit="steps",
+        more=". See [records.md](records.md)",
+        ge=0,
+    )
     loggers: list[Text] = key(
         [], f"besides metrics.jsonl: {', '.join(LOGGERS)}", more="; see [loggers.md](loggers.md)"
     )

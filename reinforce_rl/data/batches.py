@@ -87,6 +87,7 @@ class RolloutBatch:
     init_log_probs: Tensor | None = None  # the same under the reference policy
     # float32 [N] by name of the reward source, if there are several.
     source_rewards: dict[str, Tensor] = field(default_factory=dict)
+    score_faults: tuple[str | None, ...] = ()  # N times why scoring failed, or None; () before scoring
 
     @property
     def is_end(self) -> Tensor:
@@ -118,6 +119,7 @@ class RolloutBatch:
             log_probs=cut(self.log_probs),
             init_log_probs=cut(self.init_log_probs),
             source_rewards={name: values[rows] for name, values in self.source_rewards.items()},
+            score_faults=tuple(self.score_faults[row] for row in rows.tolist()) if self.score_faults else (),
             **{name: getattr(self, name)[rows] for name in _PER_SAMPLE},
         )
 
@@ -136,6 +138,7 @@ class ReinforceBatch:
     advantages: Tensor
     # bool [N], samples that the loss averages over: the valid ones, or fewer (RAFT, masking).
     trains: Tensor
+    shaped_rewards: Tensor | None = None  # float32 [N], without the KL; for the record
 
     @property
     def sequence_advantages(self) -> Tensor:
@@ -184,6 +187,7 @@ def join_rollouts(parts: Sequence[RolloutBatch], pad_id: int) -> RolloutBatch:
     return RolloutBatch(
         sequences=torch.cat([_widen(part.sequences, used, pad_id) for part in parts]),
         finish_reasons=tuple(reason for part in parts for reason in part.finish_reasons),
+        score_faults=tuple(fault for part in parts for fault in part.score_faults),
         generator_log_probs=_join_or_none([part.generator_log_probs for part in parts], width),
         log_probs=_join_or_none([part.log_probs for part in parts], width),
         init_log_probs=_join_or_none([part.init_log_probs for part in parts], width),

@@ -32,7 +32,8 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
 from reinforce_rl.monitoring.metrics import take_means, validation_means
 from reinforce_rl.monitoring.progress import TrainingProgress
-from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter, sample_rows
+from reinforce_rl.monitoring.records import RolloutRow, Samples, sample_rows
+from reinforce_rl.monitoring.rollouts import RolloutWriter
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.rewards.judge import Judge, JudgeError, preferences, question_of
 from reinforce_rl.rewards.sources import connect_to_reward_servers
@@ -252,7 +253,7 @@ def _answers(
         name=name,
         model=model,
         prompts={prompt.id: prompt for prompt in mesh.join_over_dp(list(prompts))},
-        rows=mesh.join_over_dp(sample_rows(0, prompts, batch, actor.tokenizer)),
+        rows=mesh.join_over_dp(sample_rows(0, prompts, batch, actor.tokenizer, set_name="validation")),
         sources={source: [score for part, _ in parts for score in part.get(source, ())] for source in known},
         failures=sum((failures for _, failures in parts), Counter[str]()),
         metrics=take_means(validation_means(batch, prompts), mesh.gather_over_dp),
@@ -313,6 +314,6 @@ def _write(out: Path, results: Results, found: Sequence[_Answers]) -> None:
         folder = out / one.name
         logger = JsonlLogger(folder / "metrics.jsonl", resume_step=0)
         monitor = RunMonitor(folder, Loggers([logger]), RolloutWriter(folder), TrainingProgress(0, enabled=False))
-        monitor.log_validation(0, one.metrics, one.rows)
+        monitor.log_validation(0, one.metrics, Samples(one.rows))
         monitor.commit(0)
     write_atomically(out / "results.json", json.dumps(results.as_json(), indent=2, allow_nan=False) + "\n")

@@ -311,6 +311,20 @@ def check_server(
     print("OK: it can be used")
 
 
+@app.command()
+def records(
+    run: Annotated[Path, typer.Argument(help="the run's folder")],
+    step: Annotated[int | None, typer.Option(help="default: the last one recorded")] = None,
+    kind: Annotated[Literal["rollouts", "validation", "test"], typer.Option(help="which samples")] = "rollouts",
+    tokens: Annotated[bool, typer.Option("--tokens", help="with the ids, texts and values of each token")] = False,
+) -> None:
+    """Print a step's samples as JSON, one a line: prompt, response, rewards, KL, advantage, ..."""
+    from reinforce_rl.monitoring.run_folder import RunFolder
+
+    for line in RunFolder(run).sample_lines(step, kind, tokens=tokens):
+        print(line, end="")
+
+
 app.command("check-generation")(check_generation)
 app.add_typer(convert, name="convert")
 app.command()(demo)

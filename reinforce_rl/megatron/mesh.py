@@ -103,6 +103,10 @@ class Mesh:
         """Concatenate the data-parallel ranks' lists of picklable values, in rank order, on every rank."""
         return [value for part in self.gather_over_dp(values) for value in part]
 
+    def gather_over_dp_on_first(self, value: Any) -> list[Any]:
+        """Return each data-parallel rank's picklable value in rank order on the first; an empty list on the others."""
+        return _on_first(value, self.dp_group)
+
     def gather_on_main(self, value: Any) -> list[Any]:
         """Return each rank's picklable value in rank order on the first rank; an empty list on the others."""
         return _on_first(value, dist.group.WORLD)

@@ -1,4 +1,7 @@
-"""Samples of each step as files: `rollouts/step_00012.jsonl` and `validation/step_00012.jsonl`."""
+"""Sample files of a run: `rollouts/step_00012.parquet`, `validation/...` and `test/...`, and reading them.
+
+Earlier versions wrote `step_00012.jsonl`; the same functions read both.
+"""
 
 from __future__ import annotations
 
@@ -6,46 +9,22 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 
-from reinforce_rl.data.batches import FINISH_STOP, Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.errors import DataError
-from reinforce_rl.utils.files import read_json_lines, write_json_lines
+from reinforce_rl.monitoring.records import RolloutRow, Samples, read_rows, write_records
+from reinforce_rl.utils.files import read_json_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 Kind = Literal["rollouts", "validation", "test"]
-_STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
-_FLOATS = ("reward", "kl", "reward_with_kl", "baseline", "advantage")
-
-
-@dataclass(frozen=True)
-class RolloutRow:
-    """One scored sample. Missing floats (scoring failed, no KL in validation) are NaN, null on disk."""
-
-    step: int  # sampled before this optimizer step, or validated after it
-    prompt_id: int  # `Prompt.id`; with weighted blending, modulo the data set's size, its index there
-    sample_id: int  # 0 .. G-1 within the prompt
-    prompt: str
-    response: str
-    reward: float  # as the reward source returned it
-    finish_reason: str  # `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE` of `data/batches.py`
-    response_length: int  # tokens, including the stop token
-    kl: float = math.nan  # nats, summed over the response's tokens
-    reward_with_kl: float = math.nan  # reward - beta * kl
-    baseline: float = math.nan
-    advantage: float = math.nan  # weight of the log-probs in the loss
-    valid: bool = True  # False if left out of the loss
-
-    @property
-    def is_end(self) -> bool:
-        return self.finish_reason == FINISH_STOP
+_EARLIER = 13  # fields of a line of the JSONL that earlier versions wrote
+_STEP_FILE = re.compile(r"step_(\d+)\.(jsonl|parquet)")
 
 
 class RolloutWriter:
@@ -58,41 +37,45 @@ class RolloutWriter:
         self.folder = Path(folder)
         if resume_step is not None:
             for kind in get_args(Kind):
-                for step, path in rollout_files(self.folder, kind).items():
-                    if step > resume_step:
+                for path in (self.folder / kind).glob("*step_*"):
+                    found = _STEP_FILE.fullmatch(path.name)
+                    is_torn = path.name.startswith(".step_")  # a kill before its move
+                    if is_torn or (found and int(found[1]) > resume_step):
                         path.unlink()
 
-    def write(self, step: int, rows: Sequence[RolloutRow], kind: Kind = "rollouts") -> Path:
-        """Write the samples of `step` atomically as JSON lines; return the file's path."""
-        path = self.folder / kind / f"step_{step:05d}.jsonl"
-        # `float` accepts NumPy and tensor scalars.
-        write_json_lines(path, [vars(row) | {name: float(getattr(row, name)) for name in _FLOATS} for row in rows])
+    def write(self, step: int, samples: Samples | Sequence[RolloutRow], kind: Kind = "rollouts") -> Path:
+        """Write the samples of `step` atomically; return the file's path."""
+        samples = samples if isinstance(samples, Samples) else Samples(list(samples))
+        path = self.folder / kind / f"step_{step:05d}.parquet"
+        write_records(path, samples)
         return path
 
 
 def rollout_files(folder: str | Path, kind: Kind = "rollouts") -> dict[int, Path]:
     """Return a run's sample files by step, in ascending order."""
-    matches = ((_STEP_FILE.fullmatch(path.name), path) for path in (Path(folder) / kind).glob("step_*.jsonl"))
-    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+    matches = ((_STEP_FILE.fullmatch(path.name), path) for path in (Path(folder) / kind).glob("step_*"))
+    return {step: path for step, _, path in sorted((int(m[1]), m[2], path) for m, path in matches if m)}
 
 
 def read_rollouts(path: str | Path) -> list[RolloutRow]:
     """Read a file of `RolloutWriter`; null becomes NaN.
 
     Raises:
-        DataError: the file is absent, a line is not JSON, or its fields are not those of `RolloutRow`.
+        DataError: the file is absent or damaged, or its fields are not those of `RolloutRow`.
     """
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file; expected the samples of a step")
-    expected = {field.name for field in dataclasses.fields(RolloutRow)}
+    if path.suffix == ".parquet":
+        return read_rows(path)
+    fields = {field.name for field in dataclasses.fields(RolloutRow)[:_EARLIER]}
     rows = []
     for number, record in enumerate(read_json_lines(path), 1):
-        if record.keys() != expected:
-            missing, unknown = sorted(expected - record.keys()), sorted(record.keys() - expected)
+        if record.keys() != fields:
+            missing, unknown = sorted(fields - record.keys()), sorted(record.keys() - fields)
             raise DataError(f"{path}, line {number}: missing fields {missing}, unknown fields {unknown}")
-        record.update({name: math.nan for name in _FLOATS if record[name] is None})
-        rows.append(RolloutRow(**record))
+        known: dict[str, Any] = {name: math.nan if value is None else value for name, value in record.items()}
+        rows.append(RolloutRow(**known))
     return rows
 
 
@@ -100,36 +83,3 @@ def decode_responses(tokenizer: PreTrainedTokenizerBase, tokens: Tensor, lengths
     """Decode each row of int64 [N, T], skipping special tokens."""
     rows = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     return [str(text) for text in tokenizer.batch_decode(rows, skip_special_tokens=True)]
-
-
-def sample_rows(
-    step: int,
-    prompts: Sequence[Prompt],
-    batch: RolloutBatch,
-    tokenizer: PreTrainedTokenizerBase,
-    data: ReinforceBatch | None = None,
-) -> list[RolloutRow]:
-    """Return one row per sample; `prompts` are in the batch's order, `data` is None in validation."""
-    text_of = {prompt.id: prompt.text for prompt in prompts}
-    starts, lengths = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
-    rows = zip(batch.sequences.tolist(), starts, lengths, strict=True)
-    texts = tokenizer.batch_decode([row[start : start + n] for row, start, n in rows], skip_special_tokens=True)
-    trained: dict[str, Tensor] = {}
-    if data is not None:
-        trained = {"kl": data.kl, "reward_with_kl": data.rewards_with_kl, "baseline": data.baseline}
-        trained["advantage"] = data.sequence_advantages
-    return [
-        RolloutRow(
-            step=step,
-            prompt_id=prompt_id,
-            sample_id=int(batch.sample_ids[i]),
-            prompt=text_of[prompt_id],
-            response=str(texts[i]),
-            reward=float(batch.rewards[i]),
-            finish_reason=batch.finish_reasons[i],
-            response_length=lengths[i],
-            **{name: float(values[i]) for name, values in trained.items()},
-            valid=bool(batch.valid[i]),
-        )
-        for i, prompt_id in enumerate(batch.group_ids.tolist())
-    ]

@@ -10,11 +10,11 @@ from reinforce_rl.errors import DivergedError, StoppedEarly
 from reinforce_rl.monitoring.loggers import FAILED, SUCCESS, Loggers
 from reinforce_rl.monitoring.metrics import RankSeconds, StragglerLines, slowest_of_phases, timing_metrics
 from reinforce_rl.monitoring.progress import TrainingProgress
+from reinforce_rl.monitoring.records import Samples
 from reinforce_rl.monitoring.report import write_report
-from reinforce_rl.monitoring.rollouts import Kind, RolloutRow, RolloutWriter
+from reinforce_rl.monitoring.rollouts import Kind, RolloutWriter
 from reinforce_rl.monitoring.run_folder import alerts_of
 from reinforce_rl.runtime.status import StatusFile
-from reinforce_rl.utils.files import plain_number
 
 TABLE_ROWS = 16  # samples sent to back ends that show tables
 REPEAT_ALERT_STEPS = 10  # an alert that stays is repeated after this many steps
@@ -26,6 +26,7 @@ class RunMonitor:
     Args:
         straggler_factor: ranks slower than this multiple of a phase's median are reported.
         table_interval: steps between tables of training samples for the loggers; 0 for none.
+        tokens_every: `exp_manager.record_tokens_every`.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class RunMonitor:
         status: StatusFile | None = None,
         straggler_factor: float = 1.5,
         table_interval: int = 0,
+        tokens_every: int = 0,
     ):
         self._folder = Path(folder)
         self._metrics = metrics
@@ -47,6 +49,7 @@ class RunMonitor:
         self._table_interval = table_interval
         self._step, self._line = 0, dict[str, float]()  # the current step's metrics, as in metrics.jsonl
         self._alerted: dict[str, int] = {}  # last step by title
+        self._tokens_every = tokens_every
 
     def phase(self, name: str) -> None:
         self._progress.phase(name)
@@ -59,16 +62,16 @@ class RunMonitor:
         step: int,
         metrics: Mapping[str, float],
         timings: Mapping[str, float],
-        rows: Sequence[RolloutRow],
+        samples: Samples,
         memory: Mapping[str, float],
     ) -> None:
         """Log metrics, samples, seconds and peak gigabytes per phase; `commit` stores the metrics."""
         self._log(metrics, step, "train/")
         self._log(timings, step, "timers/")
         self._log(memory, step, "memory/")
-        self._write(step, rows, "rollouts")
+        self._write(step, samples, "rollouts")
         if self._table_interval and (step - 1) % self._table_interval == 0:
-            self._log_table("rollouts", rows, step)
+            self._log_table("rollouts", samples, step)
         self._progress.update(step, metrics, timings)
 
     def log_ranks(self, step: int, ranks: Sequence[RankSeconds], step_seconds: float) -> None:
@@ -79,15 +82,19 @@ class RunMonitor:
         if line is not None:
             self.note(line)
 
-    def log_validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
+    def records_tokens(self, step: int) -> bool:
+        """Return whether the samples of `step` are recorded with their tokens; the same on every rank."""
+        return self._tokens_every > 0 and step % self._tokens_every == 0
+
+    def log_validation(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
         self._metrics.log_metrics(metrics, step, "val/")
-        self._write(step, rows, "validation")
-        self._log_table("validation", rows, step)
+        self._write(step, samples, "validation")
+        self._log_table("validation", samples, step)
         self._progress.validation(step, metrics)
 
-    def log_test(self, step: int, metrics: Mapping[str, float], rows: Sequence[RolloutRow]) -> None:
+    def log_test(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
         self._metrics.log_metrics(metrics, step, "test/")
-        self._write(step, rows, "test")
+        self._write(step, samples, "test")
         self._progress.validation(step, metrics, "test")
 
     def commit(self, step: int) -> None:
@@ -109,13 +116,16 @@ class RunMonitor:
         self._line |= {prefix + name: float(value) for name, value in metrics.items()}
         self._metrics.log_metrics(metrics, step, prefix)
 
-    def _log_table(self, key: str, rows: Sequence[RolloutRow], step: int) -> None:
-        shown = [vars(row).items() for row in rows[:TABLE_ROWS]]
-        plain = [{k: plain_number(v) if isinstance(v, float) else v for k, v in row} for row in shown]
-        self._metrics.log_table(key, plain, step)
+    def _log_table(self, key: str, samples: Samples, step: int) -> None:
+        rows = []
+        for row in samples.rows[:TABLE_ROWS]:
+            cells = row.as_json()
+            scores = cells.pop("source_rewards")
+            rows.append(cells | {f"reward_{name}": score for name, score in scores.items()})
+        self._metrics.log_table(key, rows, step)
 
-    def _write(self, step: int, rows: Sequence[RolloutRow], kind: Kind) -> None:
-        self._rollouts.write(step, rows, kind)
+    def _write(self, step: int, samples: Samples, kind: Kind) -> None:
+        self._rollouts.write(step, samples, kind)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -140,11 +150,12 @@ class RunMonitor:
 class SilentMonitor(RunMonitor):
     """Monitor of every rank but the first: shows and writes nothing."""
 
-    def __init__(self, folder: str | Path):
-        super().__init__(folder, Loggers(), RolloutWriter(folder), TrainingProgress(0, enabled=False))
+    def __init__(self, folder: str | Path, tokens_every: int = 0):
+        progress = TrainingProgress(0, enabled=False)
+        super().__init__(folder, Loggers(), RolloutWriter(folder), progress, tokens_every=tokens_every)
 
     def report(self) -> Path:
         return self._folder.absolute() / "report.html"
 
-    def _write(self, step: int, rows: Sequence[RolloutRow], kind: Kind) -> None:
+    def _write(self, step: int, samples: Samples, kind: Kind) -> None:
         pass

@@ -25,10 +25,11 @@ from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import read_metrics
 from reinforce_rl.monitoring.metrics import Slowest
 from reinforce_rl.monitoring.progress import PHASES
-from reinforce_rl.monitoring.rollouts import Kind, RolloutRow, read_rollouts, rollout_files
+from reinforce_rl.monitoring.records import RolloutRow, SampleTokens, read_tokens
+from reinforce_rl.monitoring.rollouts import Kind, read_rollouts, rollout_files
 from reinforce_rl.runtime.settings import CONFIG_FILE, Setting, set_keys, settings_of
 from reinforce_rl.runtime.status import STATUS_FILE, State, is_alive, read_status
-from reinforce_rl.utils.files import parse_json_lines
+from reinforce_rl.utils.files import json_line, parse_json_lines
 
 METRICS_FILE = "metrics.jsonl"
 REST = "rest of the step"  # of `phases`
@@ -151,6 +152,21 @@ class RunFolder:
             known = f"the steps are {min(files)} to {max(files)}, {len(files)} in all" if files else "there are none"
             raise DataError(f"{self.path / kind}: no samples of step {step}; {known}")
         return self._read_samples(files[step], files[step].stat().st_mtime_ns)
+
+    def tokens(self, step: int, prompt_id: int, sample_id: int, kind: Kind = "rollouts") -> SampleTokens | None:
+        """Return the tokens of one sample; None if they were not recorded."""
+        path = rollout_files(self.path, kind).get(step)
+        where = [("prompt_id", "=", prompt_id), ("sample_id", "=", sample_id)]
+        return next(iter(read_tokens(path, where) if path else []), None)
+
+    def sample_lines(self, step: int | None = None, kind: Kind = "rollouts", *, tokens: bool = False) -> Iterator[str]:
+        """Yield a step's samples as lines of JSON; None for the last step recorded."""
+        files = rollout_files(self.path, kind)
+        step = max(files, default=0) if step is None else step
+        rows = self.samples(step, kind)
+        found = (tokens and read_tokens(files[step])) or [None] * len(rows)
+        for row, of_row in zip(rows, found, strict=True):
+            yield json_line(row.as_json() | (of_row.as_json() if of_row else {}))
 
     @property
     def validations(self) -> tuple[list[RolloutRow], list[RolloutRow]] | None:

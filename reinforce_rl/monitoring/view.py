@@ -147,10 +147,7 @@ def _short(value: float) -> float | None:
 
 def samples(rows: Iterable[RolloutRow]) -> list[dict[str, Any]]:
     """Return samples for JSON: NaN becomes null."""
-    return [
-        {key: plain_number(value) if isinstance(value, float) else value for key, value in vars(row).items()}
-        for row in rows
-    ]
+    return [row.as_json() for row in rows]
 
 
 def kinds(run: RunFolder) -> dict[Kind, list[int]]:

@@ -21,7 +21,7 @@ from reinforce_rl.algorithm.rewards import less_kl, shape_rewards
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerError, StoppedEarly
 from reinforce_rl.monitoring.metrics import of_this_rank, reinforce_means, take_means, update_metrics
-from reinforce_rl.monitoring.rollouts import sample_rows
+from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, token_columns
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.phases import Activity, StepClock
 from reinforce_rl.runtime.profiling import StepProfiler
@@ -205,7 +205,7 @@ class ReinforceTrainer:
         advantages = assign_credit(found, rewards[own], kl, kl_tokens, counted, beta=self._past.beta.value, **how)
         if cfg.advantage_whitening != "none":
             advantages = whiten(advantages, counted, unit=cfg.advantage_whitening, total=mesh.sum_over_dp)
-        data = ReinforceBatch(batch, kl, groups.rewards[own], found.baseline, advantages, trains)
+        data = ReinforceBatch(batch, kl, groups.rewards[own], found.baseline, advantages, trains, rewards[own])
         return data, take_means(reinforce_means(data), mesh.gather_over_dp)
 
     def run_training(self, batch: ReinforceBatch) -> Metrics:
@@ -234,17 +234,20 @@ class ReinforceTrainer:
         if self.val_dataloader is None or self.cfg.val_check_interval == 0:
             return
         with self.run_timer.validating():
-            metrics, rows = self._rollouts.evaluate("validation", self.step, self.val_dataloader, self._activity)
-        self.logger.log_validation(self.step, metrics, rows)
+            metrics, samples = self._evaluate("validation", self.val_dataloader)
+        self.logger.log_validation(self.step, metrics, samples)
         self._validation_is_due = False
         if self.step > 0:
             self._best.add(self.step, metrics)
 
     def test(self) -> None:
         if self.test_dataloader is not None:
-            found = self._rollouts.evaluate("test", self.step, self.test_dataloader, self._activity)
-            self.logger.log_test(self.step, *found)
+            self.logger.log_test(self.step, *self._evaluate("test", self.test_dataloader))
             self.logger.commit(self.step)
+
+    def _evaluate(self, name: str, prompts: FixedPrompts) -> tuple[Metrics, Samples]:
+        records_tokens = self.logger.records_tokens(self.step)
+        return self._rollouts.evaluate(name, self.step, prompts, self._activity, records_tokens=records_tokens)
 
     def save(self, *, wait: bool = False) -> None:
         """Save the last complete step, unless saved already, at step 0, or while the loss is not finite.
@@ -298,13 +301,24 @@ class ReinforceTrainer:
         self._validation_is_due = state["validation_is_due"]
 
     def _log_step(self, metrics: Metrics, batch: ReinforceBatch) -> None:
-        rows = sample_rows(self.step, self._prompts, batch.rollouts, self.model.tokenizer, batch)
         position = {"epoch": self._data_position["epoch"], "consumed_prompts": self._data_position["consumed_prompts"]}
         numbers, clock, mesh = {**metrics, **position}, self._clock, self.model.mesh
-        self.logger.log_step(self.step, numbers, clock.seconds, mesh.join_over_dp(rows), clock.gigabytes)
+        self.logger.log_step(self.step, numbers, clock.seconds, self._samples(batch), clock.gigabytes)
         if mesh.world_size > 1:
             own = of_this_rank(clock.own_seconds, asks_for_rewards=mesh.is_block_leader)
             self.logger.log_ranks(self.step, mesh.gather_on_main(own), clock.seconds["step_time"])
+
+    def _samples(self, batch: ReinforceBatch) -> Samples:
+        """Return the samples of all ranks on the first, none on the others."""
+        mesh, cfg, rollouts, tokenizer = self.model.mesh, self.cfg, batch.rollouts, self.model.tokenizer
+        parts: list[Samples] = []
+        if mesh.is_block_leader:
+            rows, tokens = sample_rows(self.step, self._prompts, rollouts, tokenizer, batch), None
+            if self.logger.records_tokens(self.step):
+                advantages = batch.advantages if cfg.credit_assignment == "token" else None
+                tokens = token_columns(rollouts, kl_estimator=cfg.kl_estimator_used, advantages=advantages)
+            parts = mesh.gather_over_dp_on_first(Samples(rows, tokens))
+        return join_samples(parts, tokenizer)
 
     def _is_due(self, interval: int) -> bool:
         # Dynamic filtering may use up the prompts before `max_steps`.

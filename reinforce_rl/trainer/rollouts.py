@@ -25,7 +25,8 @@ from reinforce_rl.data.batches import (
 )
 from reinforce_rl.errors import GenerationError, RewardServerError, StoppedEarly, TooManyFailedRewardsError
 from reinforce_rl.monitoring.metrics import rollout_means, take_means, validation_means
-from reinforce_rl.monitoring.rollouts import decode_responses, sample_rows
+from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, token_columns
+from reinforce_rl.monitoring.rollouts import decode_responses
 from reinforce_rl.rewards.base import (
     STATUS_NOT_FINITE,
     STATUS_OK,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from reinforce_rl.config.actor import ReinforceConfig
     from reinforce_rl.data.prompts import PromptLoader
     from reinforce_rl.megatron.mesh import Mesh
-    from reinforce_rl.monitoring.rollouts import RolloutRow
 
 T = TypeVar("T")
 MicroBatch = Sequence[Prompt]
@@ -167,11 +167,18 @@ class RolloutMaker:
         return StepRollouts(prompts, batch, take_means(rollout_means(batch), self._model.mesh.gather_over_dp))
 
     def evaluate(
-        self, name: str, step: int, parts: Iterable[Sequence[Prompt]], activity: Activity
-    ) -> tuple[dict[str, float], list[RolloutRow]]:
-        """Sample with validation's settings and score; return means over all ranks and the samples of all ranks.
+        self,
+        name: str,
+        step: int,
+        parts: Iterable[Sequence[Prompt]],
+        activity: Activity,
+        *,
+        records_tokens: bool = False,
+    ) -> tuple[dict[str, float], Samples]:
+        """Sample with validation's settings and score; return means over all ranks.
 
-        `parts` are this rank's prompts; `name` is the phase's.
+        The first rank gets the samples of all, the others none. `parts` are this rank's prompts; `name` is the
+        phase's.
 
         Raises:
             StoppedEarly: some rank was asked to stop.
@@ -180,8 +187,13 @@ class RolloutMaker:
         prompts = [prompt for part in parts for prompt in part]
         batch = self.answer(name, step, prompts, activity)
         mesh = self._model.mesh
-        rows = sample_rows(step, prompts, batch, self._model.tokenizer)
-        return take_means(validation_means(batch, prompts), mesh.gather_over_dp), mesh.join_over_dp(rows)
+        means = take_means(validation_means(batch, prompts), mesh.gather_over_dp)
+        found: list[Samples] = []
+        if mesh.is_block_leader:
+            rows = sample_rows(step, prompts, batch, self._model.tokenizer, set_name=name)
+            tokens = token_columns(batch) if records_tokens else None
+            found = mesh.gather_over_dp_on_first(Samples(rows, tokens))
+        return means, join_samples(found, self._model.tokenizer)
 
     def answer(
         self, name: str, step: int, prompts: Sequence[Prompt], activity: Activity, num_samples: int = 1
@@ -236,7 +248,7 @@ class RolloutMaker:
         """
         batch, mesh = pending.batch, self._model.mesh
         failure: Exception | None = None
-        rewards, reasons = batch.rewards, Counter[str]()
+        rewards, faults = batch.rewards, list[str | None]([None] * len(batch.rewards))
         sources: dict[str, torch.Tensor] = {}
         answers: list[Rewards] | None = []
         try:
@@ -249,16 +261,16 @@ class RolloutMaker:
         mesh.check_together(failure)
         if mesh.is_block_leader and (own := pending.work.to_owners(answers or [])):
             rewards = torch.cat([answer.values for answer in own])
-            reasons = Counter(reason for answer in own for reason in _reasons(answer))
+            faults = [fault for answer in own for fault in _faults(answer)]
             sources = {name: torch.cat([answer.by_source[name] for answer in own]) for name in own[0].by_source}
-        rewards, reasons, sources = mesh.from_block_leader((rewards, reasons, sources))
-        self.failures = reasons
-        self._check_failures(reasons, len(rewards), name)
+        rewards, faults, sources = mesh.from_block_leader((rewards, faults, sources))
+        self.failures = Counter(fault for fault in faults if fault is not None)
+        self._check_failures(self.failures, len(rewards), name)
         valid = torch.isfinite(rewards) & (batch.response_lengths > 0)
         valid &= torch.tensor([reason != FINISH_OUTSIDE for reason in batch.finish_reasons], dtype=torch.bool)
         if self._cfg.truncated_samples == "drop":
             valid &= batch.is_end
-        return replace(batch, rewards=rewards, valid=valid, source_rewards=sources)
+        return replace(batch, rewards=rewards, valid=valid, source_rewards=sources, score_faults=tuple(faults))
 
     def _sample_step(self, prompts: Sequence[Prompt], step: int) -> PendingRollouts:
         seed = self._model.settings.seed * 1_000_003 + step  # step 0 is validation's seed
@@ -379,6 +391,8 @@ def _scores(future: RewardFuture, count: int) -> Rewards:
     return replace(found, values=values.masked_fill(status != STATUS_OK, torch.nan), status=status)
 
 
-def _reasons(answer: Rewards) -> list[str]:
-    failed = [(row, code) for row, code in enumerate(answer.status.tolist()) if code != STATUS_OK]
-    return [answer.faults.get(row, STATUS_TEXT.get(code, f"status {code}")) for row, code in failed]
+def _faults(answer: Rewards) -> list[str | None]:
+    """Return why each sample's scoring failed; None where it did not."""
+    texts = {code: STATUS_TEXT.get(code, f"status {code}") for code in set(answer.status.tolist()) - {STATUS_OK}}
+    codes = enumerate(answer.status.tolist())
+    return [None if code == STATUS_OK else answer.faults.get(row, texts[code]) for row, code in codes]

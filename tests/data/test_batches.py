@@ -50,6 +50,7 @@ def rollouts(lengths: list[tuple[int, int]], *, start: int = 0, extra: int = 0, 
         log_probs=table + 0.25 if with_log_probs else None,
         init_log_probs=table + 0.5 if with_log_probs else None,
         source_rewards={"one": ids.float(), "two": -ids.float()},
+        score_faults=tuple(None if i % 4 else f"late by {i} s" for i in ids.tolist()),
     )
 
 

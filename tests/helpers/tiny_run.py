@@ -20,6 +20,8 @@ from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.monitoring.rollouts import Kind
+from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.run import build_monitor, build_trainer
 from reinforce_rl.trainer.build import build_datasets
@@ -132,8 +134,8 @@ def metrics_of(folder: Path) -> list[dict]:
     return json_lines(folder / "run" / "metrics.jsonl")
 
 
-def rollouts_of(folder: Path, step: int) -> list[dict]:
-    return json_lines(folder / "run" / "rollouts" / f"step_{step:05d}.jsonl")
+def rollouts_of(folder: Path, step: int, kind: Kind = "rollouts") -> list[dict]:
+    return [row.as_json() for row in RunFolder(folder / "run").samples(step, kind)]
 
 
 def without_times(line: dict) -> dict:

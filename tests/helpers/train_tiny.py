@@ -6,7 +6,8 @@ prints the processes' ids at once, and at the end the exit status and that of ea
 torchrun does, it ends the other ranks when one has failed, "patience" seconds later; the exit status is then that of
 the one. Other options:
 
-die_before: a process kills itself in place of moving the first file or folder whose destination ends so.
+die_before: a process kills itself in place of moving the first file or folder whose destination ends so,
+    but for the extension of a sample file.
 act: {rank, phase, step, signal}: this rank sends itself the signal as it comes to the phase of this step, and with the
     signal 0 it does nothing any more, and with -1 it is busy for ever. While it waits for rewards the signal comes
     after a moment, and the rewards would take minutes.
@@ -67,7 +68,7 @@ def die_before(suffix: str) -> None:
     move = os.replace
 
     def replace(source, destination):
-        if str(destination).endswith(suffix):
+        if str(destination).endswith((suffix, f"{suffix}.parquet")):
             os.kill(os.getpid(), signal.SIGKILL)
         move(source, destination)
 

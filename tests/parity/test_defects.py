@@ -21,7 +21,6 @@ from helpers.models import tiny_llama_folder
 from helpers.serve_toy_scorer import toy_score
 from helpers.tiny_run import (
     compose,
-    json_lines,
     metrics_of,
     odd_share,
     rollouts_of,
@@ -210,8 +209,8 @@ def test_defect_10_validation_has_its_own_set_and_sampling(tmp_path, mesh):
     }.items():
         (tmp_path / name).mkdir()
         run(tmp_path / name, mesh, *keys, ONE_STEP, f"{RL}.val_check_interval=1", "model.optim.lr=1e-12")
-        files = [tmp_path / name / "run" / "validation" / f"step_0000{step}.jsonl" for step in (0, 1)]
-        answers += [[(row["prompt"], row["response"]) for row in json_lines(file)] for file in files]
+        found = [rollouts_of(tmp_path / name, step, "validation") for step in (0, 1)]
+        answers += [[(row["prompt"], row["response"]) for row in rows] for rows in found]
     assert [prompt for prompt, _ in answers[0]] == three_letters(3)
     assert answers[0] == answers[1] == answers[2] == answers[3]
 

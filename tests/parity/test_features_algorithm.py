@@ -18,7 +18,6 @@ from helpers.models import tiny_llama_folder
 from helpers.tiny_run import (
     MAX_LENGTH,
     however_cut,
-    json_lines,
     largest_difference,
     metrics_of,
     rollouts_of,
@@ -297,7 +296,7 @@ class TestGeneration:
         data = f"model.data.data_prefix.validation={tmp_path / 'train.jsonl'}"
         keys = [f"{SAMPLING}.{key}", BIASED, f"{VAL_SAMPLING}.use_greedy=true"]
         run(tmp_path, mesh, data, *keys, ONE_STEP, f"{RL}.val_check_interval=1")
-        greedy = json_lines(tmp_path / "run" / "validation" / "step_00000.jsonl")
+        greedy = rollouts_of(tmp_path, 0, "validation")
         likeliest = {row["prompt"]: row["response"] for row in greedy}
         assert len(set(likeliest.values())) > 1
         assert all(row["response"] == likeliest[row["prompt"]] for row in rollouts_of(tmp_path, 1))

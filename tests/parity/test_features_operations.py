@@ -20,7 +20,6 @@ from helpers.rewards import FunctionReward, ReadyRewards
 from helpers.tiny_run import (
     PROMPT_TOKENS,
     compose,
-    json_lines,
     metrics_of,
     odd_share,
     rollouts_of,
@@ -162,7 +161,7 @@ class TestData:
             ["val/rewards", "val/rewards", "test/rewards", "val/rewards", "test/rewards"]
         )
         assert [line["step"] for line in lines] == [0, 1, 2]
-        rows = json_lines(tmp_path / "run" / "test" / "step_00002.jsonl")
+        rows = rollouts_of(tmp_path, 2, "test")
         assert [row["prompt"] for row in rows] == ["sin", "tan"]
         assert lines[2]["test/rewards"] == pytest.approx(sum(row["reward"] for row in rows) / 2)
 
@@ -271,7 +270,7 @@ class TestOperations:
         names = [f"train/{name}" for name in metrics.split()] + [f"timers/{name}" for name in timers.split()]
         for line in lines[1:]:
             assert [name for name in names if not math.isfinite(line[name])] == []
-        rows, answered = rollouts_of(tmp_path, 2), json_lines(tmp_path / "run" / "validation" / "step_00002.jsonl")
+        rows, answered = rollouts_of(tmp_path, 2), rollouts_of(tmp_path, 2, "validation")
         assert len(rows) == 16 and len(answered) == 3
         assert all({"prompt", "response", "reward", "finish_reason"} <= row.keys() for row in rows + answered)
         # Which names a source of rewards must not have is written down where torch is not imported.

@@ -99,9 +99,9 @@ def test_the_uninterrupted_run_learns_and_takes_every_prompt_once_an_epoch(unint
     "moment",
     [
         "run/config.yaml",  # nothing is there yet
-        "rollouts/step_00001.jsonl",  # within the first step
-        "rollouts/step_00005.jsonl",  # within a step after the first checkpoint
-        "validation/step_00005.jsonl",  # the step is done, its metrics are not written
+        "rollouts/step_00001",  # within the first step
+        "rollouts/step_00005",  # within a step after the first checkpoint
+        "validation/step_00005",  # the step is done, its metrics are not written
         "checkpoints/step_00000003",  # the first checkpoint is whole, but has no name yet
         "checkpoints/latest",  # the first checkpoint has its name, and `latest` does not say so
         "run/hf",  # the last checkpoint is there, the export is not

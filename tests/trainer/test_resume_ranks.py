@@ -155,7 +155,7 @@ def test_every_prompt_once_an_epoch_through_kills_and_layouts(layouts, processes
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed of the moments: {seed}")
     draw = random.Random(seed)
-    moments = [f"rollouts/step_{step:05d}.jsonl" for step in sorted(draw.sample(range(2, STEPS), len(layouts) - 1))]
+    moments = [f"rollouts/step_{step:05d}" for step in sorted(draw.sample(range(2, STEPS), len(layouts) - 1))]
     for (ranks, overrides), moment in zip(layouts, [*moments, ""], strict=True):
         processes.start(tmp_path, *settings, *overrides, die_before=moment, ranks=ranks)
         assert processes.wait() == (-signal.SIGKILL if moment else 0), (tmp_path / "log").read_text()
@@ -170,7 +170,7 @@ def test_every_prompt_once_an_epoch_through_kills_and_layouts(layouts, processes
 def test_another_number_of_ranks_in_the_middle_of_an_epoch(processes, uninterrupted, tmp_path):
     """One rank, then two: the numbers of two ranks throughout."""
     every_step = "trainer.reinforce.save_interval=1"
-    processes.start(tmp_path, *STATEFUL, every_step, die_before="rollouts/step_00006.jsonl")
+    processes.start(tmp_path, *STATEFUL, every_step, die_before="rollouts/step_00006")
     assert processes.wait() == -signal.SIGKILL
     finish(processes, tmp_path, every_step)
     assert "after step 5 of 12" in (tmp_path / "log").read_text()

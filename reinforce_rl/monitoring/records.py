@@ -1,0 +1,298 @@
+"""The record of a step's samples: one Parquet file, typed and versioned. docs/records.md shows how to read it."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from reinforce_rl.algorithm.kl import token_kl
+from reinforce_rl.data.batches import FINISH_STOP, Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.errors import DataError
+from reinforce_rl.utils.files import encode, write_atomically
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT, VERSION = "reinforce_rl.records", 1  # key and value in the file's metadata
+_ZSTD_LEVEL = 3
+
+# Type and meaning of each column, those of a sample first. docs/records.md has them as a table.
+SAMPLE_COLUMNS: dict[str, tuple[str, str]] = {
+    "step": ("int64", "sampled before this optimizer step, or validated after it"),
+    "prompt_id": ("int64", "the prompt's index in the data set; with weighted blending modulo the set's size"),
+    "sample_id": ("int64", "0 .. G-1 within the prompt"),
+    "prompt": ("string", "as given to the tokenizer, chat template applied"),
+    "response": ("string", "without special tokens"),
+    "reward": ("double", "as the reward source returned it, or the weighted sum of sources; null: not scored"),
+    "finish_reason": ("string", "stop, length or outside_vocabulary"),
+    "response_length": ("int64", "tokens, including the stop token"),
+    "kl": ("double", "nats, of the whole response, by kl_estimator and kl_reduction; null in validation"),
+    "reward_with_kl": ("double", "shaped reward, less beta * kl if the KL is in the reward"),
+    "baseline": ("double", "subtracted from it"),
+    "advantage": ("double", "weight of the log-probs in the loss; mean over the tokens"),
+    "valid": ("bool", "false if left out of the loss"),
+    "shaped_reward": ("double", "after reward_shaping and truncation_penalty, without the KL; null if not valid"),
+    "source_rewards": ("map<string, double>", "by reward source or attribute, before weights; empty with one source"),
+    "score_fault": ("string", "why scoring failed; null if it did not"),
+    "set_name": ("string", "train, validation or test; or the name of a validation set"),
+}
+TOKEN_COLUMNS: dict[str, tuple[str, str]] = {
+    "prompt_tokens": ("list<int32>", "ids of the prompt"),
+    "response_tokens": ("list<int32>", "ids of the response, with the stop token"),
+    "token_texts": ("list<string>", "each response token as text; a part of a character is �"),
+    "policy_log_probs": ("list<float>", "by the trainer before the update, at the sampling temperature"),
+    "reference_log_probs": ("list<float>", "by the reference policy"),
+    "generator_log_probs": ("list<float>", "as the generation engine reported them"),
+    "token_kl": ("list<float>", "nats, by kl_estimator"),
+    "token_advantages": ("list<float>", "with credit_assignment=token; else they all are `advantage`"),
+}
+_FLOATS = tuple(name for name, (kind, _) in SAMPLE_COLUMNS.items() if kind == "double")
+
+
+@dataclass(frozen=True)
+class RolloutRow:
+    """One scored sample, by `SAMPLE_COLUMNS`. Missing floats (scoring failed, no KL in validation) are NaN."""
+
+    step: int
+    prompt_id: int
+    sample_id: int
+    prompt: str
+    response: str
+    reward: float
+    finish_reason: str  # `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE` of `data/batches.py`
+    response_length: int
+    kl: float = math.nan
+    reward_with_kl: float = math.nan
+    baseline: float = math.nan
+    advantage: float = math.nan
+    valid: bool = True
+    shaped_reward: float = math.nan
+    source_rewards: Mapping[str, float] = field(default_factory=dict)
+    score_fault: str | None = None
+    set_name: str = ""  # "" in files of earlier versions
+
+    @property
+    def is_end(self) -> bool:
+        return self.finish_reason == FINISH_STOP
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row for a line of JSON: NaN becomes None."""
+        scores = {name: _known(value) for name, value in self.source_rewards.items()}
+        return vars(self) | {name: _known(getattr(self, name)) for name in _FLOATS} | {"source_rewards": scores}
+
+
+@dataclass(frozen=True)
+class TokenColumns:
+    """Values of each token of N samples, flat; a column that was not computed is absent."""
+
+    lengths: dict[str, np.ndarray]  # int64 [N] each, of "prompt" and "response"
+    values: dict[str, np.ndarray]  # by the names of `TOKEN_COLUMNS`
+    texts: dict[int, str] = field(default_factory=dict)  # of the ids in the responses
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a step on one rank, or on all."""
+
+    rows: list[RolloutRow]
+    tokens: TokenColumns | None = None  # None if not recorded at this step
+
+
+@dataclass(frozen=True)
+class SampleTokens:
+    """The tokens of one sample, by `TOKEN_COLUMNS`; None for what was not recorded."""
+
+    prompt_tokens: list[int] | None
+    response_tokens: list[int] | None
+    token_texts: list[str] | None
+    policy_log_probs: list[float] | None
+    reference_log_probs: list[float] | None
+    generator_log_probs: list[float] | None
+    token_kl: list[float] | None
+    token_advantages: list[float] | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the tokens for a line of JSON: values that are not finite become None."""
+        floats = {name for name, (kind, _) in TOKEN_COLUMNS.items() if kind == "list<float>"}
+        return {k: v if v is None or k not in floats else [*map(_known, v)] for k, v in vars(self).items()}
+
+
+def sample_rows(
+    step: int,
+    prompts: Sequence[Prompt],
+    batch: RolloutBatch,
+    tokenizer: PreTrainedTokenizerBase,
+    data: ReinforceBatch | None = None,
+    set_name: str = "train",
+) -> list[RolloutRow]:
+    """Return one row per sample; `prompts` are in the batch's order, `data` is None in validation."""
+    prompt_of = {prompt.id: prompt for prompt in prompts}
+    starts, lengths = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
+    rows = zip(batch.sequences.tolist(), starts, lengths, strict=True)
+    texts = tokenizer.batch_decode([row[start : start + n] for row, start, n in rows], skip_special_tokens=True)
+    trained: dict[str, Tensor] = {}
+    if data is not None:
+        trained = {"kl": data.kl, "reward_with_kl": data.rewards_with_kl, "baseline": data.baseline}
+        trained["advantage"] = data.sequence_advantages
+        if data.shaped_rewards is not None:
+            trained["shaped_reward"] = data.shaped_rewards.where(batch.valid, math.nan)
+    return [
+        RolloutRow(
+            step=step,
+            prompt_id=prompt_id,
+            sample_id=int(batch.sample_ids[i]),
+            prompt=prompt_of[prompt_id].text,
+            response=str(texts[i]),
+            reward=float(batch.rewards[i]),
+            finish_reason=batch.finish_reasons[i],
+            response_length=lengths[i],
+            **{name: float(values[i]) for name, values in trained.items()},
+            valid=bool(batch.valid[i]),
+            source_rewards={name: float(values[i]) for name, values in batch.source_rewards.items()},
+            score_fault=batch.score_faults[i] if batch.score_faults else None,
+            set_name=prompt_of[prompt_id].set_name or set_name,
+        )
+        for i, prompt_id in enumerate(batch.group_ids.tolist())
+    ]
+
+
+def token_columns(batch: RolloutBatch, *, kl_estimator: str = "", advantages: Tensor | None = None) -> TokenColumns:
+    """Flatten what is known of each token; computes no log-probs.
+
+    `kl_estimator` is "" where there is no KL; `advantages` [N, T] are given if they differ within a response.
+    """
+    starts, mask = batch.prompt_lengths[:, None], batch.response_mask
+    place = torch.arange(batch.sequences.shape[1])[None, :]
+    responses = (place >= starts) & (place < starts + batch.response_lengths[:, None])
+    known: dict[str, Tensor | None] = {
+        "policy_log_probs": batch.log_probs,
+        "reference_log_probs": batch.init_log_probs,
+        "generator_log_probs": batch.generator_log_probs,
+        "token_advantages": advantages,
+    }
+    if kl_estimator and batch.log_probs is not None and batch.init_log_probs is not None:
+        known["token_kl"] = token_kl(batch.log_probs, batch.init_log_probs, mask, estimator=kl_estimator)
+    computed = {name: found for name, found in known.items() if found is not None}
+    values = {name: found[:, : mask.shape[1]][mask].float().cpu().numpy() for name, found in computed.items()}
+    values["prompt_tokens"] = batch.sequences[place < starts].int().numpy()
+    values["response_tokens"] = batch.sequences[responses].int().numpy()
+    return TokenColumns({"prompt": batch.prompt_lengths.numpy(), "response": batch.response_lengths.numpy()}, values)
+
+
+def join_samples(parts: Sequence[Samples], tokenizer: PreTrainedTokenizerBase) -> Samples:
+    """Concatenate the ranks' samples, and add the texts of their tokens."""
+    rows = [row for part in parts for row in part.rows]
+    found = [part.tokens for part in parts if part.tokens is not None and part.rows]
+    if not found:
+        return Samples(rows)
+    # A rank without samples knows no log-probs; of the others all do, or none.
+    names = [name for name in found[0].values if all(name in part.values for part in found)]
+    lengths = {kind: np.concatenate([part.lengths[kind] for part in found]) for kind in found[0].lengths}
+    values = {name: np.concatenate([part.values[name] for part in found]) for name in names}
+    texts = _texts(tokenizer, np.unique(values["response_tokens"]).tolist())
+    return Samples(rows, TokenColumns(lengths, values, texts))
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> dict[int, str]:
+    texts = tokenizer.batch_decode([[one] for one in ids], clean_up_tokenization_spaces=False)
+    pieces = tokenizer.convert_ids_to_tokens(ids)
+    # SentencePiece leaves the first token's space out.
+    pairs = zip(map(str, pieces), texts, strict=True)
+    spaced = [" " + text if piece.startswith("▁") and not text.startswith(" ") else text for piece, text in pairs]
+    return dict(zip(ids, spaced, strict=True))
+
+
+def write_records(path: Path, samples: Samples) -> None:
+    """Write the samples of a step, atomically."""
+    of_floats = [f"{name}.list.element" for name, (kind, _) in TOKEN_COLUMNS.items() if kind == "list<float>"]
+    of_others = [f"{name}.list.element" for name, (kind, _) in TOKEN_COLUMNS.items() if kind != "list<float>"]
+    encodings: dict[str, Any] = {
+        "use_dictionary": ["prompt", "finish_reason", "score_fault", "set_name", *of_others],
+        "use_byte_stream_split": of_floats,  # a third smaller: exponents and mantissas apart
+    }
+    file = io.BytesIO()
+    pq.write_table(_table(samples), file, compression="zstd", compression_level=_ZSTD_LEVEL, **encodings)
+    write_atomically(path, file.getvalue())
+
+
+def _table(samples: Samples) -> pa.Table:
+    rows, tokens = samples.rows, samples.tokens
+    arrays = {}
+    for name, (kind, _) in SAMPLE_COLUMNS.items():
+        values = [getattr(row, name) for row in rows]
+        if kind == "double":
+            values = [_known(value) for value in values]
+        elif kind == "string":
+            values = [None if value is None else encode(value).decode() for value in values]  # no lone surrogates
+        elif kind == "map<string, double>":
+            values = [[(source, _known(score)) for source, score in value.items()] for value in values]
+        arrays[name] = pa.array(values, _arrow_type(kind))
+    for name, (kind, _) in TOKEN_COLUMNS.items():
+        found = None
+        if tokens is not None and name == "token_texts":
+            ids, places = np.unique(tokens.values["response_tokens"], return_inverse=True)
+            found = pa.array([encode(tokens.texts[one]).decode() for one in ids.tolist()], pa.string()).take(places)
+        elif tokens is not None and name in tokens.values:
+            found = pa.array(tokens.values[name], _arrow_type(kind).value_type)
+        if tokens is None or found is None:
+            arrays[name] = pa.nulls(len(rows), _arrow_type(kind))
+        else:
+            ends = tokens.lengths["prompt" if name == "prompt_tokens" else "response"].cumsum()
+            arrays[name] = pa.ListArray.from_arrays(pa.array([0, *ends.tolist()], pa.int32()), found)
+    return pa.table(arrays).replace_schema_metadata({FORMAT: json.dumps({"version": VERSION})})
+
+
+def _arrow_type(kind: str) -> Any:
+    if kind.startswith("list<"):
+        return pa.list_(pa.type_for_alias(kind[5:-1]))
+    return pa.map_(pa.string(), pa.float64()) if kind.startswith("map<") else pa.type_for_alias(kind)
+
+
+def read_table(path: str | Path, columns: Sequence[str] | None = None, filters: Any = None) -> pa.Table:
+    """Read columns of a file of `write_records`, all for None; `filters` are those of `pyarrow.parquet.read_table`.
+
+    Raises:
+        DataError: the file is damaged, or not of this version.
+    """
+    try:
+        found = (pq.read_schema(path).metadata or {}).get(FORMAT.encode())
+        version = json.loads(found)["version"] if found else None
+        if version != VERSION:
+            raise DataError(
+                f"{path}: its records have version {version}; this reinforce_rl reads version {VERSION}. Read them "
+                "with the reinforce_rl that wrote them, or as they are with pyarrow.parquet.read_table"
+            )
+        return pq.read_table(path, columns=columns, filters=filters)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path}: not a readable Parquet file ({error}); restore it or take it away") from error
+
+
+def read_rows(path: str | Path) -> list[RolloutRow]:
+    """Read a step's samples without their tokens."""
+    rows = read_table(path, list(SAMPLE_COLUMNS)).to_pylist()
+    for row in rows:
+        row |= {name: math.nan for name in _FLOATS if row[name] is None}
+        row["source_rewards"] = {name: math.nan if v is None else v for name, v in row["source_rewards"]}
+    return [RolloutRow(**row) for row in rows]
+
+
+def read_tokens(path: Path, filters: Any = None) -> list[SampleTokens]:
+    """Read the tokens of the samples that pass; none if they were not recorded."""
+    rows = read_table(path, list(TOKEN_COLUMNS), filters).to_pylist() if path.suffix == ".parquet" else []
+    return [SampleTokens(**row) for row in rows if row["response_tokens"] is not None]
+
+
+def _known(value: float) -> float | None:
+    number = float(value)  # accepts NumPy and tensor scalars
+    return number if math.isfinite(number) else None

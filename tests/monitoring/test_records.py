@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from helpers.models import tiny_llama_folder
+
+from reinforce_rl.algorithm.kl import token_kl
+from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring import records
+from reinforce_rl.monitoring.records import (
+    SAMPLE_COLUMNS,
+    TOKEN_COLUMNS,
+    RolloutRow,
+    Samples,
+    SampleTokens,
+    join_samples,
+    read_rows,
+    read_table,
+    read_tokens,
+    sample_rows,
+    token_columns,
+    write_records,
+)
+from reinforce_rl.monitoring.rollouts import RolloutWriter, rollout_files
+from reinforce_rl.monitoring.run_folder import RunFolder
+
+PROMPTS = [Prompt(7, "tea", (5, 6, 7)), Prompt(9, "a ü", (8, 9))]
+LENGTHS = [4, 0, 2, 5]  # one response is empty
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(str(tiny_llama_folder(tmp_path_factory.mktemp("model"))))
+
+
+def batch_of(seed: int = 0) -> ReinforceBatch:
+    """Two prompts with two samples each, padded with a token that occurs in the responses too."""
+    draw = torch.Generator().manual_seed(seed)
+    prompts = [prompt.tokens for prompt in PROMPTS for _ in range(2)]
+    width = 9
+    sequences = torch.full((4, width), 4)
+    for i, (prompt, length) in enumerate(zip(prompts, LENGTHS, strict=True)):
+        ids = [*prompt, *torch.randint(4, 20, (length,), generator=draw).tolist()]
+        sequences[i, : len(ids)] = torch.tensor(ids)
+
+    def per_token() -> torch.Tensor:
+        return torch.randn(4, max(LENGTHS), generator=draw)  # not 0 on padding: it must not be recorded
+
+    rollouts = RolloutBatch(
+        sequences=sequences,
+        prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
+        response_lengths=torch.tensor(LENGTHS),
+        group_ids=torch.tensor([7, 7, 9, 9]),
+        sample_ids=torch.tensor([0, 1, 0, 1]),
+        finish_reasons=("stop", "stop", "length", "outside_vocabulary"),
+        rewards=torch.tensor([0.5, math.nan, -1.0, 2.0]),
+        valid=torch.tensor([True, False, True, False]),
+        generator_log_probs=per_token(),
+        log_probs=per_token(),
+        init_log_probs=per_token(),
+        source_rewards={"short": torch.tensor([1.0, math.nan, 0.0, 3.0])},
+        score_faults=(None, "took longer than 3 s", None, None),
+    )
+    each = torch.arange(4.0)
+    advantages = per_token().where(rollouts.response_mask, 0.0)
+    return ReinforceBatch(rollouts, each, each + 1, each + 2, advantages, rollouts.valid, each + 3)
+
+
+def samples_of(batch: ReinforceBatch, tokenizer, prompts=PROMPTS) -> Samples:
+    rows = sample_rows(3, prompts, batch.rollouts, tokenizer, batch)
+    return Samples(rows, token_columns(batch.rollouts, kl_estimator="k1", advantages=batch.advantages))
+
+
+def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
+    batch = batch_of()
+    path = tmp_path / "rollouts" / "step_00003.parquet"
+    write_records(path, join_samples([samples_of(batch, tokenizer)], tokenizer))
+    rows, kl = read_rows(path), token_kl(batch.rollouts.log_probs, batch.rollouts.init_log_probs, torch.ones(4, 5) > 0)
+    for i, row in enumerate(rows):
+        prompt, length = PROMPTS[i // 2], LENGTHS[i]
+        found = read_tokens(path)[i]
+        assert (row.step, row.prompt_id, row.sample_id) == (3, prompt.id, i % 2)
+        assert found == RunFolder(tmp_path).tokens(3, prompt.id, i % 2)
+        assert found.prompt_tokens == list(prompt.tokens) and row.prompt == prompt.text
+        start = len(prompt.tokens)
+        assert found.response_tokens == batch.rollouts.sequences[i, start : start + length].tolist()
+        assert "".join(found.token_texts or []) == tokenizer.decode(found.response_tokens)
+        for name, values in {
+            "policy_log_probs": batch.rollouts.log_probs,
+            "reference_log_probs": batch.rollouts.init_log_probs,
+            "generator_log_probs": batch.rollouts.generator_log_probs,
+            "token_kl": kl,
+            "token_advantages": batch.advantages,
+        }.items():
+            assert values is not None and getattr(found, name) == values[i, :length].tolist(), name
+    assert [row.score_fault for row in rows] == [None, "took longer than 3 s", None, None]
+    assert math.isnan(rows[1].reward) and rows[0].source_rewards == {"short": 1.0} and rows[0].set_name == "train"
+    assert [row.shaped_reward for row in rows][::2] == [3.0, 5.0] and math.isnan(rows[3].shaped_reward)
+    assert [row.kl for row in rows] == [0.0, 1.0, 2.0, 3.0] and rows[2].baseline == 4.0
+    assert RunFolder(tmp_path).tokens(3, 7, 5) is None is RunFolder(tmp_path).tokens(4, 7, 0)
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_ranks_together_record_what_one_does(tmp_path, tokenizer, split):
+    """Also beside a rank without samples, which knows no log-probs."""
+    batch = batch_of()
+    parts = []
+    for rows in (torch.arange(split), torch.arange(split, 4), torch.arange(0)):
+        own = batch.rollouts.select(rows)
+        if not len(rows):
+            own = dataclasses.replace(own, log_probs=None, init_log_probs=None, generator_log_probs=None)
+        vectors = (batch.kl, batch.rewards_with_kl, batch.baseline)
+        each = [values[rows] for values in vectors]
+        part = ReinforceBatch(
+            own, *each, batch.advantages[rows, : own.width], batch.trains[rows], batch.shaped_rewards[rows]
+        )
+        parts.append(samples_of(part, tokenizer))
+    write_records(tmp_path / "one.parquet", join_samples([samples_of(batch, tokenizer)], tokenizer))
+    write_records(tmp_path / "three.parquet", join_samples(parts, tokenizer))
+    one, three = (read_table(tmp_path / name).to_pydict() for name in ("one.parquet", "three.parquet"))
+    # The mean over a response's tokens is summed over another width.
+    assert one.pop("advantage") == pytest.approx(three.pop("advantage"), abs=1e-6)
+    assert one == three
+    assert join_samples([], tokenizer) == Samples([])
+
+
+def test_what_was_not_computed_is_null(tmp_path, tokenizer):
+    batch = batch_of().rollouts
+    batch = dataclasses.replace(batch, log_probs=None, init_log_probs=None)
+    rows = sample_rows(0, PROMPTS, batch, tokenizer, set_name="validation")
+    path = tmp_path / "step_00000.parquet"
+    write_records(path, join_samples([Samples(rows, token_columns(batch))], tokenizer))
+    found = read_tokens(path)[2]
+    assert len(found.generator_log_probs or []) == 2
+    assert (found.policy_log_probs, found.reference_log_probs, found.token_kl, found.token_advantages) == (None,) * 4
+    write_records(path, join_samples([Samples(rows)], tokenizer))
+    assert read_tokens(path) == [] and math.isnan(read_rows(path)[0].kl)
+    write_records(path, Samples([]))
+    assert read_rows(path) == [] and read_table(path).column_names == [*SAMPLE_COLUMNS, *TOKEN_COLUMNS]
+
+
+def test_values_that_are_not_finite_and_odd_texts_come_back(tmp_path, tokenizer):
+    batch = batch_of()
+    batch.rollouts.log_probs[0, 0], batch.rollouts.init_log_probs[0, 1] = -math.inf, math.nan  # type: ignore[index]
+    samples = join_samples([samples_of(batch, tokenizer)], tokenizer)
+    odd = 'a \ud800 "b"\n\u2028\x00 测试 👩‍👩‍👧 \U0010ffff'
+    samples.rows[0] = dataclasses.replace(samples.rows[0], response=odd, kl=math.inf)
+    write_records(tmp_path / "step_00001.parquet", samples)
+    found = read_tokens(tmp_path / "step_00001.parquet")[0]
+    assert found.policy_log_probs is not None and found.reference_log_probs is not None
+    assert found.policy_log_probs[0] == -math.inf and math.isnan(found.reference_log_probs[1])
+    row = read_rows(tmp_path / "step_00001.parquet")[0]
+    assert row.response == odd.replace("\ud800", "?") and math.isnan(row.kl)
+
+
+def test_a_kill_before_the_move_leaves_the_earlier_file(tmp_path, tokenizer):
+    writer, samples = RolloutWriter(tmp_path), join_samples([samples_of(batch_of(), tokenizer)], tokenizer)
+    path = writer.write(3, samples)
+    before = path.read_bytes()
+    if (child := os.fork()) == 0:
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        writer.write(3, Samples(samples.rows[:1]))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert path.read_bytes() == before and list(rollout_files(tmp_path)) == [3]
+    assert len(list(path.parent.iterdir())) == 2, "the torn file"
+    RolloutWriter(tmp_path, resume_step=3)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_damage_and_other_versions_are_named(tmp_path, tokenizer, monkeypatch):
+    path = tmp_path / "step_00001.parquet"
+    monkeypatch.setattr(records, "VERSION", 2)
+    write_records(path, join_samples([samples_of(batch_of(), tokenizer)], tokenizer))
+    monkeypatch.undo()
+    with pytest.raises(DataError, match=r"step_00001.parquet: its records have version 2; this reinforce_rl reads"):
+        read_rows(path)
+    whole = path.read_bytes()
+    for data in (b"", b"PAR1", whole[: len(whole) // 2], b"x" * 1000):
+        path.write_bytes(data)
+        with pytest.raises(DataError, match=r"step_00001.parquet: not a readable Parquet file"):
+            read_rows(path)
+    pq.write_table(pa.table({"step": [1]}), path)
+    with pytest.raises(DataError, match="its records have version None"):
+        read_rows(path)
+
+
+def test_the_view_prints_a_sample_a_line(tmp_path, tokenizer):
+    batch = batch_of()
+    batch.rollouts.log_probs[0, 0] = math.nan  # type: ignore[index]
+    samples = join_samples([samples_of(batch, tokenizer)], tokenizer)
+    RolloutWriter(tmp_path).write(3, samples)
+    RolloutWriter(tmp_path).write(12, samples.rows[:1])
+    run = RunFolder(tmp_path)
+    assert [json.loads(line) for line in run.sample_lines(3)] == [row.as_json() for row in samples.rows]
+    assert len(list(run.sample_lines())) == len(list(run.sample_lines(tokens=True))) == 1
+    lines = [json.loads(line) for line in run.sample_lines(3, tokens=True)]
+    assert lines[0]["policy_log_probs"][0] is None and len(lines[3]["token_kl"]) == 5
+    with pytest.raises(DataError, match="no samples of step 0; there are none"):
+        list(run.sample_lines(kind="test"))
+
+
+def test_a_space_that_sentencepiece_drops_from_a_first_token_is_kept():
+    class Pieces:
+        def batch_decode(self, ids, **_):
+            return ["the", " the", "er", "�"]
+
+        def convert_ids_to_tokens(self, ids):
+            return ["▁the", "▁the", "er", None]
+
+    texts = records._texts(Pieces(), [1, 2, 3, 4])  # type: ignore[arg-type]
+    assert texts == {1: " the", 2: " the", 3: "er", 4: "�"}
+
+
+def test_the_columns_are_those_of_the_classes_and_of_the_page():
+    assert [field.name for field in dataclasses.fields(RolloutRow)] == list(SAMPLE_COLUMNS)
+    assert [field.name for field in dataclasses.fields(SampleTokens)] == list(TOKEN_COLUMNS)
+    page = (Path(__file__).parents[2] / "docs" / "records.md").read_text(encoding="utf-8")
+    rows = [tuple(re.split(r" *\| *", line)[1:4]) for line in page.splitlines() if line.startswith("| `")]
+    expected = [(f"`{name}`", kind, text) for name, (kind, text) in (SAMPLE_COLUMNS | TOKEN_COLUMNS).items()]
+    assert rows[: len(expected)] == expected
+
+
+def test_a_row_as_json_has_no_nan():
+    row = RolloutRow(1, 0, 0, "p", "r", math.nan, "stop", 1, source_rewards={"a": math.nan, "b": 1.0})
+    found = json.loads(json.dumps(row.as_json(), allow_nan=False))
+    assert found["reward"] is None and found["source_rewards"] == {"a": None, "b": 1.0} and np.isnan(row.kl)
