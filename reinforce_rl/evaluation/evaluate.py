@@ -100,7 +100,7 @@ def evaluate(
             judge.check()
     except ValueError as error:
         raise ConfigError([f"judge: {error}"]) from error
-    options = [*_reward_overrides(rewards, has_base=like is not None), *overrides]
+    options = [*reward_overrides(rewards, has_base=like is not None), *overrides]
     is_scored = like is not None or any(one.lstrip("+~").startswith(("reward", "remote_rm")) for one in options)
 
     def config(model: str | Path, name: str) -> TrainConfig:
@@ -111,7 +111,7 @@ def evaluate(
         _set_sampling(cfg, samples, temperature)
         return cfg
 
-    names = _names([Path(model) for model in models])
+    names = short_names([Path(model) for model in models])
     cfgs = {name: config(model, name) for name, model in zip(names, models, strict=True)}
     last = None if reference is None else config(reference, "reference")
     first = cfgs[names[0]]
@@ -140,13 +140,13 @@ def evaluate(
     return results
 
 
-def _names(models: Sequence[Path]) -> list[str]:
+def short_names(models: Sequence[Path]) -> list[str]:
     """Return a short name for each model, all different."""
     short = [(model.resolve().parent if model.name == "hf" else model.resolve()).name for model in models]
     return [f"{name}-{short[:i].count(name) + 1}" if name in short[:i] else name for i, name in enumerate(short)]
 
 
-def _reward_overrides(rewards: Sequence[str], *, has_base: bool) -> list[str]:
+def reward_overrides(rewards: Sequence[str], *, has_base: bool) -> list[str]:
     """Return the overrides that functions' names and servers' addresses stand for."""
     if not rewards:
         return []

@@ -290,6 +290,31 @@ def compare(
     print(compare(runs, html), end="")
 
 
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="folder of a model, or of a run")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
+    compare: Annotated[str | None, typer.Option(help="another model, which answers beside it")] = None,
+    reward: Annotated[
+        list[str] | None, typer.Option(help="a function such as gsm8k, or a server's http://HOST:PORT; repeatable")
+    ] = None,
+    system: Annotated[str, typer.Option(help="the system message")] = "",
+    temperature: Annotated[float, typer.Option(min=0, help="0 for greedy")] = 0.7,
+    max_tokens: Annotated[int, typer.Option(min=1, help="of an answer")] = 512,
+) -> None:
+    """Talk with a model, streamed; questions may come from a pipe."""
+    from reinforce_rl.evaluation.chat import chat
+
+    chat(
+        *(model, compare),
+        rewards=reward or (),
+        system=system,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        overrides=overrides or (),
+    )
+
+
 @app.command("check-server")
 def check_server(
     url: Annotated[str, typer.Argument(help="http://HOST:PORT")],

@@ -114,6 +114,28 @@ class StepRollouts:
     metrics: dict[str, float]  # means over all ranks and all samples drawn
 
 
+def reward_request(
+    model: MegatronGPTReinforceActorModel, prompts: Sequence[Prompt], completions: Completions
+) -> RewardRequest:
+    """Return what a reward source is asked about an actor's responses."""
+    repeated = completions.repeat_to_samples(prompts)
+    sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, model.pad_id)
+    # Without the stop token, which a tokenizer may not treat as special.
+    tokens = torch.nn.functional.pad(completions.tokens, (0, 1))  # a column even where all responses are empty
+    last = tokens.gather(1, (completions.lengths - 1).clamp(min=0)[:, None])[:, 0]
+    stop_ids = torch.tensor(model.settings.sampling.stop_token_ids, dtype=torch.long)
+    text_lengths = completions.lengths - ((completions.lengths > 0) & torch.isin(last, stop_ids)).long()
+    return RewardRequest(
+        tokens=sequences,
+        lengths=prompt_lengths + completions.lengths,
+        prompts=tuple(prompt.text for prompt in repeated),
+        responses=tuple(decode_responses(model.tokenizer, completions.tokens, text_lengths)),
+        messages=tuple(prompt.messages for prompt in repeated),
+        metadata=tuple(prompt.metadata for prompt in repeated),
+        finished=tuple(reason == FINISH_STOP for reason in completions.finish_reasons),
+    )
+
+
 class RolloutMaker:
     """Samples and scores responses.
 
@@ -228,7 +250,7 @@ class RolloutMaker:
                     part = self._model.infer(batch, num_samples, seed, validation=validation)
                     parts.append(part)
                     if mesh.is_block_leader and self._rm is not None:
-                        future = self._rm.infer_rm(self._reward_request(batch, part))
+                        future = self._rm.infer_rm(reward_request(self._model, batch, part))
                         futures.append((future, len(part.lengths)))
         except GenerationError as error:
             failure = error
@@ -340,27 +362,6 @@ class RolloutMaker:
                 f"trainer.reinforce.max_failed_fraction = {bound}; reasons: {told}. "
                 "Nothing was trained on them; the log of a reward server says more"
             )
-
-    def _reward_request(self, prompts: Sequence[Prompt], completions: Completions) -> RewardRequest:
-        repeated = completions.repeat_to_samples(prompts)
-        sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, self._model.pad_id)
-        text_lengths = self._text_lengths(completions)
-        return RewardRequest(
-            tokens=sequences,
-            lengths=prompt_lengths + completions.lengths,
-            prompts=tuple(prompt.text for prompt in repeated),
-            responses=tuple(decode_responses(self._model.tokenizer, completions.tokens, text_lengths)),
-            messages=tuple(prompt.messages for prompt in repeated),
-            metadata=tuple(prompt.metadata for prompt in repeated),
-            finished=tuple(reason == FINISH_STOP for reason in completions.finish_reasons),
-        )
-
-    def _text_lengths(self, completions: Completions) -> torch.Tensor:
-        """Return response lengths [N] without the stop token, which a tokenizer may not treat as special."""
-        tokens = torch.nn.functional.pad(completions.tokens, (0, 1))  # a column even where all responses are empty
-        last = tokens.gather(1, (completions.lengths - 1).clamp(min=0)[:, None])[:, 0]
-        stop_ids = torch.tensor(self._model.settings.sampling.stop_token_ids, dtype=torch.long)
-        return completions.lengths - ((completions.lengths > 0) & torch.isin(last, stop_ids)).long()
 
     def _unscored(self, prompts: Sequence[Prompt], completions: Completions) -> RolloutBatch:
         repeated = completions.repeat_to_samples(prompts)

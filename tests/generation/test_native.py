@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.flash import decode_statically
 from helpers.gumbel import gumbel_noise
 from helpers.log_probs import response_log_probs
 from helpers.models import smollm2_folder, tiny_llama_folder
@@ -412,3 +414,32 @@ def test_no_prompts_no_responses(engine):
     found = engine.generate([], 4, SamplingParams(max_length=5), seed=0)
     assert found.tokens.shape[0] == found.lengths.numel() == len(found.finish_reasons) == 0
     assert found.tokens.dtype == found.lengths.dtype == torch.int64
+
+
+@pytest.mark.parametrize("kind", ["plain", "static"])
+def test_watching_shows_each_token_as_it_comes_and_changes_nothing(kind, lm, folder, prompts, monkeypatch):
+    params = SamplingParams(max_length=12, stop_token_ids=(EOS, 5, 6), end_strings=("th",))
+    engine = NativeGenerator(lm, load_tokenizer(folder), 60, is_static=kind == "static")
+    if kind == "static":
+        decode_statically(monkeypatch)
+    for watched in (params, replace(params, end_strings=())):
+        seen: list[list[list[int]]] = []
+        found = engine.generate(prompts, 2, watched, 3, seen.append)
+        assert rows_of(found) == rows_of(engine.generate(prompts, 2, watched, 3))
+        assert seen[-1] == [tokens for tokens, _ in texts_of(found)]
+        for before, now in itertools.pairwise(seen):
+            for old, new in zip(before, now, strict=True):
+                assert new[: len(old)] == old and len(new) <= len(old) + 2  # a first token comes with its prompt
+
+    class Enough(Exception):
+        pass
+
+    def enough(tokens: list[list[int]]) -> None:
+        if max(map(len, tokens)) == 3:
+            raise Enough
+
+    lm.train()
+    with pytest.raises(Enough):
+        engine.generate(prompts, 2, params, 3, enough)
+    assert lm.training, "as it was before"
+    assert rows_of(engine.generate(prompts, 2, watched, 3)) == rows_of(found)

@@ -7,7 +7,7 @@ tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,9 @@ from reinforce_rl.megatron.model.model import CausalLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+Watch = Callable[[list[list[int]]], None]
 
 
 @dataclass
@@ -186,6 +189,11 @@ class Responses:
         self._stopped[samples] |= found
         return found
 
+    def so_far(self) -> list[list[int]]:
+        """Return the tokens of every response as of now, which waits for the device."""
+        lengths = self._lengths[: self._count].tolist()
+        return [row[:length] for row, length in zip(self._tokens[: self._count].tolist(), lengths, strict=True)]
+
     def last_tokens(self, samples: Tensor, written: Tensor) -> Tensor:
         """Return int64 [R], the token before `written`."""
         return self._tokens[samples, written - 1]
@@ -210,6 +218,7 @@ class Decoding:
     Args:
         lm: the actor, within `whole_sequences`.
         max_tokens: bound on the cache; None for no bound.
+        watch: called after each step with the tokens of all responses so far; what it raises ends the call.
     """
 
     has_spare = False  # whether the responses have a scratch row
@@ -223,7 +232,9 @@ class Decoding:
         num_samples: int,
         params: SamplingParams,
         seed: int,
+        watch: Watch | None = None,
     ):
+        self._watch = watch
         self._lm, self._params, self._pad_id, self._device = lm, params, pad_id_of(tokenizer), lm.mesh.device
         of_rows = [prompt for prompt in prompts for _ in range(num_samples)]
         self._responses = Responses(of_rows, params, tokenizer, self._device, self.has_spare)
@@ -308,7 +319,10 @@ class PlainDecoding(Decoding):
 
     def run(self) -> Completions:
         while self._admit():
-            self._advance(self._draw())
+            tokens = self._draw()
+            if self._watch is not None:
+                self._watch(self._responses.so_far())
+            self._advance(tokens)
         return self._responses.finish()
 
     def _admit(self) -> bool:

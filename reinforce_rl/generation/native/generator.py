@@ -22,7 +22,7 @@ from torch import Tensor, cuda
 from reinforce_rl.data.batches import Completions, Prompt, join_completions
 from reinforce_rl.data.tokenizer import pad_id_of
 from reinforce_rl.generation.base import SamplingParams, check_lengths
-from reinforce_rl.generation.native.decoding import Decoding, PlainDecoding
+from reinforce_rl.generation.native.decoding import Decoding, PlainDecoding, Watch
 from reinforce_rl.megatron.model.attention import flash_takes
 from reinforce_rl.megatron.model.decoding import FlashCache
 from reinforce_rl.megatron.model.model import CausalLM
@@ -75,8 +75,15 @@ class NativeGenerator:
         """Nothing to end."""
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
-        """See `Generator.generate`. The result is on the CPU.
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        params: SamplingParams,
+        seed: int,
+        watch: Watch | None = None,
+    ) -> Completions:
+        """See `Generator.generate`, and `Decoding` for `watch`, which costs time. The result is on the CPU.
 
         Context-parallel ranks split the prompts; keyed noise keeps the results the same.
         """
@@ -89,7 +96,7 @@ class NativeGenerator:
         try:
             lean = self._lm.fast_decoding() if self._is_lean else contextlib.nullcontext()
             with self._lm.whole_sequences(), lean:
-                found = self._generate(own, num_samples, params, seed) if own else None
+                found = self._generate(own, num_samples, params, seed, watch) if own else None
         finally:
             self._lm.train(was_training)
         if mesh.cp_size == 1 and found is not None:
@@ -97,8 +104,10 @@ class NativeGenerator:
         parts = [part for part in mesh.gather_over_cp(found) if part is not None]
         return join_completions(parts, pad_id_of(self._tokenizer))
 
-    def _generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
-        call = self._lm, self._tokenizer, self._max_tokens, prompts, num_samples, params, seed
+    def _generate(
+        self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int, watch: Watch | None
+    ) -> Completions:
+        call = self._lm, self._tokenizer, self._max_tokens, prompts, num_samples, params, seed, watch
         longest = max(len(prompt.tokens) for prompt in prompts) + params.max_length
         if self._is_static and can_decode_statically(self._lm, longest):
             return StaticDecoding(*call, use_graphs=self._use_graphs).run()
@@ -156,6 +165,8 @@ class StaticDecoding(Decoding):
                 for _ in range(steps):
                     step(self._lots[0].rows)
             self._look(steps)
+            if self._watch is not None:
+                self._watch(self._responses.so_far())
         return self._responses.finish()
 
     def _admit(self) -> int | None:
@@ -176,7 +187,7 @@ class StaticDecoding(Decoding):
             return None
         if new or self._freed:
             self._place()
-        if self._params.end_strings:  # checked after each token
+        if self._params.end_strings or self._watch is not None:  # looked at after each token
             return 0 if new else 1
         return min(_STEPS, self._params.max_length - schedule.longest)
 

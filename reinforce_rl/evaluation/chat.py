@@ -1,0 +1,301 @@
+"""`reinforce-rl chat`: talk with a model, or with two side by side; answers are streamed, and scored if asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+from reinforce_rl.data.batches import FINISH_LENGTH, Completions, Prompt
+from reinforce_rl.data.tokenizer import load_tokenizer, render_prompt
+from reinforce_rl.errors import DataError, ReinforceError, RewardServerError
+from reinforce_rl.evaluation.evaluate import reward_overrides, short_names
+from reinforce_rl.evaluation.model import inference_config, load_actor
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.monitoring.run import SilentMonitor
+from reinforce_rl.rewards.base import STATUS_TEXT, RewardSource
+from reinforce_rl.rewards.sources import connect_to_reward_servers
+from reinforce_rl.trainer.build import configured_mesh
+from reinforce_rl.trainer.rollouts import reward_request
+from reinforce_rl.utils.files import write_json_lines
+
+HELP = """/reset        forget the conversation
+/system TEXT  set the system message, none without TEXT, and forget the conversation
+/regenerate   answer the last question once more
+/save FILE    write the conversation as JSONL, which `prepare` and training read
+/quit         end, as Ctrl-D does; Ctrl-C ends an answer"""
+MIN_COLUMNS = 60  # of a terminal that shows two models side by side
+REWARD_SECONDS = 20.0  # to wait for a server, and for a score
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model must not drive the terminal
+
+
+class _Stopped(Exception):
+    """Ctrl-C during an answer."""
+
+
+@dataclass
+class Speaker:
+    """A model with its side of a conversation."""
+
+    name: str
+    actor: MegatronGPTReinforceActorModel
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def prompt(self, number: int, longest: int) -> tuple[Prompt, int]:
+        """Return the conversation as a prompt, and the tokens that an answer of at most `longest` may have.
+
+        The oldest turns give way until a quarter of the context, or `longest`, is free. Without a chat template the
+        last message is the prompt, as it stands.
+
+        Raises:
+            DataError: the last question alone fills the context.
+        """
+        tokenizer, limit = self.actor.tokenizer, self.actor.lm.architecture.max_positions
+        messages, is_chat = list(self.messages), bool(self.actor.tokenizer.chat_template)
+        first = int(messages[0]["role"] == "system")
+        while True:
+            text = render_prompt(tokenizer, messages) if is_chat else messages[-1]["content"]
+            tokens = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+            room = limit - len(tokens)
+            if room >= min(longest, limit // 4) or len(messages) <= first + 2:
+                break
+            del messages[first : first + 2]
+        if room < 1:
+            raise DataError(f"this has {len(tokens)} tokens, and the context of {self.name} {limit}; ask for less")
+        return Prompt(number, text, tuple(tokens), {}, tuple(messages) if is_chat else ()), min(longest, room)
+
+    def answer(self, prompt: Prompt, params: SamplingParams, seed: int, show: Callable[[str], None]) -> Completions:
+        """Generate a response; `show` gets its text piece by piece, and what it raises ends it."""
+        generator, shown = self.actor.generator, 0
+        assert isinstance(generator, NativeGenerator)  # by default
+
+        def watch(tokens: list[list[int]], is_whole: bool = False) -> None:
+            nonlocal shown
+            ids = tokens[0][:-1] if tokens[0][-1:] and tokens[0][-1] in params.stop_token_ids else tokens[0]
+            text = str(self.actor.tokenizer.decode(ids, skip_special_tokens=True))
+            text = text if is_whole else text.rstrip("\ufffd")  # a character may be spread over tokens
+            show(text[shown:])
+            shown = max(shown, len(text))
+
+        found = generator.generate([prompt], 1, params, seed, watch)
+        watch(found.tokens.tolist(), True)
+        return found
+
+
+class Chat:
+    """A conversation with one or two models.
+
+    Args:
+        score: says what a prompt and its answer are worth; None for nothing.
+    """
+
+    def __init__(
+        self,
+        speakers: Sequence[Speaker],
+        params: SamplingParams,
+        seed: int = 0,
+        system: str = "",
+        score: Callable[[Speaker, Prompt, Completions], str] | None = None,
+        console: Console | None = None,
+    ):
+        self._speakers, self._params, self._seed, self._score = speakers, params, seed, score
+        self._console, self._system, self._stop = console or Console(highlight=False), system, False
+        self._answered = 0  # keys the noise, so that the same question is not answered alike
+        self._reset()
+
+    def talk(self, lines: Iterator[str]) -> None:
+        """Answer questions and obey commands until the lines end."""
+        for line in map(str.strip, lines):
+            before = [list(speaker.messages) for speaker in self._speakers]
+            try:
+                if line == "/quit":
+                    return
+                self._obey(*line.partition(" ")[::2]) if line.startswith("/") else line and self._ask(line)
+            except (ReinforceError, OSError, KeyboardInterrupt) as error:
+                self._write(f"({error or 'stopped'})\n")
+                for speaker, messages in zip(self._speakers, before, strict=True):
+                    speaker.messages = messages  # a question without an answer would spoil the next
+
+    def _obey(self, command: str, value: str) -> None:
+        if command in ("/reset", "/system"):
+            self._system = value.strip() if command == "/system" else self._system
+            self._reset()
+        elif command == "/regenerate" and len(self._speakers[0].messages) > bool(self._system):
+            for speaker in self._speakers:
+                del speaker.messages[-1]
+            self._answer()
+        elif command == "/save" and value:
+            rows = [{"messages": speaker.messages, "model": speaker.name} for speaker in self._speakers]
+            write_json_lines(Path(value.strip()), rows)
+        else:
+            self._write(f"{HELP}\n")
+
+    def _reset(self) -> None:
+        for speaker in self._speakers:
+            speaker.messages = [{"role": "system", "content": self._system}] if self._system else []
+
+    def _ask(self, question: str) -> None:
+        for speaker in self._speakers:
+            speaker.messages.append({"role": "user", "content": question})
+        self._answer()
+
+    def _answer(self) -> None:
+        self._answered += 1
+        console, several = self._console, len(self._speakers) > 1
+        texts = [""] * len(self._speakers)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._stoppable())
+            live = None
+            if several and console.is_terminal and console.width >= MIN_COLUMNS:
+                live = stack.enter_context(Live(console=console))
+            for index, speaker in enumerate(self._speakers):
+                if several and live is None:
+                    self._write(f"[{speaker.name}]\n")
+
+                def show(piece: str, index: int = index) -> None:
+                    texts[index] += _CONTROLS.sub("", piece)
+                    if live is None:
+                        self._write(_CONTROLS.sub("", piece))
+                    else:
+                        live.update(self._table(texts))
+
+                notes = self._one(speaker, show)
+                speaker.messages.append({"role": "assistant", "content": texts[index]})
+                show("".join(f"\n({note})" for note in notes))
+                if live is None:
+                    self._write("\n")
+
+    def _one(self, speaker: Speaker, show: Callable[[str], None]) -> list[str]:
+        """Stream an answer, and return what is to be said of it."""
+
+        def show_or_stop(piece: str) -> None:
+            show(piece)
+            if self._stop:
+                raise _Stopped
+
+        prompt, room = speaker.prompt(self._answered, self._params.max_length)
+        left_out = len(speaker.messages) - len(prompt.messages) if prompt.messages else 0
+        notes = [f"without the first {left_out} messages: there is no room for them"] if left_out else []
+        try:
+            found = speaker.answer(prompt, replace(self._params, max_length=room), self._seed, show_or_stop)
+        except _Stopped:
+            return [*notes, "stopped"]
+        if found.finish_reasons[0] == FINISH_LENGTH:
+            notes.append(f"cut at {room} tokens")
+        return notes if self._score is None else [*notes, self._score(speaker, prompt, found)]
+
+    @contextlib.contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """Have Ctrl-C end an answer at its next token, not in the middle of a computation; a second one, at once."""
+
+        def stop(*_: object) -> None:
+            if self._stop:
+                raise KeyboardInterrupt
+            self._stop = True
+
+        self._stop, before = False, signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _table(self, texts: Sequence[str]) -> Table:
+        table = Table(*(speaker.name for speaker in self._speakers), box=None, expand=True, padding=(0, 2, 0, 0))
+        for column in table.columns:
+            column.ratio = 1
+        table.add_row(*map(Text, texts))
+        return table
+
+    def _write(self, text: str) -> None:
+        self._console.file.write(text)
+        self._console.file.flush()
+
+
+def chat(
+    model: str | Path,
+    compare: str | Path | None = None,
+    *,
+    rewards: Sequence[str] = (),
+    system: str = "",
+    temperature: float = 0.7,
+    max_tokens: int = 512,
+    overrides: Sequence[str] = (),
+    lines: Iterator[str] | None = None,
+) -> None:
+    """Talk with a model, and with another one beside it; questions come from the terminal or from standard input.
+
+    Args:
+        model, compare: Hugging Face folders, or folders of runs that have exported one.
+        rewards: as of `evaluate`; a server that is down is told under each answer, and asked again for the next.
+        temperature: 0 for greedy answers.
+        overrides: KEY=VALUE of `train`.
+
+    Raises:
+        ConfigError: a model, a reward function or a setting cannot be used.
+    """
+    folders = [Path(one) for one in (model, compare) if one is not None]
+    # The length of answers is set below; a small context must not be refused for the default one.
+    options = ["model.reinforce.length_params.max_length=1", *reward_overrides(rewards, has_base=False), *overrides]
+    cfgs = dict(zip(short_names(folders), [inference_config(folder, options) for folder in folders], strict=True))
+    first = next(iter(cfgs.values()))
+    with configured_mesh(first) as mesh, contextlib.ExitStack() as stack:
+        sources: dict[str, RewardSource] = {}
+
+        def connect(name: str) -> RewardSource:
+            if name not in sources:
+                remote, folder = cfgs[name].remote_rm, cfgs[name].pretrained_checkpoint.restore_from_path
+                remote.ready_timeout_seconds, remote.deadline_seconds = REWARD_SECONDS / 4, REWARD_SECONDS
+                silent = SilentMonitor(cfgs[name].exp_manager.explicit_log_dir)
+                sources[name] = connect_to_reward_servers(cfgs[name], mesh, load_tokenizer(folder), silent)
+                stack.callback(sources[name].close)
+            return sources[name]
+
+        def score(speaker: Speaker, prompt: Prompt, found: Completions) -> str:
+            try:
+                given = connect(speaker.name).infer_rm(reward_request(speaker.actor, [prompt], found)).result()
+            except RewardServerError as error:
+                return f"no reward: {error}"
+            status = int(given.status[0])
+            return f"no reward: {STATUS_TEXT[status]}" if status else f"reward {float(given.values[0]):.3f}"
+
+        for name in cfgs if rewards else ():  # no such function: an error; no server yet: it may come up
+            with contextlib.suppress(RewardServerError):
+                connect(name)
+        speakers = [Speaker(name, load_actor(cfg, mesh)) for name, cfg in cfgs.items()]
+        params = replace(
+            speakers[0].actor.settings.val_sampling,
+            max_length=max_tokens,
+            use_greedy=temperature == 0,
+            temperature=temperature or 1.0,
+        )
+        Chat(speakers, params, first.model.seed, system, score if rewards else None).talk(lines or typed_lines())
+
+
+def typed_lines() -> Iterator[str]:
+    """Yield the lines of standard input; on a terminal with a prompt and a history, and not ended by Ctrl-C."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401, `input` edits lines with it
+    print(f"{HELP}\n")
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            print()
+            return
