@@ -143,7 +143,7 @@ def test_a_question_that_cannot_be_answered_is_forgotten(tokenizer, tmp_path):
     speaker = speaker_of(tokenizer, "a", "b", limit=40)
     (tmp_path / "file").touch()
     found = said([speaker], "one", "x" * 99, "two", f"/save {tmp_path}/file/s")
-    assert "(this has 118 tokens, and the context of one 40; ask for less)" in found
+    assert "(this has 105 tokens, and the context of one 40; ask for less)" in found
     assert asked(speaker)[-1] == "U: one<eos>A: a<eos>U: two<eos>A:"
     assert "File exists" in found.splitlines()[-1] or "Not a directory" in found.splitlines()[-1]
 
@@ -206,11 +206,11 @@ def test_a_function_scores_and_a_server_that_is_down_is_told(folder, capsys, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "REWARD_SECONDS", 2.0)
     how = [f"+reward_function.kwargs.{one}" for one in ("target=3", "tolerance=100", "unit=characters")]
-    chat(folder, folder, rewards=["length"], max_tokens=6, temperature=0, overrides=how, lines=iter(["hi", "ho"]))
+    chat(folder, folder, rewards=["length"], max_tokens=6, temperature=0, overrides=how, lines=iter(["hi"]))
     first = capsys.readouterr().out
     assert "[model]\n" in first and "[model-2]\n" in first
     rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", first)]
-    assert len(rewards) == 4 and all(0.9 <= reward <= 1 for reward in rewards), first
+    assert len(rewards) == 2 and all(0.9 <= reward <= 1 for reward in rewards), first
     chat(folder, rewards=[f"http://127.0.0.1:{free_port('127.0.0.1')}"], max_tokens=4, lines=iter(["hi", "ho"]))
     assert capsys.readouterr().out.count("(cut at 4 tokens)\n(no reward: ") == 2
     with pytest.raises(ConfigError, match="lenght"):
