@@ -10,7 +10,6 @@ import contextlib
 import gc
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,8 +52,6 @@ class _Answers:
     model: str
     prompts: dict[int, Prompt]  # of all ranks, as the rest
     rows: list[RolloutRow]
-    sources: dict[str, list[float]]  # scores of the rows
-    failures: Counter[str]
     metrics: dict[str, float]
     own: RolloutBatch  # of this rank
 
@@ -246,16 +243,11 @@ def _answers(
         batch = maker.answer("evaluation", 0, prompts, control.activity, samples)
         if with_log_probs:
             batch = replace(batch, log_probs=actor.get_inference_log_probs(*_where(batch)))
-    scores = {source: values.tolist() for source, values in batch.source_rewards.items()}
-    parts = mesh.gather_over_dp((scores, maker.failures))  # a rank without prompts knows no sources
-    known = dict.fromkeys(source for part, _ in parts for source in part)
     return _Answers(
         name=name,
         model=model,
         prompts={prompt.id: prompt for prompt in mesh.join_over_dp(list(prompts))},
         rows=mesh.join_over_dp(sample_rows(0, prompts, batch, actor.tokenizer, set_name="validation")),
-        sources={source: [score for part, _ in parts for score in part.get(source, ())] for source in known},
-        failures=sum((failures for _, failures in parts), Counter[str]()),
         metrics=take_means(validation_means(batch, prompts), mesh.gather_over_dp),
         own=batch,
     )
@@ -292,7 +284,7 @@ def _results(found: Sequence[_Answers], judge: Judge | None, *, is_scored: bool)
             comparisons.append(Comparison.by_reward(one.name, one.rows, found[0].name, found[0].rows))
         if judge is not None:
             comparisons.append(_judged(one, found[0], judge))
-    models = [ModelResult.of(one.name, one.model, one.rows, one.sources, one.failures, one.metrics) for one in found]
+    models = [ModelResult.of(one.name, one.model, one.rows, one.metrics) for one in found]
     return Results(models, comparisons)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -28,17 +29,13 @@ class ModelResult:
     metrics: dict[str, float]  # as of the trainer's validation
 
     @classmethod
-    def of(
-        cls,
-        name: str,
-        model: str,
-        rows: Sequence[RolloutRow],
-        sources: Mapping[str, Sequence[float]],
-        failures: Mapping[str, int],
-        metrics: dict[str, float],
-    ) -> ModelResult:
-        """Compute the numbers; `sources` are the scores of each row, by reward source."""
-        columns = {"reward": [row.reward for row in rows], **{f"reward/{k}": list(v) for k, v in sources.items()}}
+    def of(cls, name: str, model: str, rows: Sequence[RolloutRow], metrics: dict[str, float]) -> ModelResult:
+        columns = {"reward": [row.reward for row in rows]}
+        for source in dict.fromkeys(source for row in rows for source in row.source_rewards):
+            columns[f"reward/{source}"] = [row.source_rewards.get(source, math.nan) for row in rows]
+        sets = dict.fromkeys(row.set_name for row in rows)
+        for one in sets if len(sets) > 1 else ():
+            columns[f"reward of {one}"] = [row.reward if row.set_name == one else math.nan for row in rows]
         columns |= {KL: [row.kl for row in rows], LENGTH: [float(row.response_length) for row in rows]}
         columns[ENDED] = [float(row.is_end) for row in rows]
         groups: dict[str, dict[int, list[float]]] = {column: {} for column in columns}
@@ -51,6 +48,7 @@ class ModelResult:
             most = max(map(len, groups["reward"].values()), default=1)
             for k in sorted({*(2**i for i in range(1, most.bit_length())), most} - {1}):
                 numbers[f"pass@{k}"] = pass_at_k(groups["reward"], k)
+        failures = Counter(row.score_fault for row in rows if row.score_fault is not None)
         return cls(name, model, {k: v for k, v in numbers.items() if v.count}, dict(failures), metrics)
 
 

@@ -169,7 +169,6 @@ class RolloutMaker:
         self._stop = stop
         self._has_ratios = has_ratios
         self._while_generating = while_generating
-        self.failures = Counter[str]()  # why samples of the last `score` on this rank have no reward
 
     def make(self, step: int) -> StepRollouts:
         """Make rollouts of the next prompts. `step`, from 1, keys the sampling noise.
@@ -286,8 +285,7 @@ class RolloutMaker:
             faults = [fault for answer in own for fault in _faults(answer)]
             sources = {name: torch.cat([answer.by_source[name] for answer in own]) for name in own[0].by_source}
         rewards, faults, sources = mesh.from_block_leader((rewards, faults, sources))
-        self.failures = Counter(fault for fault in faults if fault is not None)
-        self._check_failures(self.failures, len(rewards), name)
+        self._check_failures(Counter(fault for fault in faults if fault is not None), len(rewards), name)
         valid = torch.isfinite(rewards) & (batch.response_lengths > 0)
         valid &= torch.tensor([reason != FINISH_OUTSIDE for reason in batch.finish_reasons], dtype=torch.bool)
         if self._cfg.truncated_samples == "drop":

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -228,3 +231,39 @@ def test_rewards_by_name_and_address_are_sources_of_their_own(folder: Path) -> N
             overrides=[*SHORT, "remote_rm.ready_timeout_seconds=1"],
         )
     assert raised.typename == "RewardServerError"
+
+
+@pytest.mark.slow
+def test_the_command_on_two_ranks_finds_what_one_does(folder: Path, tmp_path: Path) -> None:
+    paths = os.pathsep.join(str(path) for path in (Path(__file__).parents[2], Path(__file__).parents[1]))
+    words = ["eval", str(folder / "model"), str(folder / "other"), "--data", str(folder / "data.jsonl"), *SHORT]
+    words += ["--reward", *SHARE, "--reference", str(folder / "other"), "--samples=2"]
+    found = []
+    for ranks in (1, 2):
+        out = tmp_path / str(ranks)
+        done = subprocess.run(
+            [sys.executable, "-m", "reinforce_rl", *words, f"--out={out}", f"trainer.devices={ranks}"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": paths, "COLUMNS": "200"},
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "other against model, by reward: wins" in done.stdout
+        found.append(json.loads((out / "results.json").read_text()))
+        assert len(RunFolder(out / "other").samples(0, "validation")) == 24
+    for one, two in zip(*(results["models"] for results in found), strict=True):
+        for name, number in one["numbers"].items():
+            assert two["numbers"][name]["mean"] == pytest.approx(number["mean"], abs=1e-4), name
+            assert two["numbers"][name]["count"] == 24
+    wrong = subprocess.run(
+        [sys.executable, "-m", "reinforce_rl", "eval", "nowhere", "--reward", "gsm8k"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert wrong.stderr.startswith("error: ") and "nowhere does not exist" in wrong.stderr
