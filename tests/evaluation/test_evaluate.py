@@ -221,6 +221,10 @@ def test_rewards_by_name_and_address_are_sources_of_their_own(folder: Path) -> N
     )
     numbers = found.models[0].numbers
     assert given == [(1, 1)]
+    sets = f"model.data.data_prefix.validation={{all: {folder / 'data.jsonl'}, again: {folder / 'data.jsonl'}}}"
+    apart = evaluate([folder / "model"], rewards=SHARE, overrides=[*SHORT, sets]).models[0].numbers
+    assert apart["reward of all"] == apart["reward of again"]
+    assert apart["reward of all"].mean == pytest.approx(apart["reward"].mean)
     total = 2 * numbers["reward/share_of_letters"].mean + numbers["reward/length"].mean
     assert numbers["reward"].mean == pytest.approx(total)
     with pytest.raises(Exception, match="reward server at localhost:9") as raised:

@@ -58,6 +58,7 @@ def test_each_set_has_the_numbers_that_it_has_alone(tmp_path: Path, mesh: Mesh, 
     assert trained[0] == trained[1] == trained[2], "no validation changes the training"
     records = RunFolder(tmp_path / "sets" / "run")
     assert [row.prompt_id for row in records.samples(0, "validation")] == list(range(10))
+    assert [row.set_name for row in records.samples(2, "validation")] == ["one"] * 4 + ["two"] * 6
     assert "on 10 prompts" in verdict(records)
 
 
