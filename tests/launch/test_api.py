@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from helpers.models import tiny_llama_folder
-from helpers.tiny_run import MAX_LENGTH, json_lines, three_letters
+from helpers.tiny_run import MAX_LENGTH, three_letters
 
 import reinforce_rl
 from reinforce_rl.errors import ConfigError, ReinforceError
 from reinforce_rl.launch.api import _by_name
+from reinforce_rl.monitoring.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
@@ -70,11 +71,10 @@ def check(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
     """One step was trained with the rewards that the function gives here."""
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == [1, "out/hf", "out"]
-    (rollouts,) = sorted((folder / "out" / "rollouts").glob("*.jsonl"))
-    rows = json_lines(rollouts)
+    rows = RunFolder(folder / "out").samples(1)
     assert len(rows) == 8
     for row in rows:
-        assert row["reward"] == sum(letter in "aeiou" for letter in row["response"]) + 0.5
+        assert row.reward == sum(letter in "aeiou" for letter in row.response) + 0.5
     assert (folder / "out/hf/config.json").is_file()
 
 
