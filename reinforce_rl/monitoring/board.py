@@ -3,7 +3,8 @@
     GET /                                   the page; /board.js, /board.css and /plotly.js belong to it
     GET /api/runs                           {folder, runs: [{name, state, step, max_steps, time, reward}, ...]}
     GET /api/run?name=N[&stamp=S]           `report.overview` and {stamp}; 204 if it still is that stamp
-    GET /api/samples?name=N&kind=K&step=I   {rows: [...], total}; kinds and steps are in the overview
+    GET /api/samples?name=N&kind=K&step=I   {rows: [...], total, columns}: columns of tokens, if recorded
+    GET /api/tokens?name=N&kind=K&step=I&prompt=I    {tokens: {"PROMPT SAMPLE": {column: [...]}}}
     GET /api/prompt?name=N&kind=K&prompt=I  {rows: [...]}: samples of one prompt, by ascending step
     GET /api/tables?name=N&name=M[&...]     {tables: [...]}: the comparison of runs
 
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import json
 import math
 import os
 import socket
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,12 +36,13 @@ from reinforce_rl.monitoring.compare import tables
 from reinforce_rl.monitoring.report import overview
 from reinforce_rl.monitoring.rollouts import Kind
 from reinforce_rl.monitoring.run_folder import METRICS_FILE, RunFolder, runs_below
-from reinforce_rl.monitoring.view import MAX_ROWS, PAGE, kinds, plotly, render, samples
+from reinforce_rl.monitoring.view import MAX_ROWS, PAGE, kinds, plotly, render, samples, token_values
 from reinforce_rl.runtime.settings import HISTORY_FILE
 from reinforce_rl.runtime.status import STATUS_FILE, is_alive, read_status
 from reinforce_rl.utils.files import plain_number
 
-_OPEN_RUNS = 16  # whose metrics are held in memory
+_OPEN_RUNS = 32  # whose metrics are held in memory
+_SCAN_SECONDS = 1.0  # between looks for runs
 _TAIL = 1 << 16  # bytes at the end of metrics.jsonl in which the list looks for the last reward
 _PROMPT_STEPS = 60  # step files in which one prompt is looked for
 _HEADERS = {
@@ -59,6 +63,7 @@ class Board:
         self._folder, self._host = Path(folder), host
         if not self._folder.is_dir():
             raise DataError(f"{folder}: no such folder; expected a folder with runs in it, or that of a run")
+        self._scanned: tuple[float, dict[str, Path]] = (-math.inf, {})
         self._open: OrderedDict[Path, RunFolder] = OrderedDict()
         self._reader = ThreadPoolExecutor(1)  # files are read in turn, away from the event loop
 
@@ -69,8 +74,8 @@ class Board:
             assets[f"/{name}"] = (kind, (PAGE / name).read_text)
         for path, (kind, read) in assets.items():
             app.router.add_get(path, _text(kind, read))
-        asked = {"runs": self._runs, "run": self._run, "samples": self._samples, "prompt": self._prompt}
-        for name, answer in {**asked, "tables": self._tables}.items():
+        asked = {"runs": self._runs, "run": self._run, "samples": self._samples, "tokens": self._tokens}
+        for name, answer in {**asked, "prompt": self._prompt, "tables": self._tables}.items():
             app.router.add_get(f"/api/{name}", self._json(answer))
         return app
 
@@ -111,11 +116,14 @@ class Board:
         return handle
 
     def _found(self) -> dict[str, Path]:
-        root = self._folder
-        return {
-            path.relative_to(root).as_posix() if path != root else root.resolve().name: path
-            for path in runs_below(root)
-        }
+        scanned, found = self._scanned
+        if time.monotonic() > scanned + _SCAN_SECONDS:
+            root, paths = self._folder, runs_below(self._folder)
+            found = {
+                path.relative_to(root).as_posix() if path != root else root.resolve().name: path for path in paths
+            }
+            self._scanned = (time.monotonic(), found)
+        return found
 
     def _opened(self, name: str) -> RunFolder:
         path = self._found().get(name)
@@ -145,8 +153,15 @@ class Board:
 
     def _samples(self, request: web.Request) -> dict[str, Any]:
         run, kind, _ = self._recorded(request)
-        rows = run.samples(_number(request, "step"), kind)
-        return {"rows": samples(rows[:MAX_ROWS]), "total": len(rows)}
+        step = _number(request, "step")
+        rows = run.samples(step, kind)
+        tokens = token_values(run, step, kind, [row.prompt_id for row in rows[:1]])
+        columns = list(next(iter(tokens.values()), ()))
+        return {"rows": samples(rows[:MAX_ROWS]), "total": len(rows), "columns": columns}
+
+    def _tokens(self, request: web.Request) -> dict[str, Any]:
+        run, kind, _ = self._recorded(request)
+        return {"tokens": token_values(run, _number(request, "step"), kind, [_number(request, "prompt")])}
 
     def _prompt(self, request: web.Request) -> dict[str, Any]:
         run, kind, steps = self._recorded(request)
@@ -221,19 +236,27 @@ def _entry(path: Path) -> dict[str, Any]:
     """Return a run's line in the list, without reading all of its metrics."""
     status = read_status(path)
     metrics = path / METRICS_FILE
-    entry: dict[str, Any] = {"state": "unknown", "step": 0, "max_steps": 0, "reward": None}
+    changed = metrics.stat() if metrics.is_file() else None
+    step, reward = _end_of(metrics, changed.st_mtime_ns, changed.st_size) if changed else (0, None)
+    entry: dict[str, Any] = {"state": "unknown", "step": step, "max_steps": 0, "reward": reward}
     if status is not None:
         state = "lost" if is_alive(status) is False else status.state
-        entry |= {"state": state, "step": status.step, "max_steps": status.max_steps}
-    entry["time"] = metrics.stat().st_mtime if metrics.is_file() else path.stat().st_mtime
-    with contextlib.suppress(FileNotFoundError), metrics.open("rb") as file:
+        entry |= {"state": state, "step": max(step, status.step), "max_steps": status.max_steps}
+    return entry | {"time": (changed or path.stat()).st_mtime}
+
+
+@functools.lru_cache(1024)
+def _end_of(metrics: Path, _changed: int, _size: int) -> tuple[int, float | None]:
+    """Return the last step and the last training reward near the end of a metrics.jsonl."""
+    step, reward = 0, None
+    with metrics.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
         for line in file.read().split(b"\n"):
             with contextlib.suppress(ValueError, TypeError, KeyError):  # cut at either end, or damaged
                 found = json.loads(line)
-                entry["step"] = max(entry["step"], int(found["step"]))
-                entry["reward"] = plain_number(found["train/rewards"])
-    return entry
+                step = max(step, int(found["step"]))
+                reward = plain_number(found["train/rewards"])
+    return step, reward
 
 
 def _stamp(run: RunFolder) -> str:

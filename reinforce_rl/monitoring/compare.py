@@ -19,7 +19,7 @@ from rich.text import Text
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.report import compare_validation, overview
 from reinforce_rl.monitoring.run_folder import RunFolder, mean
-from reinforce_rl.monitoring.view import frozen_samples, render
+from reinforce_rl.monitoring.view import frozen_page
 from reinforce_rl.runtime.settings import SILENT, flatten
 from reinforce_rl.utils.files import write_atomically
 
@@ -55,9 +55,8 @@ def compare(folders: Sequence[str | Path], html: str | Path | None = None) -> st
     runs = {os.path.relpath(path, above): run for path, run in paths.items()}
     found = tables(runs)
     if html is not None:
-        shown = {name: overview(run) for name, run in runs.items()}
-        samples = {name: frozen_samples(run) for name, run in runs.items()}
-        write_atomically(Path(html), render({"runs": shown, "samples": samples, "tables": found}))
+        shown = {name: (run, overview(run)) for name, run in runs.items()}
+        write_atomically(Path(html), frozen_page(shown, found))
     console = Console(width=max(80, shutil.get_terminal_size((160, 0)).columns), no_color=True)
     with console.capture() as capture:
         for one in found:

@@ -20,7 +20,7 @@ from reinforce_rl.errors import DataError, ReinforceError
 from reinforce_rl.monitoring.progress import clock
 from reinforce_rl.monitoring.rollouts import RolloutRow
 from reinforce_rl.monitoring.run_folder import RunFolder, mean
-from reinforce_rl.monitoring.view import curves, frozen_samples, kinds, render
+from reinforce_rl.monitoring.view import curves, frozen_page, kinds
 from reinforce_rl.utils.files import plain_number, write_atomically
 
 _PROFILES, _OPERATIONS = 3, 12  # the last profiled steps that the page shows, and their operations
@@ -212,7 +212,7 @@ def write_report(run_dir: str | Path) -> Path:
     """
     run = RunFolder(run_dir)
     path = run.path / "report.html"
-    write_atomically(path, render({"runs": {run.name: overview(run)}, "samples": {run.name: frozen_samples(run)}}))
+    write_atomically(path, frozen_page({run.name: (run, overview(run))}))
     return path
 
 

@@ -243,6 +243,8 @@ def alerts_of(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "unscored", f"{1 - scored:.1%} of the samples have no score"
     if (equal := number(line.get("train/fraction_of_groups_without_spread"))) >= 0.9:
         yield "no spread", f"in {equal:.0%} of the groups all rewards are equal: there is little to learn from"
+    if (ended := number(line.get("train/fraction_of_samples_properly_ended"))) < 0.5:
+        yield "cut", f"{1 - ended:.0%} of the responses were cut at max_length"
     for key in [key for key in line if key.startswith("timing/") and key.endswith("/rank")]:
         phase = key.split("/")[1]
         most, median = (number(line.get(f"timing/{phase}/{name}")) for name in ("max", "median"))

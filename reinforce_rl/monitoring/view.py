@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import itertools
 import json
 import math
 import zlib
@@ -20,14 +21,17 @@ from jinja2 import Environment, FileSystemLoader
 
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.progress import PHASES
-from reinforce_rl.monitoring.rollouts import Kind, RolloutRow
+from reinforce_rl.monitoring.records import RolloutRow, read_tokens
+from reinforce_rl.monitoring.rollouts import Kind, rollout_files
 from reinforce_rl.monitoring.run_folder import RunFolder, number
 from reinforce_rl.utils.files import plain_number
 
 PAGE = Path(__file__).parent / "page"
 MAX_POINTS = 600  # of a line; more are averaged in bins
 MAX_ROWS = 2000  # samples of a step that are sent
-_FROZEN_STEPS, _FROZEN_ROWS = 5, 96  # of each kind of samples, in a page without a server
+# In a page without a server: of each kind of samples, and of the last step of each.
+_FROZEN_STEPS, _FROZEN_ROWS, _FROZEN_TOKENS = 5, 96, 4000
+_IDS = ("prompt_tokens", "response_tokens")
 
 
 @dataclass(frozen=True)
@@ -156,14 +160,51 @@ def kinds(run: RunFolder) -> dict[Kind, list[int]]:
     return {kind: steps for kind, steps in found.items() if steps}
 
 
-def frozen_samples(run: RunFolder) -> dict[str, dict[int, list[dict[str, Any]]]]:
-    """Return the samples of the first, the last and a few steps between, the same prompts where there are many."""
-    found: dict[str, dict[int, list[dict[str, Any]]]] = {}
+def token_values(run: RunFolder, step: int, kind: Kind, prompts: Sequence[int]) -> dict[str, dict[str, list[Any]]]:
+    """Return {"PROMPT SAMPLE": {column: values}} of the samples of these prompts, where tokens were recorded."""
+    rows = [row for row in run.samples(step, kind) if row.prompt_id in prompts]
+    path = rollout_files(run.path, kind)[step]
+    found = {}
+    for row, tokens in zip(rows, read_tokens(path, [("prompt_id", "in", list(prompts))]), strict=False):
+        columns = {
+            name: values for name, values in tokens.as_json().items() if name not in _IDS and values is not None
+        }
+        found[f"{row.prompt_id} {row.sample_id}"] = {
+            name: [_short(value) if isinstance(value, float) else value for value in values]
+            for name, values in columns.items()
+        }
+    return found
+
+
+def frozen(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the samples of the first, the last and a few steps between, and the tokens of some of the last.
+
+    Both are {kind: {step: ...}}.
+    """
+    rows: dict[str, Any] = {}
+    tokens: dict[str, Any] = {}
     for kind, steps in kinds(run).items():
         last = len(steps) - 1
         chosen = sorted({steps[round(i * last / (_FROZEN_STEPS - 1))] for i in range(_FROZEN_STEPS)})
-        found[kind] = {step: samples(run.samples(step, kind)[:_FROZEN_ROWS]) for step in chosen}
-    return found
+        rows[kind] = {step: samples(run.samples(step, kind)[:_FROZEN_ROWS]) for step in chosen}
+        ends = itertools.accumulate(row["response_length"] for row in rows[kind][steps[-1]])
+        pairs = zip(rows[kind][steps[-1]], ends, strict=True)
+        prompts = {row["prompt_id"] for row, end in pairs if end <= _FROZEN_TOKENS}
+        tokens[kind] = {steps[-1]: token_values(run, steps[-1], kind, sorted(prompts))}
+    return rows, tokens
+
+
+def frozen_page(runs: Mapping[str, tuple[RunFolder, Mapping[str, Any]]], tables: Sequence[Any] = ()) -> str:
+    """Return the page in one file: by name, runs with their overviews; `tables` compare them."""
+    held = {name: frozen(run) for name, (run, _) in runs.items()}
+    return render(
+        {
+            "runs": {name: shown for name, (_, shown) in runs.items()},
+            "samples": {name: samples for name, (samples, _) in held.items()},
+            "tokens": {name: tokens for name, (_, tokens) in held.items()},
+            "tables": tables,
+        }
+    )
 
 
 def render(data: Mapping[str, Any] | None = None) -> str:

@@ -20,7 +20,7 @@ from reinforce_rl.monitoring.report import main, overview
 from reinforce_rl.monitoring.rollouts import RolloutWriter
 from reinforce_rl.monitoring.run import RunMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
-from reinforce_rl.monitoring.view import render
+from reinforce_rl.monitoring.view import frozen_page
 from reinforce_rl.reward_model.objectives import Best, Evaluation, Objective, Regression
 from reinforce_rl.utils.files import write_atomically
 
@@ -80,7 +80,7 @@ def write_report(folder: str | Path) -> Path:
     best = read_best(run.path / EVALUATION_FILE)
     found = {"verdict": verdict(run.lines, best), "tables": tables(best), "figures": figures(best)}
     path = run.path / "report.html"
-    write_atomically(path, render({"runs": {run.name: overview(run) | found}, "samples": {}}))
+    write_atomically(path, frozen_page({run.name: (run, overview(run) | found)}))
     return path
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
@@ -22,8 +23,9 @@ from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.board import serve
 from reinforce_rl.monitoring.compare import compare
 from reinforce_rl.monitoring.loggers import JsonlLogger
+from reinforce_rl.monitoring.records import RolloutRow, Samples, TokenColumns
 from reinforce_rl.monitoring.report import write_report
-from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
+from reinforce_rl.monitoring.rollouts import RolloutWriter
 from reinforce_rl.runtime.status import StatusFile
 
 CHROMIUM = "/usr/bin/chromium"
@@ -64,12 +66,23 @@ def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = Fa
         logger.log_metrics({"rewards": gain * step / 10, "reward_deviation": 1.0}, step, "val/")
     if step:
         rows = [row(i, j, reward=0.1 * j, kl=1.0 - i, advantage=j - 1.0) for i in range(30) for j in range(3)]
-        writer.write(step, rows)
+        writer.write(step, Samples(rows, tokens_of(rows) if step % 2 else None))
         metrics = {"rewards": gain * step / 10, "init_policy_kl": step / 5, "grad_norm": 1.0, "reward_deviation": 1.0}
         logger.log_metrics({**metrics, "skipped_step": float(step == 7)}, step, "train/")
         logger.log_metrics({"generate": 2.0, "train_time": 1.0, "step_time": 4.0}, step, "timers/")
         logger.log_metrics({"generate": 2.0}, step, "memory/")
     logger.commit(step)
+
+
+def tokens_of(rows: list[RolloutRow]) -> TokenColumns:
+    """Tokens "an", "<b>", "swer", "an", ...: the policy finds "<b>" likelier than the generator did."""
+    lengths = np.array([row.response_length for row in rows])
+    ids = np.concatenate([np.arange(length) % 3 for length in lengths])
+    policy = np.full(len(ids), -1.0)
+    values = {"policy_log_probs": policy, "generator_log_probs": policy - np.array([0.0, 0.5, -0.25])[ids]}
+    values |= {"prompt_tokens": np.zeros(len(rows), int), "response_tokens": ids}
+    texts = {0: "an", 1: "<b>", 2: "swer"}
+    return TokenColumns({"prompt": np.ones(len(rows), int), "response": lengths}, values, texts)
 
 
 @contextlib.contextmanager
@@ -132,6 +145,16 @@ class TestServer:
         assert [row["response"].partition(" <")[0] for row in found["rows"]] == [
             f"answer 2 of step {step}" for step in (0, 10, 20)
         ]
+
+    def test_tokens_of_a_prompt_where_they_were_recorded(self, port):
+        assert ask(port, "/api/samples?name=first&kind=rollouts&step=2")[1]["columns"] == []
+        columns = ask(port, "/api/samples?name=first&kind=rollouts&step=3")[1]["columns"]
+        assert set(columns) == {"token_texts", "policy_log_probs", "generator_log_probs"}
+        _, found, _ = ask(port, "/api/tokens?name=first&kind=rollouts&step=3&prompt=2")
+        assert found["tokens"].keys() == {"2 0", "2 1", "2 2"}
+        of_one = found["tokens"]["2 1"]
+        assert of_one["token_texts"] == ["an", "<b>", "swer", "an", "<b>", "swer", "an"]
+        assert of_one["generator_log_probs"] == [-1.0, -1.5, -0.75, -1.0, -1.5, -0.75, -1.0]
 
     @pytest.mark.parametrize(
         ("path", "status", "said"),
@@ -284,6 +307,18 @@ def test_every_control_of_one_run(browser, port):
             page.inner_text("#samples-count").startswith("3 of 90")
             and page.locator("mark").first.inner_text() == "answer 17"
         )
+        assert page.is_hidden("#colour"), "no tokens of step 20"
+        page.fill("#search", "")
+        page.click("#previous")
+        page.select_option("#colour", "generator")
+        expect(page.locator("#scale")).to_contain_text("+0.5")
+        tokens = page.locator("#rows .text:not(.prompt)").first.locator(".token")
+        expect(tokens).to_have_text((["an", "<b>", "swer"] * 12)[:34])
+        shades = [tokens.nth(i).evaluate("one => getComputedStyle(one).backgroundColor") for i in range(3)]
+        assert shades == ["rgba(214, 96, 22, 0)", "rgba(20, 120, 200, 0.75)", "rgba(214, 96, 22, 0.376)"]
+        assert "generator log probs -1.5" in (tokens.nth(1).get_attribute("title") or "")
+        page.fill("#search", "ANSWER 17")
+        page.select_option("#colour", "")
         page.select_option("#view", "list")
         expect(page.locator("#rows .sample")).to_have_count(3)
         page.click('#rows button:has-text("over steps") >> nth=0')

@@ -296,7 +296,7 @@
         }
         if (isSmooth) made.push({ ...base, y: data.y, mode: "lines", line: { width: 1, color: resolved(colour, .3) }, hoverinfo: "skip" });
         made.push({ ...base, y, mode: sparse ? "lines+markers" : "lines",
-          line: { width: 2, color: resolved(colour), dash: several && line % 2 ? "dot" : "solid" },
+          line: { width: 2, color: resolved(colour), dash: several && line % 2 ? "dot" : several && index >= COLOURS ? "dash" : "solid" },
           marker: { size: 6, symbol: ["circle", "square", "diamond", "triangle-up"][several ? index % 4 : line % 4] },
           error_y: sparse && error && chosen.run.length <= 4 ? { array: error, color: resolved(colour, .6), thickness: 1.2, width: 3 } : undefined,
           customdata: data.y, hovertemplate: isSmooth ? `%{customdata:${form}}  (smooth %{y:${form}})` : `%{y:${form}}` });
@@ -678,7 +678,6 @@
     $("empty").textContent = failed.join("\n") || "No run is here yet. One appears as soon as it writes its first files.";
     $("content").hidden = overviews.size === 0;
     if (overviews.size && isChanged) {
-      chosen.run.sort((a, b) => 0);
       drawWords();
       drawCharts();
       await Promise.all([loadSamples(), drawComparison()]);
