@@ -75,6 +75,8 @@ def run(installed: Path, tmp_path: Path) -> Run:
     environment = {name: value for name, value in os.environ.items() if name not in names}
     environment |= {"PATH": f"{installed}:{environment['PATH']}", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     environment.pop("XDG_CACHE_HOME", None)
+    # PyTriton looks for its libraries beside itself, if it lies in the environment's own folder.
+    environment["LD_LIBRARY_PATH"] = str(Path(sysconfig.get_path("purelib")) / "nvidia_pytriton.libs")
     (tmp_path / "here").mkdir()
 
     def run(*words: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
