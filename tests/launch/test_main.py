@@ -46,6 +46,11 @@ def test_the_version(tmp_path: Path) -> None:
     assert command(tmp_path, "--version").stdout == f"{__version__}\n"
 
 
+def test_the_page_names_every_command() -> None:
+    rows = [line.split("|")[1] for line in (ROOT / "docs" / "cli.md").read_text("utf-8").splitlines() if "|" in line]
+    assert set(COMMANDS.commands) <= {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
+
+
 @pytest.mark.parametrize("name", sorted(set(COMMANDS.commands)))
 def test_every_command_says_what_it_does(name: str) -> None:
     assert len(COMMANDS.commands[name].get_short_help_str(200)) > 20
