@@ -13,6 +13,8 @@ from helpers.tiny_run import run, tiny_config, tiny_overrides, without_times
 
 from reinforce_rl.config.actor import ProfileConfig
 from reinforce_rl.config.rules import find_faults
+from reinforce_rl.monitoring.report import overview
+from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.runtime import profiling
 from reinforce_rl.runtime.profiling import StepProfiler
 
@@ -30,16 +32,17 @@ def top_of(folder: Path) -> list[dict]:
 
 def test_a_run_and_its_resume_profile_the_chosen_steps_and_change_no_number(tmp_path, mesh):
     (tmp_path / "plain").mkdir()
-    plain = run(tmp_path / "plain", mesh, f"{RL}.max_epochs=2")
+    plain = run(tmp_path / "plain", mesh, f"{RL}.max_steps=2")
     (tmp_path / "profiled").mkdir()
-    keys = f"{PROFILE}.steps=[2,3]", f"{PROFILE}.shapes=true", f"{RL}.max_epochs=2"
-    run(tmp_path / "profiled", mesh, *keys, f"{RL}.max_steps=2", f"{PROFILE}.steps=[2]")
-    profiled = run(tmp_path / "profiled", mesh, *keys)
+    run(tmp_path / "profiled", mesh, f"{RL}.max_steps=1", f"{PROFILE}.steps=[1]", f"{PROFILE}.shapes=true")
+    profiled = run(
+        tmp_path / "profiled", mesh, f"{RL}.max_steps=2", f"{PROFILE}.steps=[1,2]", f"{PROFILE}.shapes=true"
+    )
     assert [without_times(line) for line in profiled] == [without_times(line) for line in plain]
 
     folder = tmp_path / "profiled" / "run" / "profile"
-    assert sorted(path.name for path in folder.iterdir()) == ["step_00002", "step_00003", "top_operations.json"]
-    for step in (2, 3):
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00001", "step_00002", "top_operations.json"]
+    for step in (1, 2):
         made = folder / f"step_{step:05d}"
         assert sorted(path.name for path in made.iterdir()) == ["rank_0.trace.json.gz", "rank_0.txt"]
         events = events_of(made / "rank_0.trace.json.gz")
@@ -48,12 +51,16 @@ def test_a_run_and_its_resume_profile_the_chosen_steps_and_change_no_number(tmp_
         assert any(event.get("args", {}).get("Input Dims") for event in events)
         assert "aten::mm" in (made / "rank_0.txt").read_text()
     steps = top_of(folder)
-    assert [(step["step"], step["rank"], step["device"]) for step in steps] == [(2, 0, "cpu"), (3, 0, "cpu")]
+    assert [(step["step"], step["rank"], step["device"]) for step in steps] == [(1, 0, "cpu"), (2, 0, "cpu")]
     for step in steps:
         assert (folder / step["trace"]).is_file()
         shares = [operation["share"] for operation in step["operations"]]
         assert shares == sorted(shares, reverse=True) and 0.5 < sum(shares) <= 1.0 + 1e-9
         assert all(one["self_seconds"] == pytest.approx(one["share"] * step["seconds"]) for one in step["operations"])
+
+    tables = overview(RunFolder(tmp_path / "profiled" / "run"))["tables"]
+    assert len(tables) == 3
+    assert [row[0] for row in tables[1]["rows"]] == [one["name"] for one in steps[0]["operations"][:12]]
 
 
 class TestOfOneStep:
