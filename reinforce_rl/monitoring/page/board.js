@@ -239,7 +239,7 @@
       if (value === null) return null;
       total = weight * total + (1 - weight) * value;
       share = weight * share + (1 - weight);
-      return total / share;
+      return Number((total / share).toPrecision(10)); // a constant stays one
     });
   }
 
@@ -333,7 +333,7 @@
       hoverlabel: { bgcolor: card, bordercolor: grid, font: { color: text }, namelength: 40 },
       xaxis: { ...axis, title: { text: x, font: { color: soft }, standoff: 4 }, nticks: 7, tickformat: x === "step" ? "d" : "~g",
         hoverformat: x === "step" ? "d" : ".3~g", unifiedhovertitle: { text: `${x} %{x}` } },
-      yaxis: { ...axis, nticks: 6, tickformat: form === "percent" ? ".0%" : "~g", exponentformat: "e",
+      yaxis: { ...axis, nticks: 6, tickformat: form === "percent" ? ".0%" : "", exponentformat: "e",
         rangemode: form === "stacked" ? "tozero" : "normal", range: form === "percent" ? [-0.02, 1.02] : undefined },
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     };
