@@ -81,6 +81,7 @@ def check(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
 HEAD = "import json\nfrom reinforce_rl import train\n"
 
 
+@pytest.mark.slow  # a notebook's takes the same way
 def test_a_script_without_a_guard(tmp_path: Path, model: Path) -> None:
     check(tmp_path, script(tmp_path, model, HEAD + FUNCTION + CALL % (three_letters(4), SETTINGS)))
 

@@ -129,6 +129,7 @@ def test_a_shell_completes_commands_options_and_keys() -> None:
     assert "reward_model.head_path=" in complete("reinforce-rl serve reward_model.h")
 
 
+@pytest.mark.slow
 def test_preflight_is_train_without_a_run(tmp_path: Path) -> None:
     done = command(tmp_path, "preflight", "pretrained_checkpoint.restore_from_path=nothing")
     assert done.returncode == 1
