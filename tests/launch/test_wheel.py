@@ -27,27 +27,27 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def not_brought() -> list[str]:
-    """Import names of all that lies here and that `pip install reinforce-rl[demo]` would not bring."""
+def brought() -> set[str]:
+    """Files and folders of this environment that `pip install reinforce-rl[demo]` would bring too."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     todo = [Requirement(text) for text in [*project["dependencies"], *extras["server"], *extras["demo"]]]
-    brought: set[tuple[str, str]] = set()
+    seen: set[tuple[str, str]] = set()
+    found: set[str] = set()
     while todo:
         wanted = todo.pop()
         for extra in ("", *wanted.extras):
             name = (canonicalize_name(wanted.name), extra)
-            if name in brought or name[0] == "reinforce-rl":
+            if name in seen or name[0] == "reinforce-rl":
                 continue
-            brought.add(name)
+            seen.add(name)
             with contextlib.suppress(metadata.PackageNotFoundError):
-                found = map(Requirement, metadata.requires(name[0]) or [])
-                todo += [one for one in found if one.marker is None or one.marker.evaluate({"extra": extra})]
-    names = {name for name, _ in brought} | {"reinforce-rl", "pip"}
-    found = metadata.packages_distributions().items()
-    hidden = {module for module, owners in found if not names & {canonicalize_name(owner) for owner in owners}}
-    assert {"pytest", "peft", "wandb"} <= hidden and not {"torch", "pytriton", "gguf"} & hidden
-    return sorted(module for module in hidden if module.isidentifier() and not module.startswith("_"))
+                one = metadata.distribution(name[0])
+                found |= {file.parts[0] for file in one.files or () if file.parts[0] not in ("..", "__pycache__")}
+                needed = map(Requirement, one.requires or [])
+                todo += [other for other in needed if other.marker is None or other.marker.evaluate({"extra": extra})]
+    assert {"torch", "pytriton", "gguf"} <= found and not {"pytest", "peft", "wandb"} & found
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder / "venv", with_pip=False)
     python = folder / "venv" / "bin" / "python"
     purelib = sysconfig.get_path("purelib", vars={"base": str(folder / "venv"), "platbase": str(folder / "venv")})
-    # A .pth in a folder that a .pth names is not read, so the editable install is not seen.
-    (Path(purelib) / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    (Path(purelib) / "hidden.pth").write_text(f"import sys; sys.modules.update(dict.fromkeys({not_brought()!r}))\n")
+    for name in brought():
+        (Path(purelib) / name).symlink_to(Path(sysconfig.get_path("purelib")) / name)
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
     subprocess.run([*install, str(wheel)], check=True, timeout=120)
     return python.parent
@@ -75,8 +74,6 @@ def run(installed: Path, tmp_path: Path) -> Run:
     environment = {name: value for name, value in os.environ.items() if name not in names}
     environment |= {"PATH": f"{installed}:{environment['PATH']}", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     environment.pop("XDG_CACHE_HOME", None)
-    # PyTriton looks for its libraries beside itself, if it lies in the environment's own folder.
-    environment["LD_LIBRARY_PATH"] = str(Path(sysconfig.get_path("purelib")) / "nvidia_pytriton.libs")
     (tmp_path / "here").mkdir()
 
     def run(*words: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
