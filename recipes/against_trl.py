@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -70,7 +71,8 @@ def trl_side(folder: Path, overrides: Sequence[str]) -> Curve:
         settings.write_text(json.dumps(trl_settings(overrides)), encoding="utf-8")
         python = ROOT / ".venv-peers" / "bin" / "python"
         command = [str(python), str(HERE / "trl_side.py"), str(settings), str(curve)]
-        subprocess.run(command, check=True, timeout=SECONDS)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # for the reward function
+        subprocess.run(command, check=True, timeout=SECONDS, env=environment)
     return json.loads(curve.read_text(encoding="utf-8"))
 
 
