@@ -129,6 +129,7 @@ MISTAKES = [
         "CSV without the column",
         [f"{TRAIN}={{}}/p.csv"],
         ["p.csv:2: found question, answer; expected exactly one of prompt", "model.data.fields.prompt=question"],
+        OF_DATA,
         made=raw("p.csv", b'question,answer\n"What is 1, or 2?",2\n'),
     ),
     Mistake(
@@ -147,6 +148,7 @@ MISTAKES = [
         "broken JSON array",
         [f"{TRAIN}={{}}/p.json"],
         ["p.json is not valid JSON: ", "line 3 column"],
+        OF_DATA,
         made=raw("p.json", json.dumps(PROMPTS, indent=2).replace('"', "'").encode()),
     ),
     Mistake(
