@@ -48,7 +48,9 @@ class StepProfiler:
         with self._or_give_up():
             if cfg.tool == "torch":
                 kinds = torch.profiler.ProfilerActivity
-                activities = [kinds.CPU, kinds.CUDA] if self._is_on_cuda else [kinds.CPU]
+                wanted = {kinds.CPU, kinds.CUDA} if self._is_on_cuda else {kinds.CPU}
+                # Asked for CUDA, a torch without it complains at every operation.
+                activities = wanted & torch.profiler.supported_activities()
                 self._trace = torch.profiler.profile(
                     activities=activities, record_shapes=cfg.shapes, with_stack=cfg.stacks
                 )
@@ -121,5 +123,9 @@ class StepProfiler:
         try:
             yield
         except Exception as error:
-            self._cfg, self._is_open, self._trace = self._cfg.model_copy(update={"steps": []}), False, None
+            trace, self._trace = self._trace, None
+            with contextlib.suppress(Exception), self._nvtx:
+                if trace is not None:
+                    trace.stop()
+            self._cfg, self._is_open = self._cfg.model_copy(update={"steps": []}), False
             self._tell(f"profile: given up ({type(error).__name__}: {error}); the run goes on")

@@ -44,6 +44,12 @@ def run(machine: Machine, folder: Path, steps: int, *overrides: str) -> Ledger:
     return ledger
 
 
+@pytest.mark.parametrize("more", [pytest.param("shapes=true", marks=pytest.mark.slow), "memory=true", "tool=nsys"])
+def test_a_profile_does_not_break_it(machine: Machine, tmp_path: Path, more: str) -> None:
+    run(machine, tmp_path, 1, "trainer.profile.steps=[1]", f"trainer.profile.{more}")
+    assert len(list(tmp_path.glob("run/profile/step_00001/*.trace.json.gz"))) == (more == "shapes=true")
+
+
 @pytest.mark.parametrize("overrides", [(), LORA, DISTRIBUTED], ids=["all weights", "LoRA", "distributed optimizer"])
 def test_goes_through_and_on(machine: Machine, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run(machine, tmp_path, 2, *overrides)

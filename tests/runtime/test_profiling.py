@@ -111,6 +111,22 @@ class TestOfOneStep:
         assert len(told) == 1 and "given up (FileExistsError" in told[0]
         assert not torch.autograd._profiler_enabled()
 
+    def test_one_that_cannot_start_does_not_stay_on(self, tmp_path, monkeypatch):
+        def refuse(**_):
+            raise RuntimeError("no memory history")
+
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", refuse)
+        told: list[str] = []
+        cfg = ProfileConfig(steps=[2], memory=True)
+        profiler = StepProfiler(cfg, tmp_path, 0, torch.device("cuda"), told.append)
+        profiler.start(2)
+        assert told == ["profile: given up (RuntimeError: no memory history); the run goes on"]
+        assert not torch.autograd._profiler_enabled()
+        with profiler.phase("generate"):
+            pass
+        profiler.stop()
+        assert list(tmp_path.iterdir()) == []
+
     @pytest.mark.parametrize(
         ("keys", "what"), [({"tool": "nsys"}, "NVTX ranges"), ({"memory": True}, "memory snapshots")]
     )
