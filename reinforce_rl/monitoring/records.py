@@ -205,6 +205,8 @@ def join_samples(parts: Sequence[Samples], tokenizer: PreTrainedTokenizerBase) -
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> dict[int, str]:
+    if not ids:  # of which transformers makes one text
+        return {}
     texts = tokenizer.batch_decode([[one] for one in ids], clean_up_tokenization_spaces=False)
     pieces = tokenizer.convert_ids_to_tokens(ids)
     # SentencePiece leaves the first token's space out.

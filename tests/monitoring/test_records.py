@@ -148,6 +148,10 @@ def test_what_was_not_computed_is_null(tmp_path, tokenizer):
     assert (found.policy_log_probs, found.reference_log_probs, found.token_kl, found.token_advantages) == (None,) * 4
     write_records(path, join_samples([Samples(rows)], tokenizer))
     assert read_tokens(path) == [] and math.isnan(read_rows(path)[0].kl)
+    empty = samples_of(dataclasses.replace(batch_of(), rollouts=batch), tokenizer).rows[1:2]
+    none = dataclasses.replace(batch.select(torch.tensor([1])), response_lengths=torch.tensor([0]))
+    write_records(path, join_samples([Samples(empty, token_columns(none))], tokenizer))
+    assert read_tokens(path)[0].response_tokens == read_tokens(path)[0].token_texts == []
     write_records(path, Samples([]))
     assert read_rows(path) == [] and read_table(path).column_names == [*SAMPLE_COLUMNS, *TOKEN_COLUMNS]
 
