@@ -64,7 +64,8 @@ def check(mesh: Mesh, tp_size: int) -> None:
         taken = [mesh.count_by_block("tests/counter") for _ in range(3)]
         assert taken == sorted(taken)
         assert sorted(mesh.join_over_dp(taken)) == list(range(1, 1 + 3 * dp_size))
-        assert mesh.gather_over_dp_on_first(taken) == (mesh.gather_over_dp(taken) if mesh.dp_rank == 0 else [])
+        parts = mesh.gather_over_dp(taken)
+        assert mesh.gather_over_dp_on_first(taken) == (parts if mesh.dp_rank == 0 else [])
         assert mesh.from_block_leader(taken) == taken
         assert mesh.count("tests/counter", 0) == 3 * dp_size
         mesh.barrier()
