@@ -101,12 +101,17 @@ def _paired(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
         shared = set(steps) & set(other_steps)
         # Initial validations are equal: not what a person wants to compare.
         step, other = (max(shared), max(shared)) if max(shared, default=0) else (steps[-1], other_steps[-1])
-        found = compare_validation(first.samples(step, "validation"), run.samples(other, "validation"))
+        rows_of_first, rows_of_run = first.samples(step, "validation"), run.samples(other, "validation")
+        texts = {row.prompt_id: row.prompt for row in rows_of_first}
+        if any(texts.get(row.prompt_id, row.prompt) != row.prompt for row in rows_of_run):
+            rows.append([f"{name} - {base}", "-", "-", "0", "their validation prompts differ"])
+            continue
+        found = compare_validation(rows_of_first, rows_of_run)
         difference = f"{found.mean_difference:+.3f} ± {_show(found.standard_error, 3)}" if found.n else "-"
         at = f"step {step}" if step == other else f"step {other} against {step}"
         rows.append([f"{name} - {base}", difference, _show(found.z, 1), str(found.n), at])
     columns = ["validation reward", "difference ± standard error", "standard errors", "prompts", "at"]
-    note = "Paired by prompt id: only runs with the same validation file compare."
+    note = "Paired by prompt; prompts that one of the two lacks are left out."
     return {"title": "Paired difference", "note": note if rows else "", "columns": columns, "rows": rows}
 
 

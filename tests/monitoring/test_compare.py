@@ -17,7 +17,7 @@ from reinforce_rl.monitoring.run_folder import RunFolder
 REWARDS = [0.1, 0.9, 0.4, -0.3]
 
 
-def make_run(folder, lr: float, gains: list[float], validated=(0, 4), prompts=range(4)):
+def make_run(folder, lr: float, gains: list[float], validated=(0, 4), prompts=range(4), file="p"):
     folder.mkdir(parents=True)
     cfg = TrainConfig()
     cfg.model.optim.lr = lr
@@ -27,7 +27,7 @@ def make_run(folder, lr: float, gains: list[float], validated=(0, 4), prompts=ra
     for step in range(5):
         if step in validated:
             rewards = [reward + step * gain for reward, gain in zip(REWARDS, gains, strict=True)]
-            rows = [RolloutRow(step, i, 0, f"p{i}", "r", rewards[i], "stop", 3) for i in prompts]
+            rows = [RolloutRow(step, i, 0, f"{file}{i}", "r", rewards[i], "stop", 3) for i in prompts]
             writer.write(step, rows, "validation")
             logger.log_metrics({"rewards": 9.0 if step == 2 else step * lr}, step, "val/")
             logger.log_metrics({"rewards_accuracy": step / 4, "hard/rewards": 0.25}, step, "val/")
@@ -73,6 +73,13 @@ def test_runs_without_a_prompt_or_a_validation_in_common(tmp_path):
     make_run(tmp_path / "c", 1.0, [0.0] * 4, validated=())
     _, paired, _ = tables({name: RunFolder(tmp_path / name) for name in "abc"})
     assert paired["rows"] == [["b - a", "-", "-", "0", "step 4"]]
+
+
+def test_other_validation_files_are_not_paired(tmp_path):
+    make_run(tmp_path / "a", 1.0, [0.0] * 4)
+    make_run(tmp_path / "b", 1.0, [0.1] * 4, file="q")
+    _, paired, _ = tables({name: RunFolder(tmp_path / name) for name in "ab"})
+    assert paired["rows"] == [["b - a", "-", "-", "0", "their validation prompts differ"]]
 
 
 def test_as_text_and_as_a_page(tmp_path):
