@@ -216,7 +216,7 @@ def check_whole_run(launched, last_step: int) -> None:
 
     names = " ".join(" ".join(line) for line in launched.command_lines.values())
     assert "tritonserver" in names
-    assert "train_reinforce_actor.py" in names
+    assert "reinforce_rl train" in names
     assert launched.shared_memory
     wait_for(lambda: not any(map(is_alive, launched.processes)), 10)
     assert [process for process in launched.processes if is_alive(process)] == []
