@@ -26,8 +26,8 @@ MOMENTS = 40
 
 
 def is_moment(frame: Any, event: str) -> bool:
-    # An interrupt on the way into `Handler.release` would leave the lock of pytest's log handler held: whichever thread
-    # logs next in this process, in another file's test, would wait forever.
+    # An interrupt on the way into `Handler.release` would leave the lock of pytest's log handler held: the next thread
+    # that logs in this process, in another file's test, would wait forever.
     return event == "call" and frame.f_globals.get("__name__") != "logging"
 
 
