@@ -25,10 +25,13 @@ from reinforce_rl.megatron.checkpointer import latest_checkpoint
 MOMENTS = 40
 
 
+# On the way out of a `with`, these give back what the whole process shares; an interrupt there leaves it taken. A lock
+# of pytest's log handler made the next thread that logged wait forever; gradients switched off failed other files.
+SHARED = ("logging", "contextlib", "threading", "warnings", "torch.autograd.grad_mode", "torch.utils._contextlib")
+
+
 def is_moment(frame: Any, event: str) -> bool:
-    # An interrupt on the way into `Handler.release` would leave the lock of pytest's log handler held: the next thread
-    # that logs in this process, in another file's test, would wait forever.
-    return event == "call" and frame.f_globals.get("__name__") != "logging"
+    return event == "call" and frame.f_globals.get("__name__") not in SHARED
 
 
 def count_calls(action: Callable[[], object]) -> int:
@@ -67,6 +70,7 @@ def interrupt_at(moment: int, action: Callable[[], object]) -> BaseException | N
     finally:
         sys.setprofile(None)
         signal.signal(signal.SIGINT, before)
+        torch.set_grad_enabled(True)
     return None
 
 
