@@ -1,4 +1,4 @@
-"""What a person is told of the configuration keys: by `--help`, by docs/configuration.md and by error messages."""
+"""Describe the configuration keys for `--help`, docs/configuration.md and error messages."""
 
 from __future__ import annotations
 

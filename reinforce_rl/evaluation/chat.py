@@ -238,7 +238,7 @@ def chat(
 
     Args:
         model, compare: Hugging Face folders, or folders of runs that have exported one.
-        rewards: as of `evaluate`; a server that is down is told under each answer, and asked again for the next.
+        rewards: as of `evaluate`; while a server is down, each answer shows an error in place of its reward.
         temperature: 0 for greedy answers.
         overrides: KEY=VALUE of `train`.
 

@@ -103,7 +103,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="and nothing else")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -192,7 +192,7 @@ def prepare(
     max_characters: Annotated[
         int | None, typer.Option(help="skip prompts with more characters over all turns")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="keep so many prompts in all, drawn by the seed")] = None,
+    limit: Annotated[int | None, typer.Option(help="maximum number of prompts in all, drawn by the seed")] = None,
     field: Annotated[list[str] | None, typer.Option(help="NAME=COLUMN renames one: prompt=question")] = None,
 ) -> None:
     """Turn preference pairs or conversations into prompt-only train.jsonl and validation.jsonl."""

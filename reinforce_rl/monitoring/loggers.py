@@ -71,7 +71,7 @@ class Loggers(MetricLogger):
 
 
 class Detached(MetricLogger):
-    """A back end in a thread of its own: it can neither stop nor delay a run. Its first failure is told, once.
+    """Run a back end in its own thread, so that it can neither stop nor delay a run; report its first failure only.
 
     Calls go through a bounded queue. A back end that failed is asked again; one that could not be started is not.
 

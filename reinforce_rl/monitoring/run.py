@@ -45,6 +45,7 @@ class RunMonitor:
         self._rollouts = rollouts
         self._progress = progress
         self._status = status
+        self._straggler_factor = straggler_factor
         self._stragglers = StragglerLines(straggler_factor)
         self._table_interval = table_interval
         self._step, self._line = 0, dict[str, float]()  # the current step's metrics, as in metrics.jsonl
@@ -99,7 +100,7 @@ class RunMonitor:
 
     def commit(self, step: int) -> None:
         """Force everything of this step, which is complete, to disk; send what is wrong in it as alerts."""
-        for title, text in alerts_of(self._line):
+        for title, text in alerts_of(self._line, self._straggler_factor):
             if step >= self._alerted.get(title, -REPEAT_ALERT_STEPS) + REPEAT_ALERT_STEPS:
                 self._alerted[title] = step
                 self._metrics.alert(title, text, step)

@@ -32,6 +32,7 @@ from reinforce_rl.runtime.status import STATUS_FILE, State, is_alive, read_statu
 from reinforce_rl.utils.files import json_line, parse_json_lines
 
 METRICS_FILE = "metrics.jsonl"
+STRAGGLER_FACTOR: float = TrainConfig().trainer.straggler_factor  # the default
 REST = "rest of the step"  # of `phases`
 _TAIL = 4096  # bytes before a cursor that must be unchanged; each line holds the time that it was written at
 _KEPT_SAMPLES = 8  # sample files held in memory
@@ -207,8 +208,10 @@ class RunFolder:
         """Return what a person should look at, the latest first; alike ones of successive lines are one."""
         found: dict[str, Alert] = {}
         done = []
+        settings = {setting.key: setting.value for setting in self.configuration().settings}
+        factor = settings.get("trainer.straggler_factor", STRAGGLER_FACTOR)
         for line in self.lines:
-            now = dict(alerts_of(line))
+            now = dict(alerts_of(line, factor))
             done += [found.pop(kind) for kind in found.keys() - now.keys() if _is_training(line)]
             for kind, text in now.items():
                 first, count = (found[kind].first, found[kind].count) if kind in found else (line["step"], 0)
@@ -232,7 +235,7 @@ def runs_below(folder: str | Path, depth: int = 3) -> list[Path]:
     return [run for path in below for run in runs_below(path, depth - 1)] if depth else []
 
 
-def alerts_of(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def alerts_of(line: Mapping[str, Any], straggler_factor: float = STRAGGLER_FACTOR) -> Iterator[tuple[str, str]]:
     """Yield (kind, sentence) of what is wrong in one line of metrics.jsonl."""
     for kind, key in (("loss", "train/actor_loss"), ("loss", "train/loss"), ("reward", "train/rewards")):
         if key in line and not math.isfinite(number(line[key])):
@@ -248,7 +251,7 @@ def alerts_of(line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key in [key for key in line if key.startswith("timing/") and key.endswith("/rank")]:
         phase = key.split("/")[1]
         most, median = (number(line.get(f"timing/{phase}/{name}")) for name in ("max", "median"))
-        if Slowest(phase, 0, "", most, median).stands_out(1.5, number(line.get("timers/step_time"))):
+        if Slowest(phase, 0, "", most, median).stands_out(straggler_factor, number(line.get("timers/step_time"))):
             text = f"{phase} took {most:.1f} s on rank {line[key]}, {median:.1f} s on the median rank"
             yield f"straggler in {phase}", text
 

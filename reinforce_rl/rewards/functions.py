@@ -177,8 +177,8 @@ def instructions(prompt: str, response: str, record: Mapping[str, Any], *, parti
     """Score how far a response follows the instructions of its record, 0 to 1; without `partial` 1 for all, else 0.
 
     The record's fields, at least one: `keys` asks for one JSON object with exactly these keys and a text for each, no
-    two alike; `max_words` for at most so many words, `min_words` for at least so many different ones, `keyword` for
-    this word or its plural. Words are those of the texts where there is such an object, else of the whole response.
+    two alike; `max_words` and `min_words` bound the number of words and of distinct words; `keyword` asks for this
+    word or its plural. Words are those of the texts where there is such an object, else of the whole response.
 
     The score is the mean of what was reached. The keys count three times: the response opens with a brace, names the
     keys, is the object. Raises KeyError if the record asks for nothing.

@@ -171,6 +171,14 @@ def test_what_a_line_alerts_to(line, kinds):
     assert [kind for kind, _ in alerts_of({"step": 1, "timers/step_time": 10.0, **line})] == kinds
 
 
+def test_stragglers_are_those_of_the_run_s_own_factor(tmp_path):
+    timing = {"timing/x/max": 9.0, "timing/x/median": 2.0, "timing/x/rank": 3, "timers/step_time": 10.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "train/rewards": 0.0, **timing}) + "\n")
+    assert [alert.kind for alert in RunFolder(tmp_path).alerts()] == ["straggler in x"]
+    (tmp_path / "config.yaml").write_text("trainer: {straggler_factor: 5.0}\n")
+    assert RunFolder(tmp_path).alerts() == []
+
+
 def test_a_run_whose_process_is_gone_is_lost(tmp_path):
     status = StatusFile(tmp_path, enabled=True)
     status.progress(3, 10)

@@ -187,7 +187,7 @@ class StaticDecoding(Decoding):
             return None
         if new or self._freed:
             self._place()
-        if self._params.end_strings or self._watch is not None:  # looked at after each token
+        if self._params.end_strings or self._watch is not None:  # checked after each token
             return 0 if new else 1
         return min(_STEPS, self._params.max_length - schedule.longest)
 

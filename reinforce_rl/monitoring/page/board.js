@@ -8,7 +8,7 @@
   const PAGE_ROWS = 20;
   const COLOURS = 8;
   const SMOOTH_FROM = 12; // points
-  const SPARSE = 50; // up to so many validations, each is a marker with its error
+  const SPARSE = 50; // number of validations up to which each has a marker with its error
   const $ = (id) => document.getElementById(id);
 
   function h(tag, props = {}, ...children) {
