@@ -12,6 +12,8 @@ from helpers.tiny_run import PROMPT_TOKENS, compose, metrics_of, odd_share, tiny
 
 from reinforce_rl import run as build
 from reinforce_rl.config.load import load_config
+from reinforce_rl.evaluation import evaluate as evaluation
+from reinforce_rl.evaluation.chat import chat
 from reinforce_rl.preflight.fake_cuda.machine import Machine
 from reinforce_rl.preflight.fake_cuda.mode import Ledger
 
@@ -29,9 +31,10 @@ DISTRIBUTED = ("model.optim.distributed=true", "model.optim.overlap_grad_sync=tr
 @pytest.fixture(autouse=True)
 def local_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores in the process: the server is another program."""
-    monkeypatch.setattr(
-        build, "connect_to_reward_servers", lambda *args, **options: FunctionReward(odd_share, PROMPT_TOKENS)
-    )
+    for module in (build, evaluation):
+        monkeypatch.setattr(
+            module, "connect_to_reward_servers", lambda *args, **options: FunctionReward(odd_share, PROMPT_TOKENS)
+        )
 
 
 def run(machine: Machine, folder: Path, steps: int, *overrides: str) -> Ledger:
@@ -61,3 +64,25 @@ def test_goes_through_and_on(machine: Machine, tmp_path: Path, overrides: tuple[
     assert all(math.isfinite(line[key]) for line in lines for key in ("train/init_policy_kl", "train/actor_loss"))
     exported = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
     assert "bfloat16" in (exported.get("dtype"), exported.get("torch_dtype"))
+
+
+def test_models_are_evaluated_and_talked_with(
+    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_overrides(tmp_path)
+    model, keys = tmp_path / "model", ("trainer.precision=bf16", "model.reinforce.length_params.max_length=5")
+    with machine.rank():
+        found = evaluation.evaluate(
+            [model],
+            tmp_path / "train.jsonl",
+            rewards=("length",),
+            reference=model,
+            samples=2,
+            out=tmp_path / "out",
+            overrides=keys,
+        )
+    (result,) = found.models
+    assert result.numbers["reward"].count == 16 and math.isfinite(result.numbers["KL"].mean)
+    with machine.rank():
+        chat(model, max_tokens=4, overrides=keys[:1], lines=iter(["eta", "oin"]))
+    assert len(capsys.readouterr().out.splitlines()) >= 2, "an answer to each question"
