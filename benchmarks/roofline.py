@@ -35,7 +35,7 @@ from reinforce_rl.errors import ReinforceError  # noqa: E402
 from reinforce_rl.launch.smollm2 import DEFAULT_FOLDER, prepare_smollm2  # noqa: E402
 from reinforce_rl.megatron.architecture import Architecture  # noqa: E402
 from reinforce_rl.monitoring.loggers import read_metrics  # noqa: E402
-from reinforce_rl.monitoring.rollouts import read_rollouts, rollout_files  # noqa: E402
+from reinforce_rl.monitoring.records import read_rows, rollout_files  # noqa: E402
 
 GENERATE, LOG_PROBS, REFERENCE, TRAINING = "generate", "logprobs", "init_logprobs", "train_time"
 PHASES = (GENERATE, LOG_PROBS, REFERENCE, TRAINING)
@@ -118,7 +118,7 @@ def steps_of_run(folder: Path) -> tuple[Path, list[MeasuredStep]]:
         number = line["step"]
         if number < 2 or number not in files or f"timers/{TRAINING}" not in line:
             continue
-        lengths = [row.response_length for row in read_rollouts(files[number])]
+        lengths = [row.response_length for row in read_rows(files[number])]
         batches = [lengths[start : start + rows_a_batch] for start in range(0, len(lengths), rows_a_batch)]
         prompt_tokens = line["train/prompt_lengths"] * len(lengths) / group
         seconds = {phase: line[f"timers/{phase}"] for phase in PHASES if f"timers/{phase}" in line}

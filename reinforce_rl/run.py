@@ -21,7 +21,7 @@ from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.monitoring.backends import start_loggers
 from reinforce_rl.monitoring.loggers import Detached, JsonlLogger, Loggers, read_metrics
 from reinforce_rl.monitoring.progress import TrainingProgress
-from reinforce_rl.monitoring.rollouts import RolloutWriter
+from reinforce_rl.monitoring.records import RolloutWriter
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.rewards.base import RewardSource

@@ -38,7 +38,7 @@ import reinforce_rl.run
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
-from reinforce_rl.monitoring.rollouts import RolloutRow, read_rollouts, rollout_files
+from reinforce_rl.monitoring.records import RolloutRow, read_rows, rollout_files
 from reinforce_rl.reward_model.scorer import load_reward_model
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient
@@ -101,7 +101,7 @@ def same_but_for_times(run_dir: Path, other: Path) -> bool:
 
 
 def rows_by_step(run_dir: Path) -> dict[int, list[RolloutRow]]:
-    return {step: read_rollouts(path) for step, path in rollout_files(run_dir).items()}
+    return {step: read_rows(path) for step, path in rollout_files(run_dir).items()}
 
 
 def requests_of(server: RealServer) -> int:

@@ -31,8 +31,7 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
 from reinforce_rl.monitoring.metrics import take_means, validation_means
 from reinforce_rl.monitoring.progress import TrainingProgress
-from reinforce_rl.monitoring.records import RolloutRow, Samples, sample_rows
-from reinforce_rl.monitoring.rollouts import RolloutWriter
+from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter, Samples, sample_rows
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.rewards.judge import Judge, JudgeError, preferences, question_of
 from reinforce_rl.rewards.sources import connect_to_reward_servers

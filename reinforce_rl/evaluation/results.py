@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from reinforce_rl.evaluation.statistics import Estimate, WinRate, estimate, pass_at_k
+from reinforce_rl.monitoring.records import RolloutRow
 from reinforce_rl.monitoring.report import compare_validation, rewards_by_prompt
-from reinforce_rl.monitoring.rollouts import RolloutRow
 
 VERSION = 1  # of the JSON
 LENGTH, ENDED, KL = "length", "ended", "KL"

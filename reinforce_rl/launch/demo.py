@@ -17,7 +17,7 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.places import IS_CLONE, PACKAGE, shipped
 
 if TYPE_CHECKING:
-    from reinforce_rl.monitoring.rollouts import RolloutRow
+    from reinforce_rl.monitoring.records import RolloutRow
 
 OUT = PACKAGE.parent / "results" / "demo" if IS_CLONE else Path("results/demo")
 

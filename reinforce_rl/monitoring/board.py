@@ -33,8 +33,8 @@ from aiohttp.typedefs import Handler
 
 from reinforce_rl.errors import DataError, ReinforceError
 from reinforce_rl.monitoring.compare import tables
+from reinforce_rl.monitoring.records import Kind
 from reinforce_rl.monitoring.report import overview
-from reinforce_rl.monitoring.rollouts import Kind
 from reinforce_rl.monitoring.run_folder import METRICS_FILE, RunFolder, runs_below
 from reinforce_rl.monitoring.view import MAX_ROWS, PAGE, kinds, plotly, render, samples, token_values
 from reinforce_rl.runtime.settings import HISTORY_FILE

@@ -1,14 +1,18 @@
-"""The record of a step's samples: one Parquet file, typed and versioned. docs/records.md shows how to read it."""
+"""Records of a run's samples: `rollouts/step_00012.parquet`, `validation/...` and `test/...`, typed and versioned.
+
+docs/records.md has their columns and shows how to read them. Earlier versions wrote `step_00012.jsonl`.
+"""
 
 from __future__ import annotations
 
 import io
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -19,68 +23,39 @@ from torch import Tensor
 from reinforce_rl.algorithm.kl import token_kl
 from reinforce_rl.data.batches import FINISH_STOP, Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.errors import DataError
-from reinforce_rl.utils.files import encode, write_atomically
+from reinforce_rl.utils.files import encode, plain_number, read_json_lines, write_atomically
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Kind = Literal["rollouts", "validation", "test"]
 FORMAT, VERSION = "reinforce_rl.records", 1  # key and value in the file's metadata
 _ZSTD_LEVEL = 3
-
-# Type and meaning of each column, those of a sample first. docs/records.md has them as a table.
-SAMPLE_COLUMNS: dict[str, tuple[str, str]] = {
-    "step": ("int64", "sampled before this optimizer step, or validated after it"),
-    "prompt_id": ("int64", "the prompt's index in the data set; with weighted blending modulo the set's size"),
-    "sample_id": ("int64", "0 .. G-1 within the prompt"),
-    "prompt": ("string", "as given to the tokenizer, chat template applied"),
-    "response": ("string", "without special tokens"),
-    "reward": ("double", "as the reward source returned it, or the weighted sum of sources; null: not scored"),
-    "finish_reason": ("string", "stop, length or outside_vocabulary"),
-    "response_length": ("int64", "tokens, including the stop token"),
-    "kl": ("double", "nats, of the whole response, by kl_estimator and kl_reduction; null in validation"),
-    "reward_with_kl": ("double", "shaped reward, less beta * kl if the KL is in the reward"),
-    "baseline": ("double", "subtracted from it"),
-    "advantage": ("double", "weight of the log-probs in the loss; mean over the tokens"),
-    "valid": ("bool", "false if left out of the loss"),
-    "shaped_reward": ("double", "after reward_shaping and truncation_penalty, without the KL; null if not valid"),
-    "source_rewards": ("map<string, double>", "by reward source or attribute, before weights; empty with one source"),
-    "score_fault": ("string", "why scoring failed; null if it did not"),
-    "set_name": ("string", "train, validation or test; or the name of a validation set"),
-}
-TOKEN_COLUMNS: dict[str, tuple[str, str]] = {
-    "prompt_tokens": ("list<int32>", "ids of the prompt"),
-    "response_tokens": ("list<int32>", "ids of the response, with the stop token"),
-    "token_texts": ("list<string>", "each response token as text; a part of a character is �"),
-    "policy_log_probs": ("list<float>", "by the trainer before the update, at the sampling temperature"),
-    "reference_log_probs": ("list<float>", "by the reference policy"),
-    "generator_log_probs": ("list<float>", "as the generation engine reported them"),
-    "token_kl": ("list<float>", "nats, by kl_estimator"),
-    "token_advantages": ("list<float>", "with credit_assignment=token; else they all are `advantage`"),
-}
-_FLOATS = tuple(name for name, (kind, _) in SAMPLE_COLUMNS.items() if kind == "double")
+_EARLIER = 13  # fields of a line of JSONL
+_STEP_FILE = re.compile(r"step_(\d+)\.(jsonl|parquet)")
 
 
 @dataclass(frozen=True)
 class RolloutRow:
-    """One scored sample, by `SAMPLE_COLUMNS`. Missing floats (scoring failed, no KL in validation) are NaN."""
+    """One scored sample; NaN is null in the file, here and in `SampleTokens`."""
 
-    step: int
-    prompt_id: int
-    sample_id: int
-    prompt: str
-    response: str
-    reward: float
+    step: int  # sampled before this optimizer step, or validated after it
+    prompt_id: int  # the prompt's index in the data set; with weighted blending modulo the set's size
+    sample_id: int  # 0 .. G-1 within the prompt
+    prompt: str  # as given to the tokenizer, chat template applied
+    response: str  # without special tokens
+    reward: float  # as the reward source returned it, or the weighted sum of sources; NaN: not scored
     finish_reason: str  # `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE` of `data/batches.py`
-    response_length: int
-    kl: float = math.nan
-    reward_with_kl: float = math.nan
-    baseline: float = math.nan
-    advantage: float = math.nan
-    valid: bool = True
-    shaped_reward: float = math.nan
-    source_rewards: Mapping[str, float] = field(default_factory=dict)
-    score_fault: str | None = None
-    set_name: str = ""  # "" in files of earlier versions
+    response_length: int  # tokens, including the stop token
+    kl: float = math.nan  # nats, of the whole response, by kl_estimator and kl_reduction; NaN in validation
+    reward_with_kl: float = math.nan  # shaped reward, less beta * kl if the KL is in the reward
+    baseline: float = math.nan  # subtracted from it
+    advantage: float = math.nan  # weight of the log-probs in the loss; mean over the tokens
+    valid: bool = True  # False if left out of the loss
+    shaped_reward: float = math.nan  # after reward_shaping and truncation_penalty, without the KL; NaN if not valid
+    source_rewards: Mapping[str, float] = field(default_factory=dict)  # before weights; empty with one source
+    score_fault: str | None = None  # why scoring failed; None if it did not
+    set_name: str = ""  # train, validation or test, or the name of a validation set; "" in files of earlier versions
 
     @property
     def is_end(self) -> bool:
@@ -88,8 +63,33 @@ class RolloutRow:
 
     def as_json(self) -> dict[str, Any]:
         """Return the row for a line of JSON: NaN becomes None."""
-        scores = {name: _known(value) for name, value in self.source_rewards.items()}
-        return vars(self) | {name: _known(getattr(self, name)) for name in _FLOATS} | {"source_rewards": scores}
+        return _finite(vars(self))
+
+
+@dataclass(frozen=True)
+class SampleTokens:
+    """The tokens of one sample; None for what was not recorded."""
+
+    prompt_tokens: list[int] | None  # ids
+    response_tokens: list[int] | None  # ids, with the stop token
+    token_texts: list[str] | None  # of the response; a part of a character is �
+    policy_log_probs: list[float] | None  # by the trainer before the update, at the sampling temperature
+    reference_log_probs: list[float] | None
+    generator_log_probs: list[float] | None  # as the generation engine reported them
+    token_kl: list[float] | None  # nats, by kl_estimator
+    token_advantages: list[float] | None  # with credit_assignment=token; else they all are `advantage`
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the tokens for a line of JSON: values that are not finite become None."""
+        return _finite(vars(self))
+
+
+_SCALARS: dict[Any, str] = {int: "int64", float: "double", str: "string", str | None: "string", bool: "bool"}
+_LISTS: dict[Any, str] = {list[int] | None: "list<int32>", list[str] | None: "list<string>"}
+_KINDS = _SCALARS | _LISTS | {list[float] | None: "list<float>", Mapping[str, float]: "map<string, double>"}
+# Type of each column by name.
+SAMPLE_COLUMNS = {name: _KINDS[kind] for name, kind in get_type_hints(RolloutRow).items()}
+TOKEN_COLUMNS = {name: _KINDS[kind] for name, kind in get_type_hints(SampleTokens).items()}
 
 
 @dataclass(frozen=True)
@@ -107,25 +107,6 @@ class Samples:
 
     rows: list[RolloutRow]
     tokens: TokenColumns | None = None  # None if not recorded at this step
-
-
-@dataclass(frozen=True)
-class SampleTokens:
-    """The tokens of one sample, by `TOKEN_COLUMNS`; None for what was not recorded."""
-
-    prompt_tokens: list[int] | None
-    response_tokens: list[int] | None
-    token_texts: list[str] | None
-    policy_log_probs: list[float] | None
-    reference_log_probs: list[float] | None
-    generator_log_probs: list[float] | None
-    token_kl: list[float] | None
-    token_advantages: list[float] | None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the tokens for a line of JSON: values that are not finite become None."""
-        floats = {name for name, (kind, _) in TOKEN_COLUMNS.items() if kind == "list<float>"}
-        return {k: v if v is None or k not in floats else [*map(_known, v)] for k, v in vars(self).items()}
 
 
 def sample_rows(
@@ -215,13 +196,35 @@ def _texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> dict[int, str]
     return dict(zip(ids, spaced, strict=True))
 
 
+class RolloutWriter:
+    """Writes the samples of each step below a run's folder, replacing existing files.
+
+    `resume_step` is the checkpoint's: files of later steps are removed. None removes nothing.
+    """
+
+    def __init__(self, folder: str | Path, resume_step: int | None = None):
+        self.folder = Path(folder)
+        for path in self.folder.glob("*/*step_*") if resume_step is not None else ():
+            found = _STEP_FILE.fullmatch(path.name)
+            is_torn = path.name.startswith(".step_")  # a kill before its move
+            if path.parent.name in get_args(Kind) and (is_torn or (found and int(found[1]) > (resume_step or 0))):
+                path.unlink()
+
+    def write(self, step: int, samples: Samples | Sequence[RolloutRow], kind: Kind = "rollouts") -> Path:
+        """Write the samples of `step` atomically; return the file's path."""
+        path = self.folder / kind / f"step_{step:05d}.parquet"
+        write_records(path, samples if isinstance(samples, Samples) else Samples(list(samples)))
+        return path
+
+
 def write_records(path: Path, samples: Samples) -> None:
     """Write the samples of a step, atomically."""
-    of_floats = [f"{name}.list.element" for name, (kind, _) in TOKEN_COLUMNS.items() if kind == "list<float>"]
-    of_others = [f"{name}.list.element" for name, (kind, _) in TOKEN_COLUMNS.items() if kind != "list<float>"]
+    elements = {name: f"{name}.list.element" for name in TOKEN_COLUMNS}
+    floats = [elements[name] for name, kind in TOKEN_COLUMNS.items() if kind == "list<float>"]
+    repeated = ["prompt", "finish_reason", "score_fault", "set_name", *(set(elements.values()) - set(floats))]
     encodings: dict[str, Any] = {
-        "use_dictionary": ["prompt", "finish_reason", "score_fault", "set_name", *of_others],
-        "use_byte_stream_split": of_floats,  # a third smaller: exponents and mantissas apart
+        "use_dictionary": repeated,
+        "use_byte_stream_split": floats,  # a third smaller: exponents and mantissas apart
     }
     file = io.BytesIO()
     pq.write_table(_table(samples), file, compression="zstd", compression_level=_ZSTD_LEVEL, **encodings)
@@ -231,16 +234,16 @@ def write_records(path: Path, samples: Samples) -> None:
 def _table(samples: Samples) -> pa.Table:
     rows, tokens = samples.rows, samples.tokens
     arrays = {}
-    for name, (kind, _) in SAMPLE_COLUMNS.items():
+    for name, kind in SAMPLE_COLUMNS.items():
         values = [getattr(row, name) for row in rows]
         if kind == "double":
-            values = [_known(value) for value in values]
+            values = [plain_number(value) for value in values]
         elif kind == "string":
             values = [None if value is None else encode(value).decode() for value in values]  # no lone surrogates
         elif kind == "map<string, double>":
-            values = [[(source, _known(score)) for source, score in value.items()] for value in values]
+            values = [list(_finite(value).items()) for value in values]
         arrays[name] = pa.array(values, _arrow_type(kind))
-    for name, (kind, _) in TOKEN_COLUMNS.items():
+    for name, kind in TOKEN_COLUMNS.items():
         found = None
         if tokens is not None and name == "token_texts":
             ids, places = np.unique(tokens.values["response_tokens"], return_inverse=True)
@@ -259,6 +262,25 @@ def _arrow_type(kind: str) -> Any:
     if kind.startswith("list<"):
         return pa.list_(pa.type_for_alias(kind[5:-1]))
     return pa.map_(pa.string(), pa.float64()) if kind.startswith("map<") else pa.type_for_alias(kind)
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with None for floats that are not finite, also within lists and mappings."""
+
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return _finite(value)
+        if isinstance(value, list):
+            return [cleaned(one) for one in value]
+        return plain_number(value) if isinstance(value, float) else value
+
+    return {name: cleaned(value) for name, value in values.items()}
+
+
+def rollout_files(folder: str | Path, kind: Kind = "rollouts") -> dict[int, Path]:
+    """Return a run's sample files by step, in ascending order."""
+    matches = ((_STEP_FILE.fullmatch(path.name), path) for path in (Path(folder) / kind).glob("step_*"))
+    return {step: path for step, _, path in sorted((int(m[1]), m[2], path) for m, path in matches if m)}
 
 
 def read_table(path: str | Path, columns: Sequence[str] | None = None, filters: Any = None) -> pa.Table:
@@ -281,11 +303,24 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None, filters: 
 
 
 def read_rows(path: str | Path) -> list[RolloutRow]:
-    """Read a step's samples without their tokens."""
-    rows = read_table(path, list(SAMPLE_COLUMNS)).to_pylist()
-    for row in rows:
-        row |= {name: math.nan for name in _FLOATS if row[name] is None}
-        row["source_rewards"] = {name: math.nan if v is None else v for name, v in row["source_rewards"]}
+    """Read a step's samples without their tokens.
+
+    Raises:
+        DataError: the file is absent or damaged, or its fields are not those of `RolloutRow`.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; expected the samples of a step")
+    is_earlier = path.suffix == ".jsonl"
+    rows = read_json_lines(path) if is_earlier else read_table(path, list(SAMPLE_COLUMNS)).to_pylist()
+    fields = set(list(SAMPLE_COLUMNS)[: _EARLIER if is_earlier else None])
+    for number, row in enumerate(rows, 1):
+        if row.keys() != fields:
+            missing, unknown = sorted(fields - row.keys()), sorted(row.keys() - fields)
+            raise DataError(f"{path}, line {number}: missing fields {missing}, unknown fields {unknown}")
+        row |= {name: math.nan for name in row if row[name] is None and SAMPLE_COLUMNS[name] == "double"}
+        if not is_earlier:
+            row["source_rewards"] = {name: math.nan if v is None else v for name, v in row["source_rewards"]}
     return [RolloutRow(**row) for row in rows]
 
 
@@ -293,8 +328,3 @@ def read_tokens(path: Path, filters: Any = None) -> list[SampleTokens]:
     """Read the tokens of the samples that pass; none if they were not recorded."""
     rows = read_table(path, list(TOKEN_COLUMNS), filters).to_pylist() if path.suffix == ".parquet" else []
     return [SampleTokens(**row) for row in rows if row["response_tokens"] is not None]
-
-
-def _known(value: float) -> float | None:
-    number = float(value)  # accepts NumPy and tensor scalars
-    return number if math.isfinite(number) else None

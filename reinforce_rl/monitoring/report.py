@@ -18,7 +18,7 @@ from typing import Any
 
 from reinforce_rl.errors import DataError, ReinforceError
 from reinforce_rl.monitoring.progress import clock
-from reinforce_rl.monitoring.rollouts import RolloutRow
+from reinforce_rl.monitoring.records import RolloutRow
 from reinforce_rl.monitoring.run_folder import RunFolder, mean
 from reinforce_rl.monitoring.view import curves, frozen_page, kinds
 from reinforce_rl.utils.files import plain_number, write_atomically

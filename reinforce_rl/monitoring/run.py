@@ -10,9 +10,8 @@ from reinforce_rl.errors import DivergedError, StoppedEarly
 from reinforce_rl.monitoring.loggers import FAILED, SUCCESS, Loggers
 from reinforce_rl.monitoring.metrics import RankSeconds, StragglerLines, slowest_of_phases, timing_metrics
 from reinforce_rl.monitoring.progress import TrainingProgress
-from reinforce_rl.monitoring.records import Samples
+from reinforce_rl.monitoring.records import Kind, RolloutWriter, Samples
 from reinforce_rl.monitoring.report import write_report
-from reinforce_rl.monitoring.rollouts import Kind, RolloutWriter
 from reinforce_rl.monitoring.run_folder import alerts_of
 from reinforce_rl.runtime.status import StatusFile
 

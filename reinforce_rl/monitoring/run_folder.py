@@ -25,8 +25,7 @@ from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import read_metrics
 from reinforce_rl.monitoring.metrics import Slowest
 from reinforce_rl.monitoring.progress import PHASES
-from reinforce_rl.monitoring.records import RolloutRow, SampleTokens, read_tokens
-from reinforce_rl.monitoring.rollouts import Kind, read_rollouts, rollout_files
+from reinforce_rl.monitoring.records import Kind, RolloutRow, SampleTokens, read_rows, read_tokens, rollout_files
 from reinforce_rl.runtime.settings import CONFIG_FILE, Setting, set_keys, settings_of
 from reinforce_rl.runtime.status import STATUS_FILE, State, is_alive, read_status
 from reinforce_rl.utils.files import json_line, parse_json_lines
@@ -85,7 +84,7 @@ class RunFolder:
         self.name = self.path.resolve().name
         self._lines: list[dict[str, Any]] = []
         self._cursor = ""
-        self._read_samples = functools.lru_cache(_KEPT_SAMPLES)(lambda path, _changed: read_rollouts(path))
+        self._read_samples = functools.lru_cache(_KEPT_SAMPLES)(lambda path, _changed: read_rows(path))
 
     def metrics(self, after: str = "") -> MetricLines:
         """Return the complete lines of metrics.jsonl after a cursor; all of them for "" or a cursor out of date."""

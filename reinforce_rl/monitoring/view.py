@@ -21,8 +21,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.progress import PHASES
-from reinforce_rl.monitoring.records import RolloutRow, read_tokens
-from reinforce_rl.monitoring.rollouts import Kind, rollout_files
+from reinforce_rl.monitoring.records import Kind, RolloutRow, read_tokens, rollout_files
 from reinforce_rl.monitoring.run_folder import RunFolder, number
 from reinforce_rl.utils.files import plain_number
 

@@ -16,8 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import Shown, TrainingProgress
+from reinforce_rl.monitoring.records import RolloutWriter
 from reinforce_rl.monitoring.report import main, overview
-from reinforce_rl.monitoring.rollouts import RolloutWriter
 from reinforce_rl.monitoring.run import RunMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.view import frozen_page

@@ -26,7 +26,6 @@ from reinforce_rl.data.batches import (
 from reinforce_rl.errors import GenerationError, RewardServerError, StoppedEarly, TooManyFailedRewardsError
 from reinforce_rl.monitoring.metrics import rollout_means, take_means, validation_means
 from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, token_columns
-from reinforce_rl.monitoring.rollouts import decode_responses
 from reinforce_rl.rewards.base import (
     STATUS_NOT_FINITE,
     STATUS_OK,
@@ -125,11 +124,12 @@ def reward_request(
     last = tokens.gather(1, (completions.lengths - 1).clamp(min=0)[:, None])[:, 0]
     stop_ids = torch.tensor(model.settings.sampling.stop_token_ids, dtype=torch.long)
     text_lengths = completions.lengths - ((completions.lengths > 0) & torch.isin(last, stop_ids)).long()
+    texts = [row[:length] for row, length in zip(completions.tokens.tolist(), text_lengths.tolist(), strict=True)]
     return RewardRequest(
         tokens=sequences,
         lengths=prompt_lengths + completions.lengths,
         prompts=tuple(prompt.text for prompt in repeated),
-        responses=tuple(decode_responses(model.tokenizer, completions.tokens, text_lengths)),
+        responses=tuple(model.tokenizer.batch_decode(texts, skip_special_tokens=True)),
         messages=tuple(prompt.messages for prompt in repeated),
         metadata=tuple(prompt.metadata for prompt in repeated),
         finished=tuple(reason == FINISH_STOP for reason in completions.finish_reasons),

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from reinforce_rl.config.load import load_config
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.monitoring.loggers import JsonlLogger
-from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
+from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -20,7 +20,7 @@ from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.mesh import Mesh
-from reinforce_rl.monitoring.rollouts import Kind
+from reinforce_rl.monitoring.records import Kind
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.run import build_monitor, build_trainer

@@ -16,7 +16,7 @@ from helpers.tiny_run import compose, json_lines
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.demo import print_answers, steps_override
-from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
+from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter
 from reinforce_rl.rewards.functions import instructions
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "demo" / "run_demo.py"

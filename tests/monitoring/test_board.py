@@ -23,9 +23,8 @@ from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.board import serve
 from reinforce_rl.monitoring.compare import compare
 from reinforce_rl.monitoring.loggers import JsonlLogger
-from reinforce_rl.monitoring.records import RolloutRow, Samples, TokenColumns
+from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter, Samples, TokenColumns
 from reinforce_rl.monitoring.report import write_report
-from reinforce_rl.monitoring.rollouts import RolloutWriter
 from reinforce_rl.runtime.status import StatusFile
 
 CHROMIUM = "/usr/bin/chromium"

@@ -11,7 +11,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.compare import compare, tables
 from reinforce_rl.monitoring.loggers import JsonlLogger
-from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
+from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter
 from reinforce_rl.monitoring.run_folder import RunFolder
 
 REWARDS = [0.1, 0.9, 0.4, -0.3]

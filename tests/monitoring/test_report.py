@@ -18,8 +18,8 @@ import pytest
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import JsonlLogger
+from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter
 from reinforce_rl.monitoring.report import compare_validation, main, overview, run_summary, write_report
-from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.view import MAX_POINTS
 from reinforce_rl.utils.files import write_json_lines

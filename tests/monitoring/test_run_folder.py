@@ -15,7 +15,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import JsonlLogger
-from reinforce_rl.monitoring.rollouts import RolloutRow, RolloutWriter
+from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter
 from reinforce_rl.monitoring.run_folder import RunFolder, alerts_of, runs_below
 from reinforce_rl.runtime.status import StatusFile
 
