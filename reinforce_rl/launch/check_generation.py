@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
-    from reinforce_rl.data.batches import Completions, Prompt
+    from reinforce_rl.data.batches import Prompt
     from reinforce_rl.generation.base import Generator, SamplingParams
 
 TEXTS = (
@@ -68,7 +68,10 @@ def check_generation(
         architecture = Architecture.from_folder(model)
         lm = CausalLM(architecture, mesh, getattr(torch, DTYPES[precision]))
         load_hf_weights(lm, HFFolder(model))
-        texts = TEXTS if prompts is None else _texts_of(prompts)
+        texts: Sequence[str] = TEXTS
+        if prompts is not None:
+            lines = prompts.read_text(encoding="utf-8").splitlines()
+            texts = [json.loads(line)["prompt"] for line in lines if line.strip()]
         asked = [Prompt(i, text, tuple(tokenizer(text)["input_ids"])) for i, text in enumerate(texts)]
         stop_ids = stop_token_ids(architecture, tokenizer)
         params = SamplingParams(max_length=max_length, use_greedy=True, stop_token_ids=stop_ids)
@@ -107,8 +110,7 @@ def check_generation(
             print(f"native and {engine}, after it:          {found[1]}")
             if not changed:
                 print("the update changed nothing of the native engine's responses, so this shows nothing")
-    agree = all(one.mean_gap <= tolerance for one in found)
-    if not (agree and changed):
+    if not (changed and all(one.mean_gap <= tolerance for one in found)):
         raise typer.Exit(1)
 
 
@@ -122,7 +124,7 @@ class Comparison:
     common_tokens: int  # before the first difference
     mean_gap: float  # absolute log-prob difference of common tokens, nats; NaN if a generator reports none
     largest_gap: float  # same
-    seconds: tuple[float, float]  # per generator
+    seconds: tuple[float, ...]  # per generator
 
     def __str__(self) -> str:
         return (
@@ -139,38 +141,21 @@ def compare(first: Generator, second: Generator, prompts: Sequence[Prompt], para
     """
     import torch
 
-    (left, left_seconds), (right, right_seconds) = (_timed(one, prompts, params) for one in (first, second))
-    common = [_common(left, right, row) for row in range(len(prompts))]
+    found, seconds, common = [], [], []
+    for generator in (first, second):
+        start = time.perf_counter()
+        with generator.awake():
+            found.append(generator.generate(prompts, 1, params, seed=0))
+        seconds.append(time.perf_counter() - start)
+    left, right = found
+    for row in range(len(prompts)):
+        count = min(int(left.lengths[row]), int(right.lengths[row]))
+        differs = (left.tokens[row, :count] != right.tokens[row, :count]).nonzero()
+        common.append(int(differs[0]) if len(differs) else count)
     equal = sum(count == int(left.lengths[row]) == int(right.lengths[row]) for row, count in enumerate(common))
     mean = largest = float("nan")
     if left.log_probs is not None and right.log_probs is not None:
         pairs = zip(left.log_probs, right.log_probs, common, strict=True)
         gaps = torch.cat([(one[:count] - other[:count]).abs() for one, other, count in pairs])
         mean, largest = (float(gaps.mean()), float(gaps.max())) if len(gaps) else (0.0, 0.0)
-    return Comparison(
-        responses=len(prompts),
-        equal_responses=equal,
-        tokens=int(left.lengths.sum()),
-        common_tokens=sum(common),
-        mean_gap=mean,
-        largest_gap=largest,
-        seconds=(left_seconds, right_seconds),
-    )
-
-
-def _timed(generator: Generator, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[Completions, float]:
-    start = time.perf_counter()
-    with generator.awake():
-        found = generator.generate(prompts, 1, params, seed=0)
-    return found, time.perf_counter() - start
-
-
-def _common(left: Completions, right: Completions, row: int) -> int:
-    count = min(int(left.lengths[row]), int(right.lengths[row]))
-    differs = (left.tokens[row, :count] != right.tokens[row, :count]).nonzero()
-    return int(differs[0]) if len(differs) else count
-
-
-def _texts_of(path: Path) -> list[str]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["prompt"] for line in lines if line.strip()]
+    return Comparison(len(prompts), equal, int(left.lengths.sum()), sum(common), mean, largest, tuple(seconds))

@@ -60,6 +60,10 @@ def _complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 
 Words = Annotated[list[str] | None, typer.Argument(autocompletion=_complete)]
+RunFolder = Annotated[Path, typer.Argument(help="the run's folder")]
+Rewards = Annotated[
+    list[str] | None, typer.Option(help="a function such as gsm8k, or a server's http://HOST:PORT; repeatable")
+]
 
 app = typer.Typer(
     name="reinforce-rl",
@@ -109,28 +113,19 @@ def _options(
     pass
 
 
-@app.command(cls=_Passing)
-def train(words: Words = None) -> None:
-    """Train an actor with REINFORCE or RLOO. KEY=VALUE ..., and Hydra's options."""
-    from reinforce_rl.launch import programs
+def _hydra_program(name: str, sentence: str) -> None:
+    """Add a program of `programs` as a command."""
 
-    programs.train()
+    @app.command(name, cls=_Passing, help=f"{sentence} KEY=VALUE ..., and Hydra's options.")
+    def run(words: Words = None) -> None:
+        from reinforce_rl.launch import programs
 
-
-@app.command(cls=_Passing)
-def serve(words: Words = None) -> None:
-    """Serve a reward model or a reward function over HTTP. KEY=VALUE ..., and Hydra's options."""
-    from reinforce_rl.launch import programs
-
-    programs.serve()
+        getattr(programs, name.replace("-", "_"))()
 
 
-@app.command("train-rm", cls=_Passing)
-def train_rm(words: Words = None) -> None:
-    """Train a reward model: a head on a frozen trunk, or all weights. KEY=VALUE ..., and Hydra's options."""
-    from reinforce_rl.launch import programs
-
-    programs.train_rm()
+_hydra_program("train", "Train an actor with REINFORCE or RLOO.")
+_hydra_program("serve", "Serve a reward model or a reward function over HTTP.")
+_hydra_program("train-rm", "Train a reward model: a head on a frozen trunk, or all weights.")
 
 
 @app.command(cls=_Passing)
@@ -203,15 +198,8 @@ def prepare(
         raise typer.BadParameter(f"--field is {wrong[0]}; expected NAME=COLUMN")
     if validation_fraction is not None and num_validation is not None:
         raise typer.BadParameter("--num-validation is not allowed with --validation-fraction")
-    options = PrepareOptions(
-        form=form,
-        validation_fraction=0.1 if validation_fraction is None else validation_fraction,
-        num_validation=num_validation,
-        seed=seed,
-        max_turns=max_turns,
-        max_characters=max_characters,
-        limit=limit,
-    )
+    share = 0.1 if validation_fraction is None else validation_fraction
+    options = PrepareOptions(form, num_validation, share, seed, max_turns, max_characters, limit)
     columns = Columns(dict(one.split("=", 1) for one in field or ()), "--field ")
     print(prepare_prompts(inputs, output, options, columns))
     print(f"written to {output / 'train.jsonl'} and {output / 'validation.jsonl'}")
@@ -221,10 +209,7 @@ def prepare(
 def evaluate(
     models: Annotated[list[str], typer.Argument(help="MODEL ... (of models or runs), then KEY=VALUE ... of `train`")],
     data: Annotated[Path | None, typer.Option(help="file of prompts (default: the validation set of --like)")] = None,
-    reward: Annotated[
-        list[str] | None,
-        typer.Option(help="a function such as gsm8k, or a server's http://HOST:PORT; repeatable"),
-    ] = None,
+    reward: Rewards = None,
     reference: Annotated[Path | None, typer.Option(help="model from which the KL of each one is estimated")] = None,
     judge: Annotated[str | None, typer.Option(help="OpenAI-compatible server that compares: http://HOST/v1")] = None,
     judge_model: Annotated[str, typer.Option(help="the judge's name at that server")] = "",
@@ -272,7 +257,7 @@ def board(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="the run's folder")]) -> None:
+def report(run: RunFolder) -> None:
     """Write report.html into a run's folder: the board's page in one file; print its path."""
     from reinforce_rl.monitoring.report import write_report
 
@@ -295,9 +280,7 @@ def chat(
     model: Annotated[str, typer.Argument(help="folder of a model, or of a run")],
     overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
     compare: Annotated[str | None, typer.Option(help="another model, which answers beside it")] = None,
-    reward: Annotated[
-        list[str] | None, typer.Option(help="a function such as gsm8k, or a server's http://HOST:PORT; repeatable")
-    ] = None,
+    reward: Rewards = None,
     system: Annotated[str, typer.Option(help="the system message")] = "",
     temperature: Annotated[float, typer.Option(min=0, help="0 for greedy")] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="of an answer")] = 512,
@@ -338,7 +321,7 @@ def check_server(
 
 @app.command()
 def records(
-    run: Annotated[Path, typer.Argument(help="the run's folder")],
+    run: RunFolder,
     step: Annotated[int | None, typer.Option(help="default: the last one recorded")] = None,
     kind: Annotated[Literal["rollouts", "validation", "test"], typer.Option(help="which samples")] = "rollouts",
     tokens: Annotated[bool, typer.Option("--tokens", help="with the ids, texts and values of each token")] = False,

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from reinforce_rl.config.compose import compose
-from reinforce_rl.config.load import read_config, renamed
+from reinforce_rl.config.load import RENAMED, read_config, renamed
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.files import write_atomically
 
@@ -22,17 +22,6 @@ _RESOLVERS = {  # what its interpolations may call
     "subtract": lambda a, b: a - b,
     "multiply": lambda a, b: a * b,
     "int_div": lambda a, b: a // b,
-}
-_SAVING = "exp_manager.checkpoint_callback_params."
-_NAMES = {  # theirs to ours, for the same values
-    "trainer.reinforce.batch_iterator.use_flask": "trainer.reinforce.generation_work_queue",
-    "trainer.max_time": "exp_manager.max_time_per_run",
-    "exp_manager.exp_dir": "exp_manager.explicit_log_dir",
-    _SAVING + "save_top_k": _SAVING + "keep_best",
-    _SAVING + "monitor": _SAVING + "best_metric",
-    _SAVING + "mode": _SAVING + "best_mode",
-    _SAVING + "save_nemo_on_train_end": _SAVING + "save_hf_on_train_end",
-    "model.reinforce.sampling_params.add_BOS": "model.data.add_bos",
 }
 _GONE = "there is nothing to choose"
 _LEFT_OUT = {  # of the same name, where the value means something else
@@ -77,7 +66,7 @@ def converted(path: str | Path) -> str:
     keys: dict[str, Any] = {}
     left_out: dict[str, list[str]] = {}
     for key, value in given.items():
-        name = _NAMES.get(key, key)
+        name = RENAMED.get(key, key)
         if value is None or (name != key and name in keys):  # explicit_log_dir goes before exp_dir
             continue
         if why := _reason(key, value, given) or ("" if name in known else _unknown(key)):

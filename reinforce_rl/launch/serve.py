@@ -22,13 +22,23 @@ from reinforce_rl.rewards.function_pool import FunctionPool, named_functions
 from reinforce_rl.utils.net import check_port
 
 
-def serve_model(cfg: ServeRewardModelConfig) -> None:
-    """Load the model on all ranks and serve it, with any functions beside it, until a signal."""
-    with started_functions(cfg) as functions:
-        serve_model_with(cfg, functions)
+def serve(cfg: ServeRewardModelConfig) -> None:
+    """Serve until a signal; ConfigError if a required access token is missing, or the port is busy."""
+    logging.basicConfig(level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if os.environ.get("RANK", "0") == "0":
+        token_of(cfg.inference)  # both before minutes of loading
+        check_port(cfg.inference.host, cfg.inference.port)
+    if not cfg.serves_function:
+        start_ranks(cfg.devices, cfg.num_nodes, "num_nodes")
+    with _started_functions(cfg) as functions:
+        if functions is None or not cfg.serves_function:
+            _serve_model(cfg, functions)
+        else:
+            RewardServer(functions, None, cfg.inference, details=_functions_identity(cfg, functions)).serve()
 
 
-def serve_model_with(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) -> None:
+def _serve_model(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) -> None:
+    """Load the model on all ranks and serve it, with any functions beside it."""
     # megatron-core imports wandb if installed, which creates folders in /tmp that a killed server leaves behind.
     sys.modules["wandb"] = None  # type: ignore[assignment]
     # Imported late: torch and megatron take seconds, and a wrong path or busy port should fail before.
@@ -55,18 +65,18 @@ def serve_model_with(cfg: ServeRewardModelConfig, functions: FunctionScorer | No
         if mesh.world_size == 1:
             model = load()
             try:
-                server_of(cfg, model, model, functions).serve()
+                _server_of(cfg, model, model, functions).serve()
             except ModelStuckError as error:
                 end_process(str(error), error.exit_code)
         elif mesh.is_main:
             logging.getLogger(__name__).info("event=ranks %s", mesh.layout.grid())
             with lead_ranks(mesh, load, rank_timeout=rank_timeout, call_timeout=call_timeout) as scorer:
-                server_of(cfg, scorer, scorer.model, functions, check=scorer.check).serve()
+                _server_of(cfg, scorer, scorer.model, functions, check=scorer.check).serve()
         else:
             follow_rank_0(mesh, load, rank_timeout=rank_timeout)
 
 
-def server_of(
+def _server_of(
     cfg: ServeRewardModelConfig, scorer: Scorer, model: Any, functions: FunctionScorer | None, **options: Any
 ) -> RewardServer:
     """Build the server for a scorer from the configuration; `model` is this rank's part of it."""
@@ -79,19 +89,16 @@ def server_of(
     if functions is None:
         return RewardServer(scorer, tokenizer, cfg.inference, details=details, **options)
     if not tokenizer.chat_template:
-        raise ConfigError(
-            [
-                f"functions beside a reward model read texts, and the tokenizer in {folder} has no chat "
-                "template to make tokens of them with; give it one, or serve the functions by themselves"
-            ]
-        )
+        found = f"the tokenizer in {folder} has no chat template to make tokens of them with"
+        advice = "give it one, or serve the functions by themselves"
+        raise ConfigError([f"functions beside a reward model read texts, and {found}; {advice}"])
     both = replace(functions, model=scorer, model_name=cfg.inference.name, model_weight=own.weight)
-    details |= {"weight": own.weight, **functions_identity(cfg, functions)}
+    details |= {"weight": own.weight, **_functions_identity(cfg, functions)}
     return RewardServer(both, tokenizer, cfg.inference, details=details, **options)
 
 
 @contextlib.contextmanager
-def started_functions(cfg: ServeRewardModelConfig) -> Iterator[FunctionScorer | None]:
+def _started_functions(cfg: ServeRewardModelConfig) -> Iterator[FunctionScorer | None]:
     """Yield the configured functions in a started pool; None if there are none, or on a rank that serves nothing."""
     functions = named_functions(cfg.reward_function, with_own=True)
     if not functions or os.environ.get("RANK", "0") != "0":
@@ -105,34 +112,11 @@ def started_functions(cfg: ServeRewardModelConfig) -> Iterator[FunctionScorer | 
         pool.close()
 
 
-def functions_identity(cfg: ServeRewardModelConfig, functions: FunctionScorer) -> dict[str, Any]:
+def _functions_identity(cfg: ServeRewardModelConfig, functions: FunctionScorer) -> dict[str, Any]:
     """Return what clients compare: with the source's hash, so that they notice a changed function."""
+    sources = functions.pool.sources
     found = [
-        {
-            "function": spec.name,
-            "kwargs": dict(spec.kwargs),
-            "weight": weight,
-            "source_sha256": functions.pool.sources[name],
-        }
+        {"function": spec.name, "kwargs": dict(spec.kwargs), "weight": weight, "source_sha256": sources[name]}
         for name, (spec, weight) in named_functions(cfg.reward_function, with_own=True).items()
     ]
     return found[0] if len(found) == 1 and cfg.serves_function else {"functions": found}
-
-
-def serve_function(cfg: ServeRewardModelConfig) -> None:
-    with started_functions(cfg) as functions:
-        assert functions is not None
-        RewardServer(functions, None, cfg.inference, details=functions_identity(cfg, functions)).serve()
-
-
-def serve(cfg: ServeRewardModelConfig) -> None:
-    """Serve until a signal; ConfigError if a required access token is missing, or the port is busy."""
-    logging.basicConfig(level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    if os.environ.get("RANK", "0") == "0":
-        token_of(cfg.inference)  # both before minutes of loading
-        check_port(cfg.inference.host, cfg.inference.port)
-    if cfg.serves_function:
-        serve_function(cfg)
-        return
-    start_ranks(cfg.devices, cfg.num_nodes, "num_nodes")
-    serve_model(cfg)

