@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from helpers.choices import KL_ESTIMATORS, KL_LOSS_WEIGHTS, KL_REDUCTIONS, LOSS_AGGREGATIONS
 from helpers.enumeration import (
     BETA,
     NUM_SEQUENCES,
@@ -28,12 +29,6 @@ from torch.nn.functional import cosine_similarity
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.algorithm.loss import LossSettings
-from reinforce_rl.config.actor import (
-    KL_ESTIMATORS,
-    KL_LOSS_WEIGHTS,
-    KL_REDUCTIONS,
-    LOSS_AGGREGATIONS,
-)
 
 SAMPLES = 2
 RATIOS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)

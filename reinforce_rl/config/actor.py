@@ -7,7 +7,19 @@ from typing import Annotated, Literal, get_args
 from pydantic import AfterValidator
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from reinforce_rl.config.base import DEEP, NOT_SET, Positive, Precision, Section, Steps, Text, key
+from reinforce_rl.config.base import (
+    DEEP,
+    NOT_SET,
+    Count,
+    Natural,
+    NonNegative,
+    Positive,
+    Precision,
+    Section,
+    Steps,
+    Text,
+    key,
+)
 from reinforce_rl.config.model import ModelConfig
 from reinforce_rl.config.rewards import RemoteRMConfig, RewardFunctionConfig
 
@@ -26,40 +38,35 @@ class RewardShapingConfig(Section):
     deviation: Positive = key(1.0, "of given")
     scale: Positive = key(1.0, "multiplies the standardised reward")
     clip: Positive | None = key(None, "then keeps it within -clip .. clip; null for no bound")
-    length_penalty: float = key(0.0, "then subtracted for each response token", unit="reward per token", ge=0)
+    length_penalty: NonNegative = key(0.0, "then subtracted for each response token", "reward per token")
 
 
 class ReinforceConfig(Section):
-    max_epochs: int = key(1, "passes over the training prompts", unit="epochs", ge=1)
+    max_epochs: Count = key(1, "passes over the training prompts", "epochs")
     max_steps: Steps = key(
         -1,
         "rollout batches in all, resumes included; -1 for all of max_epochs",
-        unit="steps",
+        "steps",
         expected="at least 1, or -1 for all of max_epochs",
     )
-    val_check_interval: int = key(
-        10,
-        "steps between validations, with one before the first and one after the last; 0 for never",
-        unit="steps",
-        ge=0,
+    val_check_interval: Natural = key(
+        10, "steps between validations, with one before the first and one after the last; 0 for never", "steps"
     )
-    save_interval: int = key(
+    save_interval: Natural = key(
         10,
         "steps between checkpoints, with one after the last; 0 for the last only",
-        unit="steps",
+        "steps",
         follows="trainer.reinforce.val_check_interval",
-        ge=0,
     )
-    gradient_clip_val: float = key(1.0, "bound on the gradient's norm; 0 for none", ge=0)
-    num_rollouts_per_prompt: int = key(
-        4, "samples of each prompt (G); at least 2 for estimators that compare samples", unit="samples", ge=1
+    gradient_clip_val: NonNegative = key(1.0, "bound on the gradient's norm; 0 for none")
+    num_rollouts_per_prompt: Count = key(
+        4, "samples of each prompt (G); at least 2 for estimators that compare samples", "samples"
     )
 
-    initial_policy_kl_penalty: float = key(
+    initial_policy_kl_penalty: NonNegative = key(
         0.05,
         "beta: cost of a nat of KL in reward; 0 skips the reference",
-        unit="reward per nat",
-        ge=0,
+        "reward per nat",
         heading="KL from the initial policy. See docs/algorithms.md for what is biased.",
     )
     use_absolute_kl: bool = key(False, "NeMo-Aligner's name for kl_estimator=absolute_k1; biased")
@@ -77,12 +84,8 @@ class ReinforceConfig(Section):
     kl_loss_weights: Literal["prefix", "token", "none"] = key(
         "prefix", "of kl_placement=loss: prefix (exact for k1, k3), token or none (GRPO), which are biased"
     )
-    kl_target: Positive | None = key(
-        None, "KL of a response that beta is steered towards; null keeps beta", unit="nats"
-    )
-    kl_horizon: Positive = key(
-        10_000.0, "responses in which an error of 20 % or more changes beta by 20 %", unit="responses"
-    )
+    kl_target: Positive | None = key(None, "KL of a response that beta is steered towards; null keeps beta", "nats")
+    kl_horizon: Positive = key(1e4, "responses in which an error of 20 % or more moves beta by 20 %", "responses")
 
     advantage_estimator: Annotated[str, AfterValidator(_registered)] = key(
         "rloo",
@@ -91,7 +94,7 @@ class ReinforceConfig(Section):
         heading="Baseline and credit",
         more="; see [algorithms.md](algorithms.md#baselines-and-advantages)",
     )
-    baseline_window: int = key(10, "steps that moving_average averages over", unit="steps", ge=1)
+    baseline_window: Count = key(10, "steps that moving_average averages over", "steps")
     baseline_decay: float = key(
         0.9,
         "weight of a reward in exponential_moving_average, relative to the next step's",
@@ -113,26 +116,21 @@ class ReinforceConfig(Section):
         heading="Loss",
         more=". See [algorithms.md](algorithms.md#loss)",
     )
-    entropy_bonus: float = key(0.0, "reward for the entropy of each token's distribution", unit="reward per nat", ge=0)
+    entropy_bonus: NonNegative = key(0.0, "reward for the entropy of each token's distribution", "reward per nat")
 
-    reinforce_epochs: int = key(
+    reinforce_epochs: Count = key(
         1,
         "optimizer passes over a rollout batch",
-        unit="epochs",
-        ge=1,
+        "epochs",
         heading="Off-policy: several passes, or model.global_batch_size below a step's sequences, need a ratio",
     )
     importance_ratio: Literal["none", "token", "sequence", "sequence_geometric"] = key(
         "none", "none, token (PPO), sequence (TRL's RLOO) or sequence_geometric (GSPO)"
     )
     ratio_clip_low: float = key(
-        0.2,
-        "the ratio is clipped at 1 - this",
-        ge=0,
-        le=1,
-        expected="at least 0 and at most 1, since no ratio is below 0",
+        0.2, "the ratio is clipped at 1 - this", ge=0, le=1, expected="at least 0 and at most 1: no ratio is negative"
     )
-    ratio_clip_high: float = key(0.2, "and at 1 + this", ge=0)
+    ratio_clip_high: NonNegative = key(0.2, "and at 1 + this")
     generator_correction: Literal["none", "token", "sequence"] = key(
         "none", "truncated importance weights against the generator's log-probs: none, token or sequence"
     )
@@ -144,19 +142,12 @@ class ReinforceConfig(Section):
         "penalise (train, with truncation_penalty)",
         heading="Which samples count",
     )
-    truncation_penalty: float = key(
-        0.0, "subtracted from the reward, with truncated_samples=penalise", unit="reward", ge=0
+    truncation_penalty: NonNegative = key(0.0, "subtracted from the reward, with truncated_samples=penalise", "reward")
+    overlong_buffer: Natural = key(
+        0, "tokens before max_length over which that penalty grows from 0 (DAPO); 0: at the cut only", "tokens"
     )
-    overlong_buffer: int = key(
-        0,
-        "tokens before max_length over which that penalty grows from 0 (DAPO); 0: at the cut only",
-        unit="tokens",
-        ge=0,
-    )
-    dynamic_filtering: bool = key(
-        False, "drop prompts whose samples all earn the same, and draw others instead (DAPO)"
-    )
-    max_resampling_rounds: int = key(3, "rollout batches that a step may draw besides the first", ge=0)
+    dynamic_filtering: bool = key(False, "drop prompts whose samples all earn the same, and draw others (DAPO)")
+    max_resampling_rounds: Natural = key(3, "rollout batches that a step may draw besides the first")
     generation_work_queue: bool = key(
         False,
         "free data-parallel ranks generate the others' remaining micro-batches; no number changes",
@@ -176,23 +167,19 @@ class ReinforceConfig(Section):
     max_failed_fraction: float = key(
         0.1,
         "samples of a step, a validation or the test set that may lack a score; above it the run saves and ends",
-        unit="share",
+        "share",
         ge=0,
         le=1,
         expected="a share, 0 to 1",
     )
-    max_skipped_steps: int = key(
-        3,
-        "optimizer steps in a row without a finite gradient; then the run ends with exit code 77",
-        unit="optimizer steps",
-        ge=1,
+    max_skipped_steps: Count = key(
+        3, "optimizer steps in a row without a finite gradient; then the run ends with exit code 77", "optimizer steps"
     )
-    rollout_batch_seq_length: int | None = key(
+    rollout_batch_seq_length: Count | None = key(
         None,
         "pad each sequence to this length in log-prob passes and updates, so that all passes have one shape; null "
         "pads to the longest of a micro-batch",
-        unit="tokens",
-        ge=1,
+        "tokens",
         more=". Longer ones are not cut, and no number changes",
     )
 
@@ -203,27 +190,14 @@ class ReinforceConfig(Section):
         return "absolute_k1" if self.use_absolute_kl else self.kl_estimator
 
 
-def _choices(name: str) -> tuple[str, ...]:
-    return get_args(ReinforceConfig.model_fields[name].annotation)
-
-
-ADVANTAGE_WHITENINGS = _choices("advantage_whitening")
-CREDIT_ASSIGNMENTS = _choices("credit_assignment")
-GENERATOR_CORRECTIONS = _choices("generator_correction")
-IMPORTANCE_RATIOS = _choices("importance_ratio")
-KL_ESTIMATORS = _choices("kl_estimator")
-KL_LOSS_WEIGHTS = _choices("kl_loss_weights")
-KL_PLACEMENTS = _choices("kl_placement")
-KL_REDUCTIONS = _choices("kl_reduction")
-LOSS_AGGREGATIONS = _choices("loss_aggregation")
-REWARD_STANDARDISATIONS = get_args(RewardShapingConfig.model_fields["standardisation"].annotation)
+KL_ESTIMATORS: tuple[str, ...] = get_args(ReinforceConfig.model_fields["kl_estimator"].annotation)
 
 
 class RanksConfig(Section):
     """Ranks and numbers, of the actor and of a reward model that is trained."""
 
-    num_nodes: int = key(1, "nodes; above 1 start it by torchrun", ge=1)
-    devices: int = key(1, "ranks on each node; above 1, a plain python starts them itself", unit="ranks", ge=1)
+    num_nodes: Count = key(1, "nodes; above 1 start it by torchrun")
+    devices: Count = key(1, "ranks on each node; above 1, a plain python starts them itself", "ranks")
     precision: Precision = key(
         "auto",
         "32, bf16 (keeps fp32 main weights and gradients), or auto: bf16 on GPUs, else 32",
@@ -239,8 +213,7 @@ class ProfileConfig(Section):
     steps: list[int] = key([], "steps to profile, such as [3,4]", more="; see [profiling.md](profiling.md)")
     ranks: list[int] | None = key(None, "ranks that do; null: all")
     tool: Literal["torch", "nsys"] = key(
-        "torch",
-        "torch: traces and top operations in explicit_log_dir/profile; nsys: NVTX ranges, for nsys",
+        "torch", "torch: traces and top operations in explicit_log_dir/profile; nsys: NVTX ranges, for nsys"
     )
     shapes: bool = key(False, "record the shapes of the operations' inputs")
     stacks: bool = key(False, "record the Python lines that called them; several times larger")
@@ -251,14 +224,11 @@ class TrainerConfig(RanksConfig):
     collective_timeout_seconds: Positive = key(
         1800.0,
         "abort after this long without progress on any rank; the error names the stuck one",
-        unit="s",
+        "s",
         more=". See [operations.md](operations.md#a-rank-that-dies-or-hangs)",
     )
     heartbeat_timeout_seconds: Positive = key(
-        120.0,
-        "abort if a rank sends no heartbeat for this long",
-        unit="s",
-        more=": its machine is down, or its process is stopped",
+        120.0, "abort if a rank sends no heartbeat for this long", "s", more=": a machine down, a process stopped"
     )
     straggler_factor: float = key(
         1.5,
@@ -287,11 +257,10 @@ class MlflowConfig(Section):
 
 
 class CheckpointConfig(Section):
-    keep_last: int = key(2, "newest checkpoints to keep", ge=1)
-    keep_best: int = key(
+    keep_last: Count = key(2, "newest checkpoints to keep")
+    keep_best: Natural = key(
         0,
         "best checkpoints to keep besides; a validation that is among them is saved at once",
-        ge=0,
         more=", whatever `save_interval` is",
     )
     best_metric: Text = key("val/rewards", "metric of validation that ranks them")
@@ -321,23 +290,20 @@ class ExpManagerConfig(Section):
             "75; see [operations.md](operations.md#a-run-that-ends-in-time-by-itself)"
         ),
     )
-    record_tokens_every: int = key(
+    record_tokens_every: Natural = key(
         1,
         "steps between those whose samples are recorded with token ids and values per token; 0 for never",
-        unit="steps",
+        "steps",
         more=". See [records.md](records.md)",
-        ge=0,
     )
     loggers: list[Text] = key(
-        [], f"besides metrics.jsonl: {', '.join(LOGGERS)}", more="; see [loggers.md](loggers.md)"
+        [], f"besides metrics.jsonl: {', '.join(LOGGERS)}", more=". See [loggers.md](loggers.md)"
     )
     create_tensorboard_logger: bool = key(False, "the same as loggers=[tensorboard]")
     create_wandb_logger: bool = key(False, "the same as loggers=[wandb]")
     wandb_logger_kwargs: WandbConfig = WandbConfig()
     mlflow_logger_kwargs: MlflowConfig = MlflowConfig()
-    sample_table_interval: int = key(
-        10, "steps between tables of training samples in these loggers; 0 for none", unit="steps", ge=0
-    )
+    sample_table_interval: Natural = key(10, "steps between tables of samples in these loggers; 0 for none", "steps")
     checkpoint_callback_params: CheckpointConfig = CheckpointConfig()
 
     @property
@@ -363,20 +329,16 @@ class TensorRTLLMConfig(Section):
             "engines on GPUs of their own are not built"
         ),
     )
-    tensor_parallel_size: int | None = key(
-        None, "GPUs of an engine; null: all that share a copy of the model", unit="GPUs"
-    )
+    tensor_parallel_size: int | None = key(None, "GPUs of an engine; null: all that share a copy of the model", "GPUs")
     free_gpu_memory_fraction: float = key(
         0.5, "share of the memory free at the engine's start that its cache takes", gt=0, lt=1
     )
-    max_batch_size: int = key(256, "responses decoded together", unit="responses", ge=1)
-    max_num_tokens: int = key(8192, "tokens of a forward pass of the engine", unit="tokens", ge=1)
-    weight_bucket_megabytes: int = key(512, "weights in transfer at a time", unit="MiB", ge=1)
-    start_timeout_seconds: Positive = key(600.0, "until an engine is ready", unit="s")
-    update_timeout_seconds: Positive = key(
-        120.0, "for a bucket of weights, and for falling asleep or waking up", unit="s"
-    )
-    request_timeout_seconds: Positive = key(480.0, "for all responses of one rollout_micro_batch_size", unit="s")
+    max_batch_size: Count = key(256, "responses decoded together", "responses")
+    max_num_tokens: Count = key(8192, "tokens of a forward pass of the engine", "tokens")
+    weight_bucket_megabytes: Count = key(512, "weights in transfer at a time", "MiB")
+    start_timeout_seconds: Positive = key(600.0, "until an engine is ready", "s")
+    update_timeout_seconds: Positive = key(120.0, "for a bucket of weights, and for falling asleep or waking up", "s")
+    request_timeout_seconds: Positive = key(480.0, "for all responses of one rollout_micro_batch_size", "s")
 
 
 class TrainConfig(Section):
@@ -412,8 +374,8 @@ class TrainConfig(Section):
         "of preflight=deep: h100, h200, a100, or a YAML file with a machine's rates",
         more="; see [parallelism.md](parallelism.md#deep-preflight)",
     )
-    preflight_response_tokens: int | None = key(
-        None, "of preflight=deep: mean length of a response; null: max_length", unit="tokens", ge=1
+    preflight_response_tokens: Count | None = key(
+        None, "of preflight=deep: mean length of a response; null: max_length", "tokens"
     )
 
     @property

@@ -27,8 +27,8 @@ class Section(BaseModel):
 def key(
     default: Any,
     sentence: str = "",
-    *,
     unit: str = "",
+    *,
     more: str = "",
     kind: str = "",
     expected: str = "",
@@ -71,6 +71,9 @@ def _not_zero(value: Any) -> Any:
 Text = Annotated[str, BeforeValidator(_digits_as_text)]  # YAML and Hydra read 32 as a number
 Fields = Annotated[dict[str, Any], BeforeValidator(_keys_as_text)]  # names that the user chooses
 Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
 Weight = Annotated[float, AfterValidator(_not_zero)]
 PRECISIONS = ("auto", "32", "bf16")
 Precision = Annotated[Literal["auto", "32", "bf16"], BeforeValidator(_digits_as_text)]

@@ -22,7 +22,7 @@ from reinforce_rl.errors import ConfigError
 T = TypeVar("T", bound=Section)
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, under WSL, AMD's
 # Errors of pydantic on values of the right type; their values are kept, so that the rules see what was given.
-_OF_VALUE = {"literal_error", "value_error", "finite_number", "too_short"}
+_OF_VALUE = {"literal_error", "value_error", "finite_number", "too_short", "too_long"}
 _OF_VALUE |= {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _SAVING = "exp_manager.checkpoint_callback_params"
 RENAMED = {  # NeMo-Aligner's names to ours, for the same values

@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from reinforce_rl.config.base import NOT_SET, Fields, Positive, Section, Text, key
+from reinforce_rl.config.base import NOT_SET, Count, Fields, Natural, NonNegative, Positive, Section, Text, key
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "all"]
-
-
-def _two_decays(betas: list[float]) -> list[float]:
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError("no decays")
-    return betas
 
 
 class SamplingConfig(Section):
@@ -25,47 +19,36 @@ class SamplingConfig(Section):
         "applies to the log-probs of actor and reference too",
         expected="a finite number above 0 (use_greedy=true takes the likeliest)",
     )
-    top_k: int = key(
-        0,
-        "sample from the k likeliest tokens only; 0 for all",
-        unit="tokens",
-        ge=0,
-        expected="at least 0 (0 for all tokens)",
+    top_k: Natural = key(
+        0, "sample from the k likeliest tokens only; 0 for all", "tokens", expected="at least 0 (0 for all tokens)"
     )
     top_p: float = key(1.0, "sample from the likeliest tokens that reach this probability only", gt=0, le=1)
     repetition_penalty: Positive = key(
         1.0, "1 for none; counts the prompt's tokens too", expected="a finite number above 0 (1 for none)"
     )
-    end_strings: list[Text] = key(
-        [], "a response ends where its text contains one of these, besides the model's end tokens"
-    )
+    end_strings: list[Text] = key([], "a response also ends where its text contains one of these")
 
 
 class LengthConfig(Section):
-    max_length: int = key(128, "longest response, its end token included", unit="tokens", ge=1)
-    min_length: int = key(
+    max_length: Count = key(128, "longest response, its end token included", "tokens")
+    min_length: Natural = key(
         0,
         "tokens before an end token may come; above 0 biases the gradient, as top_k does",
-        unit="tokens",
-        ge=0,
+        "tokens",
         more=": the end token is banned there, and the log-probs do not know of the ban",
     )
 
 
 class RolloutConfig(Section):
-    num_rollout_samples: int = key(8, "prompts of a step, over all ranks", unit="prompts", ge=1)
-    rollout_micro_batch_size: int = key(
-        8, "prompts generated together, each with all its samples", unit="prompts", ge=1
-    )
-    forward_micro_batch_size: int = key(
-        4, "sequences in one log-prob pass", unit="sequences", follows="model.micro_batch_size", ge=1
-    )
-    val_rollout_micro_batch_size: int = key(32, "prompts generated together in validation", unit="prompts", ge=1)
+    num_rollout_samples: Count = key(8, "prompts of a step, over all ranks", "prompts")
+    rollout_micro_batch_size: Count = key(8, "prompts generated together, each with all its samples", "prompts")
+    forward_micro_batch_size: Count = key(4, "of a log-prob pass", "sequences", follows="model.micro_batch_size")
+    val_rollout_micro_batch_size: Count = key(32, "prompts generated together in validation", "prompts")
     generation_cache_tokens: int | None = key(
         None,
         "capacity of the native engine's KV cache on a rank; further sequences wait for room. At least "
         "encoder_seq_length; null: no bound",
-        unit="tokens",
+        "tokens",
         more=", all sequences of a call at once. No number changes",
     )
     lean_decoding: bool = key(
@@ -89,9 +72,7 @@ class RolloutConfig(Section):
         "replay these steps as CUDA graphs, one for each number of rows; needs `static_decoding`",
         more=" and no pipeline stages. Off until `tools/gpu_check.py` has passed it on hardware",
     )
-    num_val_samples: int | None = key(
-        None, "validate on the first prompts of the set only; null for all", unit="prompts", ge=1
-    )
+    num_val_samples: Count | None = key(None, "validate on the first prompts of the set only; null for all", "prompts")
     offload_adam_states: bool = key(
         False, "on a GPU: Adam's moments and fp32 weights in host memory, gradients freed, during generation"
     )
@@ -118,16 +99,16 @@ class ScheduleConfig(Section):
     name: Literal["constant", "linear", "CosineAnnealing"] = key(
         "constant", "constant, linear or CosineAnnealing; the last two end at `min_lr`"
     )
-    warmup_steps: int = key(0, "linear from 0 to `lr`", unit="optimizer steps", ge=0)
-    constant_steps: int = key(0, "at `min_lr` at the end (linear, CosineAnnealing)", unit="optimizer steps", ge=0)
-    min_lr: float = key(0.0, "where linear and CosineAnnealing end", ge=0)
+    warmup_steps: Natural = key(0, "linear from 0 to `lr`", "optimizer steps")
+    constant_steps: Natural = key(0, "at `min_lr` at the end (linear, CosineAnnealing)", "optimizer steps")
+    min_lr: NonNegative = key(0.0, "where linear and CosineAnnealing end")
 
 
 class OptimConfig(Section):
     name: Literal["adam"] = key("adam", "with decoupled weight decay on matrices")
     lr: Positive = key(1e-6, "learning rate after the warm-up")
-    weight_decay: float = key(0.01, ge=0)
-    betas: Annotated[list[float], AfterValidator(_two_decays)] = key(
+    weight_decay: NonNegative = key(0.01)
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = key(
         [0.9, 0.98], expected="two numbers, each at least 0 and below 1"
     )
     eps: Positive = key(1e-8)
@@ -228,7 +209,7 @@ class DataConfig(Section):
 
 
 class LoraTuningConfig(Section):
-    adapter_dim: int = key(32, "rank of an update", ge=1)
+    adapter_dim: Count = key(32, "rank of an update")
     alpha: Positive = key(32.0, "updates are scaled by alpha / adapter_dim")
     target_modules: Annotated[list[LoraTarget], Field(min_length=1)] = key(
         ["all"],
@@ -249,38 +230,32 @@ class PeftConfig(Section):
 class ParallelConfig(Section):
     """Model parallelism and recomputation, of the actor and of a reward model that is trained."""
 
-    tensor_model_parallel_size: int = key(
+    tensor_model_parallel_size: Count = key(
         1,
         "ranks that share each weight matrix",
-        unit="ranks",
-        ge=1,
+        "ranks",
         heading="Ranks = tensor x pipeline x context x data; see docs/parallelism.md for what to choose.",
         more="; see [parallelism.md](parallelism.md)",
     )
-    pipeline_model_parallel_size: int = key(1, "stages that share the layers", unit="ranks", ge=1)
-    context_parallel_size: int = key(
+    pipeline_model_parallel_size: Count = key(1, "stages that share the layers", "ranks")
+    context_parallel_size: Count = key(
         1,
         "ranks that share each sequence in log-prob passes and updates",
-        unit="ranks",
-        ge=1,
+        "ranks",
         more="; when generating, they share the prompts",
     )
-    sequence_parallel: bool = key(
-        False, "tensor-parallel ranks share the positions where they share no matrix: less memory"
-    )
+    sequence_parallel: bool = key(False, "tensor-parallel ranks share positions where they share no matrix")
     activations_checkpoint_granularity: Literal["selective", "full"] | None = key(
         None, "recompute in the backward pass: selective (attention), full (layers); null: nothing"
     )
     activations_checkpoint_method: Literal["uniform", "block"] | None = key(
         None, "of full: uniform (all layers) or block (the first num_layers of each stage)"
     )
-    activations_checkpoint_num_layers: int | None = key(
-        None, "of full: layers between two kept inputs (uniform), or recomputed layers (block)", unit="layers", ge=1
+    activations_checkpoint_num_layers: Count | None = key(
+        None, "of full: layers between two kept inputs (uniform), or recomputed layers (block)", "layers"
     )
     megatron_overrides: Fields = key(
-        {},
-        "fields of megatron-core's TransformerConfig: +model.megatron_overrides.NAME=VALUE",
-        more="; plain values only",
+        {}, "of megatron-core's TransformerConfig: +model.megatron_overrides.NAME=VALUE", more="; plain values only"
     )
 
     @property
@@ -290,25 +265,24 @@ class ParallelConfig(Section):
 
 
 class ModelConfig(ParallelConfig):
-    seed: int = key(1234, "of sampling and of the prompts' order", ge=0)
+    seed: Natural = key(1234, "of sampling and of the prompts' order")
     transformer_engine: bool = key(
         False,
         "use Transformer Engine's layers; on GPUs, where it is installed",
         more=" ([details](tensorrt-llm.md#transformer-engine)). Off until it has run on one",
     )
-    encoder_seq_length: int = key(2048, "longest sequence, prompt and response together", unit="tokens")
-    micro_batch_size: int = key(4, "sequences in one forward and backward pass", unit="sequences", ge=1)
+    encoder_seq_length: int = key(2048, "longest sequence, prompt and response together", "tokens")
+    micro_batch_size: Count = key(4, "sequences in one forward and backward pass", "sequences")
     tokens_per_micro_batch: int | None = key(
         None,
         "tokens in a pass, padding included, instead of `micro_batch_size` and `forward_micro_batch_size`; at least"
         " `encoder_seq_length`",
-        unit="tokens",
+        "tokens",
     )
-    logits_chunk_tokens: int | None = key(
+    logits_chunk_tokens: Count | None = key(
         None,
         "response tokens whose logits exist at a time; null: 1024, on a CPU 128",
-        unit="tokens",
-        ge=1,
+        "tokens",
         more=", where larger chunks are slower than its allocator's cache",
     )
     shared_prefix: bool | None = key(
@@ -320,9 +294,7 @@ class ModelConfig(ParallelConfig):
         ),
     )
     global_batch_size: int | None = key(
-        None,
-        "sequences of an optimizer step; null for all of num_rollout_samples x num_rollouts_per_prompt",
-        unit="sequences",
+        None, "sequences of an optimizer step; null: all num_rollout_samples x num_rollouts_per_prompt", "sequences"
     )
     reference_placement: Literal["host", "device"] = key(
         "host",

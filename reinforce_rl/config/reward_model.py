@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator
 
 from reinforce_rl.config.actor import RanksConfig
-from reinforce_rl.config.base import NOT_SET, Section, Steps, Text, key
+from reinforce_rl.config.base import NOT_SET, Count, Natural, NonNegative, Section, Steps, Text, key
 from reinforce_rl.config.model import OptimConfig, ParallelConfig
 from reinforce_rl.config.parallelism import model_faults, ranks_faults, recomputation_faults
 from reinforce_rl.data.readers import source_fault
@@ -40,25 +40,22 @@ class FullConfig(Section):
     pooling: Literal["mean", "last"] = key(
         "last", "last: hidden state of the last token, as in transformers; mean, which transformers does not know"
     )
-    global_batch_size: int = key(64, "pairs, or rated answers, of an optimizer step", unit="examples", ge=1)
-    max_epochs: int = key(1, "passes over the training examples", unit="epochs", ge=1)
+    global_batch_size: Count = key(64, "pairs, or rated answers, of an optimizer step", "examples")
+    max_epochs: Count = key(1, "passes over the training examples", "epochs")
     max_steps: Steps = key(
         -1,
         "optimizer steps at most; -1 for all of max_epochs",
-        unit="optimizer steps",
+        "optimizer steps",
         expected="at least 1, or -1 for all of full.max_epochs",
     )
-    val_check_interval: int = key(
-        100,
-        "optimizer steps between evaluations on the held-out part; a checkpoint follows each",
-        unit="optimizer steps",
-        ge=1,
+    val_check_interval: Count = key(
+        100, "optimizer steps between evaluations on the held-out part; a checkpoint follows each", "optimizer steps"
     )
-    patience: int | None = key(
-        3, "evaluations without a lower loss, after which the run ends; null for never", unit="evaluations", ge=1
+    patience: Count | None = key(
+        3, "evaluations without a lower loss, after which the run ends; null for never", "evaluations"
     )
-    gradient_clip_val: float = key(1.0, "bound on the gradient's norm; 0 for none", ge=0)
-    keep_last: int = key(2, "checkpoints to keep", ge=1)
+    gradient_clip_val: NonNegative = key(1.0, "bound on the gradient's norm; 0 for none")
+    keep_last: Count = key(2, "checkpoints to keep")
     resume_if_exists: bool = key(True, "resume from the newest checkpoint in output_dir")
 
 
@@ -80,17 +77,10 @@ class PairsConfig(Section):
         None, 'of regression: {"prompt", "response", "attributes": {NAME: number}}, in any of these forms', kind="path"
     )
     max_length: int | None = key(
-        None,
-        "longest prompt with answer, longer ones are left out; null: the trunk's longest sequence",
-        unit="tokens",
-        ge=2,
+        None, "longest prompt with answer, longer ones are left out; null: the trunk's context", "tokens", ge=2
     )
-    max_pairs: int | None = key(
-        None, "pairs, or rated answers, to use, drawn by the seed; null: all", unit="examples", ge=2
-    )
-    max_answer_tokens: int | None = key(
-        None, "cut every answer there, in training and in evaluation", unit="tokens", ge=1
-    )
+    max_pairs: int | None = key(None, "pairs, or rated answers, drawn by the seed; null: all", "examples", ge=2)
+    max_answer_tokens: Count | None = key(None, "cut every answer there, in training and in evaluation", "tokens")
     held_out_fraction: float = key(
         0.2,
         "share of the prompts that is never trained on; follows from the seed and the prompt",
@@ -102,14 +92,14 @@ class PairsConfig(Section):
 
 
 class CutsConfig(Section):
-    per_pair: int = key(4, "0 trains on whole answers alone", ge=0)
-    min_tokens: int = key(8, unit="tokens", ge=1)
-    max_tokens: int = key(32, unit="tokens")
-    evaluate_at: int = key(24, "also report held-out accuracy for answers cut here", unit="tokens", ge=1)
+    per_pair: Natural = key(4, "0 trains on whole answers alone")
+    min_tokens: Count = key(8, "", "tokens")
+    max_tokens: int = key(32, "", "tokens")
+    evaluate_at: Count = key(24, "also report held-out accuracy for answers cut here", "tokens")
 
 
 class DegenerateConfig(Section):
-    fraction: float = key(0.35, "of the pairs; 0 makes none", unit="share", ge=0, le=1, expected="from 0 to 1")
+    fraction: float = key(0.35, "of the pairs; 0 makes none", "share", ge=0, le=1, expected="from 0 to 1")
 
 
 class HeadConfig(Section):
@@ -147,18 +137,14 @@ class TrainRewardModelConfig(Section):
         "has none, and a policy in search of reward finds them; the head learns that the pair's answers are better",
     )
     head: HeadConfig = key(HeadConfig(), "of mode=head")
-    micro_batch_size: int = key(8, "sequences in a forward pass", unit="sequences", ge=1)
-    num_threads: int | None = key(None, "of torch; null leaves it as it is", ge=1)
-    seed: int = key(
-        0, "draws the held-out prompts, the pairs of max_pairs, the cuts and folds, the order, a new head", ge=0
-    )
+    micro_batch_size: Count = key(8, "sequences in a forward pass", "sequences")
+    num_threads: Count | None = key(None, "of torch; null leaves it as it is")
+    seed: Natural = key(0, "draws held-out prompts, the pairs of max_pairs, cuts and folds, the order, a new head")
     features_cache: Text | None = key(
         None, "of mode=head: file to keep the features in, so that a second run needs no trunk", kind="path"
     )
     output_dir: Text = key(
-        "results/reward_head",
-        "head: head.safetensors, README.md; full: model/, checkpoints/, report.html, ...",
-        kind="path",
+        "results/reward_head", "head: head.safetensors, README.md; full: model/, checkpoints/, report", kind="path"
     )
 
     def all_faults(self, found: list[str]) -> Iterable[str]:

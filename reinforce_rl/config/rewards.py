@@ -7,7 +7,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from reinforce_rl.config.base import NOT_SET, Fields, Positive, Precision, Section, Text, Weight, key
+from reinforce_rl.config.base import (
+    NOT_SET,
+    Count,
+    Fields,
+    Natural,
+    NonNegative,
+    Positive,
+    Precision,
+    Section,
+    Text,
+    Weight,
+    key,
+)
 from reinforce_rl.config.parallelism import model_faults, ranks_faults
 from reinforce_rl.utils.net import Address
 
@@ -47,18 +59,13 @@ class RemoteRMConfig(Section):
         "rewards are the weighted sum",
         kind="groups",
     )
-    pad_to_length: int | None = key(
-        None,
-        "pad each request to this length, cutting none; null: to the longest row of a request",
-        unit="tokens",
-        ge=1,
+    pad_to_length: Count | None = key(
+        None, "pad each request to this length, cutting none; null: to the longest row of a request", "tokens"
     )
-    ready_timeout_seconds: Positive = key(60.0, "wait for the server at the start", unit="s")
-    deadline_seconds: Positive = key(
-        600.0, "of one scoring call, retries included; after it the run saves and ends", unit="s"
-    )
+    ready_timeout_seconds: Positive = key(60.0, "wait for the server at the start", "s")
+    deadline_seconds: Positive = key(600.0, "of one scoring call with its retries; then the run saves and ends", "s")
     attempt_timeout_seconds: Positive = key(
-        60.0, "of one attempt, up to the answer's last byte; doubled after each one that took longer", unit="s"
+        60.0, "of one attempt, up to the answer's last byte; doubled after each one that took longer", "s"
     )
 
 
@@ -73,19 +80,14 @@ class RewardFunctionConfig(Section):
 
     name: Text | None = key(None, "dotted name, such as reinforce_rl.rewards.functions.gsm8k")
     kwargs: Fields = key({}, "its keyword arguments, as +reward_function.kwargs.NAME=VALUE")
-    num_workers: int = key(
+    num_workers: Count = key(
         2,
         "samples scored at a time, each in its own process",
-        unit="processes",
-        ge=1,
+        "processes",
         more=", on each rank that asks for rewards (one a data-parallel group)",
     )
-    sample_timeout_seconds: Positive = key(
-        5.0, "a sample that takes longer fails, and its process is killed", unit="s"
-    )
-    sample_memory_mb: int = key(
-        2048, "address space of a sample's process, besides what the function's module takes", unit="MiB", ge=1
-    )
+    sample_timeout_seconds: Positive = key(5.0, "a sample that takes longer fails, and its process is killed", "s")
+    sample_memory_mb: Count = key(2048, "address space of a sample's process beyond what its module takes", "MiB")
     environment: list[Text] = key([], "variables that functions may read besides PATH, HOME, LANG and the like")
     sandbox: bool = key(
         False,
@@ -110,18 +112,14 @@ class ServedModelConfig(Section):
     attribute_weights: dict[str, float] | None = key(
         None, "{NAME: WEIGHT} of a head with several scores, others 0; null: their mean"
     )
-    mean: float | None = key(
-        None, "the reward is (merged score - mean) / deviation; null: the head file's own, else 0"
-    )
+    mean: float | None = key(None, "the reward is (merged score - mean) / deviation; null: the head's own, else 0")
     deviation: Positive | None = key(None, "null: the head file's own, else 1")
     tokenizer_path: Text | None = key(None, "Hugging Face folder of the tokenizer; null: the trunk's", kind="path")
-    max_length: int | None = key(None, "longest sample; null: the trunk's context", unit="tokens")
+    max_length: int | None = key(None, "longest sample; null: the trunk's context", "tokens")
     weight: Weight = key(1.0, "of its rewards in the sum, where there are functions beside it", expected=_NOT_ZERO)
-    precision: Precision = key(
-        "auto", "of the trunk: 32, bf16, or auto: bf16 on GPUs, else 32; pooling and head are fp32"
-    )
-    tensor_model_parallel_size: int = key(1, "ranks that share each weight matrix", unit="ranks", ge=1)
-    pipeline_model_parallel_size: int = key(1, "stages that share the layers", unit="ranks", ge=1)
+    precision: Precision = key("auto", "of the trunk: 32, bf16, or auto: bf16 on GPUs, else 32; the rest is fp32")
+    tensor_model_parallel_size: Count = key(1, "ranks that share each weight matrix", "ranks")
+    pipeline_model_parallel_size: Count = key(1, "stages that share the layers", "ranks")
     sequence_parallel: bool = key(False, "tensor-parallel ranks share positions too, outside the matrices")
 
 
@@ -133,41 +131,34 @@ class InferenceConfig(Section):
         None, "file with the access token, mode 0600; null: REINFORCE_REWARD_TOKEN, if set", kind="path"
     )
     allow_no_token: bool = key(False, "serve other nodes without a token")
-    micro_batch_size: int = key(8, "sequences in one forward pass", unit="sequences", ge=1)
-    tokens_per_micro_batch: int | None = key(
-        None, "tokens in one, padding included, instead of a number of sequences", unit="tokens", ge=1
+    micro_batch_size: Count = key(8, "sequences in one forward pass", "sequences")
+    tokens_per_micro_batch: Count | None = key(
+        None, "tokens in one, padding included, instead of a number of sequences", "tokens"
     )
-    pad_to_multiple: int = key(
-        1, "pad sequences to a multiple of this length: fewer different shapes", unit="tokens", ge=1
-    )
-    max_batch_size: int = key(256, "samples in one request; clients split larger ones", unit="samples", ge=1)
+    pad_to_multiple: Count = key(1, "pad sequences to a multiple of this length: fewer different shapes", "tokens")
+    max_batch_size: Count = key(256, "samples in one request; clients split larger ones", "samples")
     max_request_bytes: int | None = key(
-        None, "of one request; null: what a full batch of the widest rows takes", unit="bytes", ge=1024
+        None, "of one request; null: what a full batch of the widest rows takes", "bytes", ge=1024
     )
-    max_sequence_length: int | None = key(
-        None,
-        "tokens that a row may claim, padding included; null: four times the model's context",
-        unit="tokens",
-        ge=1,
+    max_sequence_length: Count | None = key(
+        None, "tokens that a row may claim, padding included; null: four times the model's context", "tokens"
     )
-    max_in_flight: int = key(64, "requests that Triton has at the same time", unit="requests", ge=1)
-    max_queue: int = key(256, "requests that wait for that; more are rejected with 503", unit="requests", ge=0)
-    request_seconds: float = key(600.0, "for the answer to one request", unit="s", gt=0)
-    stuck_seconds: float = key(
-        300.0, "for one request's samples in the model; then health fails and the server ends", unit="s", gt=0
-    )
-    canary_seconds: float = key(10.0, "for health's own sample of one token", unit="s", gt=0)
-    warm_up_lengths: list[int] = key([64, 512], "lengths of the samples scored before the server opens", unit="tokens")
-    max_queue_delay_ms: float = key(0.0, "a request may wait this long for others to be merged with", unit="ms", ge=0)
+    max_in_flight: Count = key(64, "requests that Triton has at the same time", "requests")
+    max_queue: Natural = key(256, "requests that wait for that; more are rejected with 503", "requests")
+    request_seconds: Positive = key(600.0, "for the answer to one request", "s")
+    stuck_seconds: Positive = key(300.0, "for a request's samples in the model; then the server ends", "s")
+    canary_seconds: Positive = key(10.0, "for health's own sample of one token", "s")
+    warm_up_lengths: list[int] = key([64, 512], "lengths of the samples scored before the server opens", "tokens")
+    max_queue_delay_ms: NonNegative = key(0.0, "a request may wait this long for others to be merged with", "ms")
     preferred_batch_sizes: list[int] = key(
-        [], "numbers of samples that merged requests should come to, such as [32, 64]", unit="samples"
+        [], "numbers of samples that merged requests should come to, such as [32, 64]", "samples"
     )
     deterministic: bool = key(True, "each request in forward passes of its own: scores do not depend on other clients")
     add_special_tokens: bool = key(False, "to `sentences`; a text with the chat template applied holds them already")
     ready_file: Text | None = key(None, "JSON {host, port, pid}, written when the server is ready", kind="path")
-    stop_timeout_seconds: float = key(30.0, "for calls in flight after SIGTERM or SIGINT", unit="s")
+    stop_timeout_seconds: float = key(30.0, "for calls in flight after SIGTERM or SIGINT", "s")
     rank_timeout_seconds: float = key(
-        60.0, "with several ranks: the server ends if one gives no sign of life for this long", unit="s", ge=1
+        60.0, "with several ranks: the server ends if one gives no sign of life for this long", "s", ge=1
     )
 
 
@@ -178,8 +169,8 @@ class ServeRewardModelConfig(Section):
         "served instead of reward_model where it has a name, more_functions beside it; see docs/reward-functions.md",
     )
     inference: InferenceConfig = InferenceConfig()
-    devices: int = key(1, "ranks on each node; those beyond model parallelism are data parallel", unit="ranks", ge=1)
-    num_nodes: int = key(1, ge=1)
+    devices: Count = key(1, "ranks on each node; those beyond model parallelism are data parallel", "ranks")
+    num_nodes: Count = key(1)
     log_level: Text = key("info")
 
     @property

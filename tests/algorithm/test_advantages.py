@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.choices import KL_PLACEMENTS
 from helpers.thread_ranks import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +28,6 @@ from reinforce_rl.algorithm.advantages import (
     whiten,
 )
 from reinforce_rl.algorithm.kl import sequence_kl
-from reinforce_rl.config.actor import KL_PLACEMENTS
 from reinforce_rl.data.batches import length_mask
 
 WORKED = Path(__file__).with_name("worked_example.json")

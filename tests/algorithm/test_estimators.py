@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
+from helpers.choices import KL_ESTIMATORS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reinforce_rl.algorithm import kl
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, RewardGroups
-from reinforce_rl.config.actor import KL_ESTIMATORS
 
 REWARDS = torch.tensor([1.0, 3.0, 8.0, 5.0, 5.0, 9.0, math.nan], dtype=torch.float64)
 GROUPS = torch.tensor([4, 4, 4, 7, 7, 9, 4])

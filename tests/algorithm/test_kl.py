@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.choices import KL_ESTIMATORS, KL_LOSS_WEIGHTS, KL_REDUCTIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,7 +22,6 @@ from reinforce_rl.algorithm.kl import (
     sequence_kl,
     token_kl,
 )
-from reinforce_rl.config.actor import KL_ESTIMATORS, KL_LOSS_WEIGHTS, KL_REDUCTIONS
 from reinforce_rl.data.batches import length_mask
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.batches import sequences
+from helpers.choices import IMPORTANCE_RATIOS, KL_ESTIMATORS, KL_LOSS_WEIGHTS, LOSS_AGGREGATIONS
 from helpers.losses import random_batch, reinforce_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,6 @@ from reinforce_rl.algorithm.loss import (
     policy_terms,
     token_weights,
 )
-from reinforce_rl.config.actor import IMPORTANCE_RATIOS, KL_ESTIMATORS, KL_LOSS_WEIGHTS, LOSS_AGGREGATIONS
 from reinforce_rl.data.batches import length_mask
 
 WORKED = Path(__file__).with_name("worked_example.json")

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.choices import REWARD_STANDARDISATIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,7 +22,6 @@ from reinforce_rl.algorithm.rewards import (
     in_group_with_spread,
     shape_rewards,
 )
-from reinforce_rl.config.actor import REWARD_STANDARDISATIONS
 
 NOTHING_PAST = RunningMoments()
 

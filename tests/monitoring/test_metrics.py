@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.choices import KL_ESTIMATORS
 from helpers.ranks import TESTS, run_ranks
 from helpers.tiny_run import metrics_of, tiny_overrides, without_times
 from hypothesis import given, settings
@@ -21,7 +22,6 @@ from hypothesis import strategies as st
 
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.algorithm.rewards import RunningMoments
-from reinforce_rl.config.actor import KL_ESTIMATORS
 from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, ReinforceBatch, RolloutBatch
 from reinforce_rl.megatron.optimizer import OptimizerUpdate
 from reinforce_rl.monitoring.metrics import (

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import enumeration
+from helpers.choices import IMPORTANCE_RATIOS, KL_ESTIMATORS, KL_LOSS_WEIGHTS, LOSS_AGGREGATIONS
 from helpers.enumeration import (
     NUM_SEQUENCES,
     TREE,
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.algorithm.loss import LossSettings
-from reinforce_rl.config.actor import IMPORTANCE_RATIOS, KL_ESTIMATORS, KL_LOSS_WEIGHTS, LOSS_AGGREGATIONS
 
 EXACT = {"none", "running_mean", "moving_average", "exponential_moving_average", "rloo"}
 

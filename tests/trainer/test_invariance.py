@@ -11,6 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from helpers.choices import (
+    ADVANTAGE_WHITENINGS,
+    CREDIT_ASSIGNMENTS,
+    GENERATOR_CORRECTIONS,
+    IMPORTANCE_RATIOS,
+    LOSS_AGGREGATIONS,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,13 +31,6 @@ from reinforce_rl.algorithm.advantages import (
     whiten,
 )
 from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
-from reinforce_rl.config.actor import (
-    ADVANTAGE_WHITENINGS,
-    CREDIT_ASSIGNMENTS,
-    GENERATOR_CORRECTIONS,
-    IMPORTANCE_RATIOS,
-    LOSS_AGGREGATIONS,
-)
 
 BETA = 0.1
 FIXED_LENGTH = 7.0

@@ -1,0 +1,23 @@
+"""The values that keys of `trainer.reinforce` take, for tests that try them all."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from reinforce_rl.config.actor import ReinforceConfig, RewardShapingConfig
+
+
+def _choices(name: str) -> tuple[str, ...]:
+    return get_args(ReinforceConfig.model_fields[name].annotation)
+
+
+ADVANTAGE_WHITENINGS = _choices("advantage_whitening")
+CREDIT_ASSIGNMENTS = _choices("credit_assignment")
+GENERATOR_CORRECTIONS = _choices("generator_correction")
+IMPORTANCE_RATIOS = _choices("importance_ratio")
+KL_ESTIMATORS = _choices("kl_estimator")
+KL_LOSS_WEIGHTS = _choices("kl_loss_weights")
+KL_PLACEMENTS = _choices("kl_placement")
+KL_REDUCTIONS = _choices("kl_reduction")
+LOSS_AGGREGATIONS = _choices("loss_aggregation")
+REWARD_STANDARDISATIONS = get_args(RewardShapingConfig.model_fields["standardisation"].annotation)
