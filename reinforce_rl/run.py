@@ -79,7 +79,8 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
                 if cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end:
                     control.activity.begin("export")
                     source = cfg.pretrained_checkpoint.restore_from_path
-                    monitor.note(f"Hugging Face folder: {trainer.model.export(source, folder / 'hf')}")
+                    exported = trainer.model.export(source, folder / "hf", trainer.step)
+                    monitor.note(f"Hugging Face folder: {exported}")
                     if trainer.model.lora is not None:
                         monitor.note(f"PEFT adapter: {trainer.model.export_adapter(source, folder / 'adapter')}")
                 monitor.note(f"Report: {monitor.report()}")

@@ -250,10 +250,10 @@ class MegatronGPTReinforceActorModel:
         sums["sequence_tokens"], sums["padded_tokens"] = self._tokens_of(samples, cuts)
         return LossShare(loss, sums)
 
-    def export(self, source: str | Path, out: str | Path) -> Path:
+    def export(self, source: str | Path, out: str | Path, step: int | None = None) -> Path:
         """Write the policy as a Hugging Face folder with LoRA updates merged; a collective call."""
         merged = None if lora_settings_of(self.lm) is None else MergedWeights(self.lm)
-        return export_hf_folder(self.lm, source, out, values=merged)
+        return export_hf_folder(self.lm, source, out, values=merged, step=step)
 
     def export_adapter(self, source: str | Path, out: str | Path) -> Path:
         """Write the LoRA updates as a PEFT folder; a collective call."""

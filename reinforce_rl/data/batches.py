@@ -20,8 +20,9 @@ FINISH_STOP = "stop"  # a stop token or a stop string was produced
 FINISH_LENGTH = "length"  # max_length was reached first: the response is truncated
 FINISH_OUTSIDE = "outside_vocabulary"  # the engine gave a token id that the model does not have
 
-# Tensors of shape [N] in a `RolloutBatch`.
+# Tensors of a `RolloutBatch`: of shape [N]; of shape [N, T], or None.
 _PER_SAMPLE = ("prompt_lengths", "response_lengths", "group_ids", "sample_ids", "rewards", "valid")
+_PER_TOKEN = ("generator_log_probs", "log_probs", "init_log_probs")
 
 
 @dataclass(frozen=True)
@@ -108,19 +109,14 @@ class RolloutBatch:
         """Return the samples of these rows (int64 indices) in their order, without padding that no row needs."""
         width = int(self.response_lengths[rows].max()) if len(rows) else 0
         used = int((self.prompt_lengths + self.response_lengths)[rows].max()) if len(rows) else 0
-
-        def cut(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[rows, :width]
-
+        tables = {name: getattr(self, name) for name in _PER_TOKEN}
         return RolloutBatch(
             sequences=self.sequences[rows, :used],
             finish_reasons=tuple(self.finish_reasons[row] for row in rows.tolist()),
-            generator_log_probs=cut(self.generator_log_probs),
-            log_probs=cut(self.log_probs),
-            init_log_probs=cut(self.init_log_probs),
             source_rewards={name: values[rows] for name, values in self.source_rewards.items()},
             score_faults=tuple(self.score_faults[row] for row in rows.tolist()) if self.score_faults else (),
             **{name: getattr(self, name)[rows] for name in _PER_SAMPLE},
+            **{name: None if values is None else values[rows, :width] for name, values in tables.items()},
         )
 
 
@@ -166,8 +162,6 @@ def join_completions(parts: Sequence[Completions], pad_id: int) -> Completions:
     """Concatenate completions of several prompt batches, padded to the widest; no parts give an empty one."""
     if not parts:
         return Completions(torch.zeros((0, 0), dtype=torch.long), torch.zeros(0, dtype=torch.long), ())
-    if len(parts) == 1:
-        return parts[0]
     width = max(part.tokens.shape[1] for part in parts)
     return Completions(
         tokens=torch.cat([_widen(part.tokens, width, pad_id) for part in parts]),
@@ -188,13 +182,11 @@ def join_rollouts(parts: Sequence[RolloutBatch], pad_id: int) -> RolloutBatch:
         sequences=torch.cat([_widen(part.sequences, used, pad_id) for part in parts]),
         finish_reasons=tuple(reason for part in parts for reason in part.finish_reasons),
         score_faults=tuple(fault for part in parts for fault in part.score_faults),
-        generator_log_probs=_join_or_none([part.generator_log_probs for part in parts], width),
-        log_probs=_join_or_none([part.log_probs for part in parts], width),
-        init_log_probs=_join_or_none([part.init_log_probs for part in parts], width),
         source_rewards={
             name: torch.cat([part.source_rewards[name] for part in parts]) for name in parts[0].source_rewards
         },
         **{name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_SAMPLE},
+        **{name: _join_or_none([getattr(part, name) for part in parts], width) for name in _PER_TOKEN},
     )
 
 

@@ -7,15 +7,14 @@ config time.
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reinforce_rl.errors import DataError
+from reinforce_rl.utils.files import write_atomically
 
 Message = dict[str, str]
 
@@ -48,30 +47,12 @@ class LineFaults(list[str]):
         raise DataError("\n".join([head, *self[:MAX_LISTED_FAULTS], *more, advice]))
 
 
-def write_jsonl_files(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None:
-    """Write JSONL files atomically, renaming none before all rows of all files are on disk.
-
-    Raises:
-        DataError: a folder or a file cannot be written.
-    """
-    ready: list[tuple[str, Path]] = []
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a JSONL file atomically. Raises DataError if it cannot be written."""
     try:
-        for path, rows in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-            ready.append((temporary, path))
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner can read
-        for temporary, path in ready:
-            os.replace(temporary, path)
+        write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     except OSError as error:
         raise DataError(f"file {error.filename} cannot be written: {error.strerror or error}") from error
-    finally:
-        for temporary, _ in ready:
-            Path(temporary).unlink(missing_ok=True)
 
 
 # Values of a line; their errors name the key alone

@@ -20,10 +20,10 @@ from reinforce_rl.data.jsonl import (
     parse_hh_conversation,
     prompt_key,
     render_hh_prompt,
-    write_jsonl_files,
+    write_jsonl,
 )
 from reinforce_rl.data.readers import AS_NAMED, SPLITS, ColumnMissing, Columns, files_of, read_records
-from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.errors import DataError
 
 T = TypeVar("T")
 
@@ -34,24 +34,12 @@ _PROMPT_KEYS = ("prompt", "text", "messages", "conversations", "chosen", "reject
 class PrepareOptions:
     # "messages" writes `{"messages": [...]}`, "prompt" writes `{"prompt": ...}` in the HH form.
     form: Literal["messages", "prompt"] = "messages"
-    num_validation: int | None = None  # None takes `validation_fraction` instead
-    validation_fraction: float = 0.1  # of the kept prompts, in (0, 1); at least one prompt
+    num_validation: int | None = None  # at least 1; None takes `validation_fraction` instead
+    validation_fraction: float = 0.1  # of the kept prompts; at least one prompt
     seed: int = 0  # draws the validation prompts, and those that `limit` keeps
     max_turns: int | None = None  # user turns of a prompt
     max_characters: int | None = None  # of a prompt, over all its turns
     limit: int | None = None  # prompts to keep in all, drawn by the seed
-
-    def __post_init__(self) -> None:
-        least = {"num_validation": 1, "max_turns": 1, "max_characters": 1, "limit": 2}
-        faults = [
-            f"{name} is {value}; expected at least {bound}"
-            for name, bound in least.items()
-            if (value := getattr(self, name)) is not None and value < bound
-        ]
-        if not 0 < self.validation_fraction < 1:
-            faults.append(f"validation_fraction is {self.validation_fraction}; expected above 0 and below 1")
-        if faults:
-            raise ConfigError(faults)
 
 
 @dataclass(frozen=True)
@@ -106,7 +94,8 @@ def prepare_prompts(
     train, validation = map(len, splits)
     if len(kept) > train + validation:
         skipped["over --limit"] = len(kept) - train - validation
-    write_jsonl_files(dict(zip(targets, splits, strict=True)))
+    for target, rows in zip(targets, splits, strict=True):
+        write_jsonl(target, rows)
     return PrepareCounts(read, train, validation, dict(skipped.most_common()))
 
 

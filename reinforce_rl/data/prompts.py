@@ -34,14 +34,6 @@ ROLES = ("system", "user", "assistant", "tool")
 TOKENISE_AT_ONCE = 1024  # prompts; bounds the memory of a batch in the tokenizer
 
 
-@dataclass(frozen=True)
-class _Rendered:
-    where: str
-    text: str
-    messages: tuple[dict[str, Any], ...]  # empty if no template rendered it
-    metadata: dict[str, Any]
-
-
 class PromptDataset(Dataset[Prompt]):
     """Prompts in file and line order; `dataset[i].id == i`.
 
@@ -138,16 +130,17 @@ class PromptDataset(Dataset[Prompt]):
         for path in paths:
             before = len(prompts)
             records = readers.read_records(path, render, faults, columns, split)
-            for item, tokens in _tokenise(records, tokenizer, add_bos):
-                if not tokens:
-                    faults.add(item.where, "the tokenizer makes no token of this prompt")
-                elif max_prompt_tokens is None or len(tokens) <= max_prompt_tokens:
-                    prompts.append(Prompt(len(prompts), item.text, tokens, item.metadata, item.messages))
+            for where, prompt in _tokenise(records, tokenizer, add_bos):
+                length = len(prompt.tokens)
+                if not length:
+                    faults.add(where, "the tokenizer makes no token of this prompt")
+                elif max_prompt_tokens is None or length <= max_prompt_tokens:
+                    prompts.append(replace(prompt, id=len(prompts)))
                 elif too_long == "skip":
-                    skipped.append((item.where, len(tokens)))
+                    skipped.append((where, length))
                 else:
                     room = f"more than the {max_prompt_tokens} that leave room for a response"
-                    faults.add(item.where, f"prompt of {len(tokens)} tokens, {room}")
+                    faults.add(where, f"prompt of {length} tokens, {room}")
                     advice = (
                         "Correct or remove these lines. For over-long prompts, raise model.encoder_seq_length, lower "
                         "model.reinforce.length_params.max_length, or set model.data.too_long=skip to leave them out."
@@ -286,16 +279,13 @@ def build_train_valid_test_rlhf_datasets(
     files, weights = readers.resolve_data_prefix(data_prefix)
     datasets: dict[str, PromptDataset] = {}
     errors: list[DataError] = []
-    for split, paths in files.items():
-        if not paths or split not in splits:
+    for split, sets in files.items():
+        if split not in splits or not any(sets.values()):
             continue
         load = partial(PromptDataset.from_files, tokenizer, split=split, **options)
-        sets = data_prefix[split]
         try:
-            if isinstance(sets, Mapping):
-                datasets[split] = PromptDataset.of_sets({k: load(readers.paths_in(v)) for k, v in sets.items()})
-            else:
-                datasets[split] = load(paths, weights=weights if split == "train" else None)
+            found = {name: load(paths, weights=weights if split == "train" else None) for name, paths in sets.items()}
+            datasets[split] = found[""] if "" in found else PromptDataset.of_sets(found)
         except DataError as error:  # the next split may have faults of its own
             errors.append(error)
     if errors:
@@ -310,8 +300,9 @@ def _render(
     apply_chat_template: bool,
     columns: Columns,
     system_prompt: str | None,
-) -> _Rendered:
-    value, where = record.value, record.where
+) -> tuple[str, Prompt]:
+    """Return where a prompt stands, and the prompt without id and tokens."""
+    value = record.value
     keys = ["prompt"] if "prompt" in columns.names else [key for key in PROMPT_KEYS if key in value]
     keys = keys or [key for key in (SHAREGPT_KEY,) if key in value]
     if not keys:
@@ -336,17 +327,17 @@ def _render(
         messages = [{"role": "system", "content": jsonl.check_text(system, "system")}, *messages]
     text = render_prompt(tokenizer, messages) if messages else content
     metadata = {name: item for name, item in value.items() if name != key}
-    return _Rendered(where, jsonl.check_text(text, key), tuple(messages), metadata)
+    return record.where, Prompt(-1, jsonl.check_text(text, key), (), metadata, tuple(messages))
 
 
 def _tokenise(
-    rendered: Iterator[_Rendered], tokenizer: PreTrainedTokenizerBase, add_bos: bool
-) -> Iterator[tuple[_Rendered, tuple[int, ...]]]:
+    rendered: Iterator[tuple[str, Prompt]], tokenizer: PreTrainedTokenizerBase, add_bos: bool
+) -> Iterator[tuple[str, Prompt]]:
     bos = tokenizer.bos_token_id
     while items := list(islice(rendered, TOKENISE_AT_ONCE)):
         # Not verbose: transformers would warn about its own length limit; the caller checks ours.
-        encoded = tokenizer([item.text for item in items], add_special_tokens=False, verbose=False)
-        for item, ids in zip(items, cast("list[list[int]]", encoded["input_ids"]), strict=True):
-            if add_bos and not item.messages and ids[:1] != [bos]:
+        encoded = tokenizer([prompt.text for _, prompt in items], add_special_tokens=False, verbose=False)
+        for (where, prompt), ids in zip(items, cast("list[list[int]]", encoded["input_ids"]), strict=True):
+            if add_bos and not prompt.messages and ids[:1] != [bos]:
                 ids = [bos, *ids]
-            yield item, tuple(ids)
+            yield where, replace(prompt, tokens=tuple(ids))

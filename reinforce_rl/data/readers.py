@@ -12,6 +12,7 @@ import glob
 import gzip
 import importlib
 import io
+import itertools
 import json
 import lzma
 import math
@@ -19,8 +20,10 @@ import re
 import stat
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,19 +31,19 @@ from reinforce_rl.data.jsonl import LineFaults, Record, describe_type
 from reinforce_rl.errors import ConfigError, DataError
 
 T = TypeVar("T")
-Rows = Iterator[tuple[str, Any]]  # the place in the file, ":LINE" or ", row N", and a record or its `DataError`
+Sets = dict[str, list[Any]]  # paths by a set's name
+Rows = Iterator[tuple[str, Any]]  # the place in the file, ":LINE" or ", row N", and what `_record_of` takes
 
 SPLITS = ("train", "validation", "test")
 HUB = "hf:"  # hf:OWNER/NAME[/CONFIGURATION][:SPLIT]
 EXPECTED = "JSONL, JSON, CSV, TSV or Parquet, a folder of such files, or hf:OWNER/NAME"
 _START_BYTES, _AT_ONCE = 4096, 1024
-_DATASETS = "datasets", "'reinforce-rl[datasets]'"
 _BOM = b"\xef\xbb\xbf"
 _OPENERS: dict[bytes, Callable[[Path], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ\x00": lzma.open,
-    b"\x28\xb5\x2f\xfd": lambda path: _library("pyarrow", "pyarrow").CompressedInputStream(str(path), "zstd"),
+    b"\x28\xb5\x2f\xfd": lambda path: importlib.import_module("pyarrow").CompressedInputStream(str(path), "zstd"),
 }
 _SUFFIX = re.compile(r"(\.jsonl|\.ndjson|\.json|\.csv|\.tsv|\.parquet)?(?:\.gz|\.bz2|\.xz|\.zst)?$", re.IGNORECASE)
 # What cannot be read, by how a file begins, with what to do about it.
@@ -79,12 +82,10 @@ class Columns:
         """Return a record with its columns renamed. Raises ColumnMissing."""
         renamed: dict[str, Any] = {}
         for name, column in self.names.items():
-            inner: Any = value
-            for part in [column] if column in value else column.split("."):
-                if not isinstance(inner, dict) or part not in inner:
-                    raise ColumnMissing(value, f"{column}, as {self.key}{name} says")
-                inner = inner[part]
-            renamed[name] = inner
+            try:
+                renamed[name] = reduce(getitem, [column] if column in value else column.split("."), value)
+            except (KeyError, TypeError) as error:
+                raise ColumnMissing(value, f"{column}, as {self.key}{name} says") from error
         taken = set(self.names.values())
         return {**{name: item for name, item in value.items() if name not in taken}, **renamed}
 
@@ -108,9 +109,7 @@ def read_records(
         with _naming(path):
             for count, (place, value) in enumerate(_rows_of(path, split)):
                 try:
-                    if isinstance(value, DataError):
-                        raise value
-                    yield parse(Record(f"{path}{place}", columns.of(value)))
+                    yield parse(Record(f"{path}{place}", columns.of(_record_of(value))))
                 except DataError as error:
                     faults.add(f"{path}{place}", error)
                     if isinstance(error, ColumnMissing) and not count:
@@ -128,9 +127,6 @@ def _naming(path: Path) -> Iterator[None]:
         raise DataError(f"{path} does not exist") from error
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
-# Where the records are
 
 
 def files_of(source: str | Path, split: str = "train") -> list[Path]:
@@ -173,8 +169,7 @@ def _files_in(folder: Path, split: str) -> list[Path]:
 
 
 def _suffix(path: Path) -> str:
-    match = _SUFFIX.search(path.name)
-    return (match[1] or "").lower() if match else ""
+    return _SUFFIX.findall(path.name)[0].lower()
 
 
 def source_fault(source: str | Path, split: str = "train") -> str | None:
@@ -183,7 +178,7 @@ def source_fault(source: str | Path, split: str = "train") -> str | None:
         for path in files_of(source, split):
             with _naming(path):
                 if _is_data_set(path):
-                    _library(*_DATASETS)
+                    _datasets()
                 else:
                     with _open(path) as file:
                         _form_of(path, file.peek(_START_BYTES))
@@ -192,75 +187,57 @@ def source_fault(source: str | Path, split: str = "train") -> str | None:
     return None
 
 
-def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> tuple[dict[str, list[Path]], tuple[float, ...] | None]:
-    """Return the existing files of each split, and the weight of each train file if there are weights.
+def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> tuple[dict[str, Sets], tuple[float, ...] | None]:
+    """Return the files of each split, see `sets_of`, and the weight of each train file if there are weights.
 
-    Cheap, so that it runs before a model is loaded.
+    Cheap, so that it runs before a model is loaded. Types are checked by the configuration's schema.
 
     Raises:
-        ConfigError: unknown key, no train file, a value that is neither path nor weight, missing files; all together.
+        ConfigError: no train file, wrong weights, wrong names of sets, files that cannot be read; all together.
     """
-    key = "model.data.data_prefix"
-    faults = [f"{key}.{k} is not known; expected one of {', '.join(SPLITS)}" for k in data_prefix if k not in SPLITS]
-    files: dict[str, list[Path]] = {}
-    weights: tuple[float, ...] | None = None
-    for split in SPLITS:
-        value = data_prefix.get(split)
-        if split == "validation" and isinstance(value, Mapping):
-            wrong = [name for name in value if not re.fullmatch(r"[\w.-]+", str(name))]
-            faults += [
-                f"{key}.{split} has a set named {name!r}; expected letters, digits, '.', '_', '-'" for name in wrong
-            ]
-            faults += [f"{key}.{split} is empty; expected {{NAME: path or list, ...}}, or null"] * (not value)
-            value = [entry for paths in value.values() for entry in paths_in(paths)]
-        entries = [] if value is None else [value] if isinstance(value, (str, Path)) else value
-        if not isinstance(entries, Sequence):
-            faults.append(f"{key}.{split} is {value!r}; expected a path or a list of paths")
-            continue
-        if split == "train" and any(map(_is_weight, entries)):
-            weights, entries = _split_weights(entries, faults)
-        files[split] = []
-        for entry in entries:
-            if not isinstance(entry, (str, Path)) or not str(entry):
-                hint = " (only train can be blended by weights)" if _is_weight(entry) else ""
-                faults.append(f"{key}.{split} holds {entry!r}; expected a path{hint}")
-                continue
-            path = Path(entry).expanduser()
-            files[split].append(path)
-            if fault := source_fault(path, split):
+    key, sets = "model.data.data_prefix", data_prefix.get("validation")
+    faults: list[str] = []
+    train, weights = _split_weights(data_prefix.get("train"), faults)
+    files = {split: sets_of(train if split == "train" else data_prefix.get(split)) for split in SPLITS}
+    if not any(files["train"].values()):
+        faults.append(f"{key}.train is empty; expected {EXPECTED}")
+    if isinstance(sets, Mapping):
+        wrong = [name for name in sets if not re.fullmatch(r"[\w.-]+", str(name))]
+        faults += [f"{key}.validation has a set named {n!r}; expected letters, digits, '.', '_', '-'" for n in wrong]
+        faults += [f"{key}.validation is empty; expected {{NAME: path or list, ...}}, or null"] * (not sets)
+    for split, found in files.items():
+        for entry in itertools.chain(*found.values()):
+            if fault := source_fault(entry, split) if str(entry) else "'' is no path":
                 faults.append(f"{key}.{split}: {fault}; expected {EXPECTED}")
-        if split == "train" and not entries:
-            faults.append(f"{key}.train is empty; expected {EXPECTED}")
     if faults:
         raise ConfigError(faults)
     return files, weights
 
 
-def paths_in(value: Any) -> list[Any]:
-    """Return the entries of a path or a list of paths."""
-    return [value] if isinstance(value, (str, Path)) else list(value)
+def sets_of(value: Any) -> Sets:
+    """Return the paths of each set of prompts by name; a path, a list of paths, or None is one set without a name."""
+    sets = value if isinstance(value, Mapping) else {"": value or []}
+    return {name: [paths] if isinstance(paths, (str, Path)) else list(paths) for name, paths in sets.items()}
 
 
-def _is_weight(entry: object) -> bool:
-    return isinstance(entry, (int, float)) and not isinstance(entry, bool)
-
-
-def _split_weights(entries: Sequence[Any], faults: list[str]) -> tuple[tuple[float, ...], list[Any]]:
-    key, weights, paths = "model.data.data_prefix.train", list(entries[::2]), list(entries[1::2])
-    if len(weights) != len(paths) or not all(map(_is_weight, weights)) or any(map(_is_weight, paths)):
+def _split_weights(value: Any, faults: list[str]) -> tuple[list[Any], tuple[float, ...] | None]:
+    """Return the paths, and their weights if there are any."""
+    key, entries = "model.data.data_prefix.train", sets_of(value)[""]
+    given = [entry for entry in entries if not isinstance(entry, (int, float))]
+    if given == entries:
+        return entries, None
+    weights, paths = entries[::2], entries[1::2]
+    if paths != given or len(weights) != len(paths):
         faults.append(
-            f"{key} is {list(entries)}; expected paths alone, each of whose prompts comes once an epoch, or a weight "
+            f"{key} is {entries}; expected paths alone, each of whose prompts comes once an epoch, or a weight "
             "before every path: [0.3, a.jsonl, 0.7, b.jsonl]"
         )
-        return (), [entry for entry in entries if not _is_weight(entry)]
+        return given, None
     bad = [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]
     faults += [f"{key} has the weight {weight}; expected a number above 0" for weight in bad]
     twice = [path for path in dict.fromkeys(paths) if paths.count(path) > 1]
     faults += [f"{key} gives {path} two weights; expected each file once" for path in twice]
-    return tuple(map(float, weights)), paths
-
-
-# Forms
+    return paths, tuple(map(float, weights))
 
 
 def _rows_of(path: Path, split: str) -> Rows:
@@ -272,15 +249,19 @@ def _rows_of(path: Path, split: str) -> Rows:
 
 
 def _open(path: Path) -> io.BufferedReader:
+    """Open a file for its text or Parquet: unpacked, behind a byte order mark."""
     with path.open("rb") as file:
         start = file.read(8)
     opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
-    return path.open("rb") if opener is None else io.BufferedReader(opener(path))
+    opened = path.open("rb") if opener is None else io.BufferedReader(opener(path))
+    if opened.peek(len(_BOM)).startswith(_BOM):
+        opened.read(len(_BOM))
+    return opened
 
 
 def _form_of(path: Path, start: bytes) -> Callable[[io.BufferedReader], Rows]:
     """Choose by a file's first bytes, unpacked, and by its name."""
-    start, suffix = start.removeprefix(_BOM), _suffix(path)
+    suffix = _suffix(path)
     if not start:
         raise DataError("is empty")
     if start.startswith(b"PAR1"):
@@ -304,21 +285,25 @@ def _form_of(path: Path, start: bytes) -> Callable[[io.BufferedReader], Rows]:
 def _lines(file: io.BufferedReader) -> Rows:
     # Bytes: a line that is not UTF-8 must not hide the others, and only "\n" ends a line.
     for number, raw in enumerate(file, 1):
-        raw = raw.removeprefix(_BOM) if number == 1 else raw
         if raw.strip():
-            yield f":{number}", _object_or_fault(raw)
+            yield f":{number}", raw
 
 
-def _object_or_fault(raw: bytes) -> dict[str, Any] | DataError:
-    try:
-        value = json.loads(_decoded(raw))
-        return value if isinstance(value, dict) else _no_object(value)
-    except DataError as error:
-        return error
-    except json.JSONDecodeError as error:
-        return DataError(f"not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})")
-    except (ValueError, RecursionError) as error:
-        return DataError(f"not usable JSON ({error})")
+def _record_of(value: Any) -> dict[str, Any]:
+    """Return a row as a record; raise its DataError if it is none."""
+    if isinstance(value, bytes):
+        try:
+            value = json.loads(_decoded(value))
+        except json.JSONDecodeError as error:
+            reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+            raise DataError(f"not valid JSON ({reason})") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"not usable JSON ({error})") from error
+    if isinstance(value, DataError):
+        raise value
+    if not isinstance(value, dict):
+        raise DataError(f"expected a JSON object, found {describe_type(value)}")
+    return value
 
 
 def _decoded(raw: bytes) -> str:
@@ -328,24 +313,18 @@ def _decoded(raw: bytes) -> str:
         raise DataError(f"not valid UTF-8 (byte {error.start + 1} of the line)") from error
 
 
-def _no_object(value: object) -> DataError:
-    return DataError(f"expected a JSON object, found {describe_type(value)}")
-
-
 def _list(file: io.BufferedReader) -> Rows:
     try:
-        values = json.loads(file.read().decode("utf-8-sig"))
+        values = json.load(file)
     except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
         raise DataError(f"is not valid JSON: {error}") from error
     for number, value in enumerate(values, 1):
-        yield f", row {number}", value if isinstance(value, dict) else _no_object(value)
+        yield f", row {number}", value
 
 
 def _separated(file: io.BufferedReader) -> Rows:
     """Read CSV, separated by comma, semicolon or tab, with names in its first line. Every value is a text."""
     csv.field_size_limit(sys.maxsize)
-    if file.peek(3).startswith(_BOM):
-        file.read(3)
     first = file.peek(_START_BYTES).partition(b"\n")[0].decode(errors="replace")
     rows = csv.reader(map(_decoded, file), delimiter=max(",;\t", key=first.count), strict=True)
     try:
@@ -359,20 +338,14 @@ def _separated(file: io.BufferedReader) -> Rows:
         raise DataError(f"cannot be read from line {rows.line_num + 1} on: {error}") from error
 
 
-def _library(name: str, install: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise DataError(f"needs {name}, which cannot be imported ({error}); pip install {install}") from error
-
-
 def _parquet(file: io.BufferedReader) -> Rows:
-    pyarrow, parquet = _library("pyarrow", "pyarrow"), _library("pyarrow.parquet", "pyarrow")
+    from pyarrow import ArrowException, BufferReader, parquet
+
     # What is unpacked cannot be read from its end.
-    source = file if isinstance(file.raw, io.FileIO) else pyarrow.BufferReader(file.read())
+    source = file if isinstance(file.raw, io.FileIO) else BufferReader(file.read())
     try:
         yield from _of_batches(parquet.ParquetFile(source).iter_batches(batch_size=_AT_ONCE))
-    except pyarrow.ArrowException as error:
+    except ArrowException as error:
         raise DataError(f"cannot be read: {error}") from error
 
 
@@ -400,9 +373,17 @@ def _is_data_set(path: Path) -> bool:
     return str(path).startswith(HUB) or path.is_dir()
 
 
+def _datasets() -> Any:
+    try:
+        return importlib.import_module("datasets")
+    except ImportError as error:
+        advice = "pip install 'reinforce-rl[datasets]'"
+        raise DataError(f"needs datasets, which cannot be imported ({error}); {advice}") from error
+
+
 def _data_set(path: Path, split: str) -> Rows:
     """Read a data set of `datasets`: of the Hugging Face hub, or a `save_to_disk` folder."""
-    datasets, (place, _, part) = _library(*_DATASETS), str(path).removeprefix(HUB).partition(":")
+    datasets, (place, _, part) = _datasets(), str(path).removeprefix(HUB).partition(":")
     owner, name, configuration = [*place.split("/", 2), "", ""][:3]
     try:
         if path.is_dir():
@@ -410,7 +391,9 @@ def _data_set(path: Path, split: str) -> Rows:
         else:
             found = datasets.load_dataset(f"{owner}/{name}".rstrip("/"), configuration or None, split=part or split)
     except Exception as error:  # of the library, of the hub's client, of its HTTP client
-        offline = "" if path.is_dir() else "; without a network, save it elsewhere (save_to_disk) and give that folder"
-        raise DataError(f"cannot be loaded by datasets: {type(error).__name__}: {error}{offline}") from error
+        advice = "" if path.is_dir() else "; without a network, save it elsewhere (save_to_disk) and give that folder"
+        if advice and datasets.config.HF_HUB_OFFLINE:
+            advice = f"; HF_HUB_OFFLINE is set: unset it to fetch the data set{advice}"
+        raise DataError(f"cannot be loaded by datasets: {type(error).__name__}: {error}{advice}") from error
     # As stored: images and sounds are not decoded.
     yield from _of_batches(found.with_format("arrow").iter(batch_size=_AT_ONCE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import signal
 import sys
@@ -39,10 +40,6 @@ HELP = """/reset        forget the conversation
 MIN_COLUMNS = 60  # of a terminal that shows two models side by side
 REWARD_SECONDS = 20.0  # to wait for a server, and for a score
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model must not drive the terminal
-
-
-class _Stopped(Exception):
-    """Ctrl-C during an answer."""
 
 
 @dataclass
@@ -154,25 +151,29 @@ class Chat:
     def _answer(self) -> None:
         self._answered += 1
         console, several = self._console, len(self._speakers) > 1
-        texts = [""] * len(self._speakers)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._stoppable())
-            live = None
-            if several and console.is_terminal and console.width >= MIN_COLUMNS:
-                live = stack.enter_context(Live(console=console))
-            for index, speaker in enumerate(self._speakers):
-                if several and live is None:
+        columns = Table(*(one.name for one in self._speakers), box=None, expand=True, padding=(0, 2, 0, 0))
+        for column in columns.columns:
+            column.ratio = 1
+        texts = [Text() for _ in self._speakers]
+        columns.add_row(*texts)
+        screen = contextlib.nullcontext()
+        if several and console.is_terminal and console.width >= MIN_COLUMNS:
+            screen = Live(columns, console=console, auto_refresh=False)  # its thread would read half of a text
+        with self._stoppable(), screen as live:
+            for speaker, text in zip(self._speakers, texts, strict=True):
+                if several and not live:
                     self._write(f"[{speaker.name}]\n")
 
-                def show(piece: str, index: int = index) -> None:
-                    texts[index] += _CONTROLS.sub("", piece)
+                def show(piece: str, text: Text = text) -> None:
+                    piece = _CONTROLS.sub("", piece)
+                    text.append(piece)
                     if live is None:
-                        self._write(_CONTROLS.sub("", piece))
+                        self._write(piece)
                     else:
-                        live.update(self._table(texts))
+                        live.refresh()
 
                 notes = self._one(speaker, show)
-                speaker.messages.append({"role": "assistant", "content": texts[index]})
+                speaker.messages.append({"role": "assistant", "content": text.plain})
                 show("".join(f"\n({note})" for note in notes))
                 if live is None:
                     self._write("\n")
@@ -183,14 +184,14 @@ class Chat:
         def show_or_stop(piece: str) -> None:
             show(piece)
             if self._stop:
-                raise _Stopped
+                raise KeyboardInterrupt
 
         prompt, room = speaker.prompt(self._answered, self._params.max_length)
         left_out = len(speaker.messages) - len(prompt.messages) if prompt.messages else 0
         notes = [f"without the first {left_out} messages: there is no room for them"] if left_out else []
         try:
             found = speaker.answer(prompt, replace(self._params, max_length=room), self._seed, show_or_stop)
-        except _Stopped:
+        except KeyboardInterrupt:
             return [*notes, "stopped"]
         if found.finish_reasons[0] == FINISH_LENGTH:
             notes.append(f"cut at {room} tokens")
@@ -210,13 +211,6 @@ class Chat:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
-
-    def _table(self, texts: Sequence[str]) -> Table:
-        table = Table(*(speaker.name for speaker in self._speakers), box=None, expand=True, padding=(0, 2, 0, 0))
-        for column in table.columns:
-            column.ratio = 1
-        table.add_row(*map(Text, texts))
-        return table
 
     def _write(self, text: str) -> None:
         self._console.file.write(text)
@@ -251,16 +245,14 @@ def chat(
     cfgs = dict(zip(short_names(folders), [inference_config(folder, options) for folder in folders], strict=True))
     first = next(iter(cfgs.values()))
     with configured_mesh(first) as mesh, contextlib.ExitStack() as stack:
-        sources: dict[str, RewardSource] = {}
 
+        @functools.cache
         def connect(name: str) -> RewardSource:
-            if name not in sources:
-                remote, folder = cfgs[name].remote_rm, cfgs[name].pretrained_checkpoint.restore_from_path
-                remote.ready_timeout_seconds, remote.deadline_seconds = REWARD_SECONDS / 4, REWARD_SECONDS
-                silent = SilentMonitor(cfgs[name].exp_manager.explicit_log_dir)
-                sources[name] = connect_to_reward_servers(cfgs[name], mesh, load_tokenizer(folder), silent)
-                stack.callback(sources[name].close)
-            return sources[name]
+            cfg = cfgs[name]
+            tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
+            cfg.remote_rm.ready_timeout_seconds, cfg.remote_rm.deadline_seconds = REWARD_SECONDS / 4, REWARD_SECONDS
+            silent = SilentMonitor(cfg.exp_manager.explicit_log_dir)
+            return stack.enter_context(contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, silent)))
 
         def score(speaker: Speaker, prompt: Prompt, found: Completions) -> str:
             try:

@@ -6,23 +6,31 @@ with configured_mesh(cfg) as mesh, contextlib.closing(load_actor(cfg, mesh).gene
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf, open_dict
 
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import read_config
 from reinforce_rl.config.parallelism import model_values
-from reinforce_rl.data.readers import paths_in
+from reinforce_rl.data.readers import sets_of
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.checkpointer import STATE_FILE, latest_checkpoint
+from reinforce_rl.megatron.hf_weights import STEP
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.runtime.settings import CONFIG_FILE
 from reinforce_rl.trainer.build import build_actor, check_vocabulary
+
+logger = logging.getLogger(__name__)
 
 PROGRAM, MODEL = "train_reinforce_actor", "pretrained_checkpoint.restore_from_path"
 DATA, LENGTH = "model.data.data_prefix", "model.encoder_seq_length"
@@ -42,12 +50,34 @@ def model_folder(path: str | Path) -> Path:
         if (found / "config.json").is_file():
             return found
     if (folder / "checkpoints").is_dir():
-        own = OmegaConf.load(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else OmegaConf.create()
-        command = f"reinforce-rl convert to-hf {folder} {folder / 'hf'} --model "
-        command += str(OmegaConf.select(own, MODEL, default="THE_MODEL_IT_BEGAN_FROM"))
-        raise ConfigError([f"{folder} is a run without an exported model, {folder / 'hf'}; write it: {command}"])
+        missing = f"{folder} is a run without an exported model, {folder / 'hf'}"
+        raise ConfigError([f"{missing}; write it: {_export_command(folder)}"])
     found = "has no config.json" if folder.is_dir() else "does not exist"
     raise ConfigError([f"{folder} {found}; expected a Hugging Face model folder, or the folder of a run"])
+
+
+def _export_command(run: Path) -> str:
+    own = OmegaConf.load(run / CONFIG_FILE) if (run / CONFIG_FILE).is_file() else OmegaConf.create()
+    base = OmegaConf.select(own, MODEL, default="THE_MODEL_IT_BEGAN_FROM")
+    return f"reinforce-rl convert to-hf {run} {run / 'hf'} --model {base}"
+
+
+def _warn_if_outdated(folder: Path) -> None:
+    """Say so if a run has gone on since it exported this folder."""
+    newest = None
+    with contextlib.suppress(CheckpointError):  # a damaged one does not matter here
+        newest = latest_checkpoint(folder.parent / "checkpoints") if folder.name == "hf" else None
+    if newest is None:
+        return
+    config, state = folder / "config.json", newest.folder / STATE_FILE
+    exported, step = json.loads(config.read_text("utf-8")).get(STEP), newest.trainer_state["step"]
+    is_older = exported < step if exported is not None else config.stat().st_mtime < state.stat().st_mtime
+    if is_older:
+        of = "an earlier step" if exported is None else f"step {exported}"
+        logger.warning(
+            f"{folder} is the model of {of}, and the run's newest checkpoint is of step {step}; to take that one, "
+            f"write it first: {_export_command(folder.parent)}"
+        )
 
 
 def inference_config(
@@ -80,8 +110,7 @@ def inference_config(
     values = {MODEL: str(path), "trainer.reinforce.initial_policy_kl_penalty": 0.0}
     values |= {f"{DATA}.validation": prompts, f"{DATA}.test": None}
     if prompts is not None:
-        sets = prompts.values() if isinstance(prompts, DictConfig) else [prompts]
-        values[f"{DATA}.train"] = [file for files in sets for file in paths_in(files)]
+        values[f"{DATA}.train"] = list(itertools.chain(*sets_of(prompts).values()))
     if folder is not None:
         values["exp_manager.explicit_log_dir"] = str(folder)
     longest = model_values(str(path)).get("max_position_embeddings")
@@ -100,9 +129,12 @@ def inference_config(
 def load_actor(cfg: TrainConfig, mesh: Mesh) -> MegatronGPTReinforceActorModel:
     """Load tokenizer, weights and generator of a model for inference: no optimizer, no gradients, no reference.
 
-    Close its `generator` at the end. Raises ConfigError if tokenizer, weights, machine and layout do not fit.
+    Close its `generator` at the end. Warns if a run's newest checkpoint is of a later step. Raises ConfigError if
+    tokenizer, weights, machine and layout do not fit.
     """
     folder = Path(cfg.pretrained_checkpoint.restore_from_path)
+    if mesh.is_main:
+        _warn_if_outdated(folder)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(tokenizer, Architecture.from_folder(folder), folder)
     return build_actor(cfg, mesh, tokenizer, trains=False)

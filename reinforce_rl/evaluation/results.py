@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from pydantic_core import to_json
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -38,10 +40,10 @@ class ModelResult:
             columns[f"reward of {one}"] = [row.reward if row.set_name == one else math.nan for row in rows]
         columns |= {KL: [row.kl for row in rows], LENGTH: [float(row.response_length) for row in rows]}
         columns[ENDED] = [float(row.is_end) for row in rows]
-        groups: dict[str, dict[int, list[float]]] = {column: {} for column in columns}
+        groups: dict[str, dict[int, list[float]]] = {column: defaultdict(list) for column in columns}
         for column, values in columns.items():
             for row, value in zip(rows, values, strict=True):
-                groups[column].setdefault(row.prompt_id, []).append(value)
+                groups[column][row.prompt_id].append(value)
         numbers = {column: estimate(found) for column, found in groups.items()}
         numbers["reward"] = replace(numbers["reward"], mean=metrics["rewards"])  # summed as in training
         if set(filter(math.isfinite, columns["reward"])) <= {0.0, 1.0}:
@@ -94,7 +96,8 @@ class Results:
         """Return all numbers; what is unknown is null."""
         rates = [{"win_rate": one.wins.rate, "interval_95": one.wins.interval} for one in self.comparisons]
         comparisons = [asdict(one) | rate for one, rate in zip(self.comparisons, rates, strict=True)]
-        return _plain({"version": VERSION, "models": list(map(asdict, self.models)), "comparisons": comparisons})
+        found = {"version": VERSION, "models": self.models, "comparisons": comparisons}
+        return json.loads(to_json(found, inf_nan_mode="null"))
 
     def table(self) -> RenderableType:
         """Return a table of the models and a line for each comparison and each reason of a failure."""
@@ -117,11 +120,3 @@ def _shown(name: str, found: Estimate | None) -> str:
     digits = 1 if name == LENGTH else 3
     error = f" ± {found.standard_error:.{digits}f}" if math.isfinite(found.standard_error) else ""
     return f"{found.mean:.{digits}f}{error}"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -89,11 +89,11 @@ def train(
 
 def _file(prompts: Prompts, path: Path) -> str:
     """The file of prompts, written if they are not in one."""
-    from reinforce_rl.data.jsonl import write_jsonl_files
+    from reinforce_rl.data.jsonl import write_jsonl
 
     if isinstance(prompts, str | Path):
         return str(prompts)
-    write_jsonl_files({path: ({"prompt": row} if isinstance(row, str) else row for row in prompts)})
+    write_jsonl(path, ({"prompt": row} if isinstance(row, str) else row for row in prompts))
     return str(path)
 
 

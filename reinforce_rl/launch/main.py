@@ -180,14 +180,18 @@ def prepare(
         Literal["messages", "prompt"],
         typer.Option(help="messages: a list of turns; prompt: one string in the Human/Assistant form"),
     ] = "messages",
-    validation_fraction: Annotated[float | None, typer.Option(help="share for validation (default: 0.1)")] = None,
-    num_validation: Annotated[int | None, typer.Option(help="number of prompts for validation")] = None,
-    seed: Annotated[int, typer.Option(help="chooses the validation prompts")] = 0,
-    max_turns: Annotated[int | None, typer.Option(help="skip prompts with more user turns")] = None,
-    max_characters: Annotated[
-        int | None, typer.Option(help="skip prompts with more characters over all turns")
+    validation_fraction: Annotated[
+        float | None, typer.Option(min=0, max=1, help="share for validation (default: 0.1)")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="maximum number of prompts in all, drawn by the seed")] = None,
+    num_validation: Annotated[int | None, typer.Option(min=1, help="number of prompts for validation")] = None,
+    seed: Annotated[int, typer.Option(help="chooses the validation prompts")] = 0,
+    max_turns: Annotated[int | None, typer.Option(min=1, help="skip prompts with more user turns")] = None,
+    max_characters: Annotated[
+        int | None, typer.Option(min=1, help="skip prompts with more characters over all turns")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=2, help="maximum number of prompts in all, drawn by the seed")
+    ] = None,
     field: Annotated[list[str] | None, typer.Option(help="NAME=COLUMN renames one: prompt=question")] = None,
 ) -> None:
     """Turn preference pairs or conversations into prompt-only train.jsonl and validation.jsonl."""

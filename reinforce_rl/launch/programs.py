@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from omegaconf import DictConfig
 
 from reinforce_rl.launch.cli import start_ranks, with_config
@@ -50,7 +48,6 @@ def train_rm(cfg: DictConfig) -> None:
     config = load_config(cfg, TrainRewardModelConfig)
     if config.mode == "full":
         start_ranks(config.trainer.devices, config.trainer.num_nodes)
-    os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it: no hub
     from reinforce_rl.reward_model.job import train_reward_model
 
     train_reward_model(config, command=typed())

@@ -76,9 +76,11 @@ def to_hf(
         advice = "as checkpoints of a run have none; name the run's model with --model"
         raise ConfigError([f"{checkpoint} has no config.json, {advice}"])
     lm = CausalLM(Architecture.from_folder(source), mesh, _dtype_of(checkpoint))
-    merged = _add_lora_of(checkpoint, lm, source)
+    state = checkpoint / STATE_FILE
+    trainer_state = json.loads(state.read_text(encoding="utf-8")) if state.is_file() else {}
+    merged = _add_lora_of(checkpoint, trainer_state, lm, source)
     load_weights(lm, checkpoint)
-    return export_hf_folder(lm, source, out, values=merged, **options)
+    return export_hf_folder(lm, source, out, values=merged, step=trainer_state.get("step"), **options)
 
 
 def load_weights(lm: CausalLM, checkpoint: Path) -> None:
@@ -93,10 +95,8 @@ def load_weights(lm: CausalLM, checkpoint: Path) -> None:
         load_sharded(lm, {"model": trained_state(lm)}, checkpoint / MODEL)
 
 
-def _add_lora_of(checkpoint: Path, lm: CausalLM, source: Path) -> MergedWeights | None:
+def _add_lora_of(checkpoint: Path, trainer_state: dict[str, Any], lm: CausalLM, source: Path) -> MergedWeights | None:
     """Load the base of a checkpoint of LoRA updates; return the merged weights, to be read once those are loaded."""
-    state = checkpoint / STATE_FILE
-    trainer_state = json.loads(state.read_text(encoding="utf-8")) if state.is_file() else {}
     lora: dict[str, Any] | None = trainer_state.get("lora")
     if lora is None:
         return None

@@ -142,6 +142,7 @@ Track = Callable[[Sequence[T]], Iterable[T]]  # iterates like `iter`; may show p
 # RoPE frequencies, stored in older folders; the model computes them.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 _NOT_OF_A_CLASSIFIER = re.compile(rf"{_COMPUTED.pattern}|^lm_head\.weight$")
+STEP = "training_step"  # key of an exported config.json
 # Config and tokenizer files copied into an exported folder.
 _CARRIED_OVER = ("*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
 _CARRIED_OVER += ("chat_template*", "*.model")
@@ -278,6 +279,7 @@ def export_hf_folder(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     track: Track = iter,
+    step: int | None = None,
     config_values: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a Hugging Face folder (weights, config, tokenizer) atomically; a collective call, the first rank writes.
@@ -287,6 +289,7 @@ def export_hf_folder(
         values: written instead of the weights, keyed as in `parameters_of`.
         dtype: None for the model's.
         max_shard_bytes: per weight file, also what the first rank buffers. A larger tensor gets its own file.
+        step: of training, for config.json; None if unknown.
         config_values: overrides for config.json.
 
     Raises CheckpointError: on every rank, if it cannot be written.
@@ -305,7 +308,7 @@ def export_hf_folder(
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
             carry_over(source, part)
-            _set_config(part / "config.json", dtype, config_values or {})
+            _set_config(part / "config.json", dtype, {STEP: step, **(config_values or {})})
             if len(files) > 1:
                 total = sum(size for names in files.values() for size in names.values())
                 file_of = {name: file for file, names in files.items() for name in names}
@@ -355,4 +358,6 @@ def _set_config(config: Path, dtype: torch.dtype, others: Mapping[str, Any]) -> 
     values = json.loads(config.read_text(encoding="utf-8"))
     key = "torch_dtype" if "torch_dtype" in values else "dtype"  # its name before transformers 5
     values |= {key: str(dtype).removeprefix("torch."), **others}
+    if values[STEP] is None:
+        del values[STEP]
     config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

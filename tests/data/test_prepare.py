@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 from helpers.tiny_tokenizer import write_tiny_tokenizer
+from typer.testing import CliRunner
 
 from reinforce_rl.data.jsonl import parse_hh_conversation, render_hh_prompt
 from reinforce_rl.data.prepare import PrepareOptions, prepare_prompts
 from reinforce_rl.data.prompts import PromptDataset
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.errors import DataError
+from reinforce_rl.launch.main import app
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
@@ -164,9 +166,9 @@ def test_bad_lines_are_told_and_nothing_is_written(tmp_path):
 
 
 def test_wrong_options_and_files(tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        PrepareOptions(num_validation=0, validation_fraction=1.0, max_turns=0, max_characters=0, limit=1)
-    assert len(caught.value.faults) == 5
+    for option in ("--num-validation=0", "--validation-fraction=1.5", "--max-turns=0", "--limit=1"):
+        done = CliRunner().invoke(app, ["prepare", "x", "--output", str(tmp_path), option])
+        assert done.exit_code == 2 and f"Invalid value for '{option.partition('=')[0]}'" in done.output
     with pytest.raises(DataError, match=r"^\S+none\.jsonl does not exist"):
         prepare_prompts([tmp_path / "none.jsonl"], tmp_path, PrepareOptions())
     with pytest.raises(DataError, match=r"found q, a; expected prompt, .* its column in --field prompt=COLUMN"):

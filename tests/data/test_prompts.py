@@ -245,15 +245,15 @@ def test_build_data_sets_from_omegaconf(tokenizer, tmp_path):
 
 def test_all_faults_of_data_prefix_in_one_message(tokenizer, tmp_path):
     good = write(tmp_path / "good.jsonl", {"prompt": "x"})
-    prefix = {"train": [good, tmp_path / "a"], "validation": "/dev/null", "test": [0.5, good], "valid": "x"}
+    prefix = {"train": [good, tmp_path / "a"], "validation": {"a b": "/dev/null", "c": ""}, "test": []}
     with pytest.raises(ConfigError) as caught:
         build_train_valid_test_rlhf_datasets(tokenizer, prefix, max_prompt_tokens=10)
     assert len(caught.value.faults) == 4
     for part in (
         f"model.data.data_prefix.train: {tmp_path / 'a'} does not exist",
         "model.data.data_prefix.validation: /dev/null is not a file",
-        "model.data.data_prefix.test holds 0.5",
-        "model.data.data_prefix.valid is not known",
+        "model.data.data_prefix.validation: '' is no path",
+        "model.data.data_prefix.validation has a set named 'a b'; expected letters",
     ):
         assert part in str(caught.value)
     for empty in ({}, {"train": None}, {"train": []}):
@@ -294,6 +294,7 @@ def test_weights_before_paths_make_a_blend(tokenizer, tmp_path):
         ([0.5, "A", "B"], "or a weight before every path"),
         (["A", 0.5, "B", 0.5], "or a weight before every path"),
         ([0.5, 0.5, "A", "B"], "or a weight before every path"),
+        ([0.5, "A", 0.5], "or a weight before every path"),
         ([0.5, "A", -1, "B"], "has the weight -1; expected a number above 0"),
         ([0, "A", 1, "B"], "has the weight 0; expected a number above 0"),
         ([0.5, "A", math.nan, "B"], "has the weight nan"),

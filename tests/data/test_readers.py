@@ -158,7 +158,8 @@ def test_data_sets_of_hugging_face(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     said = refused("hf:no/such-data")
-    assert "hf:no/such-data cannot be loaded by datasets: " in said and "save_to_disk" in said
+    assert "hf:no/such-data cannot be loaded by datasets: " in said and "HF_HUB_OFFLINE is set: unset it" in said
+    assert "save_to_disk" in said
 
 
 def test_a_folder_gives_its_files_by_name_and_split(tmp_path):

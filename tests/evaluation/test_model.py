@@ -88,6 +88,21 @@ def test_it_answers_as_the_trainers_own_actor_without_room_for_gradients(folder:
         _ = load_actor(cfg, mesh).ddp
 
 
+@pytest.mark.parametrize(("exported", "told"), [(10, "step 10"), (20, None), (None, "an earlier step")])
+def test_an_export_older_than_the_newest_checkpoint_is_told(exported, told, tmp_path, mesh, caplog) -> None:
+    config = tiny_llama_folder(tmp_path / "hf", vocab_size=32) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "training_step": exported}))
+    (tmp_path / "config.yaml").write_text("pretrained_checkpoint: {restore_from_path: /models/sft}")
+    newest = tmp_path / "checkpoints" / "step_00000020"
+    newest.mkdir(parents=True)
+    (newest / "trainer_state.json").write_text('{"step": 20}')
+    (newest.parent / "latest").write_text(newest.name)
+    load_actor(inference_config(tmp_path), mesh)
+    command = f"reinforce-rl convert to-hf {tmp_path} {tmp_path}/hf --model /models/sft"
+    said = f"the model of {told}, and the run's newest checkpoint is of step 20; to take that one, write it first: "
+    assert bool(told) == (said + command in caplog.text) == ("newest checkpoint" in caplog.text)
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused_before_it_is_loaded(tmp_path: Path, mesh: Mesh) -> None:
     model = tiny_llama_folder(tmp_path / "model", vocab_size=32)
     config = json.loads((model / "config.json").read_text())

@@ -110,6 +110,7 @@ def test_checkpoint_of_a_run(given, folders, mesh, tmp_path):
         to_hf(tmp_path / given, tmp_path / "out", mesh)
     out = to_hf(tmp_path / given, tmp_path / "out", mesh, model=folders["qwen3_padded"])
     assert_same_weights(out, folders["qwen3_padded"])
+    assert json.loads((out / "config.json").read_text())["training_step"] == 3
 
 
 @pytest.mark.parametrize(
