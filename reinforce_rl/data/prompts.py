@@ -185,13 +185,9 @@ class PromptLoader:
         return self
 
     def __next__(self) -> Any:
-        return self.collate_fn(
-            [self._prompt(number) for number in shard(next(self.sampler), self.dp_rank, self.dp_size)]
-        )
-
-    def _prompt(self, number: int) -> Prompt:
-        prompt = self.dataset[number % len(self.dataset)]
-        return prompt if prompt.id == number else replace(prompt, id=number)  # a later pass of a blend
+        numbers = shard(next(self.sampler), self.dp_rank, self.dp_size)
+        # Another number than the prompt's own is of a later pass of a blend.
+        return self.collate_fn([replace(self.dataset[n % len(self.dataset)], id=n) for n in numbers])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state and the data's fingerprint; the same on every rank."""
@@ -232,12 +228,8 @@ class FixedPrompts:
             count = size if num_val_samples is None else num_val_samples
             if not 1 <= count <= size:
                 which = f"validation set {name}" if name else "validation data set"
-                raise ConfigError(
-                    [
-                        f"model.reinforce.num_val_samples is {num_val_samples}, but the {which} has {size} prompts; "
-                        f"expected 1 to {size}, or null for all"
-                    ]
-                )
+                has = f"the {which} has {size} prompts; expected 1 to {size}, or null for all"
+                raise ConfigError([f"model.reinforce.num_val_samples is {num_val_samples}, but {has}"])
             indices += range(start, start + count)
             start += size
         self.num_prompts = len(indices)
@@ -304,7 +296,7 @@ def _render(
     """Return where a prompt stands, and the prompt without id and tokens."""
     value = record.value
     keys = ["prompt"] if "prompt" in columns.names else [key for key in PROMPT_KEYS if key in value]
-    keys = keys or [key for key in (SHAREGPT_KEY,) if key in value]
+    keys = keys or [SHAREGPT_KEY] * (SHAREGPT_KEY in value)
     if not keys:
         raise ColumnMissing(value, "exactly one of prompt, text and messages", f"{columns.key}prompt")
     if len(keys) > 1:
@@ -320,9 +312,8 @@ def _render(
         messages = [{"role": "user", "content": content}]
     system = (value.get("system") if "system" in columns.names else None) or system_prompt
     if system and not messages:
-        raise ConfigError(
-            ["a plain prompt has no place for a system message; set model.data.apply_chat_template=true"]
-        )
+        fault = "a plain prompt has no place for a system message"
+        raise ConfigError([f"{fault}; set model.data.apply_chat_template=true"])
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": jsonl.check_text(system, "system")}, *messages]
     text = render_prompt(tokenizer, messages) if messages else content

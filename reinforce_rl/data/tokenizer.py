@@ -87,12 +87,9 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
         DataError: the template refuses these messages.
     """
     if not tokenizer.chat_template:
-        raise ConfigError(
-            [
-                f"the tokenizer of {tokenizer.name_or_path} has no chat template, which messages and model.data."
-                "apply_chat_template=true need; take the folder of a chat model, or plain prompts without it"
-            ]
-        )
+        needed = "which messages and model.data.apply_chat_template=true need"
+        advice = "take the folder of a chat model, or plain prompts without it"
+        raise ConfigError([f"the tokenizer of {tokenizer.name_or_path} has no chat template, {needed}; {advice}"])
     try:
         text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
     except Exception as error:  # it refuses, for instance, roles that do not alternate, or fails on `tool_calls: 5`

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -89,8 +88,8 @@ def evaluate(
         ConfigError: a model, the data or a setting cannot be used.
         RewardServerError: a server gave no answer within its deadline.
     """
-    if not models or samples < 1:
-        raise ConfigError([f"{len(models)} models and {samples} samples a prompt were given; expected 1 or more"])
+    if not models:
+        raise ConfigError(["no model was given; expected the folders of models or runs before KEY=VALUE"])
     try:
         if judge is not None:
             judge.check()
@@ -174,8 +173,6 @@ def reward_overrides(rewards: Sequence[str], *, has_base: bool) -> list[str]:
 def _set_sampling(cfg: TrainConfig, samples: int, temperature: float | None) -> None:
     sampling = cfg.model.reinforce.val_sampling_params
     if temperature is not None:
-        if not 0 <= temperature < math.inf:
-            raise ConfigError([f"--temperature is {temperature}; expected 0 for greedy, or above"])
         sampling.use_greedy, sampling.temperature = temperature == 0, temperature or 1.0
     elif samples > 1:
         sampling.use_greedy = False

@@ -218,8 +218,8 @@ def evaluate(
     judge: Annotated[str | None, typer.Option(help="OpenAI-compatible server that compares: http://HOST/v1")] = None,
     judge_model: Annotated[str, typer.Option(help="the judge's name at that server")] = "",
     judge_key: Annotated[str | None, typer.Option(help="environment variable with the judge's key")] = None,
-    samples: Annotated[int, typer.Option(help="of each prompt; several are drawn, one is greedy")] = 1,
-    temperature: Annotated[float | None, typer.Option(help="of drawn samples; 0 for greedy")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="of each prompt; several are drawn, one is greedy")] = 1,
+    temperature: Annotated[float | None, typer.Option(min=0, help="of drawn samples; 0 for greedy")] = None,
     like: Annotated[Path | None, typer.Option(help="a run whose settings take the place of the defaults")] = None,
     out: Annotated[Path | None, typer.Option(help="folder for results.json, and the samples for the board")] = None,
 ) -> None:
