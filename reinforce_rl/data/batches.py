@@ -109,14 +109,15 @@ class RolloutBatch:
         """Return the samples of these rows (int64 indices) in their order, without padding that no row needs."""
         width = int(self.response_lengths[rows].max()) if len(rows) else 0
         used = int((self.prompt_lengths + self.response_lengths)[rows].max()) if len(rows) else 0
-        tables = {name: getattr(self, name) for name in _PER_TOKEN}
+        tables: dict[str, Any] = {name: getattr(self, name) for name in _PER_TOKEN}
+        tables = {name: None if values is None else values[rows, :width] for name, values in tables.items()}
         return RolloutBatch(
             sequences=self.sequences[rows, :used],
             finish_reasons=tuple(self.finish_reasons[row] for row in rows.tolist()),
             source_rewards={name: values[rows] for name, values in self.source_rewards.items()},
             score_faults=tuple(self.score_faults[row] for row in rows.tolist()) if self.score_faults else (),
             **{name: getattr(self, name)[rows] for name in _PER_SAMPLE},
-            **{name: None if values is None else values[rows, :width] for name, values in tables.items()},
+            **tables,
         )
 
 
@@ -178,6 +179,9 @@ def join_rollouts(parts: Sequence[RolloutBatch], pad_id: int) -> RolloutBatch:
     if len(parts) == 1:
         return parts[0]
     width, used = max(part.width for part in parts), max(part.sequences.shape[1] for part in parts)
+    tables: dict[str, Any] = {
+        name: _join_or_none([getattr(part, name) for part in parts], width) for name in _PER_TOKEN
+    }
     return RolloutBatch(
         sequences=torch.cat([_widen(part.sequences, used, pad_id) for part in parts]),
         finish_reasons=tuple(reason for part in parts for reason in part.finish_reasons),
@@ -186,7 +190,7 @@ def join_rollouts(parts: Sequence[RolloutBatch], pad_id: int) -> RolloutBatch:
             name: torch.cat([part.source_rewards[name] for part in parts]) for name in parts[0].source_rewards
         },
         **{name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_SAMPLE},
-        **{name: _join_or_none([getattr(part, name) for part in parts], width) for name in _PER_TOKEN},
+        **tables,
     )
 
 
