@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from reinforce_rl.utils.net import Address
 GENERATIONS = ("native", "tensorrt_llm")
 PROVIDED_FUNCTIONS = ("gsm8k", "instructions", "matches", "length", "vader")
 START_VARIABLE, END_VARIABLE = "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"
+_SAVING = "exp_manager.checkpoint_callback_params"
 REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's own could be
 
 
@@ -36,50 +38,48 @@ def find_faults(cfg: TrainConfig) -> Iterator[str]:
         yield from check(cfg)
 
 
-def _told(cfg: TrainConfig, keys: str, advice: str) -> str:
-    """Return "KEY is VALUE and KEY is VALUE; advice" of dotted keys; `.NAME` is beside the key before it."""
-    parts, path = [], ""
+def _told(cfg: TrainConfig, section: str, keys: str, advice: str) -> str:
+    """Return "KEY is VALUE and KEY is VALUE; advice"; `.NAME` is beside the key before it, the first in `section`."""
+    parts, path = [], f"{section}."
     for key in keys.split():
         path = path.rpartition(".")[0] + key if key.startswith(".") else key
         value = attrgetter(path)(cfg)
-        parts.append(f"{key.lstrip('.')} is {json.dumps(value) if isinstance(value, bool | None) else repr(value)}")
+        told = json.dumps(value) if isinstance(value, bool | None) else repr(value)
+        parts.append(f"{key.lstrip('.') if parts else path} is {told}")
     return f"{' and '.join(parts)}; {advice}"
 
 
 def _algorithm(cfg: TrainConfig) -> Iterator[str]:
-    rl, reinforce = cfg.trainer.reinforce, "trainer.reinforce."
+    rl, told = cfg.trainer.reinforce, partial(_told, cfg, "trainer.reinforce")
     estimator = ADVANTAGE_ESTIMATORS.get(rl.advantage_estimator)
     if estimator is not None and estimator.compares_samples and rl.num_rollouts_per_prompt < 2:
         compares = f"advantage_estimator={rl.advantage_estimator} compares the samples of one prompt with each other"
-        yield _told(cfg, reinforce + "num_rollouts_per_prompt", f"{compares}, so it needs at least 2")
+        yield told(".num_rollouts_per_prompt", f"{compares}, so it needs at least 2")
     if rl.use_absolute_kl and rl.kl_estimator != "k1":
         advice = "set one of them (use_absolute_kl means kl_estimator=absolute_k1)"
-        yield _told(cfg, reinforce + "use_absolute_kl .kl_estimator", advice)
+        yield told(".use_absolute_kl .kl_estimator", advice)
     if rl.kl_target is not None and not rl.initial_policy_kl_penalty > 0:
         advice = "the latter is the value that beta starts from, so it must be above 0"
-        yield _told(cfg, reinforce + "kl_target .initial_policy_kl_penalty", advice)
+        yield told(".kl_target .initial_policy_kl_penalty", advice)
     if rl.credit_assignment != "token":
         if rl.discount_factor != 1.0:
             advice = "the response is one action: set credit_assignment=token, or leave it at 1.0"
-            yield _told(cfg, reinforce + "discount_factor", advice)
+            yield told(".discount_factor", advice)
         return
     if rl.kl_reduction != "sum":
-        advice = "each token is charged its own KL: expected sum"
-        yield _told(cfg, reinforce + "kl_reduction .credit_assignment", advice)
+        yield told(".kl_reduction .credit_assignment", "each token is charged its own KL: expected sum")
     if rl.importance_ratio.startswith("sequence"):
         advice = "a ratio of the whole response needs one advantage for all of it: set importance_ratio=token"
-        yield _told(cfg, reinforce + "importance_ratio .credit_assignment", advice)
+        yield told(".importance_ratio .credit_assignment", advice)
     if estimator is not None and not estimator.only_subtracts and rl.kl_placement == "reward":
-        yield _told(
-            cfg,
-            reinforce + "advantage_estimator .credit_assignment .kl_placement",
-            "it does more than subtract a baseline, so the KL of single tokens cannot go through it: set "
-            "kl_placement=advantage or loss",
-        )
+        advice = "it does more than subtract a baseline, so the KL of single tokens cannot go through it"
+        keys = ".advantage_estimator .credit_assignment .kl_placement"
+        yield told(keys, f"{advice}: set kl_placement=advantage or loss")
 
 
 def _samples(cfg: TrainConfig) -> Iterator[str]:
-    rl, shaping, reinforce = cfg.trainer.reinforce, cfg.trainer.reinforce.reward_shaping, "trainer.reinforce."
+    rl, told = cfg.trainer.reinforce, partial(_told, cfg, "trainer.reinforce")
+    shaping = rl.reward_shaping
     if shaping.standardisation != "given" and (shaping.mean, shaping.deviation) != (0.0, 1.0):
         yield (
             f"trainer.reinforce.reward_shaping has mean={shaping.mean} and deviation={shaping.deviation}, which only "
@@ -87,16 +87,14 @@ def _samples(cfg: TrainConfig) -> Iterator[str]:
         )
     if (rl.truncated_samples == "penalise") != (rl.truncation_penalty > 0):
         advice = "expected a penalty above 0 with truncated_samples=penalise, and 0 otherwise"
-        yield _told(cfg, reinforce + "truncated_samples .truncation_penalty", advice)
+        yield told(".truncated_samples .truncation_penalty", advice)
     if rl.overlong_buffer and rl.truncated_samples != "penalise":
-        advice = "only truncated_samples=penalise reads the former"
-        yield _told(cfg, reinforce + "overlong_buffer .truncated_samples", advice)
+        yield told(".overlong_buffer .truncated_samples", "only truncated_samples=penalise reads the former")
     if rl.overlong_buffer > cfg.model.reinforce.length_params.max_length:
-        keys = "overlong_buffer model.reinforce.length_params.max_length"
-        yield _told(cfg, reinforce + keys, "the buffer must not be longer")
+        yield told(".overlong_buffer model.reinforce.length_params.max_length", "the buffer must not be longer")
     if rl.dynamic_filtering and rl.num_rollouts_per_prompt < 2:
         advice = "it compares the samples of one prompt, so it needs at least 2"
-        yield _told(cfg, reinforce + "dynamic_filtering .num_rollouts_per_prompt", advice)
+        yield told(".dynamic_filtering .num_rollouts_per_prompt", advice)
 
 
 def _batches(cfg: TrainConfig) -> Iterator[str]:
@@ -110,12 +108,9 @@ def _batches(cfg: TrainConfig) -> Iterator[str]:
             f"prompts (a multiple of {samples}) that divides {sequences}, or null for all of them"
         )
     elif rl.importance_ratio == "none" and (rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None):
-        yield _told(
-            cfg,
-            "trainer.reinforce.reinforce_epochs model.global_batch_size",
-            "several optimizer steps on one rollout batch are off-policy: set "
-            "trainer.reinforce.importance_ratio=token, sequence or sequence_geometric",
-        )
+        advice = "several optimizer steps on one rollout batch are off-policy: set trainer.reinforce.importance_ratio="
+        keys = ".reinforce_epochs model.global_batch_size"
+        yield _told(cfg, "trainer.reinforce", keys, f"{advice}token, sequence or sequence_geometric")
 
 
 def _model(cfg: TrainConfig) -> Iterator[str]:
@@ -135,29 +130,27 @@ def _model(cfg: TrainConfig) -> Iterator[str]:
         )
     if model.peft.peft_scheme is not None and model.reference_placement == "device":
         advice = "the reference is the frozen model, and there is no copy to place: leave the former at host"
-        yield _told(cfg, "model.reference_placement model.peft.peft_scheme", advice)
+        yield _told(cfg, "model", ".reference_placement model.peft.peft_scheme", advice)
 
 
 def _lengths(cfg: TrainConfig) -> Iterator[str]:
-    model, lengths, longest = cfg.model, "model.reinforce.length_params", " model.encoder_seq_length"
+    model, lengths, told = cfg.model, cfg.model.reinforce.length_params, partial(_told, cfg, "model")
     padded, tokens = cfg.trainer.reinforce.rollout_batch_seq_length, model.tokens_per_micro_batch
     if model.max_prompt_tokens < 1:
-        yield _told(cfg, f"{lengths}.max_length{longest}", "there is no room for a prompt")
+        yield told(".reinforce.length_params.max_length model.encoder_seq_length", "there is no room for a prompt")
     if padded is not None and padded > model.encoder_seq_length:
-        keys = "trainer.reinforce.rollout_batch_seq_length" + longest
-        yield _told(cfg, keys, "no sequence is longer than the latter: choose at most that")
+        keys = "trainer.reinforce.rollout_batch_seq_length model.encoder_seq_length"
+        yield told(keys, "no sequence is longer than the latter: choose at most that")
     if model.shared_prefix and padded is not None:
-        keys = "model.shared_prefix trainer.reinforce.rollout_batch_seq_length"
-        yield _told(cfg, keys, "a row of several sequences has the length that it has: set one of them to null")
+        advice = "a row of several sequences has the length that it has: set one of them to null"
+        yield told(".shared_prefix trainer.reinforce.rollout_batch_seq_length", advice)
     if model.shared_prefix and model.context_parallel_size > 1:
-        keys = "model.shared_prefix model.context_parallel_size"
-        yield _told(
-            cfg, keys, "ranks cannot share a row of several sequences: set the former to null or the latter to 1"
-        )
+        advice = "ranks cannot share a row of several sequences: set the former to null or the latter to 1"
+        yield told(".shared_prefix model.context_parallel_size", advice)
     if tokens is not None and tokens < model.encoder_seq_length:
-        yield _told(cfg, "model.tokens_per_micro_batch" + longest, "the longest sequence must fit")
-    if model.reinforce.length_params.min_length > model.reinforce.length_params.max_length:
-        yield _told(cfg, f"{lengths}.min_length .max_length", "the former must not be above the latter")
+        yield told(".tokens_per_micro_batch model.encoder_seq_length", "the longest sequence must fit")
+    if lengths.min_length > lengths.max_length:
+        yield told(".reinforce.length_params.min_length .max_length", "the former must not be above the latter")
 
 
 def _sampling(cfg: TrainConfig) -> Iterator[str]:
@@ -180,30 +173,26 @@ def _sampling(cfg: TrainConfig) -> Iterator[str]:
 
 
 def _generation(cfg: TrainConfig) -> Iterator[str]:
-    rollout, reinforce, is_native = cfg.model.reinforce, "model.reinforce.", cfg.generation == "native"
+    rollout, told, is_native = cfg.model.reinforce, partial(_told, cfg, "model.reinforce"), cfg.generation == "native"
     if cfg.generation not in GENERATIONS and not _is_importable(cfg.generation):
         expected = f"expected one of {', '.join(GENERATIONS)}, or the dotted name of a generator's class in a module"
-        yield _told(cfg, "generation", f"{expected} that can be imported")
+        yield told("generation", f"{expected} that can be imported")
     if cfg.generation == "tensorrt_llm":
         yield from _tensorrt_llm(cfg)
     if rollout.generation_cache_tokens is not None:
         if not is_native:
-            keys = reinforce + "generation_cache_tokens generation"
-            yield _told(cfg, keys, "this engine has a cache of its own: expected null")
+            yield told(".generation_cache_tokens generation", "this engine has a cache of its own: expected null")
         elif rollout.generation_cache_tokens < cfg.model.encoder_seq_length:
-            keys = reinforce + "generation_cache_tokens model.encoder_seq_length"
-            yield _told(cfg, keys, "the longest sequence must fit")
+            yield told(".generation_cache_tokens model.encoder_seq_length", "the longest sequence must fit")
     if rollout.static_decoding and not is_native:
-        yield _told(cfg, reinforce + "static_decoding generation", "only native has such steps: expected false")
+        yield told(".static_decoding generation", "only native has such steps: expected false")
     if rollout.static_decoding and not rollout.lean_decoding:
-        advice = "the latter asks for megatron's own layers: expected true"
-        yield _told(cfg, reinforce + "static_decoding .lean_decoding", advice)
+        yield told(".static_decoding .lean_decoding", "the latter asks for megatron's own layers: expected true")
     if rollout.cuda_graphs and not rollout.static_decoding:
-        advice = "without the latter, steps change their shape: expected true"
-        yield _told(cfg, reinforce + "cuda_graphs .static_decoding", advice)
+        yield told(".cuda_graphs .static_decoding", "without the latter, steps change their shape: expected true")
     if rollout.cuda_graphs and cfg.model.pipeline_model_parallel_size > 1:
-        keys = reinforce + "cuda_graphs model.pipeline_model_parallel_size"
-        yield _told(cfg, keys, "a graph cannot hold what stages hand over: expected 1, or cuda_graphs=false")
+        advice = "a graph cannot hold what stages hand over: expected 1, or cuda_graphs=false"
+        yield told(".cuda_graphs model.pipeline_model_parallel_size", advice)
     ranks = cfg.trainer.world_size // max(cfg.model.block_size, 1)
     most = -(-rollout.num_rollout_samples // max(ranks, 1))
     if cfg.trainer.reinforce.generation_work_queue and ranks > 1 and most <= rollout.rollout_micro_batch_size:
@@ -224,10 +213,10 @@ def _is_importable(name: str) -> bool:
 
 
 def _tensorrt_llm(cfg: TrainConfig) -> Iterator[str]:
-    engine, block, rollout = cfg.tensorrt_llm, cfg.model.block_size, cfg.model.reinforce
+    engine, block, told = cfg.tensorrt_llm, cfg.model.block_size, partial(_told, cfg, "model.reinforce")
     if engine.tensor_parallel_size is not None and not 1 <= engine.tensor_parallel_size <= block:
         advice = f"expected 1 to {block}, the ranks that share a copy of the model, or null for all of them"
-        yield _told(cfg, "tensorrt_llm.tensor_parallel_size", advice)
+        yield told("tensorrt_llm.tensor_parallel_size", advice)
     limit = cfg.trainer.collective_timeout_seconds
     longest = engine.start_timeout_seconds + engine.update_timeout_seconds + 2 * engine.request_timeout_seconds
     if not longest < limit:
@@ -236,15 +225,13 @@ def _tensorrt_llm(cfg: TrainConfig) -> Iterator[str]:
             f"below trainer.collective_timeout_seconds, which is {limit:g}: the other ranks may wait this long "
             "for an engine that is started anew"
         )
-    if rollout.length_params.min_length:
+    if cfg.model.reinforce.length_params.min_length:
         advice = "TensorRT-LLM holds back one end token only: set it to 0, or generation=native"
-        yield _told(cfg, "model.reinforce.length_params.min_length", advice)
-    if cfg.trainer.reinforce.generator_correction != "none" and rollout.sampling_params.temperature != 1.0:
-        yield _told(
-            cfg,
-            "trainer.reinforce.generator_correction model.reinforce.sampling_params.temperature",
-            "whether TensorRT-LLM's log-probs are those at the temperature has not been established: expected 1.0",
-        )
+        yield told(".length_params.min_length", advice)
+    if cfg.trainer.reinforce.generator_correction != "none" and cfg.model.reinforce.sampling_params.temperature != 1.0:
+        advice = "whether TensorRT-LLM's log-probs are those at the temperature has not been established: expected 1.0"
+        keys = "trainer.reinforce.generator_correction model.reinforce.sampling_params.temperature"
+        yield told(keys, advice)
 
 
 def _rewards(cfg: TrainConfig) -> Iterator[str]:
@@ -300,13 +287,13 @@ def _replicas(key: str, server: RewardServerConfig) -> Iterator[str]:
 
 
 def _saving(cfg: TrainConfig) -> Iterator[str]:
-    key, saving = "exp_manager.checkpoint_callback_params.", cfg.exp_manager.checkpoint_callback_params
+    saving, told = cfg.exp_manager.checkpoint_callback_params, partial(_told, cfg, _SAVING)
     if not saving.best_metric.startswith("val/"):
-        yield _told(cfg, key + "best_metric", "expected a metric of validation, such as val/rewards")
+        yield told(".best_metric", "expected a metric of validation, such as val/rewards")
     if saving.keep_best > 0 and cfg.model.data.data_prefix.validation is None:
-        yield _told(cfg, f"{key}keep_best model.data.data_prefix.validation", "there is no validation")
+        yield told(".keep_best model.data.data_prefix.validation", "there is no validation")
     elif saving.keep_best > 0 and cfg.trainer.reinforce.val_check_interval == 0:
-        yield _told(cfg, f"{key}keep_best trainer.reinforce.val_check_interval", "there is no validation")
+        yield told(".keep_best trainer.reinforce.val_check_interval", "there is no validation")
 
 
 def _profile(cfg: TrainConfig) -> Iterator[str]:

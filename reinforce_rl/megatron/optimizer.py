@@ -33,9 +33,6 @@ from reinforce_rl.megatron.cpu.fast import add_gradients_in_place
 from reinforce_rl.megatron.model.layers import fuse_weight_gradients
 from reinforce_rl.megatron.model.model import CausalLM
 
-# NeMo's scheduler names -> megatron's decay styles.
-SCHEDULES = {"constant": "constant", "linear": "linear", "CosineAnnealing": "cosine"}
-
 DEFAULT_OPTIM = OptimConfig()
 
 
@@ -88,7 +85,7 @@ def build_optimizer(
         lr_warmup_steps=warmup,
         # megatron requires at least one step after the warm-up.
         lr_decay_steps=max(total_steps - schedule.constant_steps, warmup + 1),
-        lr_decay_style=SCHEDULES[schedule.name],
+        lr_decay_style="cosine" if schedule.name == "CosineAnnealing" else schedule.name,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,
         wd_incr_steps=max(total_steps, 1),
@@ -97,15 +94,11 @@ def build_optimizer(
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
-    ddp.config.finalize_model_grads_func = _sum_gradients
+    # The loss carries its global denominator, so skip megatron's division by token count.
+    ddp.config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: megatron_finalize(model, None, **kwargs)
     ddp.config.grad_scale_func = optimizer.scale_loss
     ddp.config.no_sync_func = ddp.no_sync
     return optimizer, scheduler
-
-
-def _sum_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
-    # The loss carries its global denominator, so skip megatron's division by token count.
-    megatron_finalize(model, None, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -174,10 +167,8 @@ class ActorOptimizer:
     def _foreach_norm(self) -> float:
         """Compute megatron's `get_grad_norm` by foreach kernels: one GPU sync, not one per parameter."""
         grads = [grad for part in self._parts for grad in part.get_main_grads_for_grad_norm()]
-        if grads:
-            squares = get_total_norm(grads, foreach=True).square()
-        else:  # empty shard
-            squares = torch.zeros((), device=self._optimizer.get_loss_scale().device)
+        # Of an empty shard it is a 0 on the host.
+        squares = get_total_norm(grads, foreach=True).square().to(self._optimizer.get_loss_scale().device)
         dist.all_reduce(squares, group=self._optimizer.get_grad_stats_parallel_group())
         return math.sqrt(squares.item())
 
@@ -232,25 +223,21 @@ class HostCopies:
         tensors, self._away = self._away, []
         for tensor in tensors:
             tensor.untyped_storage().resize_(tensor.nbytes)
-        if not (self._overlap and self._pin):
-            self._copy_back(tensors)
-            return
-        self._stream = self._stream or torch.cuda.Stream()
-        # Kernels launched earlier may still use this memory.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._copy_back(tensors)
-            self._event = self._stream.record_event()
+        overlaps = self._overlap and self._pin
+        if overlaps:
+            self._stream = self._stream or torch.cuda.Stream()
+            # Kernels launched earlier may still use this memory.
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream) if overlaps else contextlib.nullcontext():
+            for host, part in self._pieces(tensors):
+                part.copy_(host, non_blocking=True)
+        self._event = self._stream.record_event() if overlaps else None
 
     def wait(self) -> None:
         """Make the current stream wait for an overlapped `give_back`."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
             self._event = None
-
-    def _copy_back(self, tensors: list[Tensor]) -> None:
-        for host, part in self._pieces(tensors):
-            part.copy_(host, non_blocking=True)
 
     def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (host, device) pairs of uint8 [n] views, split at host-block boundaries."""
@@ -274,8 +261,7 @@ def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str,
     Contains the step count, both moments, and fp32 weights where the dtype of `model`, the sharded parameters, is
     lower. Missing state is created as of step 0.
     """
-    copies: HostCopies | None = getattr(optimizer, _COPIES, None)
-    if copies is not None:
+    if (copies := getattr(optimizer, _COPIES, None)) is not None:
         copies.wait()  # for states still being restored
     sharded = {id(entry.data): (name, entry) for name, entry in model.items() if hasattr(entry, "data")}
     found: dict[str, Any] = {STEP: _step_of(optimizer)}
@@ -285,21 +271,20 @@ def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str,
         if main.tensor.dtype != main.parameter.dtype:
             tensors[MAIN] = main.tensor.detach()
         for kind, tensor in tensors.items():
-            for number, part in enumerate(_parts(entry, f"{PREFIX}{kind}.", tensor.view(-1), main)):
-                found[f"{kind}.{name}.{number}"] = part
+            parts = _parts(entry, f"{PREFIX}{kind}.", tensor.view(-1), main)
+            found |= {f"{kind}.{name}.{number}": part for number, part in enumerate(parts)}
     return found
 
 
 def set_adam_step(optimizer: MegatronOptimizer, step: float) -> None:
     """Set every parameter's step count; call after a load, which fills the tensors."""
     for inner in inner_optimizers(optimizer):
-        if not _counts_by_parameter(inner):
+        if _counts_by_parameter(inner):
+            for state in inner.state.values():  # not shared: each is incremented in place
+                state[STEP] = _step_count(inner, state[MOMENTS[0]], step)
+        else:
             for group in inner.param_groups:
                 group[STEP] = int(step)
-            continue
-        for state in inner.state.values():  # not shared: each is incremented in place
-            place = _step_device(inner, state[MOMENTS[0]])
-            state[STEP] = torch.full((), float(step), dtype=torch.float32, device=place)
 
 
 @dataclass(frozen=True)
@@ -312,9 +297,8 @@ class _Main:
 
     def moment(self, name: str) -> Tensor:
         state = self.inner.state[self.tensor]
-        if _counts_by_parameter(self.inner):
-            place = _step_device(self.inner, self.tensor)
-            state.setdefault(STEP, torch.zeros((), dtype=torch.float32, device=place))
+        if STEP not in state and _counts_by_parameter(self.inner):
+            state[STEP] = _step_count(self.inner, self.tensor, 0.0)
         if name not in state:
             state[name] = torch.zeros_like(self.tensor)
         return state[name]
@@ -350,8 +334,9 @@ def _counts_by_parameter(inner: Any) -> bool:
     return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
 
 
-def _step_device(inner: Any, tensor: Tensor) -> torch.device:
-    return tensor.device if any(group.get("fused") for group in inner.param_groups) else torch.device("cpu")
+def _step_count(inner: Any, tensor: Tensor, step: float) -> Tensor:
+    fused = any(group.get("fused") for group in inner.param_groups)
+    return torch.full((), float(step), dtype=torch.float32, device=tensor.device if fused else "cpu")
 
 
 def large_states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
@@ -401,19 +386,14 @@ def _parts(
 
 def rectangles(shape: Sequence[int], start: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return (offset, shape) of rectangles that cover elements start .. end-1 of a flattened tensor, in order."""
-    if start >= end:
-        return []
     if len(shape) == 1:
-        return [((start,), (end - start,))]
+        return [((start,), (end - start,))] if start < end else []
     row = math.prod(shape[1:])
-
-    def within(number: int, first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        return [((number, *offset), (1, *size)) for offset, size in rectangles(shape[1:], first, last)]
-
     first, last = -(-start // row), end // row  # whole rows
-    if first > last:
-        return within(last, start - last * row, end - last * row)
-    found = within(first - 1, start - (first - 1) * row, row) if start < first * row else []
-    if first < last:
-        found.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
-    return found + within(last, 0, end - last * row)
+
+    def within(number: int, low: int, high: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        parts = rectangles(shape[1:], low - number * row, high - number * row)
+        return [((number, *offset), (1, *size)) for offset, size in parts]
+
+    whole = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
+    return within(first - 1, start, min(end, first * row)) + whole + within(last, max(first, last) * row, end)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+# Of a response token in a record, the texts and the other columns (benchmarks/records.py: 18 in all), and of a file.
+RECORD_BYTES, RECORD_FILE_BYTES = (2, 16), 20_000
 
 
 @dataclass(frozen=True)
@@ -244,13 +246,14 @@ class DiskNeed:
     checkpoint: int
     checkpoints: int  # at a time, including the one being written
     export: int  # of the Hugging Face folder at the end
+    records: int  # of the steps' samples that are still to come, every response at full length
     held: int  # by checkpoints already in the folder, which the new ones replace
     free: int  # on the disk
 
     @property
     def needed(self) -> int:
         """Bytes besides those already held."""
-        return max(self.checkpoint * self.checkpoints - self.held, 0) + self.export
+        return max(self.checkpoint * self.checkpoints - self.held, 0) + self.export + self.records
 
     @property
     def fault(self) -> str | None:
@@ -258,11 +261,12 @@ class DiskNeed:
             return None
         parts = f"at most {self.checkpoints} x {gigabytes(self.checkpoint)} for checkpoints"
         parts += f", less {gigabytes(self.held)} there already" if self.held else ""
-        parts += f", and {gigabytes(self.export)} for the Hugging Face folder" if self.export else ""
+        parts += f", {gigabytes(self.export)} for the Hugging Face folder" if self.export else ""
+        parts += f", and {gigabytes(self.records)} for the samples' records"
         return (
             f"exp_manager.explicit_log_dir is {self.folder}, where {gigabytes(self.free)} are free; the run needs "
             f"{gigabytes(self.needed)}: {parts}. Free some space, choose another disk, or lower "
-            "exp_manager.checkpoint_callback_params.keep_last or keep_best"
+            "exp_manager.checkpoint_callback_params.keep_last or keep_best; record_tokens_every=0 shrinks the records"
         )
 
 
@@ -281,8 +285,18 @@ def disk_need(cfg: TrainConfig, size: memory.ModelSize, steps: int) -> DiskNeed:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     intervals = [rl.save_interval, rl.val_check_interval if saving.keep_best else 0]
     saves = 1 + sum(max(steps - 1, 0) // interval for interval in intervals if interval > 0)
-    held = sum(path.stat().st_size for path in (folder / "checkpoints").glob("step_*/**/*") if path.is_file())
+    held = _size_of((folder / "checkpoints").glob("step_*/**/*"))
     checkpoint = size.trained * (weight + (0 if weight == memory.FP32 else memory.FP32) + memory.ADAM_MOMENTS)
     checkpoints = min(saving.keep_last + saving.keep_best + 1, saves)
     export = size.parameters * weight if saving.save_hf_on_train_end else 0
-    return DiskNeed(folder, checkpoint, checkpoints, export, held, shutil.disk_usage(existing).free)
+    every, rollout = cfg.exp_manager.record_tokens_every, cfg.model.reinforce
+    responses = rollout.num_rollout_samples * rl.num_rollouts_per_prompt * rollout.length_params.max_length
+    with_tokens = steps // every if every else 0
+    of_texts, of_tokens = (responses * size for size in RECORD_BYTES)
+    records = steps * (RECORD_FILE_BYTES + of_texts) + with_tokens * of_tokens - _size_of(folder.glob("rollouts/*"))
+    free = shutil.disk_usage(existing).free
+    return DiskNeed(folder, checkpoint, checkpoints, export, max(records, 0), held, free)
+
+
+def _size_of(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.is_file())

@@ -37,6 +37,7 @@ def print_plan(
         rows = [
             ("checkpoints", f"at most {disk.checkpoints} x {gigabytes(disk.checkpoint)} at a time{held}"),
             ("export", gigabytes(disk.export) if disk.export else "none"),
+            ("records", f"at most {gigabytes(disk.records)} to come, of every step's samples"),
             ("free", f"{gigabytes(disk.free)} in {disk.folder}, {gigabytes(disk.needed)} needed"),
         ]
         _print_lines(console, "Disk", rows)

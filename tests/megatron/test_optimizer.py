@@ -14,7 +14,6 @@ from megatron.core.optimizer import clip_grads
 
 from reinforce_rl.config.model import OptimConfig, ScheduleConfig
 from reinforce_rl.megatron.optimizer import (
-    SCHEDULES,
     ActorOptimizer,
     HostCopies,
     build_optimizer,
@@ -57,7 +56,7 @@ def formula(schedule: ScheduleConfig, k: int) -> float:
     return MIN_LR + left * (LR - MIN_LR)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ("constant", "linear", "CosineAnnealing"))
 @pytest.mark.parametrize(("warmup", "constant"), [(0, 0), (3, 0), (3, 2), (1, 9), (10, 0)])
 def test_every_step_of_a_schedule(name, warmup, constant, folder, mesh):
     schedule = ScheduleConfig(name=name, warmup_steps=warmup, constant_steps=constant, min_lr=MIN_LR)
