@@ -21,7 +21,7 @@ OLD = {
     "reinforce_rl.reward.client": "reinforce_rl.rewards.client",
     "reinforce_rl.reward.functions": "reinforce_rl.rewards.functions",
     "reinforce_rl.reward.server": "reinforce_rl.reward_server.server",
-    "reinforce_rl.reward_model.full": "reinforce_rl.reward_model",  # for -m reinforce_rl.reward_model.full.report
+    "reinforce_rl.reward_model.full": "reinforce_rl.reward_model",
     "reinforce_rl.rewards.function_process": "reinforce_rl.rewards",
     "reinforce_rl.rewards.function_process.loading": "reinforce_rl.rewards.base",
     "reinforce_rl.rollout": "reinforce_rl.data.batches",

@@ -19,10 +19,8 @@ import functools
 import ipaddress
 import json
 import math
-import os
 import socket
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,12 +31,13 @@ from aiohttp.typedefs import Handler
 
 from reinforce_rl.errors import DataError, ReinforceError
 from reinforce_rl.monitoring.compare import tables
+from reinforce_rl.monitoring.loggers import METRICS_FILE
 from reinforce_rl.monitoring.records import Kind
 from reinforce_rl.monitoring.report import overview
-from reinforce_rl.monitoring.run_folder import METRICS_FILE, RunFolder, runs_below
-from reinforce_rl.monitoring.view import MAX_ROWS, PAGE, kinds, plotly, render, samples, token_values
+from reinforce_rl.monitoring.run_folder import RunFolder, runs_below
+from reinforce_rl.monitoring.view import MAX_ROWS, PAGE, plotly, render, token_values
 from reinforce_rl.runtime.settings import HISTORY_FILE
-from reinforce_rl.runtime.status import STATUS_FILE, is_alive, read_status
+from reinforce_rl.runtime.status import STATUS_FILE, run_status
 from reinforce_rl.utils.files import plain_number
 
 _OPEN_RUNS = 32  # whose metrics are held in memory
@@ -64,7 +63,7 @@ class Board:
         if not self._folder.is_dir():
             raise DataError(f"{folder}: no such folder; expected a folder with runs in it, or that of a run")
         self._scanned: tuple[float, dict[str, Path]] = (-math.inf, {})
-        self._open: OrderedDict[Path, RunFolder] = OrderedDict()
+        self._open = functools.lru_cache(_OPEN_RUNS)(RunFolder)
         self._reader = ThreadPoolExecutor(1)  # files are read in turn, away from the event loop
 
     def application(self) -> web.Application:
@@ -129,11 +128,7 @@ class Board:
         path = self._found().get(name)
         if path is None:
             raise DataError(f"no run {name!r} below {self._folder}")
-        run = self._open.pop(path, None) or RunFolder(path)
-        self._open[path] = run
-        while len(self._open) > _OPEN_RUNS:
-            self._open.popitem(last=False)
-        return run
+        return self._open(path)
 
     def _runs(self, request: web.Request) -> dict[str, Any]:
         found = []
@@ -157,7 +152,7 @@ class Board:
         rows = run.samples(step, kind)
         tokens = token_values(run, step, kind, [row.prompt_id for row in rows[:1]])
         columns = list(next(iter(tokens.values()), ()))
-        return {"rows": samples(rows[:MAX_ROWS]), "total": len(rows), "columns": columns}
+        return {"rows": [row.as_json() for row in rows[:MAX_ROWS]], "total": len(rows), "columns": columns}
 
     def _tokens(self, request: web.Request) -> dict[str, Any]:
         run, kind, _ = self._recorded(request)
@@ -167,12 +162,11 @@ class Board:
         run, kind, steps = self._recorded(request)
         prompt = _number(request, "prompt")
         chosen = steps[:: max(1, math.ceil(len(steps) / _PROMPT_STEPS))]
-        rows = [row for step in chosen for row in run.samples(step, kind) if row.prompt_id == prompt]
-        return {"rows": samples(rows)}
+        return {"rows": [row.as_json() for i in chosen for row in run.samples(i, kind) if row.prompt_id == prompt]}
 
     def _recorded(self, request: web.Request) -> tuple[RunFolder, Kind, list[int]]:
         run, asked = self._opened(_asked(request, "name")), _asked(request, "kind")
-        for kind, steps in kinds(run).items():
+        for kind, steps in run.kinds().items():
             if kind == asked:
                 return run, kind, steps
         raise DataError(f"{run.name} has no samples of the kind {asked!r}")
@@ -234,23 +228,19 @@ def _number(request: web.Request, name: str) -> int:
 
 def _entry(path: Path) -> dict[str, Any]:
     """Return a run's line in the list, without reading all of its metrics."""
-    status = read_status(path)
-    metrics = path / METRICS_FILE
+    status, metrics = run_status(path), path / METRICS_FILE
     changed = metrics.stat() if metrics.is_file() else None
     step, reward = _end_of(metrics, changed.st_mtime_ns, changed.st_size) if changed else (0, None)
-    entry: dict[str, Any] = {"state": "unknown", "step": step, "max_steps": 0, "reward": reward}
-    if status is not None:
-        state = "lost" if is_alive(status) is False else status.state
-        entry |= {"state": state, "step": max(step, status.step), "max_steps": status.max_steps}
-    return entry | {"time": (changed or path.stat()).st_mtime}
+    seen = {"state": status.state, "step": max(step, status.step), "max_steps": status.max_steps}
+    return {**seen, "reward": reward, "time": (changed or path.stat()).st_mtime}
 
 
 @functools.lru_cache(1024)
-def _end_of(metrics: Path, _changed: int, _size: int) -> tuple[int, float | None]:
+def _end_of(metrics: Path, _changed: int, size: int) -> tuple[int, float | None]:
     """Return the last step and the last training reward near the end of a metrics.jsonl."""
     step, reward = 0, None
     with metrics.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+        file.seek(max(0, size - _TAIL))
         for line in file.read().split(b"\n"):
             with contextlib.suppress(ValueError, TypeError, KeyError):  # cut at either end, or damaged
                 found = json.loads(line)
@@ -260,7 +250,7 @@ def _end_of(metrics: Path, _changed: int, _size: int) -> tuple[int, float | None
 
 
 def _stamp(run: RunFolder) -> str:
-    places = [run.path / name for name in (METRICS_FILE, STATUS_FILE, HISTORY_FILE, *kinds(run))]
+    places = [run.path / name for name in (METRICS_FILE, STATUS_FILE, HISTORY_FILE, *run.kinds())]
     stats = [(place.stat() if place.exists() else None) for place in places]
     changed = [(found.st_mtime_ns, found.st_size) if found else 0 for found in stats]
     return f"{hash((run.state().state, *changed)):x}"

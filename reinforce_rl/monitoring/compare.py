@@ -92,9 +92,9 @@ def _state(run: RunFolder) -> str:
 
 
 def _paired(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
-    (base, first), *others = runs.items()
+    (base, first), *more = runs.items()
     rows = []
-    for name, run in others:
+    for name, run in more:
         steps, other_steps = first.sample_steps("validation"), run.sample_steps("validation")
         if not steps or not other_steps:
             continue
@@ -103,12 +103,12 @@ def _paired(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
         step, other = (max(shared), max(shared)) if max(shared, default=0) else (steps[-1], other_steps[-1])
         rows_of_first, rows_of_run = first.samples(step, "validation"), run.samples(other, "validation")
         texts = {row.prompt_id: row.prompt for row in rows_of_first}
-        if any(texts.get(row.prompt_id, row.prompt) != row.prompt for row in rows_of_run):
-            rows.append([f"{name} - {base}", "-", "-", "0", "their validation prompts differ"])
-            continue
-        found = compare_validation(rows_of_first, rows_of_run)
+        others = {row.prompt_id for row in rows_of_run if texts.get(row.prompt_id, row.prompt) != row.prompt}
+        found = compare_validation(rows_of_first, [row for row in rows_of_run if row.prompt_id not in others])
         difference = f"{found.mean_difference:+.3f} ± {_show(found.standard_error, 3)}" if found.n else "-"
         at = f"step {step}" if step == other else f"step {other} against {step}"
+        if others:
+            at += f"; left out: {len(others)} of {len(texts)} prompts, whose texts differ"
         rows.append([f"{name} - {base}", difference, _show(found.z, 1), str(found.n), at])
     columns = ["validation reward", "difference ± standard error", "standard errors", "prompts", "at"]
     note = "Paired by prompt; prompts that one of the two lacks are left out."

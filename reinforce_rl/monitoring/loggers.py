@@ -15,6 +15,7 @@ from typing import Any, Literal
 from reinforce_rl.errors import DataError
 from reinforce_rl.utils.files import encode, json_line, plain_number, read_json_lines, write_json_lines
 
+METRICS_FILE = "metrics.jsonl"
 SUCCESS = "success"
 FAILED = "failed"
 Level = Literal["INFO", "WARN", "ERROR"]

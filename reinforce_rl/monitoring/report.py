@@ -1,29 +1,29 @@
-"""What a run changed: `run_summary` as text, and `report.html`, the board's page in one file.
-
-`python -m reinforce_rl.monitoring.report RUN_DIR` writes the page, also during the run.
-"""
+"""What a run changed: `run_summary` as text, and `report.html`, the board's page in one file."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from reinforce_rl.errors import DataError, ReinforceError
+from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.progress import clock
 from reinforce_rl.monitoring.records import RolloutRow
-from reinforce_rl.monitoring.run_folder import RunFolder, mean
-from reinforce_rl.monitoring.view import curves, frozen_page, kinds
-from reinforce_rl.utils.files import plain_number, write_atomically
+from reinforce_rl.monitoring.run_folder import RunFolder, is_training, mean
+from reinforce_rl.monitoring.view import curves, frozen_page
+from reinforce_rl.utils.files import write_atomically
 
+EVALUATION_FILE = "evaluation.json"  # the best one of reward-model training
 _PROFILES, _OPERATIONS = 3, 12  # the last profiled steps that the page shows, and their operations
+_CALIBRATION = (
+    "Pairs by the predicted probability that the answer with the higher score is the preferred one, sigmoid of the "
+    "difference of their scores; and how often it is. A calibrated model has both alike."
+)
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,9 @@ def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = N
 def overview(run: RunFolder) -> dict[str, Any]:
     """Return what the page shows of a run, all but its samples."""
     found, state, config = comparison(run), run.state(), run.configuration()
-    return {
+    shown = {
         "name": run.name,
-        "state": {**vars(state), "time": plain_number(state.time)},
+        "state": {name: getattr(state, name) for name in ("state", "reason", "step", "max_steps")},
         "span": _span(run),
         "verdict": verdict(run) if found or run.series("train/rewards") else "",
         "tone": _tone(found),
@@ -173,9 +173,53 @@ def overview(run: RunFolder) -> dict[str, Any]:
             "changes": config.changes,
             "settings": [[one.key, json.dumps(one.value), json.dumps(one.default)] for one in config.settings],
         },
-        "kinds": kinds(run),
+        "kinds": run.kinds(),
         **curves(run, found.n if found else 0),
     }
+    return shown | (_of_reward_model(run) if run.series("train/loss") else {})
+
+
+def _of_reward_model(run: RunFolder) -> dict[str, Any]:
+    """Return verdict, tables and figures of the best evaluation in reward-model training."""
+    path = run.path / EVALUATION_FILE
+    if not path.is_file():
+        return {"verdict": "No evaluation has been made since the first step."}
+    try:
+        best = json.loads(path.read_bytes())
+        found, bins, metrics = best["evaluation"], best["evaluation"]["reliability"], best["evaluation"]["metrics"]
+        before = next((loss for _, loss in run.series("val/loss") if math.isfinite(loss)), math.nan)
+        said = f"The held-out loss went from {before:.4f} to {found['loss']:.4f} (step {best['step']})"
+        if "accuracy" in metrics:
+            said += (
+                f"; of the held-out pairs {metrics['accuracy']:.1%} ± {metrics['accuracy_standard_error']:.1%} are "
+                f"ordered rightly, where 'the longer answer wins' has {metrics['accuracy_of_longer_wins']:.1%}"
+            )
+        values, both = {"loss": found["loss"], **metrics}, ("predicted", "observed")
+        of_best = {
+            "title": "The best model on held-out data",
+            "columns": [f"of step {best['step']}", "value"],
+            "rows": [[key.replace("_", " "), f"{value:.4f}"] for key, value in values.items()],
+        }
+        calibration = {
+            "title": "Calibration",
+            "note": _CALIBRATION,
+            "columns": ["predicted", "pairs", "mean predicted", "observed"],
+            "rows": [
+                [f"{b['low']:.2f} to {b['high']:.2f}", str(b["count"]), *(f"{b[key]:.3f}" for key in both)]
+                for b in bins
+            ],
+        }
+        observed = {"x": [100 * b["predicted"] for b in bins], "y": [b["observed"] for b in bins]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is no evaluation ({error!r}); remove it, or start the run again") from error
+    figure = {
+        "title": "Predicted and observed",
+        "unit": "share of pairs, by prediction",
+        "x": "predicted, %",
+        "form": "percent",
+        "lines": [{"name": "observed", **observed}, {"name": "calibrated", "x": [50.0, 100.0], "y": [0.5, 1.0]}],
+    }
+    return {"verdict": f"{said}.", "tables": [of_best, calibration], "figures": [figure] if bins else []}
 
 
 def _summary_table(run: RunFolder) -> dict[str, Any]:
@@ -223,7 +267,7 @@ def _span(run: RunFolder) -> str:
     first_step = run.lines[0].get("timers/step_time") or 0.0  # the first line was written at the end of its step
     start, end = min(times) - first_step, max(times)
     begin, finish = (datetime.fromtimestamp(t, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S") for t in (start, end))
-    steps = sum(any(key.startswith("train/") for key in line) for line in run.lines)
+    steps = sum(map(is_training, run.lines))
     counted = "1 training step" if steps == 1 else f"{steps} training steps"
     return f"{begin} to {finish} UTC, {clock(end - start)} from start to end, {counted}"
 
@@ -232,23 +276,3 @@ def _tone(comparison: PairedComparison | None) -> str:
     if comparison is None or not abs(comparison.z) >= 2:
         return ""
     return "good" if comparison.z > 0 else "bad"
-
-
-def main(
-    arguments: Sequence[str],
-    program: str = "reinforce_rl.monitoring.report",
-    write: Callable[[str], Path] = write_report,
-) -> int:
-    """Write the report of the run folder given as the only argument; return the exit status."""
-    parser = argparse.ArgumentParser(prog=f"python -m {program}", description="Write the report of a run.")
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run's folder")
-    try:
-        print(write(parser.parse_args(arguments).run_dir))
-    except ReinforceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

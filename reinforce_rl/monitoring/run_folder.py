@@ -1,20 +1,15 @@
-"""The one reading of a run's folder, also while the run writes to it.
-
-A page that follows a run keeps a `RunFolder` and calls `refresh`, or passes the cursor of the last answer to
-`metrics`: only new lines are read then.
-"""
+"""The one reading of a run's folder, also while the run writes to it: a page that follows a run calls `refresh`."""
 
 from __future__ import annotations
 
 import functools
 import math
-import os
 import statistics
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, get_args
 
 from omegaconf import OmegaConf
 from yaml import YAMLError
@@ -22,35 +17,16 @@ from yaml import YAMLError
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring.loggers import read_metrics
+from reinforce_rl.monitoring.loggers import METRICS_FILE, read_metrics
 from reinforce_rl.monitoring.metrics import Slowest
-from reinforce_rl.monitoring.progress import PHASES
 from reinforce_rl.monitoring.records import Kind, RolloutRow, SampleTokens, read_rows, read_tokens, rollout_files
 from reinforce_rl.runtime.settings import CONFIG_FILE, Setting, set_keys, settings_of
-from reinforce_rl.runtime.status import STATUS_FILE, State, is_alive, read_status
+from reinforce_rl.runtime.status import STATUS_FILE, Status, run_status
 from reinforce_rl.utils.files import json_line, parse_json_lines
 
-METRICS_FILE = "metrics.jsonl"
 STRAGGLER_FACTOR: float = TrainConfig().trainer.straggler_factor  # the default
-REST = "rest of the step"  # of `phases`
-_TAIL = 4096  # bytes before a cursor that must be unchanged; each line holds the time that it was written at
+_TAIL = 4096  # bytes before the end of what was read that must be unchanged; each line holds its time
 _KEPT_SAMPLES = 8  # sample files held in memory
-
-
-@dataclass(frozen=True)
-class MetricLines:
-    lines: list[dict[str, Any]]  # of metrics.jsonl, in file order; null stands for NaN and infinity
-    cursor: str  # for the next call
-    is_fresh: bool  # these are all lines: the first reading, or the run was resumed and has rewritten its file
-
-
-@dataclass(frozen=True)
-class RunState:
-    state: State | Literal["lost", "unknown"]  # lost: its process ended without a word; unknown: no status.json
-    reason: str = ""  # why it stopped or failed
-    step: int = 0  # last complete one
-    max_steps: int = 0  # 0 if unknown
-    time: float = math.nan  # unix seconds of the last sign
 
 
 @dataclass(frozen=True)
@@ -83,41 +59,32 @@ class RunFolder:
             raise DataError(f"{path}: no such folder; expected the folder of a run")
         self.name = self.path.resolve().name
         self._lines: list[dict[str, Any]] = []
-        self._cursor = ""
+        self._end, self._checksum = 0, 0  # bytes of metrics.jsonl that were read
         self._read_samples = functools.lru_cache(_KEPT_SAMPLES)(lambda path, _changed: read_rows(path))
 
-    def metrics(self, after: str = "") -> MetricLines:
-        """Return the complete lines of metrics.jsonl after a cursor; all of them for "" or a cursor out of date."""
+    def refresh(self) -> None:
+        """Read what was added to metrics.jsonl since the last call; all of it if it was rewritten since."""
         path = self.path / METRICS_FILE
-        try:
-            file = path.open("rb")
-        except FileNotFoundError:
-            return MetricLines([], "", is_fresh=True)
-        with file:
-            start = _position(file, after)
-            file.seek(start)
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
+            if _checksum(file, self._end) != self._checksum:  # a resumed run drops later lines
+                self._lines, self._end = [], 0
+            file.seek(self._end)
             data = file.read()
-            end = start + data.rfind(b"\n") + 1  # a half-written line is read next time
-            cursor = _cursor(file, end)
+            end = self._end + data.rfind(b"\n") + 1  # a half-written line is read next time
+            checksum = _checksum(file, end)
         try:
-            lines = parse_json_lines(path, data)
-            lines.sort(key=lambda line: line["step"])
+            lines = sorted([*self._lines, *parse_json_lines(path, data)], key=lambda line: line["step"])
         except (DataError, KeyError, TypeError):
             read_metrics(path)  # names the line
             raise
-        return MetricLines(lines, cursor, is_fresh=start == 0)
-
-    def refresh(self) -> MetricLines:
-        """Read what was added to metrics.jsonl since the last call, and return it."""
-        found = self.metrics(self._cursor)
-        self._lines = found.lines.copy() if found.is_fresh else self._lines + found.lines
-        self._cursor = found.cursor
-        return found
+        self._lines, self._end, self._checksum = lines, end, checksum
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl as of the last `refresh`, by ascending step."""
-        if not self._cursor:
+        """The lines of metrics.jsonl as of the last `refresh`, by ascending step; null is NaN or infinity."""
+        if not self._end:
             self.refresh()
         return self._lines
 
@@ -125,22 +92,14 @@ class RunFolder:
         """Return (step, value) of the lines that have `key`; null becomes NaN."""
         return [(line["step"], number(line[key])) for line in self.lines if key in line]
 
-    def phases(self) -> dict[str, list[tuple[int, float]]]:
-        """Return (step, seconds) of each phase that was timed, and of the rest of the step."""
-        keys = {f"timers/{name}" for name in (*PHASES, "step_time")}
-        timed = [line for line in self.lines if line.keys() & keys]
-        found = {name: [(line["step"], number(line.get(f"timers/{name}"))) for line in timed] for name in PHASES}
-        rest = []
-        for i, line in enumerate(timed):
-            known = sum(points[i][1] for points in found.values() if math.isfinite(points[i][1]))
-            left = number(line.get("timers/step_time")) - known
-            rest.append((line["step"], left if math.isnan(left) else max(0.0, left)))
-        found[REST] = rest
-        return {name: points for name, points in found.items() if any(math.isfinite(y) for _, y in points)}
-
     def sample_steps(self, kind: Kind = "rollouts") -> list[int]:
         """Return the steps whose samples are on disk, ascending."""
         return list(rollout_files(self.path, kind))
+
+    def kinds(self) -> dict[Kind, list[int]]:
+        """Return the steps of each kind of samples that there are."""
+        found: dict[Kind, list[int]] = {kind: self.sample_steps(kind) for kind in get_args(Kind)}
+        return {kind: steps for kind, steps in found.items() if steps}
 
     def samples(self, step: int, kind: Kind = "rollouts") -> list[RolloutRow]:
         """Return the samples of a step.
@@ -181,13 +140,10 @@ class RunFolder:
         steps = self.sample_steps()
         return self.samples(steps[-1]) if steps else []
 
-    def state(self) -> RunState:
-        """Return what status.json says, or "lost" if its writer is gone from this machine."""
-        status = read_status(self.path)
-        if status is None:
-            return RunState("unknown", step=self.lines[-1]["step"] if self.lines else 0)
-        state = "lost" if is_alive(status) is False else status.state
-        return RunState(state, status.reason, status.step, status.max_steps, status.time)
+    def state(self) -> Status:
+        """Return the run's status, of the last line of metrics.jsonl where there is no status.json."""
+        status = run_status(self.path)
+        return replace(status, step=self.lines[-1]["step"]) if status.state == "unknown" and self.lines else status
 
     def configuration(self) -> Configuration:
         """Return the configuration of the last step."""
@@ -209,12 +165,14 @@ class RunFolder:
         done = []
         settings = {setting.key: setting.value for setting in self.configuration().settings}
         factor = settings.get("trainer.straggler_factor", STRAGGLER_FACTOR)
+        first_reward = next((reward for _, reward in self.series("train/rewards") if math.isfinite(reward)), math.nan)
         for line in self.lines:
-            now = dict(alerts_of(line, factor))
-            done += [found.pop(kind) for kind in found.keys() - now.keys() if _is_training(line)]
+            now = dict(alerts_of(line, factor, first_reward))
+            if is_training(line):
+                done += [found.pop(kind) for kind in found.keys() - now.keys()]
             for kind, text in now.items():
-                first, count = (found[kind].first, found[kind].count) if kind in found else (line["step"], 0)
-                found[kind] = Alert(kind, first, line["step"], count + 1, text)
+                past = found.get(kind, Alert(kind, line["step"], 0, 0, ""))
+                found[kind] = replace(past, last=line["step"], count=past.count + 1, text=text)
         state = self.state()
         if state.state in ("failed", "lost"):
             text = state.reason or "the run's process is gone and has left no reason; see its log"
@@ -234,8 +192,13 @@ def runs_below(folder: str | Path, depth: int = 3) -> list[Path]:
     return [run for path in below for run in runs_below(path, depth - 1)] if depth else []
 
 
-def alerts_of(line: Mapping[str, Any], straggler_factor: float = STRAGGLER_FACTOR) -> Iterator[tuple[str, str]]:
-    """Yield (kind, sentence) of what is wrong in one line of metrics.jsonl."""
+def alerts_of(
+    line: Mapping[str, Any], straggler_factor: float = STRAGGLER_FACTOR, first_reward: float = math.nan
+) -> Iterator[tuple[str, str]]:
+    """Yield (kind, sentence) of what a person should know of one line of metrics.jsonl.
+
+    `first_reward` is the mean reward of the run's first step.
+    """
     for kind, key in (("loss", "train/actor_loss"), ("loss", "train/loss"), ("reward", "train/rewards")):
         if key in line and not math.isfinite(number(line[key])):
             yield kind, f"{key} is not finite"
@@ -244,7 +207,12 @@ def alerts_of(line: Mapping[str, Any], straggler_factor: float = STRAGGLER_FACTO
     if (scored := number(line.get("train/fraction_of_samples_scored"))) < 1:
         yield "unscored", f"{1 - scored:.1%} of the samples have no score"
     if (equal := number(line.get("train/fraction_of_groups_without_spread"))) >= 0.9:
-        yield "no spread", f"in {equal:.0%} of the groups all rewards are equal: there is little to learn from"
+        reward, deviation = (number(line.get(f"train/{name}")) for name in ("rewards", "reward_deviation"))
+        text = f"in {equal:.0%} of the groups all rewards are equal, {reward:.3f} on average"
+        if reward - first_reward > 3 * deviation:
+            yield "solved", f"{text}, up from {first_reward:.3f}: these prompts are solved; take harder ones, or stop"
+        else:
+            yield "no spread", f"{text}: there is little to learn from; the prompts are too easy or too hard"
     if (ended := number(line.get("train/fraction_of_samples_properly_ended"))) < 0.5:
         yield "cut", f"{1 - ended:.0%} of the responses were cut at max_length"
     for key in [key for key in line if key.startswith("timing/") and key.endswith("/rank")]:
@@ -253,6 +221,10 @@ def alerts_of(line: Mapping[str, Any], straggler_factor: float = STRAGGLER_FACTO
         if Slowest(phase, 0, "", most, median).stands_out(straggler_factor, number(line.get("timers/step_time"))):
             text = f"{phase} took {most:.1f} s on rank {line[key]}, {median:.1f} s on the median rank"
             yield f"straggler in {phase}", text
+
+
+def is_training(line: Mapping[str, Any]) -> bool:
+    return any(key.startswith("train/") for key in line)
 
 
 def number(value: float | None) -> float:
@@ -266,19 +238,7 @@ def mean(values: Iterable[float]) -> float:
     return statistics.fmean(finite) if finite else math.nan
 
 
-def _is_training(line: Mapping[str, Any]) -> bool:
-    return any(key.startswith("train/") for key in line)
-
-
-def _position(file: BinaryIO, cursor: str) -> int:
-    """Return a cursor's offset; 0 if the file has been rewritten since."""
-    digits = cursor.partition("-")[0]
-    offset = int(digits) if digits.isdecimal() and len(digits) < 18 else 0
-    return offset if offset <= file.seek(0, os.SEEK_END) and _cursor(file, offset) == cursor else 0
-
-
-def _cursor(file: BinaryIO, offset: int) -> str:
-    """Return "offset-checksum of the bytes before it": a resumed run rewrites its file, perhaps to the same size."""
-    file.seek(max(0, offset - _TAIL))
-    before = file.read(min(offset, _TAIL))
-    return f"{offset}-{zlib.crc32(before):08x}" if offset else ""
+def _checksum(file: BinaryIO, end: int) -> int:
+    """Return a checksum of the bytes before `end`: a resumed run rewrites its file, perhaps to the same size."""
+    file.seek(max(0, end - _TAIL))
+    return zlib.crc32(file.read(min(end, _TAIL)))

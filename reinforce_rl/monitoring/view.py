@@ -10,18 +10,19 @@ import functools
 import itertools
 import json
 import math
+import statistics
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.progress import PHASES
-from reinforce_rl.monitoring.records import Kind, RolloutRow, read_tokens, rollout_files
+from reinforce_rl.monitoring.records import Kind, read_tokens, rollout_files
 from reinforce_rl.monitoring.run_folder import RunFolder, number
 from reinforce_rl.utils.files import plain_number
 
@@ -31,6 +32,7 @@ MAX_ROWS = 2000  # samples of a step that are sent
 # In a page without a server: of each kind of samples, and of the last step of each.
 _FROZEN_STEPS, _FROZEN_ROWS, _FROZEN_TOKENS = 5, 96, 4000
 _IDS = ("prompt_tokens", "response_tokens")
+Point = tuple[int, float | None, float]  # step, unix seconds, value
 
 
 @dataclass(frozen=True)
@@ -74,22 +76,19 @@ def curves(run: RunFolder, validated: int = 0) -> dict[str, Any]:
         `axes`: [{step, time}, ...]; `series`: {metric: {axis: index, y: values}}, where METRIC_error is a standard
         error; `about`: {metric: what it means}; `charts`: [{title, unit, form, lines: [[name, metric], ...]}, ...].
     """
-    columns: dict[str, list[tuple[int, Any, float]]] = {}
+    columns: dict[str, list[Point]] = {}
     shape = _samples_per_step(run)
     for line in run.lines:
         step, time = line["step"], line.get("time")
-        for key, value in (line | _errors(line, shape, validated)).items():
+        for key, value in (line | _rest(line) | _errors(line, shape, validated)).items():
             if key not in ("step", "time") and isinstance(value, int | float | None):
                 columns.setdefault(key, []).append((step, time, number(value)))
-    times = {line["step"]: line.get("time") for line in run.lines}
-    for step, seconds in run.phases().get("rest of the step", []):
-        columns.setdefault("timers/rest of the step", []).append((step, times[step], seconds))
     charts = [(chart, _lines(chart, columns)) for chart in CHARTS]
     peaks = {key for chart, lines in charts if chart.peaks for _, key in lines}
     axes: dict[tuple[Any, ...], int] = {}
     series = {}
     for key, points in columns.items():
-        steps, y = _thinned(points, max if key in peaks else _mean)
+        steps, y = _thinned(points, max if key in peaks else statistics.fmean)
         series[key] = {"axis": axes.setdefault(steps, len(axes)), "y": [_short(value) for value in y]}
     return {
         "axes": [{"step": [step for step, _ in axis], "time": [time for _, time in axis]} for axis in axes],
@@ -101,10 +100,16 @@ def curves(run: RunFolder, validated: int = 0) -> dict[str, Any]:
 
 def _samples_per_step(run: RunFolder) -> tuple[int, int]:
     """Return the prompts of a step and the responses to each; zeros if the run does not say."""
-    steps = run.sample_steps()
-    rows = run.samples(steps[-1]) if steps else []
+    rows = run.last_rollouts
     prompts = len({row.prompt_id for row in rows})
     return prompts, len(rows) // prompts if prompts else 0
+
+
+def _rest(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of a step outside of its phases; nothing without a time of the step."""
+    known = sum(filter(math.isfinite, (number(line.get(f"timers/{name}")) for name in PHASES)))
+    left = number(line.get("timers/step_time")) - known
+    return {"timers/rest of the step": max(0.0, left)} if math.isfinite(left) else {}
 
 
 def _errors(line: Mapping[str, Any], samples_per_step: tuple[int, int], validated: int) -> dict[str, float]:
@@ -121,7 +126,7 @@ def _errors(line: Mapping[str, Any], samples_per_step: tuple[int, int], validate
     return found
 
 
-def _lines(chart: Chart, columns: Mapping[str, Sequence[tuple[int, Any, float]]]) -> list[tuple[str, str]]:
+def _lines(chart: Chart, columns: Mapping[str, Sequence[Point]]) -> list[tuple[str, str]]:
     """Return (name, metric) of the lines that have a finite point."""
     found = []
     for name, pattern in chart.lines.items():
@@ -133,77 +138,58 @@ def _lines(chart: Chart, columns: Mapping[str, Sequence[tuple[int, Any, float]]]
     return found
 
 
-def _thinned(points: Sequence[tuple[int, Any, float]], reduce: Any) -> tuple[tuple[Any, ...], list[float]]:
+def _thinned(
+    points: Sequence[Point], reduce: Callable[[Sequence[float]], float]
+) -> tuple[tuple[Any, ...], list[float]]:
     size = math.ceil(len(points) / MAX_POINTS)
     bins = [points[start : start + size] for start in range(0, len(points), size)]
     finite = [[y for _, _, y in one if math.isfinite(y)] for one in bins]
     return tuple((one[-1][0], one[-1][1]) for one in bins), [reduce(ys) if ys else math.nan for ys in finite]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def _short(value: float) -> float | None:
     return plain_number(float(f"{value:.6g}"))
-
-
-def samples(rows: Iterable[RolloutRow]) -> list[dict[str, Any]]:
-    """Return samples for JSON: NaN becomes null."""
-    return [row.as_json() for row in rows]
-
-
-def kinds(run: RunFolder) -> dict[Kind, list[int]]:
-    """Return the steps of each kind of samples that there are."""
-    found: dict[Kind, list[int]] = {kind: run.sample_steps(kind) for kind in get_args(Kind)}
-    return {kind: steps for kind, steps in found.items() if steps}
 
 
 def token_values(run: RunFolder, step: int, kind: Kind, prompts: Sequence[int]) -> dict[str, dict[str, list[Any]]]:
     """Return {"PROMPT SAMPLE": {column: values}} of the samples of these prompts, where tokens were recorded."""
     rows = [row for row in run.samples(step, kind) if row.prompt_id in prompts]
     path = rollout_files(run.path, kind)[step]
-    found = {}
-    for row, tokens in zip(rows, read_tokens(path, [("prompt_id", "in", list(prompts))]), strict=False):
-        columns = {
-            name: values for name, values in tokens.as_json().items() if name not in _IDS and values is not None
-        }
-        found[f"{row.prompt_id} {row.sample_id}"] = {
+    return {
+        f"{row.prompt_id} {row.sample_id}": {
             name: [_short(value) if isinstance(value, float) else value for value in values]
-            for name, values in columns.items()
+            for name, values in vars(tokens).items()
+            if name not in _IDS and values is not None
         }
-    return found
+        for row, tokens in zip(rows, read_tokens(path, [("prompt_id", "in", list(prompts))]), strict=False)
+    }
 
 
-def frozen(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
+def frozen_page(runs: Mapping[str, tuple[RunFolder, Mapping[str, Any]]], tables: Sequence[Any] = ()) -> str:
+    """Return the page in one file: by name, runs with their overviews; `tables` compare them."""
+    found: dict[str, Any] = {"runs": {}, "samples": {}, "tokens": {}, "tables": tables}
+    for name, (run, shown) in runs.items():
+        found["runs"][name] = shown
+        found["samples"][name], found["tokens"][name] = _frozen_samples(run)
+    return render(found)
+
+
+def _frozen_samples(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the samples of the first, the last and a few steps between, and the tokens of some of the last.
 
     Both are {kind: {step: ...}}.
     """
     rows: dict[str, Any] = {}
     tokens: dict[str, Any] = {}
-    for kind, steps in kinds(run).items():
+    for kind, steps in run.kinds().items():
         last = len(steps) - 1
         chosen = sorted({steps[round(i * last / (_FROZEN_STEPS - 1))] for i in range(_FROZEN_STEPS)})
-        rows[kind] = {step: samples(run.samples(step, kind)[:_FROZEN_ROWS]) for step in chosen}
+        rows[kind] = {step: [row.as_json() for row in run.samples(step, kind)[:_FROZEN_ROWS]] for step in chosen}
         ends = itertools.accumulate(row["response_length"] for row in rows[kind][steps[-1]])
         pairs = zip(rows[kind][steps[-1]], ends, strict=True)
         prompts = {row["prompt_id"] for row, end in pairs if end <= _FROZEN_TOKENS}
         tokens[kind] = {steps[-1]: token_values(run, steps[-1], kind, sorted(prompts))}
     return rows, tokens
-
-
-def frozen_page(runs: Mapping[str, tuple[RunFolder, Mapping[str, Any]]], tables: Sequence[Any] = ()) -> str:
-    """Return the page in one file: by name, runs with their overviews; `tables` compare them."""
-    held = {name: frozen(run) for name, (run, _) in runs.items()}
-    return render(
-        {
-            "runs": {name: shown for name, (_, shown) in runs.items()},
-            "samples": {name: samples for name, (samples, _) in held.items()},
-            "tokens": {name: tokens for name, (_, tokens) in held.items()},
-            "tables": tables,
-        }
-    )
 
 
 def render(data: Mapping[str, Any] | None = None) -> str:

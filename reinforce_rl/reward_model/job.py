@@ -37,11 +37,12 @@ from reinforce_rl.megatron.checkpointer import Checkpointer, latest_checkpoint
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.model import ModelOptions
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
+from reinforce_rl.monitoring.report import EVALUATION_FILE
 from reinforce_rl.reward_model import head as heads
 from reinforce_rl.reward_model.data import EncodedPair, Examples, end_of_turn_id, load_examples, longest_example
 from reinforce_rl.reward_model.head import CUT, WHOLE
+from reinforce_rl.reward_model.monitor import RewardModelMonitor
 from reinforce_rl.reward_model.objectives import Best, Objective, Ranking, Regression, pair_accuracy
-from reinforce_rl.reward_model.report import EVALUATION_FILE, RewardModelMonitor, write_report
 from reinforce_rl.reward_model.scorer import load_trunk
 from reinforce_rl.reward_model.train_full import FullTrainer, TrainableRewardModel, load_trainable
 from reinforce_rl.runtime.settings import CONFIG_FILE, compare
@@ -256,7 +257,7 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh, command: str) -> FullTrai
             since = trainer.best.step
             monitor.note(f"Ended after step {trainer.step} of {steps}: no lower held-out loss since step {since}.")
         if mesh.is_main:
-            monitor.note(f"Report: {write_report(folder)}")
+            monitor.note(f"Report: {monitor.report()}")
             monitor.note(f"Model: {folder / MODEL_FOLDER}")
     return trainer
 

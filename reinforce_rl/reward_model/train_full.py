@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer
     from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerUpdate
     from reinforce_rl.reward_model.data import Examples
-    from reinforce_rl.reward_model.report import RewardModelMonitor
+    from reinforce_rl.reward_model.monitor import RewardModelMonitor
 
 T = TypeVar("T")
 Group = Sequence[Sequence[int]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import time
@@ -15,7 +16,8 @@ from reinforce_rl.errors import EXIT_FINISHED, EXIT_STOPPED, ConfigError
 from reinforce_rl.utils.files import write_atomically
 
 STATUS_FILE = "status.json"
-State = Literal["running", "finished", "stopped", "failed"]
+# Of a reader only: lost, its process ended without a word; unknown, no status.json.
+State = Literal["running", "finished", "stopped", "failed", "lost", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,12 @@ def read_status(folder: str | Path) -> Status | None:
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Status(**json.loads((Path(folder) / STATUS_FILE).read_text(encoding="utf-8")))
     return None
+
+
+def run_status(folder: str | Path) -> Status:
+    """Return the status of the run in a folder: "lost" if its writer has gone from this machine, "unknown" if none."""
+    status = read_status(folder) or Status("unknown", time=math.nan)
+    return replace(status, state="lost") if is_alive(status) is False else status
 
 
 def is_alive(status: Status) -> bool | None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import statistics
@@ -75,11 +76,17 @@ def test_runs_without_a_prompt_or_a_validation_in_common(tmp_path):
     assert paired["rows"] == [["b - a", "-", "-", "0", "step 4"]]
 
 
-def test_other_validation_files_are_not_paired(tmp_path):
+def test_prompts_of_other_texts_are_not_paired(tmp_path):
     make_run(tmp_path / "a", 1.0, [0.0] * 4)
     make_run(tmp_path / "b", 1.0, [0.1] * 4, file="q")
-    _, paired, _ = tables({name: RunFolder(tmp_path / name) for name in "ab"})
-    assert paired["rows"] == [["b - a", "-", "-", "0", "their validation prompts differ"]]
+    changed = make_run(tmp_path / "c", 1.0, [0.1] * 4)
+    rows = RunFolder(changed).samples(4, "validation")
+    RolloutWriter(changed).write(4, [dataclasses.replace(rows[0], prompt="other"), *rows[1:]], "validation")
+    _, paired, _ = tables({name: RunFolder(tmp_path / name) for name in "abc"})
+    assert paired["rows"] == [
+        ["b - a", "-", "-", "0", "step 4; left out: 4 of 4 prompts, whose texts differ"],
+        ["c - a", "+0.400 ± 0.000", "-", "3", "step 4; left out: 1 of 4 prompts, whose texts differ"],
+    ]
 
 
 def test_as_text_and_as_a_page(tmp_path):

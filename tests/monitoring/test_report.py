@@ -19,7 +19,7 @@ import pytest
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import JsonlLogger
 from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter
-from reinforce_rl.monitoring.report import compare_validation, main, overview, run_summary, write_report
+from reinforce_rl.monitoring.report import compare_validation, overview, run_summary, write_report
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.view import MAX_POINTS
 from reinforce_rl.utils.files import write_json_lines
@@ -249,27 +249,28 @@ def test_errors_name_the_file(tmp_path):
         write_report(tmp_path)
 
 
-def test_as_a_command(tmp_path, capsys):
-    assert main([str(make_run(tmp_path, 1))]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
-    assert main([str(tmp_path / "absent")]) == 1
-    assert "no such folder" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-
-
-@pytest.mark.parametrize(
-    ("module", "program"),
-    [
-        ("reinforce_rl.monitoring.report", "reinforce_rl.monitoring.report"),
-        ("reinforce_rl.reward_model.report", "reinforce_rl.reward_model.report"),
-        ("reinforce_rl.reward_model.full.report", "reinforce_rl.reward_model.report"),  # the old name
-    ],
-)
-def test_help_is_help(module, program):
-    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"usage: python -m {program} [-h] RUN_DIR" in done.stdout
+def test_the_page_of_a_reward_model(tmp_path):
+    logger = JsonlLogger(tmp_path / "metrics.jsonl")
+    for step, loss in enumerate((0.7, 0.4)):
+        logger.log_metrics({"loss": loss}, step, "train/")
+        logger.log_metrics({"loss": loss}, step, "val/")
+        logger.commit(step)
+    assert overview(RunFolder(tmp_path))["verdict"] == "No evaluation has been made since the first step."
+    metrics = {"accuracy": 0.75, "accuracy_standard_error": 0.05, "accuracy_of_longer_wins": 0.5}
+    bins = [{"low": 0.5, "high": 0.55, "count": 8, "predicted": 0.52, "observed": 0.625}]
+    best = {"step": 1, "evaluation": {"loss": 0.4, "metrics": metrics, "reliability": bins}}
+    (tmp_path / "evaluation.json").write_text(json.dumps(best))
+    page = read(write_report(tmp_path))
+    assert page["verdict"] == (
+        "The held-out loss went from 0.7000 to 0.4000 (step 1); of the held-out pairs 75.0% ± 5.0% are ordered "
+        "rightly, where 'the longer answer wins' has 50.0%."
+    )
+    assert page["tables"][0]["rows"][1] == ["accuracy", "0.7500"]
+    assert page["tables"][1]["rows"] == [["0.50 to 0.55", "8", "0.520", "0.625"]]
+    assert page["figures"][0]["lines"][0] == {"name": "observed", "x": [52.0], "y": [0.625]}
+    (tmp_path / "evaluation.json").write_text("{}")
+    with pytest.raises(DataError, match=r"evaluation\.json is no evaluation .*start the run again"):
+        overview(RunFolder(tmp_path))
 
 
 def test_the_package_imports_without_wandb():

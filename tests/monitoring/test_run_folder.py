@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import subprocess
@@ -14,10 +13,13 @@ from omegaconf import OmegaConf
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring import run_folder
 from reinforce_rl.monitoring.loggers import JsonlLogger
 from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter
 from reinforce_rl.monitoring.run_folder import RunFolder, alerts_of, runs_below
 from reinforce_rl.runtime.status import StatusFile
+
+ALIKE = {"train/fraction_of_groups_without_spread": 0.96}
 
 
 def log(folder: Path, steps, resume_step: int | None = None, **metrics: float) -> None:
@@ -27,54 +29,41 @@ def log(folder: Path, steps, resume_step: int | None = None, **metrics: float) -
         logger.commit(step)
 
 
-def steps_of(lines) -> list[int]:
-    return [line["step"] for line in lines]
-
-
-def test_only_new_lines_are_read_whatever_the_writer_does(tmp_path):
+def test_the_lines_are_those_of_the_file_whatever_the_writer_does(tmp_path):
     """Follow a run that appends, is killed in the middle of a line, resumes from before, and merges its last line."""
     log(tmp_path, range(1, 6))
     run = RunFolder(tmp_path)
-    assert steps_of(run.refresh().lines) == [1, 2, 3, 4, 5]
+
+    def seen() -> list[int]:
+        run.refresh()
+        return [line["step"] for line in run.lines]
+
+    assert seen() == [1, 2, 3, 4, 5]
     log(tmp_path, range(6, 8), resume_step=5)
-    found = run.refresh()
-    assert steps_of(found.lines) == [6, 7] and not found.is_fresh
-    assert run.refresh().lines == [] and steps_of(run.lines) == [*range(1, 8)]
+    assert seen() == seen() == [*range(1, 8)]
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 8, "train/rewa')
-    assert run.refresh().lines == [] and steps_of(run.lines) == [*range(1, 8)]
+    assert seen() == [*range(1, 8)]
     log(tmp_path, (4, 5), resume_step=3, kl=1.0)  # the torn line goes, and the steps after 3
-    found = run.refresh()
-    assert found.is_fresh and steps_of(found.lines) == steps_of(run.lines) == [1, 2, 3, 4, 5]
-    assert math.isnan(dict(run.series("train/kl")).get(3, math.nan)) and run.series("train/kl") == [(4, 1.0), (5, 1.0)]
+    assert seen() == [1, 2, 3, 4, 5] and run.series("train/kl") == [(4, 1.0), (5, 1.0)]
     logger = JsonlLogger(tmp_path / "metrics.jsonl", resume_step=5)
     logger.log_metrics({"rewards": 0.5}, 5, "test/")
     logger.commit(5)
-    run.refresh()
-    assert steps_of(run.lines) == [1, 2, 3, 4, 5] and run.lines[-1]["test/rewards"] == 0.5
+    assert seen() == [1, 2, 3, 4, 5] and run.lines[-1]["test/rewards"] == 0.5
 
 
-def test_cut_anywhere_the_pieces_are_the_whole(tmp_path):
+def test_cut_anywhere_only_the_new_lines_are_read(tmp_path, monkeypatch):
     log(tmp_path, range(1, 30))
-    path = tmp_path / "metrics.jsonl"
-    whole = path.read_bytes()
-    draw, seen, cursor = random.Random(0), [], ""
-    for end in [*sorted(draw.sample(range(len(whole)), 40)), len(whole)]:
+    path, read = tmp_path / "metrics.jsonl", []
+    whole, run = path.read_bytes(), RunFolder(tmp_path)
+    parse = run_folder.parse_json_lines
+    monkeypatch.setattr(
+        run_folder, "parse_json_lines", lambda path, data: [read.append(1) or x for x in parse(path, data)]
+    )
+    for end in [*sorted(random.Random(0).sample(range(len(whole)), 40)), len(whole)]:
         path.write_bytes(whole[:end])
-        found = RunFolder(tmp_path).metrics(cursor)
-        assert not (found.is_fresh and seen and found.lines)
-        seen += found.lines
-        cursor = found.cursor
-    assert seen == [json.loads(line) for line in whole.decode().splitlines()]
-
-
-@pytest.mark.parametrize(
-    "cursor", ["", "12", "x-y", "99999999-00000000", "-5-12345678", "10-00000000", "9" * 40 + "-0"]
-)
-def test_a_strange_cursor_gives_all_lines(tmp_path, cursor):
-    log(tmp_path, (1, 2))
-    found = RunFolder(tmp_path).metrics(cursor)
-    assert found.is_fresh and steps_of(found.lines) == [1, 2]
+        run.refresh()
+    assert run.lines == [json.loads(line) for line in whole.decode().splitlines()] and len(read) == 29
 
 
 def test_a_rewritten_file_of_the_same_size_is_noticed(tmp_path):
@@ -84,7 +73,8 @@ def test_a_rewritten_file_of_the_same_size_is_noticed(tmp_path):
     run = RunFolder(tmp_path)
     run.refresh()
     path.write_text(line % (1, 100.0) + line % (2, 207.5))
-    assert run.refresh().is_fresh and run.lines[-1]["time"] == 207.5 and len(run.lines) == 2
+    run.refresh()
+    assert run.lines[-1]["time"] == 207.5 and len(run.lines) == 2
 
 
 def test_damage_is_named(tmp_path):
@@ -92,7 +82,7 @@ def test_damage_is_named(tmp_path):
         RunFolder(tmp_path / "absent")
     run = RunFolder(tmp_path)
     assert run.lines == [] and run.alerts() == [] and run.validations is None and run.configuration().text == ""
-    assert run.state().state == "unknown" and run.phases() == {}
+    assert run.state().state == "unknown"
     for bad, message in (("{", "line 2: not valid JSON"), ('{"loss": 1}', "line 2: found step=None")):
         (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{bad}\n')
         with pytest.raises(DataError, match=message):
@@ -129,19 +119,6 @@ def test_settings_are_what_differs_from_the_defaults(tmp_path, schema):
     assert found[1].key == "of_a_later_version.colour" and found[0].default != 77
 
 
-def test_phases_and_the_rest_add_up_to_the_step(tmp_path):
-    logger = JsonlLogger(tmp_path / "metrics.jsonl")
-    logger.log_metrics({"rewards": 1.0}, 0, "val/")
-    logger.log_metrics({"generate": 2.0, "train_time": 1.5, "step_time": 4.0}, 1, "timers/")
-    logger.log_metrics({"train_time": 1.5}, 2, "timers/")  # as a reward model's training logs it
-    for step in range(3):
-        logger.commit(step)
-    found = RunFolder(tmp_path).phases()
-    assert list(found) == ["generate", "train_time", "rest of the step"]
-    assert [points[0] for points in found.values()] == [(1, 2.0), (1, 1.5), (1, 0.5)]
-    assert found["train_time"][1] == (2, 1.5) and math.isnan(found["rest of the step"][1][1])
-
-
 def test_alerts_join_successive_steps(tmp_path):
     logger = JsonlLogger(tmp_path / "metrics.jsonl")
     for step in range(1, 9):
@@ -162,13 +139,16 @@ def test_alerts_join_successive_steps(tmp_path):
         ({"train/actor_loss": None, "train/rewards": 1.0}, ["loss"]),
         ({"train/rewards": None, "train/fraction_of_samples_scored": 0.0}, ["reward", "unscored"]),
         ({"train/fraction_of_groups_without_spread": 1.0}, ["no spread"]),
+        (ALIKE | {"train/rewards": 0.2, "train/reward_deviation": 0.4}, ["no spread"]),
+        (ALIKE | {"train/rewards": 0.2, "train/reward_deviation": 0.0}, ["no spread"]),
+        (ALIKE | {"train/rewards": 0.98, "train/reward_deviation": 0.14}, ["solved"]),
         ({"timing/x/max": 9.0, "timing/x/median": 2.0, "timing/x/rank": 3}, ["straggler in x"]),
         ({"timing/x/max": 2.1, "timing/x/median": 2.0, "timing/x/rank": 3}, []),
         ({"train/rewards": 0.0, "train/actor_loss": 0.0, "train/skipped_step": 0, "val/rewards": None}, []),
     ],
 )
 def test_what_a_line_alerts_to(line, kinds):
-    assert [kind for kind, _ in alerts_of({"step": 1, "timers/step_time": 10.0, **line})] == kinds
+    assert [kind for kind, _ in alerts_of({"step": 1, "timers/step_time": 10.0, **line}, first_reward=0.2)] == kinds
 
 
 def test_stragglers_are_those_of_the_run_s_own_factor(tmp_path):

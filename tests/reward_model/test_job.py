@@ -22,6 +22,7 @@ from helpers.tiny_reward_run import (
     write_pairs,
     write_ratings,
 )
+from pydantic import TypeAdapter
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -32,10 +33,10 @@ from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.monitoring.loggers import read_metrics
+from reinforce_rl.monitoring.report import EVALUATION_FILE, write_report
 from reinforce_rl.reward_model.data import encode_conversation, load_examples
 from reinforce_rl.reward_model.job import train_reward_model
-from reinforce_rl.reward_model.objectives import Objective, Ranking, Regression
-from reinforce_rl.reward_model.report import EVALUATION_FILE, read_best, write_report
+from reinforce_rl.reward_model.objectives import Best, Objective, Ranking, Regression
 from reinforce_rl.reward_model.scorer import load_reward_model
 
 ROOT = Path(__file__).parents[2]
@@ -99,8 +100,8 @@ def test_held_out_pairs_are_learnt(ranked):
 
 
 def test_the_exported_folder_is_the_best_model_for_transformers_and_for_the_server(ranked):
-    best = read_best(ranked / "out" / EVALUATION_FILE)
-    assert best is not None and best.step in (10, 20, 30)
+    best = TypeAdapter(Best).validate_json((ranked / "out" / EVALUATION_FILE).read_bytes())
+    assert best.step in (10, 20, 30)
     examples, sequences = held_out_groups(ranking_overrides(ranked))
     scores = transformers_scores(ranked / "out/model", sequences)
     found = Ranking().evaluate(scores.view(-1, 2, 1), examples)
@@ -114,8 +115,7 @@ def test_the_exported_folder_is_the_best_model_for_transformers_and_for_the_serv
 
 def test_report_and_card(ranked):
     page = (ranked / "out/report.html").read_text()
-    best = read_best(ranked / "out" / EVALUATION_FILE)
-    assert best is not None
+    best = TypeAdapter(Best).validate_json((ranked / "out" / EVALUATION_FILE).read_bytes())
     assert "Calibration" in page and "Predicted and observed" in page and "the longer answer wins" in page
     assert f"{best.evaluation.loss:.4f}" in page
     card = (ranked / "out/model/README.md").read_text()
