@@ -14,11 +14,17 @@ from omegaconf import OmegaConf
 from reinforce_rl.algorithm.advantages import RewardGroups, leave_one_out, rloo
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.algorithm.loss import Denominators
+from reinforce_rl.config.actor import ReinforceConfig, TrainerConfig
+from reinforce_rl.config.describe import expected_of
+from reinforce_rl.config.model import OptimConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "slurm" / "README.md"]
 SCRIPT_CONFIGS = ("train_reinforce_actor", "serve_reward_model", "train_reward_model")
 CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+# Wrong values whose messages the page answers: of the type, of the choices, out of bounds.
+WRONG = ((TrainerConfig, "devices", False), (ReinforceConfig, "advantage_estimator", True), (OptimConfig, "lr", True))
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -80,6 +86,9 @@ def test_migration_page_names_keys_that_exist():
 def test_every_message_of_the_troubleshooting_page_is_printed():
     """Its words, in texts of one file of the package: a message may be put together from several."""
     texts = [texts_of(path) for path in (ROOT / "reinforce_rl").rglob("*.py")]
+    texts.append(
+        "\n".join(f"… is …; expected {expected_of(section, name, is_of_value=v)}" for section, name, v in WRONG)
+    )
     entries = messages()
     assert len(entries) >= 30
     missing = [entry for entry in entries if not any(all(part in file for part in parts_of(entry)) for file in texts)]
