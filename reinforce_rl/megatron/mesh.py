@@ -169,14 +169,16 @@ class Mesh:
                 raise _ERRORS.get(failure[0], ReinforceError)(f"rank {rank} failed: {failure[1]}")
 
     @contextlib.contextmanager
-    def together(self, failure_of: Callable[[BaseException], Exception]) -> Iterator[None]:
+    def together(self, failure_of: Callable[[BaseException], Exception] | None = None) -> Iterator[None]:
         """Raise on every rank if the block failed on one, `failure_of` what was raised there; a collective call."""
-        failure: Exception | None = None
+        failure: Any = None
         try:
             yield
         except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
-            failure = failure_of(error)
-            failure.__cause__ = error
+            failure = error
+            if failure_of is not None:
+                failure = failure_of(error)
+                failure.__cause__ = error
         self.check_together(failure)
 
     def reset_count(self, name: str) -> None:

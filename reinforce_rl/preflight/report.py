@@ -57,10 +57,8 @@ def _print_lines(console: Console, title: str, rows: Sequence[tuple[str, str]]) 
 
 def _batches(cfg: TrainConfig, plan: BatchPlan) -> list[tuple[str, str]]:
     g, of_rank, of_update = plan.samples, plan.prompts_of_rank, plan.prompts_of_update.least
-    sequences, calls = (
-        f"{of_update} prompts = {of_update * g} sequences",
-        _count(plan.validation_calls, "generation call"),
-    )
+    sequences = f"{of_update} prompts = {of_update * g} sequences"
+    calls = _count(plan.validation_calls, "generation call")
     validation = "none" if plan.validation is None else f"{plan.validation} prompts x 1 sample, {calls} a rank"
     epoch = run = "not known: the prompts cannot be read"
     if plan.epoch is not None:
@@ -168,8 +166,9 @@ def print_step(console: Console, job: PredictedJob, step: StepTime) -> None:
     console.print(f"Bottleneck: {step.slowest.name} takes {share:.0%} of the step, most of it {step.slowest.bound}.")
     hidden = sum(phase.seconds for phase in step.phases if "log-probs" in phase.name)
     if job.cfg.reward == "server" and hidden:
+        sequences = job.batches.prompts * job.batches.samples
         console.print(
-            f"The reward server is not in it: it costs nothing while it scores {job.sequences} sequences within "
+            f"The reward server is not in it: it costs nothing while it scores {sequences} sequences within "
             f"{_seconds(hidden)} s, the log-prob passes, {step.tokens / hidden:,.0f} tokens/s."
         )
 

@@ -20,7 +20,7 @@ from reinforce_rl.config.load import read
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.preflight.memory import WEIGHT_BYTES, Decoding, stage_shapes
+from reinforce_rl.preflight.memory import WEIGHT_BYTES, Decoding, ModelSize, stage_shapes
 from reinforce_rl.preflight.plan import BatchPlan
 from reinforce_rl.preflight.rank import Cost, Traffic, total
 from reinforce_rl.trainer.build import lora_settings
@@ -29,7 +29,6 @@ BF16 = 2
 _SMALL_KERNELS = 4  # per layer, besides matrices and attention: two norms, RoPE with the cache write, SwiGLU
 _POINTS, _DRAWS = 128, 64  # of the integral over t; of the ranks' lengths
 BACKWARD = 2 / 3  # of a micro-batch's time, which can overlap with the gradient all-reduce
-KEY = "preflight_machine"
 
 
 class Hardware(Section):
@@ -70,17 +69,19 @@ class Hardware(Section):
         """Roofline time of an engine's bf16 kernel, at least the floor."""
         return max(flops / (self.bf16 * self.matmul_share), moved / (self.hbm * self.decode_share), self.kernel_floor)
 
-    def collective_seconds(self, kind: str, moved: float, ranks: int, nodes: int) -> float:
+    def collective_seconds(self, kind: str, moved: float, ranks: int, nodes: int | None = None) -> float:
         """Time of a `torch.distributed` collective: bandwidth of a ring, latency of a tree, a network card per rank.
 
-        `moved` are the bytes of the whole tensor: an all-gather's output, a reduce-scatter's input.
+        `moved` are the bytes of the whole tensor: an all-gather's output, a reduce-scatter's input. By default the
+        ranks fill nodes.
         """
         if ranks <= 1:
             return 0.0
+        nodes = nodes or -(-ranks // self.gpus_per_node)
         bandwidth, hop = self.nvlink * self.nvlink_share, self.nvlink_latency
         if nodes > 1:
-            a_node = max(ranks // nodes, 1)
-            bandwidth, hop = min(bandwidth, self.network * self.network_share * a_node), self.network_latency
+            between = self.network * self.network_share * max(ranks // nodes, 1)
+            bandwidth, hop = min(bandwidth, between), self.network_latency
         if kind in ("send", "recv"):
             return hop + moved / bandwidth
         volume = {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(kind, (ranks - 1) / ranks)
@@ -110,9 +111,8 @@ class Hardware(Section):
         return "matrix products" if cost["flops"] / self.rates["bf16"] > cost["seconds"] / 2 else "memory bandwidth"
 
 
-# Every number is from a data sheet, or a commonly reached share of one; none is fitted to a run of this project.
-# Data sheets: NVIDIA H100 Tensor Core GPU (SXM), NVIDIA H200 Tensor Core GPU (SXM), NVIDIA A100 80GB (SXM), without
-# sparsity; DGX H100/H200 and DGX A100: one ConnectX-7 of 400 Gb/s, one ConnectX-6 of 200 Gb/s a GPU.
+# From data sheets, or a commonly reached share of one; none is fitted to a run of this project. NVIDIA H100, H200 and
+# A100 80GB Tensor Core GPU (SXM), without sparsity; DGX: one ConnectX-7 of 400 Gb/s (A100: -6 of 200 Gb/s) a GPU.
 # Share of matrix products: cuBLAS at 8192^3 gives about 700 TFLOP/s on an H100 under its power limit, 250 on an A100.
 # PCIe 5 x16: 64 GB/s, about 50 reached; PCIe 4 x16: 32 GB/s, about 25 reached.
 _FIELDS = ("name", "memory", "bf16", "fp32", "hbm", "nvlink", "network", "pcie", "matmul_share")
@@ -129,11 +129,11 @@ def load_machine(value: str) -> Hardware:
 
     Raises ConfigError: unknown name, or all faults of the file together.
     """
+    where, known = f"preflight_machine={value}", ", ".join(MACHINES)
     if value in MACHINES:
         return MACHINES[value]
     if not Path(value).is_file():
-        raise ConfigError([f"{KEY} is {value!r}; expected {', '.join(MACHINES)} or a YAML file that exists"])
-    where = f"{KEY}={value}"
+        raise ConfigError([f"preflight_machine is {value!r}; expected {known} or a YAML file that exists"])
     try:
         given = OmegaConf.load(value)
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
@@ -142,7 +142,7 @@ def load_machine(value: str) -> Hardware:
         raise ConfigError([f"{where} holds no keys; expected those of a machine, such as `base: h100`"])
     base = given.pop("base", None)
     if base is not None and base not in MACHINES:
-        raise ConfigError([f"{where}: base is {base!r}; expected {', '.join(MACHINES)}"])
+        raise ConfigError([f"{where}: base is {base!r}; expected {known}"])
     whole = given if base is None else OmegaConf.merge(MACHINES[base].model_dump(), given)
     machine, faults = read(Hardware, whole, f"{where}: ")  # type: ignore[arg-type]
     if faults:
@@ -201,9 +201,7 @@ class Engine:
 
     @property
     def weight_bytes(self) -> float:
-        arch = self.architecture
-        tables = (1 if arch.tied_embeddings else 2) * arch.vocab_size * arch.hidden_size
-        return BF16 * (arch.num_layers * sum(map(math.prod, self._matrices())) + tables)
+        return BF16 * ModelSize.from_architecture(self.architecture, None).parameters
 
     @property
     def cache_bytes_of_token(self) -> float:
@@ -223,8 +221,7 @@ class Engine:
             layer += machine.kernel_seconds(2 * t * numbers, BF16 * (numbers + t * (inner + outer / gpus)))
         cache = rows * context * self.cache_bytes_of_token / arch.num_layers / gpus
         layer += machine.kernel_seconds(4 * t * context * arch.num_heads * arch.head_size / gpus, cache)
-        nodes = -(-gpus // machine.gpus_per_node)
-        layer += 2 * machine.collective_seconds("all_reduce", BF16 * t * arch.hidden_size, gpus, nodes)
+        layer += 2 * machine.collective_seconds("all_reduce", BF16 * t * arch.hidden_size, gpus)
         head = arch.vocab_size * arch.hidden_size / gpus
         last = machine.kernel_seconds(2 * rows * head, BF16 * head)
         # Softmax, noise and argmax pass over the fp32 logits a few times.
@@ -299,10 +296,6 @@ class PredictedJob:
     sequences_of_update: float  # per optimizer step on its busiest rank, on average
 
     @property
-    def sequences(self) -> int:
-        return self.batches.prompts * self.batches.samples
-
-    @property
     def has_engine(self) -> bool:
         return self.cfg.generation == "tensorrt_llm"
 
@@ -322,7 +315,7 @@ class PredictedJob:
 
 
 def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
-    cfg, machine, plan, model = job.cfg, job.machine, job.batches, job.cfg.model
+    cfg, machine, plan, model, rl = job.cfg, job.machine, job.batches, job.cfg.model, job.cfg.trainer.reinforce
     peaks = {name: max(role.peaks[name] for role in roles) for name in roles[0].peaks}
     resident, away = peaks.pop("resident"), peaks.pop("away")
     if job.has_engine:
@@ -333,9 +326,11 @@ def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
     phases = [generation, offload] if away else [generation]
     train_rows, forward_rows = job.rows(math.ceil(job.lengths.average))
     forward = math.ceil(plan.prompts_of_rank.most * plan.samples / forward_rows)
-    if _reads_log_probs(cfg):
+    with_kl, several = rl.initial_policy_kl_penalty > 0, rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None
+    known = cfg.generation == "native" and rl.generator_log_probs and cfg.trainer.precision != "bf16"
+    if several or (with_kl and not known):  # follows `RolloutMaker`
         phases.append(_passes(job, roles, "log-probs", forward))
-    if cfg.trainer.reinforce.initial_policy_kl_penalty > 0:
+    if with_kl:
         reference = _passes(job, roles, "reference log-probs", forward)
         if lora_settings(cfg) is None and model.reference_placement == "host":
             shapes = stage_shapes(job.architecture, job.layout.tensor, job.layers, None)
@@ -343,22 +338,16 @@ def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
             reference.parts["weights from the host"] = weights / machine.pcie
         phases.append(reference)
     phases.append(_passes(job, roles, "training", math.ceil(job.sequences_of_update / train_rows), plan.updates))
-    optimizer = [role.costs["optimizer"] for role in roles]
-    cost = total([(plan.updates, max(optimizer, key=lambda c: machine.seconds(c) + machine.wire_seconds(c)))])
+    slowest = max(
+        (role.costs["optimizer"] for role in roles), key=lambda c: machine.seconds(c) + machine.wire_seconds(c)
+    )
+    cost = total([(plan.updates, slowest)])
     parts = {"kernels": machine.seconds(cost), "collectives": machine.wire_seconds(cost)}
     phases.append(PhaseTime("optimizer", machine.bound(cost), parts, cost))
     if job.has_engine:
         phases.append(_refit(job))
-    tokens = job.sequences * (plan.longest_prompt + job.lengths.average)
+    tokens = plan.prompts * plan.samples * (plan.longest_prompt + job.lengths.average)
     return StepTime(tuple(phases), peaks, tokens, max(peaks.values()) <= machine.memory - machine.reserved)
-
-
-def _reads_log_probs(cfg: TrainConfig) -> bool:
-    # Follows `RolloutMaker`.
-    rl = cfg.trainer.reinforce
-    known = cfg.generation == "native" and rl.generator_log_probs and cfg.trainer.precision != "bf16"
-    several = rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None
-    return several or (rl.initial_policy_kl_penalty > 0 and not known)
 
 
 def _passes(job: PredictedJob, roles: Sequence[Role], name: str, count: int, times: int = 1) -> PhaseTime:
@@ -414,9 +403,9 @@ def _engine(job: PredictedJob, resident: float) -> tuple[PhaseTime, float]:
     of_sequence = engine.cache_bytes_of_token * (plan.longest_prompt + job.lengths.average)
     engine = dataclasses.replace(engine, slots=max(1.0, min(settings.max_batch_size, room * gpus / of_sequence)))
     together, calls = job.prompts_of_call * plan.samples, plan.generation_calls
-    seconds = engine.call_seconds(together, job.prompts_of_call, plan.longest_prompt, job.lengths)
+    seconds = calls * engine.call_seconds(together, job.prompts_of_call, plan.longest_prompt, job.lengths)
     _, factor = job.lengths.of_slowest(job.layout.data, calls, together)
-    parts = {"engine": calls * seconds, "waiting for the slowest rank": (factor - 1) * calls * seconds}
+    parts = {"engine": seconds, "waiting for the slowest rank": (factor - 1) * seconds}
     return PhaseTime("generation", "memory bandwidth", parts), resident + room
 
 
@@ -424,7 +413,7 @@ def _refit(job: PredictedJob) -> PhaseTime:
     # Time the refit: weights are gathered in the block by buckets and copied to each of its GPUs.
     machine, block = job.machine, job.cfg.model.block_size
     weights = Engine(job.architecture, machine, 1, 1).weight_bytes
-    bucket, nodes = job.cfg.tensorrt_llm.weight_bucket_megabytes * 2.0**20, -(-block // machine.gpus_per_node)
-    wire = sum(machine.collective_seconds(kind, bucket, block, nodes) for kind in ("all_gather", "broadcast"))
+    bucket = job.cfg.tensorrt_llm.weight_bucket_megabytes * 2.0**20
+    wire = sum(machine.collective_seconds(kind, bucket, block) for kind in ("all_gather", "broadcast"))
     parts = {"collectives": weights / bucket * wire, "copies": 3 * weights / machine.rates["bandwidth"]}
     return PhaseTime("weights to the engine", max(parts, key=lambda part: parts[part]), parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from reinforce_rl.monitoring.run import RunMonitor
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec, RewardFuture, RewardRequest, Rewards, RewardSource, WeightedSource
 from reinforce_rl.rewards.client import RemoteGPTRMClient
-from reinforce_rl.rewards.function_pool import FunctionPool, PendingScores, named_functions
+from reinforce_rl.rewards.function_pool import FunctionPool, named_functions
 from reinforce_rl.rewards.wire import TEXT_FORM, read_token
 
 if TYPE_CHECKING:
@@ -29,13 +29,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _CombinedFuture:
-    sources: Sequence[WeightedSource]
-    futures: Sequence[RewardFuture]
+class _Later:
+    """A future that computes its result when it is asked for it."""
 
-    def result(self) -> Rewards:
+    result: Callable[[], Rewards]
+
+
+@dataclass(frozen=True)
+class CombinedRewards:
+    """A reward source that returns the weighted sum of others, whose names differ by the configuration's rules."""
+
+    sources: Sequence[WeightedSource]
+
+    def infer_rm(self, request: RewardRequest) -> RewardFuture:
+        return _Later(partial(self._sum, [source.source.infer_rm(request) for source in self.sources]))
+
+    def _sum(self, futures: Sequence[RewardFuture]) -> Rewards:
         """Return the weighted sum; a failed sample has the status of the first source that failed it."""
-        answers = [future.result() for future in self.futures]
+        answers = [future.result() for future in futures]
         values = torch.zeros_like(answers[0].values)
         status = torch.full_like(answers[0].status, base.STATUS_OK)
         by_source, faults = {}, {}
@@ -47,30 +58,11 @@ class _CombinedFuture:
             by_source |= {f"{source.name}/{name}": scores for name, scores in answer.by_source.items()}
         return Rewards(torch.where(status == base.STATUS_OK, values, torch.nan), status, by_source, faults)
 
-
-@dataclass(frozen=True)
-class CombinedRewards:
-    """A reward source that returns the weighted sum of others, whose names differ by the configuration's rules."""
-
-    sources: Sequence[WeightedSource]
-
-    def infer_rm(self, request: RewardRequest) -> RewardFuture:
-        return _CombinedFuture(self.sources, [source.source.infer_rm(request) for source in self.sources])
-
     def close(self) -> None:
         """Close every source, even if one raises; its exception is raised at the end."""
         with ExitStack() as stack:
             for source in reversed(self.sources):
                 stack.callback(source.source.close)
-
-
-@dataclass(frozen=True)
-class _FunctionFuture:
-    pending: PendingScores
-
-    def result(self) -> Rewards:
-        scores = self.pending.result()
-        return Rewards(torch.from_numpy(scores.values), torch.from_numpy(scores.status), faults=scores.faults)
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,13 @@ class FunctionRewards:
     function: str
 
     def infer_rm(self, request: RewardRequest) -> RewardFuture:
-        return _FunctionFuture(self.pool.submit(self.function, request.samples))
+        pending = self.pool.submit(self.function, request.samples)
+
+        def result() -> Rewards:
+            scores = pending.result()
+            return Rewards(torch.from_numpy(scores.values), torch.from_numpy(scores.status), faults=scores.faults)
+
+        return _Later(result)
 
     def close(self) -> None:
         """End the pool's processes, also for the other sources that share it."""
@@ -100,18 +98,14 @@ def connect_to_reward_servers(
     servers = dict(remote.more_reward_models)
     if cfg.reward == "server":
         servers = {remote.reward_model.name: remote.reward_model, **servers}
-    sources = _start_reward_functions(cfg, mesh)
-    try:
+    with ExitStack() as on_failure:
+        sources = _start_reward_functions(cfg, mesh)
+        on_failure.callback(CombinedRewards(sources).close)
         for name, server in servers.items():
             source = _connect_to_reward_server(cfg, server, mesh, tokenizer, monitor)
             sources.append(WeightedSource(name, source, server.weight))
-        if len(sources) == 1 and sources[0].weight == 1.0:
-            return sources[0].source
-        return CombinedRewards(sources)
-    except Exception:
-        for weighted in sources:
-            weighted.source.close()
-        raise
+        on_failure.pop_all()
+        return sources[0].source if len(sources) == 1 and sources[0].weight == 1.0 else CombinedRewards(sources)
 
 
 def configured_functions(cfg: TrainConfig) -> dict[str, tuple[FunctionSpec, float]]:
@@ -125,15 +119,11 @@ def _start_reward_functions(cfg: TrainConfig, mesh: Mesh) -> list[WeightedSource
     if not functions:
         return []
     pool = FunctionPool({name: spec for name, (spec, _) in functions.items()}, cfg.reward_function)
-    failure: Exception | None = None
-    try:
-        if mesh.is_block_leader:
-            pool.start()
-    except Exception as error:  # any kind: all ranks must raise together
-        failure = error
     with ExitStack() as on_failure:
         on_failure.callback(pool.close)
-        mesh.check_together(failure)
+        with mesh.together():
+            if mesh.is_block_leader:
+                pool.start()
         on_failure.pop_all()
     return [WeightedSource(name, FunctionRewards(pool, name), weight) for name, (_, weight) in functions.items()]
 
@@ -145,35 +135,29 @@ def _connect_to_reward_server(
     remote = cfg.remote_rm
     run = re.sub(r"[^\w.-]", "_", Path(cfg.exp_manager.explicit_log_dir).name, flags=re.ASCII)[-40:]
     client: RemoteGPTRMClient | None = None
-    failure: Exception | None = None
-    try:
-        client = RemoteGPTRMClient(
-            server.ip,
-            server.port,
-            server.name,
-            replicas=server.addresses[1:],
-            token=read_token(server.token_file, f"remote_rm: token_file of '{server.name}'"),
-            caller=f"{run}-rank{mesh.rank}",
-            deadline_seconds=remote.deadline_seconds,
-            attempt_timeout_seconds=remote.attempt_timeout_seconds,
-            pad_to_length=remote.pad_to_length,
-            pad_id=pad_id_of(tokenizer),
-            on_wait=partial(monitor.note, transient=True),
-        )
-        client.wait_until_ready(remote.ready_timeout_seconds)
-        for sentence in client.missing():
-            monitor.note(f"{sentence} The run goes on with the others; this one is asked again now and then.")
-        vocab_size = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size
-        form = client.check_compatible(TokenizerInfo.from_tokenizer(tokenizer), vocab_size, server.input)
-        if form == TEXT_FORM:
-            monitor.note(f"The reward model '{server.name}' is sent texts.")
-    except Exception as error:  # any kind, perhaps on this rank only: all must raise together
-        failure = error
-    try:
-        mesh.check_together(failure)
-    except Exception:
-        if client is not None:
-            client.close()
-        raise
+    with ExitStack() as on_failure:
+        with mesh.together():
+            client = RemoteGPTRMClient(
+                server.ip,
+                server.port,
+                server.name,
+                replicas=server.addresses[1:],
+                token=read_token(server.token_file, f"remote_rm: token_file of '{server.name}'"),
+                caller=f"{run}-rank{mesh.rank}",
+                deadline_seconds=remote.deadline_seconds,
+                attempt_timeout_seconds=remote.attempt_timeout_seconds,
+                pad_to_length=remote.pad_to_length,
+                pad_id=pad_id_of(tokenizer),
+                on_wait=partial(monitor.note, transient=True),
+            )
+            on_failure.callback(client.close)
+            client.wait_until_ready(remote.ready_timeout_seconds)
+            for sentence in client.missing():
+                monitor.note(f"{sentence} The run goes on with the others; this one is asked again now and then.")
+            vocab_size = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size
+            form = client.check_compatible(TokenizerInfo.from_tokenizer(tokenizer), vocab_size, server.input)
+            if form == TEXT_FORM:
+                monitor.note(f"The reward model '{server.name}' is sent texts.")
+        on_failure.pop_all()
     assert client is not None
     return client

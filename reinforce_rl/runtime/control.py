@@ -322,16 +322,12 @@ class RunControl:
             yield
             return
         watchdog = self._watchdog = Watchdog(self, mesh.rank, mesh.world_size, **limits)
-        failure: Exception | None = None
         try:
             with before_the_watch(mesh.rank, mesh.world_size):
                 invitation = mesh.from_main(watchdog.open(host_of_rank_0()) if mesh.is_main else None)
-                try:
+                with mesh.together():
                     if not mesh.is_main:
                         watchdog.join(invitation)
-                except ReinforceError as error:
-                    failure = error
-                mesh.check_together(failure)
             watchdog.start()
             with self.ending():
                 yield

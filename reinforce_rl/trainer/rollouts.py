@@ -268,18 +268,14 @@ class RolloutMaker:
             StoppedEarly: some rank was asked to stop.
         """
         batch, mesh = pending.batch, self._model.mesh
-        failure: Exception | None = None
         rewards, faults = batch.rewards, list[str | None]([None] * len(batch.rewards))
         sources: dict[str, torch.Tensor] = {}
         answers: list[Rewards] | None = []
-        try:
+        with mesh.together():
             if pending.futures:
                 answers = self._stop.unless_asked(lambda: [_scores(*asked) for asked in pending.futures])
                 if answers is None:
                     raise StoppedEarly(f"stopped by {self._stop.reason}")
-        except Exception as error:  # any source error must reach the other ranks
-            failure = error
-        mesh.check_together(failure)
         if mesh.is_block_leader and (own := pending.work.to_owners(answers or [])):
             rewards = torch.cat([answer.values for answer in own])
             faults = [fault for answer in own for fault in _faults(answer)]

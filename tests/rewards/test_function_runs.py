@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -204,8 +205,7 @@ class OtherRank:
 
     is_block_leader = False
 
-    def check_together(self, error: Exception | None) -> None:
-        assert error is None
+    together = staticmethod(contextlib.nullcontext)
 
 
 def test_only_the_rank_that_asks_starts_processes(tmp_path):

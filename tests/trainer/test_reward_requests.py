@@ -48,7 +48,12 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
         tokenizer=tokenizer,
         pad_id=0,
         mesh=SimpleNamespace(
-            is_block_leader=True, dp_size=1, world_size=1, any_rank=bool, check_together=lambda failure: None
+            is_block_leader=True,
+            dp_size=1,
+            world_size=1,
+            any_rank=bool,
+            check_together=lambda failure: None,
+            together=contextlib.nullcontext,
         ),
         generator=SimpleNamespace(awake=contextlib.nullcontext),
         settings=SimpleNamespace(sampling=SimpleNamespace(stop_token_ids=(2, dot))),

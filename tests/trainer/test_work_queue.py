@@ -21,6 +21,7 @@ from helpers.trainer_processes import TrainerProcesses, assert_equal_runs
 from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import Completions, Prompt, RolloutBatch
 from reinforce_rl.errors import EXIT_STOPPED, GenerationError, ReinforceError, RewardServerError, StoppedEarly
+from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.rollouts import RolloutMaker
 
@@ -72,6 +73,8 @@ class ThreadMesh:
         for failure in self.gather_over_dp(error):
             if failure is not None:
                 raise error or type(failure)("another rank failed")
+
+    together = Mesh.together
 
     def reset_count(self, name: str) -> None:
         self._threads.counts.pop(name, None)
