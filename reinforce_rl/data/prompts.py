@@ -115,15 +115,9 @@ class PromptDataset(Dataset[Prompt]):
         """
         if add_bos and tokenizer.bos_token_id is None:
             raise ConfigError(["add_bos is true, but the tokenizer has no begin-of-sequence token; set it to false"])
-        paths = [Path(files)] if isinstance(files, (str, Path)) else [Path(file) for file in files]
+        paths = [files] if isinstance(files, (str, Path)) else list(files)
         faults, advice = LineFaults(), "Correct or remove these lines."
-        render = partial(
-            _render,
-            tokenizer=tokenizer,
-            apply_chat_template=apply_chat_template,
-            columns=columns,
-            system_prompt=system_prompt,
-        )
+        render = partial(_render, tokenizer, columns, apply_chat_template, system_prompt)
         prompts: list[Prompt] = []
         sizes: list[int] = []
         skipped: list[tuple[str, int]] = []
@@ -287,11 +281,11 @@ def build_train_valid_test_rlhf_datasets(
 
 
 def _render(
-    record: Record,
     tokenizer: PreTrainedTokenizerBase,
-    apply_chat_template: bool,
     columns: Columns,
+    apply_chat_template: bool,
     system_prompt: str | None,
+    record: Record,
 ) -> tuple[str, Prompt]:
     """Return where a prompt stands, and the prompt without id and tokens."""
     value = record.value

@@ -91,76 +91,71 @@ class Speaker:
         return found
 
 
+@dataclass
 class Chat:
-    """A conversation with one or two models.
+    """A conversation with one or two models."""
 
-    Args:
-        score: says what a prompt and its answer are worth; None for nothing.
-    """
+    speakers: Sequence[Speaker]
+    params: SamplingParams
+    seed: int = 0
+    system: str = ""
+    score: Callable[[Speaker, Prompt, Completions], str] | None = None  # says what an answer is worth; None: nothing
+    console: Console = field(default_factory=lambda: Console(highlight=False))
+    _answered: int = 0  # keys the noise, so that the same question is not answered alike
+    _stop: bool = False  # Ctrl-C was typed during this answer
 
-    def __init__(
-        self,
-        speakers: Sequence[Speaker],
-        params: SamplingParams,
-        seed: int = 0,
-        system: str = "",
-        score: Callable[[Speaker, Prompt, Completions], str] | None = None,
-        console: Console | None = None,
-    ):
-        self._speakers, self._params, self._seed, self._score = speakers, params, seed, score
-        self._console, self._system, self._stop = console or Console(highlight=False), system, False
-        self._answered = 0  # keys the noise, so that the same question is not answered alike
+    def __post_init__(self) -> None:
         self._reset()
 
     def talk(self, lines: Iterator[str]) -> None:
         """Answer questions and obey commands until the lines end."""
         for line in map(str.strip, lines):
-            before = [list(speaker.messages) for speaker in self._speakers]
+            before = [list(speaker.messages) for speaker in self.speakers]
             try:
                 if line == "/quit":
                     return
                 self._obey(*line.partition(" ")[::2]) if line.startswith("/") else line and self._ask(line)
             except (ReinforceError, OSError, KeyboardInterrupt) as error:
                 self._write(f"({error or 'stopped'})\n")
-                for speaker, messages in zip(self._speakers, before, strict=True):
+                for speaker, messages in zip(self.speakers, before, strict=True):
                     speaker.messages = messages  # a question without an answer would spoil the next
 
     def _obey(self, command: str, value: str) -> None:
         if command in ("/reset", "/system"):
-            self._system = value.strip() if command == "/system" else self._system
+            self.system = value.strip() if command == "/system" else self.system
             self._reset()
-        elif command == "/regenerate" and len(self._speakers[0].messages) > bool(self._system):
-            for speaker in self._speakers:
+        elif command == "/regenerate" and len(self.speakers[0].messages) > bool(self.system):
+            for speaker in self.speakers:
                 del speaker.messages[-1]
             self._answer()
         elif command == "/save" and value:
-            rows = [{"messages": speaker.messages, "model": speaker.name} for speaker in self._speakers]
+            rows = [{"messages": speaker.messages, "model": speaker.name} for speaker in self.speakers]
             write_json_lines(Path(value.strip()), rows)
         else:
             self._write(f"{HELP}\n")
 
     def _reset(self) -> None:
-        for speaker in self._speakers:
-            speaker.messages = [{"role": "system", "content": self._system}] if self._system else []
+        for speaker in self.speakers:
+            speaker.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def _ask(self, question: str) -> None:
-        for speaker in self._speakers:
+        for speaker in self.speakers:
             speaker.messages.append({"role": "user", "content": question})
         self._answer()
 
     def _answer(self) -> None:
         self._answered += 1
-        console, several = self._console, len(self._speakers) > 1
-        columns = Table(*(one.name for one in self._speakers), box=None, expand=True, padding=(0, 2, 0, 0))
+        console, several = self.console, len(self.speakers) > 1
+        columns = Table(*(one.name for one in self.speakers), box=None, expand=True, padding=(0, 2, 0, 0))
         for column in columns.columns:
             column.ratio = 1
-        texts = [Text() for _ in self._speakers]
+        texts = [Text() for _ in self.speakers]
         columns.add_row(*texts)
         screen = contextlib.nullcontext()
         if several and console.is_terminal and console.width >= MIN_COLUMNS:
             screen = Live(columns, console=console, auto_refresh=False)  # its thread would read half of a text
         with self._stoppable(), screen as live:
-            for speaker, text in zip(self._speakers, texts, strict=True):
+            for speaker, text in zip(self.speakers, texts, strict=True):
                 if several and not live:
                     self._write(f"[{speaker.name}]\n")
 
@@ -186,16 +181,16 @@ class Chat:
             if self._stop:
                 raise KeyboardInterrupt
 
-        prompt, room = speaker.prompt(self._answered, self._params.max_length)
+        prompt, room = speaker.prompt(self._answered, self.params.max_length)
         left_out = len(speaker.messages) - len(prompt.messages) if prompt.messages else 0
         notes = [f"without the first {left_out} messages: there is no room for them"] if left_out else []
         try:
-            found = speaker.answer(prompt, replace(self._params, max_length=room), self._seed, show_or_stop)
+            found = speaker.answer(prompt, replace(self.params, max_length=room), self.seed, show_or_stop)
         except KeyboardInterrupt:
             return [*notes, "stopped"]
         if found.finish_reasons[0] == FINISH_LENGTH:
             notes.append(f"cut at {room} tokens")
-        return notes if self._score is None else [*notes, self._score(speaker, prompt, found)]
+        return notes if self.score is None else [*notes, self.score(speaker, prompt, found)]
 
     @contextlib.contextmanager
     def _stoppable(self) -> Iterator[None]:
@@ -213,8 +208,8 @@ class Chat:
             signal.signal(signal.SIGINT, before)
 
     def _write(self, text: str) -> None:
-        self._console.file.write(text)
-        self._console.file.flush()
+        self.console.file.write(text)
+        self.console.file.flush()
 
 
 def chat(
