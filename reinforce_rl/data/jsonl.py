@@ -52,7 +52,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     try:
         write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     except OSError as error:
-        raise DataError(f"file {error.filename} cannot be written: {error.strerror or error}") from error
+        raise DataError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 # Values of a line; their errors name the key alone

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers.tiny_tokenizer import write_tiny_tokenizer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from reinforce_rl.data.jsonl import parse_hh_conversation, render_hh_prompt
 from reinforce_rl.data.prepare import PrepareOptions, prepare_prompts
@@ -38,6 +38,10 @@ def write(path: Path, *rows: object) -> Path:
 def rows_of(path: Path) -> list[dict]:
     with path.open(encoding="utf-8") as lines:  # `splitlines` would cut at U+2028 too
         return [json.loads(line) for line in lines]
+
+
+def prepare(*words: object) -> Result:
+    return CliRunner().invoke(app, ["prepare", *map(str, words)])
 
 
 def hh(text: str) -> str:
@@ -167,7 +171,7 @@ def test_bad_lines_are_told_and_nothing_is_written(tmp_path):
 
 def test_wrong_options_and_files(tmp_path):
     for option in ("--num-validation=0", "--validation-fraction=1.5", "--max-turns=0", "--limit=1"):
-        done = CliRunner().invoke(app, ["prepare", "x", "--output", str(tmp_path), option])
+        done = prepare("x", f"--output={tmp_path}", option)
         assert done.exit_code == 2 and f"Invalid value for '{option.partition('=')[0]}'" in done.output
     with pytest.raises(DataError, match=r"^\S+none\.jsonl does not exist"):
         prepare_prompts([tmp_path / "none.jsonl"], tmp_path, PrepareOptions())
@@ -180,19 +184,15 @@ def test_wrong_options_and_files(tmp_path):
         prepare_prompts([file], tmp_path / "out", PrepareOptions())
 
 
-def test_the_script_takes_csv_and_names_of_columns(tmp_path):
+def test_the_command_takes_csv_and_names_of_columns(tmp_path):
     (tmp_path / "in.csv").write_text("question,solution\nhi,007\nho,8\n")
-    script = [sys.executable, str(ROOT / "examples" / "prepare_prompts.py"), str(tmp_path / "in.csv")]
-    fields = ["--field", "prompt=question", "--field", "answer=solution", "--output", str(tmp_path / "out")]
-    done = subprocess.run([*script, *fields], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    fields = ["--field=prompt=question", "--field=answer=solution", f"--output={tmp_path / 'out'}"]
+    assert prepare(tmp_path / "in.csv", *fields).exit_code == 0
     rows = rows_of(tmp_path / "out" / "train.jsonl") + rows_of(tmp_path / "out" / "validation.jsonl")
     expected = [{"messages": [user("hi")], "answer": "007"}, {"messages": [user("ho")], "answer": "8"}]
     assert sorted(rows, key=str) == expected
-    done = subprocess.run(
-        [*script, *fields, "--field", "prompt"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 2 and "expected NAME=COLUMN" in done.stderr
+    done = prepare(tmp_path / "in.csv", *fields, "--field=prompt")
+    assert done.exit_code == 2 and "expected NAME=COLUMN" in done.output
 
 
 def test_gsm8k_keeps_every_prompt_with_its_answer(tmp_path):
@@ -207,16 +207,13 @@ def test_gsm8k_keeps_every_prompt_with_its_answer(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["hh_harmless_prompts.jsonl", "hh_harmless_pairs.jsonl"])
-def test_real_data_through_the_script_into_a_data_set(tmp_path, name):
+def test_real_data_through_the_command_into_a_data_set(tmp_path, name):
     source = SHARED / name
     if not source.is_file():
         pytest.skip(f"{source} is not there")
-    script = [sys.executable, str(ROOT / "examples" / "prepare_prompts.py")]
-    command = [*script, str(source), "--output", str(tmp_path), "--max-turns", "1", "--num-validation", "64"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    done = prepare(source, f"--output={tmp_path}", "--max-turns=1", "--num-validation=64")
     lines = sum(1 for line in source.open(encoding="utf-8") if line.strip())
-    assert f"read {lines}, kept " in done.stdout
+    assert f"read {lines}, kept " in done.output
     train, validation = rows_of(tmp_path / "train.jsonl"), rows_of(tmp_path / "validation.jsonl")
     assert len(validation) == 64 and len(train) > 500
     assert not {str(row) for row in train} & {str(row) for row in validation}
