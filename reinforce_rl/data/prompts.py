@@ -153,20 +153,20 @@ class PromptDataset(Dataset[Prompt]):
         return cls(prompts, skipped=len(skipped), blend=blend)
 
 
+@dataclass(eq=False)
 class PromptLoader:
     """Yield this rank's share of the sampler's batches, possibly empty. Sampler states agree on all ranks."""
 
-    def __init__(
-        self,
-        dataset: PromptDataset,
-        sampler: PromptSampler,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        collate_fn: Callable[[list[Prompt]], Any] = list,
-    ):
-        self.dataset, self.sampler, self.collate_fn = dataset, sampler, collate_fn
-        self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.prompts_per_step = sampler.prompts_per_step  # over all ranks; the last batch of an epoch may have fewer
+    dataset: PromptDataset
+    sampler: PromptSampler
+    dp_rank: int = 0
+    dp_size: int = 1
+    collate_fn: Callable[[list[Prompt]], Any] = list
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Over all ranks; the last batch of an epoch may have fewer."""
+        return self.sampler.prompts_per_step
 
     def __len__(self) -> int:
         return self.sampler.steps_per_epoch

@@ -216,7 +216,7 @@ def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> tuple[dict[str, Sets]
 
 def sets_of(value: Any) -> Sets:
     """Return the paths of each set of prompts by name; a path, a list of paths, or None is one set without a name."""
-    sets = value if isinstance(value, Mapping) else {"": value or []}
+    sets = value if isinstance(value, Mapping) else {"": [] if value is None else value}
     return {name: [paths] if isinstance(paths, (str, Path)) else list(paths) for name, paths in sets.items()}
 
 

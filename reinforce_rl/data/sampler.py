@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -79,34 +79,26 @@ class Blend:
         return f"Weighted blending: of an epoch's {self.num_prompts} draws, {', '.join(parts)}."
 
 
+@dataclass(eq=False)
 class PromptSampler:
     """Draw every prompt once per epoch, in global batches that are the same on all data-parallel ranks.
 
     An epoch's permutation depends only on (seed, epoch). With a blend, an epoch has as many draws, split by weight;
     see `Blend`, also for the numbers of repeated prompts. The last batch of an epoch may be smaller and is never
     filled up.
-
-    Args:
-        prompts_per_step: prompts of a global batch, over all ranks.
-        max_epochs: None never ends.
     """
 
-    def __init__(
-        self,
-        num_prompts: int,
-        prompts_per_step: int,
-        *,
-        seed: int,
-        shuffle: bool = True,
-        max_epochs: int | None = None,
-        blend: Blend | None = None,
-    ):
-        self.num_prompts, self.prompts_per_step, self.max_epochs = num_prompts, prompts_per_step, max_epochs
-        self.seed, self.shuffle, self.blend = seed, shuffle, blend
-        self.epoch = 0  # of the next batch
-        self.position = 0  # in the epoch
-        self.consumed_prompts = 0  # since the first step, over all epochs and resumes
-        self._order: tuple[int, list[int]] | None = None  # (epoch, permutation), made when first needed
+    num_prompts: int
+    prompts_per_step: int  # of a global batch, over all ranks
+    _: KW_ONLY
+    seed: int
+    shuffle: bool = True
+    max_epochs: int | None = None  # None never ends
+    blend: Blend | None = None
+    epoch: int = 0  # of the next batch; so is `position`, in the epoch
+    position: int = 0
+    consumed_prompts: int = 0  # since the first step, over all epochs and resumes
+    _order: tuple[int, list[int]] | None = None  # (epoch, permutation), made when first needed
 
     @property
     def batch_sizes(self) -> list[int]:

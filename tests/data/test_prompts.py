@@ -245,14 +245,14 @@ def test_build_data_sets_from_omegaconf(tokenizer, tmp_path):
 
 def test_all_faults_of_data_prefix_in_one_message(tokenizer, tmp_path):
     good = write(tmp_path / "good.jsonl", {"prompt": "x"})
-    prefix = {"train": [good, tmp_path / "a"], "validation": {"a b": "/dev/null", "c": ""}, "test": []}
+    prefix = {"train": [good, tmp_path / "a"], "validation": {"a b": "/dev/null"}, "test": ""}
     with pytest.raises(ConfigError) as caught:
         build_train_valid_test_rlhf_datasets(tokenizer, prefix, max_prompt_tokens=10)
     assert len(caught.value.faults) == 4
     for part in (
         f"model.data.data_prefix.train: {tmp_path / 'a'} does not exist",
         "model.data.data_prefix.validation: /dev/null is not a file",
-        "model.data.data_prefix.validation: '' is no path",
+        "model.data.data_prefix.test: '' is no path",
         "model.data.data_prefix.validation has a set named 'a b'; expected letters",
     ):
         assert part in str(caught.value)
