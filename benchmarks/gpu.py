@@ -6,7 +6,7 @@ python benchmarks/gpu.py --shapes tiny --device cpu            (does it work at 
 
 Needs PyTorch, megatron-core, transformers, psutil and rich, and neither a network nor files of a model: weights are
 random. Log-probs on the device are held against the CPU's first; where they are off, nothing is measured and the exit
-code is 1. The last lines are key=value pairs, one line a shape and phase. See docs/performance.md.
+code is 1. The last lines are key=value pairs, one line a shape and phase. See benchmarks/README.md.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ python benchmarks/roofline.py --threads 1 ...  (as many as the run had)
 
 Memory bandwidth and matrix rate are measured with so many threads, just before the table is printed. A decode step
 reads each weight once; a forward pass takes 2 operations a parameter and token, training 6, and Adam reads and writes
-its numbers once. See docs/performance.md.
+its numbers once. See benchmarks/README.md.
 """
 
 from __future__ import annotations
