@@ -1,6 +1,6 @@
 """Do the findings of "Back to Basics" (Ahmadian et al. 2024, arXiv:2402.14740) show at small scale?
 
-python benchmarks/papers_findings.py --processes 2        (about half an hour on 2 cores; benchmarks/results/findings.md)
+python benchmarks/papers_findings.py --processes 2        (about half an hour on 2 cores)
 
 A policy of 1M parameters is pre-trained, then trained by the project's own trainer: RLOO, RAFT, REINFORCE with and
 without a baseline at equal numbers of samples, several beta, a constant and noise added to the reward. Each method's
