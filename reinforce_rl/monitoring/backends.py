@@ -15,6 +15,8 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.monitoring.loggers import SUCCESS, Detached, Level, MetricLogger
 from reinforce_rl.utils.files import plain_number
 
+START_SECONDS, FINISH_SECONDS = 60, 50  # of a wandb run, the latter below `CLOSE_SECONDS` of its thread
+
 
 def start_loggers(
     cfg: TrainConfig, run_id: str, history: Sequence[Mapping[str, Any]], tell: Callable[[str], None]
@@ -34,14 +36,10 @@ def start_loggers(
 
 
 class TensorboardLogger(MetricLogger):
-    """Writes one event file.
+    """Writes one event file into `folder`, which holds nothing else.
 
-    Event files are append-only: a resumed run writes a new one, replaying `metrics.jsonl` up to its checkpoint and the
-    texts up to it, and removes the old ones, so that no step appears twice.
-
-    Args:
-        folder: for event files only.
-        history: the lines of `metrics.jsonl` so far, by step.
+    Event files are append-only: a resumed run writes a new one, replaying `history` (the lines of `metrics.jsonl` up
+    to its checkpoint) and the texts up to it, and removes the old ones, so that no step appears twice.
     """
 
     def __init__(self, folder: str | Path, history: Sequence[Mapping[str, Any]] = ()):
@@ -50,16 +48,15 @@ class TensorboardLogger(MetricLogger):
 
         old = sorted(Path(folder).glob("events.out.tfevents.*"))
         self._writer = SummaryWriter(str(folder))
-        self._last: tuple[int, frozenset[str]] = (-1, frozenset())
+        self._known: tuple[int, Mapping[str, Any]] = (-1, {})  # last step of `history`, and its numbers
         for record in history:
-            numbers = {name: value for name, value in record.items() if name not in ("step", "time")}
-            for name, value in numbers.items():
-                if value is not None:
+            for name, value in record.items():
+                if name not in ("step", "time") and value is not None:
                     self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
-            self._last = record["step"], frozenset(numbers)
+            self._known = record["step"], record
         for path in old:  # texts are nowhere else
             for event in LegacyEventFileLoader(str(path)).Load():
-                if event.step <= self._last[0] and any(value.HasField("tensor") for value in event.summary.value):
+                if event.step <= self._known[0] and any(value.HasField("tensor") for value in event.summary.value):
                     self._writer._get_file_writer().add_event(event, event.step, event.wall_time)
         self._writer.flush()
         for path in old:
@@ -67,9 +64,9 @@ class TensorboardLogger(MetricLogger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
         """Write numbers of `step`, except non-finite ones and those `history` already has for this step."""
-        step_of_history, known = self._last
+        last, known = self._known
         for name, number in _finite(metrics, prefix).items():
-            if not (step == step_of_history and name in known):
+            if step != last or name not in known:
                 self._writer.add_scalar(name, number, step)
 
     def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
@@ -104,15 +101,22 @@ class WandbLogger(MetricLogger):
     """
 
     def __init__(self, cfg: TrainConfig, run_id: str):
+        # At exit its telemetry waits up to a minute for a server that hangs.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        given, folder = cfg.exp_manager.wandb_logger_kwargs, Path(cfg.exp_manager.explicit_log_dir)
+        settings = wandb.Settings(
+            init_timeout=START_SECONDS,
+            finish_timeout=FINISH_SECONDS,
+            finish_timeout_raises=True,
+            console="off",  # its capture of stdout and the live progress display would tear each other
+            silent=True,
+        )
+        folder = Path(cfg.exp_manager.explicit_log_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        # Deadlines in seconds. wandb's capture of stdout and the live progress display would tear each other.
-        settings = wandb.Settings(init_timeout=60, finish_timeout=50, console="off", silent=True)
-        options = {**dict(given), "config": cfg.model_dump(), "id": run_id, "resume": "allow"}
-        self._run: Any = wandb.init(dir=str(folder), settings=settings, **options)
+        self._run: Any = wandb.init(dir=str(folder), settings=settings, **_given(cfg, run_id))
         self._table: Callable[..., Any] = partial(wandb.Table, allow_mixed_types=True)
+        self._wait_for_server = wandb.teardown
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
         """Log numbers of `step`, except non-finite ones, which charts cannot show."""
@@ -128,7 +132,11 @@ class WandbLogger(MetricLogger):
 
     def finalize(self, status: str = SUCCESS) -> None:
         """Flush and end the run, as failed unless `status` is "success"."""
-        self._run.finish(exit_code=0 if status == SUCCESS else 1)
+        try:
+            self._run.finish(exit_code=0 if status == SUCCESS else 1)
+        except TimeoutError:
+            self._wait_for_server()  # in this thread, which may be left behind, and not in wandb's exit handler
+            raise
 
 
 class SwanlabLogger(WandbLogger):
@@ -137,10 +145,9 @@ class SwanlabLogger(WandbLogger):
     def __init__(self, cfg: TrainConfig, run_id: str):
         import swanlab
 
-        given, folder = cfg.exp_manager.wandb_logger_kwargs, Path(cfg.exp_manager.explicit_log_dir)
         quiet = {"interactive": False, "terminal": {"proxy_type": "none"}, "probe": {"requirements": False}}
-        options = {**dict(given), "config": cfg.model_dump(), "id": run_id, "resume": "allow"}
-        self._run = swanlab.init(log_dir=str(folder / "swanlog"), settings=swanlab.Settings(**quiet), **options)
+        folder, settings = Path(cfg.exp_manager.explicit_log_dir) / "swanlog", swanlab.Settings(**quiet)
+        self._run = swanlab.init(log_dir=str(folder), settings=settings, **_given(cfg, run_id))
         self._table = lambda columns, data: swanlab.echarts.Table().add(columns, data)
         self._text = swanlab.Text
 
@@ -197,6 +204,11 @@ class MlflowLogger(MetricLogger):
 
     def finalize(self, status: str = SUCCESS) -> None:
         self._client.set_terminated(self._id, "FINISHED" if status == SUCCESS else "FAILED")
+
+
+def _given(cfg: TrainConfig, run_id: str) -> dict[str, Any]:
+    given = dict(cfg.exp_manager.wandb_logger_kwargs)
+    return {**given, "config": cfg.model_dump(), "id": run_id, "resume": "allow"}
 
 
 def _finite(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

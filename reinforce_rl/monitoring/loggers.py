@@ -30,39 +30,34 @@ class MetricLogger:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
         """Log numbers of `step` under `prefix + name`, e.g. `train/rewards`."""
+        self._pass_on("log_metrics", dict(metrics), step, prefix)
 
     def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
         """Log sample rows of `step`, all with the same keys."""
+        self._pass_on("log_table", key, rows, step)
 
     def alert(self, title: str, text: str, step: int, level: Level = "WARN") -> None:
         """Tell a person who is not looking, where the back end can."""
+        self._pass_on("alert", title, text, step, level)
 
     def commit(self, step: int) -> None:
         """Store `step`, which is complete, so that it survives a kill."""
+        self._pass_on("commit", step)
 
     def finalize(self, status: str = SUCCESS) -> None:
         """Store what is left and close. `status` is "success" or "failed"."""
+
+    def _pass_on(self, method: str, *args: Any) -> None:
+        """Take a call that is not overridden; a back end ignores it."""
 
 
 class Loggers(MetricLogger):
     def __init__(self, loggers: Sequence[MetricLogger] = ()):
         self.loggers = tuple(loggers)
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
+    def _pass_on(self, method: str, *args: Any) -> None:
         for logger in self.loggers:
-            logger.log_metrics(metrics, step, prefix)
-
-    def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
-        for logger in self.loggers:
-            logger.log_table(key, rows, step)
-
-    def alert(self, title: str, text: str, step: int, level: Level = "WARN") -> None:
-        for logger in self.loggers:
-            logger.alert(title, text, step, level)
-
-    def commit(self, step: int) -> None:
-        for logger in self.loggers:
-            logger.commit(step)
+            getattr(logger, method)(*args)
 
     def finalize(self, status: str = SUCCESS) -> None:
         """Close every logger even if one fails; raise the failure at the end."""
@@ -90,18 +85,6 @@ class Detached(MetricLogger):
         self._thread = threading.Thread(target=self._work, name=f"{name} logger", daemon=True)
         self._thread.start()
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
-        self._put("log_metrics", dict(metrics), step, prefix)
-
-    def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
-        self._put("log_table", key, rows, step)
-
-    def alert(self, title: str, text: str, step: int, level: Level = "WARN") -> None:
-        self._put("alert", title, text, step, level)
-
-    def commit(self, step: int) -> None:
-        self._put("commit", step)
-
     def finalize(self, status: str = SUCCESS) -> None:
         """Close within `CLOSE_SECONDS`; a back end that hangs is left behind."""
         deadline = time.monotonic() + CLOSE_SECONDS
@@ -112,7 +95,7 @@ class Detached(MetricLogger):
         if self._thread.is_alive():
             self._fail(f"did not end within {CLOSE_SECONDS:.0f} s and was left behind")
 
-    def _put(self, method: str, *args: Any) -> None:
+    def _pass_on(self, method: str, *args: Any) -> None:
         if not self._thread.is_alive():
             return
         since = self._busy_since
@@ -201,7 +184,7 @@ class JsonlLogger(MetricLogger):
         record = {"step": step, "time": time.time(), **self._pending.pop(step)}
         if step <= self._last_step:
             by_step = {old["step"]: old for old in read_metrics(self.path)}
-            by_step[step] = {**by_step.get(step, {}), **record}
+            by_step[step] = by_step.get(step, {}) | record
             write_json_lines(self.path, [by_step[number] for number in sorted(by_step)])
             return
         with self.path.open("ab") as file:
