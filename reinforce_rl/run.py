@@ -19,7 +19,7 @@ from reinforce_rl.megatron.lora import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.monitoring.backends import start_loggers
-from reinforce_rl.monitoring.loggers import Detached, JsonlLogger, Loggers, read_metrics
+from reinforce_rl.monitoring.loggers import Detached, JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import RolloutWriter
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
@@ -118,8 +118,7 @@ def build_monitor(
     others: list[Detached] = []
     if cfg.exp_manager.used_loggers:
         run_id = run_id or secrets.token_hex(4)
-        past = read_metrics(jsonl.path) if jsonl.path.exists() else []
-        others = start_loggers(cfg, run_id, past, progress.note)
+        others = start_loggers(cfg, run_id, resume_step, progress.note)
     rollouts, tables = RolloutWriter(folder, resume_step), cfg.exp_manager.sample_table_interval
     tokens = cfg.exp_manager.record_tokens_every
     monitor = RunMonitor(folder, Loggers([jsonl, *others]), rollouts, progress, status, factor, tables, tokens)

@@ -6,7 +6,7 @@ import json
 import os
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,14 @@ START_SECONDS, FINISH_SECONDS = 60, 50  # of a wandb run, the latter below `CLOS
 
 
 def start_loggers(
-    cfg: TrainConfig, run_id: str, history: Sequence[Mapping[str, Any]], tell: Callable[[str], None]
+    cfg: TrainConfig, run_id: str, resume_step: int | None, tell: Callable[[str], None]
 ) -> list[Detached]:
-    """Start the back ends of `exp_manager.loggers`, each in a thread of its own.
+    """Start the back ends of `exp_manager.loggers`, each in a thread of its own; `tell` shows a message.
 
-    The same `run_id` goes on with the same run. `history` is the lines of `metrics.jsonl` so far, by step; `tell`
-    shows a message.
+    The same `run_id` goes on with the same run, after `resume_step`.
     """
     starts: dict[str, Callable[[], MetricLogger]] = {
-        "tensorboard": lambda: TensorboardLogger(Path(cfg.exp_manager.explicit_log_dir) / "tensorboard", history),
+        "tensorboard": lambda: TensorboardLogger(Path(cfg.exp_manager.explicit_log_dir) / "tensorboard", resume_step),
         "wandb": lambda: WandbLogger(cfg, run_id),
         "swanlab": lambda: SwanlabLogger(cfg, run_id),
         "mlflow": lambda: MlflowLogger(cfg, run_id),
@@ -36,38 +35,17 @@ def start_loggers(
 
 
 class TensorboardLogger(MetricLogger):
-    """Writes one event file into `folder`, which holds nothing else.
+    """Writes an event file into `folder`; that of a resumed run hides what came after `resume_step`."""
 
-    Event files are append-only: a resumed run writes a new one, replaying `history` (the lines of `metrics.jsonl` up
-    to its checkpoint) and the texts up to it, and removes the old ones, so that no step appears twice.
-    """
-
-    def __init__(self, folder: str | Path, history: Sequence[Mapping[str, Any]] = ()):
-        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    def __init__(self, folder: str | Path, resume_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
 
-        old = sorted(Path(folder).glob("events.out.tfevents.*"))
-        self._writer = SummaryWriter(str(folder))
-        self._known: tuple[int, Mapping[str, Any]] = (-1, {})  # last step of `history`, and its numbers
-        for record in history:
-            for name, value in record.items():
-                if name not in ("step", "time") and value is not None:
-                    self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
-            self._known = record["step"], record
-        for path in old:  # texts are nowhere else
-            for event in LegacyEventFileLoader(str(path)).Load():
-                if event.step <= self._known[0] and any(value.HasField("tensor") for value in event.summary.value):
-                    self._writer._get_file_writer().add_event(event, event.step, event.wall_time)
-        self._writer.flush()
-        for path in old:
-            path.unlink()
+        self._writer = SummaryWriter(str(folder), purge_step=None if resume_step is None else resume_step + 1)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
-        """Write numbers of `step`, except non-finite ones and those `history` already has for this step."""
-        last, known = self._known
+        """Write numbers of `step`, except non-finite ones."""
         for name, number in _finite(metrics, prefix).items():
-            if step != last or name not in known:
-                self._writer.add_scalar(name, number, step)
+            self._writer.add_scalar(name, number, step)
 
     def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
         """Write rows as text, in Markdown."""

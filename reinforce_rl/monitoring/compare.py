@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring.progress import formatted
 from reinforce_rl.monitoring.report import compare_validation, overview
 from reinforce_rl.monitoring.run_folder import RunFolder, mean
 from reinforce_rl.monitoring.view import frozen_page
@@ -24,15 +25,15 @@ from reinforce_rl.runtime.settings import SILENT, flatten
 from reinforce_rl.utils.files import write_atomically
 
 _LAST = 10  # training steps whose mean is a run's final value
-# Name, metric, whether the best value is shown too, decimals.
+# Name, metric, whether the best value is shown too, form.
 _METRICS = (
-    ("validation reward", "val/rewards", True, 3),
-    ("training reward", "train/rewards", False, 3),
-    ("held-out loss", "val/loss", False, 4),
-    ("KL, nats a response", "train/init_policy_kl", False, 3),
-    ("response length, tokens", "train/response_lengths", False, 1),
-    ("ended by themselves", "train/fraction_of_samples_properly_ended", False, 3),
-    ("seconds a step", "timers/step_time", False, 2),
+    ("validation reward", "val/rewards", True, ".3f"),
+    ("training reward", "train/rewards", False, ".3f"),
+    ("held-out loss", "val/loss", False, ".4f"),
+    ("KL, nats a response", "train/init_policy_kl", False, ".3f"),
+    ("response length, tokens", "train/response_lengths", False, ".1f"),
+    ("ended by themselves", "train/fraction_of_samples_properly_ended", False, ".3f"),
+    ("seconds a step", "timers/step_time", False, ".2f"),
 )
 _OTHER = re.compile(r"val/(\w+/rewards(_.+)?|rewards_.+)")  # of named sets, and of the sources of a reward
 
@@ -72,17 +73,17 @@ def compare(folders: Sequence[str | Path], html: str | Path | None = None) -> st
 def _metrics(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
     rows = [["state", *(_state(run) for run in runs.values())]]
     more = dict.fromkeys(key for run in runs.values() for line in run.lines for key in line if _OTHER.fullmatch(key))
-    others = [(f"validation {key[4:].replace('rewards_', '')}", key, True, 3) for key in more]
-    for name, key, has_best, digits in (_METRICS[0], *others, *_METRICS[1:]):
+    others = [(f"validation {key[4:].replace('rewards_', '')}", key, True, ".3f") for key in more]
+    for name, key, has_best, form in (_METRICS[0], *others, *_METRICS[1:]):
         series = [[point for point in run.series(key) if math.isfinite(point[1])] for run in runs.values()]
         if any(series):
             is_training = not key.startswith("val/")
             finals = [mean([y for _, y in points[-(_LAST if is_training else 1) :]]) for points in series]
             last = f"last {_LAST} steps" if is_training else "last"
-            rows.append([f"{name}, {last}", *(_show(value, digits) for value in finals)])
+            rows.append([f"{name}, {last}", *(formatted(form, value) for value in finals)])
             if has_best:
                 tops = [max(points, key=lambda point: point[1], default=(0, math.nan)) for points in series]
-                rows.append([f"{name}, best", *(_show(y, digits) + (f" (step {x})" if x else "") for x, y in tops)])
+                rows.append([f"{name}, best", *(formatted(form, y) + (f" (step {x})" if x else "") for x, y in tops)])
     return {"title": "Metrics", "note": "", "columns": ["", *runs], "rows": rows}
 
 
@@ -105,11 +106,11 @@ def _paired(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
         texts = {row.prompt_id: row.prompt for row in rows_of_first}
         others = {row.prompt_id for row in rows_of_run if texts.get(row.prompt_id, row.prompt) != row.prompt}
         found = compare_validation(rows_of_first, [row for row in rows_of_run if row.prompt_id not in others])
-        difference = f"{found.mean_difference:+.3f} ± {_show(found.standard_error, 3)}" if found.n else "-"
+        difference = f"{found.mean_difference:+.3f} ± {formatted('.3f', found.standard_error)}" if found.n else "-"
         at = f"step {step}" if step == other else f"step {other} against {step}"
         if others:
             at += f"; left out: {len(others)} of {len(texts)} prompts, whose texts differ"
-        rows.append([f"{name} - {base}", difference, _show(found.z, 1), str(found.n), at])
+        rows.append([f"{name} - {base}", difference, formatted(".1f", found.z), str(found.n), at])
     columns = ["validation reward", "difference ± standard error", "standard errors", "prompts", "at"]
     note = "Paired by prompt; prompts that one of the two lacks are left out."
     return {"title": "Paired difference", "note": note if rows else "", "columns": columns, "rows": rows}
@@ -122,7 +123,3 @@ def _settings(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
     rows = [[key, *(json.dumps(one[key]) if key in one else "-" for one in flat)] for key in keys]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     return {"title": "Settings that differ", "note": "", "columns": ["key", *runs], "rows": differing}
-
-
-def _show(value: float, digits: int) -> str:
-    return f"{value:.{digits}f}" if math.isfinite(value) else "-"

@@ -111,16 +111,15 @@ def take_means(statistics: Statistics, gather_over_ranks: GatherOverRanks) -> di
     for name in dict.fromkeys(name for part in parts for name in part):
         found = [part[name] for part in parts if name in part]
         moments = RunningMoments()
-        total, count = 0.0, 0.0
-        for statistic in found:
-            if isinstance(statistic, RunningMoments):
-                moments.merge(statistic)
-            else:
-                total, count = total + statistic.total, count + statistic.count
-        if isinstance(found[0], RunningMoments):
-            taken[name] = moments.deviation if moments.count else float("nan")
+        for one in found:
+            if isinstance(one, RunningMoments):
+                moments.merge(one)
+        means = [one for one in found if isinstance(one, Mean)]
+        count = sum(one.count for one in means)
+        if count:
+            taken[name] = sum(one.total for one in means) / count
         else:
-            taken[name] = total / count if count else float("nan")
+            taken[name] = moments.deviation if moments.count else float("nan")
     return taken
 
 
@@ -141,26 +140,19 @@ def update_metrics(
         "optimizer_steps": float(len(updates)),
     }
     tokens = total.get("tokens", 0.0)
-
-    def of_tokens(name: str) -> float:
-        return total[name] / tokens if tokens else float("nan")
-
     if tokens:
-        metrics["clip_fraction"] = of_tokens("clipped")
+        metrics["clip_fraction"] = total["clipped"] / tokens
         # Weights that all underflow to 0 leave nothing to learn from.
         squares = total["squares"]
         metrics["effective_sample_size"] = total["weights"] ** 2 / (tokens * squares) if squares else 0.0
     if total.get("padded_tokens"):
         metrics["padding_fraction"] = 1.0 - total["sequence_tokens"] / total["padded_tokens"]
-    for name in ("entropy", "generator_gap", "generator_kl", "generator_capped"):
-        if name in total:
-            metrics[name] = of_tokens(name)
-    return metrics
+    means = [name for name in ("entropy", "generator_gap", "generator_kl", "generator_capped") if name in total]
+    return metrics | {name: total[name] / tokens if tokens else float("nan") for name in means}
 
 
 # Noise thresholds of stragglers: seconds, and share of the step.
 LEAST_SECONDS, LEAST_SHARE = 0.1, 0.05
-REPEAT_STEPS = 10  # an unchanged line is repeated after this many steps
 
 
 @dataclass(frozen=True)
@@ -222,23 +214,3 @@ def timing_metrics(found: Sequence[Slowest]) -> dict[str, float]:
         for one in found
         for name, value in (("max", one.seconds), ("median", one.median), ("rank", one.rank))
     }
-
-
-class StragglerLines:
-    """Messages on ranks slower than `factor` times the median; repeated only every `REPEAT_STEPS` if unchanged."""
-
-    def __init__(self, factor: float):
-        self._factor = factor
-        self._named: list[tuple[str, int]] = []
-        self._last_step = 0
-
-    def line(self, step: int, found: Sequence[Slowest], step_seconds: float) -> str | None:
-        """Return this step's message; None if nothing stands out or it was reported recently."""
-        slow = [slowest for slowest in found if slowest.stands_out(self._factor, step_seconds)]
-        named = [(slowest.phase, slowest.rank) for slowest in slow]
-        repeated = named == self._named and step < self._last_step + REPEAT_STEPS
-        self._named = named
-        if not slow or repeated:
-            return None
-        self._last_step = step
-        return "straggler: " + "; ".join(map(str, slow))

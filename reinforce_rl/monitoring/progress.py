@@ -19,12 +19,12 @@ PHASES = ("generate", "logprobs", "init_logprobs", "reward_wait", "train_time")
 # A metric's name, its name in the panel and in a log's line, and the form of its number.
 Shown = tuple[str, str, str, str]
 _SHOWN: tuple[Shown, ...] = (
-    ("rewards", "reward", "reward", "{:.3f}"),
-    ("rewards_with_kl", "reward with KL", "with_kl", "{:.3f}"),
-    ("init_policy_kl", "KL, nats a response", "kl", "{:.3f}"),
-    ("fraction_of_samples_properly_ended", "ended by itself", "ended", "{:.0%}"),
-    ("response_lengths", "response length, tokens", "length", "{:.1f}"),
-    ("grad_norm", "gradient norm", "grad", "{:.3g}"),
+    ("rewards", "reward", "reward", ".3f"),
+    ("rewards_with_kl", "reward with KL", "with_kl", ".3f"),
+    ("init_policy_kl", "KL, nats a response", "kl", ".3f"),
+    ("fraction_of_samples_properly_ended", "ended by itself", "ended", ".0%"),
+    ("response_lengths", "response length, tokens", "length", ".1f"),
+    ("grad_norm", "gradient norm", "grad", ".3g"),
 )
 _RECENT = 20  # window of steps for the time left and the middle column
 
@@ -113,9 +113,9 @@ class TrainingProgress:
         """Report a finished validation or test; metric names as in `update`."""
         shown = [(short, form, float(metrics[name])) for name, _, short, form in self._shown if name in metrics]
         sets = {name.removesuffix("/rewards"): value for name, value in metrics.items() if name.endswith("/rewards")}
-        shown += [(name, "{:.3f}", float(value)) for name, value in sets.items()]
+        shown += [(name, ".3f", float(value)) for name, value in sets.items()]
         self.note(
-            "  ".join([f"{kind} after step {step}:", *(f"{s} {_form(form, value)}" for s, form, value in shown)])
+            "  ".join([f"{kind} after step {step}:", *(f"{s} {formatted(form, value)}" for s, form, value in shown)])
         )
 
     @property
@@ -135,7 +135,7 @@ class TrainingProgress:
 
     def _line(self) -> str:
         width = len(str(self.total_steps))
-        numbers = [f"{short} {_form(form, self._history[name][-1])}" for name, _, short, form in self._shown]
+        numbers = [f"{short} {formatted(form, self._history[name][-1])}" for name, _, short, form in self._shown]
         times = [f"{name} {self._timings[name]:.1f}" for name in self._phases if name in self._timings]
         rest = [f"{self._seconds_a_step():.1f} s a step, {clock(self.seconds_left)} left"]
         rest += [f"{self._skipped} steps skipped"] * (self._skipped > 0)
@@ -146,7 +146,7 @@ class TrainingProgress:
         head.add_row(
             Text(f"step {self._step}/{self.total_steps}", style="bold"),
             ProgressBar(total=max(1, self.total_steps), completed=self._step, width=24),
-            Text(f"{_form('{:.1f}', self._seconds_a_step())} s a step"),
+            Text(f"{formatted('.1f', self._seconds_a_step())} s a step"),
             Text(f"{clock(self.seconds_left)} left"),
             Text(f"{self._skipped} steps skipped" if self._skipped else "", style="bold red"),
         )
@@ -164,11 +164,11 @@ class TrainingProgress:
             now = history[-1] if history else math.nan
             mean = sum(finite) / len(finite) if finite else math.nan
             first = self._first.get(name, math.nan)
-            table.add_row(title, *[_form(form, value) for value in (now, mean, first)])
+            table.add_row(title, *[formatted(form, value) for value in (now, mean, first)])
         return table
 
     def _times(self) -> Text:
-        parts = [f"{name} {_form('{:.1f}', self._timings.get(name, math.nan))}" for name in self._phases]
+        parts = [f"{name} {formatted('.1f', self._timings.get(name, math.nan))}" for name in self._phases]
         return Text("seconds: " + "  ".join(parts), style="dim")
 
     def _now(self) -> Text:
@@ -188,5 +188,6 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _form(form: str, value: float) -> str:
-    return form.format(value) if math.isfinite(value) else "-"
+def formatted(form: str, value: float) -> str:
+    """Format a number by a format specification such as ".3f"; "-" if it is not finite."""
+    return format(value, form) if math.isfinite(value) else "-"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring.progress import clock
+from reinforce_rl.monitoring.progress import clock, formatted
 from reinforce_rl.monitoring.records import RolloutRow
 from reinforce_rl.monitoring.run_folder import RunFolder, is_training, mean
 from reinforce_rl.monitoring.view import curves, frozen_page
@@ -74,22 +74,15 @@ class SummaryRow:
     basis: str  # what it was measured on
     before: float
     after: float
-    digits: int = 3  # decimals
-    percent: bool = False
+    form: str = ".3f"
     standard_error: float = math.nan  # of the change
 
-    def show(self, value: float, signed: bool = False) -> str:
-        """Format `value` for this row; "-" if unknown."""
-        if not math.isfinite(value):
-            return "-"
-        sign = "+" if signed else ""
-        return f"{value:{sign}.1%}" if self.percent else f"{value:{sign}.{self.digits}f}"
-
     @property
-    def change(self) -> str:
-        """Format after - before, with its standard error if there is one."""
-        error = f" ± {self.show(self.standard_error)}" if math.isfinite(self.standard_error) else ""
-        return self.show(self.after - self.before, signed=True) + error
+    def numbers(self) -> tuple[str, str, str]:
+        """Return before, after and the change with its standard error, as texts."""
+        error = f" ± {formatted(self.form, self.standard_error)}" if math.isfinite(self.standard_error) else ""
+        change = formatted(f"+{self.form}", self.after - self.before)
+        return formatted(self.form, self.before), formatted(self.form, self.after), change + error
 
 
 def summarize(run: RunFolder) -> list[SummaryRow]:
@@ -105,9 +98,9 @@ def summarize(run: RunFolder) -> list[SummaryRow]:
     rows += _before_and_after(run, "Reward", "rewards")
     rows += _before_and_after(run, "Reward with KL", "rewards_with_kl")
     rows += _before_and_after(run, "KL, nats a response", "init_policy_kl")
-    rows += _before_and_after(run, "Response length, tokens", "response_lengths", "response_length", digits=1)
+    rows += _before_and_after(run, "Response length, tokens", "response_lengths", "response_length", form=".1f")
     ended = "fraction_of_samples_properly_ended"
-    rows += _before_and_after(run, "Ended by itself", ended, "is_end", percent=True)
+    rows += _before_and_after(run, "Ended by itself", ended, "is_end", form=".1%")
     return [row for row in rows if math.isfinite(row.before) or math.isfinite(row.after)]
 
 
@@ -149,8 +142,8 @@ def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = N
     lines = [verdict(run)]
     name_width = max((len(row.name) for row in rows), default=0)
     for row in rows:
-        numbers = f"{row.show(row.before):>8} -> {row.show(row.after):>8}  {row.change:<16}"
-        lines.append(f"  {row.name:<{name_width}}  {numbers} ({row.basis})")
+        before, after, change = row.numbers
+        lines.append(f"  {row.name:<{name_width}}  {before:>8} -> {after:>8}  {change:<16} ({row.basis})")
     named = {"run folder": run_dir, **(places or {})}
     place_width = max(len(name) for name in named)
     lines += [f"  {name:<{place_width}}  {place}" for name, place in named.items()]
@@ -223,7 +216,7 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
 
 
 def _summary_table(run: RunFolder) -> dict[str, Any]:
-    rows = [[row.name, row.show(row.before), row.show(row.after), row.change, row.basis] for row in summarize(run)]
+    rows = [[row.name, *row.numbers, row.basis] for row in summarize(run)]
     return {"title": "Before and after", "columns": ["", "before", "after", "change", "measured on"], "rows": rows}
 
 

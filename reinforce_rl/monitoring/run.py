@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from reinforce_rl.errors import DivergedError, StoppedEarly
 from reinforce_rl.monitoring.loggers import FAILED, SUCCESS, Loggers
-from reinforce_rl.monitoring.metrics import RankSeconds, StragglerLines, slowest_of_phases, timing_metrics
+from reinforce_rl.monitoring.metrics import RankSeconds, slowest_of_phases, timing_metrics
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import Kind, RolloutWriter, Samples
 from reinforce_rl.monitoring.report import write_report
@@ -16,7 +17,7 @@ from reinforce_rl.monitoring.run_folder import alerts_of
 from reinforce_rl.runtime.status import StatusFile
 
 TABLE_ROWS = 16  # samples sent to back ends that show tables
-REPEAT_ALERT_STEPS = 10  # an alert that stays is repeated after this many steps
+REPEAT_STEPS = 10  # what stays wrong is said again after this many steps
 
 
 class RunMonitor:
@@ -39,17 +40,16 @@ class RunMonitor:
         table_interval: int = 0,
         tokens_every: int = 0,
     ):
-        self._folder = Path(folder)
-        self._metrics = metrics
-        self._rollouts = rollouts
-        self._progress = progress
-        self._status = status
-        self._straggler_factor = straggler_factor
-        self._stragglers = StragglerLines(straggler_factor)
-        self._table_interval = table_interval
+        self._folder, self._metrics, self._rollouts = Path(folder), metrics, rollouts
+        self._progress, self._status = progress, status
+        self._straggler_factor, self._table_interval, self._tokens_every = (
+            straggler_factor,
+            table_interval,
+            tokens_every,
+        )
         self._step, self._line = 0, dict[str, float]()  # the current step's metrics, as in metrics.jsonl
-        self._alerted: dict[str, int] = {}  # last step by title
-        self._tokens_every = tokens_every
+        self._first_reward = math.nan
+        self._said: dict[str, int] = {}  # last step by what was wrong
 
     def phase(self, name: str) -> None:
         self._progress.phase(name)
@@ -75,12 +75,12 @@ class RunMonitor:
         self._progress.update(step, metrics, timings)
 
     def log_ranks(self, step: int, ranks: Sequence[RankSeconds], step_seconds: float) -> None:
-        """Log the slowest ranks of a training step; `ranks` may be empty."""
+        """Log the slowest ranks of a training step, and tell those that stand out; `ranks` may be empty."""
         found = slowest_of_phases(ranks)
         self._log(timing_metrics(found), step, "timing/")
-        line = self._stragglers.line(step, found, step_seconds)
-        if line is not None:
-            self.note(line)
+        slow = [one for one in found if one.stands_out(self._straggler_factor, step_seconds)]
+        if new := [str(one) for one in slow if self._is_due(f"{one.phase} on rank {one.rank}", step)]:
+            self.note("straggler: " + "; ".join(new))
 
     def records_tokens(self, step: int) -> bool:
         """Return whether the samples of `step` are recorded with their tokens; the same on every rank."""
@@ -99,14 +99,21 @@ class RunMonitor:
 
     def commit(self, step: int) -> None:
         """Force everything of this step, which is complete, to disk; send what is wrong in it as alerts."""
-        for title, text in alerts_of(self._line, self._straggler_factor):
-            if step >= self._alerted.get(title, -REPEAT_ALERT_STEPS) + REPEAT_ALERT_STEPS:
-                self._alerted[title] = step
+        if math.isnan(self._first_reward):
+            self._first_reward = self._line.get("train/rewards", math.nan)
+        for title, text in alerts_of(self._line, self._straggler_factor, self._first_reward):
+            if self._is_due(title, step):
                 self._metrics.alert(title, text, step)
         self._line = {}
         self._metrics.commit(step)
         if self._status is not None:
             self._status.progress(step, self._progress.total_steps)
+
+    def _is_due(self, what: str, step: int) -> bool:
+        is_due = step >= self._said.get(what, -REPEAT_STEPS) + REPEAT_STEPS
+        if is_due:
+            self._said[what] = step
+        return is_due
 
     def report(self) -> Path:
         return write_report(self._folder.absolute())

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from reinforce_rl.megatron.optimizer import OptimizerUpdate
 
 SHOWN: tuple[Shown, ...] = (
-    ("loss", "loss", "loss", "{:.4f}"),
-    ("accuracy", "accuracy", "accuracy", "{:.3f}"),
-    ("calibration_error", "calibration error", "ECE", "{:.3f}"),
-    ("grad_norm", "gradient norm", "grad", "{:.3g}"),
-    ("lr", "learning rate", "lr", "{:.2e}"),
+    ("loss", "loss", "loss", ".4f"),
+    ("accuracy", "accuracy", "accuracy", ".3f"),
+    ("calibration_error", "calibration error", "ECE", ".3f"),
+    ("grad_norm", "gradient norm", "grad", ".3g"),
+    ("lr", "learning rate", "lr", ".2e"),
 )
 
 

@@ -15,7 +15,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.rules import find_faults
 from reinforce_rl.monitoring import backends
 from reinforce_rl.monitoring.backends import MlflowLogger, SwanlabLogger, TensorboardLogger, WandbLogger
-from reinforce_rl.monitoring.loggers import JsonlLogger, MetricLogger, read_metrics
+from reinforce_rl.monitoring.loggers import MetricLogger
 
 RL, MANAGER = "trainer.reinforce", "exp_manager"
 ROWS = [
@@ -69,47 +69,24 @@ def test_numbers_read_back(tmp_path):
     assert scalars(tmp_path) == {"train/rewards": [(0, 0.5), (1, 1.5)], "val/rewards": [(0, 0.25), (1, 0.25)]}
 
 
-def test_a_run_that_goes_on_has_each_step_once(tmp_path):
-    """Killed after step 3, gone on from the checkpoint of step 2, whose test was logged and is made again."""
-    pytest.importorskip("tensorboard")
-    lines = tmp_path / "metrics.jsonl"
-
-    def log(steps: list[int], value: float, resume_step: int | None) -> None:
-        jsonl = JsonlLogger(lines, resume_step)
-        board = TensorboardLogger(tmp_path / "tensorboard", read_metrics(lines) if lines.exists() else ())
-        for step in steps:
-            for logger in (jsonl, board):
-                logger.log_metrics({"rewards": value}, step, "train/" if step > 2 or value == 1.0 else "test/")
-                if step == 2 and value == 1.0:
-                    logger.log_metrics({"rewards": 7.0}, step, "test/")
-                logger.commit(step)
-        board.finalize()
-
-    log([1, 2, 3], 1.0, None)
-    log([2, 3, 4], 9.0, 2)
-    assert scalars(tmp_path / "tensorboard") == {
-        "train/rewards": [(1, 1.0), (2, 1.0), (3, 9.0), (4, 9.0)],
-        "test/rewards": [(2, 7.0)],
-    }
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
-
-
-def test_samples_and_alerts_are_texts_that_a_resume_does_not_double(tmp_path):
+def test_a_run_that_goes_on_shows_each_step_once(tmp_path):
+    """Killed after step 3, gone on from the checkpoint of step 2."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    logger = TensorboardLogger(tmp_path)
-    log_two_steps(logger)
-    logger.finalize()
-    logger = TensorboardLogger(tmp_path, [{"step": 1, "time": 0.0}])
-    logger.log_table("validation", ROWS[:1], 2)
-    logger.finalize()
+    for steps, value, resume_step in (([1, 2, 3], 1.0, None), ([3, 4], 9.0, 2)):
+        logger = TensorboardLogger(tmp_path, resume_step)
+        for step in steps:
+            logger.log_metrics({"rewards": value}, step, "train/")
+            logger.log_table("validation", ROWS, step)
+            logger.commit(step)
+        logger.alert("stopped", "time is up", steps[-1], "INFO")
+        logger.finalize()
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
-    found = {tag: events.Tensors(tag) for tag in events.Tags()["tensors"]}
-    assert [event.step for event in found["validation/text_summary"]] == [1, 2]
-    text = found["validation/text_summary"][0].tensor_proto.string_val[0].decode()
+    assert [(e.step, e.value) for e in events.Scalars("train/rewards")] == [(1, 1.0), (2, 1.0), (3, 9.0), (4, 9.0)]
+    assert [event.step for event in events.Tensors("validation/text_summary")] == [1, 2, 3, 4]
+    text = events.Tensors("validation/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "    because | <b>" in text and "reward 0.5" in text
-    assert "alerts/text_summary" not in found, "the alert came after the checkpoint"
-    assert len(list(tmp_path.glob("events.*"))) == 1
+    assert [event.step for event in events.Tensors("alerts/text_summary")] == [4]
 
 
 def test_an_offline_wandb_run_reads_back_and_resumes_under_its_id(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import random
 import socket
@@ -19,18 +20,18 @@ from helpers.ranks import TESTS, run_ranks
 from helpers.tiny_run import metrics_of, tiny_overrides, without_times
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.algorithm.rewards import RunningMoments
 from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, ReinforceBatch, RolloutBatch
 from reinforce_rl.megatron.optimizer import OptimizerUpdate
+from reinforce_rl.monitoring.loggers import Loggers
 from reinforce_rl.monitoring.metrics import (
-    REPEAT_STEPS,
     Mean,
     RankSeconds,
     Slowest,
     Statistics,
-    StragglerLines,
     group_spread,
     of_this_rank,
     reinforce_means,
@@ -40,6 +41,9 @@ from reinforce_rl.monitoring.metrics import (
     timing_metrics,
     update_metrics,
 )
+from reinforce_rl.monitoring.progress import TrainingProgress
+from reinforce_rl.monitoring.records import RolloutWriter
+from reinforce_rl.monitoring.run import REPEAT_STEPS, RunMonitor
 from reinforce_rl.runtime.phases import WaitMeter
 
 NAN = math.nan
@@ -250,7 +254,7 @@ class TestUpdateMetrics:
         assert "clip_fraction" not in found and math.isnan(found["entropy"])
 
 
-def test_what_is_told_of_the_slowest_rank():
+def test_what_is_told_of_the_slowest_rank(tmp_path):
     ranks = [RankSeconds(f"node{rank // 2}", {"generate": 2.1, "train_time": 1.0}) for rank in range(6)]
     ranks[5] = RankSeconds("node2", {"generate": 3.2, "train_time": 1.1})
     found = slowest_of_phases(ranks)
@@ -263,9 +267,18 @@ def test_what_is_told_of_the_slowest_rank():
         "train_time/median": 1.0,
         "train_time/rank": 5,
     }
-    assert StragglerLines(1.5).line(1, found, 5.0) == f"straggler: {found[0]}"
-    assert StragglerLines(1.6).line(1, found, 5.0) is None
-    assert StragglerLines(1.0).line(1, found, 1.0) == f"straggler: {found[0]}; {found[1]}"
+    assert told(tmp_path, 1.5, {1: ranks}, 5.0) == [f"straggler: {found[0]}"]
+    assert told(tmp_path, 1.6, {1: ranks}, 5.0) == []
+    assert told(tmp_path, 1.0, {1: ranks}, 1.0) == [f"straggler: {found[0]}; {found[1]}"]
+
+
+def told(folder: Path, factor: float, ranks: dict[int, list[RankSeconds]], step_seconds: float) -> list[str]:
+    """What a log says of the ranks of each step."""
+    progress = TrainingProgress(99, console=Console(file=io.StringIO()))
+    monitor = RunMonitor(folder, Loggers(), RolloutWriter(folder), progress, straggler_factor=factor)
+    for step, found in ranks.items():
+        monitor.log_ranks(step, found, step_seconds)
+    return progress.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
 def test_the_slowest_rank_by_brute_force():
@@ -304,14 +317,13 @@ def test_only_ranks_that_ask_wait_for_rewards():
     assert found["reward_wait"].median == 2.0
 
 
-def test_what_stays_the_same_is_said_again_after_a_while():
-    lines = StragglerLines(1.5)
-    slow = slowest_of_phases([RankSeconds("a", {"p": 1.0}), RankSeconds("a", {"p": 3.0})])
-    other = slowest_of_phases([RankSeconds("a", {"p": 3.0}), RankSeconds("a", {"p": 1.0})])
-    said = [step for step in range(1, 2 * REPEAT_STEPS) if lines.line(step, slow, 4.0)]
-    assert said == [1, 1 + REPEAT_STEPS]
-    assert lines.line(30, other, 4.0) and lines.line(31, slow, 4.0) and not lines.line(32, slow, 4.0)
-    assert lines.line(33, [], 4.0) is None and lines.line(34, slow, 4.0)
+def test_what_stays_the_same_is_said_again_after_a_while(tmp_path):
+    slow, other = ([RankSeconds("a", {"p": s}) for s in seconds] for seconds in ((1.0, 3.0), (3.0, 1.0)))
+    steps = dict.fromkeys(range(1, 2 * REPEAT_STEPS), slow) | {5: other, 6: []}
+    said = told(tmp_path, 1.5, steps, 4.0)
+    assert [line.split(" (")[0] for line in said] == [f"straggler: p 3.0 s on rank {rank}" for rank in (1, 0, 1)], (
+        "at step 1, 5 and 11"
+    )
 
 
 def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):
