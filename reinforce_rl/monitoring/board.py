@@ -68,14 +68,17 @@ class Board:
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._around])
-        assets = {"/": ("text/html", render), "/plotly.js": ("text/javascript", plotly)}
-        for name, kind in (("board.js", "text/javascript"), ("board.css", "text/css")):
-            assets[f"/{name}"] = (kind, (PAGE / name).read_text)
-        for path, (kind, read) in assets.items():
-            app.router.add_get(path, _text(kind, read))
+        page: dict[str, tuple[str, Callable[[], str]]] = {
+            "": ("html", render),
+            "plotly.js": ("javascript", plotly),
+            "board.js": ("javascript", (PAGE / "board.js").read_text),
+            "board.css": ("css", (PAGE / "board.css").read_text),
+        }
+        for name, (kind, read) in page.items():
+            app.router.add_get(f"/{name}", self._handler(f"text/{kind}", lambda _, read=read: read()))
         asked = {"runs": self._runs, "run": self._run, "samples": self._samples, "tokens": self._tokens}
         for name, answer in {**asked, "prompt": self._prompt, "tables": self._tables}.items():
-            app.router.add_get(f"/api/{name}", self._json(answer))
+            app.router.add_get(f"/api/{name}", self._handler("application/json", answer))
         return app
 
     @web.middleware
@@ -99,16 +102,17 @@ class Board:
             return bool(ipaddress.ip_address(name.strip("[]")))
         return name.lower() in ("localhost", self._host.lower())
 
-    def _json(self, answer: Callable[[web.Request], dict[str, Any] | None]) -> Handler:
+    def _handler(self, kind: str, answer: Callable[[web.Request], Any]) -> Handler:
+        """Handle a request by text or values that become JSON, or by 204 for None."""
+
         def encoded(request: web.Request) -> bytes | None:
             found = answer(request)
-            return None if found is None else json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+            text = found if isinstance(found, str | None) else json.dumps(found, ensure_ascii=False, allow_nan=False)
+            return text if text is None else text.encode()
 
         async def handle(request: web.Request) -> web.Response:
             body = await asyncio.get_running_loop().run_in_executor(self._reader, encoded, request)
-            if body is None:
-                return web.Response(status=204)
-            response = web.Response(body=body, content_type="application/json", charset="utf-8")
+            response = web.Response(body=body, status=204 if body is None else 200, content_type=kind, charset="utf-8")
             response.enable_compression()
             return response
 
@@ -195,22 +199,9 @@ def serve(folder: str | Path, host: str = "127.0.0.1", port: int = 6060) -> None
     with listener:
         shown = f"[{host}]" if ":" in host else host
         print(f"The runs of {folder} are on http://{shown}:{listener.getsockname()[1]}; Ctrl-C ends", flush=True)
-        if not _is_loopback(listener.getsockname()[0]):
+        if not ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
             print("Everyone who reaches this machine can read them: there is no password", flush=True)
         web.run_app(app, sock=listener, print=None, access_log=None, shutdown_timeout=1.0)
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def _text(kind: str, read: Callable[[], str]) -> Handler:
-    async def handle(request: web.Request) -> web.Response:
-        response = web.Response(text=read(), content_type=kind, charset="utf-8")
-        response.enable_compression()
-        return response
-
-    return handle
 
 
 def _asked(request: web.Request, name: str) -> str:

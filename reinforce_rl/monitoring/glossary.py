@@ -21,26 +21,20 @@ class Metric:
 _GROUPS = {
     "train val test": """
 rewards | reward | mean over the scored samples, as the source returned it | rises; flat: nothing to learn from (see
-  train/reward_group_deviation) or lr too low; rises while val/rewards falls: it overfits the training prompts
+  train/reward_group_deviation) or lr too low; rises while val/rewards falls: it overfits
 rewards_SOURCE | reward | the same of one of several sources, before its weight | one that falls is paid for by others
 reward_deviation | reward | standard deviation over all scored samples | 0: the reward tells nothing apart
-response_lengths | tokens | mean length of a response, its end token included | drifts slowly; a steady climb to
-  max_length or fall to a few tokens: the reward pays for length
+response_lengths | tokens | mean, with the end token | drifts slowly; to max_length or to a few: the reward pays for it
 prompt_lengths | tokens | mean length of a prompt | follows from the data
-fraction_of_samples_properly_ended | share | ended by an end token or end string, not cut at max_length | near 1; low:
-  raise max_length, or see truncated_samples
+fraction_of_samples_properly_ended | share | not cut at max_length | near 1; else raise it, or see truncated_samples
 fraction_of_samples_scored | share | samples that the reward source scored | 1; less: its log says why
-fraction_of_samples_valid | share | samples that may train: scored, not empty, not dropped | 1, less what
-  truncated_samples=drop leaves out""",
+fraction_of_samples_valid | share | scored, not empty, not dropped | 1, less what truncated_samples=drop leaves out""",
     "train": """
-rewards_with_kl | reward | mean of shaped reward - beta * KL over valid samples: what is maximised | rises; falls while
-  rewards rises: the KL costs more than the reward gains
-reward_group_deviation | reward | mean standard deviation of the rewards within a prompt's samples | above 0; towards 0
-  the samples agree, and nothing is learnt
-fraction_of_groups_without_spread | share | prompts whose samples all earn the same | low; near 1: prompts too easy or
-  too hard, see dynamic_filtering
-init_policy_kl | nats a response | KL from the initial policy, as kl_estimator and kl_reduction say | rises slowly from
-  0; a jump, or tens of nats: lower lr or raise initial_policy_kl_penalty; read samples
+rewards_with_kl | reward | shaped reward - beta * KL, which is maximised | rises; falls as rewards rise: KL costs more
+reward_group_deviation | reward | mean standard deviation within a prompt's samples | above 0; at 0 nothing is learnt
+fraction_of_groups_without_spread | share | prompts whose samples all earn the same | low; else see dynamic_filtering
+init_policy_kl | nats a response | KL from the initial policy, by kl_estimator and kl_reduction | rises slowly; a jump,
+  or tens of nats: lower lr or raise initial_policy_kl_penalty; read samples
 kl_k1 | nats a response | unbiased estimate of that KL, summed over tokens | as init_policy_kl; below 0 it is noise
 kl_absolute_k1 | nats a response | sum of the sizes of the log-ratios | an upper sign of drift; biased
 kl_k2 | nats a response | half the sum of squared log-ratios | as kl_k1 while that is small; biased
@@ -61,8 +55,7 @@ clip_fraction | share | response tokens whose gradient the ratio's clipping stop
 effective_sample_size | share | how many tokens the importance weights leave, of all | 1 on-policy; below 0.5: too far
   off-policy, fewer reinforce_epochs or larger global_batch_size
 entropy | nats a token | of the policy's distribution, with entropy_bonus | falls slowly; towards 0: it has collapsed
-generator_gap | nats a token | mean log-prob difference of trainer and generator | below 0.01 to 0.05; more:
-  other weights, precision or sampling
+generator_gap | nats a token | log-probs of trainer - generator | below 0.05; else other weights, precision or sampling
 generator_kl | nats a token | k3 estimate of KL(generator, policy) | below 0.001; see generator_gap
 generator_capped | share | tokens whose weight against the generator reached generator_ratio_cap | near 0
 padding_fraction | share | padding in the update's micro-batches | low; else model.tokens_per_micro_batch
@@ -95,8 +88,7 @@ reward_wait | s | waits for scores when its own work is done | near 0; much: the
 train_time | s | the update | steady; steps with long responses take longer
 step_time | s | the whole step, without validation and checkpoint | steady; grows with response_lengths""",
     "memory": """
-PHASE | 10^9 bytes | peak of a phase on rank 0: device memory on CUDA, else the resident set | steady; near the
-  device's size: model.tokens_per_micro_batch, recomputation""",
+PHASE | 10^9 bytes | peak on rank 0, of the device or the resident set | steady; high: model.tokens_per_micro_batch""",
     "timing": """
 PHASE/max | s | own work of the slowest rank, without waits for others | near the median
 PHASE/median | s | own work of the median rank | steady

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -67,9 +68,9 @@ class TrainingProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.phase("")
         live, self._live = self._live, None
         if live is not None:
-            self._phase = self._waiting = ""
             live.stop()
 
     def phase(self, name: str) -> None:
@@ -111,12 +112,10 @@ class TrainingProgress:
 
     def validation(self, step: int, metrics: Mapping[str, float], kind: str = "validation") -> None:
         """Report a finished validation or test; metric names as in `update`."""
-        shown = [(short, form, float(metrics[name])) for name, _, short, form in self._shown if name in metrics]
+        found = {short: formatted(form, metrics[name]) for name, _, short, form in self._shown if name in metrics}
         sets = {name.removesuffix("/rewards"): value for name, value in metrics.items() if name.endswith("/rewards")}
-        shown += [(name, ".3f", float(value)) for name, value in sets.items()]
-        self.note(
-            "  ".join([f"{kind} after step {step}:", *(f"{s} {formatted(form, value)}" for s, form, value in shown)])
-        )
+        found |= {name: formatted(".3f", value) for name, value in sets.items()}
+        self.note("  ".join([f"{kind} after step {step}:", *map(" ".join, found.items())]))
 
     @property
     def seconds_left(self) -> float:
@@ -150,8 +149,12 @@ class TrainingProgress:
             Text(f"{clock(self.seconds_left)} left"),
             Text(f"{self._skipped} steps skipped" if self._skipped else "", style="bold red"),
         )
+        times = [f"{name} {formatted('.1f', self._timings.get(name, math.nan))}" for name in self._phases]
+        phase = f"{self._phase} … {time.monotonic() - self._phase_start:.0f} s" if self._phase else " "
+        now = Text(self._waiting, style="yellow") if self._waiting else Text(phase, style="cyan")
         # The panel's lines are fixed in number, so that the display does not jump while a step runs.
-        return Panel(Group(head, self._numbers(), self._times(), self._now()), title=self._title, expand=False)
+        lines = Group(head, self._numbers(), Text("seconds: " + "  ".join(times), style="dim"), now)
+        return Panel(lines, title=self._title, expand=False)
 
     def _numbers(self) -> Table:
         table = Table(box=None, padding=(0, 2), header_style="dim")
@@ -159,24 +162,11 @@ class TrainingProgress:
         for title in ("now", f"mean, last {_RECENT}", "first"):
             table.add_column(title, justify="right", min_width=10)
         for name, title, _, form in self._shown:
-            history = self._history[name]
-            finite = [value for value in history if math.isfinite(value)]
-            now = history[-1] if history else math.nan
-            mean = sum(finite) / len(finite) if finite else math.nan
-            first = self._first.get(name, math.nan)
-            table.add_row(title, *[formatted(form, value) for value in (now, mean, first)])
+            finite = [value for value in self._history[name] if math.isfinite(value)]
+            now = self._history[name][-1] if self._history[name] else math.nan
+            values = now, statistics.fmean(finite) if finite else math.nan, self._first.get(name, math.nan)
+            table.add_row(title, *[formatted(form, value) for value in values])
         return table
-
-    def _times(self) -> Text:
-        parts = [f"{name} {formatted('.1f', self._timings.get(name, math.nan))}" for name in self._phases]
-        return Text("seconds: " + "  ".join(parts), style="dim")
-
-    def _now(self) -> Text:
-        if self._waiting:
-            return Text(self._waiting, style="yellow")
-        if not self._phase:
-            return Text(" ")
-        return Text(f"{self._phase} … {time.monotonic() - self._phase_start:.0f} s", style="cyan")
 
 
 def clock(seconds: float) -> str:

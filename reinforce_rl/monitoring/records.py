@@ -84,12 +84,21 @@ class SampleTokens:
         return _finite(vars(self))
 
 
-_SCALARS: dict[Any, str] = {int: "int64", float: "double", str: "string", str | None: "string", bool: "bool"}
-_LISTS: dict[Any, str] = {list[int] | None: "list<int32>", list[str] | None: "list<string>"}
-_KINDS = _SCALARS | _LISTS | {list[float] | None: "list<float>", Mapping[str, float]: "map<string, double>"}
+_FLOATS = pa.list_(pa.float32())
+_TYPES: dict[Any, pa.DataType] = {
+    int: pa.int64(),
+    float: pa.float64(),
+    str: pa.string(),
+    str | None: pa.string(),
+    bool: pa.bool_(),
+    list[int] | None: pa.list_(pa.int32()),
+    list[str] | None: pa.list_(pa.string()),
+    list[float] | None: _FLOATS,
+    Mapping[str, float]: pa.map_(pa.string(), pa.float64()),
+}
 # Type of each column by name.
-SAMPLE_COLUMNS = {name: _KINDS[kind] for name, kind in get_type_hints(RolloutRow).items()}
-TOKEN_COLUMNS = {name: _KINDS[kind] for name, kind in get_type_hints(SampleTokens).items()}
+SAMPLE_COLUMNS = {name: _TYPES[hint] for name, hint in get_type_hints(RolloutRow).items()}
+TOKEN_COLUMNS = {name: _TYPES[hint] for name, hint in get_type_hints(SampleTokens).items()}
 
 
 @dataclass(frozen=True)
@@ -219,11 +228,10 @@ class RolloutWriter:
 
 def write_records(path: Path, samples: Samples) -> None:
     """Write the samples of a step, atomically."""
-    elements = {name: f"{name}.list.element" for name in TOKEN_COLUMNS}
-    floats = [elements[name] for name, kind in TOKEN_COLUMNS.items() if kind == "list<float>"]
-    repeated = ["prompt", "finish_reason", "score_fault", "set_name", *(set(elements.values()) - set(floats))]
+    floats = [f"{name}.list.element" for name, kind in TOKEN_COLUMNS.items() if kind == _FLOATS]
+    others = [f"{name}.list.element" for name, kind in TOKEN_COLUMNS.items() if kind != _FLOATS]
     encodings: dict[str, Any] = {
-        "use_dictionary": repeated,
+        "use_dictionary": ["prompt", "finish_reason", "score_fault", "set_name", *others],
         "use_byte_stream_split": floats,  # a third smaller: exponents and mantissas apart
     }
     file = io.BytesIO()
@@ -236,32 +244,26 @@ def _table(samples: Samples) -> pa.Table:
     arrays = {}
     for name, kind in SAMPLE_COLUMNS.items():
         values = [getattr(row, name) for row in rows]
-        if kind == "double":
+        if kind == pa.float64():
             values = [plain_number(value) for value in values]
-        elif kind == "string":
+        elif kind == pa.string():
             values = [None if value is None else encode(value).decode() for value in values]  # no lone surrogates
-        elif kind == "map<string, double>":
+        elif name == "source_rewards":
             values = [list(_finite(value).items()) for value in values]
-        arrays[name] = pa.array(values, _arrow_type(kind))
+        arrays[name] = pa.array(values, kind)
     for name, kind in TOKEN_COLUMNS.items():
         found = None
         if tokens is not None and name == "token_texts":
             ids, places = np.unique(tokens.values["response_tokens"], return_inverse=True)
             found = pa.array([encode(tokens.texts[one]).decode() for one in ids.tolist()], pa.string()).take(places)
         elif tokens is not None and name in tokens.values:
-            found = pa.array(tokens.values[name], _arrow_type(kind).value_type)
+            found = pa.array(tokens.values[name], kind.value_type)
         if tokens is None or found is None:
-            arrays[name] = pa.nulls(len(rows), _arrow_type(kind))
+            arrays[name] = pa.nulls(len(rows), kind)
         else:
             ends = tokens.lengths["prompt" if name == "prompt_tokens" else "response"].cumsum()
             arrays[name] = pa.ListArray.from_arrays(pa.array([0, *ends.tolist()], pa.int32()), found)
     return pa.table(arrays).replace_schema_metadata({FORMAT: json.dumps({"version": VERSION})})
-
-
-def _arrow_type(kind: str) -> Any:
-    if kind.startswith("list<"):
-        return pa.list_(pa.type_for_alias(kind[5:-1]))
-    return pa.map_(pa.string(), pa.float64()) if kind.startswith("map<") else pa.type_for_alias(kind)
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,7 +320,7 @@ def read_rows(path: str | Path) -> list[RolloutRow]:
         if row.keys() != fields:
             missing, unknown = sorted(fields - row.keys()), sorted(row.keys() - fields)
             raise DataError(f"{path}, line {number}: missing fields {missing}, unknown fields {unknown}")
-        row |= {name: math.nan for name in row if row[name] is None and SAMPLE_COLUMNS[name] == "double"}
+        row |= {name: math.nan for name in row if row[name] is None and SAMPLE_COLUMNS[name] == pa.float64()}
         if not is_earlier:
             row["source_rewards"] = {name: math.nan if v is None else v for name, v in row["source_rewards"]}
     return [RolloutRow(**row) for row in rows]

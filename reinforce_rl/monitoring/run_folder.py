@@ -6,7 +6,7 @@ import functools
 import math
 import statistics
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, get_args
@@ -112,11 +112,13 @@ class RunFolder:
             raise DataError(f"{self.path / kind}: no samples of step {step}; {known}")
         return self._read_samples(files[step], files[step].stat().st_mtime_ns)
 
-    def tokens(self, step: int, prompt_id: int, sample_id: int, kind: Kind = "rollouts") -> SampleTokens | None:
-        """Return the tokens of one sample; None if they were not recorded."""
-        path = rollout_files(self.path, kind).get(step)
-        where = [("prompt_id", "=", prompt_id), ("sample_id", "=", sample_id)]
-        return next(iter(read_tokens(path, where) if path else []), None)
+    def tokens(
+        self, step: int, prompts: Collection[int], kind: Kind = "rollouts"
+    ) -> dict[tuple[int, int], SampleTokens]:
+        """Return the tokens of the samples of some prompts, by prompt and sample; none if they were not recorded."""
+        rows = [row for row in self.samples(step, kind) if row.prompt_id in prompts]
+        found = read_tokens(rollout_files(self.path, kind)[step], [("prompt_id", "in", list(prompts))])
+        return {(row.prompt_id, row.sample_id): tokens for row, tokens in zip(rows, found, strict=False)}
 
     def sample_lines(self, step: int | None = None, kind: Kind = "rollouts", *, tokens: bool = False) -> Iterator[str]:
         """Yield a step's samples as lines of JSON; None for the last step recorded."""

@@ -22,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.progress import PHASES
-from reinforce_rl.monitoring.records import Kind, read_tokens, rollout_files
+from reinforce_rl.monitoring.records import Kind
 from reinforce_rl.monitoring.run_folder import RunFolder, number
 from reinforce_rl.utils.files import plain_number
 
@@ -153,15 +153,13 @@ def _short(value: float) -> float | None:
 
 def token_values(run: RunFolder, step: int, kind: Kind, prompts: Sequence[int]) -> dict[str, dict[str, list[Any]]]:
     """Return {"PROMPT SAMPLE": {column: values}} of the samples of these prompts, where tokens were recorded."""
-    rows = [row for row in run.samples(step, kind) if row.prompt_id in prompts]
-    path = rollout_files(run.path, kind)[step]
     return {
-        f"{row.prompt_id} {row.sample_id}": {
+        f"{prompt_id} {sample_id}": {
             name: [_short(value) if isinstance(value, float) else value for value in values]
             for name, values in vars(tokens).items()
             if name not in _IDS and values is not None
         }
-        for row, tokens in zip(rows, read_tokens(path, [("prompt_id", "in", list(prompts))]), strict=False)
+        for (prompt_id, sample_id), tokens in run.tokens(step, prompts, kind).items()
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -10,17 +11,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 from playwright.sync_api import expect, sync_playwright
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring.board import serve
+from reinforce_rl.monitoring.board import Board, serve
 from reinforce_rl.monitoring.compare import compare
 from reinforce_rl.monitoring.loggers import JsonlLogger
 from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter, Samples, TokenColumns
@@ -85,17 +88,23 @@ def tokens_of(rows: list[RolloutRow]) -> TokenColumns:
 
 
 @contextlib.contextmanager
-def board(folder: Path, *options: str) -> Iterator[tuple[int, subprocess.Popen[str]]]:
-    """A board in a process of its own, on a free port."""
-    code = "import sys; from reinforce_rl.monitoring.board import serve; serve(sys.argv[1], *sys.argv[2:], port=0)"
-    command = [sys.executable, "-c", code, str(folder), *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def board(folder: Path) -> Iterator[int]:
+    """A board in a thread of its own, on a free port."""
+    loop, runner = asyncio.new_event_loop(), web.AppRunner(Board(folder).application())
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def run(coroutine: Coroutine[Any, Any, Any]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, loop).result(SECONDS)
+
+    run(runner.setup())
+    run(web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=1.0).start())
     try:
-        assert process.stdout is not None
-        yield int(process.stdout.readline().split("; ")[0].rpartition(":")[2]), process
+        yield runner.addresses[0][1]
     finally:
-        process.kill()
-        process.wait(SECONDS)
+        run(runner.cleanup())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +118,7 @@ def results(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def port(results) -> Iterator[int]:
-    with board(results) as (found, _):
+    with board(results) as found:
         yield found
 
 
@@ -193,13 +202,20 @@ class TestServer:
         make_run(tmp_path / "good", steps=1)
         (tmp_path / "bad").mkdir()
         (tmp_path / "bad" / "metrics.jsonl").write_text('{"step": 1}\n{"step": "two"}\n')
-        with board(tmp_path) as (port, process):
-            assert {run["name"] for run in ask(port, "/api/runs")[1]["runs"]} == {"good", "bad"}
-            status, found, _ = ask(port, "/api/run?name=bad")
-            assert status == 404 and "line 2" in found["error"]
-            assert ask(port, "/api/run?name=good")[0] == 200
-            process.send_signal(signal.SIGINT)
-            assert process.wait(SECONDS) == 0
+        code = "import sys; from reinforce_rl.monitoring.board import serve; serve(sys.argv[1], port=0)"
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                port = int(process.stdout.readline().split("; ")[0].rpartition(":")[2])
+                assert {run["name"] for run in ask(port, "/api/runs")[1]["runs"]} == {"good", "bad"}
+                status, found, _ = ask(port, "/api/run?name=bad")
+                assert status == 404 and "line 2" in found["error"]
+                assert ask(port, "/api/run?name=good")[0] == 200
+                process.send_signal(signal.SIGINT)
+                assert process.wait(SECONDS) == 0
+            finally:
+                process.kill()
 
     def test_no_such_folder(self, tmp_path):
         with pytest.raises(DataError, match="no such folder"):
@@ -348,7 +364,7 @@ def test_runs_overlaid_by_the_keyboard(browser, port):
 
 
 def test_the_page_follows_runs_that_appear_grow_and_go(browser, tmp_path):
-    with board(tmp_path) as (port, _), opened(browser, f"http://127.0.0.1:{port}/") as page:
+    with board(tmp_path) as port, opened(browser, f"http://127.0.0.1:{port}/") as page:
         assert "No run is here yet" in page.inner_text("#empty")
         log_step(tmp_path / "new", 1)
         page.wait_for_selector("#runs li")
@@ -361,13 +377,13 @@ def test_the_page_follows_runs_that_appear_grow_and_go(browser, tmp_path):
         assert page.locator("#runs li").count() == 0
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_frozen_report_on_a_narrow_screen_without_a_network(browser, results, tmp_path, scheme):
+def test_a_frozen_report_on_a_narrow_screen_without_a_network(browser, results, tmp_path):
     path = write_report(shutil.copytree(results / "first", tmp_path / "first"))
-    with opened(browser, path.as_uri(), width=420, offline=True, color_scheme=scheme) as page:
+    with opened(browser, path.as_uri(), width=420, offline=True) as page:
         assert page.text_content("#title") == "first" and len(lines(page, "Reward")) == 2
         assert not page.is_visible("#sidebar") and "answer 0 of step 20" in page.inner_text("#rows")
         assert page.evaluate("document.documentElement.scrollWidth") <= 420
+        page.emulate_media(color_scheme="dark")
         page.select_option("#kind", "rollouts")
         expect(page.locator("#rows")).to_contain_text("advantage")
         assert page.locator("#step option").count() == 5
