@@ -112,7 +112,9 @@ class Board:
 
         async def handle(request: web.Request) -> web.Response:
             body = await asyncio.get_running_loop().run_in_executor(self._reader, encoded, request)
-            response = web.Response(body=body, status=204 if body is None else 200, content_type=kind, charset="utf-8")
+            if body is None:
+                return web.Response(status=204)
+            response = web.Response(body=body, content_type=kind, charset="utf-8")
             response.enable_compression()
             return response
 

@@ -90,7 +90,7 @@ def tokens_of(rows: list[RolloutRow]) -> TokenColumns:
 @contextlib.contextmanager
 def board(folder: Path) -> Iterator[int]:
     """A board in a thread of its own, on a free port."""
-    loop, runner = asyncio.new_event_loop(), web.AppRunner(Board(folder).application())
+    loop, runner = asyncio.new_event_loop(), web.AppRunner(Board(folder).application(), shutdown_timeout=1.0)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
@@ -98,7 +98,7 @@ def board(folder: Path) -> Iterator[int]:
         asyncio.run_coroutine_threadsafe(coroutine, loop).result(SECONDS)
 
     run(runner.setup())
-    run(web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=1.0).start())
+    run(web.TCPSite(runner, "127.0.0.1", 0).start())
     try:
         yield runner.addresses[0][1]
     finally:
