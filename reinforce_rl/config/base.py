@@ -54,12 +54,11 @@ def key(
     return Field(default, description=sentence, json_schema_extra={k: v for k, v in extra.items() if v}, **bounds)
 
 
-def _digits_as_text(value: Any) -> Any:
+def _as_text(value: Any) -> Any:
+    """Turn a whole number, or the names of a group, into texts: YAML and Hydra read 32 as a number."""
+    if isinstance(value, dict):
+        return {str(name): item for name, item in value.items()}
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _keys_as_text(value: Any) -> Any:
-    return {str(name): item for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def _not_zero(value: Any) -> Any:
@@ -68,13 +67,12 @@ def _not_zero(value: Any) -> Any:
     return value
 
 
-Text = Annotated[str, BeforeValidator(_digits_as_text)]  # YAML and Hydra read 32 as a number
-Fields = Annotated[dict[str, Any], BeforeValidator(_keys_as_text)]  # names that the user chooses
+Text = Annotated[str, BeforeValidator(_as_text)]
+Fields = Annotated[dict[str, Any], BeforeValidator(_as_text)]  # names that the user chooses
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Weight = Annotated[float, AfterValidator(_not_zero)]
-PRECISIONS = ("auto", "32", "bf16")
-Precision = Annotated[Literal["auto", "32", "bf16"], BeforeValidator(_digits_as_text)]
+Precision = Annotated[Literal["auto", "32", "bf16"], BeforeValidator(_as_text)]
 Steps = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]  # -1: no bound

@@ -65,8 +65,7 @@ _BY_KEY |= {key: advice for keys, advice in _ADVICE.items() for key in keys.spli
 def load_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> T:  # type: ignore[assignment]
     """Convert the composed config and check all that can be checked before a model is loaded.
 
-    Raises:
-        ConfigError: unknown or missing keys, wrong types and invalid values, in one message.
+    Raises ConfigError: unknown or missing keys, wrong types and invalid values, in one message.
     """
     config, faults = read_config(cfg, schema)
     if faults:

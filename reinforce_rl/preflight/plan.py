@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from rich import filesize
 
 from reinforce_rl.actor.micro_batches import micro_batches
 from reinforce_rl.config.actor import TrainConfig
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+gigabytes = partial(filesize.decimal, precision=2)  # of bytes, or in a smaller or larger unit
 # Of a response token in a record, the texts and the other columns (benchmarks/records.py: 18 in all), and of a file.
 RECORD_BYTES, RECORD_FILE_BYTES = (2, 16), 20_000
 
@@ -268,14 +271,6 @@ class DiskNeed:
             f"{gigabytes(self.needed)}: {parts}. Free some space, choose another disk, or lower "
             "exp_manager.checkpoint_callback_params.keep_last or keep_best; record_tokens_every=0 shrinks the records"
         )
-
-
-def gigabytes(count: float) -> str:
-    """Format bytes in GB (10^9) or other units."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
-    return f"{count / 1e3:.3g} kB"
 
 
 def disk_need(cfg: TrainConfig, size: memory.ModelSize, steps: int) -> DiskNeed:

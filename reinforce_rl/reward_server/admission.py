@@ -7,6 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from reinforce_rl.config.base import Section
 from reinforce_rl.config.rewards import InferenceConfig
@@ -31,14 +32,13 @@ class FrontSettings(Section):
     idle_seconds: float = 60.0  # until a complete header, or between two pieces of a body; then the connection closes
 
 
+@dataclass(eq=False)
 class Refusal(Exception):
     """A request that is answered with an HTTP error."""
 
-    def __init__(self, code: int, text: str, *, retry_after: int | None = None):
-        super().__init__(text)
-        self.code = code
-        self.text = text  # may quote the request, so it must not be logged
-        self.retry_after = retry_after  # seconds
+    code: int
+    text: str  # may quote the request, so it must not be logged
+    retry_after: int | None = None  # seconds
 
 
 def check_length(length: int | None, settings: FrontSettings) -> None:

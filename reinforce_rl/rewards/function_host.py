@@ -107,10 +107,8 @@ def _check_kwargs(function: Callable[..., Any], spec: FunctionSpec) -> None:
         called = f"{spec.name}{signature}, called as (prompt, response, record, **kwargs)"
         how = f"give each as +{spec.key}.kwargs.NAME=VALUE"
         raise LoadFault(f"{spec.key}.kwargs do not fit {called}: {error}; {how}") from error
-    check = getattr(function, "check", None)
     try:
-        if check is not None:
-            check(**spec.kwargs)
+        getattr(function, "check", lambda **kwargs: None)(**spec.kwargs)
     except ValueError as error:
         raise LoadFault(f"{spec.key}.kwargs of {spec.name}: {error}") from error
     except TypeError as error:
@@ -162,7 +160,10 @@ class _Host:
             if event:
                 self._start(*self._connection.recv())
             for fd in ready:
-                self._read_answer(self._running[fd])
+                sample, chunk = self._running[fd], os.read(fd, ANSWER_BYTES)
+                sample.answer += chunk
+                if not chunk or b"\n" in chunk or len(sample.answer) > ANSWER_BYTES:
+                    self._finish(sample)
             now = time.monotonic()
             for sample in [one for one in self._running.values() if one.deadline <= now]:
                 self._finish(sample, Outcome(base.STATUS_TIMED_OUT, fault="exceeded the time limit"))
@@ -187,26 +188,17 @@ class _Host:
         os.close(write_end)
         self._running[read_end] = _Sample(number, pid, read_end, time.monotonic() + self._timeout)
 
-    def _read_answer(self, sample: _Sample) -> None:
-        chunk = os.read(sample.answer_fd, ANSWER_BYTES)
-        sample.answer += chunk
-        if not chunk or b"\n" in chunk or len(sample.answer) > ANSWER_BYTES:
-            self._finish(sample)
-
     def _finish(self, sample: _Sample, outcome: Outcome | None = None) -> None:
         """End a sample's process and send `outcome`, or else the answer that the process wrote."""
         code = _end(sample.pid)
         del self._running[sample.answer_fd]
         os.close(sample.answer_fd)
-        self._reap_orphans()
-        self._send(sample.id, outcome or _outcome_of(sample.answer, code))
-
-    def _reap_orphans(self) -> None:
-        """Reap what samples left behind; in a sandbox this is process 1, which inherits it."""
+        # Reap what samples left behind; in a sandbox this is process 1, which inherits it.
         own = {sample.pid for sample in self._running.values()}
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
                 os.waitpid(ended.si_pid, 0)
+        self._send(sample.id, outcome or _outcome_of(sample.answer, code))
 
     def _send(self, number: int, outcome: Outcome) -> None:
         send(self._connection, {"id": number, **asdict(outcome)})

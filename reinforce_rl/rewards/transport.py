@@ -116,11 +116,6 @@ class HttpAnswer:
     body: bytes
 
     @property
-    def delimited(self) -> bool:
-        """Whether the answer states its length; otherwise a truncated one looks complete."""
-        return "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
-
-    @property
     def retry_after(self) -> float | None:
         """The Retry-After header in seconds; None if it is no number or out of range."""
         with contextlib.suppress(ValueError):
@@ -137,13 +132,11 @@ class HttpAnswer:
     def check_digest(self, body: bytes) -> None:
         """Raise FailedAttempt unless this answers a request with this body."""
         found, sent = self.headers.get(wire.REQUEST_DIGEST), hashlib.sha256(body).hexdigest()
-        if found is None:
-            text = f"it bears no digest of the request ({wire.REQUEST_DIGEST})"
-        elif found != sent:
-            text = f"it is to another request (digest {found[:12]}, asked {sent[:12]})"
-        else:
-            return
-        raise FailedAttempt(f"gave a wrong answer: {text}", bad_answer=True)
+        if found != sent:
+            text = (
+                f"it is to another request (digest {found[:12]}, asked {sent[:12]})" if found else "it bears no digest"
+            )
+            raise FailedAttempt(f"gave a wrong answer: {text} ({wire.REQUEST_DIGEST})", bad_answer=True)
 
 
 async def exchange(
@@ -291,7 +284,8 @@ async def infer(
             raise ValueError(f"it is to the request with the id {found_id!r}, not {request_id!r}")
         return wire.check_answer(found.as_numpy, count, attributes)
     except Exception as error:  # tritonclient may raise anything on malformed bytes
-        if not answer.delimited:
+        if not any(name in answer.headers for name in ("Content-Length", "Transfer-Encoding")):
+            # Without its length, a truncated answer looks complete.
             raise FailedAttempt("does not answer (the answer was cut short, or is none)") from error
         raise FailedAttempt(f"gave a wrong answer: {error}", bad_answer=True) from error
 

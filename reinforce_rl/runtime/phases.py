@@ -113,15 +113,15 @@ class StepClock:
             self._profiler.stop()
 
 
+@dataclass(frozen=True)
 class PeakMemory:
     """Peak memory since `start`: device memory on CUDA, else this process's resident set."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    device: torch.device
 
     def start(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
             return
         # Not Linux, or not permitted: the peak is then the whole run's.
         with contextlib.suppress(OSError):
@@ -129,8 +129,8 @@ class PeakMemory:
 
     def gigabytes(self) -> float:
         """Return the peak in 10^9 bytes."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) / 1e9
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 1e9
         try:
             line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
             return int(line.split()[1]) * 1024 / 1e9

@@ -89,8 +89,7 @@ def build_actor(
     A given `architecture` overrides the folder's; no weights are loaded then. With `trains=False` there are no
     gradient buffers.
 
-    Raises:
-        ConfigError: this machine or layout cannot run the model.
+    Raises ConfigError: this machine or layout cannot run the model.
     """
     import torch
 
@@ -153,8 +152,7 @@ def _shares_prefix(cfg: TrainConfig, lm: CausalLM) -> bool:
 def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Generator:
     """Build the generator of `generation`: "native", "tensorrt_llm", or a dotted name with this function's signature.
 
-    Raises:
-        ConfigError: no such name, or this machine cannot run it.
+    Raises ConfigError: no such name, or this machine cannot run it.
     """
     if cfg.generation == "native":
         return NativeGenerator(

@@ -284,8 +284,7 @@ class ReinforceTrainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of `state_dict`.
 
-        Raises:
-            CheckpointError: the state has another version or other data.
+        Raises CheckpointError: the state has another version or other data.
         """
         if state.get("version") != STATE_VERSION:
             raise CheckpointError(
@@ -334,7 +333,7 @@ class ReinforceTrainer:
         due = Due(
             validation=validates and self._validation_is_due,
             validation_after=validates and ((step + 1) % interval == 0 or step + 1 == self.max_steps),
-            save=self._is_due(self.cfg.save_interval) or (self._validation_is_due and self._best.keeps_some),
+            save=self._is_due(self.cfg.save_interval) or (self._validation_is_due and self._best.keep > 0),
             running_save=self.ckpt_callback.is_writing,
         )
         self._outlook = self.model.mesh.from_main(self.run_timer.outlook(due))

@@ -136,39 +136,21 @@ def reward_request(
     )
 
 
+@dataclass(frozen=True)
 class RolloutMaker:
-    """Samples and scores responses.
+    """Samples and scores responses."""
 
-    Args:
-        rm: None scores nothing.
-        batch_iterator_cls: called with (prompts, validation); yields the batches to generate together.
-        loader: prompts of `make`.
-        has_ratios: a batch takes more than one optimizer step, so old log-probs are needed.
-        while_generating: entered around the generation of a step.
-    """
-
-    def __init__(
-        self,
-        cfg: ReinforceConfig,
-        model: MegatronGPTReinforceActorModel,
-        rm: RewardSource | None,
-        batch_iterator_cls: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]],
-        loader: PromptLoader,
-        clock: StepClock,
-        stop: StopRequest,
-        *,
-        has_ratios: bool = False,
-        while_generating: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    ):
-        self._cfg = cfg
-        self._model = model
-        self._rm = rm
-        self._batch_iterator_cls = batch_iterator_cls
-        self._loader = loader
-        self._clock = clock
-        self._stop = stop
-        self._has_ratios = has_ratios
-        self._while_generating = while_generating
+    cfg: ReinforceConfig
+    model: MegatronGPTReinforceActorModel
+    rm: RewardSource | None  # None scores nothing
+    # Called with (prompts, validation); yields the batches to generate together.
+    batch_iterator_cls: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]]
+    loader: PromptLoader  # prompts of `make`
+    clock: StepClock
+    stop: StopRequest
+    has_ratios: bool = False  # a batch takes more than one optimizer step, so old log-probs are needed
+    # Entered around the generation of a step.
+    while_generating: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def make(self, step: int) -> StepRollouts:
         """Make rollouts of the next prompts. `step`, from 1, keys the sampling noise.
@@ -177,15 +159,15 @@ class RolloutMaker:
             StoppedEarly: some rank was asked to stop. The same step can be made again.
             RewardServerError: no answer, or too many failed samples.
         """
-        if self._cfg.dynamic_filtering:
+        if self.cfg.dynamic_filtering:
             drawn = self._draw_until_rewards_differ(step)
             return replace(drawn, batch=self._with_log_probs(drawn.batch))
-        prompts = next(self._loader)
+        prompts = next(self.loader)
         pending = self._sample_step(prompts, step)
         # Scores are computed elsewhere while log-probs are taken here.
         pending = replace(pending, batch=self._with_log_probs(pending.batch))
         batch = self._score_step(pending, step)
-        return StepRollouts(prompts, batch, take_means(rollout_means(batch), self._model.mesh.gather_over_dp))
+        return StepRollouts(prompts, batch, take_means(rollout_means(batch), self.model.mesh.gather_over_dp))
 
     def evaluate(
         self,
@@ -207,14 +189,14 @@ class RolloutMaker:
         """
         prompts = [prompt for part in parts for prompt in part]
         batch = self.answer(name, step, prompts, activity)
-        mesh = self._model.mesh
+        mesh = self.model.mesh
         means = take_means(validation_means(batch, prompts), mesh.gather_over_dp)
         found: list[Samples] = []
         if mesh.is_block_leader:
-            rows = sample_rows(step, prompts, batch, self._model.tokenizer, set_name=name)
+            rows = sample_rows(step, prompts, batch, self.model.tokenizer, set_name=name)
             tokens = token_columns(batch) if records_tokens else None
             found = mesh.gather_over_dp_on_first(Samples(rows, tokens))
-        return means, join_samples(found, self._model.tokenizer)
+        return means, join_samples(found, self.model.tokenizer)
 
     def answer(
         self, name: str, step: int, prompts: Sequence[Prompt], activity: Activity, num_samples: int = 1
@@ -222,7 +204,7 @@ class RolloutMaker:
         """Sample this rank's prompts with validation's settings and score the responses; raises as `evaluate`."""
         activity.begin(name)
         # A fixed seed: only the weights differ between validations.
-        pending = self.sample(prompts, num_samples, self._model.settings.seed * 1_000_003, validation=True)
+        pending = self.sample(prompts, num_samples, self.model.settings.seed * 1_000_003, validation=True)
         activity.begin(f"{name}: reward_wait", has_deadline=True)
         return self.score(pending, f"the {name} after step {step}")
 
@@ -235,27 +217,27 @@ class RolloutMaker:
             StoppedEarly: on all ranks, if one was asked to stop.
             GenerationError: on all ranks, if an engine of some rank cannot go on.
         """
-        mesh = self._model.mesh
-        share = list(self._batch_iterator_cls(prompts, validation))
-        work = WorkQueue(mesh, share, shared=self._cfg.generation_work_queue and mesh.dp_size > 1)
+        mesh = self.model.mesh
+        share = list(self.batch_iterator_cls(prompts, validation))
+        work = WorkQueue(mesh, share, shared=self.cfg.generation_work_queue and mesh.dp_size > 1)
         parts: list[Completions] = []
         futures: list[tuple[RewardFuture, int]] = []
         failure: Exception | None = None
         try:
-            with contextlib.closing(work), self._model.generator.awake():
+            with contextlib.closing(work), self.model.generator.awake():
                 for batch in work:
-                    if self._stop.asked_of_block(mesh):
+                    if self.stop.asked_of_block(mesh):
                         break
-                    part = self._model.infer(batch, num_samples, seed, validation=validation)
+                    part = self.model.infer(batch, num_samples, seed, validation=validation)
                     parts.append(part)
-                    if mesh.is_block_leader and self._rm is not None:
-                        future = self._rm.infer_rm(reward_request(self._model, batch, part))
+                    if mesh.is_block_leader and self.rm is not None:
+                        future = self.rm.infer_rm(reward_request(self.model, batch, part))
                         futures.append((future, len(part.lengths)))
         except GenerationError as error:
             failure = error
         mesh.check_together(failure)
-        self._stop.check(mesh)
-        completions = join_completions(work.to_owners(parts), self._model.pad_id)
+        self.stop.check(mesh)
+        completions = join_completions(work.to_owners(parts), self.model.pad_id)
         return PendingRollouts(self._unscored(prompts, completions), tuple(futures), work)
 
     def score(self, pending: PendingRollouts, name: str) -> RolloutBatch:
@@ -267,15 +249,15 @@ class RolloutMaker:
             RewardServerError: a request failed on some rank, or too many samples did.
             StoppedEarly: some rank was asked to stop.
         """
-        batch, mesh = pending.batch, self._model.mesh
+        batch, mesh = pending.batch, self.model.mesh
         rewards, faults = batch.rewards, list[str | None]([None] * len(batch.rewards))
         sources: dict[str, torch.Tensor] = {}
         answers: list[Rewards] | None = []
         with mesh.together():
             if pending.futures:
-                answers = self._stop.unless_asked(lambda: [_scores(*asked) for asked in pending.futures])
+                answers = self.stop.unless_asked(lambda: [_scores(*asked) for asked in pending.futures])
                 if answers is None:
-                    raise StoppedEarly(f"stopped by {self._stop.reason}")
+                    raise StoppedEarly(f"stopped by {self.stop.reason}")
         if mesh.is_block_leader and (own := pending.work.to_owners(answers or [])):
             rewards = torch.cat([answer.values for answer in own])
             faults = [fault for answer in own for fault in _faults(answer)]
@@ -284,56 +266,56 @@ class RolloutMaker:
         self._check_failures(Counter(fault for fault in faults if fault is not None), len(rewards), name)
         valid = torch.isfinite(rewards) & (batch.response_lengths > 0)
         valid &= torch.tensor([reason != FINISH_OUTSIDE for reason in batch.finish_reasons], dtype=torch.bool)
-        if self._cfg.truncated_samples == "drop":
+        if self.cfg.truncated_samples == "drop":
             valid &= batch.is_end
         return replace(batch, rewards=rewards, valid=valid, source_rewards=sources, score_faults=tuple(faults))
 
     def _sample_step(self, prompts: Sequence[Prompt], step: int) -> PendingRollouts:
-        seed = self._model.settings.seed * 1_000_003 + step  # step 0 is validation's seed
-        with self._clock.phase("generate"), self._while_generating():
-            return self.sample(prompts, self._cfg.num_rollouts_per_prompt, seed)
+        seed = self.model.settings.seed * 1_000_003 + step  # step 0 is validation's seed
+        with self.clock.phase("generate"), self.while_generating():
+            return self.sample(prompts, self.cfg.num_rollouts_per_prompt, seed)
 
     def _score_step(self, pending: PendingRollouts, step: int) -> RolloutBatch:
-        with self._clock.phase("reward_wait", has_deadline=True):
+        with self.clock.phase("reward_wait", has_deadline=True):
             return self.score(pending, f"step {step}")
 
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
         """Add policy and reference log-probs if needed: without a KL only a second update reads them."""
         where = (batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
-        with_kl = self._cfg.initial_policy_kl_penalty > 0
-        if with_kl or self._has_ratios:
-            with self._clock.phase("logprobs"):
+        with_kl = self.cfg.initial_policy_kl_penalty > 0
+        if with_kl or self.has_ratios:
+            with self.clock.phase("logprobs"):
                 batch = replace(batch, log_probs=self._policy_log_probs(batch, where))
         if with_kl:
-            with self._clock.phase("init_logprobs"):
-                batch = replace(batch, init_log_probs=self._model.get_init_policy_logprobs(*where))
-        self._stop.check(self._model.mesh)
+            with self.clock.phase("init_logprobs"):
+                batch = replace(batch, init_log_probs=self.model.get_init_policy_logprobs(*where))
+        self.stop.check(self.model.mesh)
         return batch
 
     def _policy_log_probs(self, batch: RolloutBatch, where: tuple[Tensor, ...]) -> Tensor | None:
         # Ratios of a second update must start from the trainer's own log-probs.
-        is_known = self._cfg.generator_log_probs and self._model.generator.is_exact and not self._has_ratios
-        return batch.generator_log_probs if is_known else self._model.get_inference_log_probs(*where)
+        is_known = self.cfg.generator_log_probs and self.model.generator.is_exact and not self.has_ratios
+        return batch.generator_log_probs if is_known else self.model.get_inference_log_probs(*where)
 
     def _draw_until_rewards_differ(self, step: int) -> StepRollouts:
         """Draw prompts until enough groups have unequal rewards, or the bound or the epoch's end is reached.
 
         It stops at the epoch's end because a prompt must not occur twice in a step.
         """
-        mesh, wanted = self._model.mesh, self._loader.prompts_per_step
-        epoch = self._loader.state_dict()["epoch"]
+        mesh, wanted = self.model.mesh, self.loader.prompts_per_step
+        epoch = self.loader.state_dict()["epoch"]
         all_prompts, drawn, with_spread = [], [], []
-        for _ in range(1 + self._cfg.max_resampling_rounds):
-            prompts = next(self._loader)
+        for _ in range(1 + self.cfg.max_resampling_rounds):
+            prompts = next(self.loader)
             batch = self._score_step(self._sample_step(prompts, step), step)
             all_prompts += prompts
             drawn.append(batch)
             differs = in_group_with_spread(batch.rewards, batch.group_ids, batch.valid)
             for ids in mesh.gather_over_dp(batch.group_ids[differs].tolist()):
                 with_spread += dict.fromkeys(ids)  # each once, in order
-            if len(with_spread) >= wanted or self._loader.state_dict()["epoch"] != epoch:
+            if len(with_spread) >= wanted or self.loader.state_dict()["epoch"] != epoch:
                 break
-        batch = join_rollouts(drawn, self._model.pad_id)
+        batch = join_rollouts(drawn, self.model.pad_id)
         kept = torch.isin(batch.group_ids, torch.tensor(with_spread[:wanted], dtype=torch.long))
         metrics = take_means(rollout_means(batch), mesh.gather_over_dp)
         groups = sum(mesh.gather_over_dp(len(all_prompts)))
@@ -346,7 +328,7 @@ class RolloutMaker:
         return StepRollouts(all_prompts, batch.select(kept.nonzero()[:, 0]), {**metrics, **counts})
 
     def _check_failures(self, reasons: Counter[str], count: int, name: str) -> None:
-        mesh, bound = self._model.mesh, self._cfg.max_failed_fraction
+        mesh, bound = self.model.mesh, self.cfg.max_failed_fraction
         failed, total = mesh.sum_over_dp(torch.tensor([reasons.total(), count])).tolist()
         if failed > bound * total:
             every = sum(mesh.gather_over_dp(reasons), Counter[str]())
@@ -359,7 +341,7 @@ class RolloutMaker:
 
     def _unscored(self, prompts: Sequence[Prompt], completions: Completions) -> RolloutBatch:
         repeated = completions.repeat_to_samples(prompts)
-        sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, self._model.pad_id)
+        sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, self.model.pad_id)
         count = len(repeated)
         return RolloutBatch(
             sequences=sequences,

@@ -75,19 +75,14 @@ class PastSteps:
             self.beta.value = state["kl_coefficient"]
 
 
+@dataclasses.dataclass
 class BestCheckpoints:
-    """The steps of the best validations so far, at most `keep` (0 for none).
+    """The steps of the best validations so far."""
 
-    `metric` has the prefix `val/`; `mode` is `max` or `min`.
-    """
-
-    def __init__(self, keep: int = 0, metric: str = "val/rewards", mode: str = "max"):
-        self._keep, self._metric, self._mode = keep, metric, mode
-        self._found: list[tuple[int, float]] = []  # (step, value), best first
-
-    @property
-    def keeps_some(self) -> bool:
-        return self._keep > 0
+    keep: int = 0  # at most
+    metric: str = "val/rewards"
+    mode: str = "max"  # max or min
+    _found: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # (step, value), best first
 
     @property
     def steps(self) -> list[int]:
@@ -97,62 +92,59 @@ class BestCheckpoints:
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a validation after `step`, metric names without `val/`. NaN and ties with the worst kept are dropped.
 
-        Raises:
-            ConfigError: the metric is missing.
+        Raises ConfigError: the metric is missing.
         """
-        if self._keep == 0:
+        if self.keep == 0:
             return
-        value = metrics.get(self._metric.removeprefix("val/"))
+        value = metrics.get(self.metric.removeprefix("val/"))
         if value is None:
             expected = f"expected one of {', '.join(f'val/{name}' for name in metrics)}"
             key = "exp_manager.checkpoint_callback_params.best_metric"
-            raise ConfigError([f"{key} is {self._metric!r}, which validation does not give; {expected}"])
+            raise ConfigError([f"{key} is {self.metric!r}, which validation does not give; {expected}"])
         if math.isfinite(value):
             self._found.append((step, float(value)))
             self._cut()
 
     def _cut(self) -> None:
-        sign = -1 if self._mode == "max" else 1
+        sign = -1 if self.mode == "max" else 1
         self._found.sort(key=lambda found: sign * found[1])  # stable: of ties the earlier stays
-        del self._found[self._keep :]
+        del self._found[self.keep :]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
-        return {"metric": self._metric, "mode": self._mode, "found": [list(found) for found in self._found]}
+        return {"metric": self.metric, "mode": self.mode, "found": [list(found) for found in self._found]}
 
     def load_state_dict(self, state: Mapping[str, Any], is_there: Callable[[int], bool]) -> None:
         """Inverse of `state_dict`. Drops values of another metric or mode, and steps whose checkpoint is gone."""
-        same = (state["metric"], state["mode"]) == (self._metric, self._mode)
+        same = (state["metric"], state["mode"]) == (self.metric, self.mode)
         self._found = [(step, value) for step, value in state["found"] if same and is_there(step)]
         self._cut()
 
 
+@dataclasses.dataclass
 class Divergence:
-    """Ends a run after `most` consecutive optimizer steps without a finite gradient.
+    """Ends a run after `most` consecutive optimizer steps without a finite gradient."""
 
-    `is_sound` is False while the loss is not finite, which can happen with finite weights.
-    """
-
-    def __init__(self, most: int):
-        self._most, self._skipped, self.is_sound = most, 0, True
+    most: int
+    is_sound: bool = True  # False while the loss is not finite, which can happen with finite weights
+    _skipped: int = 0
 
     def check(
         self, step: int, updates: Sequence[OptimizerUpdate], loss: float, mesh: Mesh, note: Callable[[str], None]
     ) -> None:
         """Check the optimizer steps on one rollout batch; a collective call.
 
-        Raises:
-            DivergedError: on all ranks.
+        Raises DivergedError: on all ranks.
         """
         self.is_sound = math.isfinite(loss)
         for update in updates:
             self._skipped = self._skipped + 1 if update.skipped else 0
         if mesh.any_rank(any(update.weights_lost for update in updates)):
             raise DivergedError(f"the policy's weights were not finite when step {step} was to update them")
-        if self._skipped >= self._most:
+        if self._skipped >= self.most:
             raise DivergedError(f"up to step {step}, {self._skipped} optimizer steps in a row had no finite gradient")
         if self._skipped:
-            note(f"step {step}: a gradient is not finite, skipped ({self._skipped} of at most {self._most} in a row)")
+            note(f"step {step}: a gradient is not finite, skipped ({self._skipped} of at most {self.most} in a row)")
 
     def check_end(self, step: int) -> None:
         """Raise DivergedError if the weights after the last step are not known to be sound."""

@@ -127,7 +127,7 @@ def test_a_disk_that_is_too_small(files, monkeypatch):
     free = namedtuple("usage", "free")
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: free(1000))
     (fault,) = faults_of(*right(files))
-    assert "1 kB are free" in fault and "checkpoints" in fault and "keep_last" in fault
+    assert "1.00 kB are free" in fault and "checkpoints" in fault and "keep_last" in fault
     assert "for the samples' records" in fault
 
 
@@ -135,7 +135,7 @@ def test_the_disk_holds_the_records_of_the_samples_too(files, monkeypatch):
     """100 steps of 8 x 4 responses of at most 32 tokens: 18 bytes a token, 2 without tokens, 20 kB a file."""
     sizes = ("trainer.reinforce.max_steps=100", "trainer.reinforce.max_epochs=1000")
     sizes += ("model.reinforce.num_rollout_samples=8", "model.reinforce.length_params.max_length=32")
-    for every, mega in ((1, "3.84 MB"), (2, "3.02 MB"), (0, "2.2 MB")):
+    for every, mega in ((1, "3.84 MB"), (2, "3.02 MB"), (0, "2.20 MB")):
         text = printed(*right(files), *sizes, f"exp_manager.record_tokens_every={every}")
         assert f"at most {mega} to come" in text
 

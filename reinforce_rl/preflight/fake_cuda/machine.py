@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -30,10 +31,10 @@ SOURCE = Path(__file__).with_name("guard.cpp")
 COMPILE_SECONDS = 300.0
 
 
+@dataclass(frozen=True)
 class Machine:
-    def __init__(self, gpu: FakeCuda, network: Network):
-        self.gpu = gpu
-        self.network = network
+    gpu: FakeCuda
+    network: Network
 
     @contextlib.contextmanager
     def rank(self, rank: int = 0, world_size: int = 1) -> Iterator[Ledger]:
