@@ -9,15 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import BinaryIO
 
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.launch.slurm.outcome import last_lines
 from reinforce_rl.launch.slurm.settings import override_of, with_missing
+from reinforce_rl.launch.slurm.task import StopSignal
 from reinforce_rl.rewards.transport import FailedAttempt, check_once
 from reinforce_rl.rewards.wire import DEFAULT_NAME, read_token
 from reinforce_rl.utils.guard import Guard
@@ -83,46 +83,28 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
     SIGINT, SIGTERM and SIGUSR1 go to the actor, which saves and ends; then the server is stopped. If this process is
     killed, a guard ends both.
     """
+    stop = StopSignal((signal.SIGINT, *active_stop_signals()))
     try:
         # Otherwise another run's server on this port would be mistaken for ours until ours fails to bind.
         check_port(HOST, plan.port)
         plan.server_log.parent.mkdir(parents=True, exist_ok=True)
-    except (ConfigError, OSError) as error:
-        say(f"error: {error}")
-        return 1
-    guard = Guard(grace_seconds=min(plan.grace_seconds, 10.0))
-    try:
-        with _signals() as received, plan.server_log.open("wb") as log, contextlib.ExitStack() as children:
+        with (
+            contextlib.closing(Guard(grace_seconds=min(plan.grace_seconds, 10.0))) as guard,
+            plan.server_log.open("wb") as log,
+            contextlib.ExitStack() as children,
+        ):
             server = _start(plan.server, guard, log)
             children.callback(server.stop, plan.grace_seconds)
             say(f"reward server: process {server.pid}, log {plan.server_log}")
-            _wait_until_ready(plan, server, received, say)
-            if received:
-                return EXIT_STOPPED if received[0] in STOP_SIGNALS else 128 + received[0]
+            _wait_until_ready(plan, server, stop, say)
+            if stop.number is not None:
+                return EXIT_STOPPED if stop.number in STOP_SIGNALS else 128 + stop.number
             actor = _start(plan.actor, guard, None)
             children.callback(actor.stop, plan.grace_seconds)
-            return _wait_for_actor(plan, server, actor, guard, received, say)
-    except ReinforceError as error:
+            return _wait_for_actor(plan, server, actor, guard, stop, say)
+    except (ReinforceError, OSError) as error:
         say(f"error: {error}")
         return 1
-    finally:
-        guard.close()
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Yield the list of signals to stop that come during the block."""
-    received: list[int] = []
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, *active_stop_signals())}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _start(command: Sequence[str], guard: Guard, log: BinaryIO | None) -> Child:
@@ -141,10 +123,10 @@ def _start(command: Sequence[str], guard: Guard, log: BinaryIO | None) -> Child:
     return child
 
 
-def _wait_until_ready(plan: LaunchPlan, server: Child, received: list[int], say: Callable[[str], None]) -> None:
+def _wait_until_ready(plan: LaunchPlan, server: Child, stop: StopSignal, say: Callable[[str], None]) -> None:
     start = time.monotonic()
     next_report = start + REPORT_SECONDS
-    while not received:
+    while stop.number is None:
         if server.exit_code is not None:
             raise _server_ended(plan, server, "before it was ready")
         try:
@@ -165,18 +147,18 @@ def _wait_until_ready(plan: LaunchPlan, server: Child, received: list[int], say:
 
 
 def _wait_for_actor(
-    plan: LaunchPlan, server: Child, actor: Child, guard: Guard, received: list[int], say: Callable[[str], None]
+    plan: LaunchPlan, server: Child, actor: Child, guard: Guard, stop: StopSignal, say: Callable[[str], None]
 ) -> int:
     deadline: float | None = None  # after a signal
     while (code := actor.exit_code) is None:
         guard.check()
-        if received and deadline is None:
+        if stop.number is not None and deadline is None:
             deadline = time.monotonic() + plan.grace_seconds
-            actor.send_signal(received[0])
-        if deadline is not None and time.monotonic() > deadline:
+            actor.send_signal(stop.number)
+        if stop.number is not None and deadline is not None and time.monotonic() > deadline:
             say(f"the actor did not end within {plan.grace_seconds:.0f} s of the signal; killing it")
             actor.kill()
-            return 128 + received[0]
+            return 128 + stop.number
         if server.exit_code is not None and deadline is None:
             raise _server_ended(plan, server, "while the actor was running")
         time.sleep(POLL_SECONDS)

@@ -30,7 +30,7 @@ def print_plan(
     assert layout is not None and inputs.architecture is not None
     size = ModelSize.from_architecture(inputs.architecture, lora_settings(cfg))
     console.print(Text("\nRanks", style="bold"), Text(layout.grid()), sep="\n")
-    _print_lines(console, "Batches", _batches(cfg, batches))
+    print_rows(console, "Batches", _batches(cfg, batches))
     _print_memory(console, memory, layout, size, gpu=gpu)
     if disk is not None:
         held = f", of which {gigabytes(disk.held)} are there already" if disk.held else ""
@@ -40,7 +40,7 @@ def print_plan(
             ("records", f"at most {gigabytes(disk.records)} to come, of every step's samples"),
             ("free", f"{gigabytes(disk.free)} in {disk.folder}, {gigabytes(disk.needed)} needed"),
         ]
-        _print_lines(console, "Disk", rows)
+        print_rows(console, "Disk", rows)
 
 
 def print_warnings(console: Console, warnings: Sequence[str]) -> None:
@@ -48,11 +48,13 @@ def print_warnings(console: Console, warnings: Sequence[str]) -> None:
         console.print(Text.assemble(("warning: ", "yellow"), warning))
 
 
-def _print_lines(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
-    width = max(len(name) for name, _ in rows)
+def print_rows(console: Console, title: str, rows: Sequence[Sequence[str]]) -> None:
+    """Print aligned columns; rich's tables would cut paths at the terminal's width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     console.print(Text(f"\n{title}", style="bold"))
-    for name, value in rows:
-        console.print(Text(f"  {name:<{width}}  {value}"))
+    for row in rows:
+        cells = (text.ljust(width) for text, width in zip(row, widths, strict=True))
+        console.print(Text(f"  {'  '.join(cells)}".rstrip()))
 
 
 def _batches(cfg: TrainConfig, plan: BatchPlan) -> list[tuple[str, str]]:
@@ -115,7 +117,7 @@ def _print_memory(console: Console, memory: list[RankMemory], layout: Layout, si
         ("reference", f"{gigabytes(copy)}{on_host}" if copy else "no copy"),
         ("there all the time", gigabytes(there)),
     ]
-    _print_lines(console, title, rows)
+    print_rows(console, title, rows)
     table = _table("  besides, in", "activations", "logits", "KV cache", "moved", "with the rest")
     for phase in largest.phases:
         name = Text(f"  {phase.name}", style="bold" if phase is largest.peak_phase else "")

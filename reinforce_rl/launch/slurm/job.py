@@ -18,7 +18,7 @@ from pathlib import Path
 
 from reinforce_rl.errors import EXIT_DIVERGED, EXIT_ERROR, EXIT_FINISHED, EXIT_STOPPED, ConfigError
 from reinforce_rl.launch.slurm import outcome, steps
-from reinforce_rl.launch.slurm.outcome import FAILED, FINISHED, STOPPED, Attempt, Outcome, judge
+from reinforce_rl.launch.slurm.outcome import Attempt, Outcome, judge
 from reinforce_rl.launch.slurm.rendezvous import Endpoint, health_fault, read_endpoint
 from reinforce_rl.launch.slurm.settings import REPOSITORY, Allocation, Settings, read_allocation, read_settings
 from reinforce_rl.launch.slurm.steps import POLL_SECONDS, SlurmCallError, Step, StepPlan, call
@@ -107,12 +107,11 @@ class Job:
 
     def _make_token(self) -> None:
         path = self._settings.token_file
-        if path.exists():
-            return
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".token.")  # mode 0600
-        with os.fdopen(handle, "w") as file:
-            file.write(secrets.token_urlsafe(32) + "\n")
-        os.replace(name, path)  # atomic
+        if not path.exists():
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=".token.")  # mode 0600
+            with os.fdopen(handle, "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+            os.replace(name, path)  # atomic
 
     def _set_times(self) -> None:
         try:
@@ -122,10 +121,9 @@ class Job:
             self._log(f"warning: when this job ends is not known: {error}")
             return
         # The components' times differ if Slurm has requeued component 0 alone.
-        self._end_time = min((time for time in (end, actor_end) if time is not None), default=None)
-        for name, value in (("SLURM_JOB_START_TIME", start), ("SLURM_JOB_END_TIME", self._end_time)):
-            if value is not None:
-                self._environment[name] = str(value)
+        self._end_time = min(filter(None, (end, actor_end)), default=None)
+        times = {"SLURM_JOB_START_TIME": start, "SLURM_JOB_END_TIME": self._end_time}
+        self._environment.update({name: str(value) for name, value in times.items() if value is not None})
 
     def _start(self, plan: StepPlan) -> Step:
         line = steps.srun_line(self._settings, plan, self._folder)
@@ -138,7 +136,7 @@ class Job:
     def _wait_until_healthy(self, servers: Sequence[Step]) -> list[Endpoint] | Outcome:
         """Return the servers' endpoints once all can score."""
         start = time.monotonic()
-        next_report, limit = start + REPORT_SECONDS, self._settings.ready_seconds
+        next_report, limit = REPORT_SECONDS, self._settings.ready_seconds
         healthy: dict[str, Endpoint] = {}
         while True:
             why = ""
@@ -161,7 +159,7 @@ class Job:
                 return self._never_healthy(servers, f"{self._stop.name} came before the reward server was healthy")
             if elapsed > limit:
                 return self._never_healthy(servers, f"no healthy reward server within {limit:.0f} s ({why})")
-            if time.monotonic() >= next_report:
+            if elapsed >= next_report:
                 self._log(f"waiting, {elapsed:.0f} s of {limit:.0f} s: {why}")
                 next_report += REPORT_SECONDS
             time.sleep(HEALTH_POLL_SECONDS)
@@ -170,13 +168,16 @@ class Job:
         ended = [server for server in servers if server.has_ended]
         self._end_servers(servers)
         if self._stop.number is not None:
-            return Outcome(STOPPED, EXIT_STOPPED, text)
+            return Outcome(EXIT_STOPPED, text)
         if not ended:
-            return Outcome(FAILED, EXIT_ERROR, text, None, servers[0].name)
+            return Outcome(EXIT_ERROR, text, None, servers[0].name)
         ends = [end for server in ended for end in server.ends()]
         lost = [end for server in ended for end in server.lost()]
         result = judge([], ends, lost, unasked=ended[0].name, signalled=None)
-        return replace(result, kind=FAILED, text=f"{text}; {result.text}", log_of=ended[0].name)
+        return replace(result, text=f"{text}; {result.text}", log_of=ended[0].name)
+
+    def _failed_nodes(self) -> list[str]:
+        return sorted({step.failed_node for step in self._steps} - {""})
 
     def _watch(self, servers: Sequence[Step], actor: Step) -> str:
         """Wait for the actor's end, a signal, or the last server's end; return that server's name."""
@@ -194,7 +195,7 @@ class Job:
     def _end_all(self, servers: Sequence[Step], actor: Step, unasked: str) -> bool:
         """End the actor, then the servers that it may still wait for; return True if the actor ended by itself."""
         by_itself = True
-        for node in sorted({step.failed_node for step in self._steps} - {""}):
+        for node in self._failed_nodes():
             step = self._newest_checkpoint()
             self._log(f"node {node} has failed: Slurm requeues the job, and it goes on from step {step}")
         if not actor.has_ended:
@@ -247,16 +248,16 @@ class Job:
 
     def _next(self, attempt: Attempt, result: Outcome, step: int) -> tuple[bool, str]:
         """Decide whether to requeue the job at `step`; return the decision and what comes next."""
-        if result.kind == FINISHED:
+        if result.code == EXIT_FINISHED:
             return False, "nothing is left to do"
         go_on = f"submit the same command again to go on from step {step}"
-        if names := " and ".join(sorted({step.failed_node for step in self._steps} - {""})):
+        if names := " and ".join(self._failed_nodes()):
             return False, f"Slurm itself requeues the job, since {names} failed; it goes on from step {step}"
         if self._stop.number not in (None, signal.SIGUSR1):
             return False, f"not requeued after {self._stop.name}; {go_on}"
         if result.code == EXIT_DIVERGED:
             return False, "not requeued: the policy has diverged, and would again from the same checkpoint"
-        if result.kind == FAILED and self._settings.restart_after_crash != "true":
+        if result.code != EXIT_STOPPED and self._settings.restart_after_crash != "true":
             return False, f"not requeued after a failure (REINFORCE_RESTART_AFTER_CRASH is false); {go_on}"
         restart, max_restarts = self._allocation.restart, self._settings.max_restarts
         requeue, why = outcome.may_requeue(restart, max_restarts, attempt.step_before, step)

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.settings import ACTOR, SERVER, VARIABLES, Variable, count_from, split_arguments
@@ -44,24 +44,18 @@ def parse_gpus(text: str) -> int:
     raise ValueError("GPUs of a node as [TYPE:]COUNT, such as 8 or h100:8, or 0 for none")
 
 
-@dataclass(frozen=True)
-class ComponentOption:
+class ComponentOption(NamedTuple):
     """`--actor-NAME` and `--server-NAME`, and `--BOTH` for both components."""
 
-    name: str
     both: str  # empty for no such option
     metavar: str
     meaning: str  # help text
-    sbatch_variable: str  # read by sbatch itself; empty for none
-    parse: Callable[[str], Any]  # raises ValueError
-
-    def names(self, component: str) -> list[str]:
-        """Return the options that count for a component, without dashes, highest precedence first."""
-        return [name for name in (f"{component}-{self.name}", self.both) if name]
+    sbatch_variable: str = ""  # read by sbatch itself; empty for none
+    parse: Callable[[str], Any] = str  # raises ValueError
 
 
-def _option(both: str, metavar: str, meaning: str, sbatch: str = "", parse: Callable[[str], Any] = str) -> Any:
-    return field(default=None, metadata={"of": (both, metavar, meaning, sbatch, parse)})
+def _option(*of: Any, **more: Any) -> Any:
+    return field(default=None, metadata={"of": ComponentOption(*of, **more)})
 
 
 @dataclass(frozen=True)
@@ -80,9 +74,9 @@ class ComponentOptions:
     sbatch_args: tuple[str, ...] = ()  # passed to sbatch as they are
 
 
-COMPONENT_OPTIONS = tuple(
-    ComponentOption(f.name.replace("_", "-"), *f.metadata["of"]) for f in fields(ComponentOptions) if f.metadata
-)
+COMPONENT_OPTIONS: dict[str, ComponentOption] = {
+    f.name.replace("_", "-"): f.metadata["of"] for f in fields(ComponentOptions) if f.metadata
+}
 JOB_VARIABLES = (
     Variable("REINFORCE_TIME", "04:00:00", "time limit of a job, as sbatch reads it"),
     Variable("REINFORCE_SIGNAL_LEAD", "", "seconds before the limit at which the run gets the signal to save"),
@@ -129,10 +123,10 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
 
     def component(which: str) -> ComponentOptions:
         values = {}
-        for option in COMPONENT_OPTIONS:
-            found = text(*option.names(which), last=option.sbatch_variable)
-            is_valid = parsed(f"--{which}-{option.name}", found, option.parse) is not None
-            values[option.name.replace("-", "_")] = found if is_valid else None
+        for name, option in COMPONENT_OPTIONS.items():
+            found = text(*filter(None, (f"{which}-{name}", option.both)), last=option.sbatch_variable)
+            is_valid = parsed(f"--{which}-{name}", found, option.parse) is not None
+            values[name.replace("-", "_")] = found if is_valid else None
         extra = [*(args.sbatch_arg or ()), *(getattr(args, f"{which}_sbatch_arg") or ())]
         return ComponentOptions(**values, sbatch_args=tuple(extra))
 
@@ -169,12 +163,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chain", default="1", metavar="N", help="number of jobs, each after the end of the last")
     _add_variables(parser, JOB_VARIABLES)
     sbatch = parser.add_argument_group("nodes; --actor-X and --server-X are for one component")
-    for option in COMPONENT_OPTIONS:
+    for name, option in COMPONENT_OPTIONS.items():
         if option.both:
             sbatch.add_argument(f"--{option.both}", metavar=option.metavar, help=option.meaning)
         for component in (ACTOR, SERVER):
-            help = argparse.SUPPRESS if option.both == option.name else option.meaning
-            sbatch.add_argument(f"--{component}-{option.name}", metavar=option.metavar, help=help)
+            help = argparse.SUPPRESS if option.both == name else option.meaning
+            sbatch.add_argument(f"--{component}-{name}", metavar=option.metavar, help=help)
     sbatch.add_argument("--sbatch-arg", action="append", metavar="ARG", help="as in --sbatch-arg=--reservation=X")
     for component in (ACTOR, SERVER):
         sbatch.add_argument(f"--{component}-sbatch-arg", action="append", metavar="ARG", help=argparse.SUPPRESS)

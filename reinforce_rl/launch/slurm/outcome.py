@@ -25,11 +25,14 @@ HISTORY_FILE = "history.jsonl"
 LAST_LOG_LINES = 20
 TAIL_BYTES = 1 << 18
 IDLE_ATTEMPTS = 3  # attempts of one job from the same checkpoint, after which it gives up
-FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 # Exit codes caused by another task's end: a rank that lost its peer, and tasks killed by `srun` or by us.
 CONSEQUENCES = (EXIT_LOST_RANK, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 Arguments = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 @dataclass(frozen=True)
@@ -56,16 +59,6 @@ class TaskEnd:
         return f"{self.name} {how} at {time.strftime('%H:%M:%S', time.localtime(self.time))}{why}"
 
 
-TaskEnds = Sequence[TaskEnd]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def record(folder: Path, end: TaskEnd) -> None:
     write_atomically(folder / EXIT_FOLDER / f"{end.component}-{end.task:05d}.json", json.dumps(asdict(end)) + "\n")
 
@@ -85,15 +78,20 @@ def first_failed(ends: Sequence[TaskEnd], lost: Sequence[TaskEnd], harmless: Col
 
 @dataclass(frozen=True)
 class Outcome:
-    kind: str  # FINISHED; STOPPED, by a signal or for lack of time; FAILED
-    code: int  # exit code of the job
+    code: int  # exit code of the job: EXIT_FINISHED; EXIT_STOPPED, by a signal or for lack of time; else it failed
     text: str
     first: TaskEnd | None = None  # first task to fail, if any
     log_of: str = ""  # step whose log says more; empty for none
 
 
 def judge(
-    actor: TaskEnds, servers: TaskEnds, lost: TaskEnds, *, unasked: str, signalled: int | None, killed: bool = False
+    actor: Sequence[TaskEnd],
+    servers: Sequence[TaskEnd],
+    lost: Sequence[TaskEnd],
+    *,
+    unasked: str,
+    signalled: int | None,
+    killed: bool = False,
 ) -> Outcome:
     """Judge an attempt whose servers were healthy by the ends of tasks; those in `lost` recorded none.
 
@@ -104,7 +102,7 @@ def judge(
     if signalled is not None and killed:
         text = f"the actor had not saved in time after {by}, and was killed; it goes on from its newest checkpoint. "
         text += "The lead of sbatch --signal=B:USR1@SECONDS must be above a step and a save, and 60 s"
-        return Outcome(STOPPED, EXIT_STOPPED, text, None, ACTOR)
+        return Outcome(EXIT_STOPPED, text, None, ACTOR)
     stopped = {EXIT_FINISHED, EXIT_STOPPED}
     if signalled is not None:  # a program still starting has no handler and dies of it
         stopped |= {128 + signal.SIGTERM, 128 + signal.SIGUSR1}
@@ -113,17 +111,17 @@ def judge(
         ends = list(actor)
         lost = [end for end in lost if end.component == ACTOR]
         if not ends and not lost and signalled is None:
-            return Outcome(FAILED, EXIT_ERROR, "srun could not start actor; it says why above")
+            return Outcome(EXIT_ERROR, "srun could not start actor; it says why above")
     codes = {end.code for end in actor}
     if not unasked and codes and codes <= stopped and not lost:
         if codes == {EXIT_FINISHED}:
-            return Outcome(FINISHED, EXIT_FINISHED, "the run has finished")
+            return Outcome(EXIT_FINISHED, "the run has finished")
         text = "the actor's time was used up, or its tasks were signalled; it has saved"
-        return Outcome(STOPPED, EXIT_STOPPED, f"the actor has ended in good order, after {by}" if by else text)
+        return Outcome(EXIT_STOPPED, f"the actor has ended in good order, after {by}" if by else text)
     first = first_failed(ends, lost, harmless=stopped)
     if first is None:
-        return Outcome(FAILED, EXIT_ERROR, f"{unasked or 'the actor'} ended without being asked to", None, unasked)
-    return Outcome(FAILED, first.code or EXIT_ERROR, f"first to fail: {first}", first, first.component)
+        return Outcome(EXIT_ERROR, f"{unasked or 'the actor'} ended without being asked to", None, unasked)
+    return Outcome(first.code or EXIT_ERROR, f"first to fail: {first}", first, first.component)
 
 
 @dataclass(frozen=True)

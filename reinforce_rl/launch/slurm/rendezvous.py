@@ -1,13 +1,8 @@
-"""File rendezvous (the first task of a step publishes host and ports), port locks, and a server's health check.
-
-While a task lives it locks a file per port, in a folder shared by the node's users, and other jobs skip these ports.
-"""
+"""File rendezvous (the first task of a step publishes host and ports), claims of ports, a server's health check."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import http.client
 import json
 import os
@@ -24,8 +19,6 @@ from reinforce_rl.utils.files import write_atomically
 
 POLL_SECONDS = 0.2
 HEALTH_SECONDS = 5.0  # to connect, and then for the whole answer
-# Shared by the node: TMPDIR is often per job, and /tmp per container (enroot).
-LOCK_FOLDER = Path("/dev/shm/reinforce_rl-ports")
 FIRST_PORT, PORTS = 20000, 10000  # below the ephemeral range (net.ipv4.ip_local_port_range)
 
 
@@ -77,77 +70,29 @@ def _path(folder: Path, component: str) -> Path:
 
 
 @contextlib.contextmanager
-def claim_ports(count: int, key: str, folder: Path = LOCK_FOLDER) -> Iterator[list[int]]:
+def claim_ports(count: int, key: str) -> Iterator[list[int]]:
     """Hold `count` ports, neither in use nor claimed by others, during the block; ReinforceError if there are too few.
 
-    Searches from the hash of `key`, so that jobs seldom collide; `folder` holds the locks.
+    Searches from the hash of `key`, so that jobs seldom collide. A claim is an abstract Unix socket: as a port, it is
+    of a network and all its users, and ends with its process.
     """
-    with contextlib.ExitStack() as locks:
-        ports: list[int] = []
-        start = zlib.crc32(key.encode()) % PORTS
-        _make_shared(folder)
+    ports: list[int] = []
+    start = zlib.crc32(key.encode()) % PORTS
+    with contextlib.ExitStack() as claims:
         for offset in range(PORTS):
             port = FIRST_PORT + (start + offset) % PORTS
-            path = folder / str(port)
-            lock = _lock(path)
-            if lock is not None and not _is_free(port):
-                _unlock(path, lock)
-            elif lock is not None:
-                locks.callback(_unlock, path, lock)
+            with contextlib.suppress(OSError), contextlib.ExitStack() as claim:
+                claim.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0reinforce_rl port {port}")
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(("", port))
+                    probe.listen(1)  # with SO_REUSEADDR two sockets may be bound, but only one listens
+                claims.push(claim.pop_all())
                 ports.append(port)
-                if len(ports) == count:
-                    yield ports
-                    return
-        raise ReinforceError(f"no {count} free ports from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on this node")
-
-
-def _make_shared(folder: Path) -> None:
-    try:
-        folder.mkdir()
-        folder.chmod(0o1777)  # not by mkdir's mode, which the umask would reduce
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise ReinforceError(f"cannot make {folder}, where ports are locked: {error.strerror}") from error
-
-
-def _lock(path: Path) -> int | None:
-    """Open and lock a file; None if another process holds it or it is not ours."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        try:
-            # First without O_CREAT, which Linux refuses for another user's file in a sticky folder.
-            handle = os.open(path, flags)
-        except FileNotFoundError:
-            handle = os.open(path, flags | os.O_CREAT, 0o644)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.ELOOP):
-            return None
-        raise ReinforceError(f"cannot open {path}, by which a port is locked: {error.strerror}") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Else its holder has unlinked it meanwhile, and another process could lock a new file of that name.
-        if os.stat(path).st_ino == os.fstat(handle).st_ino:
-            return handle
-    except OSError:
-        pass
-    os.close(handle)
-    return None
-
-
-def _unlock(path: Path, handle: int) -> None:
-    with contextlib.suppress(OSError):  # another user's, in a sticky folder
-        path.unlink()
-    os.close(handle)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe, contextlib.suppress(OSError):
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("", port))
-        probe.listen(1)  # with SO_REUSEADDR two sockets may be bound, but only one listens
-        return True
-    return False
+            if len(ports) == count:
+                yield ports
+                return
+    raise ReinforceError(f"no {count} free ports from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on this node")
 
 
 def own_address(peers: Sequence[str]) -> str:

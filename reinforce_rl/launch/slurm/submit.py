@@ -25,7 +25,7 @@ from reinforce_rl.launch.slurm.options import PLANNED, parse_memory, parse_optio
 from reinforce_rl.launch.slurm.outcome import finished, read_attempts
 from reinforce_rl.launch.slurm.plan import JobPlan, make_request
 from reinforce_rl.launch.slurm.steps import SlurmCallError, call
-from reinforce_rl.preflight.report import print_warnings
+from reinforce_rl.preflight.report import print_rows, print_warnings
 from reinforce_rl.preflight.run import wide_console
 from reinforce_rl.utils.files import read_json_lines
 
@@ -180,20 +180,23 @@ def partition_faults(plan: JobPlan, sinfo: str) -> list[str]:
 def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None:
     """Run `sbatch --test-only` for each component, the job, and each component without the other's nodes."""
     server, actor = plan.server, plan.actor
-    starts = []
-    for component in (server, actor):
-        start, refusal = _test_only(plan.test_command(component), environment)
-        starts.append(start)
+    (of_server, no_server), (of_actor, no_actor) = (
+        _test_only(plan.test_command(component), environment) for component in (server, actor)
+    )
+    refused = {
+        f"the component of the {component.name} ({' '.join(component.requirements())})": refusal
+        for component, refusal in ((server, no_server), (actor, no_actor))
+    }
+    if not no_server and not no_actor:
+        refused["the job"] = _test_only(plan.command(test_only=True), environment)[1]
+    for what, refusal in refused.items():
+        if "node configuration is not available" in refusal:
+            refusal += f"; use fewer nodes or ranks a node, or another partition. What the nodes have: {NODES_HINT}"
         if refusal:
-            what = f"the component of the {component.name} ({' '.join(component.requirements())})"
-            answer.faults.append(f"sbatch --test-only refuses {what}: {_with_hint(refusal)}")
-    if not answer.faults:
-        _, refusal = _test_only(plan.command(test_only=True), environment)
-        if refusal:
-            answer.faults.append(f"sbatch --test-only refuses the job: {_with_hint(refusal)}")
+            answer.faults.append(f"sbatch --test-only refuses {what}: {refusal}")
     if answer.faults:
         return
-    of_server, of_actor = answer.starts = starts[0], starts[1]
+    answer.starts = of_server, of_actor
     if of_server is None or of_actor is None:
         answer.warnings.append("whether both components fit together is not known: sbatch --test-only names no nodes")
         return
@@ -203,18 +206,12 @@ def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None
     alone = f"alone, the {server.name} would get {of_server.nodes} and the {actor.name} {of_actor.nodes}"
     alone += f"; without {of_server.nodes}, sbatch says of the {actor.name}: {refusal}"
     if _test_only(plan.test_command(server, exclude=of_actor.nodes), environment)[1]:
-        fault = f"the components fit singly, but not together ({alone}), and the job would wait for ever; "
-        fault += (
-            f"expected {server.nodes} + {actor.nodes} different nodes: use fewer, or another partition or nodelist"
-        )
+        found = "the components fit singly, but not together"
+        use = f"expected {server.nodes} + {actor.nodes} different nodes: use fewer, or another partition or nodelist"
     else:
-        fault = (
-            f"the {server.name} may be put on nodes that the {actor.name} cannot do without ({alone}), and the job "
-        )
-        fault += (
-            "would wait for ever; use --server-partition, --server-constraint, --server-exclude or --server-nodelist"
-        )
-    answer.faults.append(fault)
+        found = f"the {server.name} may be put on nodes that the {actor.name} cannot do without"
+        use = "use --server-partition, --server-constraint, --server-exclude or --server-nodelist"
+    answer.faults.append(f"{found} ({alone}), and the job would wait for ever; {use}")
 
 
 def _test_only(command: Sequence[str], environment: Mapping[str, str]) -> tuple[Start | None, str]:
@@ -225,12 +222,6 @@ def _test_only(command: Sequence[str], environment: Mapping[str, str]) -> tuple[
         return None, " ".join(error.said.split())
     found = re.search(r"to start at (\S+) using \d+ processors on nodes (\S+)", said)
     return Start(*found.groups()) if found else None, ""
-
-
-def _with_hint(refusal: str) -> str:
-    if "node configuration is not available" in refusal:
-        refusal += f"; use fewer nodes or ranks a node, or another partition. What the nodes have: {NODES_HINT}"
-    return refusal
 
 
 def _memory_warnings(nodes: str, megabytes: int) -> list[str]:
@@ -265,14 +256,9 @@ def _submit(plan: JobPlan, environment: Mapping[str, str], console: Console, err
     if not jobs:
         errors.print("Nothing was submitted.")
         return EXIT_ERROR
-    rows = [
-        ("look", f"squeue -j {','.join(jobs)}"),
-        ("output", f"tail -F {folder}/{jobs[0]}.out"),
-        ("state", f"{run_dir}/status.json"),
-        ("cancel", f"scancel {' '.join(jobs)}"),
-    ]
-    console.print(f"\nSubmitted: {' then '.join(jobs)}")
-    _print_rows(console, rows)
+    rows = [("look", f"squeue -j {','.join(jobs)}"), ("output", f"tail -F {folder}/{jobs[0]}.out")]
+    rows += [("state", f"{run_dir}/status.json"), ("cancel", f"scancel {' '.join(jobs)}")]
+    print_rows(console, f"Submitted: {' then '.join(jobs)}", rows)
     return EXIT_FINISHED if len(jobs) == chain else EXIT_ERROR
 
 
@@ -300,10 +286,8 @@ def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -
         ("output", f"{settings.slurm_folder}/JOBID.out, of tasks {settings.slurm_folder}/JOBID-RESTART/"),
         *((name, value) for name, value in plan.variables.items() if name not in PLANNED),
     ]
-    console.print(Text("\nJob", style="bold"))
-    _print_rows(console, components)
-    console.print()
-    _print_rows(console, rows)
+    print_rows(console, "Components", components)
+    print_rows(console, "Job", rows)
 
 
 def print_command(console: Console, plan: JobPlan) -> None:
@@ -315,11 +299,3 @@ def print_command(console: Console, plan: JobPlan) -> None:
         lines[-1].append(argument)
     console.print(Text("\nCommand", style="bold"))
     console.print(Text(" \\\n    ".join(shlex.join(line) for line in lines)))
-
-
-def _print_rows(console: Console, rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns; rich's tables would cut paths at the terminal's width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
-        console.print(Text(f"  {'  '.join(cells)}".rstrip()))

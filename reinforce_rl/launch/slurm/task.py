@@ -86,12 +86,12 @@ def environment_of(task: Task, first: Endpoint, environment: Mapping[str, str]) 
 
 
 class StopSignal:
-    """Keeps the first signal to stop, and passes all on to a child."""
+    """Keeps the first signal to stop, and passes all on to a child, if it has one."""
 
-    def __init__(self) -> None:
+    def __init__(self, signals: Sequence[int] = SIGNALS) -> None:
         self.number: int | None = None
         self._child: Child | None = None
-        for number in SIGNALS:
+        for number in signals:
             signal.signal(number, self._on_signal)
 
     @property

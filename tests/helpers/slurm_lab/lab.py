@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 import psutil
 from helpers.slurm_lab.configuration import NODES, write_configuration
 
-from reinforce_rl.launch.slurm.rendezvous import LOCK_FOLDER
-
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -73,7 +71,7 @@ class SlurmLab:
     """One controller and the nodes rm0, rm1, act0 and act1, with 8 cores each; a context manager.
 
     The nodes have host names, addresses, processes and a /dev/shm (below `shared_memory`) of their own. They share the
-    file system, the machine's network and the locks of its ports. In `small` they see a file system of 16 MiB.
+    file system, the machine's network. In `small` they see a file system of 16 MiB.
     """
 
     def __init__(self) -> None:
@@ -87,7 +85,7 @@ class SlurmLab:
         self._environment = environment
         with (self.folder / "log" / "lab.out").open("w") as log:
             self._process = subprocess.Popen(
-                [*UNSHARE, "bash", str(NAMESPACES), str(self.folder), str(self.shared_memory), str(LOCK_FOLDER)],
+                [*UNSHARE, "bash", str(NAMESPACES), str(self.folder), str(self.shared_memory)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

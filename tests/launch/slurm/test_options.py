@@ -38,7 +38,7 @@ def test_what_counts_first():
 
 def test_every_option_of_a_component():
     values = {"gpus": "h100:4", "cpus-per-task": "7", "mem": "64G"}
-    words = [f"--{o.names('actor')[0]}={values.get(o.name, f'x-{o.name}')}" for o in COMPONENT_OPTIONS]
+    words = [f"--actor-{name}={values.get(name, f'x-{name}')}" for name in COMPONENT_OPTIONS]
     words += ["--sbatch-arg=--reservation=r", "--server-sbatch-arg=--switches=1", "--server-gpus", "h100:2"]
     options = parse_options(words, {"REINFORCE_GPUS_PER_NODE": "8"})
     plain = ("partition", "account", "qos", "constraint", "nodelist", "exclude")

@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 
 from reinforce_rl.launch.slurm.outcome import (
-    FAILED,
-    FINISHED,
-    STOPPED,
     Attempt,
     Outcome,
     TaskEnd,
@@ -74,26 +71,26 @@ def judged(actor: list[TaskEnd], servers: list[TaskEnd] | None = None, **values:
 
 def test_a_run_that_has_finished() -> None:
     ending = judged([end_of(0, 0), end_of(1, 0)], [end_of(0, 137, component="rm-0")])
-    assert (ending.kind, ending.code) == (FINISHED, 0)  # the server may die of being ended
+    assert ending.code == 0  # the server may die of being ended
 
 
 def test_a_run_that_was_stopped() -> None:
     for codes, signalled in (((75, 75), None), ((75, 75), signal.SIGUSR1), ((75, 143), signal.SIGTERM)):
         ending = judged([end_of(task, code) for task, code in enumerate(codes)], signalled=signalled)
-        assert (ending.kind, ending.code, ending.first) == (STOPPED, 75, None)
-    assert judged([end_of(0, 75), end_of(1, 143)]).kind == FAILED  # nobody had told it to
+        assert (ending.code, ending.first) == (75, None)
+    assert judged([end_of(0, 75), end_of(1, 143)]).code == 143  # nobody had told it to
 
 
 def test_an_actor_that_does_not_save_in_time() -> None:
     ending = judged([end_of(0, 137)], signalled=signal.SIGUSR1, killed=True)
-    assert (ending.kind, ending.code) == (STOPPED, 75)
+    assert ending.code == 75
     assert "--signal" in ending.text
 
 
 def test_a_task_that_failed() -> None:
     ends = [end_of(0, 76, 5.0), end_of(1, 137, 3.0)]
     ending = judged(ends)
-    assert (ending.kind, ending.code, ending.first, ending.log_of) == (FAILED, 137, ends[1], "actor")
+    assert (ending.code, ending.first, ending.log_of) == (137, ends[1], "actor")
     assert ending.text.startswith("first to fail: actor rank 1 on node1 was ended by SIGKILL")
     assert judged(ends, signalled=signal.SIGUSR1).code == 137
 
@@ -101,25 +98,25 @@ def test_a_task_that_failed() -> None:
 def test_a_server_that_failed_names_the_job() -> None:
     servers = [end_of(0, 76, 4.0, "rm-0"), end_of(1, 137, 3.0, "rm-0")]
     ending = judged([end_of(0, 75, 9.0)], servers, unasked="rm-0")
-    assert (ending.kind, ending.code, ending.log_of) == (FAILED, 137, "rm-0")
+    assert (ending.code, ending.log_of) == (137, "rm-0")
     assert "rm-0 rank 1 on node1" in ending.text
 
 
 def test_a_server_that_ended_well_without_being_asked() -> None:
     ending = judged([end_of(0, 75)], [end_of(0, 0, component="rm-0")], unasked="rm-0")
-    assert (ending.kind, ending.code, ending.text) == (FAILED, 1, "rm-0 ended without being asked to")
+    assert (ending.code, ending.text) == (1, "rm-0 ended without being asked to")
 
 
 def test_a_server_that_was_lost_before_is_not_why_the_actor_failed() -> None:
     actor, server = end_of(0, 1, 9.0), end_of(0, 137, 3.0, "rm-1")
     assert judged([actor], [server]).first == actor
     assert judged([actor], [], lost=[server]).first == actor
-    assert judged([end_of(0, 0)], [], lost=[server]).kind == FINISHED
+    assert judged([end_of(0, 0)], [], lost=[server]).code == 0
 
 
 def test_a_step_that_srun_could_not_start() -> None:
     ending = judged([])
-    assert (ending.kind, ending.code) == (FAILED, 1)
+    assert ending.code == 1
     assert "could not start actor" in ending.text
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
-import os
 import socket
-import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,72 +20,48 @@ from reinforce_rl.launch.slurm.rendezvous import FIRST_PORT, PORTS, Endpoint, cl
 
 CLAIM = """
 import sys
-from pathlib import Path
 from reinforce_rl.launch.slurm.rendezvous import claim_ports
-with claim_ports(2, "7-0 actor", Path(sys.argv[1])) as found:
+with claim_ports(2, "7-0 actor") as found:
     print(*found, flush=True)
     sys.stdin.read()
 """
 
 
-def claim_in_another_process(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLAIM, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def claim_in_another_process() -> tuple[subprocess.Popen[str], list[int]]:
+    process = subprocess.Popen([sys.executable, "-c", CLAIM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, [int(port) for port in process.stdout.readline().split()]
 
 
-def test_two_processes_with_the_same_wish_get_different_ports(tmp_path: Path) -> None:
-    process, theirs = claim_in_another_process(tmp_path)
+def test_two_processes_with_the_same_wish_get_different_ports() -> None:
+    process, theirs = claim_in_another_process()
     try:
-        with claim_ports(2, "7-0 actor", tmp_path) as ours:
+        with claim_ports(2, "7-0 actor") as ours:
             assert len({*ours, *theirs}) == 4
             assert all(FIRST_PORT <= port < FIRST_PORT + PORTS for port in [*ours, *theirs])
     finally:
         process.kill()
         process.communicate(timeout=30)
-    with claim_ports(2, "7-0 actor", tmp_path) as ours:  # a killed process holds nothing
+    with claim_ports(2, "7-0 actor") as ours:  # a killed process holds nothing
         assert ours == theirs
 
 
-def test_a_port_that_is_listened_on_is_left_out(tmp_path: Path) -> None:
-    with claim_ports(1, "key", tmp_path) as found:
+def test_a_port_that_is_listened_on_is_left_out() -> None:
+    with claim_ports(1, "key") as found:
         wish = found[0]
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", wish))
         listener.listen()
-        with claim_ports(1, "key", tmp_path) as found:
+        with claim_ports(1, "key") as found:
             assert found != [wish]
-    with claim_ports(1, "key", tmp_path) as found:
+    with claim_ports(1, "key") as found:
         assert found == [wish]
 
 
-def test_all_users_may_lock(tmp_path: Path) -> None:
-    folder = tmp_path / "locks"
-    with claim_ports(1, "key", folder) as found:
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o1777
-        assert (folder / str(found[0])).exists()
-    assert not list(folder.iterdir())
-
-
-def test_a_lock_on_a_file_that_is_no_longer_there_counts_for_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "20000"
-    first = rendezvous._lock(path)
-    assert first is not None
-    late = os.open(path, os.O_RDONLY)  # as somebody who comes between its opening and its lock
-    rendezvous._unlock(path, first)
-    second = rendezvous._lock(path)  # of a new file
-    assert second is not None and os.fstat(second).st_ino != os.fstat(late).st_ino
-    assert rendezvous._lock(path) is None
-    rendezvous._unlock(path, second)
-    os.close(late)
-
-
-def test_the_numbers_wrap_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_numbers_wrap_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous.zlib, "crc32", lambda key: PORTS - 1)
-    with claim_ports(2, "key", tmp_path) as found:
+    with claim_ports(2, "key") as found:
         assert all(FIRST_PORT <= port < FIRST_PORT + PORTS for port in found)
 
 
