@@ -155,7 +155,17 @@ def build_trainer(
         model.ddp, cfg.model.optim, clip_grad=cfg.trainer.reinforce.gradient_clip_val, total_steps=updates
     )
     saving = cfg.exp_manager.checkpoint_callback_params
-    timer = build_timer(cfg, first_save_seconds(state_bytes(model.ddp, mesh)), control)
+    duration, first_save = cfg.exp_manager.max_time_per_run, first_save_seconds(state_bytes(model.ddp, mesh))
+    if control is not None and control.status.save_seconds is not None:  # an earlier run has measured it
+        first_save = control.status.save_seconds
+    limit = None if duration is None else parse_duration(duration)
+    timer = RunTimer(limit, Allocation.of(os.environ), first_save)
+
+    def saved(seconds: float) -> None:
+        timer.saved(seconds)
+        if control is not None:
+            control.status.saved(seconds)
+
     checkpointer = Checkpointer(
         Path(cfg.exp_manager.explicit_log_dir) / "checkpoints",
         mesh,
@@ -164,7 +174,7 @@ def build_trainer(
         scheduler,
         keep_last=saving.keep_last,
         asynchronous=saving.async_save,
-        on_saved=partial(_saved, timer, control),
+        on_saved=saved,
     )
     rollout, profile, profiler = cfg.model.reinforce, cfg.trainer.profile, None
     if profile.steps:
@@ -201,23 +211,6 @@ def build_trainer(
         checkpointer.restore(checkpoint)
         trainer.load_state_dict(checkpoint.trainer_state)
     return trainer
-
-
-def build_timer(cfg: TrainConfig, first_save: float, control: RunControl | None = None) -> RunTimer:
-    """Build the timer from the batch system's allocation and the save time that an earlier run measured, if any."""
-    duration = cfg.exp_manager.max_time_per_run
-    known = control.status.save_seconds if control else None
-    return RunTimer(
-        None if duration is None else parse_duration(duration),
-        Allocation.of(os.environ),
-        first_save if known is None else known,
-    )
-
-
-def _saved(timer: RunTimer, control: RunControl | None, seconds: float) -> None:
-    timer.saved(seconds)
-    if control is not None:
-        control.status.saved(seconds)
 
 
 class DefaultBatchIterator:

@@ -31,9 +31,7 @@ SCALE = 0.97
 def check_generation(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder")],
     engine: Literal["tensorrt_llm", "native"] = "tensorrt_llm",
-    prompts: Annotated[
-        Path | None, typer.Option(help='JSONL file with {"prompt": TEXT} lines (default: eight of its own)')
-    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help='JSONL of {"prompt": TEXT} (default: eight texts)')] = None,
     max_length: Annotated[int, typer.Option(help="response tokens")] = 64,
     precision: Literal["bf16", "32"] = "bf16",
     tensor_parallel: Annotated[int, typer.Option(help="ranks that share each matrix")] = 1,

@@ -14,9 +14,7 @@ from reinforce_rl.errors import ReinforceError
 
 Out = Annotated[Path, typer.Argument(help="the folder to write; replaced where it exists")]
 Ranks = Annotated[int, typer.Option("--tp", min=1, help="tensor-parallel ranks that do it")]
-Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="of the weights (default: as they are)")
-]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="default: that of the source")]
 
 convert = typer.Typer(help="Convert a Hugging Face folder to a checkpoint and back. See docs/checkpoints.md.")
 
@@ -36,9 +34,7 @@ def to_megatron(
 def to_hf(
     source: Annotated[Path, typer.Argument(help="a run, one of its checkpoints, or what to-megatron wrote")],
     out: Out,
-    model: Annotated[
-        Path | None, typer.Option(help="Hugging Face folder that gives config and tokenizer of a run")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="folder with config and tokenizer, for a run")] = None,
     max_shard_gb: Annotated[float, typer.Option(help="size of one file of weights")] = 5.0,
     tp: Ranks = 1,
     dtype: Dtype = None,
@@ -49,7 +45,7 @@ def to_hf(
 
 def _convert(how: str, source: Path, out: Path, tp: int, dtype: str | None, **options: Any) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it: no hub
-    from reinforce_rl.launch.cli import start_ranks
+    from reinforce_rl.launch.programs import start_ranks
 
     start_ranks(tp, 1)
     import torch

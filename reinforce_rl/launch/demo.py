@@ -19,9 +19,7 @@ OUT = PACKAGE.parent / "results" / "demo" if IS_CLONE else Path("results/demo")
 
 
 def demo(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Hydra overrides of `train`, such as model.seed=1")
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
     out: Annotated[Path, typer.Option(help="the run's folder; an old one goes")] = OUT,
 ) -> None:
     """Teach SmolLM2-135M-Instruct to answer in an asked form, on this machine's CPU against a real reward server.

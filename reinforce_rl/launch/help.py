@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import astuple
 from difflib import get_close_matches
 
 from rich.console import Console
@@ -32,7 +33,8 @@ def show_help(name: str, words: Sequence[str], console: Console | None = None) -
     ReinforceError if there is none.
     """
     console = console or Console(highlight=False)
-    found = _asked_for(list(keys_of(PROGRAMS[name]())), words)
+    keys = [Key(*(text.replace("`", "") for text in astuple(key))) for key in keys_of(PROGRAMS[name]())]
+    found = _asked_for(keys, words)
     if not words:
         console.print(HEAD.format(program=program_name(), name=name), markup=False, soft_wrap=True)
         if name == "train_reinforce_actor":
@@ -40,20 +42,18 @@ def show_help(name: str, words: Sequence[str], console: Console | None = None) -
             console.print(f"algorithm=NAME sets many of them at once: {presets}\n", soft_wrap=True)
     if not console.is_terminal:
         for key in found:
-            console.print(
-                f"{key.path}  ({_kind(key)}; {_default(key)})  {_plain(key.meaning)}", markup=False, soft_wrap=True
-            )
+            default = key.default if key.default == "required" else f"default {key.default}"
+            console.print(f"{key.path}  ({_kind(key)}; {default})  {key.meaning}", markup=False, soft_wrap=True)
         return
     for group, members in itertools.groupby(found, lambda key: key.path.rpartition(".")[0]):
-        table = Table(
-            title=f"[bold]{group or 'keys without a group'}", title_justify="left", box=None, show_header=False
-        )
+        title = f"[bold]{group or 'keys without a group'}"
+        table = Table(title=title, title_justify="left", box=None, show_header=False)
         table.add_column(style="cyan", no_wrap=True)
         table.add_column(max_width=24, overflow="fold")
         table.add_column()
         for key in members:
-            meaning = f"{escape(_plain(key.meaning))} [dim]({escape(_kind(key))})"
-            table.add_row(key.path.rpartition(".")[2], escape(_plain(key.default)), meaning.strip())
+            meaning = f"{escape(key.meaning)} [dim]({escape(_kind(key))})"
+            table.add_row(key.path.rpartition(".")[2], escape(key.default), meaning.strip())
         console.print(table, "")
 
 
@@ -71,12 +71,4 @@ def _asked_for(keys: Sequence[Key], words: Sequence[str]) -> list[Key]:
 
 
 def _kind(key: Key) -> str:
-    return _plain(", ".join(filter(None, [key.kind, key.unit, key.bound])))
-
-
-def _default(key: Key) -> str:
-    return _plain(key.default if key.default == "required" else f"default {key.default}")
-
-
-def _plain(text: str) -> str:
-    return text.replace("`", "")
+    return ", ".join(filter(None, [key.kind, key.unit, key.bound]))

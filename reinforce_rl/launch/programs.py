@@ -1,19 +1,105 @@
-"""The Hydra programs. They import torch and megatron late, so that a wrong configuration does not wait for them."""
+"""The programs that Hydra configures, with readable errors, and the start of a process per rank.
+
+They import torch and megatron late, so that a wrong configuration does not wait for them.
+"""
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
+import os
+import sys
+import warnings
+from collections.abc import Callable
 
-from reinforce_rl.launch.cli import start_ranks, with_config
-from reinforce_rl.launch.terminal import typed
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from reinforce_rl.config.compose import CONF_FOLDER, explained
+from reinforce_rl.config.describe import PROGRAMS
+from reinforce_rl.config.load import load_config
+from reinforce_rl.config.reward_model import TrainRewardModelConfig
+from reinforce_rl.config.rewards import ServeRewardModelConfig
+from reinforce_rl.errors import EXIT_STOPPED, ReinforceError
+from reinforce_rl.launch.terminal import fail, plain_errors, program, typed
+from reinforce_rl.runtime.settings import may_start
+from reinforce_rl.runtime.stop import StopNow, StopRequest
+from reinforce_rl.utils.process import PACKAGE_PARENT
+
+HELP = ("--help", "-h")
+
+
+def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+    """Make `main(cfg)` a program: Hydra composes conf/NAME.yaml and the command line's overrides.
+
+    Errors raised on purpose by this project end the program with their exit code and text, without a traceback.
+    """
+
+    def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
+        def run(cfg: DictConfig) -> None:
+            own = HydraConfig.get().job.config_name
+            if own != name and (missing := [key for key in PROGRAMS[name].model_fields if key not in cfg]):
+                fail(f"{own} has no {missing[0]}; expected it to begin with `defaults: [{name}, _self_]`")
+            try:
+                with plain_errors():
+                    main(cfg)
+            except StopNow:
+                fail("stopped by a signal before the run began", EXIT_STOPPED)
+
+        def run_program() -> None:
+            try:
+                os.getcwd()
+            except OSError:
+                fail("the folder in which this was started does not exist any more; change to another one")
+            words = [arg for arg in sys.argv[1:] if arg not in HELP]
+            if len(words) < len(sys.argv) - 1:
+                from reinforce_rl.launch.help import show_help
+
+                with plain_errors():
+                    show_help(name, words)
+                return
+            if any(arg.partition("=")[0] in ("--config-path", "-cp") for arg in words):
+                fail("--config-path hides the configuration that yours builds on; name its folder by --config-dir")
+            # Have Hydra raise its errors instead of printing them, so that they look like all others.
+            os.environ["HYDRA_FULL_ERROR"] = "1"
+            # Hydra then adds it at the end, which is what everybody means.
+            warnings.filterwarnings("ignore", ".*Defaults list is missing `_self_`")
+            try:
+                hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name=name)(run)()
+            except (HydraException, OmegaConfBaseException) as error:
+                fail(str(explained(error, name, [arg for arg in words if "=" in arg and arg[0] != "-"])))
+            except YAMLError as error:
+                fail(f"a configuration is no YAML: {error}")
+
+        return run_program
+
+    return decorate
+
+
+def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") -> None:
+    """Replace a plain `python` process by torchrun (`utils/ranks.py`) if there are several ranks; not under torchrun.
+
+    `key` is the config key of `num_nodes`, for the ReinforceError that several nodes raise.
+    """
+    if "WORLD_SIZE" in os.environ or devices * num_nodes == 1:
+        return
+    if num_nodes > 1:
+        expected = f"`torchrun --nnodes {num_nodes} --nproc-per-node {devices} ...`"
+        raise ReinforceError(f"{key} is {num_nodes}, but this is plain python; start it on every node with {expected}")
+    # One thread per rank: ranks that each use all cores slow each other down.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launcher = ["-m", "reinforce_rl.utils.ranks", "--standalone", "--nproc-per-node", str(devices)]
+    # The package need not be installed for the script to run, and the script's own folder is not on the path of -m.
+    paths = [PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *launcher, *program(), *sys.argv[1:]])
 
 
 @with_config("train_reinforce_actor")
 def train(cfg: DictConfig) -> None:
-    from reinforce_rl.config.load import load_config
-    from reinforce_rl.runtime.settings import may_start
-    from reinforce_rl.runtime.stop import StopRequest
-
     if cfg.preflight in (True, "deep"):
         from reinforce_rl.preflight.run import preflight
 
@@ -31,9 +117,6 @@ def train(cfg: DictConfig) -> None:
 
 @with_config("serve_reward_model")
 def serve(cfg: DictConfig) -> None:
-    from reinforce_rl.config.load import load_config
-    from reinforce_rl.config.rewards import ServeRewardModelConfig
-
     config = load_config(cfg, ServeRewardModelConfig)
     from reinforce_rl.launch.serve import serve
 
@@ -42,9 +125,6 @@ def serve(cfg: DictConfig) -> None:
 
 @with_config("train_reward_model")
 def train_rm(cfg: DictConfig) -> None:
-    from reinforce_rl.config.load import load_config
-    from reinforce_rl.config.reward_model import TrainRewardModelConfig
-
     config = load_config(cfg, TrainRewardModelConfig)
     if config.mode == "full":
         start_ranks(config.trainer.devices, config.trainer.num_nodes)

@@ -431,7 +431,7 @@ def test_the_yaml_and_the_dataclasses_have_the_same_keys_and_defaults():
 def test_checking_a_configuration_imports_no_heavy_library(folder):
     code = (
         "import sys; from omegaconf import OmegaConf; from reinforce_rl.config.load import load_config\n"
-        "load_config(OmegaConf.load(sys.argv[1])); from reinforce_rl.launch.cli import with_config\n"
+        "load_config(OmegaConf.load(sys.argv[1])); from reinforce_rl.launch.programs import with_config\n"
         "print(*(m for m in ('torch', 'transformers', 'megatron') if m in sys.modules))"
     )
     (folder / "composed.yaml").write_text(OmegaConf.to_yaml(compose(*right(folder))))

@@ -37,7 +37,7 @@ sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parents[2])]
 
 from omegaconf import DictConfig  # noqa: E402
 
-from reinforce_rl.launch.cli import start_ranks, with_config  # noqa: E402
+from reinforce_rl.launch.programs import start_ranks, with_config  # noqa: E402
 from reinforce_rl.runtime.stop import StopRequest  # noqa: E402
 
 

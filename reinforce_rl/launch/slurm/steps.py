@@ -125,14 +125,9 @@ def server_plan(
     settings: Settings, allocation: Allocation, number: int, nodes: Sequence[str], folder: Path, peers: Sequence[str]
 ) -> StepPlan:
     """Plan the step of reward server `number` on its share of component 0's `nodes`."""
-    server = allocation.server
-    each = len(nodes) // settings.servers
-    own = {
-        "inference.token_file": settings.token_file,
-        "inference.ready_file": folder / f"ready-{number}.json",
-        "num_nodes": each,
-        "devices": server.devices,
-    }
+    server, each = allocation.server, len(nodes) // settings.servers
+    own = {"inference.token_file": settings.token_file, "inference.ready_file": folder / f"ready-{number}.json"}
+    own |= {"num_nodes": each, "devices": server.devices}
     mine = tuple(nodes[number * each : (number + 1) * each]) if settings.servers > 1 else ()
     program = (*settings.program("serve_reward_model", "serve"), *with_missing(settings.server_args, own))
     image = settings.server_container_image or settings.container_image
@@ -234,10 +229,10 @@ class Step:
         """Signal every process of the step; return False if it must be retried."""
         job_id = self.plan.component.job_id
         try:
-            found = None if self.has_ended else {name: step for step, name in steps(job_id).items()}.get(self.name)
-            if found is not None:
-                signal_step(found, number)
-            return found is not None
+            found = [] if self.has_ended else [step for step, name in steps(job_id).items() if name == self.name]
+            for step in found:
+                signal_step(step, number)
+            return bool(found)
         except SlurmCallError as error:
             if "CG" in job_states(job_id):  # and Slurm sends SIGTERM itself
                 return True
@@ -246,20 +241,18 @@ class Step:
 
     def end(self, number: int, deadline: float) -> bool:
         """Signal the step, kill it at `deadline` (`time.monotonic`); return True if it ended by itself."""
-        self._signal_until(number, deadline)
-        if self._wait(deadline):
+        if self._ends_by(number, deadline):
             return True
         self._log(f"{self.name} has not ended in time; killing it")
-        hard = time.monotonic() + KILL_SECONDS
-        self._signal_until(signal.SIGKILL, hard)
-        if not self._wait(hard):
+        if not self._ends_by(signal.SIGKILL, time.monotonic() + KILL_SECONDS):
             self._srun.kill()
         return False
 
-    def _signal_until(self, number: int, deadline: float) -> None:
+    def _ends_by(self, number: int, deadline: float) -> bool:
         # Retry: a starting step has no id yet, and the controller may be busy.
         while not self.has_ended and not self.signal(number) and time.monotonic() < deadline:
             self._wait(min(deadline, time.monotonic() + RETRY_SECONDS))
+        return self._wait(deadline)
 
     def _wait(self, deadline: float) -> bool:
         if self._srun.wait(deadline - time.monotonic()) is not None:
@@ -274,7 +267,7 @@ class Step:
         known = {end.task for end in self.ends()}
         if not self._srun.exit_code or (not known and read_endpoint(self._folder, self.name) is None):
             return []  # it did not fail, or nothing was started
-        found = [self._lost_task(task) for task in range(self.plan.tasks) if task not in known]
+        found = (self._lost_task(task) for task in range(self.plan.tasks) if task not in known)
         return sorted(found, key=lambda end: end.time)
 
     def _lost_task(self, task: int) -> TaskEnd:

@@ -14,7 +14,7 @@ def run_main(body: str, folder: Path) -> tuple[int, str]:
     """The exit code and stderr of a program whose main() is this."""
     code = f"""
 import os
-from reinforce_rl.launch.cli import with_config
+from reinforce_rl.launch.programs import with_config
 
 @with_config("train_reinforce_actor")
 def main(cfg):
@@ -42,7 +42,7 @@ def test_other_errors_of_the_system_keep_their_traceback(tmp_path: Path) -> None
 def test_a_folder_that_is_gone_is_one_message(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     code = f"import os; os.chdir({str(tmp_path)!r}); os.mkdir('gone'); os.chdir('gone'); os.rmdir({str(gone)!r})\n"
-    code += "from reinforce_rl.launch.cli import with_config\nwith_config('train_reinforce_actor')(print)()"
+    code += "from reinforce_rl.launch.programs import with_config\nwith_config('train_reinforce_actor')(print)()"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
