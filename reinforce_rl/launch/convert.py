@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from reinforce_rl.errors import ReinforceError
+from reinforce_rl.launch.terminal import start_ranks
 
 Out = Annotated[Path, typer.Argument(help="the folder to write; replaced where it exists")]
 Ranks = Annotated[int, typer.Option("--tp", min=1, help="tensor-parallel ranks that do it")]
@@ -45,8 +46,6 @@ def to_hf(
 
 def _convert(how: str, source: Path, out: Path, tp: int, dtype: str | None, **options: Any) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it: no hub
-    from reinforce_rl.launch.programs import start_ranks
-
     start_ranks(tp, 1)
     import torch
     from rich.progress import track

@@ -18,7 +18,7 @@ from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.check_generation import check_generation
 from reinforce_rl.launch.convert import convert
 from reinforce_rl.launch.demo import demo
-from reinforce_rl.launch.terminal import become, plain_errors
+from reinforce_rl.launch.terminal import become, plain_errors, start_ranks
 
 
 class _Group(TyperGroup):
@@ -216,7 +216,6 @@ def evaluate(
     from rich.console import Console
 
     from reinforce_rl.evaluation.evaluate import evaluate
-    from reinforce_rl.launch.programs import start_ranks
     from reinforce_rl.rewards.judge import Judge
 
     overrides = [one for one in models if ("=" in one or one.startswith("~")) and not Path(one).exists()]

@@ -1,4 +1,4 @@
-"""The programs that Hydra configures, with readable errors, and the start of a process per rank.
+"""The programs that Hydra configures, with readable errors.
 
 They import torch and megatron late, so that a wrong configuration does not wait for them.
 """
@@ -22,11 +22,10 @@ from reinforce_rl.config.describe import PROGRAMS
 from reinforce_rl.config.load import load_config
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.config.rewards import ServeRewardModelConfig
-from reinforce_rl.errors import EXIT_STOPPED, ReinforceError
-from reinforce_rl.launch.terminal import fail, plain_errors, program, typed
+from reinforce_rl.errors import EXIT_STOPPED
+from reinforce_rl.launch.terminal import fail, plain_errors, start_ranks, typed
 from reinforce_rl.runtime.settings import may_start
 from reinforce_rl.runtime.stop import StopNow, StopRequest
-from reinforce_rl.utils.process import PACKAGE_PARENT
 
 HELP = ("--help", "-h")
 
@@ -76,26 +75,6 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
         return run_program
 
     return decorate
-
-
-def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") -> None:
-    """Replace a plain `python` process by torchrun (`utils/ranks.py`) if there are several ranks; not under torchrun.
-
-    `key` is the config key of `num_nodes`, for the ReinforceError that several nodes raise.
-    """
-    if "WORLD_SIZE" in os.environ or devices * num_nodes == 1:
-        return
-    if num_nodes > 1:
-        expected = f"`torchrun --nnodes {num_nodes} --nproc-per-node {devices} ...`"
-        raise ReinforceError(f"{key} is {num_nodes}, but this is plain python; start it on every node with {expected}")
-    # One thread per rank: ranks that each use all cores slow each other down.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    launcher = ["-m", "reinforce_rl.utils.ranks", "--standalone", "--nproc-per-node", str(devices)]
-    # The package need not be installed for the script to run, and the script's own folder is not on the path of -m.
-    paths = [PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *launcher, *program(), *sys.argv[1:]])
 
 
 @with_config("train_reinforce_actor")

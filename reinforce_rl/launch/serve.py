@@ -14,7 +14,7 @@ from typing import Any
 from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, ModelStuckError
-from reinforce_rl.launch.programs import start_ranks
+from reinforce_rl.launch.terminal import start_ranks
 from reinforce_rl.reward_server.scoring import FunctionScorer
 from reinforce_rl.reward_server.server import RewardServer, token_of
 from reinforce_rl.rewards.base import Scorer

@@ -1,4 +1,4 @@
-"""Between a program and who typed it: what it was called, and how it ends.
+"""Between a program and who typed it: what it was called, its ranks, and how it ends.
 
 What a person can mend ends in a line on standard error and an exit code, without a traceback.
 """
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ReinforceError
+from reinforce_rl.utils.process import PACKAGE_PARENT
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -41,6 +42,26 @@ def typed() -> str:
 def program() -> list[str]:
     """Arguments of Python that start the same program: a script, or -m, whatever file of the PATH was typed."""
     return ["-m", "reinforce_rl", _command] if _command else sys.argv[:1]
+
+
+def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") -> None:
+    """Replace a plain `python` process by torchrun (`utils/ranks.py`) if there are several ranks; not under torchrun.
+
+    `key` is the config key of `num_nodes`, for the ReinforceError that several nodes raise.
+    """
+    if "WORLD_SIZE" in os.environ or devices * num_nodes == 1:
+        return
+    if num_nodes > 1:
+        expected = f"`torchrun --nnodes {num_nodes} --nproc-per-node {devices} ...`"
+        raise ReinforceError(f"{key} is {num_nodes}, but this is plain python; start it on every node with {expected}")
+    # One thread per rank: ranks that each use all cores slow each other down.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launcher = ["-m", "reinforce_rl.utils.ranks", "--standalone", "--nproc-per-node", str(devices)]
+    # The package need not be installed for the script to run, and the script's own folder is not on the path of -m.
+    paths = [PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *launcher, *program(), *sys.argv[1:]])
 
 
 def fail(text: str, code: int = EXIT_ERROR) -> NoReturn:

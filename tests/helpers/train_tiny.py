@@ -37,7 +37,8 @@ sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parents[2])]
 
 from omegaconf import DictConfig  # noqa: E402
 
-from reinforce_rl.launch.programs import start_ranks, with_config  # noqa: E402
+from reinforce_rl.launch.programs import with_config  # noqa: E402
+from reinforce_rl.launch.terminal import start_ranks  # noqa: E402
 from reinforce_rl.runtime.stop import StopRequest  # noqa: E402
 
 
