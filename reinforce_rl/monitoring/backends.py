@@ -35,7 +35,10 @@ def start_loggers(
 
 
 class TensorboardLogger(MetricLogger):
-    """Writes an event file into `folder`; that of a resumed run hides what came after `resume_step`."""
+    """Writes an event file into `folder`; that of a resumed run hides the numbers that came after `resume_step`.
+
+    Texts of these steps are shown twice.
+    """
 
     def __init__(self, folder: str | Path, resume_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter

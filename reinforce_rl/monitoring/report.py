@@ -19,6 +19,13 @@ from reinforce_rl.monitoring.view import curves, frozen_page
 from reinforce_rl.utils.files import write_atomically
 
 EVALUATION_FILE = "evaluation.json"  # the best one of reward-model training
+_QUANTITIES = (  # name, metric, form
+    ("Reward", "rewards", ".3f"),
+    ("Reward with KL", "rewards_with_kl", ".3f"),
+    ("KL, nats a response", "init_policy_kl", ".3f"),
+    ("Response length, tokens", "response_lengths", ".1f"),
+    ("Ended by itself", "fraction_of_samples_properly_ended", ".1%"),
+)
 _PROFILES, _OPERATIONS = 3, 12  # the last profiled steps that the page shows, and their operations
 _CALIBRATION = (
     "Pairs by the predicted probability that the answer with the higher score is the preferred one, sigmoid of the "
@@ -89,33 +96,21 @@ def summarize(run: RunFolder) -> list[SummaryRow]:
     """Return quantities before and after, from validations and the first and last training steps."""
     rows = []
     if (found := comparison(run)) is not None and found.n:
-        basis = f"validation, the same {found.n} prompts"
-        error = found.standard_error
+        basis, error = f"validation, the same {found.n} prompts", found.standard_error
         rows.append(SummaryRow("Reward", basis, found.mean_before, found.mean_after, standard_error=error))
-    for key in dict.fromkeys(key for line in run.lines for key in line if key.startswith("val/rewards_")):
-        if len(values := [value for _, value in run.series(key)]) > 1:
-            rows.append(SummaryRow(f"  {key.removeprefix('val/rewards_')}", "validation", values[0], values[-1]))
-    rows += _before_and_after(run, "Reward", "rewards")
-    rows += _before_and_after(run, "Reward with KL", "rewards_with_kl")
-    rows += _before_and_after(run, "KL, nats a response", "init_policy_kl")
-    rows += _before_and_after(run, "Response length, tokens", "response_lengths", "response_length", form=".1f")
-    ended = "fraction_of_samples_properly_ended"
-    rows += _before_and_after(run, "Ended by itself", ended, "is_end", form=".1%")
+    sources = dict.fromkeys(key[4:] for line in run.lines for key in line if key.startswith("val/rewards_"))
+    for name, key, form in [(f"  {key[8:]}", key, ".3f") for key in sources] + [*_QUANTITIES]:
+        validated = [value for _, value in run.series(f"val/{key}")]
+        if len(validated) > 1 and key != "rewards":
+            rows.append(SummaryRow(name, "validation", validated[0], validated[-1], form))
+        values = [value for _, value in run.series(f"train/{key}")] if key not in sources else []
+        window = min(10, len(values) // 2)  # the first and the last steps must not overlap
+        if window:
+            basis = f"training, first and last {f'{window} steps' if window > 1 else 'step'}"
+            rows.append(SummaryRow(name, basis, mean(values[:window]), mean(values[-window:]), form))
+        else:
+            rows.append(SummaryRow(name, "training, one step", mean(values), math.nan, form))
     return [row for row in rows if math.isfinite(row.before) or math.isfinite(row.after)]
-
-
-def _before_and_after(run: RunFolder, name: str, key: str, field: str = "", **look: Any) -> list[SummaryRow]:
-    """Return a row of the validations' `field`, if given, and one of the training metric `key`."""
-    rows = []
-    if field and run.validations is not None:
-        before, after = (mean([getattr(row, field) for row in validation]) for validation in run.validations)
-        rows.append(SummaryRow(name, "validation", before, after, **look))
-    values = [value for _, value in run.series(f"train/{key}")]
-    window = min(10, len(values) // 2)  # the first and the last steps must not overlap
-    if window == 0:
-        return [*rows, SummaryRow(name, "training, one step", mean(values), math.nan, **look)]
-    basis = f"training, first and last {window} steps" if window > 1 else "training, first and last step"
-    return [*rows, SummaryRow(name, basis, mean(values[:window]), mean(values[-window:]), **look)]
 
 
 def verdict(run: RunFolder) -> str:
@@ -153,13 +148,15 @@ def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = N
 def overview(run: RunFolder) -> dict[str, Any]:
     """Return what the page shows of a run, all but its samples."""
     found, state, config = comparison(run), run.state(), run.configuration()
+    rows = [[row.name, *row.numbers, row.basis] for row in summarize(run)]
+    summary = {"title": "Before and after", "columns": ["", "before", "after", "change", "measured on"], "rows": rows}
     shown = {
         "name": run.name,
         "state": {name: getattr(state, name) for name in ("state", "reason", "step", "max_steps")},
         "span": _span(run),
         "verdict": verdict(run) if found or run.series("train/rewards") else "",
-        "tone": _tone(found),
-        "tables": [_summary_table(run), *_profile_tables(run.path / "profile" / "top_operations.json")],
+        "tone": "" if found is None or not abs(found.z) >= 2 else "good" if found.z > 0 else "bad",
+        "tables": [summary, *_profile_tables(run.path / "profile" / "top_operations.json")],
         "alerts": [asdict(alert) for alert in run.alerts()],
         "config": {
             "text": config.text,
@@ -215,11 +212,6 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
     return {"verdict": f"{said}.", "tables": [of_best, calibration], "figures": [figure] if bins else []}
 
 
-def _summary_table(run: RunFolder) -> dict[str, Any]:
-    rows = [[row.name, *row.numbers, row.basis] for row in summarize(run)]
-    return {"title": "Before and after", "columns": ["", "before", "after", "change", "measured on"], "rows": rows}
-
-
 def _profile_tables(path: Path) -> list[dict[str, Any]]:
     """Return the top operations of the profiled steps that `runtime/profiling.py` wrote."""
     if not path.is_file():
@@ -263,9 +255,3 @@ def _span(run: RunFolder) -> str:
     steps = sum(map(is_training, run.lines))
     counted = "1 training step" if steps == 1 else f"{steps} training steps"
     return f"{begin} to {finish} UTC, {clock(end - start)} from start to end, {counted}"
-
-
-def _tone(comparison: PairedComparison | None) -> str:
-    if comparison is None or not abs(comparison.z) >= 2:
-        return ""
-    return "good" if comparison.z > 0 else "bad"
