@@ -32,7 +32,7 @@ from reinforce_rl.monitoring.metrics import take_means, validation_means
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter, Samples, sample_rows
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
-from reinforce_rl.rewards.judge import Judge, JudgeError, preferences, question_of
+from reinforce_rl.rewards.judge import Judge, preferences, question_of
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.run import DefaultBatchIterator
 from reinforce_rl.runtime.control import RunControl
@@ -289,10 +289,9 @@ def _judged(one: _Answers, first: _Answers, judge: Judge) -> Comparison:
     own, other = ({row.prompt_id: row.response for row in side.rows if row.sample_id == 0} for side in (one, first))
     asked = {id: question_of(prompt.text, {"messages": prompt.messages}) for id, prompt in one.prompts.items()}
     answers = preferences(judge, [(asked[id], own[id], other[id]) for id in own])
-    kept = [answer for answer in answers if not isinstance(answer, JudgeError)]
+    kept = [answer for answer in answers if not isinstance(answer, str)]
     wins = WinRate.of(kept, failed=len(answers) - len(kept))
-    told = [str(answer) if isinstance(answer, JudgeError) else answer for answer in answers]
-    judgements = dict(zip(own, told, strict=True))
+    judgements = dict(zip(own, answers, strict=True))
     return Comparison(one.name, first.name, f"judge {judge.model}", wins, judgements=judgements)
 
 

@@ -94,8 +94,9 @@ class Results:
 
     def as_json(self) -> dict[str, Any]:
         """Return all numbers; what is unknown is null."""
-        rates = [{"win_rate": one.wins.rate, "interval_95": one.wins.interval} for one in self.comparisons]
-        comparisons = [asdict(one) | rate for one, rate in zip(self.comparisons, rates, strict=True)]
+        comparisons = [
+            {**asdict(one), "win_rate": one.wins.rate, "interval_95": one.wins.interval} for one in self.comparisons
+        ]
         found = {"version": VERSION, "models": self.models, "comparisons": comparisons}
         return json.loads(to_json(found, inf_nan_mode="null"))
 

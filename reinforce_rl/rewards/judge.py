@@ -191,17 +191,17 @@ async def preference(judge: Judge, question: str, first: str, second: str) -> fl
     return {("A", "B"): 1.0, ("B", "A"): 0.0}.get((verdicts[0][-1], verdicts[1][-1]), 0.5)
 
 
-def preferences(judge: Judge, pairs: Sequence[tuple[str, str, str]]) -> list[float | JudgeError]:
+def preferences(judge: Judge, pairs: Sequence[tuple[str, str, str]]) -> list[float | str]:
     """Return the `preference` of each (question, first, second), or why there is none."""
 
-    async def one(pair: tuple[str, str, str], free: asyncio.Semaphore) -> float | JudgeError:
+    async def one(pair: tuple[str, str, str], free: asyncio.Semaphore) -> float | str:
         async with free:
             try:
                 return await preference(judge, *pair)
             except JudgeError as error:
-                return error
+                return str(error)
 
-    async def every() -> list[float | JudgeError]:
+    async def every() -> list[float | str]:
         free = asyncio.Semaphore(CONCURRENCY)
         return await asyncio.gather(*(one(pair, free) for pair in pairs))
 

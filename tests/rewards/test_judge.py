@@ -174,6 +174,6 @@ def test_a_preference_is_asked_in_both_orders_and_disagreement_is_a_tie() -> Non
     with FakeJudge(reply) as judge:
         found = preferences(Judge(judge.url, "m", **ONCE), [*pairs, ("clear", "bad", "good")])
     assert [found[0], found[1], found[2], found[4]] == [1.0, 0.5, 0.5, 0.0]
-    assert isinstance(found[3], JudgeError)
+    assert found[3] == "the judge's answer holds no [[A]], [[B]] or [[C]]"
     assert len(judge.asked) == 2 * 5
     assert preferences(Judge("http://127.0.0.1:1", "m"), []) == []
