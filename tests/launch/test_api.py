@@ -75,7 +75,7 @@ def check(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
     assert len(rows) == 8
     for row in rows:
         assert row.reward == sum(letter in "aeiou" for letter in row.response) + 0.5
-    assert (folder / "out/hf/config.json").is_file()
+    assert json.loads((folder / "out/hf/config.json").read_text())["training_step"] == 1
 
 
 HEAD = "import json\nfrom reinforce_rl import train\n"
