@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -52,55 +53,38 @@ def check_generation(
     import torch
 
     from reinforce_rl.data.batches import Prompt
-    from reinforce_rl.data.tokenizer import load_tokenizer
-    from reinforce_rl.generation.base import SamplingParams
+    from reinforce_rl.evaluation.model import inference_config, load_actor
     from reinforce_rl.generation.native.generator import NativeGenerator
-    from reinforce_rl.megatron.architecture import Architecture
-    from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
-    from reinforce_rl.megatron.mesh import parallel_mesh
-    from reinforce_rl.megatron.model.model import CausalLM
-    from reinforce_rl.trainer.build import DTYPES, stop_token_ids
+    from reinforce_rl.trainer.build import configured_mesh
 
-    with parallel_mesh(tensor_parallel, pipeline_parallel) as mesh:
-        tokenizer = load_tokenizer(model)
-        architecture = Architecture.from_folder(model)
-        lm = CausalLM(architecture, mesh, getattr(torch, DTYPES[precision]))
-        load_hf_weights(lm, HFFolder(model))
-        texts: Sequence[str] = TEXTS
-        if prompts is not None:
-            lines = prompts.read_text(encoding="utf-8").splitlines()
-            texts = [json.loads(line)["prompt"] for line in lines if line.strip()]
-        asked = [Prompt(i, text, tuple(tokenizer(text)["input_ids"])) for i, text in enumerate(texts)]
-        stop_ids = stop_token_ids(architecture, tokenizer)
-        params = SamplingParams(max_length=max_length, use_greedy=True, stop_token_ids=stop_ids)
-        native = NativeGenerator(lm, tokenizer)
-        other: Generator = native
-        if engine == "tensorrt_llm":
-            from reinforce_rl.config.actor import TensorRTLLMConfig
-            from reinforce_rl.generation.trtllm.generator import TensorRTLLMGenerator
-
-            length = max(len(prompt.tokens) for prompt in asked) + max_length
-            config = TensorRTLLMConfig(
-                max_batch_size=len(asked),
-                max_num_tokens=max(8192, length),
-                free_gpu_memory_fraction=memory_fraction,
-                weight_bucket_megabytes=bucket_megabytes,
-                start_timeout_seconds=900,
-                update_timeout_seconds=300,
-                request_timeout_seconds=600,
-            )
-            other = TensorRTLLMGenerator(lm, tokenizer, config, model=model, max_seq_len=length, log_folder=log_folder)
-        try:
+    values = {
+        "generation": engine,
+        "trainer.precision": precision,
+        "trainer.devices": tensor_parallel * pipeline_parallel,
+        "model.tensor_model_parallel_size": tensor_parallel,
+        "model.pipeline_model_parallel_size": pipeline_parallel,
+        "model.reinforce.length_params.max_length": max_length,
+        "tensorrt_llm.free_gpu_memory_fraction": memory_fraction,
+        "tensorrt_llm.weight_bucket_megabytes": bucket_megabytes,
+    }
+    cfg = inference_config(model, [f"{key}={value}" for key, value in values.items()], folder=log_folder)
+    texts: Sequence[str] = TEXTS
+    if prompts is not None:
+        lines = prompts.read_text(encoding="utf-8").splitlines()
+        texts = [json.loads(line)["prompt"] for line in lines if line.strip()]
+    with configured_mesh(cfg) as mesh:
+        actor = load_actor(cfg, mesh)
+        native, params = NativeGenerator(actor.lm, actor.tokenizer), replace(actor.settings.sampling, use_greedy=True)
+        asked = [Prompt(i, text, tuple(actor.tokenizer(text)["input_ids"])) for i, text in enumerate(texts)]
+        with contextlib.closing(actor.generator) as other:
             before = native.generate(asked, 1, params, seed=0)
             found = [compare(native, other, asked, params)]
             with torch.no_grad():
-                for parameter in lm.parameters():
+                for parameter in actor.lm.parameters():
                     parameter.mul_(SCALE)
             after = native.generate(asked, 1, params, seed=0)
             # The second waking; the first one's time is mostly the engine's start.
             found.append(compare(native, other, asked, params))
-        finally:
-            other.close()
         assert before.log_probs is not None and after.log_probs is not None
         changed = before.log_probs.shape != after.log_probs.shape or not torch.equal(before.log_probs, after.log_probs)
         if mesh.is_main:

@@ -99,11 +99,7 @@ def print_answers(out: Path, asked: Path) -> None:
 
 
 def steps_override(text: str) -> list[str]:
-    """The override that DEMO_STEPS stands for; none where it is unset or empty.
-
-    Raises:
-        ConfigError: not a whole number above 0.
-    """
+    """Return the overrides that DEMO_STEPS stands for, none if it is empty; ConfigError if it is no count above 0."""
     if not text:
         return []
     if not text.isdecimal() or int(text) == 0:

@@ -59,6 +59,9 @@ class TaskEnd:
         return f"{self.name} {how} at {time.strftime('%H:%M:%S', time.localtime(self.time))}{why}"
 
 
+TaskEnds = Sequence[TaskEnd]
+
+
 def record(folder: Path, end: TaskEnd) -> None:
     write_atomically(folder / EXIT_FOLDER / f"{end.component}-{end.task:05d}.json", json.dumps(asdict(end)) + "\n")
 
@@ -68,7 +71,7 @@ def read_ends(folder: Path) -> list[TaskEnd]:
     return [TaskEnd(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
-def first_failed(ends: Sequence[TaskEnd], lost: Sequence[TaskEnd], harmless: Collection[int]) -> TaskEnd | None:
+def first_failed(ends: TaskEnds, lost: TaskEnds, harmless: Collection[int]) -> TaskEnd | None:
     """Return the task whose failure caused the others, among `lost` too, which left no record; None if none failed."""
     failed = min((end for end in ends if end.code not in harmless), key=lambda end: end.time, default=None)
     if lost and (failed is None or failed.code in CONSEQUENCES):
@@ -85,13 +88,7 @@ class Outcome:
 
 
 def judge(
-    actor: Sequence[TaskEnd],
-    servers: Sequence[TaskEnd],
-    lost: Sequence[TaskEnd],
-    *,
-    unasked: str,
-    signalled: int | None,
-    killed: bool = False,
+    actor: TaskEnds, servers: TaskEnds, lost: TaskEnds, *, unasked: str, signalled: int | None, killed: bool = False
 ) -> Outcome:
     """Judge an attempt whose servers were healthy by the ends of tasks; those in `lost` recorded none.
 

@@ -13,7 +13,7 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -119,36 +119,35 @@ def ask_cluster(run_dir: Path, plan: JobPlan | None, actor_megabytes: int, envir
     return answer
 
 
-def queue_faults(run_dir: Path) -> list[str]:
-    """Return a fault if jobs of this run are pending, running or ending."""
+def queue_faults(run_dir: Path) -> Iterator[str]:
+    """Yield a fault if jobs of this run are pending, running or ending."""
     path = run_dir / "slurm" / SUBMITTED_FILE
     names = {line["job"]: line["name"] for line in read_json_lines(path)} if path.is_file() else {}
     for attempt in read_attempts(path.parent):
         if attempt.end is None or attempt.requeued:
             names.setdefault(attempt.job, None)  # submitted without this program
     if not names:
-        return []
+        return
     try:
         text = call(["squeue", "--noheader", f"--jobs={','.join(list(names)[-LAST_JOBS:])}", "--format=%i|%A|%T|%j"])
     except SlurmCallError as error:
         if "Invalid job id" in error.said:  # a single job that ended long ago
-            return []
+            return
         raise
     found: dict[str, str] = {}
     for line in text.splitlines():
         shown, job, state, name = line.strip().split("|", 3)
         if job in names and names[job] in (None, name):  # job ids wrap around
             found[job] = f"{shown.split('+')[0]} ({name}, {state.lower()})"
-    if not found:
-        return []
-    jobs = ", ".join(found[job] for job in sorted(found, key=int))
-    return [
-        f"the run in {run_dir} is in the queue already: {jobs}; wait for it, cancel it (scancel {' '.join(found)}), "
-        "or set exp_manager.explicit_log_dir to another folder"
-    ]
+    if found:
+        jobs = ", ".join(found[job] for job in sorted(found, key=int))
+        yield (
+            f"the run in {run_dir} is in the queue already: {jobs}; wait for it, cancel it "
+            f"(scancel {' '.join(found)}), or set exp_manager.explicit_log_dir to another folder"
+        )
 
 
-def partition_faults(plan: JobPlan, sinfo: str) -> list[str]:
+def partition_faults(plan: JobPlan, sinfo: str) -> Iterator[str]:
     """Check that each component has a partition that is up and allows the job's time."""
     reasons: dict[str, str] = {}  # why a partition cannot be used; empty if it can
     default = ""
@@ -165,16 +164,14 @@ def partition_faults(plan: JobPlan, sinfo: str) -> list[str]:
             reasons[name] = f"partition {name} is not up"
         elif most is not None and (plan.options.seconds is None or plan.options.seconds > most):
             reasons[name] = f"partition {name} allows {most} s, the job asks for {plan.options.seconds or 'no limit'}"
-    faults = []
     for component in (plan.server, plan.actor):
         wanted = (component.options.partition or default).split(",")
         unknown = [name for name in wanted if name not in reasons]
         if unknown:
             what = f"partition {unknown[0]} is unknown" if unknown[0] else "the cluster has no default partition"
-            faults.append(f"the {component.name}: {what}; expected --partition to be of {', '.join(sorted(reasons))}")
+            yield f"the {component.name}: {what}; expected --partition to be of {', '.join(sorted(reasons))}"
         elif all(reasons[name] for name in wanted):
-            faults.append(f"the {component.name}: {'; '.join(reasons[name] for name in wanted)}; use another one")
-    return faults
+            yield f"the {component.name}: {'; '.join(reasons[name] for name in wanted)}; use another one"
 
 
 def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None:

@@ -90,6 +90,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(submit):
         "No fault was found. Nothing was submitted.",
     ):
         assert words in text, text
+    assert "--gpus" not in text.partition("Command")[2]
     assert submit.slurm.submissions() == []
     assert not submit.run_dir.exists()
 
@@ -273,7 +274,6 @@ def test_gpus_memory_and_tasks(submit):
     assert "--cpus-per-task=4 --gpus-per-node=4" in command and "--cpus-per-task=1 --gpus-per-node=1" in command
     none = submit("--dry-run", "trainer.precision=bf16", "--gpus-per-node=0").partition("Command")[2]
     assert "--gpus" not in none
-    assert "--gpus" not in submit("--dry-run").partition("Command")[2]
     assert "ranks need up to" in submit("--dry-run", "--mem=1", "trainer.devices=8")
     assert "sbatch gives the actor the server's --mem=1G" in submit("--dry-run", "--server-mem=1G")
 
@@ -287,7 +287,7 @@ def test_a_reward_function_instead_of_a_model(submit):
 
 def test_a_relative_folder_becomes_absolute(submit, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for given in ("runs/a", "'runs/a'", "runs/${exp_manager.wandb_logger_kwargs.project}"):
+    for given in ("'runs/a'", "runs/${exp_manager.wandb_logger_kwargs.project}"):
         text = submit("--dry-run", f"exp_manager.explicit_log_dir={given}")
         assert f"--output={tmp_path}/runs/{'a' if '$' not in given else 'reinforce_rl'}/slurm/%j.out" in text
     assert "explicit_log_dir cannot be resolved" in submit("exp_manager.explicit_log_dir=${nowhere}")
@@ -329,7 +329,7 @@ def ask(server: Component, actor: Component, megabytes: int = 0) -> Answer:
     ],
 )
 def test_partitions_that_sbatch_would_accept_and_never_start(partition, seconds, expected):
-    faults = partition_faults(job(component(1), component(1, partition=partition), seconds), PARTITIONS)
+    faults = list(partition_faults(job(component(1), component(1, partition=partition), seconds), PARTITIONS))
     assert bool(faults) == bool(expected)
     assert expected in "".join(faults)
 
@@ -337,12 +337,12 @@ def test_partitions_that_sbatch_would_accept_and_never_start(partition, seconds,
 def test_a_cluster_without_a_default_partition():
     (fault,) = partition_faults(job(component(1), component(1, partition="dgx")), PARTITIONS.replace("*", ""))
     assert "the cluster has no default partition; expected --partition to be of batch" in fault
-    assert partition_faults(job(component(1), component(1), 60), "batch*|up|n/a\n") == []
+    assert not list(partition_faults(job(component(1), component(1), 60), "batch*|up|n/a\n"))
 
 
 def test_a_line_of_sinfo_that_is_none_is_named():
     with pytest.raises(SlurmCallError, match=r"printed 'act0\|idle'"):
-        partition_faults(job(component(1), component(1)), "act0|idle\n")
+        list(partition_faults(job(component(1), component(1)), "act0|idle\n"))
 
 
 def test_what_fits(slurm):
