@@ -97,7 +97,6 @@ class WandbLogger(MetricLogger):
         folder.mkdir(parents=True, exist_ok=True)
         self._run: Any = wandb.init(dir=str(folder), settings=settings, **_given(cfg, run_id))
         self._table: Callable[..., Any] = partial(wandb.Table, allow_mixed_types=True)
-        self._wait_for_server = wandb.teardown
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
         """Log numbers of `step`, except non-finite ones, which charts cannot show."""
@@ -116,7 +115,9 @@ class WandbLogger(MetricLogger):
         try:
             self._run.finish(exit_code=0 if status == SUCCESS else 1)
         except TimeoutError:
-            self._wait_for_server()  # in this thread, which may be left behind, and not in wandb's exit handler
+            import wandb
+
+            wandb.teardown()  # waits for the server in this thread, which may be left behind, not in an exit handler
             raise
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -123,6 +126,28 @@ def test_an_offline_wandb_run_reads_back_and_resumes_under_its_id(tmp_path):
     (path,) = offline_files(tmp_path / "again")
     assert "abcd1234" in path.name and history(path)[3]["train/rewards"] == 0.3
     assert [r.exit.exit_code for r in read_offline_file(path) if r.WhichOneof("record_type") == "exit"] == [1]
+
+
+@pytest.mark.slow
+def test_a_wandb_server_that_hangs_does_not_delay_the_exit(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    code = """if True:
+        import sys, time
+        from reinforce_rl.config.actor import TrainConfig
+        from reinforce_rl.monitoring import backends, loggers
+        backends.START_SECONDS = 2
+        manager = {"explicit_log_dir": sys.argv[1], "wandb_logger_kwargs": {"mode": "online"}}
+        cfg = TrainConfig(exp_manager=manager)
+        loggers.Detached("wandb", lambda: backends.WandbLogger(cfg, "abcd1234"), print).finalize()
+        print(time.time())
+    """
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts nothing, so that no request is answered
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+    told, ended = done.stdout.splitlines()
+    assert "logger wandb: failed" in told and time.time() - float(ended) < 8
 
 
 def test_swanlab_keeps_numbers_tables_and_alerts_for_a_later_sync(tmp_path):

