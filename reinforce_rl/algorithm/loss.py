@@ -19,16 +19,16 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Terms of the loss and their parameters."""
+    """Terms of the loss and their parameters: keys of `trainer.reinforce`."""
 
-    aggregation: str = "sequence_sum"  # key `loss_aggregation`; see `token_weights`
-    ratio: str = "none"  # key `importance_ratio`; see `policy_terms`
-    clip_low: float = 0.2  # ratio >= 1 - clip_low
-    clip_high: float = 0.2  # ratio <= 1 + clip_high
+    loss_aggregation: str = "sequence_sum"  # see `token_weights`
+    importance_ratio: str = "none"  # see `policy_terms`
+    ratio_clip_low: float = 0.2  # ratio >= 1 - this
+    ratio_clip_high: float = 0.2  # ratio <= 1 + this
     generator_correction: str = "none"  # see `generator_weights`
     generator_ratio_cap: float = 2.0  # truncates the generator weights
     kl_estimator: str = "k1"  # of a KL in the loss
-    kl_weights: str = "prefix"  # key `kl_loss_weights`; see `kl_loss_terms`
+    kl_loss_weights: str = "prefix"  # see `kl_loss_terms`
     entropy_bonus: float = 0.0  # per nat of a token's entropy
 
 
@@ -167,11 +167,10 @@ def policy_loss(
     # Exactly 1 on the first pass: recomputed log-probs differ by rounding, which adds up over a long response and
     # would clip on-policy samples.
     old = own.detach() if inputs.old_log_probs is None else clean(inputs.old_log_probs)
-    weights = token_weights(inputs.mask, inputs.trains, denominators, settings.aggregation, own.dtype)
+    weights = token_weights(inputs.mask, inputs.trains, denominators, settings.loss_aggregation, own.dtype)
     advantages = clean(inputs.advantages.detach())
-    terms, rho, clipped = policy_terms(
-        own, old, advantages, kept, settings.ratio, settings.clip_low, settings.clip_high
-    )
+    clip = settings.ratio_clip_low, settings.ratio_clip_high
+    terms, rho, clipped = policy_terms(own, old, advantages, kept, settings.importance_ratio, *clip)
     ones = correction = torch.ones_like(old)
     generator = None if inputs.generator_log_probs is None else clean(inputs.generator_log_probs)
     cap = settings.generator_ratio_cap
@@ -179,7 +178,7 @@ def policy_loss(
         correction = generator_weights(old, generator, kept, correction=settings.generator_correction, cap=cap)
     terms = terms * correction
     if kl_coefficient and inputs.reference_log_probs is not None:
-        how = {"estimator": settings.kl_estimator, "weights": settings.kl_weights}
+        how = {"estimator": settings.kl_estimator, "weights": settings.kl_loss_weights}
         terms = terms + kl_coefficient * kl_loss_terms(own, clean(inputs.reference_log_probs), kept, **how)
     if settings.entropy_bonus and entropy is not None:
         terms = terms - settings.entropy_bonus * clean(entropy)

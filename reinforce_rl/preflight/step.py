@@ -36,13 +36,11 @@ class Hardware(Section):
 
     name: Text = setting(NOT_SET)  # of the GPU
     memory: Positive = setting(NOT_SET)  # bytes
-    # bf16, fp32: dense FLOP/s of the data sheet; fp32 without TF32, which is off.
-    bf16: Positive = setting(NOT_SET)
-    fp32: Positive = setting(NOT_SET)
+    bf16: Positive = setting(NOT_SET)  # dense FLOP/s of the data sheet
+    fp32: Positive = setting(NOT_SET)  # the same, without TF32, which is off
     hbm: Positive = setting(NOT_SET)  # memory bandwidth of the data sheet, times `hbm_share`
-    # nvlink, network: bandwidth inside a node and between nodes, times `nvlink_share` and `network_share`.
-    nvlink: Positive = setting(NOT_SET)
-    network: Positive = setting(NOT_SET)
+    nvlink: Positive = setting(NOT_SET)  # bandwidth inside a node, times `nvlink_share`
+    network: Positive = setting(NOT_SET)  # and between nodes, times `network_share`
     pcie: Positive = setting(NOT_SET)  # bandwidth to pinned host memory, as reached
     matmul_share: Positive = setting(NOT_SET)  # share of `bf16` and `fp32` that large matrix products reach
     gpus_per_node: int = setting(8, gt=0)  # GPUs joined by NVLink
@@ -56,8 +54,7 @@ class Hardware(Section):
     sync: Positive = 2e-5  # seconds that the GPU idles: cudaStreamSynchronize, and refilling the launch queue
     nvlink_share: Positive = 0.8  # nccl-tests' bus bandwidth of an all-reduce in a node, without NVLS
     network_share: Positive = 0.9  # the same between nodes, one rail a GPU
-    # nvlink_latency, network_latency: seconds of one hop of a collective.
-    nvlink_latency: Positive = 2.5e-6  # a small all-reduce over 8 GPUs takes about 15 us: 6 hops of a tree
+    nvlink_latency: Positive = 2.5e-6  # of a hop: a small all-reduce over 8 GPUs takes about 15 us, 6 hops of a tree
     network_latency: Positive = 6e-6
 
     @property
@@ -207,16 +204,12 @@ class Engine:
     def cache_bytes_of_token(self) -> float:
         return BF16 * 2 * self.architecture.num_layers * self.architecture.num_groups * self.architecture.head_size
 
-    def _matrices(self) -> list[tuple[int, int]]:
-        arch, h, d = self.architecture, self.architecture.hidden_size, self.architecture.head_size
-        qkv = (arch.num_heads + 2 * arch.num_groups) * d
-        return [(h, qkv), (arch.num_heads * d, h), (h, 2 * arch.ffn_size), (arch.ffn_size, h)]
-
     def pass_seconds(self, rows: float, tokens: float, context: float) -> float:
         """Time of one pass over `tokens` new tokens per row, with `context` cached tokens per row."""
         arch, machine, t, gpus = self.architecture, self.machine, rows * tokens, self.gpus
         layer = _SMALL_KERNELS * machine.kernel_seconds(0, 3 * BF16 * t * arch.hidden_size)
-        for inner, outer in self._matrices():
+        h, d, qkv = arch.hidden_size, arch.head_size, (arch.num_heads + 2 * arch.num_groups) * arch.head_size
+        for inner, outer in ((h, qkv), (arch.num_heads * d, h), (h, 2 * arch.ffn_size), (arch.ffn_size, h)):
             numbers = inner * outer / gpus
             layer += machine.kernel_seconds(2 * t * numbers, BF16 * (numbers + t * (inner + outer / gpus)))
         cache = rows * context * self.cache_bytes_of_token / arch.num_layers / gpus

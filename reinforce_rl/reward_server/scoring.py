@@ -152,10 +152,8 @@ class RequestScorer:
 
     def _tokenize(self, raw: str | bytes) -> list[int]:
         text = raw if isinstance(raw, str) else bytes(raw).decode("utf-8")
-        if not text:
-            return []
         encoded: Any = self._tokenizer(text, add_special_tokens=self._add_special_tokens, verbose=False)
-        return list(encoded["input_ids"])
+        return list(encoded["input_ids"]) if text else []
 
     def _check(self, sequence: np.ndarray) -> int:
         if sequence.size == 0:

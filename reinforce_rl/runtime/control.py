@@ -149,7 +149,8 @@ class Watchdog:
             now = time.monotonic()
             looks = now >= next_look  # limited to once a beat, since looking for a hang walks the stack
             next_look = now + BEAT_SECONDS if looks else next_look
-            if first_sign is None and (self._sign_of_loss() or (looks and self._hung() is not None)):
+            lost = self._timed_out or self._failed() or any(self._lost())
+            if first_sign is None and (lost or (looks and self._hung() is not None)):
                 first_sign = now
             if self._verdict is None and first_sign is not None and now - first_sign >= SETTLE_SECONDS:
                 self._verdict = self._judge()
@@ -207,9 +208,6 @@ class Watchdog:
 
     def _failed(self) -> list[_Watched]:
         return [o for o in self._others.values() if o.ended is not None and o.ended[0] != EXIT_FINISHED]
-
-    def _sign_of_loss(self) -> bool:
-        return bool(self._timed_out or self._failed() or any(self._lost()))
 
     def _judge(self) -> Verdict | None:
         # A dead process explains more than the errors of those that lost it.

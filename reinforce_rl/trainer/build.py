@@ -93,7 +93,8 @@ def build_actor(
     """
     import torch
 
-    if cfg.model.transformer_engine and mesh.device.type == "cpu":
+    on_cpu = mesh.device.type == "cpu"
+    if cfg.model.transformer_engine and on_cpu:
         raise ConfigError(
             ["model.transformer_engine is true, but this rank computes on a CPU; expected a GPU. Set it to false"]
         )
@@ -107,7 +108,8 @@ def build_actor(
     if lora is not None:
         add_lora(lm, lora)
         identity = lora.identity(weights.fingerprint() if weights else "")
-    rollout = cfg.model.reinforce
+    rollout, padded = cfg.model.reinforce, cfg.trainer.reinforce.rollout_batch_seq_length
+    can_share = cfg.model.context_parallel_size == 1 and padded is None
     stop_ids = stop_token_ids(architecture, tokenizer)
     return MegatronGPTReinforceActorModel(
         lm,
@@ -120,9 +122,9 @@ def build_actor(
             forward_micro_batch_size=rollout.forward_micro_batch_size,
             seed=cfg.model.seed,
             tokens_per_micro_batch=cfg.model.tokens_per_micro_batch,
-            pad_to=cfg.trainer.reinforce.rollout_batch_seq_length or 0,
-            shared_prefix=_shares_prefix(cfg, lm),
-            logits_chunk_tokens=logits_chunk_tokens(cfg.model, gpu=lm.mesh.device.type != "cpu"),
+            pad_to=padded or 0,
+            shared_prefix=on_cpu and can_share if cfg.model.shared_prefix is None else cfg.model.shared_prefix,
+            logits_chunk_tokens=logits_chunk_tokens(cfg.model, gpu=not on_cpu),
             offload_optimizer=rollout.offload_adam_states,
             loss=loss_settings(cfg.trainer.reinforce),
         ),
@@ -140,13 +142,6 @@ def logits_chunk_tokens(model: ModelConfig, *, gpu: bool) -> int:
         return model.logits_chunk_tokens
     # glibc gives blocks above 32 MiB back at once, and fresh ones have to be cleared page by page.
     return 1024 if gpu else 128
-
-
-def _shares_prefix(cfg: TrainConfig, lm: CausalLM) -> bool:
-    if cfg.model.shared_prefix is not None:
-        return cfg.model.shared_prefix
-    allowed = cfg.model.context_parallel_size == 1 and cfg.trainer.reinforce.rollout_batch_seq_length is None
-    return allowed and lm.mesh.device.type == "cpu"
 
 
 def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Generator:
@@ -219,14 +214,5 @@ def lora_settings(cfg: TrainConfig) -> LoraSettings | None:
 
 
 def loss_settings(cfg: ReinforceConfig) -> LossSettings:
-    return LossSettings(
-        aggregation=cfg.loss_aggregation,
-        ratio=cfg.importance_ratio,
-        clip_low=cfg.ratio_clip_low,
-        clip_high=cfg.ratio_clip_high,
-        generator_correction=cfg.generator_correction,
-        generator_ratio_cap=cfg.generator_ratio_cap,
-        kl_estimator=cfg.kl_estimator_used,
-        kl_weights=cfg.kl_loss_weights,
-        entropy_bonus=cfg.entropy_bonus,
-    )
+    own = {name: getattr(cfg, name) for name in LossSettings.__dataclass_fields__}
+    return LossSettings(**{**own, "kl_estimator": cfg.kl_estimator_used})

@@ -220,7 +220,7 @@ class TestPolicyTerms:
             torch.tensor([True]),
             old_log_probs=torch.full((1, 3), -1.0 - difference),
         )
-        loss, sums = policy_loss(own, None, inputs, Denominators(1, 3, 3), LossSettings(ratio=ratio))
+        loss, sums = policy_loss(own, None, inputs, Denominators(1, 3, 3), LossSettings(importance_ratio=ratio))
         loss.backward()
         assert own.grad is not None and torch.isfinite(own.grad).all() and torch.isfinite(loss)
         assert all(math.isfinite(value) for value in sums.values())
@@ -262,7 +262,7 @@ class TestFirstPass:
         gradients = []
         for name in ("none", ratio):
             own = log_probs.clone().requires_grad_()
-            settings_of = LossSettings(aggregation, ratio=name, clip_low=clip, clip_high=clip)
+            settings_of = LossSettings(aggregation, importance_ratio=name, ratio_clip_low=clip, ratio_clip_high=clip)
             loss, sums = policy_loss(own, None, inputs, denominators, settings_of)
             loss.backward()
             gradients.append(own.grad)
@@ -278,7 +278,7 @@ class TestFirstPass:
         everything = torch.ones(8, 512, dtype=torch.bool)
         inputs = LossInputs(everything, torch.ones(8, 512), everything[:, 0])
         second = LossInputs(everything, torch.ones(8, 512), everything[:, 0], old_log_probs=clean)
-        settings_of = LossSettings(ratio=ratio, clip_low=1e-6, clip_high=1e-6)
+        settings_of = LossSettings(importance_ratio=ratio, ratio_clip_low=1e-6, ratio_clip_high=1e-6)
         sums = policy_loss(noisy, None, inputs, sequences(8), settings_of)[1]
         assert sums["clipped"] == 0 and sums["weights"] == sums["squares"] == 8 * 512
         if ratio != "none":
@@ -373,7 +373,7 @@ class TestWhatIsAdded:
         reference = torch.where(mask, log_probs - 0.3, math.inf)
         nothing = torch.zeros(6, 4, dtype=torch.float64)
         denominators = Denominators(float(trains.sum()), float(mask[trains].sum()), 7.0)
-        settings_of = LossSettings(aggregation, kl_estimator=estimator, kl_weights=weights)
+        settings_of = LossSettings(aggregation, kl_estimator=estimator, kl_loss_weights=weights)
         own, other = log_probs.clone().requires_grad_(), log_probs.clone().requires_grad_()
         inputs = LossInputs(mask, nothing, trains, reference_log_probs=reference)
         loss, _ = policy_loss(own, None, inputs, denominators, settings_of, 0.7)
@@ -403,7 +403,7 @@ class TestSums:
                 (log_probs.abs(), math.nan),
             ]
         )
-        settings_of = LossSettings(ratio=ratio, generator_correction=correction, generator_ratio_cap=1.2)
+        settings_of = LossSettings(importance_ratio=ratio, generator_correction=correction, generator_ratio_cap=1.2)
         every = advantages[:, None].expand(8, 5)
         expected = dict.fromkeys(
             [

@@ -76,7 +76,7 @@ def passes(machine: Machine, case: Case, rank: int = 0) -> tuple[Ledger, Ledger]
         case.micro,
         seed=0,
         shared_prefix=case.shared_prefix,
-        loss=LossSettings(ratio="sequence", generator_correction="token", entropy_bonus=0.01),
+        loss=LossSettings(importance_ratio="sequence", generator_correction="token", entropy_bonus=0.01),
     )
     tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=2)
     with machine.rank(rank, case.tp * case.cp), parallel_mesh(case.tp, 1, case.cp, sequence_parallel=case.sp) as mesh:

@@ -88,7 +88,7 @@ class Options:
 
     @property
     def loss_settings(self) -> LossSettings:
-        return replace(self.loss, kl_estimator=self.kl_estimator, kl_weights=self.kl_loss_weights)
+        return replace(self.loss, kl_estimator=self.kl_estimator, kl_loss_weights=self.kl_loss_weights)
 
 
 def make_world(reward_mean: float = 0.7) -> World:

@@ -94,7 +94,7 @@ def test_k1_in_the_loss_without_score_weights_is_no_kl_at_all(world, monkeypatch
 @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
 def test_on_policy_no_ratio_changes_the_gradient(world, ratio, aggregation):
     plain = expected_gradient(world, Options(loss=LossSettings(aggregation)), 2)
-    loss = LossSettings(aggregation, ratio=ratio)
+    loss = LossSettings(aggregation, importance_ratio=ratio)
     assert relative_error(expected_gradient(world, Options(loss=loss), 2), plain) < 1e-12
 
 
@@ -122,10 +122,10 @@ class TestOffPolicy:
     @pytest.mark.parametrize(("ratio", "exact"), [("sequence", True), ("token", False), ("sequence_geometric", False)])
     def test_an_earlier_policy(self, world, behaviour, ratio, exact):
         """Unclipped, only the ratio of the whole response is exact; clipping biases it."""
-        free = LossSettings(ratio=ratio, clip_low=1.0, clip_high=1e9)
+        free = LossSettings(importance_ratio=ratio, ratio_clip_low=1.0, ratio_clip_high=1e9)
         error = self.error(world, behaviour, free, as_old=True)
         assert error < 1e-8 if exact else error > 0.02
-        assert self.error(world, behaviour, LossSettings(ratio=ratio), as_old=True) > 0.02
+        assert self.error(world, behaviour, LossSettings(importance_ratio=ratio), as_old=True) > 0.02
 
     def error(self, world: World, behaviour: Tensor, loss: LossSettings, *, as_old: bool) -> float:
         # A KL would be that of the policy, which the samples of another one do not estimate.

@@ -71,7 +71,14 @@ class Choice:
 
     def __str__(self) -> str:
         loss = self.loss
-        named = (self.estimator, self.credit, self.whitening, loss.aggregation, loss.ratio, loss.generator_correction)
+        named = (
+            self.estimator,
+            self.credit,
+            self.whitening,
+            loss.loss_aggregation,
+            loss.importance_ratio,
+            loss.generator_correction,
+        )
         return "-".join(named)
 
     @property
@@ -178,8 +185,8 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
 CHOICES = (
     [Choice(estimator=name) for name in ADVANTAGE_ESTIMATORS]
     + [Choice(credit=credit, whitening=w) for credit in CREDIT_ASSIGNMENTS for w in ADVANTAGE_WHITENINGS]
-    + [Choice(loss=LossSettings(aggregation=name)) for name in LOSS_AGGREGATIONS]
-    + [Choice(loss=LossSettings(ratio=name)) for name in IMPORTANCE_RATIOS]
+    + [Choice(loss=LossSettings(loss_aggregation=name)) for name in LOSS_AGGREGATIONS]
+    + [Choice(loss=LossSettings(importance_ratio=name)) for name in IMPORTANCE_RATIOS]
     + [Choice(loss=LossSettings(generator_correction=name)) for name in GENERATOR_CORRECTIONS]
 )
 every_choice = pytest.mark.parametrize("choice", list(dict.fromkeys(CHOICES)), ids=str)

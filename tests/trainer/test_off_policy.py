@@ -227,7 +227,7 @@ class TestAgainstBruteForce:
     def test_second_step(self, ratio, folder, mesh, tmp_path):
         low, high = 0.1, 0.3
         actor = actor_of(folder, mesh, with_reference=False, micro_batch_size=2)
-        loss = LossSettings(ratio=ratio, clip_low=low, clip_high=high)
+        loss = LossSettings(importance_ratio=ratio, ratio_clip_low=low, ratio_clip_high=high)
         actor.settings = replace(actor.settings, loss=loss)
         batch = whole_batch()
         where = (batch.rollouts.sequences, batch.rollouts.prompt_lengths, batch.rollouts.response_lengths)
