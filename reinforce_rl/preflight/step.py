@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
@@ -174,17 +173,12 @@ class Lengths:
 
         Each makes `calls` consecutive calls of `together` sequences, which last as long as their longest.
         """
-        scale, draw = self.scale, random.Random(0)
-        if scale == math.inf:
+        if self.scale == math.inf:
             return self.longest, 1.0
-
-        def steps() -> float:
-            # The maximum of n exponentials has the CDF F^n; sample it by inversion.
-            return min(self.longest, -scale * math.log1p(-(draw.random() ** (1 / together))))
-
-        sums = [[sum(steps() for _ in range(calls)) for _ in range(ranks)] for _ in range(_DRAWS)]
-        mean = statistics.fmean(map(statistics.fmean, sums))
-        return mean / calls, statistics.fmean(map(max, sums)) / mean
+        # The maximum of n exponentials has the CDF F^n; sample it by inversion.
+        drawn = np.random.default_rng(0).random((_DRAWS, ranks, calls)) ** (1 / together)
+        sums = np.minimum(self.longest, -self.scale * np.log1p(-drawn)).sum(axis=2)
+        return float(sums.mean()) / calls, float(sums.max(axis=1).mean() / sums.mean())
 
 
 @dataclass(frozen=True)
@@ -303,8 +297,8 @@ class PredictedJob:
         sizes = (model.micro_batch_size, model.reinforce.forward_micro_batch_size)
         if tokens is not None:
             sizes = (max(tokens // (plan.longest_prompt + response), 1),) * 2
-        train, forward = (prompts.most * plan.samples for prompts in (plan.prompts_of_update, plan.prompts_of_rank))
-        return min(train, sizes[0]), min(forward, sizes[1])
+        of_update, of_rank = plan.prompts_of_update.most * plan.samples, plan.prompts_of_rank.most * plan.samples
+        return min(of_update, sizes[0]), min(of_rank, sizes[1])
 
 
 def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
@@ -365,8 +359,8 @@ def _passes(job: PredictedJob, roles: Sequence[Role], name: str, count: int, tim
 
 def _native(job: PredictedJob, roles: Sequence[Role]) -> PhaseTime:
     machine, plan, arch = job.machine, job.batches, job.architecture
-    limit = job.cfg.model.reinforce.generation_cache_tokens
-    decoding = Decoding(job.prompts_of_call, plan.samples, plan.longest_prompt, job.lengths.longest, limit)
+    limits = job.lengths.longest, job.cfg.model.reinforce.generation_cache_tokens
+    decoding = Decoding(job.prompts_of_call, plan.samples, plan.longest_prompt, *limits)
     rows, calls = decoding.schedule().rows, plan.generation_calls
     tokens, factor = job.lengths.of_slowest(job.layout.data, calls, rows)
     tokens *= -(-job.prompts_of_call * plan.samples // rows)

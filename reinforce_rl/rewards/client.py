@@ -11,7 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,13 +32,13 @@ DEADLINE_SLACK_SECONDS = 1.0
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
 class RemoteRewardFuture:
     """Scores that reward servers are computing."""
 
-    def __init__(self, client: RemoteGPTRMClient, future: Future[Rewards], call: Call):
-        self._client = client
-        self._future = future
-        self._call = call
+    _client: RemoteGPTRMClient
+    _future: Future[Rewards]
+    _call: Call
 
     def done(self) -> bool:
         return self._future.done()

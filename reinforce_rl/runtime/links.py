@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from socket import gethostname, socketpair
+from types import SimpleNamespace
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -77,7 +78,8 @@ class Links:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
-        authenticator.configure_curve_callback("*", _OneKey(public_key))
+        only_this_key = SimpleNamespace(callback=lambda domain, key: key == public_key)
+        authenticator.configure_curve_callback("*", only_this_key)
         router = context.socket(zmq.ROUTER)
         router.curve_server = True
         router.curve_publickey, router.curve_secretkey = server_key, server_secret
@@ -270,14 +272,6 @@ class LinkThread:
                     silent = f"hangs: it gave no sign of life for {peer.silence:.0f} s"
                     if not stopping:
                         self._on_lost(peer.rank, "died: its connection is closed" if peer.closed else silent)
-
-
-@dataclass
-class _OneKey:
-    key: bytes
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self.key
 
 
 def host_of_rank_0() -> str:

@@ -165,15 +165,15 @@ class PlaceWatcher:
         return Place(text, _waits_for_ranks(innermost), self._still_since)
 
 
+@dataclass
 class WaitMeter:
     """Measures how long a thread waits for other ranks, by sampling its stack every `SAMPLE_SECONDS`.
 
-    Does not see collectives that return before they are done, such as NCCL's. `thread` is its `threading.get_ident`.
+    Does not see collectives that return before they are done, such as NCCL's.
     """
 
-    def __init__(self, thread: int):
-        self._thread = thread
-        self.seconds = 0.0  # in the last measured block; accurate to about `SAMPLE_SECONDS` per wait
+    thread: int  # its `threading.get_ident`
+    seconds: float = 0.0  # in the last measured block; accurate to about `SAMPLE_SECONDS` per wait
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
@@ -190,7 +190,7 @@ class WaitMeter:
     def _sample(self, done: threading.Event) -> None:
         before = time.perf_counter()
         while not done.wait(SAMPLE_SECONDS):
-            frame, now = sys._current_frames().get(self._thread), time.perf_counter()
+            frame, now = sys._current_frames().get(self.thread), time.perf_counter()
             if frame is not None and _waits_for_ranks(frame.f_code.co_filename):
                 self.seconds += now - before
             before = now
