@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.config.base import NOT_SET, Positive, Section, Text
-from reinforce_rl.config.base import key as setting
+from reinforce_rl.config.base import NOT_SET, Positive, Section, Text, key
 from reinforce_rl.config.load import read
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.errors import ConfigError
@@ -27,22 +25,21 @@ from reinforce_rl.trainer.build import lora_settings
 BF16 = 2
 _SMALL_KERNELS = 4  # per layer, besides matrices and attention: two norms, RoPE with the cache write, SwiGLU
 _POINTS, _DRAWS = 128, 64  # of the integral over t; of the ranks' lengths
-BACKWARD = 2 / 3  # of a micro-batch's time, which can overlap with the gradient all-reduce
 
 
 class Hardware(Section):
     """A GPU, its node and its network. Bandwidths are in bytes/s, one direction, per GPU."""
 
-    name: Text = setting(NOT_SET)  # of the GPU
-    memory: Positive = setting(NOT_SET)  # bytes
-    bf16: Positive = setting(NOT_SET)  # dense FLOP/s of the data sheet
-    fp32: Positive = setting(NOT_SET)  # the same, without TF32, which is off
-    hbm: Positive = setting(NOT_SET)  # memory bandwidth of the data sheet, times `hbm_share`
-    nvlink: Positive = setting(NOT_SET)  # bandwidth inside a node, times `nvlink_share`
-    network: Positive = setting(NOT_SET)  # and between nodes, times `network_share`
-    pcie: Positive = setting(NOT_SET)  # bandwidth to pinned host memory, as reached
-    matmul_share: Positive = setting(NOT_SET)  # share of `bf16` and `fp32` that large matrix products reach
-    gpus_per_node: int = setting(8, gt=0)  # GPUs joined by NVLink
+    name: Text = key(NOT_SET)  # of the GPU
+    memory: Positive = key(NOT_SET)  # bytes
+    bf16: Positive = key(NOT_SET)  # dense FLOP/s of the data sheet
+    fp32: Positive = key(NOT_SET)  # the same, without TF32, which is off
+    hbm: Positive = key(NOT_SET)  # memory bandwidth of the data sheet, times `hbm_share`
+    nvlink: Positive = key(NOT_SET)  # bandwidth inside a node, times `nvlink_share`
+    network: Positive = key(NOT_SET)  # and between nodes, times `network_share`
+    pcie: Positive = key(NOT_SET)  # bandwidth to pinned host memory, as reached
+    matmul_share: Positive = key(NOT_SET)  # share of `bf16` and `fp32` that large matrix products reach
+    gpus_per_node: int = key(8, gt=0)  # GPUs joined by NVLink
     reserved: Positive = 3e9  # bytes besides tensors: CUDA context 0.5 GB, NCCL's buffers, cuBLAS workspaces
     hbm_share: Positive = 0.8  # of mixed elementwise kernels; plain copies reach 0.9
     # NIM 1.8, one request (docs.nvidia.com/nim/benchmarking/llm): Llama 3.3 70B in fp8 on two H100 takes 18.91 ms a
@@ -68,8 +65,7 @@ class Hardware(Section):
     def collective_seconds(self, kind: str, moved: float, ranks: int, nodes: int | None = None) -> float:
         """Time of a `torch.distributed` collective: bandwidth of a ring, latency of a tree, a network card per rank.
 
-        `moved` are the bytes of the whole tensor: an all-gather's output, a reduce-scatter's input. By default the
-        ranks fill nodes.
+        `moved` are the bytes of the whole tensor, as an all-gather's output; by default the ranks fill nodes.
         """
         if ranks <= 1:
             return 0.0
@@ -117,7 +113,7 @@ _ROWS = {
     "h200": ("H200 SXM 141 GB", 141e9, 989.4e12, 66.9e12, 4.8e12, 450e9, 50e9, 50e9, 0.71),
     "a100": ("A100 SXM 80 GB", 80e9, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, 25e9, 0.8),
 }
-MACHINES = {key: Hardware.model_validate(dict(zip(_FIELDS, row, strict=True))) for key, row in _ROWS.items()}
+MACHINES = {name: Hardware.model_validate(dict(zip(_FIELDS, row, strict=True))) for name, row in _ROWS.items()}
 
 
 def load_machine(value: str) -> Hardware:
@@ -294,11 +290,11 @@ class PredictedJob:
     def rows(self, response: int) -> tuple[int, int]:
         """Return the sequences of a training and of a forward micro-batch at a response length."""
         plan, model, tokens = self.batches, self.cfg.model, self.cfg.model.tokens_per_micro_batch
-        sizes = (model.micro_batch_size, model.reinforce.forward_micro_batch_size)
+        train, forward = model.micro_batch_size, model.reinforce.forward_micro_batch_size
         if tokens is not None:
-            sizes = (max(tokens // (plan.longest_prompt + response), 1),) * 2
+            train = forward = max(tokens // (plan.longest_prompt + response), 1)
         of_update, of_rank = plan.prompts_of_update.most * plan.samples, plan.prompts_of_rank.most * plan.samples
-        return min(of_update, sizes[0]), min(of_rank, sizes[1])
+        return min(of_update, train), min(of_rank, forward)
 
 
 def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
@@ -325,10 +321,8 @@ def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
             reference.parts["weights from the host"] = weights / machine.pcie
         phases.append(reference)
     phases.append(_passes(job, roles, "training", math.ceil(job.sequences_of_update / train_rows), plan.updates))
-    slowest = max(
-        (role.costs["optimizer"] for role in roles), key=lambda c: machine.seconds(c) + machine.wire_seconds(c)
-    )
-    cost = total([(plan.updates, slowest)])
+    optimizer = [role.costs["optimizer"] for role in roles]
+    cost = total([(plan.updates, max(optimizer, key=lambda c: machine.seconds(c) + machine.wire_seconds(c)))])
     parts = {"kernels": machine.seconds(cost), "collectives": machine.wire_seconds(cost)}
     phases.append(PhaseTime("optimizer", machine.bound(cost), parts, cost))
     if job.has_engine:
@@ -348,7 +342,7 @@ def _passes(job: PredictedJob, roles: Sequence[Role], name: str, count: int, tim
             slowest = kernels, wire, total([(times, fixed), (times * count, each)])
         sums = machine.wire_seconds(fixed)
         if name == "training" and job.cfg.model.optim.overlap_grad_sync:
-            sums = max(0.0, sums - BACKWARD * (kernels + wire))
+            sums = max(0.0, sums - 2 / 3 * (kernels + wire))  # the backward pass, during which they can run
         once = max(once, max(0.0, machine.seconds(fixed)) + sums)
     kernels, wire, cost = slowest
     parts = {"kernels": times * count * kernels, "collectives": times * count * wire}
@@ -388,7 +382,7 @@ def _engine(job: PredictedJob, resident: float) -> tuple[PhaseTime, float]:
     resident += engine.weight_bytes / gpus
     room = max(0.0, machine.memory - machine.reserved - resident) * settings.free_gpu_memory_fraction
     of_sequence = engine.cache_bytes_of_token * (plan.longest_prompt + job.lengths.average)
-    engine = dataclasses.replace(engine, slots=max(1.0, min(settings.max_batch_size, room * gpus / of_sequence)))
+    engine = replace(engine, slots=max(1.0, min(settings.max_batch_size, room * gpus / of_sequence)))
     together, calls = job.prompts_of_call * plan.samples, plan.generation_calls
     seconds = calls * engine.call_seconds(together, job.prompts_of_call, plan.longest_prompt, job.lengths)
     _, factor = job.lengths.of_slowest(job.layout.data, calls, together)
