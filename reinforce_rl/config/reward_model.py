@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator
+from pydantic import Field
 
 from reinforce_rl.config.actor import RanksConfig
-from reinforce_rl.config.base import NOT_SET, Count, Natural, NonNegative, Section, Steps, Text, key
+from reinforce_rl.config.base import NOT_SET, Count, Natural, NonNegative, Positive, Section, Steps, Text, key
 from reinforce_rl.config.model import OptimConfig, ParallelConfig
 from reinforce_rl.config.parallelism import model_faults, ranks_faults, recomputation_faults
 from reinforce_rl.data.readers import source_fault
@@ -17,12 +17,6 @@ from reinforce_rl.utils.files import folder_faults
 
 _L2_GRID = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0]
 _HELPSTEER = ["helpfulness", "correctness", "coherence", "complexity", "verbosity"]
-
-
-def _strengths(values: list[float]) -> list[float]:
-    if not values or not all(value > 0 for value in values):
-        raise ValueError("no strengths")
-    return values
 
 
 class TrunkConfig(ParallelConfig):
@@ -106,7 +100,7 @@ class HeadConfig(Section):
     pooling: Literal["mean", "last", "auto"] = key(
         "mean", "mean, last, or auto: the one with the lower cross-validated loss on the training pairs"
     )
-    l2: Annotated[list[float], AfterValidator(_strengths)] = key(
+    l2: Annotated[list[Positive], Field(min_length=1)] = key(
         _L2_GRID,
         "strengths to choose from, by cross-validation on the training pairs",
         expected="at least one strength, each above 0",

@@ -214,13 +214,12 @@ class Engine:
         """Time of all responses of a call, with continuous batching beyond `slots` sequences."""
         rows, step = min(sequences, self.slots), lengths.longest / _POINTS
         waiting = (sequences - rows) * lengths.average / rows
-        seconds = self.pass_seconds(prompts, prompt_tokens, prompt_tokens / 2)
-        seconds += waiting * self.pass_seconds(rows, 1, prompt_tokens + lengths.average / 2)
-        for i in range(_POINTS):
-            tokens = (i + 0.5) * step
+        of_waiting = waiting * self.pass_seconds(rows, 1, prompt_tokens + lengths.average / 2)
+        seconds = self.pass_seconds(prompts, prompt_tokens, prompt_tokens / 2) + of_waiting
+        for tokens in np.arange(0.5, _POINTS) * step:
             share = math.exp(-tokens / lengths.scale)
-            any_left = 1 - (1 - share) ** rows
-            seconds += step * any_left * self.pass_seconds(max(rows * share, 1.0), 1, prompt_tokens + tokens)
+            any_left = step * (1 - (1 - share) ** rows)
+            seconds += any_left * self.pass_seconds(max(rows * share, 1.0), 1, prompt_tokens + tokens)
         return seconds
 
 

@@ -121,12 +121,9 @@ class ReinforceTrainer:
     def fit(self) -> None:
         """Train until steps, epochs or time run out, validating and saving at intervals.
 
-        Raises:
-            StoppedEarly: out of time, or a signal came.
-            RewardServerError: the reward server missed its deadline, or failed too many samples.
-            GenerationError: the generation engine cannot go on.
-                The state after the last complete step is saved before any of these.
-            DivergedError: training has diverged; nothing is saved.
+        Raises, after the last complete step is saved: StoppedEarly out of time or at a signal, RewardServerError if
+        the reward server missed its deadline or failed too many samples, GenerationError if the engine cannot go on.
+        Raises DivergedError if training has diverged; nothing is saved.
         """
         self._stop.wait_for_checks()
         try:
@@ -347,9 +344,7 @@ class ReinforceTrainer:
     def _goes_on(self) -> bool:
         """Return True if there is another step.
 
-        Raises:
-            StoppedEarly: there is, and it is left to another run.
-            DivergedError: there is none, and the last one leaves nothing to keep.
+        Raises StoppedEarly if it is left to another run, DivergedError if the last one leaves nothing to keep.
         """
         if self._is_over():
             self._divergence.check_end(self.step)

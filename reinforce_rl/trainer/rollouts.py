@@ -155,9 +155,8 @@ class RolloutMaker:
     def make(self, step: int) -> StepRollouts:
         """Make rollouts of the next prompts. `step`, from 1, keys the sampling noise.
 
-        Raises:
-            StoppedEarly: some rank was asked to stop. The same step can be made again.
-            RewardServerError: no answer, or too many failed samples.
+        Raises StoppedEarly if some rank was asked to stop (the same step can be made again), RewardServerError without
+        an answer or with too many failed samples.
         """
         if self.cfg.dynamic_filtering:
             drawn = self._draw_until_rewards_differ(step)
@@ -181,11 +180,7 @@ class RolloutMaker:
         """Sample with validation's settings and score; return means over all ranks.
 
         The first rank gets the samples of all, the others none. `parts` are this rank's prompts; `name` is the
-        phase's.
-
-        Raises:
-            StoppedEarly: some rank was asked to stop.
-            RewardServerError: no answer within the deadline, or too many failed samples.
+        phase's. Raises as `make`.
         """
         prompts = [prompt for part in parts for prompt in part]
         batch = self.answer(name, step, prompts, activity)
@@ -213,9 +208,7 @@ class RolloutMaker:
     ) -> PendingRollouts:
         """Generate batch by batch; each is scored while the next one is generated.
 
-        Raises:
-            StoppedEarly: on all ranks, if one was asked to stop.
-            GenerationError: on all ranks, if an engine of some rank cannot go on.
+        Raises StoppedEarly on all ranks if one was asked to stop, GenerationError if an engine of one cannot go on.
         """
         mesh = self.model.mesh
         share = list(self.batch_iterator_cls(prompts, validation))
@@ -241,13 +234,9 @@ class RolloutMaker:
         return PendingRollouts(self._unscored(prompts, completions), tuple(futures), work)
 
     def score(self, pending: PendingRollouts, name: str) -> RolloutBatch:
-        """Wait for this rank's scores and set which samples are valid. All ranks fail together.
+        """Wait for this rank's scores and set which samples are valid. All ranks fail together, and raise as `make`.
 
         `name` denotes the samples in error messages, e.g. "step 3".
-
-        Raises:
-            RewardServerError: a request failed on some rank, or too many samples did.
-            StoppedEarly: some rank was asked to stop.
         """
         batch, mesh = pending.batch, self.model.mesh
         rewards, faults = batch.rewards, list[str | None]([None] * len(batch.rewards))
@@ -283,19 +272,17 @@ class RolloutMaker:
         """Add policy and reference log-probs if needed: without a KL only a second update reads them."""
         where = (batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
         with_kl = self.cfg.initial_policy_kl_penalty > 0
+        # Ratios of a second update must start from the trainer's own log-probs.
+        is_known = self.cfg.generator_log_probs and self.model.generator.is_exact and not self.has_ratios
         if with_kl or self.has_ratios:
             with self.clock.phase("logprobs"):
-                batch = replace(batch, log_probs=self._policy_log_probs(batch, where))
+                own = batch.generator_log_probs if is_known else self.model.get_inference_log_probs(*where)
+                batch = replace(batch, log_probs=own)
         if with_kl:
             with self.clock.phase("init_logprobs"):
                 batch = replace(batch, init_log_probs=self.model.get_init_policy_logprobs(*where))
         self.stop.check(self.model.mesh)
         return batch
-
-    def _policy_log_probs(self, batch: RolloutBatch, where: tuple[Tensor, ...]) -> Tensor | None:
-        # Ratios of a second update must start from the trainer's own log-probs.
-        is_known = self.cfg.generator_log_probs and self.model.generator.is_exact and not self.has_ratios
-        return batch.generator_log_probs if is_known else self.model.get_inference_log_probs(*where)
 
     def _draw_until_rewards_differ(self, step: int) -> StepRollouts:
         """Draw prompts until enough groups have unequal rewards, or the bound or the epoch's end is reached.
