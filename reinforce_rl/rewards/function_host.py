@@ -297,11 +297,10 @@ def main() -> None:
 
 def _source_sha256(function: Callable[..., Any]) -> str | None:
     """Return the SHA-256 of the file that defines a function; None if there is none."""
-    try:
+    with contextlib.suppress(TypeError):
         file = inspect.getsourcefile(function)
-    except TypeError:
-        return None
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+    return None
 
 
 def _open_files() -> set[str]:

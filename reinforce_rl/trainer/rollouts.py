@@ -10,7 +10,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor
 
 from reinforce_rl.algorithm.rewards import in_group_with_spread
 from reinforce_rl.data.batches import (

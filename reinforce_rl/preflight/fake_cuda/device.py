@@ -91,13 +91,9 @@ def _replace_cuda(gpu: FakeCuda, gigabytes: int) -> None:
         "device_count": lambda: GPUS_OF_NODE,
         "current_device": lambda: 0,
         "get_device_properties": lambda *args: properties,
-        "get_device_name": lambda *args: properties.name,
-        "get_device_capability": lambda *args: (properties.major, properties.minor),
         "synchronize": lambda *args: gpu.sync("cuda.synchronize"),
         "memory_allocated": lambda *args: memory.bytes,
         "max_memory_allocated": lambda *args: memory.peak,
-        "memory_reserved": lambda *args: memory.bytes,
-        "max_memory_reserved": lambda *args: memory.peak,
         "memory_stats": lambda *args: {},
         "mem_get_info": lambda *args: (total - memory.bytes, total),
         "reset_peak_memory_stats": reset_peak,
@@ -403,7 +399,7 @@ class Network:
         if len(kinds) > 1:
             raise RuntimeError(f"{what}: tensors on {' and '.join(sorted(kinds))}")
         kind = kinds.pop()
-        if (kind == "cpu" and "gloo" not in backend) or (kind == "cuda" and "nccl" not in backend):
+        if {"cpu": "gloo", "cuda": "nccl"}[kind] not in backend:
             raise RuntimeError(f"{what}: No backend type associated with device type {kind} (group of {backend})")
         for tensor in tensors:
             if not tensor.is_contiguous():
