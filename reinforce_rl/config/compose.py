@@ -17,6 +17,7 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.places import shipped
 
 CONF_FOLDER = shipped("conf", "conf")
+_PROGRAMS = {"serve_reward_model": "serve", "demo_server": "serve", "train_reward_model": "train-rm"}
 
 
 def compose(name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER) -> DictConfig:
@@ -30,9 +31,10 @@ def compose(name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER) -> 
 
 def explained(error: Exception, name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER) -> ConfigError:
     """Name every unknown key. Hydra stops at the first, so retry without it until none is left."""
-    if isinstance(error, OverrideParseException) and error.override:
-        expected = "expected KEY=VALUE, with quotes around a text with special letters: \"KEY='a, b'\""
-        return ConfigError([f"{error.override} cannot be read as an override; {expected}"])
+    several = re.match("Ambiguous value for argument '(.*)'\n", str(error))
+    if override := several[1] if several else isinstance(error, OverrideParseException) and error.override:
+        expected = 'a list is "KEY=[a,b]", a text with special letters "KEY=\'a, b\'", in quotes for the shell too'
+        return ConfigError([f"{override} cannot be read as an override; expected KEY=VALUE: {expected}"])
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, found = error.missing_cfg_file.rpartition("/")
         return ConfigError([f"{group} is {found!r}; expected one of {', '.join(error.options)}"])
@@ -66,7 +68,8 @@ def _unknown_key(wanted: str, config_file: Path) -> str:
             return f"{key} has entries of your own names; give {wanted} as +{wanted}=VALUE"
     same_name = [key for key in known if key.split(".")[-1] == wanted.split(".")[-1]]
     close = get_close_matches(wanted, same_name, n=3, cutoff=0) or get_close_matches(wanted, known, n=1)
-    advice = f"did you mean {' or '.join(close)}?" if close else f"its keys stand in {config_file}"
+    word, program = re.split(r"[._]", wanted.rpartition(".")[2])[0], _PROGRAMS.get(config_file.stem, "train")
+    advice = f"did you mean {' or '.join(close)}?" if close else f"look for it: reinforce-rl {program} --help {word}"
     return f"{wanted} is not a key of the configuration; {advice}"
 
 

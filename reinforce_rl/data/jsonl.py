@@ -35,6 +35,8 @@ class Record:
 class LineFaults(list[str]):
     """Faulty lines or rows, reported together in one `DataError`."""
 
+    columns = 0  # those that lack a column, as all of their file do: no line is to correct
+
     def add(self, where: str, reason: object) -> None:
         self.append(f"  {where}: {reason}")
 
@@ -44,7 +46,8 @@ class LineFaults(list[str]):
             return
         more = [f"  ... and {len(self) - MAX_LISTED_FAULTS} more"] if len(self) > MAX_LISTED_FAULTS else []
         head = f"{len(self)} line{'s' if len(self) != 1 else ''} of the data cannot be used:"
-        raise DataError("\n".join([head, *self[:MAX_LISTED_FAULTS], *more, advice]))
+        advices = [advice] * (len(self) > self.columns)
+        raise DataError("\n".join([head, *self[:MAX_LISTED_FAULTS], *more, *advices]))
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

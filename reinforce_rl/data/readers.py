@@ -85,7 +85,7 @@ class Columns:
             try:
                 renamed[name] = reduce(getitem, [column] if column in value else column.split("."), value)
             except (KeyError, TypeError) as error:
-                raise ColumnMissing(value, f"{column}, as {self.key}{name} says") from error
+                raise ColumnMissing(value, f"{column}, as {self.key}{name} says; correct that") from error
         taken = set(self.names.values())
         return {**{name: item for name, item in value.items() if name not in taken}, **renamed}
 
@@ -113,6 +113,7 @@ def read_records(
                 except DataError as error:
                     faults.add(f"{path}{place}", error)
                     if isinstance(error, ColumnMissing) and not count:
+                        faults.columns += 1
                         break
 
 
@@ -306,16 +307,19 @@ def _record_of(value: Any) -> dict[str, Any]:
     return value
 
 
-def _decoded(raw: bytes) -> str:
+def _decoded(raw: bytes, of: str = "line") -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"not valid UTF-8 (byte {error.start + 1} of the line)") from error
+        advice = "save it as UTF-8, or, if it is Latin-1: iconv -f LATIN1 -t UTF-8 IN > OUT"
+        raise DataError(f"not valid UTF-8 (byte {error.start + 1} of the {of}); {advice}") from error
 
 
 def _list(file: io.BufferedReader) -> Rows:
     try:
-        values = json.load(file)
+        values = json.loads(_decoded(file.read(), "file"))
+    except DataError as error:
+        raise DataError(f"is {error}") from error
     except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
         raise DataError(f"is not valid JSON: {error}") from error
     for number, value in enumerate(values, 1):
@@ -327,15 +331,26 @@ def _separated(file: io.BufferedReader) -> Rows:
     csv.field_size_limit(sys.maxsize)
     first = file.peek(_START_BYTES).partition(b"\n")[0].decode(errors="replace")
     rows = csv.reader(map(_decoded, file), delimiter=max(",;\t", key=first.count), strict=True)
+    header, line = list[str](), 1  # the line where the row begins
     try:
-        header = [name.strip() for name in next(rows)]
-        for row in filter(None, rows):
-            found: Any = dict(zip(header, row, strict=False))
-            if len(row) != len(header):
-                found = DataError(f"{len(row)} values, expected {len(header)}, of {', '.join(header)}")
-            yield f":{rows.line_num}", found
-    except (csv.Error, DataError) as error:
-        raise DataError(f"cannot be read from line {rows.line_num + 1} on: {error}") from error
+        for row in rows:
+            if not header:
+                header = [name.strip() for name in row]
+                if twice := sorted({name for name in header if name and header.count(name) > 1}):
+                    yield f":{line}", DataError(f"several columns are named {', '.join(twice)}; rename all but one")
+                    return
+            elif row:
+                found: Any = dict(zip(header, row, strict=False))
+                if len(row) != len(header):
+                    found = DataError(f"{len(row)} values, expected {len(header)}, of {', '.join(header)}")
+                yield f":{line}", found
+            line = rows.line_num + 1
+    except csv.Error as error:
+        later = f"closes before other text in line {rows.line_num}; within quotes, write each quote twice"
+        fault = "is never closed" if "unexpected end" in str(error) else later
+        yield f":{line}", DataError(f"a quote opens here and {fault}")
+    except DataError as error:
+        yield f":{rows.line_num + 1}", error
 
 
 def _parquet(file: io.BufferedReader) -> Rows:

@@ -56,6 +56,7 @@ class RolloutRow:
     source_rewards: Mapping[str, float] = field(default_factory=dict)  # before weights; empty with one source
     score_fault: str | None = None  # why scoring failed; None if it did not
     set_name: str = ""  # train, validation or test, or the name of a validation set; "" in files of earlier versions
+    record: str | None = None  # the other fields of the prompt's line, as JSON; None in earlier files
 
     @property
     def is_end(self) -> bool:
@@ -152,6 +153,7 @@ def sample_rows(
             source_rewards={name: float(values[i]) for name, values in batch.source_rewards.items()},
             score_fault=batch.score_faults[i] if batch.score_faults else None,
             set_name=prompt_of[prompt_id].set_name or set_name,
+            record=json.dumps(dict(prompt_of[prompt_id].metadata), ensure_ascii=False),
         )
         for i, prompt_id in enumerate(batch.group_ids.tolist())
     ]
@@ -231,7 +233,7 @@ def write_records(path: Path, samples: Samples) -> None:
     floats = [f"{name}.list.element" for name, kind in TOKEN_COLUMNS.items() if kind == _FLOATS]
     others = [f"{name}.list.element" for name, kind in TOKEN_COLUMNS.items() if kind != _FLOATS]
     encodings: dict[str, Any] = {
-        "use_dictionary": ["prompt", "finish_reason", "score_fault", "set_name", *others],
+        "use_dictionary": ["prompt", "finish_reason", "score_fault", "set_name", "record", *others],
         "use_byte_stream_split": floats,  # a third smaller: exponents and mantissas apart
     }
     file = io.BytesIO()
@@ -292,14 +294,16 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None, filters: 
         DataError: the file is damaged, or not of this version.
     """
     try:
-        found = (pq.read_schema(path).metadata or {}).get(FORMAT.encode())
+        schema = pq.read_schema(path)
+        found = (schema.metadata or {}).get(FORMAT.encode())
         version = json.loads(found)["version"] if found else None
         if version != VERSION:
             raise DataError(
                 f"{path}: its records have version {version}; this reinforce_rl reads version {VERSION}. Read them "
                 "with the reinforce_rl that wrote them, or as they are with pyarrow.parquet.read_table"
             )
-        return pq.read_table(path, columns=columns, filters=filters)
+        known = None if columns is None else [name for name in columns if name in schema.names]
+        return pq.read_table(path, columns=known, filters=filters)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error}); restore it or take it away") from error
 
@@ -317,7 +321,7 @@ def read_rows(path: str | Path) -> list[RolloutRow]:
     rows = read_json_lines(path) if is_earlier else read_table(path, list(SAMPLE_COLUMNS)).to_pylist()
     fields = set(list(SAMPLE_COLUMNS)[: _EARLIER if is_earlier else None])
     for number, row in enumerate(rows, 1):
-        if row.keys() != fields:
+        if (fields ^ row.keys()) - {"record"}:  # which earlier files lack
             missing, unknown = sorted(fields - row.keys()), sorted(row.keys() - fields)
             raise DataError(f"{path}, line {number}: missing fields {missing}, unknown fields {unknown}")
         row |= {name: math.nan for name in row if row[name] is None and SAMPLE_COLUMNS[name] == pa.float64()}

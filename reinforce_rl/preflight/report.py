@@ -61,8 +61,11 @@ def _batches(cfg: TrainConfig, plan: BatchPlan) -> list[tuple[str, str]]:
     g, of_rank, of_update = plan.samples, plan.prompts_of_rank, plan.prompts_of_update.least
     sequences = f"{of_update} prompts = {of_update * g} sequences"
     calls = _count(plan.validation_calls, "generation call")
-    validation = "none" if plan.validation is None else f"{plan.validation} prompts x 1 sample, {calls} a rank"
     epoch = run = "not known: the prompts cannot be read"
+    validates = cfg.model.data.data_prefix.validation and cfg.trainer.reinforce.val_check_interval
+    validation = epoch if validates and plan.epoch is None else "none"
+    if plan.validation is not None:
+        validation = f"{plan.validation} prompts x 1 sample, {calls} a rank"
     if plan.epoch is not None:
         steps, last = _count(len(plan.epoch), "step"), _count(plan.epoch[-1], "prompt")
         epoch = f"{sum(plan.epoch)} prompts = {steps}, the last of {last}"

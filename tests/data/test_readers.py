@@ -198,9 +198,9 @@ def test_columns_by_other_names(tmp_path):
         f"{tmp_path}/a.csv:2: found question, answer, prompt; expected questoin, as model.data.fields.prompt" in said
     )
     (tmp_path / "b.csv").write_text("question,answer\n" + "hi,1\n" * 5)
-    assert refused(tmp_path / "b.csv", columns={"prompt": "q"}).startswith("1 line "), (
-        "what all lines lack is said once"
-    )
+    said = refused(tmp_path / "b.csv", columns={"prompt": "q"})
+    assert said.startswith("1 line "), "what all lines lack is said once"
+    assert said.endswith("expected q, as model.data.fields.prompt says; correct that"), "and no line is to correct"
 
 
 OTHER = {
@@ -233,8 +233,27 @@ def test_what_cannot_be_read_is_named_with_what_to_do(tmp_path, content, fault):
         ("a.json", b'[{"prompt": "x"}, {"prompt": y}]', "is not valid JSON: Expecting value: line 1 column 30"),
         ("a.json", b'[{"prompt": "x"}, 3]', ", row 2: expected a JSON object, found a number"),
         ("a.csv", b"prompt,answer\nx,1\ny\n", ":3: 1 values, expected 2, of prompt, answer"),
-        ("a.csv", b'prompt,answer\nx,1\n"y,2\n', "cannot be read from line 4 on: unexpected end of data"),
-        ("a.csv", b"prompt,answer\nx,1\n\xe9,2\n", "cannot be read from line 3 on: not valid UTF-8 (byte 1"),
+        ("a.csv", b'prompt,answer\nx,1\n\n"y\nz",1,2\ny,1\n', ":4: 3 values, expected 2"),
+        ("a.csv", b'prompt,answer\n"x\nx",1\n"y,2\nz,3\nz,4\n', ":4: a quote opens here and is never closed"),
+        (
+            "a.csv",
+            b'prompt,answer\nx,1\n"y,2\nz,3\n"z",4\n',
+            ":3: a quote opens here and closes before other text in line 5",
+        ),
+        ("a.csv", b'"prompt,answer\nx,1\n', ":1: a quote opens here and is never closed"),
+        ("a.csv", b"prompt,answer, answer,,\nx,1,2,,\n", ":1: several columns are named answer; rename all but one"),
+        (
+            "a.csv",
+            b"prompt,answer\nx,1\n\xe9,2\n",
+            ":3: not valid UTF-8 (byte 1 of the line); save it as UTF-8, or, if",
+        ),
+        ("a.csv", b"prompt,r\xe9sum\xe9\nx,1\n", ":1: not valid UTF-8 (byte 9 of the line); save it as UTF-8"),
+        (
+            "a.jsonl",
+            b'{"prompt": "x"}\n{"prompt": "\xe9"}',
+            ":2: not valid UTF-8 (byte 13 of the line); save it as UTF-8",
+        ),
+        ("a.json", b'[{"prompt": "\xe9"}]', "is not valid UTF-8 (byte 14 of the file); save it as UTF-8"),
         ("a.parquet", b"prompt,answer\n", "does not begin as a Parquet file does"),
         ("a.jsonl.xz", lzma.compress(LINES * 9)[:-20], "cannot be read: Compressed file ended before"),
         ("a.jsonl.gz", gzip.compress(LINES * 9)[:-20] + b"0" * 20, "cannot be read: "),

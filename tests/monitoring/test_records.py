@@ -37,7 +37,7 @@ from reinforce_rl.monitoring.records import (
 )
 from reinforce_rl.monitoring.run_folder import RunFolder
 
-PROMPTS = [Prompt(7, "tea", (5, 6, 7)), Prompt(9, "a ü", (8, 9))]
+PROMPTS = [Prompt(7, "tea", (5, 6, 7), {"limit": 80, "answer": "ü"}), Prompt(9, "a ü", (8, 9))]
 LENGTHS = [4, 0, 2, 5]  # one response is empty
 
 
@@ -110,6 +110,7 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
     assert math.isnan(rows[1].reward) and rows[0].source_rewards == {"short": 1.0} and rows[0].set_name == "train"
     assert [row.shaped_reward for row in rows][::2] == [3.0, 5.0] and math.isnan(rows[3].shaped_reward)
     assert [row.kl for row in rows] == [0.0, 1.0, 2.0, 3.0] and rows[2].baseline == 4.0
+    assert [row.record for row in rows] == ['{"limit": 80, "answer": "ü"}'] * 2 + ["{}"] * 2
     assert RunFolder(tmp_path).tokens(3, [7]).keys() == {(7, 0), (7, 1)} and RunFolder(tmp_path).tokens(3, [5]) == {}
 
 
@@ -284,6 +285,16 @@ def test_failed_rewards_are_null_on_disk_and_tensors_are_numbers(tmp_path):
     assert records[0]["reward"] is None and records[1]["reward"] == 0.25
     assert list(records[0]) == [field.name for field in dataclasses.fields(RolloutRow)]
     assert math.isnan(read_rows(path)[0].reward)
+
+
+def test_a_file_from_before_the_record_is_read(tmp_path):
+    path = RolloutWriter(tmp_path).write(1, [row(record='{"limit": 80}')])
+    assert read_rows(path)[0].record == '{"limit": 80}'
+    pq.write_table(pq.read_table(path).drop_columns("record"), path)
+    assert read_rows(path)[0].record is None and read_rows(path)[0].prompt == row().prompt
+    pq.write_table(pq.read_table(path).drop_columns("reward"), path)
+    with pytest.raises(DataError, match=r"missing fields \['record', 'reward'\]"):
+        read_rows(path)
 
 
 def test_a_lone_surrogate_in_a_prompt_does_not_end_the_run(tmp_path):

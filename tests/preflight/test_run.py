@@ -123,6 +123,17 @@ def test_every_fault_is_in_one_message(files, tmp_path, monkeypatch):
     assert any("does not hold what its config.json says" in fault for fault in faults)
 
 
+def test_what_follows_from_prompts_that_cannot_be_read_is_not_known(files, tmp_path):
+    (tmp_path / "bad.jsonl").write_text("not json\n")
+    train = f"model.data.data_prefix.train={tmp_path / 'bad.jsonl'}"
+    both = (train, f"model.data.data_prefix.validation={files / 'train.jsonl'}")
+    for overrides, rows in (((train,), 2), (both, 3)):
+        out = io.StringIO()
+        with pytest.raises(ConfigError):
+            preflight(compose(*right(files), *overrides), Console(file=out, width=200))
+        assert out.getvalue().count("not known: the prompts cannot be read") == rows
+
+
 def test_a_disk_that_is_too_small(files, monkeypatch):
     free = namedtuple("usage", "free")
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: free(1000))

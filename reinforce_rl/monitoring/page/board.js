@@ -543,7 +543,8 @@
     const view = (name, text) => h("button", { type: "button", onclick: () => { choose({ view: name, prompt: String(id) }); loadSamples(); } }, text);
     const meta = h("div", { class: "meta" }, h("b", {}, `prompt ${id}`),
       h("span", { class: "push" }, shown.view === "steps" ? null : view("steps", "over steps")));
-    return h("article", { class: "card sample" }, meta, h("div", { class: "text prompt", tabindex: "0" }, ...marked(rows[0].prompt)), body);
+    const record = (rows[0].record ?? "{}") === "{}" ? null : h("div", { class: "meta" }, h("span", {}, rows[0].record));
+    return h("article", { class: "card sample" }, meta, h("div", { class: "text prompt", tabindex: "0" }, ...marked(rows[0].prompt)), record, body);
   }
 
   function byPrompt(rows) {
