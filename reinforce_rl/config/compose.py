@@ -31,10 +31,9 @@ def compose(name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER) -> 
 
 def explained(error: Exception, name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER) -> ConfigError:
     """Name every unknown key. Hydra stops at the first, so retry without it until none is left."""
-    several = re.match("Ambiguous value for argument '(.*)'\n", str(error))
-    if override := several[1] if several else isinstance(error, OverrideParseException) and error.override:
-        expected = 'a list is "KEY=[a,b]", a text with special letters "KEY=\'a, b\'", in quotes for the shell too'
-        return ConfigError([f"{override} cannot be read as an override; expected KEY=VALUE: {expected}"])
+    if isinstance(error, OverrideParseException) and error.override:
+        expected = "expected KEY=VALUE, with quotes around a text with special letters: \"KEY='a, b'\""
+        return ConfigError([f"{error.override} cannot be read as an override; {expected}"])
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, found = error.missing_cfg_file.rpartition("/")
         return ConfigError([f"{group} is {found!r}; expected one of {', '.join(error.options)}"])

@@ -346,9 +346,12 @@ def _separated(file: io.BufferedReader) -> Rows:
                 yield f":{line}", found
             line = rows.line_num + 1
     except csv.Error as error:
-        later = f"closes before other text in line {rows.line_num}; within quotes, write each quote twice"
-        fault = "is never closed" if "unexpected end" in str(error) else later
-        yield f":{line}", DataError(f"a quote opens here and {fault}")
+        fault = str(error)
+        if "unexpected end" in fault:
+            fault = "a quote opens here and is never closed"
+        elif "expected after" in fault:
+            fault = f"a quote opens here and closes before other text in line {rows.line_num}; write inner ones twice"
+        yield f":{line}", DataError(fault)
     except DataError as error:
         yield f":{rows.line_num + 1}", error
 
