@@ -30,7 +30,7 @@ def compose(name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER) -> 
 
 
 def explained(error: Exception, name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER) -> ConfigError:
-    """Name every unknown key. Hydra stops at the first, so retry without it until none is left."""
+    """Name every unknown key and bare comma. Hydra stops at the first, so retry without it until none is left."""
     if isinstance(error, OverrideParseException) and error.override:
         expected = "expected KEY=VALUE, with quotes around a text with special letters: \"KEY='a, b'\""
         return ConfigError([f"{error.override} cannot be read as an override; {expected}"])
@@ -41,11 +41,17 @@ def explained(error: Exception, name: str, overrides: Sequence[str], folder: Pat
         found = error.missing_cfg_file.removesuffix(".yaml")
         return ConfigError([f"there is no {found}.yaml in the folder of --config-dir, nor in {folder}"])
     text = str(error).partition("\nConfig search path:")[0].strip()
+    # Hydra takes a bare comma for a sweep over several runs.
+    commas = re.match(r"(?:Ambiguous value for argument|Sweep parameters) '([^=]+)=(.*)'", text)
     unknown = re.search(r"Could not override '([^']+)'|not in struct\s+full_key: (\S+)", text)
-    if unknown is None:
+    if commas is not None:
+        key, value = commas.groups()
+        faults = [f"{key} is {value}; write a list as {key}='[{value}]', a text as {key}=\"'{value}'\""]
+    elif unknown is not None:
+        key = unknown.group(1) or unknown.group(2)
+        faults = [_unknown_key(key, folder / f"{name}.yaml")]
+    else:
         return ConfigError([text])
-    key = unknown.group(1) or unknown.group(2)
-    faults = [_unknown_key(key, folder / f"{name}.yaml")]
     rest = [override for override in overrides if override.partition("=")[0] != key]
     if len(rest) < len(overrides):
         try:

@@ -26,7 +26,7 @@ from reinforce_rl.evaluation.model import inference_config, load_actor
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.monitoring.run import SilentMonitor
-from reinforce_rl.rewards.base import STATUS_TEXT, RewardSource
+from reinforce_rl.rewards.base import STATUS_OK, STATUS_TEXT, RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.trainer.build import configured_mesh
 from reinforce_rl.trainer.rollouts import reward_request
@@ -254,8 +254,11 @@ def chat(
                 given = connect(speaker.name).infer_rm(reward_request(speaker.actor, [prompt], found)).result()
             except RewardServerError as error:
                 return f"no reward: {error}"
-            status = int(given.status[0])
-            return f"no reward: {STATUS_TEXT[status]}" if status else f"reward {float(given.values[0]):.3f}"
+            if (status := int(given.status[0])) == STATUS_OK:
+                return f"reward {float(given.values[0]):.3f}"
+            fault = given.faults.get(0, STATUS_TEXT[status])
+            why = "; the record of a chat has no columns of a data file, only messages" if "KeyError" in fault else ""
+            return f"no reward: {fault}{why}"
 
         for name in cfgs if rewards else ():  # no such function: an error; no server yet: it may come up
             with contextlib.suppress(RewardServerError):

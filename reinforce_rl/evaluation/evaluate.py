@@ -37,6 +37,7 @@ from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.run import DefaultBatchIterator
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.phases import StepClock
+from reinforce_rl.runtime.status import RESULTS_FILE
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.build import build_datasets, build_sampler, configured_mesh
 from reinforce_rl.trainer.rollouts import RolloutMaker
@@ -303,4 +304,4 @@ def _write(out: Path, results: Results, found: Sequence[_Answers]) -> None:
         monitor = RunMonitor(folder, Loggers([logger]), RolloutWriter(folder), TrainingProgress(0, enabled=False))
         monitor.log_validation(0, one.metrics, Samples(one.rows))
         monitor.commit(0)
-    write_atomically(out / "results.json", json.dumps(results.as_json(), indent=2, allow_nan=False) + "\n")
+    write_atomically(out / RESULTS_FILE, json.dumps(results.as_json(), indent=2, allow_nan=False) + "\n")

@@ -27,6 +27,7 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import STATE_FILE, latest_checkpoint
 from reinforce_rl.megatron.hf_weights import STEP
 from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.rewards.function_pool import with_functions
 from reinforce_rl.runtime.settings import CONFIG_FILE
 from reinforce_rl.trainer.build import build_actor, check_vocabulary
 
@@ -121,9 +122,7 @@ def inference_config(
     config, faults = read_config(cfg)
     ours = DATA if prompts is None else f"{DATA}.train"  # nobody has given these
     faults = [fault for fault in faults if not fault.startswith(ours)]
-    if faults:
-        raise ConfigError(faults)
-    return config
+    return with_functions(config, faults)
 
 
 def load_actor(cfg: TrainConfig, mesh: Mesh) -> MegatronGPTReinforceActorModel:

@@ -54,11 +54,12 @@ def train(
     from omegaconf import OmegaConf
 
     from reinforce_rl.config.compose import compose
-    from reinforce_rl.config.load import load_config
+    from reinforce_rl.config.load import read_config
+    from reinforce_rl.rewards.function_pool import with_functions
 
     algorithm = settings.pop("algorithm", None)
     cfg = compose("train_reinforce_actor", [f"algorithm={algorithm}"] if algorithm else [])
-    OmegaConf.set_struct(cfg, False)  # load_config names keys that do not exist
+    OmegaConf.set_struct(cfg, False)  # read_config names keys that do not exist
     folder = Path(output)
     values = {"pretrained_checkpoint.restore_from_path": str(model), "exp_manager.explicit_log_dir": str(folder)}
     values["model.data.data_prefix.train"] = _file(prompts, folder / "prompts.jsonl")
@@ -69,7 +70,7 @@ def train(
         values |= {"reward": "function", "reward_function.name": name, "reward_function.kwargs": kwargs}
     for key, value in (values | settings).items():
         OmegaConf.update(cfg, key, str(value) if isinstance(value, Path) else value)
-    config = load_config(cfg)
+    config = with_functions(*read_config(cfg))
     ranks = config.trainer.devices * config.trainer.num_nodes
     if ranks != int(os.environ.get("WORLD_SIZE", "1")):
         script = Path(getattr(sys.modules["__main__"], "__file__", None) or "SCRIPT.py").name

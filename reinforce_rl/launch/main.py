@@ -61,7 +61,7 @@ def _complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 Words = Annotated[list[str] | None, typer.Argument(autocompletion=_complete)]
 RunFolder = Annotated[Path, typer.Argument(help="the run's folder")]
-Rewards = Annotated[list[str] | None, typer.Option(help="function (gsm8k) or server (http://HOST:PORT); repeatable")]
+Rewards = Annotated[list[str] | None, typer.Option(help="my_rewards.f, or a server's http://HOST:PORT; repeatable")]
 
 app = typer.Typer(
     name="reinforce-rl",
@@ -152,12 +152,14 @@ def launch(
     passed to both, unless the server gets inference.port=N.
     """
     from reinforce_rl.config.compose import compose
-    from reinforce_rl.config.load import load_config
+    from reinforce_rl.config.load import read_config
     from reinforce_rl.launch import local
+    from reinforce_rl.rewards.function_pool import with_functions
 
     server_args, actor_args = ctx.obj
     if actor_script is None and not any(arg.startswith("-") for arg in actor_args):
-        load_config(compose("train_reinforce_actor", actor_args))  # before minutes of loading the server
+        # Before minutes of loading the server.
+        with_functions(*read_config(compose("train_reinforce_actor", actor_args)))
     plan = local.make_plan(
         *(run_dir, server_args, actor_args),
         server=[str(server_script)] if server_script else local.SERVE,
@@ -319,9 +321,9 @@ def records(
     tokens: Annotated[bool, typer.Option("--tokens", help="with the ids, texts and values of each token")] = False,
 ) -> None:
     """Print a step's samples as JSON, one a line: prompt, response, rewards, KL, advantage, ..."""
-    from reinforce_rl.monitoring.run_folder import RunFolder
+    from reinforce_rl.monitoring.run_folder import open_run
 
-    for line in RunFolder(run).sample_lines(step, kind, tokens=tokens):
+    for line in open_run(run).sample_lines(step, kind, tokens=tokens):
         print(line, end="")
 
 

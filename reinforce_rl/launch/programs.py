@@ -19,7 +19,7 @@ from yaml import YAMLError
 
 from reinforce_rl.config.compose import CONF_FOLDER, explained
 from reinforce_rl.config.describe import PROGRAMS
-from reinforce_rl.config.load import load_config
+from reinforce_rl.config.load import load_config, read_config
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import EXIT_STOPPED
@@ -84,7 +84,9 @@ def train(cfg: DictConfig) -> None:
 
         preflight(cfg)
         return
-    config = load_config(cfg)
+    from reinforce_rl.rewards.function_pool import with_functions
+
+    config = with_functions(*read_config(cfg))
     if not may_start(config):
         return
     start_ranks(config.trainer.devices, config.trainer.num_nodes)

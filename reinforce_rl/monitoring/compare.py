@@ -19,7 +19,7 @@ from rich.text import Text
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.progress import formatted
 from reinforce_rl.monitoring.report import compare_validation, overview
-from reinforce_rl.monitoring.run_folder import RunFolder, mean
+from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
 from reinforce_rl.monitoring.view import frozen_page
 from reinforce_rl.runtime.settings import SILENT, flatten
 from reinforce_rl.utils.files import write_atomically
@@ -47,9 +47,9 @@ def compare(folders: Sequence[str | Path], html: str | Path | None = None) -> st
     """Return a comparison of runs as text; with `html`, also write the page that overlays them.
 
     Raises:
-        DataError: fewer than two runs, a folder is absent, or a file of it cannot be read.
+        DataError: fewer than two runs, a folder holds none, or a file of it cannot be read.
     """
-    paths = {Path(folder).resolve(): RunFolder(folder) for folder in folders}
+    paths = {Path(folder).resolve(): open_run(folder) for folder in folders}
     if len(paths) < 2:
         raise DataError(f"found {len(paths)} run to compare; expected the folders of at least two different runs")
     above = os.path.commonpath(paths)

@@ -53,7 +53,7 @@ class TrainingProgress:
         self._step, self._skipped = start_step, 0
         self._phase = ""
         self._phase_start = self._last_update = time.monotonic()
-        self._waiting = ""
+        self._waiting, self._next_wait = "", 0.0
         self._durations: deque[float] = deque(maxlen=_RECENT)
         self._timings: dict[str, float] = {}
         self._first: dict[str, float] = {}
@@ -75,17 +75,18 @@ class TrainingProgress:
 
     def phase(self, name: str) -> None:
         """Set the current phase, e.g. "generate"; an empty name ends it."""
-        self._phase, self._phase_start, self._waiting = name, time.monotonic(), ""
+        self._phase, self._phase_start, self._waiting, self._next_wait = name, time.monotonic(), "", 0.0
 
     def note(self, text: str, transient: bool = False) -> None:
-        """Show a message; on a terminal a transient one is replaced by the next and vanishes with the phase."""
-        if not self.enabled:
+        """Show a message; a transient one until the next or the phase's end, in a log file at growing intervals."""
+        now = time.monotonic()
+        if not self.enabled or (transient and self._live is None and now < self._next_wait):
             return
+        if transient:
+            self._waiting, self._next_wait = text, now + 2 * (now - self._phase_start)
         if self._live is None:
             self._print(text)
-        elif transient:
-            self._waiting = text
-        else:
+        elif not transient:
             self.console.print(Text(text))
 
     def update(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.progress import clock, formatted
 from reinforce_rl.monitoring.records import RolloutRow
-from reinforce_rl.monitoring.run_folder import RunFolder, is_training, mean
+from reinforce_rl.monitoring.run_folder import RunFolder, is_training, mean, open_run
 from reinforce_rl.monitoring.view import curves, frozen_page
 from reinforce_rl.utils.files import write_atomically
 
@@ -237,9 +237,9 @@ def write_report(run_dir: str | Path) -> Path:
     """Write `report.html` from the files of `run_dir` that exist; return its path.
 
     Raises:
-        DataError: `run_dir` is absent, or a file of it cannot be read.
+        DataError: `run_dir` holds no run, or a file of it cannot be read.
     """
-    run = RunFolder(run_dir)
+    run = open_run(run_dir)
     path = run.path / "report.html"
     write_atomically(path, frozen_page({run.name: (run, overview(run))}))
     return path

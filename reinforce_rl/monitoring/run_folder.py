@@ -26,6 +26,7 @@ from reinforce_rl.utils.files import json_line, parse_json_lines
 
 STRAGGLER_FACTOR: float = TrainConfig().trainer.straggler_factor  # the default
 _TAIL = 4096  # bytes before the end of what was read that must be unchanged; each line holds its time
+_NAMED_RUNS = 3  # in a message
 _KEPT_SAMPLES = 8  # sample files held in memory
 
 
@@ -180,6 +181,16 @@ class RunFolder:
             text = state.reason or "the run's process is gone and has left no reason; see its log"
             done.append(Alert(state.state, state.step, state.step, 1, text))
         return sorted([*done, *found.values()], key=lambda alert: (-alert.last, alert.kind))
+
+
+def open_run(path: str | Path) -> RunFolder:
+    """Return the run in a folder. Raises DataError, with the runs below, if the folder itself holds none."""
+    run = RunFolder(path)
+    if not runs_below(path, 0):
+        below = ", ".join(map(str, runs_below(path)[:_NAMED_RUNS]))
+        expected = f"expected the folder of a run{below and f', such as {below}'}"
+        raise DataError(f"{path} holds no run: neither {METRICS_FILE} nor {STATUS_FILE}; {expected}")
+    return run
 
 
 def runs_below(folder: str | Path, depth: int = 3) -> list[Path]:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.config.base import DEEP, NOT_SET
+from reinforce_rl.config.base import DEEP
 from reinforce_rl.config.load import read_config
 from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.errors import CheckpointError, ConfigError, RewardServerError
@@ -21,8 +21,7 @@ from reinforce_rl.megatron.hf_weights import HFFolder, check_headers
 from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import Inputs, gigabytes, layout_of, plan_batches, plan_memory, read_inputs
 from reinforce_rl.preflight.report import print_plan, print_warnings, resident
-from reinforce_rl.rewards.function_host import LoadFault, load_function
-from reinforce_rl.rewards.sources import configured_functions
+from reinforce_rl.rewards.function_pool import function_faults
 from reinforce_rl.rewards.transport import FailedAttempt, check_once
 from reinforce_rl.rewards.wire import ServerInfo, read_token, unlike
 from reinforce_rl.utils.net import Address
@@ -68,7 +67,7 @@ def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examinat
             memory = plan_memory(config, inputs, batches, gpu=gpu)
             print_plan(console, config, inputs, batches, memory, gpu=gpu)
         print_warnings(console, list(_warnings(config, memory, here=here)))
-    faults += [*inputs.faults, *_weight_faults(config, inputs), *_function_faults(config)]
+    faults += [*inputs.faults, *_weight_faults(config, inputs), *function_faults(config, here=here)]
     return Examination(config, inputs, memory, faults)
 
 
@@ -120,16 +119,6 @@ def _weight_faults(cfg: TrainConfig, inputs: Inputs) -> Iterator[str]:
         try:
             check_headers(inputs.architecture, HFFolder(cfg.pretrained_checkpoint.restore_from_path))
         except CheckpointError as error:
-            yield str(error)
-
-
-def _function_faults(cfg: TrainConfig) -> Iterator[str]:
-    for spec, _ in configured_functions(cfg).values():
-        if spec.name == NOT_SET:
-            continue  # reported where the key is read
-        try:
-            load_function(spec)
-        except LoadFault as error:
             yield str(error)
 
 

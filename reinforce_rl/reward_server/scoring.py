@@ -300,6 +300,9 @@ class FunctionRequestScorer(RequestScorer):
         for name, scores in pending.items():
             values, found = np.full(len(status), np.nan, np.float32), status.copy()
             result = scores.result()
+            if result.faults:
+                faults = dict(Counter(result.faults.values()))
+                logger.warning("event=function_failed function=%s faults=%s", name, faults)
             values[good], found[good] = result.values, result.status
             status = np.where(status == base.STATUS_OK, found, status)
             rewards = rewards + np.float32(own.weights[name]) * values

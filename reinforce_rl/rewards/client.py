@@ -71,7 +71,7 @@ class RemoteGPTRMClient:
         deadline_seconds: for a whole request, from `infer_rm` on, including all attempts.
         attempt_timeout_seconds: for one attempt, up to the answer's last byte. Doubles after each one that times out.
         pad_to_length, pad_id: pad rows to this many tokens, since Triton merges only requests of equal width.
-        on_wait: called with a sentence while no server answers, from any thread, each `wait_report_seconds` or later.
+        on_wait: called with a sentence on a wait, from any thread, every `wait_report_seconds` or later.
         max_in_flight: parts of requests in flight per server; more are queued.
         first_backoff_seconds, max_backoff_seconds: the pause between attempts grows from one to the other.
     """

@@ -101,10 +101,17 @@ def _check_kwargs(function: Callable[..., Any], spec: FunctionSpec) -> None:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of some builtins
         return
+    called = f"{spec.name}{signature}"
+    kinds = {name: p.kind for name, p in signature.parameters.items() if p.kind < p.KEYWORD_ONLY}
+    takes_lists = "completions" in list(kinds)[:3]
+    if takes_lists or (len(kinds) < 3 and inspect.Parameter.VAR_POSITIONAL not in kinds.values()):
+        raise LoadFault(
+            f"{spec.key}.name is {called}; expected NAME(prompt, response, record, **kwargs), called once for each "
+            'sample; wrap a function of TRL, which takes lists, as the page "Coming from TRL" shows'
+        )
     try:
         signature.bind("", "", {}, **spec.kwargs)
     except TypeError as error:
-        called = f"{spec.name}{signature}, called as (prompt, response, record, **kwargs)"
         how = f"give each as +{spec.key}.kwargs.NAME=VALUE"
         raise LoadFault(f"{spec.key}.kwargs do not fit {called}: {error}; {how}") from error
     try:
@@ -248,18 +255,22 @@ def _score(functions: Functions, request: bytes) -> Outcome:
     sample = json.loads(request)
     if "function" not in sample:
         return Outcome(base.STATUS_OK, 0.0)  # a ping
+    function = functions[sample["function"]]
+    defined = _definition(function)
     try:
-        value = functions[sample["function"]](sample["prompt"], sample["response"], sample["record"])
+        value = function(sample["prompt"], sample["response"], sample["record"])
         if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-            return Outcome(base.STATUS_INTERNAL, fault=f"returned a {type(value).__name__}; expected a number")
+            kind = type(value).__name__
+            return Outcome(base.STATUS_INTERNAL, fault=f"returned a {kind}; expected a number{defined}")
         number = float(value)
     except BaseException as error:  # KeyboardInterrupt and SystemExit too
         told = getattr(error, "public", "")  # what an error says about itself without any text of the sample
-        fault = f"{type(error).__name__}{f': {told[:MESSAGE_LETTERS]}' if isinstance(told, str) and told else ''}"
-        fault += _place(error)
-        return Outcome(base.STATUS_INTERNAL, fault=fault, message=str(error)[:MESSAGE_LETTERS])
+        told = told[:MESSAGE_LETTERS] if isinstance(told, str) else ""
+        fault = f"{type(error).__name__}{told and f': {told}'}{_place(error)}"
+        message = str(error)[:MESSAGE_LETTERS].removeprefix(told).removeprefix(": ")
+        return Outcome(base.STATUS_INTERNAL, fault=fault, message=message)
     if not math.isfinite(number):
-        return Outcome(base.STATUS_NOT_FINITE, fault=f"returned {number}")
+        return Outcome(base.STATUS_NOT_FINITE, fault=f"returned {number}{defined}")
     return Outcome(base.STATUS_OK, number)
 
 
@@ -268,6 +279,11 @@ def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def _definition(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
+    return f" (defined at {code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
 def main() -> None:

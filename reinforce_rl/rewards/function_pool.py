@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -22,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.base import NOT_SET
 from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.rewards import base
@@ -52,6 +53,7 @@ class Scores:
     values: np.ndarray  # float32 [N], NaN where a sample failed
     status: np.ndarray  # int32 [N]
     faults: dict[int, str] = field(default_factory=dict)  # what failed and where, by row, without the sample's text
+    texts: dict[int, str] = field(default_factory=dict)  # of errors, by row; may quote the sample
 
 
 @dataclass
@@ -66,7 +68,7 @@ class PendingScores:
     deadline: float = 0.0  # in time.monotonic
     host: _Host | None = None  # killed at the deadline, so that the next request gets a new one
 
-    def take(self, row: int, status: int, value: float, fault: str) -> None:
+    def take(self, row: int, status: int, value: float, fault: str, text: str = "") -> None:
         """Record the outcome of one sample; after the last one, complete the future."""
         scores = self.scores
         if status == base.STATUS_OK:
@@ -77,12 +79,11 @@ class PendingScores:
         scores.status[row] = status
         if fault:
             scores.faults[row] = f"{self.function}: {fault}"
+        if text:
+            scores.texts[row] = text
         self.left -= 1
         self.on_sample()
         if self.left == 0:
-            if scores.faults:
-                faults = Counter(scores.faults.values())
-                logger.warning("event=function_failed function=%s faults=%s", self.function, dict(faults))
             self.future.set_result(scores)
 
     def result(self) -> Scores:
@@ -156,7 +157,7 @@ class _Host(ModuleChild):
             fault = message["fault"]
             if fault:
                 logger.debug("event=function_failed fault=%s message=%s", fault, message["message"])
-            batch.take(row, message["status"], message["value"], fault)
+            batch.take(row, message["status"], message["value"], fault, message["message"])
         except Exception:  # the only reader: without it the host is useless
             logger.exception("event=function_host_fault")
             self.kill()
@@ -282,6 +283,31 @@ def named_functions(own: RewardFunctionConfig, *, with_own: bool) -> dict[str, t
         spec = FunctionSpec(f"reward_function.more_functions.{name}", more.name, more.kwargs)
         functions[name] = spec, more.weight
     return functions
+
+
+def with_functions(cfg: TrainConfig, faults: Sequence[str]) -> TrainConfig:
+    """Return the configuration; raise ConfigError if it has faults or its reward functions cannot be loaded."""
+    if faults := [*faults, *function_faults(cfg)]:
+        raise ConfigError(faults)
+    return cfg
+
+
+def function_faults(cfg: TrainConfig, *, here: bool = True) -> list[str]:
+    """Load the functions on rank 0 in a process of their own, with the sandbox if they run `here`; return why not."""
+    own = cfg.reward_function
+    named = named_functions(own, with_own=cfg.reward == "function").items()
+    specs = {name: spec for name, (spec, _) in named if spec.name != NOT_SET}
+    if not specs or os.environ.get("RANK", "0") != "0":
+        return []
+    # The limits are those of samples, and may be wrong themselves.
+    pool = FunctionPool(specs, RewardFunctionConfig(environment=own.environment, sandbox=own.sandbox and here))
+    try:
+        pool.start()
+    except ReinforceError as error:
+        return error.faults if isinstance(error, ConfigError) else [str(error)]
+    finally:
+        pool.close()
+    return []
 
 
 def _request(function: str, sample: TextSample) -> bytes:

@@ -21,6 +21,7 @@ from reinforce_rl.rewards.wire import ServerInfo
 logger = logging.getLogger(__name__)
 
 REPORT_CHECK_SECONDS = 1.0  # how often a waiter checks whether a report is due
+QUIET_REPORTS = 6  # of a call that nothing is wrong with
 
 T = TypeVar("T")
 
@@ -82,16 +83,18 @@ class Replicas:
         return [f"{place} {trouble}" if self._several else trouble for place, trouble in found]
 
     def report(self, call: Call, *, without_trouble: bool = False) -> None:
-        """Report what is wrong, or also that nothing is, at most every `wait_report_seconds` over all threads."""
+        """Report what is wrong, or after a while also that nothing is, at most every `wait_report_seconds`."""
         troubles = self.troubles()
-        if not troubles and not without_trouble:
+        if not troubles and (not without_trouble or call.elapsed < QUIET_REPORTS * self._report_seconds):
             return
         text = "; ".join(troubles)
         if len(troubles) == len(self._replicas):
             text += "; retrying"
         else:
-            rest = "; the rest " if troubles else ""
-            text += f"{rest}{'have' if self._several else 'has'} not answered yet; waiting"
+            samples = sum(replica.outstanding for replica in self._replicas)
+            now = f"{'are' if self._several else 'is'} scoring {samples} samples"
+            silent = f"{'have' if self._several else 'has'} not answered yet; waiting"
+            text += f"{'; the rest ' if troubles else ''}{now if samples else silent}"
         logger.debug("event=reward_retry id=%s %s", call.id, text)
         with self._report_lock:
             if time.monotonic() < self._next_report:

@@ -77,7 +77,10 @@ class FunctionRewards:
 
         def result() -> Rewards:
             scores = pending.result()
-            return Rewards(torch.from_numpy(scores.values), torch.from_numpy(scores.status), faults=scores.faults)
+            # With the errors' own texts, which only a server must keep to itself.
+            texts = {row: f": {' '.join(text.split())}" for row, text in scores.texts.items()}
+            faults = {row: fault + texts.get(row, "") for row, fault in scores.faults.items()}
+            return Rewards(torch.from_numpy(scores.values), torch.from_numpy(scores.status), faults=faults)
 
         return _Later(result)
 

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any
 from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, LostRankError, ReinforceError, StoppedEarly
 from reinforce_rl.runtime.links import Invitation, Links, host_of_rank_0
 from reinforce_rl.runtime.phases import Activity, PlaceWatcher
-from reinforce_rl.runtime.status import StatusFile, refuse_second_run
+from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile, refuse_second_run
 from reinforce_rl.runtime.stop import StopNow, StopRequest
 
 if TYPE_CHECKING:
     from reinforce_rl.megatron.mesh import Mesh
 
-EXIT_INTERRUPTED = 130  # as of a shell after Ctrl-C
 BEAT_SECONDS = 1.0
 CONNECT_SECONDS = 30.0
 SETTLE_SECONDS = 1.0  # from the first sign of a loss to the verdict, since a dead rank drags others along

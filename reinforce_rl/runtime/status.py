@@ -15,9 +15,12 @@ from typing import Literal
 from reinforce_rl.errors import EXIT_FINISHED, EXIT_STOPPED, ConfigError
 from reinforce_rl.utils.files import write_atomically
 
+EXIT_INTERRUPTED = 130  # as of a shell after Ctrl-C
 STATUS_FILE = "status.json"
-# Of a reader only: lost, its process ended without a word; unknown, no status.json.
-State = Literal["running", "finished", "stopped", "failed", "lost", "unknown"]
+RESULTS_FILE = "results.json"  # of `eval`, beside the folders of its models
+# Of a reader only: lost, its process ended without a word; evaluation (of `eval`) and unknown, no status.json.
+State = Literal["running", "finished", "stopped", "interrupted", "failed", "lost", "evaluation", "unknown"]
+_STATES: dict[int, State] = {EXIT_FINISHED: "finished", EXIT_STOPPED: "stopped", EXIT_INTERRUPTED: "interrupted"}
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,7 @@ class StatusFile:
         self.enabled = True
 
     def end(self, exit_code: int, reason: str = "") -> None:
-        states: dict[int, State] = {EXIT_FINISHED: "finished", EXIT_STOPPED: "stopped"}
-        state = states.get(exit_code, "failed")
+        state = _STATES.get(exit_code, "failed")
         who = {"pid": os.getpid(), "host": socket.gethostname()}
         with contextlib.suppress(OSError):  # a full disk: the error that ended the run says so
             self._write(replace(self._status, state=state, reason=reason, exit_code=exit_code, **who))
@@ -82,8 +84,9 @@ def read_status(folder: str | Path) -> Status | None:
 
 
 def run_status(folder: str | Path) -> Status:
-    """Return the status of the run in a folder: "lost" if its writer has gone from this machine, "unknown" if none."""
-    status = read_status(folder) or Status("unknown", time=math.nan)
+    """Return the status of the run in a folder: "lost" if its writer has gone from this machine."""
+    is_evaluation = (Path(folder).parent / RESULTS_FILE).is_file()
+    status = read_status(folder) or Status("evaluation" if is_evaluation else "unknown", time=math.nan)
     return replace(status, state="lost") if is_alive(status) is False else status
 
 

@@ -153,8 +153,8 @@ class ReinforceTrainer:
                     self.save()
             self.save(wait=True)
             self.test()
-        except (RewardServerError, GenerationError) as error:
-            self.logger.note(f"Stopping: {error}")
+        except (RewardServerError, GenerationError):
+            self.logger.note(f"Stopping after step {self.step} of {self.max_steps}; saving")
             self._save_last_step()
             raise
         except StoppedEarly as error:

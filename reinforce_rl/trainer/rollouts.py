@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -43,9 +44,12 @@ if TYPE_CHECKING:
     from reinforce_rl.data.prompts import PromptLoader
     from reinforce_rl.megatron.mesh import Mesh
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 MicroBatch = Sequence[Prompt]
 COUNTER = "reinforce_rl/micro_batches_taken"
+_TOLD = 3  # reasons of failed scores in a message; texts of errors may all differ
 
 
 class WorkQueue:
@@ -316,14 +320,20 @@ class RolloutMaker:
     def _check_failures(self, reasons: Counter[str], count: int, name: str) -> None:
         mesh, bound = self.model.mesh, self.cfg.max_failed_fraction
         failed, total = mesh.sum_over_dp(torch.tensor([reasons.total(), count])).tolist()
+        if not failed:
+            return
+        every = sum(mesh.gather_over_dp(reasons), Counter[str]())
+        told = [f"{text} ({number})" for text, number in every.most_common(_TOLD)]
+        told += [f"and {len(every) - _TOLD} more"] if len(every) > _TOLD else []
+        found, why = f"scoring failed for {failed / total:.1%} of the samples of {name}", ", ".join(told)
         if failed > bound * total:
-            every = sum(mesh.gather_over_dp(reasons), Counter[str]())
-            told = ", ".join(f"{text} ({number})" for text, number in every.most_common())
+            more = "; the reward server's log says more" if every.keys() & set(STATUS_TEXT.values()) else ""
             raise TooManyFailedRewardsError(
-                f"scoring failed for {failed / total:.1%} of the samples of {name}, above "
-                f"trainer.reinforce.max_failed_fraction = {bound}; reasons: {told}. "
-                "Nothing was trained on them; the log of a reward server says more"
+                f"{found}, above trainer.reinforce.max_failed_fraction = {bound}; reasons: {why}. "
+                f"Nothing was trained on them{more}"
             )
+        if mesh.is_main:
+            logger.warning("%s; reasons: %s", found, why)
 
     def _unscored(self, prompts: Sequence[Prompt], completions: Completions) -> RolloutBatch:
         repeated = completions.repeat_to_samples(prompts)

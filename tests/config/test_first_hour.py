@@ -159,6 +159,22 @@ MISTAKES = [
         as_nobody=True,
     ),
     Mistake(
+        "misspelt function, beside another fault",
+        ["reward=function", "reward_function.name=reinforce_rl.rewards.functions.gms8k", "model.optim.lr=-1"],
+        ["has no 'gms8k'; did you mean reinforce_rl.rewards.functions.gsm8k?", "model.optim.lr is -1.0"],
+        faults=2,
+    ),
+    Mistake(
+        "function of TRL",
+        ["reward=function", "reward_function.name=helpers.reward_functions.trl_style"],
+        ["expected NAME(prompt, response, record, **kwargs)", "Coming from TRL"],
+    ),
+    Mistake(
+        "list without brackets",
+        ["model.reinforce.sampling_params.end_strings=a, b"],
+        ["end_strings is a, b; write a list as model.reinforce.sampling_params.end_strings='[a, b]'"],
+    ),
+    Mistake(
         "log folder that cannot be made",
         ["exp_manager.explicit_log_dir=/proc/run"],
         ["explicit_log_dir is /proc/run; no folder can be made in /proc"],

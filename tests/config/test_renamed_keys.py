@@ -93,6 +93,7 @@ def test_unknown_keys_are_told_together_however_they_are_given():
             "learning_rate=1",
             "learning_rate is not a key of the configuration; look for it: reinforce-rl train --help learning",
         ),
+        ("model.optim.sched.name=a, b", "write a list as model.optim.sched.name='[a, b]', a text as"),
         ("+trainer.devices=3", "An item is already at 'trainer.devices'"),
         ("trainer.devces=2", "did you mean trainer.devices?"),
     ],

@@ -213,6 +213,10 @@ def test_a_function_scores_and_a_server_that_is_down_is_told(folder, capsys, mon
     assert len(rewards) == 2 and all(0.9 <= reward <= 1 for reward in rewards), first
     chat(folder, rewards=[f"http://127.0.0.1:{free_port('127.0.0.1')}"], max_tokens=4, lines=iter(["hi", "ho"]))
     assert capsys.readouterr().out.count("(cut at 4 tokens)\n(no reward: ") == 2
+    chat(folder, rewards=["gsm8k"], max_tokens=4, lines=iter(["hi"]))
+    found = capsys.readouterr()
+    why = r"functions\.gsm8k: KeyError at .*\.py:\d+: 'answer'; the record of a chat has no columns"
+    assert re.search(rf"\n\(no reward: reinforce_rl\.rewards\.{why}", found.out) and "function_failed" not in found.err
     with pytest.raises(ConfigError, match="lenght"):
         chat(folder, rewards=["lenght"], lines=iter(["hi"]))
     assert list(tmp_path.iterdir()) == [], "a chat leaves nothing behind"

@@ -57,6 +57,10 @@ def test_its_configuration_is_the_trainers_with_what_only_training_reads_at_its_
     with pytest.raises(ConfigError, match=r"(?s)none.jsonl does not exist.*") as raised:
         inference_config(folder / "model", [*SHORT, "model.seed=-1"], data=folder / "none.jsonl")
     assert "model.seed is -1; expected at least 0" in str(raised.value), "all faults in one message"
+    with pytest.raises(ConfigError) as raised:
+        function = ["reward=function", "reward_function.name=reinforce_rl.rewards.functions.gsm9k"]
+        inference_config(folder / "model", [*SHORT, "model.seed=-1", *function], data=folder / "none.jsonl")
+    assert len(raised.value.faults) == 3 and "did you mean" in raised.value.faults[-1], "before any data is read"
 
 
 def test_a_runs_settings_can_take_the_place_of_the_defaults(folder: Path, tmp_path: Path) -> None:

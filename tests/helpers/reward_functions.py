@@ -159,3 +159,13 @@ def prints(prompt: str, response: str, record: Mapping[str, Any]) -> float:
     """Print more than a pipe holds."""
     print("x" * 200_000, flush=True)
     return 1.0
+
+
+def trl_style(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    """Score lists, as a reward function of TRL does."""
+    return [1.0] * len(completions)
+
+
+def of_two(prompt: str, response: str) -> float:
+    """Take no record."""
+    return 1.0

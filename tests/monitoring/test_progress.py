@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -71,6 +72,20 @@ def test_notes_and_validation_in_a_log_file():
         "waiting for reward server at [::1]:5555, 12 s of 600 s",
         "validation after step 10:  reward 0.250  length 18.0",
     ]
+
+
+def test_a_wait_in_a_log_file_is_told_at_growing_intervals(monkeypatch):
+    seconds, file = [0.0], Flushed()
+    monkeypatch.setattr("reinforce_rl.monitoring.progress.time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    with TrainingProgress(40, console=Console(file=file)) as progress:
+        for phase in ("reward_wait", "generate"):
+            start = seconds[0]
+            progress.phase(phase)
+            while seconds[0] < start + 600:
+                seconds[0] += 5
+                progress.note(f"{phase} {seconds[0] - start:.0f}", transient=True)
+    told = [line.split() for line in file.seen.splitlines()]
+    assert told == [[phase, n] for phase in ("reward_wait", "generate") for n in ("5", "15", "45", "135", "405")]
 
 
 def test_other_ranks_show_nothing():

@@ -22,6 +22,7 @@ from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter
 from reinforce_rl.monitoring.report import compare_validation, overview, run_summary, write_report
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.view import MAX_POINTS
+from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.utils.files import write_json_lines
 
 EVIL = "</pre></div><script>alert('x')</script><img src=https://evil.example/x.png> & \"quoted\""
@@ -193,7 +194,8 @@ def test_the_verdict_of_a_loss_and_of_noise(tmp_path):
     assert "within noise" in still["verdict"] and still["tone"] == ""
 
 
-def test_an_empty_folder_and_a_run_that_has_just_begun(tmp_path):
+def test_a_run_that_has_just_begun(tmp_path):
+    StatusFile(tmp_path, enabled=True).begin()
     assert read(write_report(tmp_path))["span"] == "No step has been logged yet."
     writer = RolloutWriter(tmp_path)
     writer.write(0, [sample(0, 0, math.nan)], "validation")
@@ -213,6 +215,7 @@ def test_the_top_operations_of_a_profile(tmp_path):
     path.parent.mkdir()
     operation = {"name": "aten::<mm>", "calls": 7, "self_seconds": 1.25, "share": 0.5}
     step = {"rank": 0, "device": "cpu", "seconds": 2.5, "trace": "step_00003/rank_0.trace.json.gz"}
+    StatusFile(tmp_path, enabled=True).begin()
     path.write_text(json.dumps({"steps": [{**step, "step": i, "operations": [operation] * 30} for i in range(5)]}))
     tables = read(write_report(tmp_path))["tables"][1:]
     assert [table["title"][:7] for table in tables] == ["Step 2:", "Step 3:", "Step 4:"]

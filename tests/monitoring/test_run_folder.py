@@ -14,10 +14,12 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring import run_folder
+from reinforce_rl.monitoring.compare import compare
 from reinforce_rl.monitoring.loggers import JsonlLogger
 from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter
-from reinforce_rl.monitoring.run_folder import RunFolder, alerts_of, runs_below
-from reinforce_rl.runtime.status import StatusFile
+from reinforce_rl.monitoring.report import write_report
+from reinforce_rl.monitoring.run_folder import RunFolder, alerts_of, open_run, runs_below
+from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile
 
 ALIKE = {"train/fraction_of_groups_without_spread": 0.96}
 
@@ -173,6 +175,26 @@ def test_a_run_whose_process_is_gone_is_lost(tmp_path):
     status.end(1, "the disk is full")
     alert = RunFolder(tmp_path).alerts()[0]
     assert (alert.kind, alert.text, alert.last) == ("failed", "the disk is full", 3)
+
+
+def test_what_is_neither_running_nor_failed(tmp_path):
+    StatusFile(tmp_path / "run", enabled=True).end(EXIT_INTERRUPTED, "interrupted by Ctrl-C")
+    run = RunFolder(tmp_path / "run")
+    assert run.state().state == "interrupted" and run.alerts() == []
+    log(tmp_path / "eval" / "model", (0,))
+    assert RunFolder(tmp_path / "eval" / "model").state().state == "unknown"
+    (tmp_path / "eval" / "results.json").touch()
+    assert RunFolder(tmp_path / "eval" / "model").state().state == "evaluation"
+
+
+def test_a_folder_that_holds_no_run_itself_is_refused(tmp_path):
+    for open_it in (open_run, write_report, lambda path: compare([path, path])):
+        with pytest.raises(DataError, match=r"holds no run: neither metrics\.jsonl nor status\.json; .* of a run$"):
+            open_it(tmp_path)
+    log(tmp_path / "a" / "one", (1,))
+    with pytest.raises(DataError, match=f"expected the folder of a run, such as {tmp_path / 'a' / 'one'}$"):
+        write_report(tmp_path)
+    assert open_run(tmp_path / "a" / "one").lines and not (tmp_path / "report.html").exists()
 
 
 def test_runs_are_found_below_a_folder(tmp_path):

@@ -285,7 +285,8 @@ class LengthPool(FunctionPool):
             on_sample()
         lengths = np.array([len(sample.response) for sample in samples], np.float32)
         status = np.where(lengths == 0, base.STATUS_TIMED_OUT, base.STATUS_OK).astype(np.int32)
-        scores = Scores(np.where(lengths == 0, np.nan, lengths).astype(np.float32), status)
+        faults = {row: f"{function}: exceeded" for row, sample in enumerate(samples) if not sample.response}
+        scores = Scores(np.where(lengths == 0, np.nan, lengths).astype(np.float32), status, faults)
         pending = PendingScores(function, scores, 0, on_sample)
         pending.future.set_result(scores)
         return pending
@@ -325,6 +326,12 @@ def test_each_sample_is_progress(pool, monkeypatch):
     monkeypatch.setattr(Progress, "beat", lambda _: beats.append(None))
     scorer([text_arrays([TextSample("p", "a"), TextSample("p", "b"), TextSample("p", "c")])])
     assert len(beats) == 3 + 2  # and at the beginning and the end
+
+
+def test_the_log_names_what_failed(pool, caplog):
+    scorer = FunctionRequestScorer(FunctionScorer(pool, {"f": 1.0}))
+    scorer([text_arrays([TextSample("p", "a"), TextSample("p", ""), TextSample("p", "")])])
+    assert "event=function_failed function=f faults={'f: exceeded': 2}" in caplog.text
 
 
 def test_tokens_are_refused(pool):

@@ -223,6 +223,19 @@ def test_past_the_deadline_is_an_error_that_says_what_to_check(make_client):
     assert 2 <= len(said) <= 5  # at most every 0.3 s
 
 
+def test_a_server_that_takes_its_time_is_said_to_be_scoring(make_client):
+    said = []
+    with FakeRewardServer(score=sum) as server:
+        client = make_client(server.port, deadline_seconds=60.0, on_wait=said.append, wait_report_seconds=0.1)
+        client.wait_until_ready()
+        server.gate.clear()
+        future = client.infer_rm(request_of([[1], [2]]))
+        threading.Timer(1.5, server.gate.set).start()
+        assert future.result().values.tolist() == [1.0, 2.0]
+    assert 1 <= len(said) <= 10, "none for the first intervals"
+    assert all(f"127.0.0.1:{server.port} is scoring 2 samples, " in text for text in said), said
+
+
 def test_a_silent_server_is_given_up_at_the_deadline(make_client):
     """It accepts connections and never answers."""
     error = pytest.raises(RewardServerError, match=r"timed out|not answered")

@@ -77,9 +77,16 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
     assert np.isnan(scores.values[0::2]).tolist() == [code != base.STATUS_OK for code in scores.status[0::2]]
     assert scores.status[1::2].tolist() == [base.STATUS_OK] * len(good)
     assert scores.values[1::2].tolist() == [0.5 + i for i in range(len(good))]
-    assert re.search(r"reward_functions\.told: ValueError at /.*/reward_functions\.py:\d+'", caplog.text)
-    assert "told: returned a NoneType; expected a number" in caplog.text
-    assert "secret" not in caplog.text  # of a sample's text nothing, above DEBUG
+    assert re.fullmatch(rf"{TOLD}: ValueError at /.*/reward_functions\.py:\d+", scores.faults[10])
+    defined = r" \(defined at /.*/reward_functions\.py:\d+\)"
+    assert re.fullmatch(rf"{TOLD}: returned nan{defined}", scores.faults[12])
+    assert re.fullmatch(rf"{TOLD}: returned a NoneType; expected a number{defined}", scores.faults[16])
+    assert "secret" not in caplog.text and "function_failed" not in caplog.text  # whoever asked tells, or logs
+
+
+def test_the_texts_of_errors_are_apart(pool):
+    scores = pool.submit("told", [sample(""), sample("secret"), TextSample("", "")]).result()
+    assert scores.texts == {1: "secret", 2: "'value'"} and scores.faults.keys() == {1, 2}
 
 
 def test_workers_are_light_have_one_thread_and_are_replaced(pool, folder):

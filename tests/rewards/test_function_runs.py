@@ -197,7 +197,9 @@ def test_a_function_that_raises_is_named_with_its_line(tmp_path, mesh, more):
             trainer.fit()
     finally:
         source.close()
-    assert f"{name}: KeyError at {reward_functions.__file__}:{line} (16)" in str(caught.value)
+    said = str(caught.value)
+    assert f"{name}: KeyError at {reward_functions.__file__}:{line}: 'letters' (16). Nothing was trained" in said
+    assert "server" not in said, "there is none, whose log could say more"
 
 
 class OtherRank:

@@ -152,7 +152,9 @@ def test_vader_tells_good_from_bad():
         (spec(f"{PROVIDED}.matches", pattern=3), ["a wrong type"]),
         (spec(f"{PROVIDED}.length", target=3, tolerance=0), ["tolerance is 0; expected above 0"]),
         (spec(f"{PROVIDED}.length", target=3, tolerance=1, unit="tokens"), ["expected one of words, characters"]),
-        (spec("os.getcwd"), ["called as (prompt, response, record, **kwargs)"]),
+        (spec("os.getcwd"), ["name is os.getcwd(); expected NAME(prompt, response, record, **kwargs)"]),
+        (spec("helpers.reward_functions.of_two"), ["of_two(prompt: 'str', response: 'str')", "for each sample"]),
+        (spec("helpers.reward_functions.trl_style"), ["name is helpers", "which takes lists", '"Coming from TRL"']),
     ],
     ids=lambda value: value.name if isinstance(value, FunctionSpec) else "",
 )

@@ -25,8 +25,7 @@ from helpers.trainer_processes import (
 )
 
 from reinforce_rl.errors import EXIT_STOPPED
-from reinforce_rl.runtime.control import EXIT_INTERRUPTED
-from reinforce_rl.runtime.status import Status, read_status
+from reinforce_rl.runtime.status import EXIT_INTERRUPTED, Status, read_status
 from reinforce_rl.runtime.stop import LAUNCHER_SECONDS
 
 SLOW = pytest.mark.slow
@@ -118,7 +117,7 @@ def test_ctrl_c(processes, uninterrupted, tmp_path, phase, step):
     processes.start(tmp_path, *SETTINGS, act=act(phase, step, signal.SIGINT))
     assert processes.wait() == EXIT_INTERRUPTED, log(tmp_path)
     assert "Traceback" not in log(tmp_path)
-    assert (status(tmp_path).state, status(tmp_path).exit_code) == ("failed", EXIT_INTERRUPTED)
+    assert (status(tmp_path).state, status(tmp_path).exit_code) == ("interrupted", EXIT_INTERRUPTED)
     assert saved_step(tmp_path) == 3
     finish(processes, tmp_path)
     assert_equal_runs(tmp_path, uninterrupted)

@@ -207,7 +207,7 @@
     const alerts = chosen.run.flatMap((name) => (overviews.get(name)?.alerts ?? []).map((alert) => ({ ...alert, run: name })));
     $("alerts").hidden = alerts.length === 0;
     $("alerts").replaceChildren(...alerts.map((alert) => h("li", { class: alert.kind }, several ? h("b", {}, `${alert.run}: `) : null,
-      alert.count > 1 ? `steps ${alert.first} to ${alert.last} (${alert.count}): ` : `step ${alert.last}: `, alert.text)));
+      alert.count > 1 ? `steps ${alert.first} to ${alert.last} (${alert.count}), in step ${alert.last}: ` : `step ${alert.last}: `, alert.text)));
     $("span").textContent = several ? `${run.name}: ${run.span}` : run.span;
     $("tables").replaceChildren(...run.tables.filter((one) => one.rows.length).map((one) => table(one)));
     const { settings, changes, text } = run.config;
