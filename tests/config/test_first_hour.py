@@ -165,9 +165,9 @@ MISTAKES = [
         faults=2,
     ),
     Mistake(
-        "function of TRL",
-        ["reward=function", "reward_function.name=helpers.reward_functions.trl_style"],
-        ["expected NAME(prompt, response, record, **kwargs)", "Coming from TRL"],
+        "function of other arguments",
+        ["reward=function", "reward_function.name=os.getcwd"],
+        ["name is os.getcwd(); expected NAME(prompt, response, record, **kwargs)", "Coming from TRL"],
     ),
     Mistake(
         "list without brackets",
