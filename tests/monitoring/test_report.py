@@ -229,7 +229,7 @@ def test_no_prompt_in_common(tmp_path):
     writer = RolloutWriter(tmp_path)
     writer.write(0, [sample(0, 0, 1.0)], "validation")
     writer.write(5, [sample(5, 1, 1.0)], "validation")
-    JsonlLogger(tmp_path / "metrics.jsonl").commit(0)
+    StatusFile(tmp_path, enabled=True).begin()
     assert "cannot be compared" in read(write_report(tmp_path))["verdict"]
 
 
@@ -247,6 +247,7 @@ def test_the_printed_summary(tmp_path):
 def test_errors_name_the_file(tmp_path):
     with pytest.raises(DataError, match="no such folder"):
         write_report(tmp_path / "absent")
+    StatusFile(tmp_path, enabled=True).begin()
     (tmp_path / "config.yaml").write_text("a: [1\n")
     with pytest.raises(DataError, match=r"config\.yaml: not valid YAML"):
         write_report(tmp_path)
