@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -59,6 +59,14 @@ def explained(error: Exception, name: str, overrides: Sequence[str], folder: Pat
         except ConfigError as further:
             faults += further.faults
     return ConfigError(faults)
+
+
+def unknown_keys(keys: Iterable[str], name: str) -> list[str]:
+    """Return a sentence for each key that conf/NAME.yaml has not, nor as a group with entries of one's own names."""
+    file = CONF_FOLDER / f"{name}.yaml"
+    known = [f"{key}." for key in _dotted_keys(OmegaConf.to_container(OmegaConf.load(file)))]
+    own = [key for key in keys if not any(f"{key}.".startswith(one) or one.startswith(f"{key}.") for one in known)]
+    return [_unknown_key(key, file) for key in own]
 
 
 def _unknown_key(wanted: str, config_file: Path) -> str:

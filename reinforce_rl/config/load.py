@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, get_args
@@ -145,7 +146,11 @@ def _fill(section: Section, node: DictConfig, path: str) -> Iterator[str]:
         try:
             value = node[name]
         except OmegaConfBaseException as error:  # an interpolation that leads nowhere
-            yield f"{key} cannot be resolved: {str(error).splitlines()[0]}"
+            variable = re.search(r"Environment variable '(.+)' not found", str(error))
+            told = f"cannot be resolved: {str(error).splitlines()[0]}"
+            if variable:
+                told = f"takes the environment variable {variable[1]}, which is not set; set it, or give {key}=VALUE"
+            yield f"{key} {told}"
             continue
         default, entries = getattr(section, name), get_args(fields[name].annotation)
         if isinstance(default, Section):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from reinforce_rl.config.model_folder import model_values
 
 if TYPE_CHECKING:
     from reinforce_rl.config.model import ParallelConfig
@@ -104,15 +105,6 @@ def recomputation_faults(model: ParallelConfig) -> Iterator[str]:
     elif granularity in (None, "selective") and (method, num_layers) != (None, None):
         read = f"which only granularity=full reads; it is {granularity!r}"
         yield f"{key}method is {method!r} and num_layers is {num_layers!r}, {read}"
-
-
-def model_values(folder: str) -> dict[str, Any]:
-    """Return the content of a model's `config.json`; empty if unreadable, which the weights' rules report."""
-    try:
-        values = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def model_faults(

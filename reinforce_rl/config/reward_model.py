@@ -11,6 +11,7 @@ from pydantic import Field
 from reinforce_rl.config.actor import RanksConfig
 from reinforce_rl.config.base import NOT_SET, Count, Natural, NonNegative, Positive, Section, Steps, Text, key
 from reinforce_rl.config.model import OptimConfig, ParallelConfig
+from reinforce_rl.config.model_folder import no_model
 from reinforce_rl.config.parallelism import model_faults, ranks_faults, recomputation_faults
 from reinforce_rl.data.readers import source_fault
 from reinforce_rl.utils.files import folder_faults
@@ -148,7 +149,7 @@ class TrainRewardModelConfig(Section):
 def _faults(cfg: TrainRewardModelConfig) -> Iterator[str]:
     folder, data = cfg.model.restore_from_path, cfg.data
     if folder != NOT_SET and not Path(folder).is_dir():
-        yield f"model.restore_from_path is {folder}, which is no folder"
+        yield f"model.restore_from_path is {folder}, which {no_model(folder)}"
     yield from _full(cfg) if cfg.mode == "full" else _head(cfg)
     yield from model_faults(folder, cfg.model.tensor_model_parallel_size, "model", "data.max_length", data.max_length)
     yield from folder_faults("output_dir", cfg.output_dir)

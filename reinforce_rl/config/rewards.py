@@ -20,6 +20,7 @@ from reinforce_rl.config.base import (
     Weight,
     key,
 )
+from reinforce_rl.config.model_folder import no_model
 from reinforce_rl.config.parallelism import model_faults, ranks_faults
 from reinforce_rl.utils.net import Address
 
@@ -200,10 +201,8 @@ class ServeRewardModelConfig(Section):
     def _model_faults(self) -> Iterator[str]:
         model, section = self.reward_model, "reward_model"
         if model.restore_from_path != NOT_SET and not Path(model.restore_from_path).is_dir():
-            yield (
-                f"{section}.restore_from_path: {model.restore_from_path} is no folder; expected a Hugging Face model "
-                "folder"
-            )
+            folder = model.restore_from_path
+            yield f"{section}.restore_from_path is {folder}, which {no_model(folder)}"
         if model.head_path is not None and not Path(model.head_path).is_file():
             yield f"{section}.head_path: {model.head_path} is no file; `reinforce-rl train-rm` makes one"
         yield from ranks_faults(model, self.num_nodes, self.devices, "", section)

@@ -17,7 +17,8 @@ from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.config.actor import LOGGERS, TrainConfig
 from reinforce_rl.config.base import NOT_SET
 from reinforce_rl.config.model import LoraTuningConfig
-from reinforce_rl.config.parallelism import model_faults, model_values, ranks_faults, recomputation_faults
+from reinforce_rl.config.model_folder import MODEL, model_values, no_model
+from reinforce_rl.config.parallelism import model_faults, ranks_faults, recomputation_faults
 from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.data.readers import resolve_data_prefix
 from reinforce_rl.errors import ConfigError
@@ -309,15 +310,14 @@ def _profile(cfg: TrainConfig) -> Iterator[str]:
 
 
 def _files(cfg: TrainConfig) -> Iterator[str]:
-    key, folder = "pretrained_checkpoint.restore_from_path", Path(cfg.pretrained_checkpoint.restore_from_path)
+    key, folder = MODEL, Path(cfg.pretrained_checkpoint.restore_from_path)
     if cfg.pretrained_checkpoint.restore_from_path == NOT_SET:
         pass  # reported where the key is read
-    elif not os.path.isdir(folder):
-        yield f"{key} is {folder}, which does not exist; expected a Hugging Face model folder"
+    elif not os.access(folder / "config.json", os.R_OK):
+        yield f"{key} is {folder}, which {no_model(folder)}"
     else:
-        for name in ("config.json", "tokenizer_config.json"):
-            if not os.access(folder / name, os.R_OK):
-                yield f"{key} is {folder}, which has no {name} that can be read; expected a Hugging Face model folder"
+        if not os.access(folder / (name := "tokenizer_config.json"), os.R_OK):
+            yield f"{key} is {folder}, which has no {name} that can be read; expected a Hugging Face model folder"
         yield from shape_faults(cfg)
     prefix, duration = cfg.model.data.data_prefix, cfg.exp_manager.max_time_per_run
     try:

@@ -10,6 +10,8 @@ import contextlib
 import itertools
 import json
 import logging
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import read_config
-from reinforce_rl.config.parallelism import model_values
+from reinforce_rl.config.model_folder import MODEL, export_command, model_values, no_model
 from reinforce_rl.data.readers import sets_of
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import CheckpointError, ConfigError
@@ -33,7 +35,7 @@ from reinforce_rl.trainer.build import build_actor, check_vocabulary
 
 logger = logging.getLogger(__name__)
 
-PROGRAM, MODEL = "train_reinforce_actor", "pretrained_checkpoint.restore_from_path"
+PROGRAM = "train_reinforce_actor"
 DATA, LENGTH = "model.data.data_prefix", "model.encoder_seq_length"
 # Of training alone; taken back to their defaults.
 OF_TRAINING = ("model.peft", "model.global_batch_size", "model.optim", "trainer.reinforce.kl_target")
@@ -50,17 +52,7 @@ def model_folder(path: str | Path) -> Path:
     for found in (folder, folder / "hf"):
         if (found / "config.json").is_file():
             return found
-    if (folder / "checkpoints").is_dir():
-        missing = f"{folder} is a run without an exported model, {folder / 'hf'}"
-        raise ConfigError([f"{missing}; write it: {_export_command(folder)}"])
-    found = "has no config.json" if folder.is_dir() else "does not exist"
-    raise ConfigError([f"{folder} {found}; expected a Hugging Face model folder, or the folder of a run"])
-
-
-def _export_command(run: Path) -> str:
-    own = OmegaConf.load(run / CONFIG_FILE) if (run / CONFIG_FILE).is_file() else OmegaConf.create()
-    base = OmegaConf.select(own, MODEL, default="THE_MODEL_IT_BEGAN_FROM")
-    return f"reinforce-rl convert to-hf {run} {run / 'hf'} --model {base}"
+    raise ConfigError([f"{folder} {no_model(folder)}"])
 
 
 def _warn_if_outdated(folder: Path) -> None:
@@ -77,7 +69,7 @@ def _warn_if_outdated(folder: Path) -> None:
         of = "an earlier step" if exported is None else f"step {exported}"
         logger.warning(
             f"{folder} is the model of {of}, and the run's newest checkpoint is of step {step}; to take that one, "
-            f"write it first: {_export_command(folder.parent)}"
+            f"write it first: {export_command(folder.parent)}"
         )
 
 
@@ -103,6 +95,8 @@ def inference_config(
     path = model_folder(model)
     if like is not None and not (Path(like) / CONFIG_FILE).is_file():
         raise ConfigError([f"{like} has no {CONFIG_FILE}; expected the folder of a run"])
+    if like is not None:
+        sys.path.append(os.path.abspath(like))  # a function that `reinforce_rl.train` has copied lies there
     cfg = compose(PROGRAM, overrides) if like is None else compose(Path(CONFIG_FILE).stem, overrides, Path(like))
     with open_dict(cfg):
         for section, _, name in (key.rpartition(".") for key in OF_TRAINING):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import hashlib
 import inspect
+import json
 import os
 import sys
 import textwrap
@@ -12,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reinforce_rl.errors import ReinforceError
+from reinforce_rl.errors import ConfigError, ReinforceError
+from reinforce_rl.utils.files import encode, write_atomically
 
 Prompts = str | Path | Iterable[str | Mapping[str, Any]]
 
@@ -53,24 +57,28 @@ def train(
     os.environ.setdefault("GOMP_SPINCOUNT", "0")  # idle OpenMP threads that spin cost a busy CPU tenfold
     from omegaconf import OmegaConf
 
-    from reinforce_rl.config.compose import compose
+    from reinforce_rl.config.compose import compose, unknown_keys
     from reinforce_rl.config.load import read_config
     from reinforce_rl.rewards.function_pool import with_functions
 
     algorithm = settings.pop("algorithm", None)
     cfg = compose("train_reinforce_actor", [f"algorithm={algorithm}"] if algorithm else [])
-    OmegaConf.set_struct(cfg, False)  # read_config names keys that do not exist
-    folder = Path(output)
+    OmegaConf.set_struct(cfg, False)  # for entries of one's own names
+    folder, files = Path(output), dict[Path, str]()
     values = {"pretrained_checkpoint.restore_from_path": str(model), "exp_manager.explicit_log_dir": str(folder)}
-    values["model.data.data_prefix.train"] = _file(prompts, folder / "prompts.jsonl")
+    values["model.data.data_prefix.train"] = _file(prompts, folder / "prompts.jsonl", files)
     if validation is not None:
-        values["model.data.data_prefix.validation"] = _file(validation, folder / "validation.jsonl")
+        values["model.data.data_prefix.validation"] = _file(validation, folder / "validation.jsonl", files)
     if reward is not None:
-        name, kwargs = (reward, {}) if isinstance(reward, str) else _by_name(reward, folder)
+        name, kwargs = (reward, {}) if isinstance(reward, str) else _by_name(reward, folder, files)
         values |= {"reward": "function", "reward_function.name": name, "reward_function.kwargs": kwargs}
     for key, value in (values | settings).items():
         OmegaConf.update(cfg, key, str(value) if isinstance(value, Path) else value)
-    config = with_functions(*read_config(cfg))
+    config, faults = read_config(cfg)
+    # Keys first: a misplaced one gets the nearest of all; files of prompts are written once all is checked.
+    faults = [fault for fault in faults if not any(f"{path} does not exist" in fault for path in files)]
+    if faults := unknown_keys(settings, "train_reinforce_actor") or faults:
+        raise ConfigError(faults)
     ranks = config.trainer.devices * config.trainer.num_nodes
     if ranks != int(os.environ.get("WORLD_SIZE", "1")):
         script = Path(getattr(sys.modules["__main__"], "__file__", None) or "SCRIPT.py").name
@@ -81,27 +89,37 @@ def train(
     from reinforce_rl import run
     from reinforce_rl.monitoring.loggers import read_metrics
     from reinforce_rl.runtime.settings import may_start
+    from reinforce_rl.runtime.status import refuse_second_run
 
     if may_start(config):
-        run.train(config)
+        if os.environ.get("RANK", "0") == "0":
+            refuse_second_run(folder)
+        for path, text in files.items():
+            write_atomically(path, text)
+        run.train(with_functions(config, []))
     exported = folder / "hf"
     return Run(folder, read_metrics(folder / "metrics.jsonl"), exported if exported.is_dir() else None)
 
 
-def _file(prompts: Prompts, path: Path) -> str:
-    """The file of prompts, written if they are not in one."""
-    from reinforce_rl.data.jsonl import write_jsonl
-
+def _file(prompts: Prompts, path: Path, files: dict[Path, str]) -> str:
+    """The file of prompts, added to `files` if they are not in one."""
     if isinstance(prompts, str | Path):
         return str(prompts)
-    write_jsonl(path, ({"prompt": row} if isinstance(row, str) else row for row in prompts))
-    return str(path)
+    rows = ({"prompt": row} if isinstance(row, str) else row for row in prompts)
+    return str(_add(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), files))
 
 
-def _by_name(function: Callable[..., Any], folder: Path) -> tuple[str, dict[str, Any]]:
+def _add(path: Path, text: str, files: dict[Path, str]) -> Path:
+    """Add a file to be written, with a digest in its name: another text is another setting, and replaces nothing."""
+    path = path.with_stem(f"{path.stem}_{hashlib.sha256(encode(text)).hexdigest()[:8]}")
+    files[path] = text
+    return path
+
+
+def _by_name(function: Callable[..., Any], folder: Path, files: dict[Path, str]) -> tuple[str, dict[str, Any]]:
     """(dotted name, kwargs) by which other processes import a function.
 
-    What stands in a notebook or a script, and uses nothing from there but modules, is copied into a file in `folder`.
+    What stands in a notebook or a script, and uses nothing from there but modules, goes to a file in `folder`.
     """
     kwargs: dict[str, Any] = {}
     if isinstance(function, functools.partial) and not function.args:
@@ -117,7 +135,7 @@ def _by_name(function: Callable[..., Any], folder: Path) -> tuple[str, dict[str,
         modules = {own: value.__name__ for own, value in used.globals.items() if inspect.ismodule(value)}
         others = sorted({*used.globals, *used.nonlocals} - {*modules, name})
         if not others:
-            return _copied(function, modules, folder), kwargs
+            return _copied(function, modules, folder, files), kwargs
         if is_plain and script.suffix == ".py" and script.stem.isidentifier():
             return f"{script.stem}.{name}", kwargs
         why = f"it uses {', '.join(others)} from outside of it"
@@ -128,16 +146,14 @@ def _by_name(function: Callable[..., Any], folder: Path) -> tuple[str, dict[str,
     )
 
 
-def _copied(function: Any, modules: Mapping[str, str], folder: Path) -> str:
-    from reinforce_rl.utils.files import write_atomically
-
+def _copied(function: Any, modules: Mapping[str, str], folder: Path, files: dict[Path, str]) -> str:
     lines = ["from __future__ import annotations", *(f"import {name} as {own}" for own, name in modules.items())]
     try:
-        lines += ["", "", textwrap.dedent(inspect.getsource(function))]
-    except OSError as error:
+        lines.append(textwrap.dedent(inspect.getsource(function)))
+        code = ast.unparse(ast.parse("\n".join(lines)))  # without comments
+    except (OSError, SyntaxError) as error:
         advice = f"put it into a file, such as my_rewards.py, and give my_rewards.{function.__name__}"
         raise ReinforceError(f"the source of the reward {function.__name__} is not known; {advice}") from error
-    write_atomically(folder / "copied_reward.py", "\n".join(lines))
     if str(folder.resolve()) not in sys.path:
         sys.path.append(str(folder.resolve()))
-    return f"copied_reward.{function.__name__}"
+    return f"{_add(folder / 'copied_reward.py', code, files).stem}.{function.__name__}"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -79,6 +79,8 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
 
 @with_config("train_reinforce_actor")
 def train(cfg: DictConfig) -> None:
+    # A function that `reinforce_rl.train` has copied lies in the run's folder.
+    sys.path.append(os.path.abspath(str(OmegaConf.select(cfg, "exp_manager.explicit_log_dir", default="."))))
     if cfg.preflight in (True, "deep"):
         from reinforce_rl.preflight.run import preflight
 

@@ -85,8 +85,8 @@ def plain_errors() -> Iterator[None]:
             raise
         what = error.filename or "a file of the run"
         fail(f"{what} cannot be written: {error.strerror}. Free some space, and start the same command again")
-    except KeyboardInterrupt:
-        print("interrupted by Ctrl-C; what was saved before is whole", flush=True)
+    except KeyboardInterrupt as error:
+        print(str(error) or "interrupted by Ctrl-C", flush=True)
         atexit._run_exitfuncs()  # which os._exit would skip
         os._exit(130)  # a thread that is writing a checkpoint would abort while Python shuts down
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, LostRankError, ReinforceError, StoppedEarly
 from reinforce_rl.runtime.links import Invitation, Links, host_of_rank_0
 from reinforce_rl.runtime.phases import Activity, PlaceWatcher
+from reinforce_rl.runtime.settings import saved_step
 from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile, refuse_second_run
 from reinforce_rl.runtime.stop import StopNow, StopRequest
 
@@ -306,6 +307,10 @@ class RunControl:
             self.status.end(error.exit_code, str(error))
             raise error from None
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                step = saved_step(self.status.path.parent)
+                after = f"goes on after step {step}, the last one saved" if step else "begins anew: no step was saved"
+                error.args = (f"interrupted by Ctrl-C; the same command {after}",)
             self.status.end(*_outcome(error))
             raise
         self.status.end(EXIT_FINISHED)
@@ -380,5 +385,5 @@ def _outcome(error: BaseException) -> tuple[int, str]:
     if isinstance(error, StopNow):
         return StoppedEarly.exit_code, "stopped by a signal to another rank"
     if isinstance(error, KeyboardInterrupt):
-        return EXIT_INTERRUPTED, "interrupted by Ctrl-C"
+        return EXIT_INTERRUPTED, str(error) or "interrupted by Ctrl-C"
     return EXIT_ERROR, f"{type(error).__name__}: {error}"

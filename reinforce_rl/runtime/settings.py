@@ -1,15 +1,17 @@
 """History of a run's configuration, compared with the settings of a resume. Torch-free.
 
 config_history.jsonl has a line for the first start and for each later start with changes: number of steps done by
-then, and the configuration from there on, as YAML.
+then, the configuration from there on, as YAML, and a digest of the file of each reward function.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,7 @@ def check_changes(cfg: TrainConfig) -> dict[str, str]:
     """
     folder, step = _place(cfg)
     past = _history(folder, step)
-    found = compare(past[-1]["config"], _text(cfg)) if past else {}
+    found = _differences(past[-1], _line(cfg, step)) if past else {}
     refused = "; ".join(f"{key}: {values}" for key, values in found.items() if MEANING.match(key))
     if refused and not cfg.resume_with_changes:
         found_here = f"{folder} goes on after step {step}, and its steps so far had other settings: {refused}"
@@ -103,11 +105,11 @@ def check_changes(cfg: TrainConfig) -> dict[str, str]:
 def record(cfg: TrainConfig) -> None:
     """Write the configuration of this start to the run's folder; on rank 0."""
     folder, step = _place(cfg)
-    text, lines = _text(cfg), _history(folder, step)
-    if not lines or compare(lines[-1]["config"], text):
-        lines.append({"step": step, "config": text})
+    line, lines = _line(cfg, step), _history(folder, step)
+    if not lines or _differences(lines[-1], line):
+        lines.append(line)
     write_json_lines(folder / HISTORY_FILE, lines)
-    write_atomically(folder / CONFIG_FILE, text)
+    write_atomically(folder / CONFIG_FILE, line["config"])
 
 
 def settings_of(folder: Path, step: int) -> tuple[str, list[str]]:
@@ -116,33 +118,59 @@ def settings_of(folder: Path, step: int) -> tuple[str, list[str]]:
     changes = [
         f"changed after step {line['step']}: {key}: {values}"
         for before, line in itertools.pairwise(lines)
-        for key, values in compare(before["config"], line["config"]).items()
+        for key, values in _differences(before, line).items()
     ]
     return (lines[-1]["config"] if lines else ""), changes
 
 
 def may_start(cfg: TrainConfig) -> bool:
-    """Return False, and print so, if the run has finished; else check as `check_changes` does."""
-    folder, step = _place(cfg)
-    status, past = read_status(folder), _history(folder, step)
+    """Check as `check_changes` does; return False, and print so, if the run has finished."""
+    changes, (folder, step) = check_changes(cfg), _place(cfg)
+    status, limit = read_status(folder), cfg.trainer.reinforce.max_steps
     is_exported = (folder / "hf").is_dir() or not cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end
-    if past and is_exported and status is not None and (status.state, status.step) == ("finished", step):
-        changes = compare(past[-1]["config"], _text(cfg))
-        is_done = 0 < cfg.trainer.reinforce.max_steps <= step
-        if is_done or not any(MEANING.match(key) or LENGTH.match(key) for key in changes):
-            if os.environ.get("RANK", "0") == "0":
-                print(f"the run in {folder} has finished, at step {step}; raise trainer.reinforce.max_steps to go on")
-            return False
-    check_changes(cfg)
-    return True
+    is_done = 0 < limit <= step or not any(MEANING.match(key) or LENGTH.match(key) for key in changes)
+    if not (step and is_exported and is_done and status and (status.state, status.step) == ("finished", step)):
+        return True
+    if os.environ.get("RANK", "0") == "0":
+        others = "; ".join(f"{key}: {values}" for key, values in changes.items() if not LENGTH.match(key))
+        told = f"the run in {folder} has finished, at step {step}; raise trainer.reinforce.max_steps to go on"
+        print(f"{told}, with {others}" if others else told)
+    return False
 
 
 def _place(cfg: TrainConfig) -> tuple[Path, int]:
     """Return the run's folder and the step to resume from; 0 for a new run."""
     folder = Path(cfg.exp_manager.explicit_log_dir)
+    return folder, saved_step(folder) if cfg.exp_manager.resume_if_exists else 0
+
+
+def saved_step(folder: Path) -> int:
+    """Return the step of a run's newest checkpoint; 0 without one."""
     latest = folder / "checkpoints" / "latest"
-    name = latest.read_text("utf-8").strip() if cfg.exp_manager.resume_if_exists and latest.is_file() else ""
-    return folder, int(name[5:]) if re.fullmatch(r"step_\d+", name) else 0
+    name = latest.read_text("utf-8").strip() if latest.is_file() else ""
+    return int(name[5:]) if re.fullmatch(r"step_\d+", name) else 0
+
+
+def _line(cfg: TrainConfig, step: int) -> dict[str, Any]:
+    """Return a start as a line of the history."""
+    own = cfg.reward_function
+    names = [own.name if cfg.reward == "function" else None, *(more.name for more in own.more_functions.values())]
+    return {"step": step, "config": _text(cfg), "files": {name: _file_digest(name) for name in names if name}}
+
+
+def _file_digest(function: str) -> str | None:
+    """Return a digest of the file of a function, which is not imported; None if there is none."""
+    module = function.split(".")[:-1]
+    places = [Path(folder, *module) for folder in sys.path if module]
+    files = [file for place in places for file in (place / "__init__.py", Path(f"{place}.py")) if file.is_file()]
+    return hashlib.sha256(files[0].read_bytes()).hexdigest() if files else None
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """Compare two lines of the history: configurations, and files of reward functions."""
+    old, new = before.get("files", {}), now.get("files", {})
+    changed = {name: "its file was changed" for name in new if new[name] != old.get(name, new[name])}
+    return compare(before["config"], now["config"]) | changed
 
 
 def _text(cfg: TrainConfig) -> str:

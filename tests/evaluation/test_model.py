@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,19 @@ def test_a_model_is_a_folder_of_its_own_or_what_a_run_exported(folder: Path, tmp
     assert model_folder(folder / "model") == folder / "model"
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "latest").write_text("step_00000001")
     (run / "config.yaml").write_text("pretrained_checkpoint: {restore_from_path: /models/sft}")
     with pytest.raises(ConfigError, match=r"to-hf .*/run .*/run/hf --model /models/sft$"):
         model_folder(run)
+    (run / "checkpoints" / "latest").unlink()
+    (run / "status.json").write_text("{}")
+    with pytest.raises(ConfigError, match="run is a run that ended before its first checkpoint, so it has no model"):
+        model_folder(run)
     tiny_llama_folder(run / "hf")
+    with pytest.raises(ConfigError, match=r"which is the folder of a run; did you mean .*/run/hf\?$"):
+        tiny_config(folder, f"pretrained_checkpoint.restore_from_path={run}")
     assert model_folder(run) == run / "hf"
-    with pytest.raises(ConfigError, match="nowhere does not exist; expected a Hugging Face model folder, or"):
+    with pytest.raises(ConfigError, match="nowhere does not exist; expected a Hugging Face model folder"):
         model_folder(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         model_folder(tmp_path)
@@ -63,11 +71,15 @@ def test_its_configuration_is_the_trainers_with_what_only_training_reads_at_its_
     assert len(raised.value.faults) == 3 and "did you mean" in raised.value.faults[-1], "before any data is read"
 
 
-def test_a_runs_settings_can_take_the_place_of_the_defaults(folder: Path, tmp_path: Path) -> None:
+def test_a_runs_settings_can_take_the_place_of_the_defaults(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = ["model.peft.peft_scheme=lora", "trainer.reinforce.kl_target=0.5", "model.seed=7"]
     ran = tiny_config(folder, *options)
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(ran.model_dump())))
+    monkeypatch.setattr(sys, "path", [*sys.path])
     cfg = inference_config(folder / "model", ["model.reinforce.num_val_samples=2"], like=tmp_path)
+    assert str(tmp_path) in sys.path, "a copied reward function lies there"
     assert cfg.model.seed == 7
     assert cfg.model.reinforce.length_params == ran.model.reinforce.length_params
     assert cfg.model.data.data_prefix.train == [ran.model.data.data_prefix.validation], "and its validation set"

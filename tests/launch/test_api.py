@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import linecache
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ from helpers.models import tiny_llama_folder
 from helpers.tiny_run import MAX_LENGTH, three_letters
 
 import reinforce_rl
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.errors import ConfigError, ReinforceError
 from reinforce_rl.launch.api import _by_name
 from reinforce_rl.monitoring.run_folder import RunFolder
+from reinforce_rl.runtime.settings import record
+from reinforce_rl.runtime.status import Status
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
@@ -109,8 +114,8 @@ def named(function: Any) -> None:
 
 
 def test_a_function_of_a_module_goes_by_its_name(tmp_path: Path) -> None:
-    assert _by_name(named, tmp_path) == (f"{__name__}.named", {})
-    assert _by_name(functools.partial(named, limit=3), tmp_path) == (f"{__name__}.named", {"limit": 3})
+    assert _by_name(named, tmp_path, {}) == (f"{__name__}.named", {})
+    assert _by_name(functools.partial(named, limit=3), tmp_path, {}) == (f"{__name__}.named", {"limit": 3})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -122,17 +127,59 @@ def test_a_function_that_no_other_process_can_have(tmp_path: Path) -> None:
 
     for reward, why in ((short, "it uses limit from outside"), (lambda *_: 1.0, "plain"), (print, "plain")):
         with pytest.raises(ReinforceError, match=rf"{why}.*my_rewards.py"):
-            _by_name(reward, tmp_path)
+            _by_name(reward, tmp_path, {})
 
 
 def test_mistakes_are_told_before_a_model_is_loaded(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer.devces is not a key of the configuration; did you mean"):
         reinforce_rl.train(model, ["a"], "json.dumps", tmp_path, **{"trainer.devces": 2})
+    with pytest.raises(ConfigError, match=r"max_steps is .*; did you mean trainer.reinforce.max_steps\?$"):
+        reinforce_rl.train(model, ["a"], "json.dumps", tmp_path, max_steps=3)
+    with pytest.raises(ConfigError, match=r"some/model, which does not exist; .*`hf download some/model --local-dir"):
+        reinforce_rl.train("some/model", ["a"], "json.dumps", tmp_path)
     with pytest.raises(ReinforceError, match=r"torchrun --nproc-per-node 2 .*reinforce-rl train"):
         reinforce_rl.train(model, ["a"], "json.dumps", tmp_path, **SETTINGS, **{"trainer.devices": 2})
     with pytest.raises(ConfigError, match=r"algorithm is 'grop'; expected one of .*grpo"):
         reinforce_rl.train(model, ["a"], "json.dumps", tmp_path, algorithm="grop")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_call_with_the_folder_of_a_run_is_refused_and_writes_nothing(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def again(each: float, prompts: list[str], **keys: Any) -> reinforce_rl.Run:
+        source = f"def score(prompt, response, record):\n    return {each}  # points\n"
+        linecache.cache["<cell>"] = (len(source), None, source.splitlines(True), "<cell>")
+        own: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(source, "<cell>", "exec"), own)
+        return reinforce_rl.train(model, prompts, own["score"], tmp_path, **SETTINGS | keys)
+
+    def files() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+
+    def no_steps(cfg: TrainConfig) -> None:
+        (tmp_path / "metrics.jsonl").write_text("")
+        (tmp_path / "hf").mkdir(exist_ok=True)
+        (tmp_path / "checkpoints").mkdir(exist_ok=True)
+        record(cfg)
+        (tmp_path / "checkpoints" / "latest").write_text("step_00000001")
+        (tmp_path / "status.json").write_text(json.dumps(asdict(Status("finished", step=1))))
+
+    monkeypatch.setattr("reinforce_rl.run.train", no_steps)
+    again(1.0, ["a", "e"])
+    before, more = files(), {"trainer.reinforce.max_steps": 2}
+    assert again(1.0, ["a", "e"]).folder == tmp_path  # it has finished
+    for each, prompts, keys in ((2.0, ["a", "e"], more), (2.0, ["a", "e"], {}), (1.0, ["a"], {})):
+        with pytest.raises(ConfigError, match=r'copied_reward_\w+.score" ->|prompts_\w+.jsonl" ->'):
+            again(each, prompts, **keys)
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with other:
+        (tmp_path / "status.json").write_text(json.dumps(asdict(Status("running", step=1, pid=other.pid))))
+        before = files()
+        with pytest.raises(ConfigError, match="still going on"):
+            again(1.0, ["a", "e"], **more)
+        other.communicate(b"\n")
+    assert files() == before
 
 
 def test_the_package_has_no_other_lazy_names() -> None:

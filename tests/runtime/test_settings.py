@@ -138,6 +138,21 @@ class TestOtherSettings:
             run(begun, mesh, "exp_manager.resume_if_exists=false", "model.optim.lr=0.5")
         assert (begun / "run" / "config.yaml").read_bytes() == before
 
+    def test_another_file_of_a_reward_function_is_told(self, tmp_path, monkeypatch):
+        monkeypatch.syspath_prepend(tmp_path)
+        (tmp_path / "my_own.py").write_text("def short(prompt, response, record):\n    return 1.0\n")
+        config = tiny_config(tmp_path, "reward=function", "reward_function.name=my_own.short")
+        record(config)
+        (tmp_path / "run" / "checkpoints").mkdir()
+        (tmp_path / "run" / "checkpoints" / "latest").write_text("step_00000002")
+        assert check_changes(config) == {}
+        (tmp_path / "my_own.py").write_text("def short(prompt, response, record):\n    return 2.0\n")
+        assert check_changes(config) == {"my_own.short": "its file was changed"}
+        record(config)
+        assert [line["step"] for line in history(tmp_path)] == [0, 2]
+        told = ["changed after step 2: my_own.short: its file was changed"]
+        assert run_settings.settings_of(tmp_path / "run", 3)[1] == told
+
     def test_values_of_every_type_survive_the_file(self, tmp_path):
         given = [
             "reward=function",
@@ -202,14 +217,18 @@ class TestFinished:
         )
         subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
-    def test_what_is_left_to_do_is_done(self, finished, tmp_path):
+    def test_what_is_left_to_do_is_done(self, finished, tmp_path, capsys):
         def starts(*overrides: str) -> bool:
             given = [*tiny_overrides(finished, num_prompts=10), *overrides]
             return may_start(load_config(compose(*given)))
 
         export = "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true"
         assert not starts(TWO_STEPS, export)
+        capsys.readouterr()
         assert not starts(TWO_STEPS, export, "model.optim.lr=0.3"), "no step would have it"
+        assert "max_steps to go on, with model.optim.lr: 0.01 -> 0.3\n" in capsys.readouterr().out
+        with pytest.raises(ConfigError, match=r"model.seed: 1234 -> 7"):
+            starts(TWO_STEPS, export, "model.seed=7")
         assert starts(f"{RL}.max_steps=3", export)
         assert starts(f"{RL}.max_epochs=3", f"{RL}.max_steps=-1", export)
         (finished / "run" / "hf").rename(tmp_path / "hf")

@@ -117,6 +117,7 @@ def test_ctrl_c(processes, uninterrupted, tmp_path, phase, step):
     processes.start(tmp_path, *SETTINGS, act=act(phase, step, signal.SIGINT))
     assert processes.wait() == EXIT_INTERRUPTED, log(tmp_path)
     assert "Traceback" not in log(tmp_path)
+    assert "interrupted by Ctrl-C; the same command goes on after step 3, the last one saved" in log(tmp_path)
     assert (status(tmp_path).state, status(tmp_path).exit_code) == ("interrupted", EXIT_INTERRUPTED)
     assert saved_step(tmp_path) == 3
     finish(processes, tmp_path)

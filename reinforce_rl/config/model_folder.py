@@ -1,0 +1,44 @@
+"""A model's Hugging Face folder: its `config.json`, and what is said of a path that is no such folder. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+MODEL = "pretrained_checkpoint.restore_from_path"
+
+
+def model_values(folder: str) -> dict[str, Any]:
+    """Return the content of a model's `config.json`; empty if unreadable, which the weights' rules report."""
+    try:
+        values = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def no_model(path: str | Path) -> str:
+    """Return what a path without a model's `config.json` is, and what to do, to be put after its name."""
+    folder, expected = Path(path), "expected a Hugging Face model folder"
+    if (folder / "hf" / "config.json").is_file():
+        return f"is the folder of a run; did you mean {folder / 'hf'}?"
+    if (folder / "checkpoints" / "latest").is_file():
+        return f"is a run without an exported model, {folder / 'hf'}; write it: {export_command(folder)}"
+    if (folder / "status.json").is_file():
+        return "is a run that ended before its first checkpoint, so it has no model; start its command again"
+    if folder.is_dir():
+        return f"has no config.json that can be read; {expected}"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not folder.parent.is_dir():
+        expected += f"; from the Hugging Face hub: `hf download {path} --local-dir FOLDER`, then give FOLDER"
+    return f"does not exist; {expected}"
+
+
+def export_command(run: Path) -> str:
+    config = run / "config.yaml"
+    own = OmegaConf.load(config) if config.is_file() else OmegaConf.create()
+    base = OmegaConf.select(own, MODEL, default="THE_MODEL_IT_BEGAN_FROM")
+    return f"reinforce-rl convert to-hf {run} {run / 'hf'} --model {base}"
