@@ -124,15 +124,12 @@ def evaluate(
         ]
         if last is not None:
             _add_kl(found, last, mesh, control)
-        failure, results = None, Results([], [])
-        try:
+        results = Results([], [])
+        with mesh.together():
             if mesh.is_main:
                 results = _results(found, judge, is_scored=is_scored)
                 if out is not None:
                     _write(Path(out), results, found)
-        except Exception as error:  # any kind: all ranks must raise together
-            failure = error
-        mesh.check_together(failure)
     return results
 
 

@@ -233,15 +233,21 @@ def _profile_tables(path: Path) -> list[dict[str, Any]]:
         raise DataError(f"{path} is no profile's table ({error!r}); remove it, and profile again") from error
 
 
-def write_report(run_dir: str | Path) -> Path:
+def write_report(run_dir: str | Path, *, has_ended: bool = False) -> Path:
     """Write `report.html` from the files of `run_dir` that exist; return its path.
+
+    Args:
+        has_ended: the run's own last work, before its status says that it is finished.
 
     Raises:
         DataError: `run_dir` holds no run, or a file of it cannot be read.
     """
     run = open_run(run_dir)
     path = run.path / "report.html"
-    write_atomically(path, frozen_page({run.name: (run, overview(run))}))
+    shown = overview(run)
+    if has_ended:
+        shown["state"]["state"] = "finished"
+    write_atomically(path, frozen_page({run.name: (run, shown)}))
     return path
 
 

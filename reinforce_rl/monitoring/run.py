@@ -116,7 +116,7 @@ class RunMonitor:
         return is_due
 
     def report(self) -> Path:
-        return write_report(self._folder.absolute())
+        return write_report(self._folder.absolute(), has_ended=True)
 
     def _log(self, metrics: Mapping[str, float], step: int, prefix: str) -> None:
         self._step = step

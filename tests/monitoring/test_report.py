@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring.loggers import JsonlLogger
+from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
+from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter
 from reinforce_rl.monitoring.report import compare_validation, overview, run_summary, write_report
+from reinforce_rl.monitoring.run import RunMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.view import MAX_POINTS
 from reinforce_rl.runtime.status import StatusFile
@@ -208,6 +210,13 @@ def test_a_run_that_has_just_begun(tmp_path):
     page = read(write_report(tmp_path))
     assert "needs a validation before and one after" in page["verdict"] and page["charts"] == []
     assert [alert["kind"] for alert in page["alerts"]] == ["reward"]
+
+
+def test_the_report_that_a_run_writes_last_says_that_it_is_finished(tmp_path):
+    StatusFile(tmp_path, enabled=True).begin()
+    assert read(write_report(tmp_path))["state"]["state"] == "running"
+    monitor = RunMonitor(tmp_path, Loggers(), RolloutWriter(tmp_path), TrainingProgress(1, enabled=False))
+    assert read(monitor.report())["state"]["state"] == "finished"
 
 
 def test_the_top_operations_of_a_profile(tmp_path):
