@@ -6,6 +6,7 @@ config time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,12 +51,21 @@ class LineFaults(list[str]):
         raise DataError("\n".join([head, *self[:MAX_LISTED_FAULTS], *more, *advices]))
 
 
-def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a JSONL file atomically. Raises DataError if it cannot be written."""
+def write_jsonl(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None:
+    """Write JSONL files; none takes its place before all are on disk. Raises DataError if one cannot be written."""
+    ready = {path: path.with_name(f".{path.name}.new") for path in files}
+    path = Path()
     try:
-        write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        for path, rows in files.items():
+            write_atomically(ready[path], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        for path, new in ready.items():
+            new.replace(path)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        for new in ready.values():
+            with contextlib.suppress(OSError):
+                new.unlink()
 
 
 # Values of a line; their errors name the key alone

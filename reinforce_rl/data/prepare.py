@@ -94,8 +94,7 @@ def prepare_prompts(
     train, validation = map(len, splits)
     if len(kept) > train + validation:
         skipped["over --limit"] = len(kept) - train - validation
-    for target, rows in zip(targets, splits, strict=True):
-        write_jsonl(target, rows)
+    write_jsonl(dict(zip(targets, splits, strict=True)))
     return PrepareCounts(read, train, validation, dict(skipped.most_common()))
 
 

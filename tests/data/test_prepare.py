@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -11,12 +12,14 @@ import pytest
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from typer.testing import CliRunner, Result
 
+from reinforce_rl.data import jsonl
 from reinforce_rl.data.jsonl import parse_hh_conversation, render_hh_prompt
 from reinforce_rl.data.prepare import PrepareOptions, prepare_prompts
 from reinforce_rl.data.prompts import PromptDataset
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import DataError
 from reinforce_rl.launch.main import app
+from reinforce_rl.utils.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
@@ -182,6 +185,24 @@ def test_wrong_options_and_files(tmp_path):
         prepare_prompts([file], tmp_path, PrepareOptions())
     with pytest.raises(DataError, match="1 prompts are left"):
         prepare_prompts([file], tmp_path / "out", PrepareOptions())
+
+
+def test_a_file_that_cannot_be_written_leaves_both_as_they_were(tmp_path, monkeypatch):
+    """Else training prompts would stand beside the validation prompts of an earlier split."""
+    file = write(tmp_path / "in.jsonl", *({"prompt": f"question {i}"} for i in range(8)))
+    out = tmp_path / "out"
+    prepare_prompts([file], out, PrepareOptions(seed=0))
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def full(path: Path, text: str) -> None:
+        if "validation" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_atomically(path, text)
+
+    monkeypatch.setattr(jsonl, "write_atomically", full)
+    with pytest.raises(DataError, match=r"out/validation\.jsonl cannot be written: No space left on device"):
+        prepare_prompts([file], out, PrepareOptions(seed=1))
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 def test_the_command_takes_csv_and_names_of_columns(tmp_path):
