@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -91,6 +92,10 @@ def evaluate(
     """
     if not models:
         raise ConfigError(["no model was given; expected the folders of models or runs before KEY=VALUE"])
+    if samples < 1:
+        raise ConfigError([f"samples is {samples}; expected 1 or more"])
+    if temperature is not None and not 0 <= temperature < math.inf:
+        raise ConfigError([f"temperature is {temperature}; expected 0 for greedy, or a finite number above"])
     try:
         if judge is not None:
             judge.check()

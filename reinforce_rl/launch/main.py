@@ -177,7 +177,7 @@ def prepare(
     form: Annotated[
         Literal["messages", "prompt"], typer.Option(help="a list of turns, or one string in the Human/Assistant form")
     ] = "messages",
-    validation_fraction: Annotated[float | None, typer.Option(min=0, max=1, help="to validate (default: 0.1)")] = None,
+    validation_fraction: Annotated[float | None, typer.Option(help="share to validate (default: 0.1)")] = None,
     num_validation: Annotated[int | None, typer.Option(min=1, help="number of prompts for validation")] = None,
     seed: Annotated[int, typer.Option(help="chooses the validation prompts")] = 0,
     max_turns: Annotated[int | None, typer.Option(min=1, help="skip prompts with more user turns")] = None,
@@ -193,6 +193,8 @@ def prepare(
         raise typer.BadParameter(f"--field is {wrong[0]}; expected NAME=COLUMN")
     if validation_fraction is not None and num_validation is not None:
         raise typer.BadParameter("--num-validation is not allowed with --validation-fraction")
+    if validation_fraction is not None and not 0 < validation_fraction < 1:  # typer's bounds include their ends
+        raise typer.BadParameter(f"--validation-fraction is {validation_fraction}; expected above 0 and below 1")
     share = 0.1 if validation_fraction is None else validation_fraction
     options = PrepareOptions(form, num_validation, share, seed, max_turns, max_characters, limit)
     columns = Columns(dict(one.split("=", 1) for one in field or ()), "--field ")

@@ -173,9 +173,12 @@ def test_bad_lines_are_told_and_nothing_is_written(tmp_path):
 
 
 def test_wrong_options_and_files(tmp_path):
-    for option in ("--num-validation=0", "--validation-fraction=1.5", "--max-turns=0", "--limit=1"):
+    for option in ("--num-validation=0", "--max-turns=0", "--limit=1"):
         done = prepare("x", f"--output={tmp_path}", option)
         assert done.exit_code == 2 and f"Invalid value for '{option.partition('=')[0]}'" in done.output
+    for share in ("0", "1", "nan"):
+        done = prepare("x", f"--output={tmp_path}", f"--validation-fraction={share}")
+        assert done.exit_code == 2 and "expected above 0 and below 1" in done.output
     with pytest.raises(DataError, match=r"^\S+none\.jsonl does not exist"):
         prepare_prompts([tmp_path / "none.jsonl"], tmp_path, PrepareOptions())
     with pytest.raises(DataError, match=r"found q, a; expected prompt, .* its column in --field prompt=COLUMN"):
