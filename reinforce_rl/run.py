@@ -23,6 +23,7 @@ from reinforce_rl.monitoring.loggers import Detached, JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import RolloutWriter
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
+from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers
@@ -120,8 +121,8 @@ def build_monitor(
         run_id = run_id or secrets.token_hex(4)
         others = start_loggers(cfg, run_id, resume_step, progress.note)
     rollouts, tables = RolloutWriter(folder, resume_step), cfg.exp_manager.sample_table_interval
-    tokens = cfg.exp_manager.record_tokens_every
-    monitor = RunMonitor(folder, Loggers([jsonl, *others]), rollouts, progress, status, factor, tables, tokens)
+    tokens, first = cfg.exp_manager.record_tokens_every, RunFolder(folder).first_reward  # of a run that goes on
+    monitor = RunMonitor(folder, Loggers([jsonl, *others]), rollouts, progress, status, factor, tables, tokens, first)
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
         for key, values in changes.items():

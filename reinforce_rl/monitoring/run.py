@@ -27,6 +27,7 @@ class RunMonitor:
         straggler_factor: ranks slower than this multiple of a phase's median are reported.
         table_interval: steps between tables of training samples for the loggers; 0 for none.
         tokens_every: `exp_manager.record_tokens_every`.
+        first_reward: mean reward of the first step of a run that goes on; NaN if there is none yet.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class RunMonitor:
         straggler_factor: float = 1.5,
         table_interval: int = 0,
         tokens_every: int = 0,
+        first_reward: float = math.nan,
     ):
         self._folder, self._metrics, self._rollouts = Path(folder), metrics, rollouts
         self._progress, self._status = progress, status
@@ -48,7 +50,7 @@ class RunMonitor:
             tokens_every,
         )
         self._step, self._line = 0, dict[str, float]()  # the current step's metrics, as in metrics.jsonl
-        self._first_reward = math.nan
+        self._first_reward = first_reward
         self._said: dict[str, int] = {}  # last step by what was wrong
 
     def phase(self, name: str) -> None:

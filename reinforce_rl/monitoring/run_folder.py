@@ -143,6 +143,11 @@ class RunFolder:
         steps = self.sample_steps()
         return self.samples(steps[-1]) if steps else []
 
+    @property
+    def first_reward(self) -> float:
+        """The mean reward of the run's first step; NaN before it."""
+        return next((reward for _, reward in self.series("train/rewards") if math.isfinite(reward)), math.nan)
+
     def state(self) -> Status:
         """Return the run's status, of the last line of metrics.jsonl where there is no status.json."""
         status = run_status(self.path)
@@ -168,7 +173,7 @@ class RunFolder:
         done = []
         settings = {setting.key: setting.value for setting in self.configuration().settings}
         factor = settings.get("trainer.straggler_factor", STRAGGLER_FACTOR)
-        first_reward = next((reward for _, reward in self.series("train/rewards") if math.isfinite(reward)), math.nan)
+        first_reward = self.first_reward
         for line in self.lines:
             now = dict(alerts_of(line, factor, first_reward))
             if is_training(line):

@@ -261,6 +261,17 @@ class TestRuns:
         alerts = sorted(path.name for path in (folder / "alerts").glob("*no spread*"))
         assert alerts == ["step_00001 no spread.txt", "step_00002 no spread.txt"], "once in each start, not every step"
 
+    def test_a_resumed_run_compares_with_its_first_step(self, tmp_path, mesh):
+        mlflow = pytest.importorskip("mlflow")
+        keys = (f"{MANAGER}.loggers=[mlflow]", f"{RL}.max_epochs=2")
+        run(tmp_path, mesh, *keys, f"{RL}.max_steps=1", rm=lambda ids: 0.0)
+        run(tmp_path, mesh, *keys, f"{RL}.max_steps=2", rm=lambda ids: 1.0)
+        client = mlflow.MlflowClient((tmp_path / "run" / "mlruns").as_uri())
+        (found,) = client.search_runs([client.get_experiment_by_name("reinforce_rl").experiment_id])
+        alerts = Path(found.info.artifact_uri.removeprefix("file://")) / "alerts"
+        names = sorted(path.name for path in alerts.iterdir() if path.stem.endswith(("no spread", "solved")))
+        assert names == ["step_00001 no spread.txt", "step_00002 solved.txt"]
+
     def test_an_error_is_an_alert(self, tmp_path, mesh):
         mlflow = pytest.importorskip("mlflow")
         from reinforce_rl.errors import RewardServerError
