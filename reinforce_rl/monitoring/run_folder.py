@@ -228,7 +228,9 @@ def alerts_of(
         reward, deviation = (number(line.get(f"train/{name}")) for name in ("rewards", "reward_deviation"))
         text = f"in {equal:.0%} of the groups all rewards are equal, {reward:.3f} on average"
         if reward - first_reward > 3 * deviation:
-            yield "solved", f"{text}, up from {first_reward:.3f}: these prompts are solved; take harder ones, or stop"
+            # What the best reward is, nobody has said.
+            advice = "if none is higher, take harder prompts, or stop; else the policy has collapsed: read samples"
+            yield "solved", f"{text}, up from {first_reward:.3f}: {advice}"
         else:
             yield "no spread", f"{text}: there is little to learn from; the prompts are too easy or too hard"
     if (ended := number(line.get("train/fraction_of_samples_properly_ended"))) < 0.5:
