@@ -55,7 +55,8 @@ clip_fraction | share | response tokens whose gradient the ratio's clipping stop
 effective_sample_size | share | how many tokens the importance weights leave, of all | 1 on-policy; below 0.5: too far
   off-policy, fewer reinforce_epochs or larger global_batch_size
 entropy | nats a token | of the policy's distribution, with entropy_bonus | falls slowly; towards 0: it has collapsed
-generator_gap | nats a token | log-probs of trainer - generator | below 0.05; else other weights, precision or sampling
+generator_gap | nats a token | mean size of the difference between the trainer's and its log-probs | below 0.05;
+  else other weights, precision or sampling
 generator_kl | nats a token | k3 estimate of KL(generator, policy) | below 0.001; see generator_gap
 generator_capped | share | tokens whose weight against the generator reached generator_ratio_cap | near 0
 padding_fraction | share | padding in the update's micro-batches | low; else model.tokens_per_micro_batch
