@@ -35,15 +35,13 @@ def start_loggers(
 
 
 class TensorboardLogger(MetricLogger):
-    """Writes an event file into `folder`; that of a resumed run hides the numbers that came after `resume_step`.
-
-    Texts of these steps are shown twice.
-    """
+    """Writes an event file into `folder`; that of a resumed run hides what came after `resume_step`, for 0 all."""
 
     def __init__(self, folder: str | Path, resume_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=None if resume_step is None else resume_step + 1)
+        # A run that begins again validates at step 0 again.
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step and resume_step + 1)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
         """Write numbers of `step`, except non-finite ones."""

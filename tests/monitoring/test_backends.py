@@ -92,6 +92,19 @@ def test_a_run_that_goes_on_shows_each_number_once(tmp_path):
     assert [event.step for event in events.Tensors("alerts/text_summary")] == [3, 4]
 
 
+def test_a_run_that_begins_again_shows_its_first_validation_once(tmp_path):
+    """Killed before its first checkpoint."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for value, resume_step in ((1.0, None), (9.0, 0)):
+        logger = TensorboardLogger(tmp_path, resume_step)
+        for step in (0, 1):
+            logger.log_metrics({"rewards": value}, step, "val/")
+        logger.finalize()
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("val/rewards")] == [(0, 9.0), (1, 9.0)]
+
+
 def test_an_offline_wandb_run_reads_back_and_resumes_under_its_id(tmp_path):
     pytest.importorskip("wandb")
     logger = WandbLogger(config_of(tmp_path), "abcd1234")
