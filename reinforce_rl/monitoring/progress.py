@@ -113,10 +113,10 @@ class TrainingProgress:
 
     def validation(self, step: int, metrics: Mapping[str, float], kind: str = "validation") -> None:
         """Report a finished validation or test; metric names as in `update`."""
-        found = {short: formatted(form, metrics[name]) for name, _, short, form in self._shown if name in metrics}
+        found = [(short, formatted(form, metrics[name])) for name, _, short, form in self._shown if name in metrics]
         sets = {name.removesuffix("/rewards"): value for name, value in metrics.items() if name.endswith("/rewards")}
-        found |= {name: formatted(".3f", value) for name, value in sets.items()}
-        self.note("  ".join([f"{kind} after step {step}:", *map(" ".join, found.items())]))
+        found += [(name, formatted(".3f", value)) for name, value in sets.items()]
+        self.note("  ".join([f"{kind} after step {step}:", *map(" ".join, found)]))
 
     @property
     def seconds_left(self) -> float:
