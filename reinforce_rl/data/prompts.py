@@ -259,7 +259,8 @@ def build_train_valid_test_rlhf_datasets(
         options: see `PromptDataset.from_files`.
 
     Raises:
-        ConfigError: keys or files are wrong; all faults together, before any file is read.
+        ConfigError: weights, names of sets or files are wrong; all faults together, before any file is read. Keys and
+            types are not looked at: a configuration has checked them.
         DataError: as `PromptDataset.from_files`, for all splits together.
     """
     files, weights = readers.resolve_data_prefix(data_prefix)
