@@ -16,7 +16,7 @@ from helpers.tiny_run import compose, json_lines
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.demo import print_answers, steps_override
-from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter
+from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter, read_rows
 from reinforce_rl.rewards.functions import instructions
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "demo" / "run_demo.py"
@@ -120,7 +120,7 @@ def test_two_steps_of_the_real_demo(tmp_path):
         assert "Traceback" not in done.stdout
         assert [line["step"] for line in json_lines(out / "metrics.jsonl")] == [0, 1, 2]
         assert "val/rewards" in json_lines(out / "metrics.jsonl")[-1]
-        assert [len(json_lines(path)) for path in sorted((out / "validation").iterdir())] == [4, 4]
+        assert [len(read_rows(path)) for path in sorted((out / "validation").iterdir())] == [4, 4]
         assert (out / "report.html").stat().st_size > 10_000
         assert (out / "hf" / "config.json").is_file()
         assert (out / "hf" / "tokenizer_config.json").is_file()
