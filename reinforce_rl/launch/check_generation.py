@@ -53,10 +53,17 @@ def check_generation(
     import torch
 
     from reinforce_rl.data.batches import Prompt
-    from reinforce_rl.evaluation.model import inference_config, load_actor
+    from reinforce_rl.data.tokenizer import load_tokenizer
+    from reinforce_rl.evaluation.model import LENGTH, inference_config, load_actor, model_folder
     from reinforce_rl.generation.native.generator import NativeGenerator
     from reinforce_rl.trainer.build import configured_mesh
 
+    texts: Sequence[str] = TEXTS
+    if prompts is not None:
+        lines = prompts.read_text(encoding="utf-8").splitlines()
+        texts = [json.loads(line)["prompt"] for line in lines if line.strip()]
+    tokenizer = load_tokenizer(model_folder(model))
+    asked = [Prompt(i, text, tuple(tokenizer(text)["input_ids"])) for i, text in enumerate(texts)]
     values = {
         "generation": engine,
         "trainer.precision": precision,
@@ -66,16 +73,18 @@ def check_generation(
         "model.reinforce.length_params.max_length": max_length,
         "tensorrt_llm.free_gpu_memory_fraction": memory_fraction,
         "tensorrt_llm.weight_bucket_megabytes": bucket_megabytes,
+        "tensorrt_llm.max_batch_size": len(asked),
+        LENGTH: max(len(prompt.tokens) for prompt in asked) + max_length,
+        # Patient: nobody can raise these here, and the first start of an engine may compile.
+        "tensorrt_llm.start_timeout_seconds": 900,
+        "tensorrt_llm.update_timeout_seconds": 300,
+        "tensorrt_llm.request_timeout_seconds": 600,
+        "trainer.collective_timeout_seconds": 3600,
     }
     cfg = inference_config(model, [f"{key}={value}" for key, value in values.items()], folder=log_folder)
-    texts: Sequence[str] = TEXTS
-    if prompts is not None:
-        lines = prompts.read_text(encoding="utf-8").splitlines()
-        texts = [json.loads(line)["prompt"] for line in lines if line.strip()]
     with configured_mesh(cfg) as mesh:
         actor = load_actor(cfg, mesh)
         native, params = NativeGenerator(actor.lm, actor.tokenizer), replace(actor.settings.sampling, use_greedy=True)
-        asked = [Prompt(i, text, tuple(actor.tokenizer(text)["input_ids"])) for i, text in enumerate(texts)]
         with contextlib.closing(actor.generator) as other:
             before = native.generate(asked, 1, params, seed=0)
             found = [compare(native, other, asked, params)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,15 @@ def test_the_command_with_the_fake_engine(tmp_path, capsys, fake_engine):
     logs = ["--log-folder", str(tmp_path / "logs")]
     assert check(model_below(tmp_path), *OPTIONS, *logs, "--tolerance", "1e-4") == 0
     assert capsys.readouterr().out.count("8 of 8 responses equal, ") == 2
+
+
+def test_prompts_may_be_longer_than_a_run_takes_by_default(tmp_path, capsys, fake_engine):
+    fake_engine()
+    model, prompts = tiny_llama_folder(tmp_path / "model", vocab_size=64, max_positions=4096), tmp_path / "long.jsonl"
+    prompts.write_text(json.dumps({"prompt": "two " * 600}))
+    files = ["--prompts", str(prompts), "--log-folder", str(tmp_path / "logs")]
+    assert check(str(model), *OPTIONS, *files, "--tolerance", "1e-3") == 0
+    assert "1 of 1 responses equal, " in capsys.readouterr().out
 
 
 @pytest.mark.slow
