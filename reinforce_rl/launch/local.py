@@ -83,7 +83,8 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
     SIGINT, SIGTERM and SIGUSR1 go to the actor, which saves and ends; then the server is stopped. If this process is
     killed, a guard ends both.
     """
-    stop = StopSignal((signal.SIGINT, *active_stop_signals()))
+    handled = {number: signal.getsignal(number) for number in (signal.SIGINT, *active_stop_signals())}
+    stop = StopSignal(tuple(handled))
     try:
         # Otherwise another run's server on this port would be mistaken for ours until ours fails to bind.
         check_port(HOST, plan.port)
@@ -105,6 +106,9 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
     except (ReinforceError, OSError) as error:
         say(f"error: {error}")
         return 1
+    finally:  # `demo` goes on in this process, and Ctrl-C must end it
+        for number, handler in handled.items():
+            signal.signal(number, handler)
 
 
 def _start(command: Sequence[str], guard: Guard, log: BinaryIO | None) -> Child:
