@@ -260,7 +260,8 @@ class DiskNeed:
 
     @property
     def fault(self) -> str | None:
-        if self.needed <= self.free:
+        """Why the run must not start; `records` alone is no reason, since few runs come near that bound."""
+        if self.needed - self.records <= self.free:
             return None
         parts = f"at most {self.checkpoints} x {gigabytes(self.checkpoint)} for checkpoints"
         parts += f", less {gigabytes(self.held)} there already" if self.held else ""
@@ -269,7 +270,17 @@ class DiskNeed:
         return (
             f"exp_manager.explicit_log_dir is {self.folder}, where {gigabytes(self.free)} are free; the run needs "
             f"{gigabytes(self.needed)}: {parts}. Free some space, choose another disk, or lower "
-            "exp_manager.checkpoint_callback_params.keep_last or keep_best; record_tokens_every=0 shrinks the records"
+            "exp_manager.checkpoint_callback_params.keep_last or keep_best; exp_manager.record_tokens_every=0 shrinks "
+            "the records"
+        )
+
+    @property
+    def warning(self) -> str | None:
+        if self.fault is not None or self.needed <= self.free:
+            return None
+        return (
+            f"{self.folder} has {gigabytes(self.free)} free, and the samples' records take {gigabytes(self.records)} "
+            "if every response is of full length; exp_manager.record_tokens_every=0 shrinks them"
         )
 
 

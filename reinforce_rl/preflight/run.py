@@ -66,7 +66,7 @@ def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examinat
             gpu, batches = planned_for_gpu(config), plan_batches(config, layout, inputs.datasets)
             memory = plan_memory(config, inputs, batches, gpu=gpu)
             print_plan(console, config, inputs, batches, memory, gpu=gpu)
-        print_warnings(console, list(_warnings(config, memory, here=here)))
+        print_warnings(console, list(_warnings(config, inputs, memory, here=here)))
     faults += [*inputs.faults, *_weight_faults(config, inputs), *function_faults(config, here=here)]
     return Examination(config, inputs, memory, faults)
 
@@ -80,7 +80,9 @@ def planned_for_gpu(cfg: TrainConfig) -> bool:
     return torch.cuda.is_available() or cfg.trainer.precision == "bf16"
 
 
-def _warnings(cfg: TrainConfig, memory: Sequence[RankMemory], *, here: bool) -> Iterator[str]:
+def _warnings(cfg: TrainConfig, inputs: Inputs, memory: Sequence[RankMemory], *, here: bool) -> Iterator[str]:
+    if inputs.disk is not None and inputs.disk.warning is not None:
+        yield inputs.disk.warning
     if not _has_weights(cfg):
         yield f"{cfg.pretrained_checkpoint.restore_from_path} holds no safetensors: a run could not load its weights"
     first = [cfg.remote_rm.reward_model] if here and cfg.reward == "server" else []
