@@ -150,7 +150,7 @@ def run(task: Task) -> tuple[TaskEnd, bool]:
         # Slurm may signal twice, and Python restores default handlers during its shutdown.
         asked = stop.number is not None and -code in SIGNALS
         end = task.end(code if code >= 0 else 128 - code)
-        end_orphans(ORPHAN_SECONDS)  # while the ports are still locked
+        end_orphans(ORPHAN_SECONDS)  # while the ports are still claimed
         return end, code == EXIT_STOPPED or asked
 
 
