@@ -11,7 +11,6 @@ import numpy as np
 import psutil
 import torch
 from helpers.models import tiny_llama_folder
-from helpers.ranks import kill_tree
 from helpers.real_run import RealServer
 from helpers.rewards import request_of
 
@@ -69,7 +68,9 @@ class RankedServer(RealServer):
 
     def close(self) -> None:
         if self.process.poll() is None:
-            kill_tree(self.process.pid)
+            for rank in self.ranks():  # not their guards, which clear up after them
+                rank.kill()
+            self.process.kill()
             self.process.wait()
         super().close()
 

@@ -103,7 +103,7 @@ def slow_down(slow: int, rank: int) -> None:
         taken, deadline = 0, time.monotonic() + LONG
         for micro_batch in take(queue):
             taken += 1
-            while rank == slow and queue._mesh.count(COUNTER, 0) <= len(queue._micro_batches):
+            while rank == slow and queue._shared and queue._mesh.count(COUNTER, 0) <= len(queue._micro_batches):
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
             yield micro_batch
