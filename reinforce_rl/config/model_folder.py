@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 MODEL = "pretrained_checkpoint.restore_from_path"
 
 
@@ -38,6 +36,8 @@ def no_model(path: str | Path) -> str:
 
 
 def export_command(run: Path) -> str:
+    from omegaconf import OmegaConf  # a benchmark on a bare GPU machine needs the rest without it
+
     config = run / "config.yaml"
     own = OmegaConf.load(config) if config.is_file() else OmegaConf.create()
     base = OmegaConf.select(own, MODEL, default="THE_MODEL_IT_BEGAN_FROM")

@@ -209,7 +209,8 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
         "form": "percent",
         "lines": [{"name": "observed", **observed}, {"name": "calibrated", "x": [50.0, 100.0], "y": [0.5, 1.0]}],
     }
-    return {"verdict": f"{said}.", "tables": [of_best, calibration], "figures": [figure] if bins else []}
+    shown = {"tables": [of_best, calibration], "figures": [figure]} if bins else {"tables": [of_best], "figures": []}
+    return {"verdict": f"{said}.", **shown}
 
 
 def _profile_tables(path: Path) -> list[dict[str, Any]]:
