@@ -20,7 +20,7 @@ from reinforce_rl.config.model import LoraTuningConfig
 from reinforce_rl.config.model_folder import MODEL, model_values, no_model
 from reinforce_rl.config.parallelism import model_faults, ranks_faults, recomputation_faults
 from reinforce_rl.config.rewards import RewardServerConfig
-from reinforce_rl.data.readers import resolve_data_prefix
+from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.files import folder_faults
 from reinforce_rl.utils.net import Address

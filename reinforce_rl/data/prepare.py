@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from reinforce_rl.data.data_prefix import SPLITS
 from reinforce_rl.data.jsonl import (
     HH_NAMES,
     LineFaults,
@@ -22,7 +23,7 @@ from reinforce_rl.data.jsonl import (
     render_hh_prompt,
     write_jsonl,
 )
-from reinforce_rl.data.readers import AS_NAMED, SPLITS, ColumnMissing, Columns, files_of, read_records
+from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns, files_of, read_records
 from reinforce_rl.errors import DataError
 
 T = TypeVar("T")

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from reinforce_rl.data import jsonl, readers
 from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.data_prefix import SPLITS, resolve_data_prefix
 from reinforce_rl.data.jsonl import LineFaults, Record
 from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns
 from reinforce_rl.data.sampler import Blend, PromptSampler, shard
@@ -247,7 +248,7 @@ def build_train_valid_test_rlhf_datasets(
     tokenizer: PreTrainedTokenizerBase,
     data_prefix: Mapping[str, Any],
     *,
-    splits: Sequence[str] = readers.SPLITS,
+    splits: Sequence[str] = SPLITS,
     **options: Any,
 ) -> RLHFDatasets:
     """Load the train, validation and test prompts.
@@ -259,11 +260,11 @@ def build_train_valid_test_rlhf_datasets(
         options: see `PromptDataset.from_files`.
 
     Raises:
-        ConfigError: weights, names of sets or files are wrong; all faults together, before any file is read. Keys and
-            types are not looked at: a configuration has checked them.
+        ConfigError: weights, names of sets or files are wrong; all faults together, before any file is read. Keys
+            and types are the configuration's to check.
         DataError: as `PromptDataset.from_files`, for all splits together.
     """
-    files, weights = readers.resolve_data_prefix(data_prefix)
+    files, weights = resolve_data_prefix(data_prefix)
     datasets: dict[str, PromptDataset] = {}
     errors: list[DataError] = []
     for split, sets in files.items():

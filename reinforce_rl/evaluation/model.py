@@ -22,7 +22,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import read_config
 from reinforce_rl.config.model_folder import MODEL, export_command, model_values, no_model
-from reinforce_rl.data.readers import sets_of
+from reinforce_rl.data.data_prefix import sets_of
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.architecture import Architecture

@@ -16,8 +16,8 @@ from reinforce_rl.actor.micro_batches import micro_batches
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.config.rules import shape_faults
+from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, RLHFDatasets
-from reinforce_rl.data.readers import resolve_data_prefix
 from reinforce_rl.data.sampler import shard
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, ReinforceError

@@ -12,8 +12,9 @@ from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorMo
 from reinforce_rl.algorithm.loss import LossSettings
 from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
 from reinforce_rl.config.model import ModelConfig, SamplingConfig
+from reinforce_rl.data.data_prefix import SPLITS
 from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets
-from reinforce_rl.data.readers import SPLITS, Columns
+from reinforce_rl.data.readers import Columns
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.base import Generator, SamplingParams

@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 from tokenizers.processors import TemplateProcessing
 
 from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, PromptLoader, build_train_valid_test_rlhf_datasets
-from reinforce_rl.data.readers import Columns, resolve_data_prefix
+from reinforce_rl.data.readers import Columns
 from reinforce_rl.data.sampler import Blend, PromptSampler
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import CheckpointError, ConfigError, DataError

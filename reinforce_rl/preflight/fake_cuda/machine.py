@@ -21,8 +21,8 @@ from unittest import mock
 from reinforce_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from reinforce_rl.preflight.fake_cuda.device import Network
     from reinforce_rl.preflight.fake_cuda.mode import FakeCuda, Ledger
+    from reinforce_rl.preflight.fake_cuda.network import Network
 
 GIBIBYTES = 80  # that each GPU reports; exceeding it is no error
 _LEFT_OVER = 1 << 26
@@ -58,8 +58,9 @@ def install() -> Machine:
     if _machine is not None:
         return _machine
     _load_guard()
-    from reinforce_rl.preflight.fake_cuda.device import Network, replace_device, replace_kernels
+    from reinforce_rl.preflight.fake_cuda.device import replace_device, replace_kernels
     from reinforce_rl.preflight.fake_cuda.mode import FakeCuda
+    from reinforce_rl.preflight.fake_cuda.network import Network
 
     gpu = FakeCuda()
     replace_device(gpu, GIBIBYTES)

@@ -1,0 +1,71 @@
+"""`model.data.data_prefix`: the files of each split, sets by name, and weights. Torch-free, to run at config time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reinforce_rl.data.readers import source_fault
+from reinforce_rl.errors import ConfigError
+
+Sets = dict[str, list[Any]]  # paths by a set's name
+
+SPLITS = ("train", "validation", "test")
+EXPECTED = "JSONL, JSON, CSV, TSV or Parquet, a folder of such files, or hf:OWNER/NAME"
+
+
+def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> tuple[dict[str, Sets], tuple[float, ...] | None]:
+    """Return the files of each split, see `sets_of`, and the weight of each train file if there are weights.
+
+    Cheap, so that it runs before a model is loaded. Types are checked by the configuration's schema.
+
+    Raises:
+        ConfigError: no train file, wrong weights, wrong names of sets, files that cannot be read; all together.
+    """
+    key, sets = "model.data.data_prefix", data_prefix.get("validation")
+    faults: list[str] = []
+    train, weights = _split_weights(data_prefix.get("train"), faults)
+    files = {split: sets_of(train if split == "train" else data_prefix.get(split)) for split in SPLITS}
+    if not any(files["train"].values()):
+        faults.append(f"{key}.train is empty; expected {EXPECTED}")
+    if isinstance(sets, Mapping):
+        wrong = [name for name in sets if not re.fullmatch(r"[\w.-]+", str(name))]
+        faults += [f"{key}.validation has a set named {n!r}; expected letters, digits, '.', '_', '-'" for n in wrong]
+        faults += [f"{key}.validation is empty; expected {{NAME: path or list, ...}}, or null"] * (not sets)
+    for split, found in files.items():
+        for entry in itertools.chain(*found.values()):
+            if fault := source_fault(entry, split) if str(entry) else "'' is no path":
+                faults.append(f"{key}.{split}: {fault}; expected {EXPECTED}")
+    if faults:
+        raise ConfigError(faults)
+    return files, weights
+
+
+def sets_of(value: Any) -> Sets:
+    """Return the paths of each set of prompts by name; a path, a list of paths, or None is one set without a name."""
+    sets = value if isinstance(value, Mapping) else {"": [] if value is None else value}
+    return {name: [paths] if isinstance(paths, (str, Path)) else list(paths) for name, paths in sets.items()}
+
+
+def _split_weights(value: Any, faults: list[str]) -> tuple[list[Any], tuple[float, ...] | None]:
+    """Return the paths, and their weights if there are any."""
+    key, entries = "model.data.data_prefix.train", sets_of(value)[""]
+    given = [entry for entry in entries if not isinstance(entry, (int, float))]
+    if given == entries:
+        return entries, None
+    weights, paths = entries[::2], entries[1::2]
+    if paths != given or len(weights) != len(paths):
+        faults.append(
+            f"{key} is {entries}; expected paths alone, each of whose prompts comes once an epoch, or a weight "
+            "before every path: [0.3, a.jsonl, 0.7, b.jsonl]"
+        )
+        return given, None
+    bad = [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]
+    faults += [f"{key} has the weight {weight}; expected a number above 0" for weight in bad]
+    twice = [path for path in dict.fromkeys(paths) if paths.count(path) > 1]
+    faults += [f"{key} gives {path} two weights; expected each file once" for path in twice]
+    return paths, tuple(map(float, weights))
