@@ -88,6 +88,8 @@ class ActorSettings:
 class LossShare:
     loss: float  # summed over data-parallel ranks: the loss
     sums: dict[str, float]  # of `policy_loss`, plus tokens with and without padding
+    # Float32 [N, T] before the optimizer step, NaN for rows outside of it; None off-policy or without the generator's.
+    log_probs: Tensor | None = None
 
 
 class MegatronGPTReinforceActorModel:
@@ -214,6 +216,9 @@ class MegatronGPTReinforceActorModel:
             zero = torch.zeros(1, dtype=torch.long)
             return None, self._layout(_Samples(torch.full((1, 1), self.pad_id), zero + 1, zero, zero))
 
+        shows_gap = on_policy and rollouts.generator_log_probs is not None
+        seen: list[tuple[Tensor, Tensor]] = []
+
         def loss_of(hidden: Tensor, part: tuple[Tensor | None, SequenceLayout]) -> tuple[Tensor, dict[str, Tensor]]:
             rows, layout = part
             if rows is None:
@@ -221,6 +226,8 @@ class MegatronGPTReinforceActorModel:
             lengths = rollouts.response_lengths[rows]
             width = int(lengths.max())
             scores = self._scores(layout, hidden, width, with_entropy=True)
+            if shows_gap:
+                seen.append((rows, scores.log_probs.detach()))
             values = {
                 "advantages": batch.advantages,
                 "old_log_probs": None if on_policy else rollouts.log_probs,
@@ -248,7 +255,12 @@ class MegatronGPTReinforceActorModel:
         sums = {name: math.fsum(share[name] for share in shares) for name in names}
         loss = sums.pop(LOSS, 0.0)
         sums["sequence_tokens"], sums["padded_tokens"] = self._tokens_of(samples, cuts)
-        return LossShare(loss, sums)
+        if not shows_gap:
+            return LossShare(loss, sums)
+        log_probs = torch.full(rollouts.response_mask.shape, math.nan)
+        for found_rows, values in seen:
+            log_probs[found_rows, : values.shape[1]] = values.float().cpu()
+        return LossShare(loss, sums, self.mesh.from_last_stage(log_probs))
 
     def export(self, source: str | Path, out: str | Path, step: int | None = None) -> Path:
         """Write the policy as a Hugging Face folder with LoRA updates merged; a collective call."""

@@ -6,6 +6,7 @@ optimizer step on a rollout batch, pi_gen what the generator sampled with.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,7 @@ class LossSettings:
     ratio_clip_low: float = 0.2  # ratio >= 1 - this
     ratio_clip_high: float = 0.2  # ratio <= 1 + this
     generator_correction: str = "none"  # see `generator_weights`
-    generator_ratio_cap: float = 2.0  # truncates the generator weights
+    generator_ratio_cap: float = 2.0  # truncates the generator weights, or bounds those that are not masked
     kl_estimator: str = "k1"  # of a KL in the loss
     kl_loss_weights: str = "prefix"  # see `kl_loss_terms`
     entropy_bonus: float = 0.0  # per nat of a token's entropy
@@ -125,18 +126,27 @@ def policy_terms(
 def generator_weights(
     old_log_probs: Tensor, generator_log_probs: Tensor, mask: Tensor, *, correction: str, cap: float
 ) -> Tensor:
-    """Return detached importance weights min(pi_old / pi_gen, cap), [N, T], from log-probs and mask [N, T].
+    """Return detached importance weights, [N, T], from log-probs and mask [N, T]; r = pi_old / pi_gen.
 
-    They correct for another engine, other kernels or older weights: each token's own ratio, or the response's, which
-    is unbiased but for the cap. That bounds the variance and adds bias (Ionides 2008; Yao et al. 2025, "Your Efficient
-    RL Framework Secretly Brings You Off-Policy RL Training").
+    They correct for another engine, other kernels or older weights, by each token's own r or the response's, which is
+    unbiased but for the cap. That bounds the variance and adds bias. `correction` is a value of the key
+    `generator_correction`:
+
+        none: 1.
+        token, sequence: min(r, cap) (Ionides 2008; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+            Off-Policy RL Training").
+        token_mask, sequence_mask: r within 1 / cap .. cap, else 0: what the two see too differently does not train
+            (IcePop, arXiv:2510.18855; Liu et al. 2025, "When Speed Kills Stability", which has the upper bound only).
     """
     if correction == "none":
         return torch.ones_like(old_log_probs)
     difference = (old_log_probs - generator_log_probs).detach()
-    if correction == "sequence":
+    if correction.startswith("sequence"):
         difference = difference.sum(dim=-1, keepdim=True).expand_as(difference)
-    return torch.where(mask, difference.exp().clamp(max=cap), 1.0)
+    weights = difference.exp().clamp(max=cap)
+    if correction.endswith("_mask"):
+        weights = torch.where(difference.abs() <= math.log(cap), weights, 0.0)
+    return torch.where(mask, weights, 1.0)
 
 
 def policy_loss(
@@ -196,4 +206,6 @@ def policy_loss(
         sums["generator_gap"] = total(difference.abs())
         sums["generator_kl"] = total(torch.expm1(difference) - difference)
         sums["generator_capped"] = total(difference.exp() > cap)
+        if settings.generator_correction.endswith("_mask"):
+            sums["generator_masked"] = total(correction == 0)
     return loss, sums

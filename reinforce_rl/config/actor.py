@@ -131,10 +131,12 @@ class ReinforceConfig(Section):
         0.2, "the ratio is clipped at 1 - this", ge=0, le=1, expected="at least 0 and at most 1: no ratio is negative"
     )
     ratio_clip_high: NonNegative = key(0.2, "and at 1 + this")
-    generator_correction: Literal["none", "token", "sequence"] = key(
-        "none", "truncated importance weights against the generator's log-probs: none, token or sequence"
+    generator_correction: Literal["none", "token", "sequence", "token_mask", "sequence_mask"] = key(
+        "none",
+        "importance weights against the generator's log-probs: none; token or sequence, truncated; token_mask or "
+        "sequence_mask, 0 outside 1 / generator_ratio_cap .. generator_ratio_cap",
     )
-    generator_ratio_cap: Positive = key(2.0, "largest of these weights")
+    generator_ratio_cap: Positive = key(2.0, "largest of these weights; above 1 where they are masked")
 
     truncated_samples: Literal["keep", "drop", "mask", "penalise"] = key(
         "keep",

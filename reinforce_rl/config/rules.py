@@ -62,6 +62,8 @@ def _algorithm(cfg: TrainConfig) -> Iterator[str]:
     if rl.kl_target is not None and not rl.initial_policy_kl_penalty > 0:
         advice = "the latter is the value that beta starts from, so it must be above 0"
         yield told(".kl_target .initial_policy_kl_penalty", advice)
+    if rl.generator_correction.endswith("_mask") and not rl.generator_ratio_cap > 1:
+        yield told(".generator_correction .generator_ratio_cap", "1 / cap .. cap must have room: expected above 1")
     if rl.credit_assignment != "token":
         if rl.discount_factor != 1.0:
             advice = "the response is one action: set credit_assignment=token, or leave it at 1.0"

@@ -57,8 +57,13 @@ effective_sample_size | share | how many tokens the importance weights leave, of
 entropy | nats a token | of the policy's distribution, with entropy_bonus | falls slowly; towards 0: it has collapsed
 generator_gap | nats a token | mean size of the difference between the trainer's and its log-probs | below 0.05;
   else other weights, precision or sampling
+generator_gap_median | nats a token | the same, of the median token | far below generator_gap: few tokens make it
+generator_gap_p99 | nats a token | the same, which 1 of 100 tokens exceeds | below 0.5
+generator_gap_max | nats a token | the same, of the worst token | below 5; the report shows that token
 generator_kl | nats a token | k3 estimate of KL(generator, policy) | below 0.001; see generator_gap
 generator_capped | share | tokens whose weight against the generator reached generator_ratio_cap | near 0
+generator_masked | share | tokens whose weight a generator_correction of _mask set to 0 | below 0.01 by token; else see
+  generator_gap
 padding_fraction | share | padding in the update's micro-batches | low; else model.tokens_per_micro_batch
 groups_drawn | prompts | drawn by dynamic_filtering | num_rollout_samples, or some rounds of it
 groups_without_spread | prompts | of these, thrown away since all samples earned the same | few of groups_drawn

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, RewardGroups, assign_credit, whiten
 from reinforce_rl.algorithm.kl import reduce_over_tokens, token_kl
@@ -20,7 +22,7 @@ from reinforce_rl.algorithm.loss import Denominators
 from reinforce_rl.algorithm.rewards import less_kl, shape_rewards
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerError, StoppedEarly
-from reinforce_rl.monitoring.metrics import of_this_rank, reinforce_means, take_means, update_metrics
+from reinforce_rl.monitoring.metrics import gap_quantiles, of_this_rank, reinforce_means, take_means, update_metrics
 from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, token_columns
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.phases import Activity, StepClock
@@ -100,6 +102,7 @@ class ReinforceTrainer:
         self._outlook = Outlook()
         self._best = best or BestCheckpoints()
         self._prompts: list[Prompt] = []
+        self._log_probs: Tensor | None = None  # before the last update, where they are known
         self._divergence = Divergence(cfg.max_skipped_steps)
         self._past = PastSteps(cfg)
         self._activity = activity or Activity()
@@ -208,6 +211,7 @@ class ReinforceTrainer:
     def run_training(self, batch: ReinforceBatch) -> Metrics:
         """Update the policy with one or more optimizer steps on the rollout batch."""
         mesh, updates, sums = self.model.mesh, [], Counter[str]()
+        log_probs = batch.rollouts.log_probs
         in_loss = self._past.beta.value if self.cfg.kl_placement == "loss" else 0.0
         seed, ids = self.model.settings.seed * 1_000_003 + self.step, mesh.gather_over_dp(batch.rollouts.group_ids)
         for rows in mini_batches(ids, mesh.dp_rank, self._prompts_per_update, self.cfg.reinforce_epochs, seed):
@@ -220,7 +224,15 @@ class ReinforceTrainer:
             )
             updates.append(self.optimizer.step())
             sums.update({"loss": share.loss, **share.sums})
+            if share.log_probs is not None:
+                known = share.log_probs if log_probs is None else log_probs[:, : batch.rollouts.width]
+                log_probs = torch.where(share.log_probs.isnan(), known, share.log_probs)
         metrics = {**update_metrics(sums, updates, mesh.gather_over_dp), "kl_coefficient": self._past.beta.value}
+        self._log_probs, generator, gaps = log_probs, batch.rollouts.generator_log_probs, torch.zeros(0)
+        if log_probs is not None and generator is not None:  # a rank without samples knows none
+            kept, width = batch.rollouts.response_mask & batch.trains[:, None], batch.rollouts.width
+            gaps = (log_probs[:, :width] - generator[:, :width])[kept]
+        metrics |= gap_quantiles(gaps, mesh.sum_over_dp)
         self._divergence.check(self.step + 1, updates, metrics["actor_loss"], mesh, self.logger.note)
         self.model.generator.refit()
         self._past.add(batch, mesh.gather_over_dp)
@@ -306,7 +318,8 @@ class ReinforceTrainer:
 
     def _samples(self, batch: ReinforceBatch) -> Samples:
         """Return the samples of all ranks on the first, none on the others."""
-        mesh, cfg, rollouts, tokenizer = self.model.mesh, self.cfg, batch.rollouts, self.model.tokenizer
+        mesh, cfg, tokenizer = self.model.mesh, self.cfg, self.model.tokenizer
+        rollouts = replace(batch.rollouts, log_probs=self._log_probs)
         parts: list[Samples] = []
         if mesh.is_block_leader:
             rows, tokens = sample_rows(self.step, self._prompts, rollouts, tokenizer, batch), None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.batches import sequences
-from helpers.choices import IMPORTANCE_RATIOS, KL_ESTIMATORS, KL_LOSS_WEIGHTS, LOSS_AGGREGATIONS
+from helpers.choices import GENERATOR_CORRECTIONS, IMPORTANCE_RATIOS, KL_ESTIMATORS, KL_LOSS_WEIGHTS, LOSS_AGGREGATIONS
 from helpers.losses import random_batch, reinforce_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -302,6 +302,21 @@ class TestGeneratorWeights:
         assert not token.requires_grad and not whole.requires_grad
         assert generator_weights(*arguments, correction="none", cap=5.0).tolist() == [[1.0] * 3] * 2
 
+    def test_masked_by_token_and_by_response(self):
+        arguments = self.OLD, self.GENERATOR, self.MASK
+        e = math.exp
+        token = generator_weights(*arguments, correction="token_mask", cap=2.0)
+        torch.testing.assert_close(token, torch.tensor([[e(0.5), 0, 1], [1, 0, e(0.5)]]).double())
+        whole = generator_weights(*arguments, correction="sequence_mask", cap=2.0)
+        torch.testing.assert_close(whole, torch.tensor([[e(-0.5), e(-0.5), 1], [0, 0, 0]]).double())
+        assert not token.requires_grad and not whole.requires_grad
+
+    @pytest.mark.parametrize("correction", ["token_mask", "sequence_mask"])
+    def test_a_ratio_beyond_float32_is_masked(self, correction):
+        mask, generator = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[-500.0] * 2, [500.0] * 2])
+        found = generator_weights(torch.zeros(2, 2), generator, mask, correction=correction, cap=2.0)
+        assert found.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
     @pytest.mark.parametrize("correction", ["token", "sequence"])
     def test_a_weight_beyond_float32_is_the_cap(self, correction):
         mask = torch.ones(2, 2, dtype=torch.bool)
@@ -310,7 +325,7 @@ class TestGeneratorWeights:
         )
         assert found.tolist() == [[2.0, 2.0], [0.0, 0.0]]
 
-    @pytest.mark.parametrize("correction", ["none", "token", "sequence"])
+    @pytest.mark.parametrize("correction", GENERATOR_CORRECTIONS)
     def test_they_multiply_the_policys_terms_only(self, correction):
         """Neither the KL's nor the entropy's, which are not of samples that the generator drew too often."""
         log_probs, mask, advantages, trains = random_batch(6, 4, seed=8)
@@ -388,7 +403,7 @@ class TestWhatIsAdded:
 
 class TestSums:
     @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
-    @pytest.mark.parametrize("correction", ["none", "token", "sequence"])
+    @pytest.mark.parametrize("correction", GENERATOR_CORRECTIONS)
     def test_by_brute_force(self, ratio, correction):
         """NaN and infinity wherever a token does not train; the sums of micro-batches add up."""
         log_probs, mask, advantages, trains = random_batch(8, 5, seed=11)
@@ -415,6 +430,7 @@ class TestSums:
                 "generator_gap",
                 "generator_kl",
                 "generator_capped",
+                *["generator_masked"] * correction.endswith("_mask"),
             ],
             0.0,
         )
@@ -426,8 +442,13 @@ class TestSums:
             _, _, ratios, stopped = by_formula([rows[0]], [rows[1]], [float(advantages[i])], ratio, 0.2, 0.2)
             gaps = [a - b for a, b in zip(rows[1], rows[2], strict=True)]
             for t, gap in enumerate(gaps):
-                mismatch = {"none": 0.0, "token": gap, "sequence": math.fsum(gaps)}[correction]
-                weight = ratios[0][t] * (min(math.exp(mismatch), 1.2) if correction != "none" else 1.0)
+                mismatch = math.fsum(gaps) if correction.startswith("sequence") else gap
+                against = min(math.exp(mismatch), 1.2) if correction != "none" else 1.0
+                if correction.endswith("_mask"):
+                    outside = not 1 / 1.2 <= math.exp(mismatch) <= 1.2
+                    expected["generator_masked"] += outside
+                    against *= not outside
+                weight = ratios[0][t] * against
                 expected["tokens"] += 1
                 expected["clipped"] += stopped[0][t]
                 expected["weights"] += weight
@@ -444,6 +465,8 @@ class TestSums:
                 assert all(value.dtype == torch.float64 and not value.requires_grad for value in sums.values())
                 found = {name: found[name] + float(sums[name]) for name in expected}
             assert found == pytest.approx(expected, rel=1e-9)
+        if correction.endswith("_mask"):
+            assert 0 < expected["generator_masked"] < expected["tokens"], "or this sees nothing"
 
     def test_what_was_not_given_is_not_counted(self):
         log_probs, mask, advantages, trains = random_batch(3, 3, seed=0)

@@ -147,6 +147,11 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ("off-policy", [f"{RL}.reinforce_epochs=2"], ["reinforce_epochs is 2", "off-policy", "importance_ratio=token"]),
     ("several updates", ["model.global_batch_size=8"], ["global_batch_size is 8", "off-policy", "importance_ratio"]),
     ("ratio", [f"{RL}.importance_ratio=ppo"], ["importance_ratio is 'ppo'", "none, token, sequence"]),
+    (
+        "masks",
+        [f"{RL}.generator_correction=token_mask", f"{RL}.generator_ratio_cap=1"],
+        ["generator_ratio_cap is 1.0", "expected above 1"],
+    ),
     ("clip", [f"{RL}.ratio_clip_low=2"], ["ratio_clip_low is 2.0", "at most 1"]),
     ("window", [f"{RL}.baseline_window=0"], ["baseline_window is 0", "at least 1"]),
     ("decay", [f"{RL}.baseline_decay=1"], ["baseline_decay is 1.0", "below 1"]),

@@ -20,7 +20,7 @@ RL = "trainer.reinforce"
 OFF_POLICY = (
     f"{RL}.reinforce_epochs=2",
     f"{RL}.importance_ratio=token",
-    f"{RL}.generator_correction=token",
+    f"{RL}.generator_correction=token_mask",
     f"{RL}.entropy_bonus=0.01",
     f"{RL}.max_steps=1",
 )

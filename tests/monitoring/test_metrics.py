@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from helpers.choices import KL_ESTIMATORS
 from helpers.ranks import TESTS, run_ranks
+from helpers.thread_ranks import on_ranks
 from helpers.tiny_run import metrics_of, tiny_overrides, without_times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from torch import Tensor
 
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.algorithm.rewards import RunningMoments
@@ -28,10 +30,12 @@ from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, ReinforceBatch
 from reinforce_rl.megatron.optimizer import OptimizerUpdate
 from reinforce_rl.monitoring.loggers import Loggers
 from reinforce_rl.monitoring.metrics import (
+    GAP_SHARES,
     Mean,
     RankSeconds,
     Slowest,
     Statistics,
+    gap_quantiles,
     group_spread,
     of_this_rank,
     reinforce_means,
@@ -197,6 +201,41 @@ class TestTakeMeans:
     def test_nothing_counted_is_nan(self):
         found = take_means({"x": Mean(0.0, 0.0), "y": RunningMoments()}, alone)
         assert math.isnan(found["x"]) and math.isnan(found["y"])
+
+
+class TestGapQuantiles:
+    @staticmethod
+    def by_sorting(gaps: Tensor) -> dict[str, float]:
+        ordered = gaps.abs().sort().values.tolist()
+        return {name: ordered[math.ceil(q * len(ordered)) - 1] for name, q in GAP_SHARES.items()}
+
+    @settings(deadline=None, max_examples=60)
+    @given(
+        st.lists(
+            st.floats(-(2.0**90), 2.0**90, width=32) | st.sampled_from([0.0, -0.0, 0.5, -0.5]),
+            min_size=1,
+            max_size=300,
+        ),
+        st.integers(1, 4),
+        st.integers(0, 99),
+    )
+    def test_they_are_those_of_all_ranks_together(self, numbers, ranks, seed):
+        gaps = torch.tensor(numbers)
+        owner = torch.randint(ranks, (len(gaps),), generator=torch.Generator().manual_seed(seed))
+        found = on_ranks(ranks, lambda rank, total: gap_quantiles(gaps[owner == rank], total))
+        assert found == [self.by_sorting(gaps)] * ranks
+
+    def test_many_small_numbers(self):
+        gaps = 1e-3 * torch.randn(20_000, generator=torch.Generator().manual_seed(0))
+        assert gap_quantiles(gaps, lambda own: own) == self.by_sorting(gaps)
+
+    def test_what_is_not_finite_is_the_largest(self):
+        found = gap_quantiles(torch.tensor([1.0, -math.nan, 2.0]), lambda own: own)
+        assert found["generator_gap_median"] == 2.0 and math.isnan(found["generator_gap_max"])
+        assert gap_quantiles(torch.tensor([-math.inf]), lambda own: own)["generator_gap_max"] == math.inf
+
+    def test_without_tokens_there_are_none(self):
+        assert gap_quantiles(torch.zeros(0), lambda own: own) == {}
 
 
 class TestUpdateMetrics:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.choices import GENERATOR_CORRECTIONS
 from helpers.rewards import FunctionReward
 from helpers.tiny_run import (
     MAX_LENGTH,
@@ -23,6 +25,7 @@ from helpers.tiny_run import (
 
 from reinforce_rl.algorithm.kl import token_kl
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
+from reinforce_rl.monitoring.metrics import GAP_SHARES
 from reinforce_rl.rewards.base import STATUS_BAD_TEXT, RewardRequest, Rewards, WeightedSource
 from reinforce_rl.rewards.sources import CombinedRewards
 
@@ -192,7 +195,7 @@ class TestRewardShaping:
 
 
 class TestGeneratorCorrection:
-    @pytest.mark.parametrize("correction", ["none", "token", "sequence"])
+    @pytest.mark.parametrize("correction", GENERATOR_CORRECTIONS)
     def test_the_native_generator_needs_none(self, correction, tmp_path, mesh):
         temperature = "model.reinforce.sampling_params.temperature=1.3"
         lines = run(tmp_path, mesh, f"{RL}.generator_correction={correction}", temperature)
@@ -200,12 +203,16 @@ class TestGeneratorCorrection:
             assert 0 <= line["train/generator_gap"] < 1e-4
             assert abs(line["train/generator_kl"]) < 1e-4
             assert line["train/generator_capped"] == 0
+            assert line.get("train/generator_masked", 0) == 0
+            assert line["train/generator_gap_median"] <= line["train/generator_gap_p99"]
+            assert line["train/generator_gap_p99"] <= line["train/generator_gap_max"] < 1e-4
             assert line["train/effective_sample_size"] == pytest.approx(1.0, abs=1e-4)
 
     def test_another_generator_is_corrected_and_seen(self, tmp_path, mesh):
         """One that thinks each of its tokens half as likely as the actor does: every weight is 2, or at the cap."""
         gradients = {}
-        for correction, cap in (("none", 2.5), ("token", 2.5), ("token", 1.5)):
+        masked = [("token_mask", 2.5), ("token_mask", 1.5), ("sequence_mask", 1.5)]
+        for correction, cap in (("none", 2.5), ("token", 2.5), ("token", 1.5), *masked):
             options = [f"{RL}.generator_correction={correction}", f"{RL}.generator_ratio_cap={cap}"]
             with tiny_trainer(tiny_config(tmp_path / f"{correction}{cap}", *options), mesh) as trainer:
                 rollouts, _, _ = trainer.generate_rollouts()
@@ -217,8 +224,49 @@ class TestGeneratorCorrection:
             assert found["generator_gap"] == pytest.approx(math.log(2), abs=1e-4)
             assert found["generator_kl"] == pytest.approx(2 - 1 - math.log(2), abs=1e-4)
             assert found["generator_capped"] == (cap < 2)
+            for name in GAP_SHARES:
+                assert found[name] == pytest.approx(math.log(2), abs=1e-4)
+            if correction.endswith("_mask"):
+                assert found["generator_masked"] == (cap < 2)
         assert gradients["token", 2.5] == pytest.approx(2 * gradients["none", 2.5], rel=1e-4)
         assert gradients["token", 1.5] == pytest.approx(1.5 * gradients["none", 2.5], rel=1e-4)
+        assert gradients["token_mask", 2.5] == pytest.approx(gradients["token", 2.5], rel=1e-6)
+        assert gradients["token_mask", 1.5] == gradients["sequence_mask", 1.5] == 0
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            ("model.micro_batch_size=1",),
+            ("model.micro_batch_size=5",),
+            ("model.tokens_per_micro_batch=40",),
+            ("model.shared_prefix=true",),
+            (f"{RL}.rollout_batch_seq_length=16",),
+            (f"{RL}.importance_ratio=token", "model.global_batch_size=8", f"{RL}.reinforce_epochs=2"),
+        ],
+        ids=lambda options: options[0].split(".")[-1],
+    )
+    def test_the_quantiles_do_not_depend_on_the_layout(self, options, tmp_path, mesh):
+        """By sorting the gaps of what is recorded, where the generator's numbers are off by known noise."""
+        fixed = f"{RL}.initial_policy_kl_penalty=0"
+        with tiny_trainer(tiny_config(tmp_path, *options, fixed), mesh) as trainer:
+            rollouts, _, _ = trainer.generate_rollouts()
+            known, mask = rollouts.generator_log_probs, rollouts.response_mask
+            assert known is not None
+            noise = 0.3 * torch.randn(1000, generator=torch.Generator().manual_seed(3))[: int(mask.sum())]
+            known[mask] += noise
+            data, _ = trainer.generate_reinforce_data(rollouts)
+            trains = torch.arange(len(data.trains)) % 5 != 0
+            data = replace(data, trains=trains)
+            found = trainer.run_training(data)
+            tokens = trainer._samples(data).tokens
+            assert tokens is not None
+        kept = trains[:, None].expand_as(mask)[mask]
+        gaps = noise[kept].abs().sort().values
+        assert {name: found[name] for name in GAP_SHARES} == pytest.approx(
+            {name: float(gaps[math.ceil(q * len(gaps)) - 1]) for name, q in GAP_SHARES.items()}, abs=2e-5
+        )
+        recorded = torch.from_numpy(tokens.values["policy_log_probs"] - tokens.values["generator_log_probs"])
+        torch.testing.assert_close(recorded[kept], -noise[kept], atol=2e-5, rtol=0)
 
 
 class FailsOnFirst(FunctionReward):
