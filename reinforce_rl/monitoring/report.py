@@ -13,8 +13,8 @@ from typing import Any
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.progress import clock, formatted
-from reinforce_rl.monitoring.records import RolloutRow
-from reinforce_rl.monitoring.run_folder import RunFolder, is_training, mean, open_run
+from reinforce_rl.monitoring.records import RolloutRow, rollout_files, worst_tokens
+from reinforce_rl.monitoring.run_folder import GAP_LIMITS, RunFolder, is_training, mean, open_run
 from reinforce_rl.monitoring.view import curves, frozen_page
 from reinforce_rl.utils.files import write_atomically
 
@@ -156,7 +156,7 @@ def overview(run: RunFolder) -> dict[str, Any]:
         "span": _span(run),
         "verdict": verdict(run) if found or run.series("train/rewards") else "",
         "tone": "" if found is None or not abs(found.z) >= 2 else "good" if found.z > 0 else "bad",
-        "tables": [summary, *_profile_tables(run.path / "profile" / "top_operations.json")],
+        "tables": [summary, *_gap_tables(run), *_profile_tables(run.path / "profile" / "top_operations.json")],
         "alerts": [asdict(alert) for alert in run.alerts()],
         "config": {
             "text": config.text,
@@ -211,6 +211,23 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
     }
     shown = {"tables": [of_best, calibration], "figures": [figure]} if bins else {"tables": [of_best], "figures": []}
     return {"verdict": f"{said}.", **shown}
+
+
+def _gap_tables(run: RunFolder) -> list[dict[str, Any]]:
+    """Return the tokens of the last step that trainer and generator see most differently."""
+    step, path = max(rollout_files(run.path).items(), default=(0, Path()))
+    tokens = worst_tokens(path, above=GAP_LIMITS["generator_gap"]) if path.suffix == ".parquet" else []
+    shown = {
+        "title": f"Step {step}: tokens with the largest gap",
+        "note": "Their log-probs by trainer and generator: see docs/algorithms.md#engine-and-trainer",
+        "columns": ["prompt, sample, position", "token", "after", "by the trainer", "by the generator"],
+        "rows": [
+            [f"{t.prompt_id}, {t.sample_id}, {t.position}", repr(t.text), repr(t.before)]
+            + [f"{value:.3f}" for value in (t.policy_log_prob, t.generator_log_prob)]
+            for t in tokens
+        ],
+    }
+    return [shown] if tokens else []
 
 
 def _profile_tables(path: Path) -> list[dict[str, Any]]:

@@ -11,12 +11,13 @@ from reinforce_rl.errors import DivergedError, StoppedEarly
 from reinforce_rl.monitoring.loggers import FAILED, SUCCESS, Loggers
 from reinforce_rl.monitoring.metrics import RankSeconds, slowest_of_phases, timing_metrics
 from reinforce_rl.monitoring.progress import TrainingProgress
-from reinforce_rl.monitoring.records import Kind, RolloutWriter, Samples
+from reinforce_rl.monitoring.records import Kind, RolloutWriter, Samples, rollout_files, worst_tokens
 from reinforce_rl.monitoring.report import write_report
-from reinforce_rl.monitoring.run_folder import alerts_of
+from reinforce_rl.monitoring.run_folder import GAP, alerts_of
 from reinforce_rl.runtime.status import StatusFile
 
 TABLE_ROWS = 16  # samples sent to back ends that show tables
+_NAMED_TOKENS = 3  # in a message
 REPEAT_STEPS = 10  # what stays wrong is said again after this many steps
 
 
@@ -105,6 +106,10 @@ class RunMonitor:
             self._first_reward = self._line.get("train/rewards", math.nan)
         for title, text in alerts_of(self._line, self._straggler_factor, self._first_reward):
             if self._is_due(title, step):
+                path = rollout_files(self._folder).get(step) if title == GAP and self._progress.enabled else None
+                if path is not None:
+                    text = "; ".join([text, *map(str, worst_tokens(path, _NAMED_TOKENS))])
+                    self.note(f"warning: step {step}: {text}")
                 self._metrics.alert(title, text, step)
         self._line = {}
         self._metrics.commit(step)

@@ -25,6 +25,8 @@ from reinforce_rl.runtime.status import STATUS_FILE, Status, run_status
 from reinforce_rl.utils.files import json_line, parse_json_lines
 
 STRAGGLER_FACTOR: float = TrainConfig().trainer.straggler_factor  # the default
+GAP = "generator gap"  # kind of an alert
+GAP_LIMITS = {"generator_gap": 0.05, "generator_gap_p99": 0.5, "generator_gap_max": 5.0}  # nats a token
 _TAIL = 4096  # bytes before the end of what was read that must be unchanged; each line holds its time
 _NAMED_RUNS = 3  # in a message
 _KEPT_SAMPLES = 8  # sample files held in memory
@@ -235,6 +237,11 @@ def alerts_of(
             yield "no spread", f"{text}: there is little to learn from; the prompts are too easy or too hard"
     if (ended := number(line.get("train/fraction_of_samples_properly_ended"))) < 0.5:
         yield "cut", f"{1 - ended:.0%} of the responses were cut at max_length"
+    gaps = {name: number(line.get(f"train/{name}")) for name in GAP_LIMITS}
+    if over := [f"{name} is {gaps[name]:.3g}" for name, limit in GAP_LIMITS.items() if gaps[name] > limit]:
+        text = f"trainer and generator differ on the same tokens: {', '.join(over)} nats; the gradient is biased"
+        advice = "see where they part with reinforce-rl check-generation MODEL, or set generator_correction"
+        yield GAP, f"{text}: {advice}; docs/algorithms.md#engine-and-trainer has what to look for"
     for key in [key for key in line if key.startswith("timing/") and key.endswith("/rank")]:
         phase = key.split("/")[1]
         most, median = (number(line.get(f"timing/{phase}/{name}")) for name in ("max", "median"))

@@ -23,6 +23,7 @@ from reinforce_rl.monitoring import records
 from reinforce_rl.monitoring.records import (
     SAMPLE_COLUMNS,
     TOKEN_COLUMNS,
+    GapToken,
     RolloutRow,
     RolloutWriter,
     Samples,
@@ -33,6 +34,7 @@ from reinforce_rl.monitoring.records import (
     rollout_files,
     sample_rows,
     token_columns,
+    worst_tokens,
     write_records,
 )
 from reinforce_rl.monitoring.run_folder import RunFolder
@@ -112,6 +114,44 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
     assert [row.kl for row in rows] == [0.0, 1.0, 2.0, 3.0] and rows[2].baseline == 4.0
     assert [row.record for row in rows] == ['{"limit": 80, "answer": "ü"}'] * 2 + ["{}"] * 2
     assert RunFolder(tmp_path).tokens(3, [7]).keys() == {(7, 0), (7, 1)} and RunFolder(tmp_path).tokens(3, [5]) == {}
+
+
+def test_the_worst_tokens_by_brute_force(tmp_path, tokenizer):
+    batch = batch_of(seed=4)
+    log_probs, generator = batch.rollouts.log_probs, batch.rollouts.generator_log_probs
+    assert log_probs is not None and generator is not None
+    log_probs[0, 1] = math.nan  # unknown
+    path = tmp_path / "step_00003.parquet"
+    write_records(path, join_samples([samples_of(batch, tokenizer)], tokenizer))
+    expected = []
+    for i in (0, 2):  # the valid ones
+        texts = read_tokens(path)[i].token_texts or []
+        for t in range(LENGTHS[i]):
+            before = (PROMPTS[i // 2].text + "".join(texts[:t]))[-40:]
+            pair = float(log_probs[i, t]), float(generator[i, t])
+            expected.append(GapToken(PROMPTS[i // 2].id, i % 2, t, texts[t], before, *pair))
+    expected = [one for one in expected if not math.isnan(one.policy_log_prob)]
+    expected.sort(key=lambda one: -abs(one.policy_log_prob - one.generator_log_prob))
+    assert len(expected) == 5 and worst_tokens(path, 9) == expected and worst_tokens(path, 2) == expected[:2]
+    limit = abs(expected[3].policy_log_prob - expected[3].generator_log_prob)
+    assert worst_tokens(path, 9, above=limit) == expected[:3]
+    first = expected[0]
+    assert str(first).startswith(
+        f"prompt {first.prompt_id} sample {first.sample_id} token {first.position} {first.text!r}"
+    )
+
+
+def test_without_log_probs_no_token_is_the_worst(tmp_path, tokenizer):
+    batch = batch_of()
+    path = tmp_path / "step_00003.parquet"
+    for changes in ({"generator_log_probs": None}, {"log_probs": None}, {"valid": torch.zeros(4).bool()}):
+        rollouts = dataclasses.replace(batch.rollouts, **changes)
+        write_records(
+            path, join_samples([samples_of(dataclasses.replace(batch, rollouts=rollouts), tokenizer)], tokenizer)
+        )
+        assert worst_tokens(path) == []
+    write_records(path, Samples(sample_rows(3, PROMPTS, batch.rollouts, tokenizer, batch)))
+    assert worst_tokens(path) == [], "tokens are not recorded"
 
 
 @pytest.mark.parametrize("split", [1, 2, 3])

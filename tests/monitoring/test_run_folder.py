@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -18,7 +19,7 @@ from reinforce_rl.monitoring.compare import compare
 from reinforce_rl.monitoring.loggers import JsonlLogger
 from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter
 from reinforce_rl.monitoring.report import write_report
-from reinforce_rl.monitoring.run_folder import RunFolder, alerts_of, open_run, runs_below
+from reinforce_rl.monitoring.run_folder import GAP, GAP_LIMITS, RunFolder, alerts_of, open_run, runs_below
 from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile
 
 ALIKE = {"train/fraction_of_groups_without_spread": 0.96}
@@ -146,6 +147,9 @@ def test_alerts_join_successive_steps(tmp_path):
         (ALIKE | {"train/rewards": 0.98, "train/reward_deviation": 0.14}, ["solved"]),
         ({"timing/x/max": 9.0, "timing/x/median": 2.0, "timing/x/rank": 3}, ["straggler in x"]),
         ({"timing/x/max": 2.1, "timing/x/median": 2.0, "timing/x/rank": 3}, []),
+        ({f"train/{name}": limit for name, limit in GAP_LIMITS.items()}, []),
+        *[({f"train/{name}": 1.01 * limit}, [GAP]) for name, limit in GAP_LIMITS.items()],
+        ({"train/generator_gap": math.inf}, [GAP]),
         ({"train/rewards": 0.0, "train/actor_loss": 0.0, "train/skipped_step": 0, "val/rewards": None}, []),
     ],
 )

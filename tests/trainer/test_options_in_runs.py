@@ -23,9 +23,12 @@ from helpers.tiny_run import (
     without_times,
 )
 
+from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.kl import token_kl
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.monitoring.metrics import GAP_SHARES
+from reinforce_rl.monitoring.report import overview
+from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.rewards.base import STATUS_BAD_TEXT, RewardRequest, Rewards, WeightedSource
 from reinforce_rl.rewards.sources import CombinedRewards
 
@@ -232,6 +235,31 @@ class TestGeneratorCorrection:
         assert gradients["token", 1.5] == pytest.approx(1.5 * gradients["none", 2.5], rel=1e-4)
         assert gradients["token_mask", 2.5] == pytest.approx(gradients["token", 2.5], rel=1e-6)
         assert gradients["token_mask", 1.5] == gradients["sequence_mask", 1.5] == 0
+
+    def test_one_token_that_the_engine_sees_differently_is_named(self, tmp_path, mesh, monkeypatch, capsys):
+        """In the log and as an alert in the run's folder, and in the report with the text before it."""
+        infer = MegatronGPTReinforceActorModel.infer
+
+        def disturbed(self, prompts, *args, **kwargs):
+            found = infer(self, prompts, *args, **kwargs)
+            for i, prompt in enumerate(found.repeat_to_samples(prompts)):
+                if prompt.id == 5 and i % 4 == 2:
+                    found.log_probs[i, 1] -= 6.0
+            return found
+
+        monkeypatch.setattr(MegatronGPTReinforceActorModel, "infer", disturbed)
+        lines = run(tmp_path, mesh, f"{RL}.initial_policy_kl_penalty=0", f"{RL}.max_steps=1")  # of prompt 5 and others
+        (step,) = [line["step"] for line in lines if line["train/generator_gap_max"] > 1]
+        (row,) = [r for r in rollouts_of(tmp_path, step) if (r["prompt_id"], r["sample_id"]) == (5, 2)]
+        (said,) = [line for line in capsys.readouterr().out.splitlines() if "trainer and generator differ" in line]
+        assert said.startswith(f"warning: step {step}: ") and "; prompt 5 sample 2 token 1 " in said
+        assert "generator_gap_max is 6" in said
+        found = RunFolder(tmp_path / "run")
+        texts = found.tokens(step, [5])[5, 2].token_texts or []
+        assert f"token 1 {texts[1]!r} after {row['prompt'] + texts[0]!r}: " in said
+        assert ("generator gap", step) in [(alert.kind, alert.first) for alert in found.alerts()]
+        tables = [table for table in overview(found)["tables"] if "largest gap" in table["title"]]
+        assert [table["rows"][0][0] for table in tables] == ["5, 2, 1"]
 
     @pytest.mark.parametrize(
         "options",
