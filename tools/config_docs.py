@@ -37,7 +37,7 @@ trainer.reinforce: max_epochs max_steps val_check_interval* save_interval gradie
 trainer.reinforce: initial_policy_kl_penalty* use_absolute_kl* discount_factor* reinforce_epochs*
 trainer.reinforce: generation_work_queue* rollout_batch_seq_length
 : generation*
-tensorrt_llm: tensor_parallel_size*
+engine: tensor_parallel_size*
 remote_rm: pad_to_length*
 remote_rm.reward_model: name ip port
 exp_manager: explicit_log_dir name resume_if_exists max_time_per_run create_tensorboard_logger* create_wandb_logger

@@ -242,6 +242,7 @@ class TrainerConfig(RanksConfig):
     reinforce: ReinforceConfig = ReinforceConfig()
 
 
+ENGINES = ("vllm", "tensorrt_llm")  # values of `generation` that run in a process of their own
 LOGGERS = ("tensorboard", "wandb", "swanlab", "mlflow")  # also the extras that bring them
 
 
@@ -331,10 +332,24 @@ class TensorRTLLMConfig(Section):
             "engines on GPUs of their own are not built"
         ),
     )
-    tensor_parallel_size: int | None = key(None, "GPUs of an engine; null: all that share a copy of the model", "GPUs")
     free_gpu_memory_fraction: float = key(
         0.5, "share of the memory free at the engine's start that its cache takes", gt=0, lt=1
     )
+
+
+class VLLMConfig(Section):
+    gpu_memory_utilization: float = key(
+        0.4, "share of a GPU's memory that the engine takes while it generates, weights and cache", gt=0, lt=1
+    )
+    cpu_cache_gigabytes: Count = key(1, "of an engine on a CPU, for its cache", "GiB")
+    enforce_eager: bool = key(False, "on GPUs: no CUDA graphs and no compilation; a quicker start, slower tokens")
+
+
+class EngineConfig(Section):
+    python: Text | None = key(
+        None, "interpreter of the engine's own environment; null: the trainer's", kind="path"
+    )
+    tensor_parallel_size: int | None = key(None, "GPUs of an engine; null: all that share a copy of the model", "GPUs")
     max_batch_size: Count = key(256, "responses decoded together", "responses")
     max_num_tokens: Count = key(8192, "tokens of a forward pass of the engine", "tokens")
     weight_bucket_megabytes: Count = key(512, "weights in transfer at a time", "MiB")
@@ -347,9 +362,11 @@ class TrainConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     generation: Text = key(
         "native",
-        "native: on the actor's own weights; tensorrt_llm; or a class's dotted name (CONTRIBUTING.md)",
+        "native: on the actor's own weights; vllm; tensorrt_llm; or a class's dotted name (CONTRIBUTING.md)",
         more=", see [A generator](../CONTRIBUTING.md#a-generator)",
     )
+    engine: EngineConfig = key(EngineConfig(), "of generation=vllm and tensorrt_llm; see docs/engines.md")
+    vllm: VLLMConfig = key(VLLMConfig(), "of generation=vllm")
     tensorrt_llm: TensorRTLLMConfig = key(TensorRTLLMConfig(), "of generation=tensorrt_llm; see docs/tensorrt-llm.md")
     reward: Literal["server", "function"] = key(
         "server", "server: remote_rm.reward_model; function: reward_function, in processes of the trainer"

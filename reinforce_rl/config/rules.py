@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from reinforce_rl.config.actor import LOGGERS, TrainConfig
+from reinforce_rl.config.actor import ENGINES, LOGGERS, TrainConfig
 from reinforce_rl.config.base import NOT_SET
 from reinforce_rl.config.model import LoraTuningConfig
 from reinforce_rl.config.model_folder import MODEL, model_values, no_model
@@ -25,7 +25,7 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.files import folder_faults
 from reinforce_rl.utils.net import Address
 
-GENERATIONS = ("native", "tensorrt_llm")
+GENERATIONS = ("native", *ENGINES)
 PROVIDED_FUNCTIONS = ("gsm8k", "instructions", "matches", "length", "vader")
 START_VARIABLE, END_VARIABLE = "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"
 _SAVING = "exp_manager.checkpoint_callback_params"
@@ -180,8 +180,8 @@ def _generation(cfg: TrainConfig) -> Iterator[str]:
     if cfg.generation not in GENERATIONS and not _is_importable(cfg.generation):
         expected = f"expected one of {', '.join(GENERATIONS)}, or the dotted name of a generator's class in a module"
         yield told("generation", f"{expected} that can be imported")
-    if cfg.generation == "tensorrt_llm":
-        yield from _tensorrt_llm(cfg)
+    if cfg.generation in ENGINES:
+        yield from _engine(cfg)
     if rollout.generation_cache_tokens is not None:
         if not is_native:
             yield told(".generation_cache_tokens generation", "this engine has a cache of its own: expected null")
@@ -215,21 +215,25 @@ def _is_importable(name: str) -> bool:
         return False
 
 
-def _tensorrt_llm(cfg: TrainConfig) -> Iterator[str]:
-    engine, block, told = cfg.tensorrt_llm, cfg.model.block_size, partial(_told, cfg, "model.reinforce")
+def _engine(cfg: TrainConfig) -> Iterator[str]:
+    engine, block, told = cfg.engine, cfg.model.block_size, partial(_told, cfg, "model.reinforce")
+    if engine.python is not None and not os.access(engine.python, os.X_OK):
+        yield told("engine.python", "expected an interpreter, such as .venv-engine/bin/python (docs/engines.md)")
     if engine.tensor_parallel_size is not None and not 1 <= engine.tensor_parallel_size <= block:
         advice = f"expected 1 to {block}, the ranks that share a copy of the model, or null for all of them"
-        yield told("tensorrt_llm.tensor_parallel_size", advice)
+        yield told("engine.tensor_parallel_size", advice)
     limit = cfg.trainer.collective_timeout_seconds
     longest = engine.start_timeout_seconds + engine.update_timeout_seconds + 2 * engine.request_timeout_seconds
     if not longest < limit:
         yield (
-            f"tensorrt_llm's start_, update_ and twice request_timeout_seconds are {longest:g} together; expected "
+            f"engine's start_, update_ and twice request_timeout_seconds are {longest:g} together; expected "
             f"below trainer.collective_timeout_seconds, which is {limit:g}: the other ranks may wait this long "
             "for an engine that is started anew"
         )
+    if cfg.generation != "tensorrt_llm":
+        return
     if cfg.model.reinforce.length_params.min_length:
-        advice = "TensorRT-LLM holds back one end token only: set it to 0, or generation=native"
+        advice = "TensorRT-LLM holds back one end token only: set it to 0, or generation=native or vllm"
         yield told(".length_params.min_length", advice)
     if cfg.trainer.reinforce.generator_correction != "none" and cfg.model.reinforce.sampling_params.temperature != 1.0:
         advice = "whether TensorRT-LLM's log-probs are those at the temperature has not been established: expected 1.0"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import LossSettings
-from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
+from reinforce_rl.config.actor import ENGINES, ReinforceConfig, TrainConfig
 from reinforce_rl.config.model import ModelConfig, SamplingConfig
 from reinforce_rl.data.data_prefix import SPLITS
 from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets
@@ -146,7 +146,7 @@ def logits_chunk_tokens(model: ModelConfig, *, gpu: bool) -> int:
 
 
 def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Generator:
-    """Build the generator of `generation`: "native", "tensorrt_llm", or a dotted name with this function's signature.
+    """Build the generator of `generation`, whose dotted names have this function's signature.
 
     Raises ConfigError: no such name, or this machine cannot run it.
     """
@@ -159,17 +159,20 @@ def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokeniz
             is_static=cfg.model.reinforce.static_decoding,
             use_graphs=cfg.model.reinforce.cuda_graphs,
         )
-    if cfg.generation != "tensorrt_llm":
+    if cfg.generation not in ENGINES:
         try:
             return pkgutil.resolve_name(cfg.generation)(cfg, lm, tokenizer)
         except (ImportError, AttributeError) as error:
             raise ConfigError([f"generation is {cfg.generation!r}, which cannot be imported: {error}"]) from error
-    from reinforce_rl.generation.trtllm.generator import TensorRTLLMGenerator
+    from reinforce_rl.generation.engine.generator import EngineGenerator
+    from reinforce_rl.generation.trtllm.adapter import TensorRTLLM
+    from reinforce_rl.generation.vllm.adapter import VLLM
 
-    return TensorRTLLMGenerator(
+    return EngineGenerator(
         lm,
         tokenizer,
-        cfg.tensorrt_llm,
+        VLLM(cfg.vllm) if cfg.generation == "vllm" else TensorRTLLM(cfg.tensorrt_llm),
+        cfg.engine,
         model=cfg.pretrained_checkpoint.restore_from_path,
         max_seq_len=cfg.model.encoder_seq_length,
         log_folder=Path(cfg.exp_manager.explicit_log_dir) / "engines",

@@ -132,6 +132,7 @@ class ModuleChild(Child):
     Args:
         on_message: called on a thread with each message, then with None at the end of the connection.
         prefix: command to run it in.
+        python: interpreter.
         env: None for this process's, with this package on PYTHONPATH.
     """
 
@@ -141,6 +142,7 @@ class ModuleChild(Child):
         on_message: Callable[[Message | None], None] | None = None,
         *,
         prefix: Sequence[str] = (),
+        python: str = sys.executable,
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
         **popen: Any,
@@ -150,7 +152,7 @@ class ModuleChild(Child):
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
         self.connection, theirs = Pipe()
         with theirs:
-            command = [*prefix, sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())]
+            command = [*prefix, python, "-m", module, str(theirs.fileno()), str(os.getpid())]
             super().__init__(command, env=env, pass_fds=[theirs.fileno(), *pass_fds], **popen)
         self._silence = Silence()
         if on_message is not None:

@@ -1,6 +1,5 @@
-"""The process that owns a TensorRT-LLM 1.2 engine: `python -m reinforce_rl.generation.trtllm.host`.
+"""The engine's half of TensorRT-LLM 1.2: `python -m reinforce_rl.generation.trtllm.host`.
 
-Separate because TensorRT-LLM and Ray alter the process that imports them, and so that it can be killed in any state.
 `tests/generation/tensorrt_llm_signatures.json` has the signatures of the calls.
 """
 
@@ -9,33 +8,30 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
-import os
-import signal
-import sys
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
-from reinforce_rl.generation.trtllm import Answer, EngineArguments, Request
-from reinforce_rl.utils.process import connect_to_parent
+from reinforce_rl.generation.engine import Answer, EngineArguments, EngineSampling, Request
+from reinforce_rl.generation.engine.host import answers_of, check_version, main
 
 SHUTDOWN_SECONDS = 20.0
+# Memory that a sleeping engine releases, by TensorRT-LLM's tags: all but the cache, and the cache.
+WEIGHT_TAGS = ["sampler", "drafter", "guided_decoder", "spec_resource_manager", "model_extra", "executor_extra"]
+WEIGHT_TAGS += ["model", "draft_model"]
+CACHE_TAGS = ["kv_cache"]
 
 
-class EngineHost:
-    """Its public methods are the commands of the trainer."""
+class TensorRTLLMHost:
+    """See `EngineHost`."""
 
     def __init__(self) -> None:
         self._llm: Any = None
 
     async def start(self, arguments: EngineArguments) -> list[str]:
-        """Start the engine, with random weights until the first update; return the device of each worker."""
         package = importlib.import_module("tensorrt_llm")
-        version = str(package.__version__)
-        if not version.startswith("1.2"):
-            raise RuntimeError(f"tensorrt_llm is {version}; expected 1.2, whose interface this was written for")
+        check_version("tensorrt_llm", str(package.__version__), ["1.2"])
         options = dataclasses.asdict(arguments)
-        fraction = options.pop("free_gpu_memory_fraction")
+        own = options.pop("options")
         config = importlib.import_module("tensorrt_llm.llmapi").KvCacheConfig
         # Only TRTLLMSampler honours request seeds; only chunked prefill lets a prompt exceed max_num_tokens.
         self._llm = package.AsyncLLM(
@@ -43,7 +39,7 @@ class EngineHost:
             backend="pytorch",
             skip_tokenizer_init=True,
             max_input_len=arguments.max_seq_len,
-            kv_cache_config=config(enable_block_reuse=True, free_gpu_memory_fraction=fraction),
+            kv_cache_config=config(enable_block_reuse=True, **own),
             load_format="dummy",
             enable_sleep=True,
             enable_chunked_prefill=True,
@@ -53,41 +49,46 @@ class EngineHost:
         return [str(device) for device in await self._llm.collective_rpc("report_device_id")]
 
     async def generate(self, requests: Sequence[Request], seconds: float) -> list[Answer]:
-        """Run all requests at once; abort those over time and report them as lost."""
-        sampling = importlib.import_module("tensorrt_llm").SamplingParams
-        asked = [(list(one.tokens), sampling(**dataclasses.asdict(one.sampling))) for one in requests]
-        results = [self._llm.generate_async(tokens, sampling_params=params) for tokens, params in asked]
-        waits = [asyncio.ensure_future(result) for result in results]
-        await asyncio.wait(waits, timeout=seconds)
-        answers = []
-        for wait, result in zip(waits, results, strict=True):
-            if not wait.done():
-                wait.cancel()
-                result.abort()
-                answers.append(Answer(fault=f"no answer within {seconds:g} s"))
-            elif (error := wait.exception()) is not None:
-                answers.append(Answer(fault=_text(error)))
-            else:
-                answers.append(_answer(wait.result()))
-        return answers
+        results = [
+            self._llm.generate_async(list(one.tokens), sampling_params=_sampling(one.sampling)) for one in requests
+        ]
+        return await answers_of([_answer(result) for result in results], seconds)
 
-    async def update_weights(self, handles: dict[str, str] | None) -> None:
-        """Load a bucket of weights by device; None after the last resets the prefix cache."""
-        await self._llm.update_weights(handles)
+    async def update_weights(self, bucket: dict[str, str] | None) -> None:
+        await self._llm.update_weights(bucket)  # None also resets the prefix cache
 
-    async def release(self, tags: Sequence[str]) -> None:
-        await self._llm.release(list(tags))
+    async def release(self) -> None:
+        await self._llm.release(WEIGHT_TAGS + CACHE_TAGS)
 
-    async def resume(self, tags: Sequence[str]) -> None:
-        await self._llm.resume(list(tags))
+    async def resume_weights(self) -> None:
+        await self._llm.resume(WEIGHT_TAGS)
+
+    async def resume_cache(self) -> None:
+        await self._llm.resume(CACHE_TAGS)
 
     async def stop(self) -> None:
         if self._llm is not None:
             await asyncio.wait_for(asyncio.to_thread(self._llm.shutdown), SHUTDOWN_SECONDS)
 
 
-def _answer(result: Any) -> Answer:
-    (output,) = result.outputs
+def _sampling(asked: EngineSampling) -> Any:
+    values = dataclasses.asdict(asked)
+    del values["min_tokens"]  # it holds back one end token only; the configuration refuses others than 0
+    return importlib.import_module("tensorrt_llm").SamplingParams(
+        **values,
+        end_id=-1,  # disabled: end tokens are in stop_token_ids, so that they stay in the output
+        include_stop_str_in_output=True,
+        logprobs=1,
+        detokenize=False,
+    )
+
+
+async def _answer(result: Any) -> Answer:
+    try:
+        (output,) = (await result).outputs
+    except asyncio.CancelledError:
+        result.abort()
+        raise
     if output.finish_reason not in ("stop", "length"):
         return Answer(fault=f"it ended by {output.finish_reason!r}")
     tokens = tuple(int(token) for token in output.token_ids)
@@ -100,37 +101,5 @@ def _answer(result: Any) -> Answer:
     return Answer(tokens, log_probs, output.finish_reason == "stop")
 
 
-async def serve(connection: Connection) -> None:
-    """Answer commands by (fault, result) until "stop" or until the trainer is gone."""
-    host = EngineHost()
-    while True:
-        try:
-            command, arguments = await asyncio.to_thread(connection.recv)
-        except (EOFError, OSError):
-            command, arguments = "stop", ()
-        try:
-            reply = None, await getattr(host, command)(*arguments)
-        except Exception as error:  # report any engine error to the trainer
-            reply = _text(error), None
-        try:
-            connection.send(reply)
-        except OSError:
-            return
-        if command == "stop":
-            return
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def main() -> None:
-    # Also die by signal, as a call into the engine may never return.
-    asyncio.run(serve(connect_to_parent(death_signal=signal.SIGTERM)))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # engine threads may never end
-
-
 if __name__ == "__main__":
-    main()
+    main(TensorRTLLMHost())

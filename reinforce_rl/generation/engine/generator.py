@@ -1,4 +1,4 @@
-"""Generation by TensorRT-LLM: one engine per block of ranks, on the GPUs they train on.
+"""Generation by an engine: one per block of ranks, on the devices they train on.
 
 The engine sleeps during training; each wake-up reloads the policy's weights and resets the prefix cache, so a sleeping
 engine need not keep either. The block's leader owns the engine process and shares results and errors with all ranks.
@@ -7,33 +7,26 @@ engine need not keep either. The block's leader owns the engine process and shar
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
-from reinforce_rl.config.actor import TensorRTLLMConfig
+from reinforce_rl.config.actor import EngineConfig
 from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Completions, Prompt
 from reinforce_rl.data.tokenizer import pad_id_of
 from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
 from reinforce_rl.generation.base import SamplingParams, check_lengths
+from reinforce_rl.generation.engine import Answer, EngineArguments, EngineSampling, Request, process
+from reinforce_rl.generation.engine.adapter import EngineAdapter
+from reinforce_rl.generation.engine.weights import send_weights
 from reinforce_rl.generation.native.sampling import sample_seeds
-from reinforce_rl.generation.trtllm import (
-    CACHE_TAGS,
-    WEIGHT_TAGS,
-    Answer,
-    EngineArguments,
-    EngineSampling,
-    Request,
-    process,
-)
 from reinforce_rl.megatron.lora import MergedWeights, lora_settings_of
 from reinforce_rl.megatron.model.model import CausalLM
 
@@ -44,16 +37,17 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class TensorRTLLMGenerator:
-    """A `Generator` on a TensorRT-LLM engine. All ranks of a block create and call it together.
+class EngineGenerator:
+    """A `Generator` on an engine. All ranks of a block create and call it together.
 
     Args:
-        config: section `tensorrt_llm`; `tensor_parallel_size` is at most the block size.
+        adapter: of the engine.
+        config: section `engine`; `tensor_parallel_size` is at most the block size.
         model: Hugging Face folder of the policy, for the engine's config.
         max_seq_len: prompt and response tokens.
 
     Raises:
-        ConfigError: TensorRT-LLM is missing, or there are no suitable GPUs.
+        ConfigError: the engine's package is missing, or there are no suitable devices.
     """
 
     is_exact = False  # the kernels differ from the trainer's
@@ -62,13 +56,15 @@ class TensorRTLLMGenerator:
         self,
         lm: CausalLM,
         tokenizer: PreTrainedTokenizerBase,
-        config: TensorRTLLMConfig,
+        adapter: EngineAdapter,
+        config: EngineConfig,
         *,
         model: str | Path,
         max_seq_len: int,
         log_folder: Path,
     ):
-        self._lm, self._tokenizer, self._config, self._log_folder = lm, tokenizer, config, log_folder
+        self._lm, self._tokenizer, self._log_folder = lm, tokenizer, log_folder
+        self._adapter, self._config = adapter, config
         self._arguments = EngineArguments(
             model=str(model),
             dtype=str(lm.config.params_dtype).removeprefix("torch."),
@@ -76,7 +72,7 @@ class TensorRTLLMGenerator:
             max_batch_size=config.max_batch_size,
             max_seq_len=max_seq_len,
             max_num_tokens=config.max_num_tokens,
-            free_gpu_memory_fraction=config.free_gpu_memory_fraction,
+            options=adapter.options,
         )
         self._bucket_bytes = config.weight_bucket_megabytes * 2**20
         self._pad_id = pad_id_of(tokenizer)
@@ -117,7 +113,7 @@ class TensorRTLLMGenerator:
             raise GenerationError(
                 f"the engine lost {len(lost)} of {len(requests)} requests twice, of the prompts {ids[:10]}: "
                 f"{answers[lost[0]].fault}. Where they are slow rather than lost, raise "
-                "tensorrt_llm.request_timeout_seconds"
+                "engine.request_timeout_seconds"
             )
         return self._completions(answers, params)
 
@@ -149,30 +145,41 @@ class TensorRTLLMGenerator:
             foreign = sorted(set(self._together(lambda engine: engine.start())) - set(self._devices))
             if foreign:
                 raise GenerationError(
-                    f"TensorRT-LLM has workers on {', '.join(foreign)}; expected {', '.join(self._devices)}, the GPUs "
-                    "of this block, as only there it can be given weights. Is CUDA_VISIBLE_DEVICES set for the engine?"
+                    f"{self._adapter.title} has workers on {', '.join(foreign)}; expected {', '.join(self._devices)}, "
+                    "the devices of this block, as only there it can be given weights. Is CUDA_VISIBLE_DEVICES set for "
+                    "the engine, and engine.python an environment for this machine?"
                 )
             self._is_running, self._is_asleep, self._has_weights = True, False, False
         if self._is_asleep:
-            self._together(lambda engine: engine.call("resume", WEIGHT_TAGS))
+            self._together(lambda engine: engine.call("resume_weights"))
         if not self._has_weights:
-            process.send_weights(
-                self._lm,
-                lambda handles: self._together(lambda engine: engine.call("update_weights", handles)),
-                max_bytes=self._bucket_bytes,
-                hosts_worker=self._hosts_worker,
-                values=None if lora_settings_of(self._lm) is None else MergedWeights(self._lm),
-            )
-            self._together(lambda engine: engine.call("update_weights", None))
+            self._send_weights()
             self._has_weights = True
         if self._is_asleep:
-            self._together(lambda engine: engine.call("resume", CACHE_TAGS))
+            self._together(lambda engine: engine.call("resume_cache"))
             self._is_asleep = False
+
+    def _send_weights(self) -> None:
+        adapter, device = self._adapter, self._lm.mesh.device
+
+        def deliver(offers: list[Any]) -> None:
+            self._together(lambda engine: engine.call("update_weights", adapter.bucket_of(offers)))
+
+        send_weights(
+            self._lm,
+            deliver,
+            max_bytes=self._bucket_bytes,
+            make_buffer=lambda elements, dtype: adapter.make_buffer(elements, dtype, device),
+            hosts_worker=self._hosts_worker,
+            is_spread=len(self._devices) > 1,
+            values=None if lora_settings_of(self._lm) is None else MergedWeights(self._lm),
+        )
+        self._together(lambda engine: engine.call("update_weights", None))
 
     def _sleep(self) -> None:
         self._has_weights = False
         try:
-            self._together(lambda engine: engine.call("release", WEIGHT_TAGS + CACHE_TAGS))
+            self._together(lambda engine: engine.call("release"))
             self._is_asleep = True
         except EngineLostError as error:
             # Its death freed the memory. The next wake-up starts another, if a restart is left.
@@ -196,7 +203,7 @@ class TensorRTLLMGenerator:
         self._is_running = False
         if self._was_restarted:
             raise GenerationError(
-                f"TensorRT-LLM failed again after it had been started anew: {error}. The engine's log says more"
+                f"{self._adapter.title} failed again after it had been started anew: {error}. The engine's log says more"
             ) from error
         self._was_restarted = True
         if self._engine is not None:
@@ -220,24 +227,28 @@ class TensorRTLLMGenerator:
         return result  # type: ignore[return-value]
 
     def _place_engine(self) -> None:
-        mesh, arguments = self._lm.mesh, self._arguments
-        uuid = process.device_uuid(mesh.device)
-        if importlib.util.find_spec("tensorrt_llm") is None:
-            found = "generation is tensorrt_llm, but no package tensorrt_llm is installed; see docs/tensorrt-llm.md"
-            raise ConfigError([found])
-        own = socket.gethostname(), _number_of(mesh.device), uuid
+        mesh, adapter, arguments = self._lm.mesh, self._adapter, self._arguments
+        device = adapter.device_id(mesh.device)
+        own = socket.gethostname(), _number_of(mesh.device, adapter.name), device
         places = mesh.from_block_leader(mesh.gather_on_block_leader(own))
         hosts = sorted({host for host, _, _ in places})
         if len(hosts) > 1:
-            found = f"generation is tensorrt_llm, but the ranks of one block are on {', '.join(hosts)}; "
-            raise ConfigError([f"{found}an engine has the GPUs of one node: lower the model-parallel sizes"])
+            found = f"generation is {adapter.name}, but the ranks of one block are on {', '.join(hosts)}; "
+            raise ConfigError([f"{found}an engine has the devices of one node: lower the model-parallel sizes"])
         used = places[: arguments.tensor_parallel_size]
-        self._devices = [uuid for _, _, uuid in used]
-        self._hosts_worker = uuid in self._devices
+        self._devices = list(dict.fromkeys(device for _, _, device in used))
+        # Without GPUs all ranks have one device, and the leader gives weights to every worker.
+        self._hosts_worker = device in self._devices and (len(self._devices) > 1 or mesh.is_block_leader)
+        fault = None
         if mesh.is_block_leader:
             numbers = [number for _, number, _ in used if number is not None]
             log = self._log_folder / f"dp_{mesh.dp_rank:05d}.log"
-            self._engine = process.EngineProcess(arguments, self._config, log, mesh.dp_rank, numbers or None)
+            try:
+                self._engine = process.EngineProcess(adapter, arguments, self._config, log, mesh.dp_rank, numbers or None)
+            except ConfigError as error:
+                fault = error
+        if (fault := mesh.from_block_leader(fault)) is not None:
+            raise fault
 
 
 def requests_of(
@@ -248,6 +259,7 @@ def requests_of(
     seeds = sample_seeds(seed, ids, np.tile(np.arange(num_samples), len(prompts)))
     rule = EngineSampling(
         max_tokens=params.max_length,
+        min_tokens=params.min_length,
         seed=0,
         temperature=None if params.use_greedy else params.temperature,
         top_k=None if params.use_greedy else params.top_k,
@@ -270,16 +282,16 @@ def _answers(engine: process.EngineProcess, requests: Sequence[Request]) -> list
     return answers
 
 
-def _number_of(device: torch.device) -> str | None:
+def _number_of(device: torch.device, generation: str) -> str | None:
     """Return a GPU's index on this machine as other processes see it; None for other devices.
 
     Raises:
-        ConfigError: CUDA_VISIBLE_DEVICES uses names other than numbers, which the engine's Ray cannot read.
+        ConfigError: CUDA_VISIBLE_DEVICES uses names other than numbers, which not every engine reads.
     """
     if device.type != "cuda":
         return None
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     number = visible[device.index or 0] if visible else str(device.index or 0)
     if not number.isdigit():
-        raise ConfigError([f"CUDA_VISIBLE_DEVICES has {number!r}; with generation=tensorrt_llm expected numbers"])
+        raise ConfigError([f"CUDA_VISIBLE_DEVICES has {number!r}; with generation={generation} expected numbers"])
     return number

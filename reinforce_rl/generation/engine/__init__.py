@@ -1,0 +1,52 @@
+"""What engines share: messages between trainer and engine process here, so this imports nothing heavy.
+
+A trainer and its engine may run different Pythons; the engine's process imports this package, torch and the standard
+library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class EngineArguments:
+    model: str  # Hugging Face folder, for its config
+    dtype: str  # of weights and computation, e.g. "bfloat16"
+    tensor_parallel_size: int
+    max_batch_size: int  # requests decoded together
+    max_seq_len: int  # prompt and response tokens
+    max_num_tokens: int  # per forward pass
+    options: dict[str, Any] = field(default_factory=dict)  # particular to the engine
+
+
+@dataclass(frozen=True)
+class EngineSampling:
+    """Sampling parameters of one response; greedy if temperature, top_k and top_p are all None."""
+
+    max_tokens: int
+    min_tokens: int
+    seed: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    repetition_penalty: float | None
+    stop_token_ids: list[int]
+    pad_id: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    tokens: tuple[int, ...]
+    sampling: EngineSampling
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Result of a request."""
+
+    tokens: tuple[int, ...] = ()  # including the stop token
+    log_probs: tuple[float, ...] | None = None  # per token; None if the engine reports none
+    stopped: bool = False  # ended by a stop token rather than by length
+    fault: str | None = None  # error if there is no response

@@ -1,0 +1,79 @@
+"""Buckets of weights between a trainer and an engine of the same machine, and checksums that prove their arrival.
+
+A bucket is one buffer with tensors at offsets, described by a dict of plain values:
+
+    dtype, elements: of the buffer
+    tensors: [name, first element, shape, checksum] of each
+    places: where a worker finds the buffer, by device: a path for "cpu", pickled CUDA IPC arguments for a GPU
+
+Used in both environments, so torch and the standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+_WIDTH = 4096
+_MIX = 0x9E3779B97F4A7C15
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return a 64-bit sum over the bits of all elements, weighted by position; equal on any device."""
+    words = tensor.detach().contiguous().view(-1).view({2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
+    rows = words.numel() // _WIDTH
+    block, total = words[: rows * _WIDTH].view(rows, _WIDTH), words.numel()
+    for part, axis in ((block, 1), (block, 0), (words[rows * _WIDTH :].view(1, -1), 0)):
+        sums = part.sum(axis, dtype=torch.int64)
+        weighted = sums * torch.arange(1, len(sums) + 1, device=sums.device)
+        total = (total * _MIX + int(weighted.sum())) % 2**64
+    return total
+
+
+def shared_buffer(elements: int, dtype: torch.dtype) -> tuple[Tensor, str]:
+    """Return CPU memory that other processes of this user open by the path; it ends with this process."""
+    # No file in /dev/shm, which is small in containers and would outlive a kill.
+    descriptor = os.memfd_create("weights")
+    os.ftruncate(descriptor, elements * dtype.itemsize)
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    return torch.from_file(path, shared=True, size=elements, dtype=dtype), path
+
+
+def describe(buffer: Tensor, views: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Describe a bucket without its places."""
+    tensors = [[name, view.storage_offset(), list(view.shape), checksum(view)] for name, view in views.items()]
+    return {"dtype": str(buffer.dtype).removeprefix("torch."), "elements": buffer.numel(), "tensors": tensors}
+
+
+def ipc_place(buffer: Tensor) -> bytes:
+    return pickle.dumps(reduce_tensor(buffer)[1])
+
+
+def received(bucket: Mapping[str, Any], device_id: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) with memory of their own.
+
+    Raises:
+        RuntimeError: this device has no buffer, or a tensor differs from what was sent; it is named.
+    """
+    place = bucket["places"].get(device_id)
+    if place is None:
+        raise RuntimeError(f"no weights came for {device_id}, but for {', '.join(bucket['places']) or 'no device'}")
+    if isinstance(place, str):
+        dtype = getattr(torch, bucket["dtype"])
+        buffer = torch.from_file(place, shared=True, size=bucket["elements"], dtype=dtype)
+    else:
+        arguments = list(pickle.loads(place))
+        arguments[6] = device.index  # the sender's number of this GPU
+        buffer = rebuild_cuda_tensor(*arguments)
+    for name, start, shape, sent in bucket["tensors"]:
+        tensor = buffer[start : start + math.prod(shape)].view(shape).clone()
+        if checksum(tensor) != sent:
+            raise RuntimeError(f"{name} arrived otherwise than it was sent: its checksum differs")
+        yield name, tensor

@@ -1,0 +1,102 @@
+"""The process that owns an engine: commands of the trainer in, results out.
+
+Separate because engines alter the process that imports them, may need an environment of their own, and so that one can
+be killed in any state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from reinforce_rl.generation.engine import Answer, EngineArguments, Request
+from reinforce_rl.utils.process import connect_to_parent
+
+
+class EngineHost(Protocol):
+    """An engine's half of the protocol; its public methods are the commands."""
+
+    async def start(self, arguments: EngineArguments) -> list[str]:
+        """Start the engine, with random weights until the first update; return the device of each worker."""
+        ...
+
+    async def generate(self, requests: Sequence[Request], seconds: float) -> list[Answer]:
+        """Run all requests at once; abort those over time and report them as lost."""
+        ...
+
+    async def update_weights(self, bucket: Any) -> None:
+        """Load a bucket of weights as `offer` of the trainer's adapter gave it; None after the last."""
+        ...
+
+    async def release(self) -> None:
+        """Fall asleep: give back the memory of weights and cache, where the engine can."""
+        ...
+
+    async def resume_weights(self) -> None:
+        """Take memory for the weights again, before they are updated."""
+        ...
+
+    async def resume_cache(self) -> None:
+        """Take memory for the cache again, after the weights were updated."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+async def answers_of(results: Sequence[Awaitable[Answer]], seconds: float) -> list[Answer]:
+    """Await all within `seconds`. Late ones are cancelled, and like failed ones answered by their fault."""
+    waits = [asyncio.ensure_future(result) for result in results]
+    await asyncio.wait(waits, timeout=seconds)
+    late = [wait for wait in waits if not wait.done()]
+    for wait in late:
+        wait.cancel()
+    found = await asyncio.gather(*waits, return_exceptions=True)
+    return [
+        Answer(fault=f"no answer within {seconds:g} s")
+        if wait in late
+        else answer
+        if isinstance(answer, Answer)
+        else Answer(fault=text_of(answer))
+        for wait, answer in zip(waits, found, strict=True)
+    ]
+
+
+def text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def check_version(package: str, found: str, expected: Sequence[str]) -> None:
+    if not any(f"{found}.".startswith(f"{version}.") for version in expected):
+        raise RuntimeError(f"{package} is {found}; expected {' or '.join(expected)}, whose interface this was written for")
+
+
+async def serve(host: EngineHost, connection: Connection) -> None:
+    """Answer commands by (fault, result) until "stop" or until the trainer is gone."""
+    while True:
+        try:
+            command, arguments = await asyncio.to_thread(connection.recv)
+        except (EOFError, OSError):
+            command, arguments = "stop", ()
+        try:
+            reply = None, await getattr(host, command)(*arguments)
+        except Exception as error:  # report any engine error to the trainer
+            reply = text_of(error), None
+        try:
+            connection.send(reply)
+        except OSError:
+            return
+        if command == "stop":
+            return
+
+
+def main(host: EngineHost) -> None:
+    # Also die by signal, as a call into the engine may never return.
+    asyncio.run(serve(host, connect_to_parent(death_signal=signal.SIGTERM)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # engine threads may never end

@@ -1,0 +1,184 @@
+"""Trainer side of `host.py`: an engine in its own process, with a timeout on each call."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reinforce_rl.config.actor import EngineConfig
+from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
+from reinforce_rl.generation.engine import Answer, EngineArguments, Request
+from reinforce_rl.generation.engine.adapter import EngineAdapter
+from reinforce_rl.megatron.hf_weights import carry_over
+from reinforce_rl.utils.process import PACKAGE_PARENT, ModuleChild
+
+KEY = "engine"
+PROBE_SECONDS = 60.0  # to look for the engine's package in its Python
+STOP_SECONDS = 30.0
+STUCK_SECONDS = 5.0  # grace after a call's deadline
+ABORT_SECONDS = 60.0  # for the engine to abort late requests
+# Unix socket paths have at most 107 characters; Ray adds about 65 to its folder.
+MAX_FOLDER_CHARACTERS = 40
+# Launcher variables, which would make the engine join the training job as a rank.
+_OF_THE_LAUNCHER = ("TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "ROLE_", "GROUP_", "LOCAL_", "MASTER_")
+_OF_THE_RANK = ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+class EngineProcess:
+    """Start, call and stop an engine process. May be restarted after an `EngineLostError`.
+
+    Args:
+        log: appended with the engine's output.
+        dp_rank: data-parallel rank of the block.
+        devices: GPU numbers on this machine; None without GPUs.
+
+    Raises:
+        ConfigError: the engine's Python lacks its package.
+    """
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        arguments: EngineArguments,
+        config: EngineConfig,
+        log: Path,
+        dp_rank: int,
+        devices: Sequence[str] | None,
+    ):
+        self._arguments, self._config, self._log, self._devices = arguments, config, log, devices
+        self._adapter = adapter
+        self._folder = private_folder(os.environ, os.getpid(), dp_rank)
+        self._child: ModuleChild | None = None
+        self._python = config.python or sys.executable
+        # The launcher's own path holds packages of other versions than the engine's environment.
+        self._path = [PACKAGE_PARENT, *sys.path] if config.python is None else [str(self._folder / "package")]
+        self._check_package()
+
+    def _check_package(self) -> None:
+        package, config = self._adapter.package, self._config
+        probe = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(self._path)}
+        try:
+            done = subprocess.run([self._python, "-c", probe], env=environment, timeout=PROBE_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ConfigError([f"{KEY}.python is {config.python}, which does not run: {error}"]) from error
+        if done.returncode != 0:
+            found = f"generation is {self._adapter.name}, but {self._python} has no package {package}; "
+            raise ConfigError([f"{found}set {KEY}.python to the engine's own (docs/engines.md)"])
+
+    def start(self) -> list[str]:
+        """Start the engine, wait until it is ready, and return the device of each worker.
+
+        Raises:
+            GenerationError: it did not start; a retry is not expected to help.
+        """
+        self.kill()
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        model = self._folder / "model"
+        model.mkdir()
+        carry_over(Path(self._arguments.model), model)
+        self._adapter.write_config(model)
+        if self._config.python is not None:  # of this environment, the engine sees this package alone
+            (self._folder / "package").mkdir()
+            (self._folder / "package" / "reinforce_rl").symlink_to(Path(PACKAGE_PARENT) / "reinforce_rl")
+        arguments = replace(self._arguments, model=str(model))
+        own = self._adapter.environment(self._folder)
+        environment = engine_environment(os.environ, self._folder, self._devices, self._path) | own
+        with self._log.open("ab") as log:
+            self._child = ModuleChild(
+                self._adapter.host, python=self._python, stdout=log, stderr=subprocess.STDOUT, env=environment
+            )
+        try:
+            return self.call("start", arguments, limit="start_timeout_seconds")
+        except EngineLostError as error:
+            advice = "see its log"
+            if "out of memory" in str(error).lower():
+                advice = f"lower {self._adapter.memory_key}; see its log"
+            raise GenerationError(f"{self._adapter.title} did not start: {error}; {advice}") from error
+
+    def generate(self, requests: Sequence[Request]) -> list[Answer]:
+        """Return answers in the order of the requests; lost ones have a `fault`."""
+        key, seconds = "request_timeout_seconds", self._config.request_timeout_seconds
+        return self.call("generate", tuple(requests), seconds, limit=key, grace=ABORT_SECONDS)
+
+    def stop(self) -> None:
+        """Stop the engine gracefully, or kill it."""
+        if self._child is not None:
+            with contextlib.suppress(EngineLostError):
+                self.call("stop")
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the process and its session, and remove its files."""
+        if self._child is not None:
+            self._child.connection.close()
+            self._child.kill()
+            self._child = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def call(self, command: str, *arguments: Any, limit: str = "update_timeout_seconds", grace: float = 0.0) -> Any:
+        """Return what the method `command` of `EngineHost` returns, within `limit` of the configuration plus `grace`.
+
+        Raises:
+            EngineLostError: the engine died, timed out or failed; it is killed first.
+        """
+        seconds = STOP_SECONDS if command == "stop" else getattr(self._config, limit) + grace
+        assert self._child is not None
+        child, connection = self._child, self._child.connection
+        late = EngineLostError(f"no answer to {command} within {seconds:g} s ({KEY}.{limit}); log: {self._log}")
+        # A process stopped in mid-message would block send or recv.
+        stuck = threading.Timer(seconds + STUCK_SECONDS, child.kill)
+        stuck.daemon = True
+        stuck.start()
+        begin = time.monotonic()
+        try:
+            connection.send((command, arguments))
+            if not connection.poll(seconds):
+                raise late
+            fault, result = connection.recv()
+            if fault is not None:
+                raise EngineLostError(f"the engine's {command} failed: {fault}; log: {self._log}")
+            return result
+        except (EOFError, OSError) as error:
+            status = child.wait(1.0)
+            self.kill()
+            if time.monotonic() - begin > seconds:
+                raise late from error
+            raise EngineLostError(f"the engine ended in {command} (status {status}); log: {self._log}") from error
+        except EngineLostError:
+            self.kill()
+            raise
+        finally:
+            stuck.cancel()
+
+
+def private_folder(environment: Mapping[str, str], pid: int, dp_rank: int) -> Path:
+    """Return a folder for one engine's sockets and files, unique per job and per rank of a node."""
+    job = environment.get("SLURM_JOB_ID")
+    restart = environment.get("SLURM_RESTART_COUNT", "0")
+    name = f"rrl-{pid}-{dp_rank}" if job is None else f"rrl-{job}.{restart}-{pid}-{dp_rank}"
+    folder = Path(tempfile.gettempdir()) / name
+    return folder if len(str(folder)) <= MAX_FOLDER_CHARACTERS else Path("/tmp") / name
+
+
+def engine_environment(
+    environment: Mapping[str, str], folder: Path, devices: Sequence[str] | None, path: Sequence[str]
+) -> dict[str, str]:
+    """Return the engine's environment: without the launcher's variables, on the given GPUs."""
+    foreign = {name for name in environment if name.startswith(_OF_THE_LAUNCHER) or name in _OF_THE_RANK}
+    kept = {name: value for name, value in environment.items() if name not in foreign}
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "TMPDIR": str(folder)}
+    if devices is not None:
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return {**kept, **own}

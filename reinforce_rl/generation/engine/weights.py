@@ -1,0 +1,89 @@
+"""Weights for an engine: whole tensors under Hugging Face names, in bounded buckets.
+
+Each bucket is gathered over tensor-parallel ranks and stages on the block's leader, and copied to the ranks whose
+device has a worker of the engine, so an engine needs none of the trainer's layout.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reinforce_rl.megatron.hf_weights import hf_tensors
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.weight_map import Row, weight_map
+
+_ALIGNED = 64  # elements; a tensor in a bucket begins at a multiple of them
+
+Offer = Callable[[Tensor, Mapping[str, Tensor]], Any]
+
+
+def send_weights(
+    lm: CausalLM,
+    deliver: Callable[[list[Any]], None],
+    *,
+    max_bytes: int,
+    make_buffer: Callable[[int, torch.dtype], tuple[Tensor, Offer]],
+    hosts_worker: bool,
+    is_spread: bool,
+    values: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Send all weights bucket by bucket; a collective call of the block.
+
+    Args:
+        deliver: passes a bucket, as the offers of the ranks with a worker, to the engine. Called on all ranks with
+            the leader's list, empty on the others. The bucket's memory is reused after it returns.
+        max_bytes: bucket size, exceeded only by a single larger parameter.
+        make_buffer: makes memory of so many elements, and what offers it and its tensors by name to a worker.
+        hosts_worker: whether the engine has a worker on this rank's device.
+        is_spread: whether it has one on another device than the leader's.
+        values: tensors to send instead of the weights, by the names of `parameters_of`.
+    """
+    mesh, dtype = lm.mesh, lm.config.params_dtype
+    buckets = plan_buckets(weight_map(lm.architecture, mesh.tp_size), max_bytes // dtype.itemsize)
+    buffer, offer = make_buffer(max(map(_elements, buckets)), dtype)
+    # The other context-parallel ranks hold the same weights.
+    tensors = hf_tensors(lm, values, dtype=dtype, device=mesh.device) if mesh.cp_rank == 0 else iter(())
+    for rows in buckets:
+        views = _views(buffer, rows)
+        for name, tensor in itertools.islice(tensors, len(rows)):
+            if tensor is not None:
+                views[name].copy_(tensor)
+        if is_spread:
+            mesh.copy_from_block_leader(buffer[: _elements(rows)])
+        if mesh.device.type == "cuda":
+            torch.cuda.synchronize(mesh.device)
+        offers = mesh.gather_on_block_leader(offer(buffer, views) if hosts_worker else None)
+        deliver([one for one in offers if one is not None])
+    next(tensors, None)
+
+
+def plan_buckets(rows: Sequence[Row], max_elements: int) -> list[list[Row]]:
+    """Pack rows into buckets in order. Rows that share a parameter stay together, as an engine fuses them."""
+    buckets: list[list[Row]] = []
+    for _, group in itertools.groupby(rows, lambda row: row.megatron):
+        together = list(group)
+        if buckets and _elements([*buckets[-1], *together]) <= max_elements:
+            buckets[-1] += together
+        else:
+            buckets.append(together)
+    return buckets
+
+
+def _room(row: Row) -> int:
+    return -(-math.prod(row.shape) // _ALIGNED) * _ALIGNED
+
+
+def _elements(rows: Sequence[Row]) -> int:
+    return sum(map(_room, rows))
+
+
+def _views(buffer: Tensor, rows: Sequence[Row]) -> dict[str, Tensor]:
+    starts = itertools.accumulate(map(_room, rows), initial=0)
+    whole = {row.hf: (start, row.shape) for row, start in zip(rows, starts, strict=False)}
+    return {name: buffer[start : start + math.prod(shape)].view(shape) for name, (start, shape) in whole.items()}

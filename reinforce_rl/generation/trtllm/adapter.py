@@ -1,0 +1,76 @@
+"""The trainer's half of TensorRT-LLM 1.2."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from reinforce_rl.config.actor import TensorRTLLMConfig
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.generation.engine.adapter import gpu_uuid
+from reinforce_rl.generation.engine.weights import Offer
+from reinforce_rl.megatron.architecture import with_old_rope_keys
+
+handle_of = reduce_tensor  # a function and its arguments, which rebuild the tensor in another process on its device
+
+
+class TensorRTLLM:
+    """See `EngineAdapter`. Weights are offered as CUDA IPC handles of each tensor, as its own worker reads them."""
+
+    name, title, package = "tensorrt_llm", "TensorRT-LLM", "tensorrt_llm"
+    host = "reinforce_rl.generation.trtllm.host"
+    memory_key = "tensorrt_llm.free_gpu_memory_fraction"
+    loads_adapters = False
+
+    def __init__(self, config: TensorRTLLMConfig):
+        self._config = config
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"free_gpu_memory_fraction": self._config.free_gpu_memory_fraction}
+
+    def device_id(self, device: torch.device) -> str:
+        if device.type != "cuda":
+            found = f"generation is tensorrt_llm, but the ranks compute on {device}; it needs CUDA: use native or vllm"
+            raise ConfigError([found])
+        return gpu_uuid(device)
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        return {
+            "TLLM_DISABLE_MPI": "1",
+            "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",  # do not join another Ray on this machine
+            "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",  # as NeMo-RL and verl do: copies stay on one stream
+            "RAY_TMPDIR": str(folder),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+
+    def write_config(self, folder: Path) -> None:
+        """Make config.json readable by transformers 4, which TensorRT-LLM 1.2 uses."""
+        config = folder / "config.json"
+        values = with_old_rope_keys(json.loads(config.read_text(encoding="utf-8")))
+        if "dtype" in values:
+            values.setdefault("torch_dtype", values["dtype"])
+        config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+    def make_buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Offer]:
+        def offer(_: Tensor, views: Mapping[str, Tensor]) -> dict[str, str]:
+            return {self.device_id(device): packed_handles(views)}
+
+        return torch.empty(elements, dtype=dtype, device=device), offer
+
+    def bucket_of(self, offers: Sequence[dict[str, str]]) -> dict[str, str]:
+        return {device: handles for offer in offers for device, handles in offer.items()}
+
+
+def packed_handles(tensors: Mapping[str, Tensor]) -> str:
+    """Pickle the (name, handle) pairs in the base64 form that the engine's workers read."""
+    handles = [(name, handle_of(tensor)) for name, tensor in tensors.items()]
+    return base64.b64encode(pickle.dumps(handles)).decode("ascii")

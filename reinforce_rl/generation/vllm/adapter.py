@@ -1,0 +1,61 @@
+"""The trainer's half of vLLM, on GPUs and on CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reinforce_rl.config.actor import VLLMConfig
+from reinforce_rl.generation.engine import buckets
+from reinforce_rl.generation.engine.adapter import gpu_uuid
+from reinforce_rl.generation.engine.weights import Offer
+
+
+class VLLM:
+    """See `EngineAdapter`. Weights are offered as one buffer a bucket, see `buckets`."""
+
+    name, title, package = "vllm", "vLLM", "vllm"
+    host = "reinforce_rl.generation.vllm.host"
+    memory_key = "vllm.gpu_memory_utilization, or vllm.cpu_cache_gigabytes on a CPU,"
+
+    def __init__(self, config: VLLMConfig):
+        self._config = config
+
+    @property
+    def options(self) -> dict[str, Any]:
+        own = self._config
+        return {"gpu_memory_utilization": own.gpu_memory_utilization, "enforce_eager": own.enforce_eager}
+
+    def device_id(self, device: torch.device) -> str:
+        return gpu_uuid(device) if device.type == "cuda" else "cpu"
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        return {
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_RPC_BASE_PATH": str(folder),
+            "VLLM_CPU_KVCACHE_SPACE": str(self._config.cpu_cache_gigabytes),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other ranks have engines on the same cores
+        }
+
+    def write_config(self, folder: Path) -> None:
+        pass
+
+    def make_buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Offer]:
+        if device.type == "cuda":
+            buffer = torch.empty(elements, dtype=dtype, device=device)
+            place: str | bytes = buckets.ipc_place(buffer)
+        else:
+            buffer, place = buckets.shared_buffer(elements, dtype)
+
+        def offer(own: Tensor, views: Mapping[str, Tensor]) -> dict[str, Any]:
+            return {**buckets.describe(own, views), "places": {self.device_id(device): place}}
+
+        return buffer, offer
+
+    def bucket_of(self, offers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        places = {device: place for offer in offers for device, place in offer["places"].items()}
+        return {**offers[0], "places": places}

@@ -1,0 +1,114 @@
+"""The engine's half of vLLM: `python -m reinforce_rl.generation.vllm.host`. Written to 0.32 and 0.33."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from reinforce_rl.generation.engine import Answer, EngineArguments, Request
+from reinforce_rl.generation.engine.host import answers_of, check_version, main
+
+WORKER = "reinforce_rl.generation.vllm.worker.WeightsOfTrainer"
+SLEEP_LEVEL = 2  # weights are dropped rather than kept in the host's memory
+
+
+class VLLMHost:
+    """See `EngineHost`."""
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._numbers = itertools.count()
+        self._is_updating = False
+        self._on_cpu = False
+
+    async def start(self, arguments: EngineArguments) -> list[str]:
+        package = importlib.import_module("vllm")
+        check_version("vllm", str(package.__version__).split("+")[0], ["0.32", "0.33"])
+        self._on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
+        options = dict(arguments.options)
+        if self._on_cpu:  # nothing is compiled, and VLLM_CPU_KVCACHE_SPACE has the cache's size
+            options |= {"enforce_eager": True}
+            del options["gpu_memory_utilization"]
+        settings = package.AsyncEngineArgs(
+            model=arguments.model,
+            dtype=arguments.dtype,
+            tensor_parallel_size=arguments.tensor_parallel_size,
+            max_num_seqs=arguments.max_batch_size,
+            max_model_len=arguments.max_seq_len,
+            max_num_batched_tokens=max(arguments.max_num_tokens, arguments.max_seq_len),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # sampling comes from the requests alone
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
+            enable_sleep_mode=not self._on_cpu,
+            worker_extension_cls=WORKER,
+            seed=0,
+            **options,
+        )
+        self._engine = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(settings)
+        return await self._engine.collective_rpc("device_id")
+
+    async def generate(self, requests: Sequence[Request], seconds: float) -> list[Answer]:
+        return await answers_of([self._complete(request) for request in requests], seconds)
+
+    async def _complete(self, request: Request) -> Answer:
+        asked = request.sampling
+        is_greedy = asked.temperature is None
+        package = importlib.import_module("vllm")
+        params = package.SamplingParams(
+            max_tokens=asked.max_tokens,
+            min_tokens=asked.min_tokens,
+            seed=asked.seed % 2**63,
+            temperature=0.0 if is_greedy else asked.temperature,
+            top_k=0 if is_greedy else asked.top_k,
+            top_p=1.0 if is_greedy else asked.top_p,
+            repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+            stop_token_ids=asked.stop_token_ids,
+            ignore_eos=True,  # end tokens are in stop_token_ids, so that they stay in the output
+            logprobs=0,
+            detokenize=False,
+            output_kind=importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": list(request.tokens)}
+        name = str(next(self._numbers))
+        async for result in self._engine.generate(prompt, params, request_id=name):
+            (output,) = result.outputs
+        if output.finish_reason not in ("stop", "length"):
+            return Answer(fault=f"it ended by {output.finish_reason!r}")
+        tokens = tuple(output.token_ids)
+        log_probs = tuple(one[token].logprob for token, one in zip(tokens, output.logprobs, strict=True))
+        return Answer(tokens, log_probs, output.finish_reason == "stop")
+
+    async def update_weights(self, bucket: dict[str, Any] | None) -> None:
+        if not self._is_updating:
+            await self._engine.collective_rpc("begin_weights")
+            self._is_updating = True
+        if bucket is not None:
+            await self._engine.collective_rpc("load_bucket", args=(bucket,))
+            return
+        await self._engine.collective_rpc("finish_weights")
+        self._is_updating = False
+        await self._engine.reset_prefix_cache()
+
+    async def release(self) -> None:
+        if not self._on_cpu:
+            await self._engine.sleep(SLEEP_LEVEL)
+
+    async def resume_weights(self) -> None:
+        if not self._on_cpu:
+            await self._engine.wake_up(["weights"])
+
+    async def resume_cache(self) -> None:
+        if not self._on_cpu:
+            await self._engine.wake_up(["kv_cache"])
+
+    async def stop(self) -> None:
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.shutdown)
+
+
+if __name__ == "__main__":
+    main(VLLMHost())

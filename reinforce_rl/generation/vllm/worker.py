@@ -1,0 +1,135 @@
+"""What vLLM's workers do for the trainer: load its weights, and prove that they compute with them.
+
+An update of the weights is proven twice. Each tensor's checksum shows that it arrived. Then each layer is asked for
+some columns of its weight, as its outputs for unit vectors, and these must be what arrived, bit for bit: a layer that
+computes with a packed copy of old weights, as vLLM 0.32's tied output layer on a CPU does, shows there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from reinforce_rl.generation.engine import buckets
+
+EMBEDDING, OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
+COLUMNS = 4  # of each weight, others at each update
+
+
+class WeightsOfTrainer:
+    """A base class that vLLM adds to its worker (`worker_extension_cls`)."""
+
+    vllm_config: Any
+    model_runner: Any
+    device: torch.device
+
+    def device_id(self) -> str:
+        if self.device.type != "cuda":
+            return self.device.type
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+
+    def begin_weights(self) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._arrived: dict[str, Tensor] = {}
+        self._updates = getattr(self, "_updates", 0) + 1
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(self._model)
+
+    def load_bucket(self, bucket: Mapping[str, Any]) -> None:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            self._model.load_weights(self._noted(bucket))
+
+    def finish_weights(self) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self._model, self.vllm_config.model_config)
+            self._check_layers()
+        self._arrived = {}
+
+    @property
+    def _model(self) -> Any:
+        return self.model_runner.get_model()
+
+    def _noted(self, bucket: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the bucket's tensors for `load_weights`, and keep what `_check_layers` compares."""
+        is_tied = self.vllm_config.model_config.hf_text_config.tie_word_embeddings
+        for name, tensor in buckets.received(bucket, self.device_id(), self.device):
+            # The output layer may have a copy of tied weights in a form of its own.
+            for known in (name, OUTPUT_LAYER) if is_tied and name == EMBEDDING else (name,):
+                some = tensor.clone() if tensor.dim() == 1 else tensor[:, self._columns(tensor.shape[1])]
+                self._arrived[known] = some
+                yield known, tensor
+
+    def _columns(self, size: int) -> list[int]:
+        return [(self._updates * 7919 + i * size // COLUMNS) % size for i in range(min(COLUMNS, size))]
+
+    def _check_layers(self) -> None:
+        """Raise RuntimeError, with names, if a layer does not compute with the weights that arrived."""
+        packed = getattr(self._model, "packed_modules_mapping", {})
+        wrong, left = [], set(self._arrived)
+        for path, module in self._model.named_modules():
+            above, _, leaf = path.rpartition(".")
+            for kind in ("weight", "bias"):
+                names = [f"{above}.{part}.{kind}".lstrip(".") for part in packed.get(leaf, [leaf])]
+                if getattr(module, kind, None) is None or not all(name in self._arrived for name in names):
+                    continue
+                left -= set(names)
+                parts = [self._arrived[name] for name in names]
+                if not (self._column_matches if parts[0].dim() == 2 else self._vector_matches)(module, kind, parts):
+                    wrong += names
+        if wrong or left:
+            told = [f"old or wrong: {', '.join(wrong[:5])}"] * bool(wrong)
+            told += [f"of no layer: {', '.join(sorted(left)[:5])}"] * bool(left)
+            raise RuntimeError(f"the engine does not compute with the weights that it was given; {'; '.join(told)}")
+
+    def _column_matches(self, module: Any, kind: str, parts: list[Tensor]) -> bool:
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+        rank = getattr(module, "tp_rank", 0)
+        if isinstance(module, VocabParallelEmbedding):
+            own = module.shard_indices
+            expected = parts[0][own.org_vocab_start_index : own.org_vocab_end_index]
+            columns = self._columns(module.embedding_dim)
+            if isinstance(module, ParallelLMHead):
+                found = self._outputs(module, module.embedding_dim, columns, 0)
+            else:
+                found = module.weight[:, columns]
+            return torch.equal(found[: len(expected)], expected)
+        columns, size = self._columns(module.input_size), module.input_size_per_partition
+        first = rank * size if size < module.input_size else 0  # of a row-parallel layer
+        found = self._outputs(module, size, columns, first)
+        is_here = torch.tensor([first <= column < first + size for column in columns], device=found.device)
+        return torch.equal(found, self._shard(module, parts) * is_here)
+
+    def _vector_matches(self, module: Any, kind: str, parts: list[Tensor]) -> bool:
+        own = getattr(module, kind)
+        is_split = hasattr(module, "output_partition_sizes") and len(own) < sum(map(len, parts))
+        return torch.equal(own, (self._shard(module, parts) if is_split else torch.cat(parts)).to(own.dtype))
+
+    def _shard(self, module: Any, parts: list[Tensor]) -> Tensor:
+        """Return this worker's rows of the parts of a fused weight; heads of k and v may be on several workers."""
+        sizes = getattr(module, "output_partition_sizes", None) or [len(part) for part in parts]
+        rank, workers = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
+        starts = [rank * len(part) // workers // size * size for part, size in zip(parts, sizes, strict=True)]
+        starts = [start if size < len(part) else 0 for start, part, size in zip(starts, parts, sizes, strict=True)]
+        return torch.cat([part[at : at + size] for part, at, size in zip(parts, starts, sizes, strict=True)])
+
+    def _outputs(self, module: Any, size: int, columns: list[int], first: int) -> Tensor:
+        """Return the layer's outputs [out, columns] for unit vectors, zeros for a column that is not this worker's."""
+        dtype = self.vllm_config.model_config.dtype
+        units = torch.zeros(len(columns), size, dtype=dtype, device=self.device)
+        for row, column in enumerate(columns):
+            if first <= column < first + size:
+                units[row, column - first] = 1
+        with torch.inference_mode():
+            return module.quant_method.apply(module, units, bias=None).T
