@@ -53,15 +53,16 @@ def engine(mesh: Mesh, slowness: float, folder: Path) -> Iterator[Generate]:
     """The adapter of TensorRT-LLM on the fake of the tests, which sleeps in a process of its own."""
     from helpers.engine_fake import install_fake
 
-    from reinforce_rl.config.actor import TensorRTLLMConfig
+    from reinforce_rl.config.actor import EngineConfig, TensorRTLLMConfig
     from reinforce_rl.data.tokenizer import load_tokenizer
     from reinforce_rl.generation.base import SamplingParams
-    from reinforce_rl.generation.trtllm.generator import TensorRTLLMGenerator
+    from reinforce_rl.generation.engine.generator import EngineGenerator
+    from reinforce_rl.generation.trtllm.adapter import TensorRTLLM
     from reinforce_rl.megatron.architecture import Architecture
     from reinforce_rl.megatron.model.model import CausalLM
 
     install_fake(folder / "engine", model="scripted", seconds_a_token=slowness * SECONDS_A_TOKEN)
-    config = TensorRTLLMConfig(
+    config = EngineConfig(
         max_batch_size=SAMPLES,
         max_num_tokens=LONGEST,
         weight_bucket_megabytes=1,
@@ -71,7 +72,7 @@ def engine(mesh: Mesh, slowness: float, folder: Path) -> Iterator[Generate]:
     )
     lm = CausalLM(Architecture.from_folder(folder / "model"), mesh, torch.float32)
     tokenizer, where = load_tokenizer(folder / "model"), {"model": folder / "model", "log_folder": folder / "log"}
-    generator = TensorRTLLMGenerator(lm, tokenizer, config, max_seq_len=LONGEST, **where)
+    generator = EngineGenerator(lm, tokenizer, TensorRTLLM(TensorRTLLMConfig()), config, max_seq_len=LONGEST, **where)
     params = SamplingParams(max_length=TOKENS, stop_token_ids=(2,))
     with contextlib.closing(generator), generator.awake():
         yield lambda prompts: generator.generate(prompts, SAMPLES, params, seed=1)

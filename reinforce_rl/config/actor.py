@@ -162,7 +162,7 @@ class ReinforceConfig(Section):
         True,
         "take the KL from the native generator's own log-probs, which saves a pass",
         more=(
-            ". Without effect with `tensorrt_llm`, in bf16, and where a rollout batch takes several optimizer "
+            ". Without effect with an engine, in bf16, and where a rollout batch takes several optimizer "
             "steps: there the trainer computes its own"
         ),
     )
@@ -346,9 +346,7 @@ class VLLMConfig(Section):
 
 
 class EngineConfig(Section):
-    python: Text | None = key(
-        None, "interpreter of the engine's own environment; null: the trainer's", kind="path"
-    )
+    python: Text | None = key(None, "interpreter of the engine's own environment; null: the trainer's", kind="path")
     tensor_parallel_size: int | None = key(None, "GPUs of an engine; null: all that share a copy of the model", "GPUs")
     max_batch_size: Count = key(256, "responses decoded together", "responses")
     max_num_tokens: Count = key(8192, "tokens of a forward pass of the engine", "tokens")

@@ -31,13 +31,16 @@ SCALE = 0.97
 
 def check_generation(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder")],
-    engine: Literal["tensorrt_llm", "native"] = "tensorrt_llm",
+    engine: Literal["vllm", "tensorrt_llm", "native"] = "vllm",
+    engine_python: Annotated[Path | None, typer.Option(help="of the engine's own environment")] = None,
     prompts: Annotated[Path | None, typer.Option(help='JSONL of {"prompt": TEXT} (default: eight texts)')] = None,
     max_length: Annotated[int, typer.Option(help="response tokens")] = 64,
     precision: Literal["bf16", "32"] = "bf16",
     tensor_parallel: Annotated[int, typer.Option(help="ranks that share each matrix")] = 1,
     pipeline_parallel: Annotated[int, typer.Option(help="ranks that share the layers")] = 1,
-    memory_fraction: Annotated[float, typer.Option(help="of free GPU memory, for the engine's cache")] = 0.5,
+    memory_fraction: Annotated[
+        float, typer.Option(help="for vLLM: of GPU memory; for TensorRT-LLM's cache: of what is free")
+    ] = 0.5,
     bucket_megabytes: Annotated[int, typer.Option(help="of the weights that are on their way at a time")] = 512,
     log_folder: Path = Path("results/check_generation"),
     tolerance: Annotated[float, typer.Option(help="nats a token, on average")] = 0.05,
@@ -72,13 +75,15 @@ def check_generation(
         "model.pipeline_model_parallel_size": pipeline_parallel,
         "model.reinforce.length_params.max_length": max_length,
         "tensorrt_llm.free_gpu_memory_fraction": memory_fraction,
-        "tensorrt_llm.weight_bucket_megabytes": bucket_megabytes,
-        "tensorrt_llm.max_batch_size": len(asked),
+        "vllm.gpu_memory_utilization": memory_fraction,
+        "engine.python": "null" if engine_python is None else engine_python,
+        "engine.weight_bucket_megabytes": bucket_megabytes,
+        "engine.max_batch_size": len(asked),
         LENGTH: max(len(prompt.tokens) for prompt in asked) + max_length,
         # Patient: nobody can raise these here, and the first start of an engine may compile.
-        "tensorrt_llm.start_timeout_seconds": 900,
-        "tensorrt_llm.update_timeout_seconds": 300,
-        "tensorrt_llm.request_timeout_seconds": 600,
+        "engine.start_timeout_seconds": 900,
+        "engine.update_timeout_seconds": 300,
+        "engine.request_timeout_seconds": 600,
         "trainer.collective_timeout_seconds": 3600,
     }
     cfg = inference_config(model, [f"{key}={value}" for key, value in values.items()], folder=log_folder)

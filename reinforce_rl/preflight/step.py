@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.actor import ENGINES, TrainConfig
 from reinforce_rl.config.base import NOT_SET, Positive, Section, Text, key
 from reinforce_rl.config.load import read
 from reinforce_rl.config.parallelism import Layout
@@ -279,7 +279,7 @@ class PredictedJob:
 
     @property
     def has_engine(self) -> bool:
-        return self.cfg.generation == "tensorrt_llm"
+        return self.cfg.generation in ENGINES
 
     @property
     def prompts_of_call(self) -> int:
@@ -375,11 +375,14 @@ def _native(job: PredictedJob, roles: Sequence[Role]) -> PhaseTime:
 
 def _engine(job: PredictedJob, resident: float) -> tuple[PhaseTime, float]:
     # Time one engine per block beside the training states; also return a GPU's bytes meanwhile.
-    settings, machine, plan = job.cfg.tensorrt_llm, job.machine, job.batches
+    settings, machine, plan = job.cfg.engine, job.machine, job.batches
     gpus = settings.tensor_parallel_size or job.cfg.model.block_size
     engine = Engine(job.architecture, machine, gpus, settings.max_batch_size)
     resident += engine.weight_bytes / gpus
-    room = max(0.0, machine.memory - machine.reserved - resident) * settings.free_gpu_memory_fraction
+    free = max(0.0, machine.memory - machine.reserved - resident)
+    room = free * job.cfg.tensorrt_llm.free_gpu_memory_fraction
+    if job.cfg.generation == "vllm":  # its share is of the whole GPU, and has the weights in it
+        room = min(free, max(0.0, machine.memory * job.cfg.vllm.gpu_memory_utilization - engine.weight_bytes / gpus))
     of_sequence = engine.cache_bytes_of_token * (plan.longest_prompt + job.lengths.average)
     engine = replace(engine, slots=max(1.0, min(settings.max_batch_size, room * gpus / of_sequence)))
     together, calls = job.prompts_of_call * plan.samples, plan.generation_calls
@@ -393,7 +396,7 @@ def _refit(job: PredictedJob) -> PhaseTime:
     # Time the refit: weights are gathered in the block by buckets and copied to each of its GPUs.
     machine, block = job.machine, job.cfg.model.block_size
     weights = Engine(job.architecture, machine, 1, 1).weight_bytes
-    bucket = job.cfg.tensorrt_llm.weight_bucket_megabytes * 2.0**20
+    bucket = job.cfg.engine.weight_bucket_megabytes * 2.0**20
     wire = sum(machine.collective_seconds(kind, bucket, block) for kind in ("all_gather", "broadcast"))
     parts = {"collectives": weights / bucket * wire, "copies": 3 * weights / machine.rates["bandwidth"]}
     return PhaseTime("weights to the engine", max(parts, key=lambda part: parts[part]), parts)

@@ -11,7 +11,7 @@ from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model, random_tokens
 
 from reinforce_rl.data.batches import Prompt
-from reinforce_rl.generation.trtllm import process
+from reinforce_rl.generation.trtllm import adapter
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def fake_engine(tmp_path, monkeypatch):
     from helpers.engine_fake import install_fake
 
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(process, "device_uuid", process.device_uuid)
-    monkeypatch.setattr(process, "handle_of", process.handle_of)
+    monkeypatch.setattr(adapter, "device_uuid", adapter.device_uuid)
+    monkeypatch.setattr(adapter, "handle_of", adapter.handle_of)
     monkeypatch.setenv("FAKE_ENGINE", "{}")
 
     def install(folder: Path = tmp_path / "engine", **options: object) -> Path:

@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from reinforce_rl.data.batches import FINISH_STOP, Completions, Prompt
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.trtllm import process
+from reinforce_rl.generation.engine import generator as engine_generator
 from reinforce_rl.launch.check_generation import compare
 from reinforce_rl.launch.main import app
 
@@ -71,11 +71,11 @@ def model_below(folder: Path) -> str:
     return str(tiny_llama_folder(folder / "model", vocab_size=64, max_positions=64))
 
 
-OPTIONS = ["--precision", "32", "--max-length", "4", "--bucket-megabytes", "1"]
+OPTIONS = ["--engine", "tensorrt_llm", "--precision", "32", "--max-length", "4", "--bucket-megabytes", "1"]
 
 
 def test_the_command_with_native_against_native(tmp_path, capsys):
-    assert check(model_below(tmp_path), "--engine", "native", *OPTIONS) == 0
+    assert check(model_below(tmp_path), *OPTIONS, "--engine", "native") == 0
     assert capsys.readouterr().out.count("8 of 8 responses equal, ") == 2
 
 
@@ -98,7 +98,7 @@ def test_prompts_may_be_longer_than_a_run_takes_by_default(tmp_path, capsys, fak
 @pytest.mark.slow
 def test_the_command_sees_an_engine_that_kept_the_old_weights(tmp_path, capsys, fake_engine, monkeypatch):
     fake_engine()
-    send, sent = process.send_weights, []
+    send, sent = engine_generator.send_weights, []
 
     def send_copies(lm, deliver, **options):
         sent.extend(p.detach().clone() for p in lm.parameters() if len(sent) < len(list(lm.parameters())))
@@ -110,6 +110,6 @@ def test_the_command_sees_an_engine_that_kept_the_old_weights(tmp_path, capsys, 
             for parameter, new in zip(lm.parameters(), now, strict=True):
                 parameter.copy_(new)
 
-    monkeypatch.setattr(process, "send_weights", send_copies)
+    monkeypatch.setattr(engine_generator, "send_weights", send_copies)
     logs = ["--log-folder", str(tmp_path / "logs")]
     assert check(model_below(tmp_path), *OPTIONS, *logs, "--tolerance", "1e-4") == 1

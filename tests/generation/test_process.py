@@ -26,22 +26,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from reinforce_rl.config.actor import TensorRTLLMConfig
+from reinforce_rl.config.actor import EngineConfig, TensorRTLLMConfig
 from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
-from reinforce_rl.generation.trtllm import EngineArguments, EngineSampling, Request, process
-from reinforce_rl.generation.trtllm.process import (
+from reinforce_rl.generation.engine import EngineArguments, EngineSampling, Request, process
+from reinforce_rl.generation.engine.process import (
     MAX_FOLDER_CHARACTERS,
     EngineProcess,
-    _elements,
-    _views,
-    device_uuid,
     engine_environment,
-    packed_handles,
-    plan_buckets,
     private_folder,
-    send_weights,
-    write_engine_model,
 )
+from reinforce_rl.generation.engine.weights import _elements, _views, plan_buckets, send_weights
+from reinforce_rl.generation.trtllm import adapter
+from reinforce_rl.generation.trtllm.adapter import TensorRTLLM, packed_handles
 from reinforce_rl.megatron.hf_weights import export_hf_folder
 from reinforce_rl.megatron.lora import MergedWeights
 from reinforce_rl.megatron.weight_map import Row
@@ -54,9 +50,11 @@ MODULES = r"^torch.*"
 
 def process_of(tmp_path: Path, **deadlines: float) -> EngineProcess:
     (tmp_path / "config.json").write_text("{}")
-    arguments = EngineArguments(str(tmp_path), "bfloat16", 1, 8, 64, 64, 0.5)
+    arguments = EngineArguments(str(tmp_path), "bfloat16", 1, 8, 64, 64)
     seconds = {f"{call}_timeout_seconds": deadlines.get(call, 60.0) for call in ("start", "update", "request")}
-    return EngineProcess(arguments, TensorRTLLMConfig(**seconds), tmp_path / "engine.log", 0, None)
+    adapter = TensorRTLLM(TensorRTLLMConfig())
+    adapter.package = "json"  # type: ignore[misc]
+    return EngineProcess(adapter, arguments, EngineConfig(**seconds), tmp_path / "engine.log", 0, None)
 
 
 def test_folders_differ_by_job_restart_process_and_rank(monkeypatch):
@@ -94,23 +92,22 @@ def test_the_launchers_variables_stay_outside():
         "CUDA_VISIBLE_DEVICES": "0,1,2,3",
         "HF_HUB_OFFLINE": "1",
     }
-    found = engine_environment(given, Path("/tmp/rrl-5-1"), ["2", "3"])
+    found = engine_environment(given, Path("/tmp/rrl-5-1"), ["2", "3"], ["/here"])
     assert found["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert (found["PATH"], found["HF_HUB_OFFLINE"]) == ("/bin", "1")
-    assert found["TLLM_RAY_FORCE_LOCAL_CLUSTER"] == "1" and found["RAY_TMPDIR"] == "/tmp/rrl-5-1"
+    assert (found["PYTHONPATH"], found["TMPDIR"]) == ("/here", "/tmp/rrl-5-1")
     gone = {"RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PMIX_RANK", "SLURM_PROCID", "RAY_ADDRESS"}
     gone.add("CUDA_DEVICE_MAX_CONNECTIONS")
     assert not gone & found.keys()
-    assert engine_environment(given, Path("/tmp/rrl-5-1"), None)["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert engine_environment(given, Path("/tmp/rrl-5-1"), None, [])["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
 
 
 def test_an_engines_config_is_one_that_transformers_4_reads_too(tmp_path):
     rope = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500000.0}
-    source, out = tmp_path / "source", tmp_path / "out"
-    source.mkdir()
-    (source / "model.safetensors").touch()
-    (source / "config.json").write_text(json.dumps({"rope_parameters": rope, "dtype": "bfloat16"}))
-    found = json.loads((write_engine_model(source, out) / "config.json").read_text())
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"rope_parameters": rope, "dtype": "bfloat16"}))
+    TensorRTLLM(TensorRTLLMConfig()).write_config(tmp_path)
+    found = json.loads(config.read_text())
     assert found == {
         "rope_parameters": rope,
         "rope_theta": 500000.0,
@@ -118,9 +115,9 @@ def test_an_engines_config_is_one_that_transformers_4_reads_too(tmp_path):
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
     }
-    assert [path.name for path in out.iterdir()] == ["config.json"]
-    (source / "config.json").write_text(json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}))
-    found = json.loads((write_engine_model(source, out) / "config.json").read_text())
+    config.write_text(json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}))
+    TensorRTLLM(TensorRTLLMConfig()).write_config(tmp_path)
+    found = json.loads(config.read_text())
     assert (found["rope_theta"], found["rope_scaling"]) == (1e5, None)
 
 
@@ -134,7 +131,7 @@ def test_without_the_package_it_says_so_and_leaves_nothing_behind(tmp_path):
 
 def test_a_start_that_takes_too_long_is_ended(tmp_path):
     engine = process_of(tmp_path, start=0.001)
-    with pytest.raises(GenerationError, match=r"no answer to start within 0.001 s \(tensorrt_llm.start_timeout_sec"):
+    with pytest.raises(GenerationError, match=r"no answer to start within 0.001 s \(engine.start_timeout_sec"):
         engine.start()
     assert engine._child is None
 
@@ -145,9 +142,9 @@ def test_a_stopped_engine_does_not_hold_up_a_long_request(tmp_path, monkeypatch)
     engine = process_of(tmp_path, request=1.0)
     engine._child = ModuleChild("timeit", prefix=["sh", "-c", "exec sleep 60", "sh"])
     prompts = [
-        Request(tuple(range(100_000)), EngineSampling(8, 0, None, None, None, None, []))
+        Request(tuple(range(100_000)), EngineSampling(8, 0, 0, None, None, None, None, []))
     ] * 20  # far more than the connection holds
-    with pytest.raises(EngineLostError, match=r"no answer to generate within 1 s \(tensorrt_llm.request_timeout"):
+    with pytest.raises(EngineLostError, match=r"no answer to generate within 1 s \(engine.request_timeout"):
         engine.generate(prompts)
     assert engine._child is None
 
@@ -195,7 +192,7 @@ def test_views_do_not_overlap(limit):
 
 def test_a_device_without_cuda_is_refused():
     with pytest.raises(ConfigError, match="the ranks compute on cpu; it needs CUDA"):
-        device_uuid(torch.device("cpu"))
+        adapter.device_uuid(torch.device("cpu"))
 
 
 class AsTheWorker(pickle.Unpickler):
@@ -231,7 +228,7 @@ def cuda_handle(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
 
 
 def test_a_worker_can_unpickle_the_handles_and_put_its_device_in(monkeypatch):
-    monkeypatch.setattr(process, "handle_of", cuda_handle)
+    monkeypatch.setattr(adapter, "handle_of", cuda_handle)
     tensors = {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.zeros(4)}
     found = handles_in(packed_handles(tensors))
     assert [(name, function) for name, (function, _) in found] == [(name, rebuild_cuda_tensor) for name in tensors]
@@ -260,8 +257,8 @@ def test_buckets_hold_the_exported_weights_and_share_one_bounded_buffer(dtype, l
         memory.add((tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()))
         return torch.clone, (tensor,)
 
-    def deliver(handles: dict[str, str]) -> None:
-        ((device, packed),) = handles.items()
+    def deliver(offers: list[dict[str, str]]) -> None:
+        ((device, packed),) = own.bucket_of(offers).items()
         assert device == "here"
         found: list[tuple[str, Any]] = pickle.loads(base64.b64decode(packed))
         tensors = [(name, function(*arguments)) for name, (function, arguments) in found]
@@ -269,10 +266,19 @@ def test_buckets_hold_the_exported_weights_and_share_one_bounded_buffer(dtype, l
         sizes.append(sum(tensor.numel() for _, tensor in tensors) * dtype.itemsize)
 
     sizes: list[int] = []
-    monkeypatch.setattr(process, "device_uuid", lambda _: "here")
-    monkeypatch.setattr(process, "handle_of", handle_of)
+    monkeypatch.setattr(adapter, "device_uuid", lambda _: "here")
+    monkeypatch.setattr(adapter, "handle_of", handle_of)
     limit = 20_000
-    send_weights(lm, deliver, max_bytes=limit, hosts_worker=True, values=values)
+    own = TensorRTLLM(TensorRTLLMConfig())
+    send_weights(
+        lm,
+        deliver,
+        max_bytes=limit,
+        make_buffer=lambda elements, kind: own.make_buffer(elements, kind, mesh.device),
+        hosts_worker=True,
+        is_spread=False,
+        values=values,
+    )
 
     expected = load_file(tmp_path / "exported" / "model.safetensors")
     assert len(received) == len(dict(received)) and dict(received).keys() == expected.keys()

@@ -31,15 +31,15 @@ from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, GenerationError
 from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.trtllm import Answer
-from reinforce_rl.generation.trtllm.generator import requests_of
+from reinforce_rl.generation.engine import Answer
+from reinforce_rl.generation.engine.generator import requests_of
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.trainer.build import build_generator
 
-ENGINE = ("generation=tensorrt_llm", "tensorrt_llm.weight_bucket_megabytes=1")
+ENGINE = ("generation=tensorrt_llm", "engine.weight_bucket_megabytes=1")
 OF_RUNS = ("trainer.reinforce.val_check_interval=2", "trainer.reinforce.initial_policy_kl_penalty=0")
 PROMPTS = [Prompt(7, "tea", (6, 7, 8)), Prompt(9, "to", (6, 9))]
 PARAMS = SamplingParams(max_length=5, stop_token_ids=(2, 5))
@@ -152,7 +152,7 @@ class TestContract:
 
     def test_every_recorded_call_is_made_or_read(self, tmp_path, mesh, fake_engine):
         given = fake_engine(model="scripted", fault="lost")
-        engine = generator_of(tmp_path, mesh, "tensorrt_llm.request_timeout_seconds=8")
+        engine = generator_of(tmp_path, mesh, "engine.request_timeout_seconds=8")
         for _ in range(2):
             draw(engine)
         engine.close()
@@ -202,8 +202,7 @@ class TestSamples:
         assert len({request.sampling.seed for request in found}) == 4
         asked = found[0].sampling
         assert (asked.temperature, asked.top_k, asked.top_p, asked.repetition_penalty) == (0.7, 4, 0.9, None)
-        assert (asked.max_tokens, asked.stop_token_ids, asked.end_id, asked.pad_id) == (5, [2, 5], -1, 1)
-        assert asked.include_stop_str_in_output and asked.logprobs == 1
+        assert (asked.max_tokens, asked.stop_token_ids, asked.pad_id) == (5, [2, 5], 1)
         greedy = requests_of(PROMPTS, 1, replace(params, use_greedy=True, repetition_penalty=1.5), 3, pad_id=1)
         asked = greedy[0].sampling
         assert (asked.temperature, asked.top_k, asked.top_p, asked.repetition_penalty) == (None, None, None, 1.5)
@@ -257,14 +256,14 @@ class TestFaults:
         expected = draw(engine)
         engine.close()
         given = fake_engine(model="scripted", fault="lost")
-        engine = generator_of(tmp_path, mesh, "tensorrt_llm.request_timeout_seconds=8")
+        engine = generator_of(tmp_path, mesh, "engine.request_timeout_seconds=8")
         assert torch.equal(draw(engine).tokens, expected.tokens)
         engine.close()
         assert "GenerationResult.abort" in calls_of(given)
 
     def test_a_request_lost_twice(self, tmp_path, mesh, fake_engine):
         fake_engine(model="scripted", fault="lost", times=99)
-        engine = generator_of(tmp_path, mesh, "tensorrt_llm.request_timeout_seconds=0.5")
+        engine = generator_of(tmp_path, mesh, "engine.request_timeout_seconds=0.5")
         with pytest.raises(
             GenerationError, match=r"lost 4 of 4 requests twice, of the prompts \[7, 9\]: no answer wi"
         ):
@@ -280,11 +279,9 @@ class TestFaults:
 
     def test_a_call_that_never_returns(self, tmp_path, mesh, fake_engine):
         fake_engine(model="scripted", fault="hang", times=9)
-        engine = generator_of(tmp_path, mesh, "tensorrt_llm.update_timeout_seconds=1")
+        engine = generator_of(tmp_path, mesh, "engine.update_timeout_seconds=1")
         start = time.monotonic()
-        with pytest.raises(
-            GenerationError, match=r"no answer to update_weights within 1 s \(tensorrt_llm.update_time"
-        ):
+        with pytest.raises(GenerationError, match=r"no answer to update_weights within 1 s \(engine.update_time"):
             draw(engine)
         assert time.monotonic() - start < 60
         engine.close()
@@ -331,12 +328,12 @@ class TestConfiguration:
     @pytest.mark.parametrize(
         ("override", "text"),
         [
-            ("generation=vllm", "generation is 'vllm'; expected one of native, tensorrt_llm"),
+            ("generation=sglang", "generation is 'sglang'; expected one of native, vllm, tensorrt_llm"),
             ("tensorrt_llm.mode=separate", "takes weights through CUDA IPC only"),
-            ("tensorrt_llm.tensor_parallel_size=2", "expected 1 to 1, the ranks that share a copy"),
+            ("engine.tensor_parallel_size=2", "expected 1 to 1, the ranks that share a copy"),
             ("tensorrt_llm.free_gpu_memory_fraction=1.5", "expected above 0 and below 1"),
-            ("tensorrt_llm.weight_bucket_megabytes=0", "expected at least 1"),
-            ("tensorrt_llm.request_timeout_seconds=9999", "below trainer.collective_timeout_seconds, which is 1800"),
+            ("engine.weight_bucket_megabytes=0", "expected at least 1"),
+            ("engine.request_timeout_seconds=9999", "below trainer.collective_timeout_seconds, which is 1800"),
             ("model.reinforce.length_params.min_length=1", "TensorRT-LLM holds back one end token only"),
         ],
     )
@@ -354,5 +351,7 @@ class TestConfiguration:
         sys.path.remove(str(PACKAGE))
         for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
             del sys.modules[name]
-        with pytest.raises(ConfigError, match="no package tensorrt_llm is installed"):
+        with pytest.raises(
+            ConfigError, match=r"generation is tensorrt_llm, but .* has no package tensorrt_llm; set eng"
+        ):
             generator_of(tmp_path, mesh)

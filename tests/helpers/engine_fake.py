@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from reinforce_rl.generation.base import Generator
-from reinforce_rl.generation.trtllm import process
-from reinforce_rl.generation.trtllm.generator import TensorRTLLMGenerator
+from reinforce_rl.generation.engine.generator import EngineGenerator
+from reinforce_rl.generation.trtllm import adapter
 
 PACKAGE = Path(__file__).with_name("fake_engine")
 
@@ -29,11 +29,11 @@ def install_fake(folder: Path, *, rank: int = 0, model: str = "native", **option
         sys.path.insert(0, str(PACKAGE))
     from tensorrt_llm.sharing import file_handle  # type: ignore[import-not-found]
 
-    process.device_uuid = lambda _: f"cpu:{rank}"  # type: ignore[assignment]
-    process.handle_of = file_handle if model == "native" else lambda _: ()  # type: ignore[assignment]
+    adapter.device_uuid = lambda _: f"cpu:{rank}"  # type: ignore[assignment]
+    adapter.handle_of = file_handle if model == "native" else lambda _: ()  # type: ignore[assignment]
 
 
 def in_small_buckets(generator: Generator) -> None:
     """Split a tiny model's weights into several buckets; the setting's minimum is a megabyte."""
-    assert isinstance(generator, TensorRTLLMGenerator)
+    assert isinstance(generator, EngineGenerator)
     generator._bucket_bytes = 4096

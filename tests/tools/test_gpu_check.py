@@ -30,7 +30,7 @@ from one_gpu import ours  # noqa: E402
 from one_gpu.shapes import SHAPES  # noqa: E402
 from one_gpu.weights import fill_ours  # noqa: E402
 
-from reinforce_rl.generation.trtllm import process as engine_process  # noqa: E402
+from reinforce_rl.generation.trtllm import adapter as engine_adapter  # noqa: E402
 from reinforce_rl.megatron.architecture import Architecture  # noqa: E402
 from reinforce_rl.megatron.hf_weights import hf_tensors  # noqa: E402
 from reinforce_rl.megatron.model.model import CausalLM  # noqa: E402
@@ -262,8 +262,8 @@ def by_value(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 class TestIpc:
     def test_another_process_reads_all_weights(self, mesh, monkeypatch):
-        monkeypatch.setattr(engine_process, "handle_of", by_value)
-        monkeypatch.setattr(engine_process, "device_uuid", lambda device: "GPU-0")
+        monkeypatch.setattr(engine_adapter, "handle_of", by_value)
+        monkeypatch.setattr(engine_adapter, "device_uuid", lambda device: "GPU-0")
         lm = CausalLM(Architecture.from_hf(SHAPES["tiny"]), mesh, torch.bfloat16)
         fill_ours(lm)
         expected = {name: ipc.summary(value) for name, value in hf_tensors(lm) if value is not None}

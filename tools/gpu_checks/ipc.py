@@ -12,7 +12,9 @@ from one_gpu.shapes import SHAPES
 from one_gpu.weights import fill_ours
 
 from gpu_checks.base import Context, Finding, judged
-from reinforce_rl.generation.trtllm.process import send_weights
+from reinforce_rl.config.actor import TensorRTLLMConfig
+from reinforce_rl.generation.engine.weights import send_weights
+from reinforce_rl.generation.trtllm.adapter import TensorRTLLM
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_weights import hf_tensors
 from reinforce_rl.megatron.mesh import parallel_mesh
@@ -74,9 +76,11 @@ def exchange(lm: CausalLM) -> tuple[dict[str, list[Any]], int]:
     received: dict[str, list[Any]] = {}
     buckets = 0
 
-    def deliver(handles: dict[str, str]) -> None:
+    adapter = TensorRTLLM(TensorRTLLMConfig())
+
+    def deliver(offers: list[dict[str, str]]) -> None:
         nonlocal buckets
-        for text in handles.values():
+        for text in adapter.bucket_of(offers).values():
             stdin.write(text + "\n")
             answer = stdout.readline()
             if not answer:
@@ -85,7 +89,14 @@ def exchange(lm: CausalLM) -> tuple[dict[str, list[Any]], int]:
             buckets += 1
 
     try:
-        send_weights(lm, deliver, max_bytes=BUCKET_BYTES, hosts_worker=True)
+        send_weights(
+            lm,
+            deliver,
+            max_bytes=BUCKET_BYTES,
+            make_buffer=lambda elements, dtype: adapter.make_buffer(elements, dtype, lm.mesh.device),
+            hosts_worker=True,
+            is_spread=False,
+        )
     finally:
         receiver.kill()
         receiver.communicate(timeout=30)

@@ -18,7 +18,6 @@ class EngineAdapter(Protocol):
     package: str  # that the engine's Python must have
     host: str  # module that runs the engine
     memory_key: str  # to be lowered when the engine finds no memory
-    loads_adapters: bool  # LoRA updates can be sent alone
 
     @property
     def options(self) -> dict[str, Any]:
@@ -54,4 +53,3 @@ def gpu_uuid(device: torch.device) -> str:
     """Return the GPU's NVML id."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
-

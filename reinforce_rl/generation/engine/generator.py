@@ -146,8 +146,8 @@ class EngineGenerator:
             if foreign:
                 raise GenerationError(
                     f"{self._adapter.title} has workers on {', '.join(foreign)}; expected {', '.join(self._devices)}, "
-                    "the devices of this block, as only there it can be given weights. Is CUDA_VISIBLE_DEVICES set for "
-                    "the engine, and engine.python an environment for this machine?"
+                    "of this block, as only there it can be given weights. Is CUDA_VISIBLE_DEVICES set for it, "
+                    "and engine.python an environment for this machine?"
                 )
             self._is_running, self._is_asleep, self._has_weights = True, False, False
         if self._is_asleep:
@@ -203,7 +203,7 @@ class EngineGenerator:
         self._is_running = False
         if self._was_restarted:
             raise GenerationError(
-                f"{self._adapter.title} failed again after it had been started anew: {error}. The engine's log says more"
+                f"{self._adapter.title} failed again after it had been started anew: {error}. Its log says more"
             ) from error
         self._was_restarted = True
         if self._engine is not None:
@@ -241,10 +241,12 @@ class EngineGenerator:
         self._hosts_worker = device in self._devices and (len(self._devices) > 1 or mesh.is_block_leader)
         fault = None
         if mesh.is_block_leader:
-            numbers = [number for _, number, _ in used if number is not None]
+            numbers = [number for _, number, _ in used if number is not None] or None
             log = self._log_folder / f"dp_{mesh.dp_rank:05d}.log"
             try:
-                self._engine = process.EngineProcess(adapter, arguments, self._config, log, mesh.dp_rank, numbers or None)
+                self._engine = process.EngineProcess(
+                    adapter, arguments, self._config, log, mesh.dp_rank, numbers or None
+                )
             except ConfigError as error:
                 fault = error
         if (fault := mesh.from_block_leader(fault)) is not None:

@@ -72,7 +72,9 @@ def text_of(error: BaseException) -> str:
 
 def check_version(package: str, found: str, expected: Sequence[str]) -> None:
     if not any(f"{found}.".startswith(f"{version}.") for version in expected):
-        raise RuntimeError(f"{package} is {found}; expected {' or '.join(expected)}, whose interface this was written for")
+        raise RuntimeError(
+            f"{package} is {found}; expected {' or '.join(expected)}, whose interface this was written for"
+        )
 
 
 async def serve(host: EngineHost, connection: Connection) -> None:

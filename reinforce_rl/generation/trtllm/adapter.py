@@ -28,7 +28,6 @@ class TensorRTLLM:
     name, title, package = "tensorrt_llm", "TensorRT-LLM", "tensorrt_llm"
     host = "reinforce_rl.generation.trtllm.host"
     memory_key = "tensorrt_llm.free_gpu_memory_fraction"
-    loads_adapters = False
 
     def __init__(self, config: TensorRTLLMConfig):
         self._config = config
@@ -38,10 +37,7 @@ class TensorRTLLM:
         return {"free_gpu_memory_fraction": self._config.free_gpu_memory_fraction}
 
     def device_id(self, device: torch.device) -> str:
-        if device.type != "cuda":
-            found = f"generation is tensorrt_llm, but the ranks compute on {device}; it needs CUDA: use native or vllm"
-            raise ConfigError([found])
-        return gpu_uuid(device)
+        return device_uuid(device)
 
     def environment(self, folder: Path) -> dict[str, str]:
         return {
@@ -62,12 +58,19 @@ class TensorRTLLM:
 
     def make_buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Offer]:
         def offer(_: Tensor, views: Mapping[str, Tensor]) -> dict[str, str]:
-            return {self.device_id(device): packed_handles(views)}
+            return {device_uuid(device): packed_handles(views)}
 
         return torch.empty(elements, dtype=dtype, device=device), offer
 
     def bucket_of(self, offers: Sequence[dict[str, str]]) -> dict[str, str]:
         return {device: handles for offer in offers for device, handles in offer.items()}
+
+
+def device_uuid(device: torch.device) -> str:
+    if device.type != "cuda":
+        found = f"generation is tensorrt_llm, but the ranks compute on {device}; it needs CUDA: use native or vllm"
+        raise ConfigError([found])
+    return gpu_uuid(device)
 
 
 def packed_handles(tensors: Mapping[str, Tensor]) -> str:

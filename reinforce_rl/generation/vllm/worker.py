@@ -8,7 +8,7 @@ computes with a packed copy of old weights, as vLLM 0.32's tied output layer on 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ class WeightsOfTrainer:
         return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
 
     def begin_weights(self) -> None:
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload  # type: ignore[import-not-found]
 
         self._arrived: dict[str, Tensor] = {}
         self._updates = getattr(self, "_updates", 0) + 1
@@ -42,14 +42,14 @@ class WeightsOfTrainer:
             initialize_layerwise_reload(self._model)
 
     def load_bucket(self, bucket: Mapping[str, Any]) -> None:
-        from vllm.config import set_current_vllm_config
+        from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
 
         with set_current_vllm_config(self.vllm_config):
             self._model.load_weights(self._noted(bucket))
 
     def finish_weights(self) -> None:
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # type: ignore[import-not-found]
 
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self._model, self.vllm_config.model_config)
@@ -93,7 +93,7 @@ class WeightsOfTrainer:
             raise RuntimeError(f"the engine does not compute with the weights that it was given; {'; '.join(told)}")
 
     def _column_matches(self, module: Any, kind: str, parts: list[Tensor]) -> bool:
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding  # type: ignore[import-not-found]
 
         rank = getattr(module, "tp_rank", 0)
         if isinstance(module, VocabParallelEmbedding):
