@@ -35,13 +35,13 @@ export GOMP_SPINCOUNT := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# A test and `make bench` use an environment of its own, .venv-peers, with TRL and verl from PyPI.
+# Tests and `make bench` use environments of their own from PyPI: .venv-peers with TRL and verl, .venv-engine with vLLM.
 export PIP_ARGS
 # Keeps pyright from asking PyPI whether there is a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export DEMO_STEPS
 
-.PHONY: help install demo docs bench test test-fake-cuda gpu-check test-slow lint types format clean
+.PHONY: help install demo docs bench test test-fake-cuda gpu-check test-slow test-engine lint types format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -66,19 +66,23 @@ bench: install ## Time and memory of a training step, beside TRL's on the same i
 	env -u GOMP_SPINCOUNT $(BIN)/python benchmarks/compare_trl.py $(BENCH_ARGS)
 
 test: install lint types ## Lint, types and every test that takes seconds
-	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not gpu and not engine" $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory test-fake-cuda
 
 test-fake-cuda: install ## The GPU path on fake CUDA tensors; part of `make test`
 	@# 5: PYTEST_ARGS chose none of these.
-	FAKE_CUDA=1 $(PYTEST) tests/fake_cuda -m "not slow" $(PYTEST_ARGS) || [[ $$? == 5 && -n "$(PYTEST_ARGS)" ]]
+	FAKE_CUDA=1 $(PYTEST) tests/fake_cuda -m "not slow and not engine" $(PYTEST_ARGS) || [[ $$? == 5 && -n "$(PYTEST_ARGS)" ]]
 
 # A bare GPU machine has an environment of its own, and no index to make .venv from.
 gpu-check: ## The GPU path on this machine's GPU, proven in ten minutes
 	$(or $(PYTHON),$(wildcard $(BIN)/python),python3) tools/gpu_check.py $(GPU_CHECK_ARGS)
 
 test-slow: install ## The tests that take minutes, which `make test` leaves out
-	$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "slow and not gpu and not engine" $(PYTEST_ARGS)
+
+test-engine: install ## Generation by the real vLLM on this machine's CPU
+	@# Each worker has an engine of its own beside the trainer.
+	$(PYTEST) -m "engine and not gpu" --maxprocesses 2 $(PYTEST_ARGS)
 
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -91,6 +95,6 @@ format: install ## Let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## Remove both environments, the site and the caches of the tools; results and prepared models stay
-	rm -rf .venv .venv-peers site .pytest_cache .ruff_cache .hypothesis *.egg-info
+clean: ## Remove all environments, the site and the caches of the tools; results and prepared models stay
+	rm -rf .venv .venv-peers .venv-engine site .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find reinforce_rl examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

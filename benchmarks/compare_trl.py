@@ -74,7 +74,7 @@ def arguments() -> argparse.Namespace:
 
 def peers_python(folder: Path) -> Path:
     """The Python of TRL's environment, which is made where it is missing."""
-    command = [sys.executable, str(ROOT / "tools" / "make_peers_env.py"), str(folder)]
+    command = [sys.executable, ROOT / "tools/make_environment.py", "peers", folder]
     subprocess.run(command, check=True, timeout=ENVIRONMENT_SECONDS)
     return folder / "bin" / "python"
 

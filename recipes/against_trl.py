@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/recipes") / NAME)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     args = parser.parse_intermixed_args()
-    make_environment = [sys.executable, str(ROOT / "tools" / "make_peers_env.py"), str(ROOT / ".venv-peers")]
+    make_environment = [sys.executable, ROOT / "tools/make_environment.py", "peers", ROOT / ".venv-peers"]
     subprocess.run(make_environment, check=True, timeout=1200)
     if not Path(trl_settings(args.overrides)["model"]).is_dir():
         prepare_smollm2(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")

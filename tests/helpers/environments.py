@@ -1,0 +1,25 @@
+"""Environments with other people's code, created once and kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 780  # half a gigabyte from PyPI
+
+
+def environment(name: str, folder: Path) -> Path:
+    """Make one of tools/make_environment.py, if missing; without a network skip the test, except in CI."""
+    command = [sys.executable, ROOT / "tools" / "make_environment.py", name, folder]
+    with FileLock(folder.with_name(folder.name + ".lock")):  # tests run in several processes
+        done = subprocess.run(command, timeout=SECONDS, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        assert not os.environ.get("CI"), done.stdout
+        pytest.skip(f"{name} cannot be installed, which fails where CI is set: {done.stdout}")
+    return folder

@@ -1,0 +1,186 @@
+"""Environments of other people's code: whole or not there, made once, apart from the project's."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from helpers.engine_env import engine_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "make_environment.py"
+SHELL = ROOT / "tools" / "make_engine_env.sh"
+spec = importlib.util.spec_from_file_location("make_environment", TOOL)
+assert spec is not None and spec.loader is not None
+tool = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = tool  # for its dataclass
+spec.loader.exec_module(tool)
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL and vLLM need Python 3.11")
+
+
+def write_wheel(folder: Path, name: str, release: str) -> None:
+    files = {
+        f"{name}.py": f"RELEASE = {release!r}\n",
+        f"{name}-{release}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n",
+        f"{name}-{release}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    digests = {path: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()) for path, text in files.items()}
+    record = "".join(f"{path},sha256={digest.decode().rstrip('=')},\n" for path, digest in digests.items())
+    with zipfile.ZipFile(folder / f"{name}-{release}-py3-none-any.whl", "w") as wheel:
+        for path, text in {**files, f"{name}-{release}.dist-info/RECORD": record}.items():
+            wheel.writestr(path, text)
+
+
+@pytest.fixture
+def wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tool.Environment]:
+    """An environment of one small wheel, from a folder."""
+    write_wheel(tmp_path, "small_thing", "1.0")
+    write_wheel(tmp_path, "small_thing", "2.0")
+    pins = tmp_path / "pins.txt"
+    pins.write_text("small_thing==1.0\n")
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_ARGS", f"--no-index --find-links {tmp_path}")
+    yield tool.Environment("a small thing", pins, "import small_thing, filelock")
+    assert not list(tmp_path.glob("*.partial.*"))
+
+
+def release_in(folder: Path) -> str:
+    code = "import small_thing; print(small_thing.RELEASE)"
+    return subprocess.check_output([tool.python_of(folder), "-I", "-c", code], text=True).strip()
+
+
+def test_made_once_and_again_when_a_pin_changes(wanted, tmp_path, monkeypatch):
+    folder = tmp_path / "made"
+    tool.make(wanted, folder)
+    assert release_in(folder) == "1.0"
+    with monkeypatch.context() as offline:
+        offline.setenv("PIP_ARGS", "--no-index")
+        tool.make(wanted, folder)  # pip would find nothing
+        wanted.pins.write_text("small_thing==2.0\n")
+        with pytest.raises(SystemExit, match="installing a small thing failed"):
+            tool.make(wanted, folder)
+        assert release_in(folder) == "1.0", "what was there stays until the new one is complete"
+    tool.make(wanted, folder)
+    assert release_in(folder) == "2.0"
+
+
+def test_the_project_is_borrowed_from_and_cannot_be_imported(wanted, tmp_path):
+    tool.make(wanted, tmp_path / "made")
+    # The editable install has `reinforce_rl/conf` in its site-packages, a package without modules.
+    code = "import filelock, importlib.util as u; print(filelock.__file__, u.find_spec('reinforce_rl.generation'))"
+    said = subprocess.check_output([tool.python_of(tmp_path / "made"), "-I", "-c", code], text=True).split()
+    assert not said[0].startswith(str(tmp_path)) and said[1] == "None"
+
+
+def test_an_environment_that_does_not_work_is_not_left(wanted, tmp_path):
+    broken = dataclasses.replace(wanted, check="import small_thing, no_such_thing")
+    with pytest.raises(SystemExit) as found:
+        tool.make(broken, tmp_path / "made")
+    (line,) = str(found.value).splitlines()
+    assert "importing a small thing failed (1)" in line
+    assert line.endswith("ModuleNotFoundError: No module named 'no_such_thing'")
+    assert not (tmp_path / "made").exists()
+
+
+def test_another_torch_is_refused_before_anything_is_installed(wanted, tmp_path):
+    with pytest.raises(SystemExit, match=rf"works with 1\.0 only, but .* has {re.escape(version('torch'))}: install"):
+        tool.make(dataclasses.replace(wanted, torch="1.0"), tmp_path / "made")
+
+
+def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    kept |= {"PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull, **environment}
+    return subprocess.run([SHELL, *map(str, arguments)], text=True, capture_output=True, timeout=60, env=kept)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_the_script_names_the_command_and_why_it_failed(kind, tmp_path):
+    done = shell(tmp_path / "made", kind, PIP_ARGS="--no-index")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and not done.stdout
+    assert f"installing vLLM for {kind.upper()}s failed (1): " in line and " --no-index -r " in line
+    assert "ERROR: No matching distribution found for " in line
+    assert ("--no-deps" in line) == (kind == "cpu")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [("made", "tpu"), ("made", "cpu", "more")])
+def test_the_script_says_what_it_expects(arguments):
+    done = shell(*arguments)
+    assert done.returncode == 2 and f"'{' '.join(arguments)}', expected [FOLDER] [cpu|gpu]" in done.stderr
+
+
+def test_the_script_without_a_python(tmp_path):
+    done = shell(tmp_path / "made", PYTHON=str(tmp_path / "python"))
+    assert done.returncode == 1 and f"no Python at {tmp_path}/python; run make install" in done.stderr
+
+
+def requirements(name: str) -> list[Requirement]:
+    lines = tool.ENVIRONMENTS[name].pins.read_text(encoding="utf-8").splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("name", list(tool.ENVIRONMENTS))
+def test_pins_are_exact_and_each_package_has_one(name):
+    pins = requirements(name)
+    names = [canonicalize_name(pin.name) for pin in pins]
+    assert pins and len(set(names)) == len(names)
+    assert all(re.fullmatch(r"==[^*,]+", str(pin.specifier)) for pin in pins)
+    if tool.ENVIRONMENTS[name].borrows:
+        assert not {"torch", "triton", "torchvision", "torchaudio", "numba"} & set(names)
+
+
+def test_both_engines_are_the_same_release():
+    releases = {
+        str(pin.specifier) for name in ("engine-cpu", "engine-gpu") for pin in requirements(name) if "vllm" in pin.name
+    }
+    assert len(releases) == 1
+
+
+ASK = """
+import json, sys
+from importlib.metadata import packages_distributions, requires, version
+of = packages_distributions()
+imported = {name for module in list(sys.modules) for name in of.get(module.partition(".")[0], [])}
+print(json.dumps({name: [version(name), requires(name) or [], name in imported] for name in NAMES}))
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)  # the first call installs
+def test_each_pin_is_imported_or_wanted_and_goes_with_the_others():
+    pins = [canonicalize_name(pin.name) for pin in requirements("engine-cpu")]
+    wanted = tool.ENVIRONMENTS["engine-cpu"]
+    code = f"{wanted.check}\nNAMES = {pins}\n{ASK}"
+    said = subprocess.check_output([engine_environment(), "-I", "-W", "ignore", "-c", code], text=True, timeout=240)
+    releases: dict[str, str] = {"torch": f"{wanted.torch}+cpu"}
+    used: set[str] = set()
+    lines: list[str] = []
+    for name, (release, requires, imported) in json.loads(said.splitlines()[-1]).items():
+        releases[canonicalize_name(name)] = release
+        lines += requires
+        if imported:
+            used.add(canonicalize_name(name))
+    for requirement in map(Requirement, lines):
+        name = canonicalize_name(requirement.name)
+        if name in releases and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            assert requirement.specifier.contains(releases[name]), requirement
+            used.add(name)
+    assert set(pins) <= used
