@@ -1,0 +1,78 @@
+"""The real vLLM on this machine's CPU, with models that it takes: its heads there have 32 or more dimensions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.engine_env import engine_environment
+from helpers.models import tiny_llama_folder
+from helpers.policies import all_logits
+from helpers.tiny_run import compose, tiny_overrides
+
+from reinforce_rl.config.load import load_config
+from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.engine.generator import EngineGenerator
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.trainer.build import build_generator
+
+SHAPE: dict[str, Any] = {"hidden": 64, "heads": 2, "groups": 2, "ffn": 64}
+PROMPTS = [Prompt(7, "tea", (6, 7, 8)), Prompt(9, "to", (6, 9))]
+PARAMS = SamplingParams(max_length=8, temperature=0.7, stop_token_ids=(2, 5))
+NUM_SAMPLES = 4
+TOLERANCE = 2e-4  # of log-probs in fp32
+
+
+def vllm_overrides() -> list[str]:
+    return ["generation=vllm", f"engine.python={engine_environment()}", "engine.weight_bucket_megabytes=1"]
+
+
+def vllm_model(folder: Path, **keys: Any) -> Path:
+    """Write the model of a run in `folder`."""
+    return tiny_llama_folder(
+        folder / "model", vocab_size=32, layers=2, max_positions=16, logit_scale=2.0, **{**SHAPE, **keys}
+    )
+
+
+def engine_generator(
+    folder: Path, mesh: Mesh, *overrides: str, dtype: torch.dtype = torch.float32
+) -> tuple[CausalLM, EngineGenerator]:
+    """Return the model below `folder` and its configured generator."""
+    config = load_config(compose(*tiny_overrides(folder), *vllm_overrides(), *overrides))
+    model = config.pretrained_checkpoint.restore_from_path
+    lm = CausalLM(Architecture.from_folder(model), mesh, dtype)
+    load_hf_weights(lm, HFFolder(model))
+    generator = build_generator(config, lm, load_tokenizer(model))
+    assert isinstance(generator, EngineGenerator)
+    return lm, generator
+
+
+def draw(generator: EngineGenerator, seed: int = 3) -> Completions:
+    with generator.awake():
+        return generator.generate(PROMPTS, NUM_SAMPLES, PARAMS, seed)
+
+
+@torch.no_grad()
+def change_weights(lm: CausalLM, seed: int = 0) -> None:
+    """Change every weight, each by a share of its own."""
+    random = torch.Generator().manual_seed(seed)
+    for parameter in lm.parameters():
+        parameter.mul_(1 + 0.2 * torch.rand(parameter.shape, generator=random).to(parameter.dtype))
+
+
+def log_prob_gap(lm: CausalLM, found: Completions) -> float:
+    """Return the largest difference of its log-probs to this model's own at the temperature."""
+    assert found.log_probs is not None
+    largest = 0.0
+    for row, length in enumerate(found.lengths.tolist()):
+        prompt, response = PROMPTS[row // NUM_SAMPLES].tokens, found.tokens[row, :length]
+        logits = all_logits(lm, torch.cat([torch.tensor(prompt), response])[None])[0, len(prompt) - 1 : -1]
+        own = torch.log_softmax(logits.float() / PARAMS.temperature, -1).gather(1, response[:, None])[:, 0]
+        largest = max(largest, float((own - found.log_probs[row, :length]).abs().max()))
+    return largest
