@@ -88,8 +88,7 @@ class ActorSettings:
 class LossShare:
     loss: float  # summed over data-parallel ranks: the loss
     sums: dict[str, float]  # of `policy_loss`, plus tokens with and without padding
-    # Float32 [N, T] before the optimizer step, NaN for rows outside of it; None off-policy or without the generator's.
-    log_probs: Tensor | None = None
+    log_probs: Tensor | None = None  # float32 [N, T] by the policy; NaN for rows outside of this step, and off-policy
 
 
 class MegatronGPTReinforceActorModel:
@@ -209,15 +208,13 @@ class MegatronGPTReinforceActorModel:
         cuts = [trained[cut] for cut in self._cut(samples.select(trained), self.settings.micro_batch_size)]
         # A rank without samples still runs an empty pass, or the collectives of the others would hang.
         parts: list[Tensor | None] = [*cuts] or [None]
+        seen: list[tuple[Tensor, Tensor]] = []  # rows and their log-probs
 
         def layout_of(rows: Tensor | None) -> tuple[Tensor | None, SequenceLayout]:
             if rows is not None:
                 return rows, self._layout(samples.select(rows))
             zero = torch.zeros(1, dtype=torch.long)
             return None, self._layout(_Samples(torch.full((1, 1), self.pad_id), zero + 1, zero, zero))
-
-        shows_gap = on_policy and rollouts.generator_log_probs is not None
-        seen: list[tuple[Tensor, Tensor]] = []
 
         def loss_of(hidden: Tensor, part: tuple[Tensor | None, SequenceLayout]) -> tuple[Tensor, dict[str, Tensor]]:
             rows, layout = part
@@ -226,7 +223,7 @@ class MegatronGPTReinforceActorModel:
             lengths = rollouts.response_lengths[rows]
             width = int(lengths.max())
             scores = self._scores(layout, hidden, width, with_entropy=True)
-            if shows_gap:
+            if on_policy:
                 seen.append((rows, scores.log_probs.detach()))
             values = {
                 "advantages": batch.advantages,
@@ -255,8 +252,6 @@ class MegatronGPTReinforceActorModel:
         sums = {name: math.fsum(share[name] for share in shares) for name in names}
         loss = sums.pop(LOSS, 0.0)
         sums["sequence_tokens"], sums["padded_tokens"] = self._tokens_of(samples, cuts)
-        if not shows_gap:
-            return LossShare(loss, sums)
         log_probs = torch.full(rollouts.response_mask.shape, math.nan)
         for found_rows, values in seen:
             log_probs[found_rows, : values.shape[1]] = values.float().cpu()

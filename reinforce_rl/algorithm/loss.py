@@ -129,14 +129,12 @@ def generator_weights(
     """Return detached importance weights, [N, T], from log-probs and mask [N, T]; r = pi_old / pi_gen.
 
     They correct for another engine, other kernels or older weights, by each token's own r or the response's, which is
-    unbiased but for the cap. That bounds the variance and adds bias. `correction` is a value of the key
-    `generator_correction`:
+    unbiased but for the cap. That bounds the variance and adds bias.
 
-        none: 1.
         token, sequence: min(r, cap) (Ionides 2008; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-            Off-Policy RL Training").
-        token_mask, sequence_mask: r within 1 / cap .. cap, else 0: what the two see too differently does not train
-            (IcePop, arXiv:2510.18855; Liu et al. 2025, "When Speed Kills Stability", which has the upper bound only).
+            Off-Policy RL Training")
+        token_mask, sequence_mask: r within 1 / cap .. cap, else 0 (IcePop, arXiv:2510.18855; Liu et al. 2025, "When
+            Speed Kills Stability", with the upper bound only)
     """
     if correction == "none":
         return torch.ones_like(old_log_probs)

@@ -133,10 +133,9 @@ class ReinforceConfig(Section):
     ratio_clip_high: NonNegative = key(0.2, "and at 1 + this")
     generator_correction: Literal["none", "token", "sequence", "token_mask", "sequence_mask"] = key(
         "none",
-        "importance weights against the generator's log-probs: none; token or sequence, truncated; token_mask or "
-        "sequence_mask, 0 outside 1 / generator_ratio_cap .. generator_ratio_cap",
+        "importance weights against the generator's log-probs: none; truncated: token, sequence; masked: *_mask",
     )
-    generator_ratio_cap: Positive = key(2.0, "largest of these weights; above 1 where they are masked")
+    generator_ratio_cap: Positive = key(2.0, "largest of these weights; masked are those beyond it or 1 / it")
 
     truncated_samples: Literal["keep", "drop", "mask", "penalise"] = key(
         "keep",

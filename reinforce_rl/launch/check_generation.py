@@ -44,6 +44,7 @@ def check_generation(
     bucket_megabytes: Annotated[int, typer.Option(help="of the weights that are on their way at a time")] = 512,
     log_folder: Path = Path("results/check_generation"),
     tolerance: Annotated[float, typer.Option(help="nats a token, on average")] = 0.05,
+    layers: Annotated[bool, typer.Option("--layers", help="compare each layer even where log-probs agree")] = False,
 ) -> None:
     """Compare an engine's greedy responses and log-probs with the native engine's, before and after a weight update.
 
@@ -51,7 +52,8 @@ def check_generation(
     that share the model.
 
     The update scales all weights, so that an engine that kept the old ones shows. It ends with code 1 where the
-    log-probs of common tokens differ by more than the tolerance on average, or where the update changed nothing.
+    log-probs of common tokens differ by more than the tolerance on average, or where the update changed nothing. Where
+    they differ, a table names the first layer that does, if the engine shows its layers.
     """
     import torch
 
@@ -59,6 +61,7 @@ def check_generation(
     from reinforce_rl.data.tokenizer import load_tokenizer
     from reinforce_rl.evaluation.model import LENGTH, inference_config, load_actor, model_folder
     from reinforce_rl.generation.native.generator import NativeGenerator
+    from reinforce_rl.megatron.model.layer_outputs import ROUNDING, layer_outputs, layer_table
     from reinforce_rl.trainer.build import configured_mesh
 
     texts: Sequence[str] = TEXTS
@@ -92,13 +95,23 @@ def check_generation(
         native, params = NativeGenerator(actor.lm, actor.tokenizer), replace(actor.settings.sampling, use_greedy=True)
         with contextlib.closing(actor.generator) as other:
             before = native.generate(asked, 1, params, seed=0)
-            found = [compare(native, other, asked, params)]
+
+            def by_layer(one: Comparison) -> Comparison:
+                outputs = getattr(other, "layer_outputs", None)
+                if outputs is not None and (layers or not one.mean_gap <= tolerance):
+                    with other.awake():
+                        both = layer_outputs(actor.lm, one.worst), outputs(one.worst)
+                    if mesh.is_main:
+                        print(layer_table(*both, ROUNDING[precision]))
+                return one
+
+            found = [by_layer(compare(native, other, asked, params))]
             with torch.no_grad():
                 for parameter in actor.lm.parameters():
                     parameter.mul_(SCALE)
             after = native.generate(asked, 1, params, seed=0)
             # The second waking; the first one's time is mostly the engine's start.
-            found.append(compare(native, other, asked, params))
+            found.append(by_layer(compare(native, other, asked, params)))
         assert before.log_probs is not None and after.log_probs is not None
         changed = before.log_probs.shape != after.log_probs.shape or not torch.equal(before.log_probs, after.log_probs)
         if mesh.is_main:
@@ -121,6 +134,7 @@ class Comparison:
     mean_gap: float  # absolute log-prob difference of common tokens, nats; NaN if a generator reports none
     largest_gap: float  # same
     seconds: tuple[float, ...]  # per generator
+    worst: tuple[int, ...]  # the prompt with the largest gap, and its response before a difference
 
     def __str__(self) -> str:
         return (
@@ -149,9 +163,11 @@ def compare(first: Generator, second: Generator, prompts: Sequence[Prompt], para
         differs = (left.tokens[row, :count] != right.tokens[row, :count]).nonzero()
         common.append(int(differs[0]) if len(differs) else count)
     equal = sum(count == int(left.lengths[row]) == int(right.lengths[row]) for row, count in enumerate(common))
-    mean = largest = float("nan")
+    row, mean, largest = 0, float("nan"), float("nan")
     if left.log_probs is not None and right.log_probs is not None:
         pairs = zip(left.log_probs, right.log_probs, common, strict=True)
-        gaps = torch.cat([(one[:count] - other[:count]).abs() for one, other, count in pairs])
-        mean, largest = (float(gaps.mean()), float(gaps.max())) if len(gaps) else (0.0, 0.0)
-    return Comparison(len(prompts), equal, int(left.lengths.sum()), sum(common), mean, largest, tuple(seconds))
+        each = [(one[:count] - other[:count]).abs() for one, other, count in pairs]
+        gaps, row = torch.cat(each), max(range(len(each)), key=lambda i: float(each[i].sum()))
+        mean, largest = (float(gaps.mean()), float(gaps.max())) if len(gaps) else (mean, largest)
+    worst = (*prompts[row].tokens, *left.tokens[row, : common[row]].tolist())
+    return Comparison(len(prompts), equal, int(left.lengths.sum()), sum(common), mean, largest, tuple(seconds), worst)

@@ -62,8 +62,7 @@ generator_gap_p99 | nats a token | the same, which 1 of 100 tokens exceeds | bel
 generator_gap_max | nats a token | the same, of the worst token | below 5; the report shows that token
 generator_kl | nats a token | k3 estimate of KL(generator, policy) | below 0.001; see generator_gap
 generator_capped | share | tokens whose weight against the generator reached generator_ratio_cap | near 0
-generator_masked | share | tokens whose weight a generator_correction of _mask set to 0 | below 0.01 by token; else see
-  generator_gap
+generator_masked | share | tokens that a generator_correction of _mask left out | near 0; else see generator_gap
 padding_fraction | share | padding in the update's micro-batches | low; else model.tokens_per_micro_batch
 groups_drawn | prompts | drawn by dynamic_filtering | num_rollout_samples, or some rounds of it
 groups_without_spread | prompts | of these, thrown away since all samples earned the same | few of groups_drawn

@@ -23,6 +23,7 @@ from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 if TYPE_CHECKING:
     from reinforce_rl.megatron.optimizer import OptimizerUpdate
 
+GAP_SHARES = {"generator_gap_median": 0.5, "generator_gap_p99": 0.99, "generator_gap_max": 1.0}
 GatherOverRanks = Callable[[Any], list[Any]]
 
 
@@ -152,28 +153,21 @@ def update_metrics(
     return metrics | {name: total[name] / tokens if tokens else float("nan") for name in means if name in total}
 
 
-GAP_SHARES = {"generator_gap_median": 0.5, "generator_gap_p99": 0.99, "generator_gap_max": 1.0}
-
-
 def gap_quantiles(gaps: Tensor, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
     """Return quantiles of the sizes of `gaps`, float32 [tokens], over all ranks; nothing without any.
 
     Of n tokens, that of share q is the ceil(q n)-th smallest: exact, whatever the layout. `total` sums over ranks.
-    Nothing is gathered: a float that is not negative is ordered as its bits, which are found a byte at a time.
+    Nothing is gathered: sizes are ordered as their bits, which are found from the highest on.
     """
-    bits = gaps.float().view(torch.int32).long() & 0x7FFFFFFF  # without the sign
+    bits = gaps.float().view(torch.int32) & 0x7FFFFFFF  # without the sign
     count = int(total(torch.tensor(len(bits))))
-    if not count:
-        return {}
     places = torch.tensor([math.ceil(share * count) for share in GAP_SHARES.values()])
-    found = torch.zeros_like(places)
-    for shift in (24, 16, 8, 0):
-        same = [bits[bits >> (shift + 8) == prefix] >> shift & 255 for prefix in found]
-        up_to = total(torch.stack([torch.bincount(part, minlength=256) for part in same])).cumsum(1)
-        digits = (up_to < places[:, None]).sum(1)
-        places -= torch.where(digits > 0, up_to.gather(1, (digits - 1).clamp(min=0)[:, None])[:, 0], 0)
-        found = found << 8 | digits
-    return dict(zip(GAP_SHARES, found.int().view(torch.float32).tolist(), strict=True))
+    found = torch.zeros(len(places), dtype=torch.int32)
+    for bit in range(30, -1, -1):
+        larger = found | 1 << bit
+        smaller = total(torch.stack([(bits < one).sum() for one in larger]))
+        found = torch.where(smaller < places, larger, found)
+    return dict(zip(GAP_SHARES, found.view(torch.float32).tolist(), strict=True)) if count else {}
 
 
 # Noise thresholds of stragglers: seconds, and share of the step.

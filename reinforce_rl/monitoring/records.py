@@ -331,46 +331,27 @@ def read_rows(path: str | Path) -> list[RolloutRow]:
     return [RolloutRow(**row) for row in rows]
 
 
-@dataclass(frozen=True)
-class GapToken:
-    """A response token with the log-probs that trainer and generator gave it."""
-
-    prompt_id: int
-    sample_id: int
-    position: int  # in the response, from 0
-    text: str
-    before: str  # the end of the text before it
-    policy_log_prob: float
-    generator_log_prob: float
-
-    def __str__(self) -> str:
-        numbers = f"{self.policy_log_prob:.2f} by the trainer, {self.generator_log_prob:.2f} by the generator"
-        place = f"prompt {self.prompt_id} sample {self.sample_id} token {self.position}"
-        return f"{place} {self.text!r} after {self.before!r}: {numbers}"
-
-
-def worst_tokens(path: Path, count: int = 5, above: float = 0.0) -> list[GapToken]:
+def worst_tokens(path: Path, count: int = 5, above: float = 0.0) -> list[tuple[int, int, int, str, str, float, float]]:
     """Return the valid samples' tokens with the largest gap of log-probs, those `above` so many nats, largest first.
 
-    None where a log-prob or the tokens were not recorded.
+    Each has its prompt and sample id, position in the response from 0, text and the text before it, quoted, and its
+    log-probs by trainer and generator. None where these were not recorded.
     """
     both = ["policy_log_probs", "generator_log_probs"]
     table = read_table(path, ["prompt_id", "sample_id", "prompt", "valid", "token_texts", *both])
     table = table.filter(table["valid"])
     if not len(table) or any(table[name].null_count for name in both):
         return []
-    ends = np.cumsum([len(row) for row in table[both[0]].to_numpy()])
     policy, generator = (np.concatenate(table[name].to_numpy()) for name in both)
-    gaps = np.nan_to_num(np.abs(policy - generator), nan=-1.0, posinf=np.inf)
-    found = []
+    gaps, found = np.nan_to_num(np.abs(policy - generator), nan=-1.0, posinf=np.inf), []
+    starts = np.cumsum([0, *(len(row) for row in table[both[0]].to_numpy())])
     for place in np.argsort(-gaps, kind="stable")[:count].tolist():
         if gaps[place] > above:
-            row = int(np.searchsorted(ends, place, side="right"))
-            at = place - int(ends[row - 1] if row else 0)
-            one = table.slice(row, 1).to_pylist()[0]
-            before = (one["prompt"] + "".join(one["token_texts"][:at]))[-_CONTEXT:]
-            numbers = float(policy[place]), float(generator[place])
-            found.append(GapToken(one["prompt_id"], one["sample_id"], at, one["token_texts"][at], before, *numbers))
+            row = int(np.searchsorted(starts, place, side="right")) - 1
+            *ids, prompt, _, texts, own, other = table.slice(row, 1).to_pylist()[0].values()
+            at = place - int(starts[row])
+            before = (prompt + "".join(texts[:at]))[-_CONTEXT:]
+            found.append((*ids, at, repr(texts[at]), repr(before), own[at], other[at]))
     return found
 
 

@@ -220,12 +220,8 @@ def _gap_tables(run: RunFolder) -> list[dict[str, Any]]:
     shown = {
         "title": f"Step {step}: tokens with the largest gap",
         "note": "Their log-probs by trainer and generator: see docs/algorithms.md#engine-and-trainer",
-        "columns": ["prompt, sample, position", "token", "after", "by the trainer", "by the generator"],
-        "rows": [
-            [f"{t.prompt_id}, {t.sample_id}, {t.position}", repr(t.text), repr(t.before)]
-            + [f"{value:.3f}" for value in (t.policy_log_prob, t.generator_log_prob)]
-            for t in tokens
-        ],
+        "columns": ["prompt", "sample", "position", "token", "after", "by the trainer", "by the generator"],
+        "rows": [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in one] for one in tokens],
     }
     return [shown] if tokens else []
 

@@ -17,7 +17,7 @@ from reinforce_rl.monitoring.run_folder import GAP, alerts_of
 from reinforce_rl.runtime.status import StatusFile
 
 TABLE_ROWS = 16  # samples sent to back ends that show tables
-_NAMED_TOKENS = 3  # in a message
+_TOKEN = "prompt {} sample {} token {} {} after {}: {:.2f} by the trainer, {:.2f} by the generator"
 REPEAT_STEPS = 10  # what stays wrong is said again after this many steps
 
 
@@ -108,7 +108,7 @@ class RunMonitor:
             if self._is_due(title, step):
                 path = rollout_files(self._folder).get(step) if title == GAP and self._progress.enabled else None
                 if path is not None:
-                    text = "; ".join([text, *map(str, worst_tokens(path, _NAMED_TOKENS))])
+                    text = "; ".join([text, *(_TOKEN.format(*one) for one in worst_tokens(path, 3))])
                     self.note(f"warning: step {step}: {text}")
                 self._metrics.alert(title, text, step)
         self._line = {}

@@ -8,6 +8,7 @@ Notation: P prompts on this data-parallel rank, G samples a prompt, N = P * G se
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -102,7 +103,7 @@ class ReinforceTrainer:
         self._outlook = Outlook()
         self._best = best or BestCheckpoints()
         self._prompts: list[Prompt] = []
-        self._log_probs: Tensor | None = None  # before the last update, where they are known
+        self._log_probs: Tensor | None = None  # by the policy before the last update
         self._divergence = Divergence(cfg.max_skipped_steps)
         self._past = PastSteps(cfg)
         self._activity = activity or Activity()
@@ -210,8 +211,9 @@ class ReinforceTrainer:
 
     def run_training(self, batch: ReinforceBatch) -> Metrics:
         """Update the policy with one or more optimizer steps on the rollout batch."""
-        mesh, updates, sums = self.model.mesh, [], Counter[str]()
-        log_probs = batch.rollouts.log_probs
+        mesh, updates, sums, rollouts = self.model.mesh, [], Counter[str](), batch.rollouts
+        mask, log_probs, generator = rollouts.response_mask, rollouts.log_probs, rollouts.generator_log_probs
+        log_probs = torch.full(mask.shape, math.nan) if log_probs is None else log_probs[:, : rollouts.width]
         in_loss = self._past.beta.value if self.cfg.kl_placement == "loss" else 0.0
         seed, ids = self.model.settings.seed * 1_000_003 + self.step, mesh.gather_over_dp(batch.rollouts.group_ids)
         for rows in mini_batches(ids, mesh.dp_rank, self._prompts_per_update, self.cfg.reinforce_epochs, seed):
@@ -225,13 +227,10 @@ class ReinforceTrainer:
             updates.append(self.optimizer.step())
             sums.update({"loss": share.loss, **share.sums})
             if share.log_probs is not None:
-                known = share.log_probs if log_probs is None else log_probs[:, : batch.rollouts.width]
-                log_probs = torch.where(share.log_probs.isnan(), known, share.log_probs)
+                log_probs = torch.where(share.log_probs.isnan(), log_probs, share.log_probs)
         metrics = {**update_metrics(sums, updates, mesh.gather_over_dp), "kl_coefficient": self._past.beta.value}
-        self._log_probs, generator, gaps = log_probs, batch.rollouts.generator_log_probs, torch.zeros(0)
-        if log_probs is not None and generator is not None:  # a rank without samples knows none
-            kept, width = batch.rollouts.response_mask & batch.trains[:, None], batch.rollouts.width
-            gaps = (log_probs[:, :width] - generator[:, :width])[kept]
+        self._log_probs, kept = log_probs, mask & batch.trains[:, None]
+        gaps = torch.zeros(0) if generator is None else (log_probs - generator[:, : rollouts.width])[kept]
         metrics |= gap_quantiles(gaps, mesh.sum_over_dp)
         self._divergence.check(self.step + 1, updates, metrics["actor_loss"], mesh, self.logger.note)
         self.model.generator.refit()

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.models import tiny_llama_folder
+from helpers.policies import LayersOfTransformers
 from typer.main import get_command
 
 from reinforce_rl.data.batches import FINISH_STOP, Completions, Prompt
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.engine import generator as engine_generator
+from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.launch.check_generation import compare
 from reinforce_rl.launch.main import app
 
@@ -59,6 +61,17 @@ def test_only_what_lies_before_a_difference_is_compared():
     assert (found.responses, found.equal_responses, found.tokens, found.common_tokens) == (2, 0, 4, 3)
     assert math.isclose(found.mean_gap, (0.5 + 0 + 0.1) / 3, abs_tol=1e-6)
     assert math.isclose(found.largest_gap, 0.5, abs_tol=1e-6)
+
+
+def test_the_worst_prompt_is_known():
+    left, right = Fixed([[3, 4], [6, 8]], [[-1.0, -2.0], [-1, -1]]), Fixed([[3, 4], [6, 7]], [[-1.0, -2.0], [-4, -1]])
+    assert compare(left, right, PROMPTS, GREEDY).worst == (6, 6)
+
+
+def test_without_a_common_token_nothing_was_compared():
+    left, right = Fixed([[3], [4]], [[-1.0], [-1.0]]), Fixed([[5], [6]], [[-1.0], [-1.0]])
+    found = compare(left, right, PROMPTS, GREEDY)
+    assert found.common_tokens == 0 and math.isnan(found.mean_gap) and found.worst == (5,)
 
 
 def test_without_log_probs_there_is_no_gap():
@@ -113,3 +126,19 @@ def test_the_command_sees_an_engine_that_kept_the_old_weights(tmp_path, capsys, 
     monkeypatch.setattr(engine_generator, "send_weights", send_copies)
     logs = ["--log-folder", str(tmp_path / "logs")]
     assert check(model_below(tmp_path), *OPTIONS, *logs, "--tolerance", "1e-4") == 1
+
+
+def test_the_command_names_the_layer(tmp_path, capsys, monkeypatch):
+    """With --layers always; without, where the log-probs differ. Scaled weights are an update that the other lacks."""
+    folder = model_below(tmp_path)
+    stale = LayersOfTransformers(Path(folder))
+    monkeypatch.setattr(
+        NativeGenerator, "layer_outputs", lambda self, tokens: stale.layer_outputs(tokens), raising=False
+    )
+    assert check(folder, *OPTIONS, "--engine", "native", "--layers") == 0
+    before, after = capsys.readouterr().out.split("no layer differs")
+    assert before.count("\n") == 3 and "they part in layer 1" in after
+    assert check(folder, *OPTIONS, "--engine", "native") == 0
+    assert "layer" not in capsys.readouterr().out
+    assert check(folder, *OPTIONS, "--engine", "native", "--tolerance", "-1") == 1
+    assert "they part in layer 1" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,25 @@ def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+class LayersOfTransformers:
+    """Stands for an engine that shows its layers; `disturb` changes them before."""
+
+    def __init__(self, folder: Path, disturb: Callable[[Any], None] = lambda layers: None):
+        self._model = transformers_model(folder)
+        self._layers = self._model.model.layers
+        self._found: list[Tensor] = []
+        with torch.no_grad():
+            disturb(self._layers)
+        for layer in self._layers:
+            layer.register_forward_hook(lambda _layer, _inputs, out: self._found.append(out))
+
+    @torch.no_grad()
+    def layer_outputs(self, tokens: Sequence[int]) -> list[Tensor]:
+        self._found.clear()
+        self._model(torch.tensor([tokens]))
+        return [(out[0] if isinstance(out, tuple) else out).reshape(len(tokens), -1) for out in self._found]
 
 
 @torch.no_grad()

@@ -259,7 +259,7 @@ class TestGeneratorCorrection:
         assert f"token 1 {texts[1]!r} after {row['prompt'] + texts[0]!r}: " in said
         assert ("generator gap", step) in [(alert.kind, alert.first) for alert in found.alerts()]
         tables = [table for table in overview(found)["tables"] if "largest gap" in table["title"]]
-        assert [table["rows"][0][0] for table in tables] == ["5, 2, 1"]
+        assert [table["rows"][0][:3] for table in tables] == [["5", "2", "1"]]
 
     @pytest.mark.parametrize(
         "options",

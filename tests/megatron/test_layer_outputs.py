@@ -1,0 +1,76 @@
+"""The layers of a model beside those of another one, and the layer where they part."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.models import tiny_llama_folder
+from helpers.policies import LayersOfTransformers, megatron_model
+from helpers.ranks import run_ranks
+
+from reinforce_rl.megatron.model.layer_outputs import ROUNDING, layer_outputs, layer_table
+
+
+def nothing(layers) -> None:
+    pass
+
+
+def louder_values(layers) -> None:
+    layers[2].self_attn.v_proj.weight *= 1.05
+
+
+def other_mlp(layers) -> None:
+    layers[1].mlp.down_proj.weight *= 0.9
+
+
+def other_queries(layers) -> None:
+    layers[3].self_attn.q_proj.weight *= 2
+
+
+@pytest.fixture(scope="module")
+def four_layers(tmp_path_factory) -> Path:
+    return tiny_llama_folder(tmp_path_factory.mktemp("four"), vocab_size=61, layers=4)
+
+
+TOKENS = (5, 9, 13, 7, 30, 22, 17)
+
+
+@pytest.mark.parametrize(
+    ("disturb", "said"),
+    [
+        (nothing, "no layer differs by more than 0.001: look at the final norm, the output layer"),
+        (louder_values, "they part in layer 3, by more than 0.001; look at the first token too: V, O, MLP"),
+        (other_mlp, "they part in layer 2, by more than 0.001; look at the first token too: V, O, MLP"),
+        (other_queries, "they part in layer 4, by more than 0.001; look at RoPE, window, scale, Q, K"),
+    ],
+)
+def test_the_layer_that_was_disturbed_is_named(four_layers, mesh, disturb, said):
+    own = layer_outputs(megatron_model(four_layers, mesh), TOKENS)
+    assert [tuple(one.shape) for one in own] == [(7, 32)] * 4 and {one.dtype for one in own} == {torch.float32}
+    other = LayersOfTransformers(four_layers, disturb).layer_outputs(TOKENS)
+    lines = layer_table(own, other, ROUNDING["32"]).splitlines()
+    assert len(lines) == 6 and lines[-1].startswith(said)
+    for number, (a, b, line) in enumerate(zip(own, other, lines[1:], strict=False), 1):
+        gaps = [math.dist(x, y) / math.hypot(*x) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
+        mean, largest, token = line.split()[1:]
+        assert line.split()[0] == str(number)
+        assert token == f"({gaps.index(max(gaps))})" or max(gaps) < 1e-5
+        assert float(mean) == pytest.approx(sum(gaps) / 7, rel=0.06, abs=1e-6)
+        assert float(largest) == pytest.approx(max(gaps), rel=0.06, abs=1e-6)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "shares"), [(1, 2, False), (2, 1, False), (2, 1, True), (2, 2, True)])
+def test_a_model_that_is_shared_shows_the_same_layers(four_layers, mesh, tmp_path, tensor, pipeline, shares):
+    """Stages have some of them each; sequence parallelism splits their positions, of which 7 is no multiple."""
+    script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "layer_outputs.py"
+    out = tmp_path / "found.pt"
+    run_ranks(script, tensor * pipeline, four_layers, out, tensor, pipeline, int(shares), *TOKENS)
+    own = layer_outputs(megatron_model(four_layers, mesh), TOKENS)
+    for rank in range(tensor * pipeline):
+        found = torch.load(f"{out}.{rank}")
+        assert len(found) == 4
+        for one, other in zip(own, found, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
