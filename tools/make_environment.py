@@ -17,7 +17,7 @@ import sysconfig
 import tempfile
 import venv
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints"
@@ -57,24 +57,31 @@ ENVIRONMENTS = {
 }
 
 
+def fail(sentence: str) -> SystemExit:
+    return SystemExit(f"make_environment: {sentence}")
+
+
 def python_of(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
+def borrowed_torch() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        raise fail(f"torch is borrowed from {sys.executable}, which has none; run it by .venv's Python") from None
+
+
 def wanted_stamp(wanted: Environment) -> str:
     """Changes with the pins, with this script, and with the environment that is borrowed from."""
-    behind = (sys.version, sysconfig.get_path("purelib"), version("torch"))
-    parts = (str(wanted), wanted.pins.read_text(), Path(__file__).read_text(), *behind)
+    behind = (sysconfig.get_path("purelib"), borrowed_torch()) if wanted.borrows else ()
+    parts = (str(wanted), wanted.pins.read_text(), Path(__file__).read_text(), sys.version, *behind)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def is_complete(wanted: Environment, folder: Path) -> bool:
     stamp = folder / STAMP
     return stamp.is_file() and stamp.read_text() == wanted_stamp(wanted) and python_of(folder).exists()
-
-
-def fail(sentence: str) -> SystemExit:
-    return SystemExit(f"make_environment: {sentence}")
 
 
 def run(command: list[str], seconds: int, what: str) -> str:
@@ -119,8 +126,8 @@ def make(wanted: Environment, folder: Path) -> None:
         raise fail(
             f"{wanted.what} has no wheel for {sys.executable}, Python {sys.version.split()[0]}; 3.11 and 3.12 do"
         )
-    if wanted.torch is not None and version("torch").split("+")[0] != wanted.torch:
-        found = f"{sysconfig.get_path('purelib')} has {version('torch')}"
+    if wanted.torch is not None and borrowed_torch().split("+")[0] != wanted.torch:
+        found = f"{sysconfig.get_path('purelib')} has {borrowed_torch()}"
         raise fail(
             f"{wanted.what} borrows torch and works with {wanted.torch} only, but {found}: install that release"
         )
@@ -129,8 +136,9 @@ def make(wanted: Environment, folder: Path) -> None:
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial.", dir=folder.parent))
     try:
         build(wanted, partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        if not is_complete(wanted, folder):  # another may have been faster, and have it in use
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import venv
 import zipfile
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -81,6 +82,21 @@ def test_made_once_and_again_when_a_pin_changes(wanted, tmp_path, monkeypatch):
     assert release_in(folder) == "2.0"
 
 
+def test_a_complete_one_that_came_up_meanwhile_stays(wanted, tmp_path, monkeypatch):
+    folder, build = tmp_path / "made", tool.build
+
+    def build_while_another_is_faster(wanted: tool.Environment, partial: Path) -> None:
+        monkeypatch.setattr(tool, "build", build)
+        tool.make(wanted, folder)
+        inodes.append(folder.stat().st_ino)
+        build(wanted, partial)
+
+    inodes: list[int] = []
+    monkeypatch.setattr(tool, "build", build_while_another_is_faster)
+    tool.make(wanted, folder)
+    assert inodes == [folder.stat().st_ino]
+
+
 def test_the_project_is_borrowed_from_and_cannot_be_imported(wanted, tmp_path):
     tool.make(wanted, tmp_path / "made")
     # The editable install has `reinforce_rl/conf` in its site-packages, a package without modules.
@@ -119,6 +135,13 @@ def test_the_script_names_the_command_and_why_it_failed(kind, tmp_path):
     assert "ERROR: No matching distribution found for " in line
     assert ("--no-deps" in line) == (kind == "cpu")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_script_by_a_python_without_torch(tmp_path):
+    venv.create(tmp_path / "bare", with_pip=False)
+    done = shell(tmp_path / "made", PYTHON=str(tmp_path / "bare/bin/python"))
+    assert done.returncode == 1 and f"from {tmp_path}/bare/bin/python, which has none" in done.stderr
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("arguments", [("made", "tpu"), ("made", "cpu", "more")])
