@@ -192,7 +192,7 @@ def test_each_pin_is_imported_or_wanted_and_goes_with_the_others():
     pins = [canonicalize_name(pin.name) for pin in requirements("engine-cpu")]
     wanted = tool.ENVIRONMENTS["engine-cpu"]
     code = f"{wanted.check}\nNAMES = {pins}\n{ASK}"
-    said = subprocess.check_output([engine_environment(), "-I", "-W", "ignore", "-c", code], text=True, timeout=240)
+    said = subprocess.check_output([engine_environment(), "-I", "-W", "ignore", "-c", code], text=True, timeout=600)
     releases: dict[str, str] = {"torch": f"{wanted.torch}+cpu"}
     used: set[str] = set()
     lines: list[str] = []
