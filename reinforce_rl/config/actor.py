@@ -341,6 +341,10 @@ class VLLMConfig(Section):
         0.4, "share of a GPU's memory that the engine takes while it generates, weights and cache", gt=0, lt=1
     )
     cpu_cache_gigabytes: Count = key(1, "of an engine on a CPU, for its cache", "GiB")
+    load_adapters: bool = key(
+        True,
+        "of LoRA, send the updates alone after the first time; false: merged into the weights, all of them each time",
+    )
     enforce_eager: bool = key(False, "on GPUs: no CUDA graphs and no compilation; a quicker start, slower tokens")
 
 

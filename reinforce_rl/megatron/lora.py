@@ -299,12 +299,17 @@ def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
     with mesh.together(failed):
         if mesh.is_main:
             shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            save_tensors(tensors, part / WEIGHTS_FILE)
-            config = json.dumps(peft_config(settings, source), indent=2)
-            (part / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
+            write_adapter(tensors, settings, source, part)
             replace_folder(part, out)
     return out
+
+
+def write_adapter(tensors: dict[str, Tensor], settings: LoraSettings, source: str | Path, out: Path) -> None:
+    """Write PEFT's files of whole updates, named as PEFT does, into a new folder."""
+    out.mkdir(parents=True)
+    save_tensors(tensors, out / WEIGHTS_FILE)
+    config = json.dumps(peft_config(settings, source), indent=2)
+    (out / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
 
 
 def peft_config(settings: LoraSettings, source: str | Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ class EngineArguments:
     max_batch_size: int  # requests decoded together
     max_seq_len: int  # prompt and response tokens
     max_num_tokens: int  # per forward pass
+    lora_rank: int = 0  # of adapters that it will be given; 0 for none
     options: dict[str, Any] = field(default_factory=dict)  # particular to the engine
 
 

@@ -18,6 +18,8 @@ class EngineAdapter(Protocol):
     package: str  # that the engine's Python must have
     host: str  # module that runs the engine
     memory_key: str  # to be lowered when the engine finds no memory
+    shows_layers: bool  # `EngineHost` has a command layer_outputs
+    loads_adapters: bool  # LoRA updates may be sent alone, by `EngineHost.load_adapter`
 
     @property
     def options(self) -> dict[str, Any]:

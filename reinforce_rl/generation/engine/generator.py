@@ -25,9 +25,11 @@ from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
 from reinforce_rl.generation.base import SamplingParams, check_lengths
 from reinforce_rl.generation.engine import Answer, EngineArguments, EngineSampling, Request, process
 from reinforce_rl.generation.engine.adapter import EngineAdapter
+from reinforce_rl.generation.engine.buckets import checksum
 from reinforce_rl.generation.engine.weights import send_weights
 from reinforce_rl.generation.native.sampling import sample_seeds
-from reinforce_rl.megatron.lora import MergedWeights, lora_settings_of
+from reinforce_rl.megatron.hf_weights import hf_tensors
+from reinforce_rl.megatron.lora import PREFIX, MergedWeights, adapter_rows, lora_settings_of, write_adapter
 from reinforce_rl.megatron.model.model import CausalLM
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ class EngineGenerator:
     ):
         self._lm, self._tokenizer, self._log_folder = lm, tokenizer, log_folder
         self._adapter, self._config = adapter, config
+        lora = lora_settings_of(lm)
+        self._lora = lora if adapter.loads_adapters else None  # sent alone; else merged
         self._arguments = EngineArguments(
             model=str(model),
             dtype=str(lm.config.params_dtype).removeprefix("torch."),
@@ -72,6 +76,7 @@ class EngineGenerator:
             max_batch_size=config.max_batch_size,
             max_seq_len=max_seq_len,
             max_num_tokens=config.max_num_tokens,
+            lora_rank=self._lora.rank if self._lora is not None else 0,
             options=adapter.options,
         )
         self._bucket_bytes = config.weight_bucket_megabytes * 2**20
@@ -117,6 +122,19 @@ class EngineGenerator:
             )
         return self._completions(answers, params)
 
+    def layer_outputs(self, tokens: Sequence[int]) -> list[torch.Tensor] | None:
+        """Return the residual stream [tokens, hidden] of a prompt after each decoder layer, float32; None from an engine without.
+
+        Call within `awake`. An engine with compiled layers has none either (`vllm.enforce_eager`).
+        """
+        if not self._adapter.shows_layers:
+            return None
+        (request,) = requests_of(
+            [Prompt(0, "", tuple(tokens))], 1, SamplingParams(max_length=1, use_greedy=True), 0, self._pad_id
+        )
+        found = self._with_one_restart(lambda: self._together(lambda engine: engine.call("layer_outputs", request)))
+        return [torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape) for shape, data in found] or None
+
     def _completions(self, answers: Sequence[Answer], params: SamplingParams) -> Completions:
         cut = [self._cut_at_end_string(answer, params.end_strings) for answer in answers]
         lengths = torch.tensor([len(answer.tokens) for answer in cut], dtype=torch.long)
@@ -155,6 +173,8 @@ class EngineGenerator:
         if not self._has_weights:
             self._send_weights()
             self._has_weights = True
+        if self._lora is not None:
+            self._send_adapter()
         if self._is_asleep:
             self._together(lambda engine: engine.call("resume_cache"))
             self._is_asleep = False
@@ -172,12 +192,29 @@ class EngineGenerator:
             make_buffer=lambda elements, dtype: adapter.make_buffer(elements, dtype, device),
             hosts_worker=self._hosts_worker,
             is_spread=len(self._devices) > 1,
-            values=None if lora_settings_of(self._lm) is None else MergedWeights(self._lm),
+            values=None if self._lora is not None or lora_settings_of(self._lm) is None else MergedWeights(self._lm),
         )
         self._together(lambda engine: engine.call("update_weights", None))
 
+    def _send_adapter(self) -> None:
+        """Send the LoRA updates alone, as PEFT's folder."""
+        settings = self._lora
+        assert settings is not None
+        mesh, scale, sums, found = self._lm.mesh, settings.scale, {}, {}
+        rows = adapter_rows(self._lm)
+        tensors = hf_tensors(self._lm, rows=rows, dtype=self._lm.config.params_dtype) if mesh.cp_rank == 0 else ()
+        for name, tensor in tensors:
+            if tensor is not None:
+                found[PREFIX + name] = tensor
+                sums[name] = checksum(tensor * scale if name.endswith("lora_B.weight") else tensor)
+        self._together(
+            lambda engine: engine.load_adapter(
+                lambda folder: write_adapter(found, settings, self._arguments.model, folder), sums
+            )
+        )
+
     def _sleep(self) -> None:
-        self._has_weights = False
+        self._has_weights = self._lora is not None  # then the engine keeps the frozen weights
         try:
             self._together(lambda engine: engine.call("release"))
             self._is_asleep = True

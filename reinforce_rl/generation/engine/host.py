@@ -33,6 +33,10 @@ class EngineHost(Protocol):
         """Load a bucket of weights as `offer` of the trainer's adapter gave it; None after the last."""
         ...
 
+    async def load_adapter(self, folder: str, sums: dict[str, int]) -> None:
+        """Generate with PEFT's folder of LoRA updates from now on; `sums` has the checksums of A and of scale x B."""
+        ...
+
     async def release(self) -> None:
         """Fall asleep: give back the memory of weights and cache, where the engine can."""
         ...
@@ -46,6 +50,13 @@ class EngineHost(Protocol):
         ...
 
     async def stop(self) -> None: ...
+
+
+class WithoutAdapters:
+    """For engines whose adapter has `loads_adapters` false."""
+
+    async def load_adapter(self, folder: str, sums: dict[str, int]) -> None:
+        raise NotImplementedError
 
 
 async def answers_of(results: Sequence[Awaitable[Answer]], seconds: float) -> list[Answer]:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,13 @@ class EngineProcess:
         """Return answers in the order of the requests; lost ones have a `fault`."""
         key, seconds = "request_timeout_seconds", self._config.request_timeout_seconds
         return self.call("generate", tuple(requests), seconds, limit=key, grace=ABORT_SECONDS)
+
+    def load_adapter(self, write: Callable[[Path], None], sums: dict[str, int]) -> None:
+        """Have the engine load the LoRA updates that `write` puts into a folder; see `EngineHost.load_adapter`."""
+        folder = self._folder / "adapter"
+        shutil.rmtree(folder, ignore_errors=True)
+        write(folder)
+        self.call("load_adapter", str(folder), sums)
 
     def stop(self) -> None:
         """Stop the engine gracefully, or kill it."""

@@ -28,6 +28,7 @@ class TensorRTLLM:
     name, title, package = "tensorrt_llm", "TensorRT-LLM", "tensorrt_llm"
     host = "reinforce_rl.generation.trtllm.host"
     memory_key = "tensorrt_llm.free_gpu_memory_fraction"
+    shows_layers = loads_adapters = False
 
     def __init__(self, config: TensorRTLLMConfig):
         self._config = config

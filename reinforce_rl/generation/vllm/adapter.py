@@ -22,8 +22,11 @@ class VLLM:
     host = "reinforce_rl.generation.vllm.host"
     memory_key = "vllm.gpu_memory_utilization, or vllm.cpu_cache_gigabytes on a CPU,"
 
+    shows_layers = True
+
     def __init__(self, config: VLLMConfig):
         self._config = config
+        self.loads_adapters = config.load_adapters
 
     @property
     def options(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import itertools
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ from reinforce_rl.generation.engine import Answer, EngineArguments, Request
 from reinforce_rl.generation.engine.host import answers_of, check_version, main
 
 WORKER = "reinforce_rl.generation.vllm.worker.WeightsOfTrainer"
-SLEEP_LEVEL = 2  # weights are dropped rather than kept in the host's memory
 
 
 class VLLMHost:
@@ -23,6 +23,8 @@ class VLLMHost:
         self._numbers = itertools.count()
         self._is_updating = False
         self._on_cpu = False
+        self._sleep_level = 2  # drops the weights
+        self._adapter: Any = None
 
     async def start(self, arguments: EngineArguments) -> list[str]:
         package = importlib.import_module("vllm")
@@ -32,6 +34,11 @@ class VLLMHost:
         if self._on_cpu:  # nothing is compiled, and VLLM_CPU_KVCACHE_SPACE has the cache's size
             options |= {"enforce_eager": True}
             del options["gpu_memory_utilization"]
+        if arguments.lora_rank:
+            sizes = typing.get_args(importlib.import_module("vllm.config.lora").MaxLoRARanks)
+            size = min(size for size in sizes if size >= arguments.lora_rank)
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": size}
+            self._sleep_level = 1  # keeps them in the machine's memory, as they are frozen
         settings = package.AsyncEngineArgs(
             model=arguments.model,
             dtype=arguments.dtype,
@@ -74,7 +81,7 @@ class VLLMHost:
         )
         prompt = {"prompt_token_ids": list(request.tokens)}
         name = str(next(self._numbers))
-        async for result in self._engine.generate(prompt, params, request_id=name):
+        async for result in self._engine.generate(prompt, params, request_id=name, lora_request=self._adapter):
             (output,) = result.outputs
         if output.finish_reason not in ("stop", "length"):
             return Answer(fault=f"it ended by {output.finish_reason!r}")
@@ -93,9 +100,26 @@ class VLLMHost:
         self._is_updating = False
         await self._engine.reset_prefix_cache()
 
+    async def load_adapter(self, folder: str, sums: dict[str, int]) -> None:
+        number = 1  # another each time, as the prefix cache tells adapters apart by it
+        if self._adapter is not None:
+            number += self._adapter.lora_int_id
+            await self._engine.remove_lora(self._adapter.lora_int_id)
+        request = importlib.import_module("vllm.lora.request").LoRARequest
+        self._adapter = request(f"update {number}", number, folder)
+        await self._engine.add_lora(self._adapter)
+        await self._engine.collective_rpc("check_adapter", args=(number, sums))
+
+    async def layer_outputs(self, request: Request) -> list[tuple[list[int], bytes]]:
+        """Return the residual stream of a prompt after each decoder layer; compiled layers record nothing."""
+        await self._engine.reset_prefix_cache()
+        await self._engine.collective_rpc("watch_layers")
+        await self._complete(request)
+        return (await self._engine.collective_rpc("watched_layers"))[0]
+
     async def release(self) -> None:
         if not self._on_cpu:
-            await self._engine.sleep(SLEEP_LEVEL)
+            await self._engine.sleep(self._sleep_level)
 
     async def resume_weights(self) -> None:
         if not self._on_cpu:

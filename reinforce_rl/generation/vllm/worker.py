@@ -56,6 +56,39 @@ class WeightsOfTrainer:
             self._check_layers()
         self._arrived = {}
 
+    def check_adapter(self, number: int, sums: Mapping[str, int]) -> None:
+        """Raise RuntimeError, with names, if the LoRA updates are not those that were sent."""
+        adapter = self.model_runner.lora_manager._adapter_manager.get_adapter(number)
+        packed = getattr(self._model, "packed_modules_mapping", {})
+        found = {}
+        for path, weights in adapter.loras.items():
+            above, _, leaf = path.rpartition(".")
+            parts = packed.get(leaf, [leaf])
+            for kind, given in (("lora_A", weights.lora_a), ("lora_B", weights.lora_b)):
+                tensors = given if isinstance(given, list) else [given]
+                for part, tensor in zip(parts, tensors, strict=True):
+                    if tensor is not None:
+                        found[f"{above}.{part}.{kind}.weight"] = buckets.checksum(tensor)
+        wrong = sorted(name for name in sums.keys() | found.keys() if sums.get(name) != found.get(name))
+        if wrong:
+            raise RuntimeError(f"{len(wrong)} LoRA matrices are not what was sent: {', '.join(wrong[:5])}")
+
+    def watch_layers(self) -> None:
+        """Record the residual stream after each decoder layer, until `watched_layers`."""
+        self._seen: list[tuple[list[int], bytes]] = []
+
+        def hook(layer: Any, inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
+            stream = (outputs[0] + outputs[1]).float().cpu()
+            self._seen.append((list(stream.shape), stream.numpy().tobytes()))
+
+        self._hooks = [layer.register_forward_hook(hook) for layer in self._model.model.layers]
+
+    def watched_layers(self) -> list[tuple[list[int], bytes]]:
+        """Return shape and float32 values of each layer's [tokens, hidden]."""
+        for handle in self._hooks:
+            handle.remove()
+        return self._seen
+
     @property
     def _model(self) -> Any:
         return self.model_runner.get_model()
