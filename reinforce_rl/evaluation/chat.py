@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+from reinforce_rl.config.actor import ENGINES
 from reinforce_rl.data.batches import FINISH_LENGTH, Completions, Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer, render_prompt
 from reinforce_rl.errors import DataError, ReinforceError, RewardServerError
@@ -49,6 +50,7 @@ class Speaker:
     name: str
     actor: MegatronGPTReinforceActorModel
     messages: list[dict[str, Any]] = field(default_factory=list)
+    limit: int | None = None  # tokens of prompt and answer; None for the model's own
 
     def prompt(self, number: int, longest: int) -> tuple[Prompt, int]:
         """Return the conversation as a prompt, and the tokens that an answer of at most `longest` may have.
@@ -59,7 +61,7 @@ class Speaker:
         Raises:
             DataError: the last question alone fills the context.
         """
-        tokenizer, limit = self.actor.tokenizer, self.actor.lm.architecture.max_positions
+        tokenizer, limit = self.actor.tokenizer, self.limit or self.actor.lm.architecture.max_positions
         messages, is_chat = list(self.messages), bool(self.actor.tokenizer.chat_template)
         first = int(messages[0]["role"] == "system")
         while True:
@@ -74,9 +76,8 @@ class Speaker:
         return Prompt(number, text, tuple(tokens), {}, tuple(messages) if is_chat else ()), min(longest, room)
 
     def answer(self, prompt: Prompt, params: SamplingParams, seed: int, show: Callable[[str], None]) -> Completions:
-        """Generate a response; `show` gets its text piece by piece, and what it raises ends it."""
+        """Generate a response; `show` gets its text in pieces, or whole from an engine, and what it raises ends it."""
         generator, shown = self.actor.generator, 0
-        assert isinstance(generator, NativeGenerator)  # by default
 
         def watch(tokens: list[list[int]], is_whole: bool = False) -> None:
             nonlocal shown
@@ -86,7 +87,8 @@ class Speaker:
             show(text[shown:])
             shown = max(shown, len(text))
 
-        found = generator.generate([prompt], 1, params, seed, watch)
+        own = {"watch": watch} if isinstance(generator, NativeGenerator) else {}
+        found = generator.generate([prompt], 1, params, seed, **own)
         watch(found.tokens.tolist(), True)
         return found
 
@@ -263,7 +265,12 @@ def chat(
         for name in cfgs if rewards else ():  # no such function: an error; no server yet: it may come up
             with contextlib.suppress(RewardServerError):
                 connect(name)
-        speakers = [Speaker(name, load_actor(cfg, mesh)) for name, cfg in cfgs.items()]
+        speakers = []
+        for name, cfg in cfgs.items():
+            limit = cfg.model.encoder_seq_length if cfg.generation in ENGINES else None
+            speakers.append(Speaker(name, load_actor(cfg, mesh), limit=limit))
+            stack.enter_context(contextlib.closing(speakers[-1].actor.generator))
+            stack.enter_context(speakers[-1].actor.generator.awake())
         params = replace(
             speakers[0].actor.settings.val_sampling,
             max_length=max_tokens,

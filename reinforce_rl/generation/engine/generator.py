@@ -123,9 +123,9 @@ class EngineGenerator:
         return self._completions(answers, params)
 
     def layer_outputs(self, tokens: Sequence[int]) -> list[torch.Tensor] | None:
-        """Return the residual stream [tokens, hidden] of a prompt after each decoder layer, float32; None from an engine without.
+        """Return the residual stream [tokens, hidden] of a prompt after each decoder layer, in float32.
 
-        Call within `awake`. An engine with compiled layers has none either (`vllm.enforce_eager`).
+        Call within `awake`. None from an engine that cannot, or whose layers are compiled (`vllm.enforce_eager`).
         """
         if not self._adapter.shows_layers:
             return None

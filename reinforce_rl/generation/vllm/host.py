@@ -1,4 +1,4 @@
-"""The engine's half of vLLM: `python -m reinforce_rl.generation.vllm.host`. Written to 0.32 and 0.33."""
+"""The engine's half of vLLM: `python -m reinforce_rl.generation.vllm.host`. Written to 0.32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class VLLMHost:
 
     async def start(self, arguments: EngineArguments) -> list[str]:
         package = importlib.import_module("vllm")
-        check_version("vllm", str(package.__version__).split("+")[0], ["0.32", "0.33"])
+        check_version("vllm", str(package.__version__).split("+")[0], ["0.32"])
         self._on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
         options = dict(arguments.options)
         if self._on_cpu:  # nothing is compiled, and VLLM_CPU_KVCACHE_SPACE has the cache's size
