@@ -31,7 +31,7 @@ class TensorRTLLMHost(WithoutAdapters):
         package = importlib.import_module("tensorrt_llm")
         check_version("tensorrt_llm", str(package.__version__), ["1.2"])
         options = dataclasses.asdict(arguments)
-        own = options.pop("options")
+        own, _ = options.pop("options"), options.pop("lora_rank")
         config = importlib.import_module("tensorrt_llm.llmapi").KvCacheConfig
         # Only TRTLLMSampler honours request seeds; only chunked prefill lets a prompt exceed max_num_tokens.
         self._llm = package.AsyncLLM(
