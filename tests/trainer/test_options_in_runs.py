@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.choices import GENERATOR_CORRECTIONS
+from helpers.models import tiny_llama_folder
+from helpers.ranks import run_ranks
 from helpers.rewards import FunctionReward
 from helpers.tiny_run import (
     MAX_LENGTH,
@@ -19,6 +21,7 @@ from helpers.tiny_run import (
     rollouts_of,
     run,
     tiny_config,
+    tiny_overrides,
     tiny_trainer,
     without_times,
 )
@@ -235,6 +238,22 @@ class TestGeneratorCorrection:
         assert gradients["token", 1.5] == pytest.approx(1.5 * gradients["none", 2.5], rel=1e-4)
         assert gradients["token_mask", 2.5] == pytest.approx(gradients["token", 2.5], rel=1e-6)
         assert gradients["token_mask", 1.5] == gradients["sequence_mask", 1.5] == 0
+
+    @pytest.mark.parametrize("cut", [[], ["model.pipeline_model_parallel_size=2"]], ids=["data", "pipeline"])
+    def test_the_quantiles_are_those_of_all_ranks(self, cut, tmp_path):
+        """Of two, each with half of the prompts or of the layers, with two optimizer steps of which one has ratios."""
+        script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "gap.py"
+        options = [f"{RL}.importance_ratio=token", "model.global_batch_size=8", f"{RL}.max_steps=1"]
+        found = []
+        for ranks, layout in ((1, []), (2, cut)):
+            folder = tmp_path / str(ranks)
+            tiny_llama_folder(folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16)
+            run_ranks(script, ranks, *tiny_overrides(folder), *options, *layout, f"trainer.devices={ranks}")
+            (line,) = metrics_of(folder)
+            found.append([line[f"train/{name}"] for name in ("generator_gap", *GAP_SHARES)])
+        assert found[1] == pytest.approx(found[0], abs=1e-5)
+        _, median, p99, largest = found[0]
+        assert 0.01 < median < p99 <= largest < 0.11
 
     def test_one_token_that_the_engine_sees_differently_is_named(self, tmp_path, mesh, monkeypatch, capsys):
         """In the log and as an alert in the run's folder, and in the report with the text before it."""
