@@ -1,7 +1,8 @@
-"""Tokens a second of the native engine and of transformers' `generate`, in turns, in one process.
+"""Tokens a second of the native engine and of transformers' `generate`, or of vLLM, in turns.
 
 python benchmarks/generation.py                              (SmolLM2-135M, fp32; about 2 minutes on 2 cores)
 python benchmarks/generation.py --prompt-tokens 256 --group 8
+python benchmarks/generation.py --vllm .venv-engine/bin/python                   (vLLM in place of transformers)
 python benchmarks/generation.py --short                      (a tiny random model, one pair: does it work at all?)
 
 The same weights, prompts of equal length, samples a prompt and threads; both sample at temperature 1, and no response
@@ -11,12 +12,13 @@ may end before its last token. One call of each does not count. The last line of
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +32,19 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
 
 from rloo_step.inputs import make_prompts  # noqa: E402
 
+from reinforce_rl.config.actor import EngineConfig, VLLMConfig  # noqa: E402
 from reinforce_rl.data.batches import Prompt  # noqa: E402
 from reinforce_rl.data.tokenizer import load_tokenizer  # noqa: E402
 from reinforce_rl.generation.base import SamplingParams  # noqa: E402
+from reinforce_rl.generation.engine.generator import EngineGenerator  # noqa: E402
 from reinforce_rl.generation.native.generator import NativeGenerator  # noqa: E402
+from reinforce_rl.generation.vllm.adapter import VLLM  # noqa: E402
 from reinforce_rl.megatron.architecture import Architecture  # noqa: E402
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights  # noqa: E402
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh  # noqa: E402
 from reinforce_rl.megatron.model.model import CausalLM  # noqa: E402
 
-OURS, PEER = "native engine", "transformers"
+OURS, PEER, ENGINE = "native engine", "transformers", "vLLM"
 SHORT = {"pairs": 1, "prompts": 2, "group": 2, "prompt_tokens": 8, "response_tokens": 6, "threads": 1}
 
 
@@ -55,6 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cache-tokens", type=int, help="bound on the native engine's KV cache; default: none")
     parser.add_argument("--pairs", type=int, default=5, help="of calls, one of each side (%(default)s)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch (%(default)s)")
+    parser.add_argument("--vllm", metavar="PYTHON", help="vLLM's interpreter; vLLM is then the other side")
     parser.add_argument("--short", action="store_true", help="a tiny random model, one pair of small calls")
     parser.set_defaults(**(SHORT if "--short" in sys.argv[1:] else {}))
     return parser.parse_args()
@@ -110,6 +116,24 @@ def peer_side(folder: Path, prompts: list[Prompt], args: argparse.Namespace) -> 
     return draw
 
 
+@contextlib.contextmanager
+def vllm_side(
+    folder: Path, mesh: Mesh, prompts: list[Prompt], args: argparse.Namespace, scratch: Path
+) -> Iterator[Callable[[int], Tensor]]:
+    """As `native_side`, by the trainer's own adapter; weights have been sent before."""
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    lm = CausalLM(Architecture.from_folder(folder), mesh)
+    load_hf_weights(lm, HFFolder(folder))
+    config, length = EngineConfig(python=args.vllm), args.prompt_tokens + args.response_tokens
+    tokenizer = load_tokenizer(folder)
+    engine = EngineGenerator(
+        lm, tokenizer, VLLM(VLLMConfig()), config, model=folder, max_seq_len=length, log_folder=scratch
+    )
+    params = SamplingParams(max_length=args.response_tokens)
+    with contextlib.closing(engine), engine.awake():
+        yield lambda seed: engine.generate(prompts, args.group, params, seed).tokens
+
+
 def measure(sides: dict[str, Callable[[int], Tensor]], args: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of each side's calls; who begins alternates.
 
@@ -139,8 +163,13 @@ def main() -> int:
         tokenizer = load_tokenizer(folder)
         (texts,) = make_prompts(tokenizer, 1, args.prompts, args.prompt_tokens)
         prompts = [Prompt(i, text, tuple(tokenizer.encode(text))) for i, text in enumerate(texts)]
-        sides = {OURS: native_side(folder, mesh, prompts, args), PEER: peer_side(folder, prompts, args)}
-        seconds = measure(sides, args)
+        with contextlib.ExitStack() as stack:
+            sides = {OURS: native_side(folder, mesh, prompts, args)}
+            if args.vllm is None:
+                sides[PEER] = peer_side(folder, prompts, args)
+            else:
+                sides[ENGINE] = stack.enter_context(vllm_side(folder, mesh, prompts, args, Path(scratch)))
+            seconds = measure(sides, args)
     count = args.prompts * args.group * args.response_tokens
     shape = f"{args.prompts} prompts x {args.group}, {args.prompt_tokens} + {args.response_tokens} tokens"
     table = Table(title=f"{folder.name}, float32: {shape}, {args.threads} threads")
@@ -149,7 +178,7 @@ def main() -> int:
     for name, values in seconds.items():
         median = statistics.median(values)
         table.add_row(name, f"{median:.2f}", f"{count / median:.1f}")
-    ratios = [peer / ours for ours, peer in zip(seconds[OURS], seconds[PEER], strict=True)]
+    ratios = [peer / ours for ours, peer in zip(*seconds.values(), strict=True)]
     console = Console(width=119)
     console.print(table)
     console.print(f"each pair: {' '.join(f'{r:.2f}' for r in ratios)}; load {os.getloadavg()[0]:.1f}", highlight=False)
