@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -38,12 +39,14 @@ def checksum(tensor: Tensor) -> int:
 
 
 def shared_buffer(elements: int, dtype: torch.dtype) -> tuple[Tensor, str]:
-    """Return CPU memory that other processes of this user open by the path; it ends with this process."""
+    """Return CPU memory that other processes of this user open by the path; it ends with the tensor."""
     # No file in /dev/shm, which is small in containers and would outlive a kill.
     descriptor = os.memfd_create("weights")
     os.ftruncate(descriptor, elements * dtype.itemsize)
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    return torch.from_file(path, shared=True, size=elements, dtype=dtype), path
+    buffer = torch.from_file(path, shared=True, size=elements, dtype=dtype)
+    weakref.finalize(buffer, os.close, descriptor)
+    return buffer, path
 
 
 def describe(buffer: Tensor, views: Mapping[str, Tensor]) -> dict[str, Any]:
