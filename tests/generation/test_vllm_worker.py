@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -210,3 +211,16 @@ class TestWorker:
         assert worker._vector_matches(norm, "weight", rows_of(8))
         norm.weight = norm.weight.roll(1)
         assert not worker._vector_matches(norm, "weight", rows_of(8))
+
+
+def test_shared_memory_goes_with_its_buffer():
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = open_files()
+    buffer, path = shared_buffer(WIDTH, torch.float32)
+    assert open_files() == before + 1
+    buffer.fill_(3.0)
+    assert torch.equal(torch.from_file(path, shared=True, size=WIDTH), buffer)
+    del buffer
+    assert open_files() == before
