@@ -30,7 +30,10 @@ from one_gpu import ours  # noqa: E402
 from one_gpu.shapes import SHAPES  # noqa: E402
 from one_gpu.weights import fill_ours  # noqa: E402
 
+from reinforce_rl.config.actor import TensorRTLLMConfig, VLLMConfig  # noqa: E402
 from reinforce_rl.generation.trtllm import adapter as engine_adapter  # noqa: E402
+from reinforce_rl.generation.trtllm.adapter import TensorRTLLM  # noqa: E402
+from reinforce_rl.generation.vllm.adapter import VLLM  # noqa: E402
 from reinforce_rl.megatron.architecture import Architecture  # noqa: E402
 from reinforce_rl.megatron.hf_weights import hf_tensors  # noqa: E402
 from reinforce_rl.megatron.model.model import CausalLM  # noqa: E402
@@ -261,13 +264,14 @@ def by_value(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class TestIpc:
-    def test_another_process_reads_all_weights(self, mesh, monkeypatch):
+    @pytest.mark.parametrize("adapter", [TensorRTLLM(TensorRTLLMConfig()), VLLM(VLLMConfig())])
+    def test_another_process_reads_all_weights(self, mesh, monkeypatch, adapter):
         monkeypatch.setattr(engine_adapter, "handle_of", by_value)
         monkeypatch.setattr(engine_adapter, "device_uuid", lambda device: "GPU-0")
         lm = CausalLM(Architecture.from_hf(SHAPES["tiny"]), mesh, torch.bfloat16)
         fill_ours(lm)
         expected = {name: ipc.summary(value) for name, value in hf_tensors(lm) if value is not None}
-        received, buckets = ipc.exchange(lm)
+        received, buckets = ipc.exchange(lm, adapter)
         assert buckets > 1 and ipc.differences(received, expected) == []
         name = next(iter(received))
         received[name][2] += 0.5

@@ -1,8 +1,14 @@
-"""Weights on their way to an engine: another process reads them from this one's GPU memory by CUDA IPC."""
+"""Weights on their way to an engine: another process reads them from this one's GPU memory by CUDA IPC.
+
+As TensorRT-LLM's worker reads them, and as ours in vLLM does.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
+import os
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -12,28 +18,42 @@ from one_gpu.shapes import SHAPES
 from one_gpu.weights import fill_ours
 
 from gpu_checks.base import Context, Finding, judged
-from reinforce_rl.config.actor import TensorRTLLMConfig
+from reinforce_rl.config.actor import TensorRTLLMConfig, VLLMConfig
+from reinforce_rl.generation.engine.adapter import EngineAdapter
 from reinforce_rl.generation.engine.weights import send_weights
 from reinforce_rl.generation.trtllm.adapter import TensorRTLLM
+from reinforce_rl.generation.vllm.adapter import VLLM
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_weights import hf_tensors
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.utils.process import PACKAGE_PARENT
 
 BUCKET_BYTES = 1 << 17  # the tiny model has more, so that a bucket's memory is filled several times
 
-# One line of handles a bucket; answered by one line of JSON: dtype, shape and sum of each tensor.
+# One line a bucket; answered by one line of JSON: dtype, shape and sum of each tensor.
 RECEIVER = """
 import base64, json, pickle, sys
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
-for line in sys.stdin:
-    found = {}
-    for name, (function, arguments) in pickle.loads(base64.b64decode(line)):
+from reinforce_rl.generation.engine import buckets
+
+def by_handle(handles):
+    for name, (function, arguments) in pickle.loads(base64.b64decode(handles)):
         arguments = list(arguments)
         if function is rebuild_cuda_tensor:
             arguments[6] = 0  # the device, as this process numbers it
-        tensor = function(*arguments)
+        yield name, function(*arguments)
+
+for line in sys.stdin:
+    found, bucket = {}, pickle.loads(base64.b64decode(line))
+    if "places" in bucket:
+        (place,) = bucket["places"]
+        tensors = buckets.received(bucket, place, torch.device("cuda", 0))
+    else:
+        (handles,) = bucket.values()
+        tensors = by_handle(handles)
+    for name, tensor in tensors:
         found[name] = [str(tensor.dtype), list(tensor.shape), float(tensor.double().sum())]
         del tensor
     if torch.cuda.is_available():
@@ -47,9 +67,11 @@ def check(context: Context) -> Finding:
         lm = CausalLM(Architecture.from_hf(SHAPES["tiny"]), mesh, torch.bfloat16)
         fill_ours(lm)
         expected = {name: summary(value) for name, value in hf_tensors(lm, device=mesh.device) if value is not None}
-        received, buckets = exchange(lm)
-    faults = differences(received, expected)
-    return judged(faults, f"{len(expected)} tensors in {buckets} buckets arrived", {"buckets": buckets})
+        faults, buckets = [], 0
+        for adapter in (TensorRTLLM(TensorRTLLMConfig()), VLLM(VLLMConfig())):
+            received, buckets = exchange(lm, adapter)
+            faults += [f"{adapter.title}: {fault}" for fault in differences(received, expected)]
+    return judged(faults, f"{len(expected)} tensors in {buckets} buckets arrived, twice", {"buckets": buckets})
 
 
 def summary(tensor: torch.Tensor) -> list[Any]:
@@ -67,26 +89,26 @@ def differences(received: dict[str, list[Any]], expected: dict[str, list[Any]]) 
     return faults[:5]
 
 
-def exchange(lm: CausalLM) -> tuple[dict[str, list[Any]], int]:
+def exchange(lm: CausalLM, adapter: EngineAdapter) -> tuple[dict[str, list[Any]], int]:
     """Send all weights to a process that is started here: what it read, and the number of buckets."""
     command = [sys.executable, "-c", RECEIVER]
-    receiver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    environment = {**os.environ, "PYTHONPATH": PACKAGE_PARENT}
+    receiver = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
+    )
     stdin, stdout = receiver.stdin, receiver.stdout
     assert stdin is not None and stdout is not None
     received: dict[str, list[Any]] = {}
     buckets = 0
 
-    adapter = TensorRTLLM(TensorRTLLMConfig())
-
-    def deliver(offers: list[dict[str, str]]) -> None:
+    def deliver(offers: list[Any]) -> None:
         nonlocal buckets
-        for text in adapter.bucket_of(offers).values():
-            stdin.write(text + "\n")
-            answer = stdout.readline()
-            if not answer:
-                raise RuntimeError(f"the receiving process ended with exit code {receiver.wait(timeout=10)}")
-            received.update(json.loads(answer))
-            buckets += 1
+        stdin.write(base64.b64encode(pickle.dumps(adapter.bucket_of(offers))).decode() + "\n")
+        answer = stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the receiving process ended with exit code {receiver.wait(timeout=10)}")
+        received.update(json.loads(answer))
+        buckets += 1
 
     try:
         send_weights(

@@ -49,12 +49,12 @@ class VLLM:
 
     def make_buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Offer]:
         if device.type == "cuda":
-            buffer = torch.empty(elements, dtype=dtype, device=device)
-            place: str | bytes = buckets.ipc_place(buffer)
+            buffer, path = torch.empty(elements, dtype=dtype, device=device), None
         else:
-            buffer, place = buckets.shared_buffer(elements, dtype)
+            buffer, path = buckets.shared_buffer(elements, dtype)
 
         def offer(own: Tensor, views: Mapping[str, Tensor]) -> dict[str, Any]:
+            place = path or buckets.ipc_place(own)  # a handle counts its readers, so each bucket has its own
             return {**buckets.describe(own, views), "places": {self.device_id(device): place}}
 
         return buffer, offer
