@@ -5,6 +5,7 @@ That whole runs deliver them is in test_tensorrt_llm.py.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import inspect
 import io
@@ -14,6 +15,7 @@ import pickle
 import re
 import subprocess
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from reinforce_rl.config.actor import EngineConfig, TensorRTLLMConfig
+from reinforce_rl.config.actor import EngineConfig, TensorRTLLMConfig, VLLMConfig
 from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
-from reinforce_rl.generation.engine import EngineArguments, EngineSampling, Request, process
+from reinforce_rl.generation.engine import EngineArguments, EngineSampling, Request, host, process
 from reinforce_rl.generation.engine.process import (
     MAX_FOLDER_CHARACTERS,
     EngineProcess,
@@ -38,6 +40,7 @@ from reinforce_rl.generation.engine.process import (
 from reinforce_rl.generation.engine.weights import _elements, _views, plan_buckets, send_weights
 from reinforce_rl.generation.trtllm import adapter
 from reinforce_rl.generation.trtllm.adapter import TensorRTLLM, packed_handles
+from reinforce_rl.generation.vllm.adapter import VLLM
 from reinforce_rl.megatron.hf_weights import export_hf_folder
 from reinforce_rl.megatron.lora import MergedWeights
 from reinforce_rl.megatron.weight_map import Row
@@ -129,6 +132,38 @@ def test_without_the_package_it_says_so_and_leaves_nothing_behind(tmp_path):
     assert not engine._folder.exists() and engine._child is None
 
 
+def vllm_of(tmp_path: Path, python: Path | str) -> EngineProcess:
+    (tmp_path / "config.json").write_text("{}")
+    arguments = EngineArguments(str(tmp_path), "bfloat16", 1, 8, 64, 64)
+    config = EngineConfig(python=str(python), start_timeout_seconds=60)
+    return EngineProcess(VLLM(VLLMConfig()), arguments, config, tmp_path / "engine.log", 0, None)
+
+
+def test_an_environment_with_another_version_is_refused(tmp_path):
+    package = tmp_path / "packages" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('__version__ = "0.30.1+cpu"')
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{package.parent}:$PYTHONPATH" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    engine = vllm_of(tmp_path, python)
+    with pytest.raises(
+        GenerationError, match=r"vLLM did not start: .*vllm is 0\.30\.1; expected 0\.32.*; see its log"
+    ):
+        engine.start()
+    assert not engine._folder.exists() and engine._child is None
+
+
+def test_an_environment_without_the_package_or_without_python_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"generation is vllm, but .* has no package vllm; set engine\.python to"):
+        vllm_of(tmp_path, sys.executable)
+    with pytest.raises(ConfigError, match=r"engine\.python is .*/absent, which does not run: .*No such file"):
+        vllm_of(tmp_path, tmp_path / "absent")
+    (tmp_path / "text").write_text("not a program")
+    with pytest.raises(ConfigError, match=r"engine\.python is .*/text, which does not run: .*Permission denied"):
+        vllm_of(tmp_path, tmp_path / "text")
+
+
 def test_a_start_that_takes_too_long_is_ended(tmp_path):
     engine = process_of(tmp_path, start=0.001)
     with pytest.raises(GenerationError, match=r"no answer to start within 0.001 s \(engine.start_timeout_sec"):
@@ -160,6 +195,26 @@ def test_the_host_imports_neither_torch_nor_megatron():
     code = "import sys, reinforce_rl.generation.trtllm.host; print({'torch', 'megatron', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_a_command_that_is_never_answered_fails_once_the_engines_processes_have_ended(monkeypatch):
+    class Host:
+        is_alive = True
+
+        async def generate(self) -> None:
+            self.is_alive = False
+            await asyncio.sleep(3600)
+
+        async def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr(host, "WATCH_SECONDS", 0.05)
+    ours, theirs = Pipe()
+    for command in ("generate", "stop"):
+        ours.send((command, ()))
+    asyncio.run(asyncio.wait_for(host.serve(Host(), theirs), 60))  # type: ignore[arg-type]
+    assert ours.recv() == ("RuntimeError: the engine's own processes ended", None)
+    assert ours.recv() == (None, None)
 
 
 def rows_of(*sizes: tuple[str, int]) -> list[Row]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -186,15 +185,6 @@ class TestSamples:
             yield engine
         engine.close()
 
-    def test_a_sample_depends_on_seed_prompt_and_sample_alone(self, engine):
-        both = engine.generate(PROMPTS, 3, PARAMS, seed=3)
-        alone = engine.generate(PROMPTS[1:], 3, PARAMS, seed=3)
-        assert torch.equal(both.tokens[3:], alone.tokens)
-        assert len({tuple(row) for row in both.tokens.tolist()}) > 4
-        assert not torch.equal(engine.generate(PROMPTS, 3, PARAMS, seed=4).tokens, both.tokens)
-        assert both.log_probs is not None and both.log_probs.shape == both.tokens.shape
-        assert set(both.finish_reasons) == {FINISH_LENGTH}
-
     def test_what_a_request_asks_for(self):
         params = SamplingParams(max_length=5, temperature=0.7, top_k=4, top_p=0.9, stop_token_ids=(2, 5))
         found = requests_of(PROMPTS, 2, params, 3, pad_id=1)
@@ -226,22 +216,6 @@ class TestSamples:
 
 class TestFaults:
     """Each is survived, or is an error that says what happened and what to do."""
-
-    def test_weights_refused_once(self, tmp_path, mesh, fake_engine):
-        given = fake_engine(model="scripted", fault="update_refused")
-        engine = generator_of(tmp_path, mesh)
-        assert draw(engine).lengths.tolist() == [3] * 4
-        engine.close()
-        assert calls_of(given).count("AsyncLLM.setup_async") == 2
-
-    def test_weights_refused_always(self, tmp_path, mesh, fake_engine):
-        fake_engine(model="scripted", fault="update_refused", times=9)
-        engine = generator_of(tmp_path, mesh)
-        with pytest.raises(
-            GenerationError, match=r"failed again after .* update_weights failed: ValueError: Device UUID"
-        ):
-            draw(engine)
-        engine.close()
 
     def test_out_of_memory_at_start(self, tmp_path, mesh, fake_engine):
         fake_engine(model="scripted", fault="out_of_memory", times=9)
@@ -276,15 +250,6 @@ class TestFaults:
         assert draw(engine).lengths.tolist() == [3] * 4
         engine.close()
         assert "GenerationResult.abort" not in calls_of(given)
-
-    def test_a_call_that_never_returns(self, tmp_path, mesh, fake_engine):
-        fake_engine(model="scripted", fault="hang", times=9)
-        engine = generator_of(tmp_path, mesh, "engine.update_timeout_seconds=1")
-        start = time.monotonic()
-        with pytest.raises(GenerationError, match=r"no answer to update_weights within 1 s \(engine.update_time"):
-            draw(engine)
-        assert time.monotonic() - start < 60
-        engine.close()
 
     def test_a_token_outside_the_vocabulary_does_not_count(self, tmp_path, mesh, fake_engine):
         fake_engine(model="scripted", fault="outside")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from helpers.engine_env import engine_environment
 from helpers.models import tiny_llama_folder
 from helpers.policies import all_logits
-from helpers.tiny_run import compose, tiny_overrides
+from helpers.tiny_run import compose, metrics_of, rollouts_of, tiny_overrides
 
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import Completions, Prompt
@@ -27,6 +30,15 @@ PROMPTS = [Prompt(7, "tea", (6, 7, 8)), Prompt(9, "to", (6, 9))]
 PARAMS = SamplingParams(max_length=8, temperature=0.7, stop_token_ids=(2, 5))
 NUM_SAMPLES = 4
 TOLERANCE = 2e-4  # of log-probs in fp32
+OF_RUNS = ("trainer.reinforce.max_epochs=2", "trainer.reinforce.max_steps=3")
+SMOLLM2 = (
+    "model.encoder_seq_length=64",
+    "model.reinforce.length_params.max_length=12",
+    "model.optim.lr=1e-5",
+    "trainer.reinforce.initial_policy_kl_penalty=0",
+    "engine.weight_bucket_megabytes=64",
+)
+SMALL_BUCKET = 16384  # bytes; the setting's minimum is a megabyte
 
 
 def vllm_overrides() -> list[str]:
@@ -43,8 +55,15 @@ def vllm_model(folder: Path, **keys: Any) -> Path:
 def engine_generator(
     folder: Path, mesh: Mesh, *overrides: str, dtype: torch.dtype = torch.float32
 ) -> tuple[CausalLM, EngineGenerator]:
-    """Return the model below `folder` and its configured generator."""
-    config = load_config(compose(*tiny_overrides(folder), *vllm_overrides(), *overrides))
+    """Return the model below `folder` and vLLM for it."""
+    return generator_of(folder, mesh, *vllm_overrides(), *overrides, dtype=dtype)
+
+
+def generator_of(
+    folder: Path, mesh: Mesh, *overrides: str, dtype: torch.dtype = torch.float32
+) -> tuple[CausalLM, EngineGenerator]:
+    """Return the model below `folder` and its configured engine."""
+    config = load_config(compose(*tiny_overrides(folder), *overrides))
     model = config.pretrained_checkpoint.restore_from_path
     lm = CausalLM(Architecture.from_folder(model), mesh, dtype)
     load_hf_weights(lm, HFFolder(model))
@@ -76,3 +95,43 @@ def log_prob_gap(lm: CausalLM, found: Completions) -> float:
         own = torch.log_softmax(logits.float() / PARAMS.temperature, -1).gather(1, response[:, None])[:, 0]
         largest = max(largest, float((own - found.log_probs[row, :length]).abs().max()))
     return largest
+
+
+def check_log_probs(folder: Path) -> None:
+    """Fail unless the samples of the three steps have the trainer's own log-probs, so that their ratio is 1."""
+    for step in (1, 2, 3):
+        count = 0
+        for row in rollouts_of(folder, step):
+            own, engines = row["policy_log_probs"], row["generator_log_probs"]
+            assert len(own) == len(engines) > 0
+            assert max(abs(one - other) for one, other in zip(own, engines, strict=True)) < TOLERANCE
+            assert max(abs(math.exp(one - other) - 1) for one, other in zip(own, engines, strict=True)) < TOLERANCE
+            count += len(own)
+        assert count > 16
+        assert metrics_of(folder)[step]["train/generator_gap_max"] < TOLERANCE
+
+
+def processes_of(generator: EngineGenerator) -> dict[str, psutil.Process]:
+    """Return the engine's processes: host, EngineCore and Worker, or Worker 0, 1, ... where there are several."""
+    assert generator._engine is not None and generator._engine._child is not None
+    return processes_below(psutil.Process(generator._engine._child.pid))
+
+
+def processes_below(host: psutil.Process) -> dict[str, psutil.Process]:
+    core = next((one for one in host.children() if _is_of_vllm(one)), None)
+    workers = [] if core is None else [one for one in core.children() if _is_of_vllm(one)]
+    names = [f"Worker {i}" for i in range(len(workers))] if len(workers) > 1 else ["Worker"] * len(workers)
+    return {"host": host, **({} if core is None else {"EngineCore": core}), **dict(zip(names, workers, strict=True))}
+
+
+def _is_of_vllm(process: psutil.Process) -> bool:
+    return any("spawn_main" in word for word in process.cmdline())  # else a resource tracker
+
+
+def wait_for_the_end(processes: Iterable[psutil.Process], seconds: float = 60.0) -> None:
+    """Fail if one of these still runs after `seconds`; it is ended."""
+    _, alive = psutil.wait_procs(list(processes), seconds)
+    left = [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    for one in left:
+        one.kill()
+    assert not left, f"still there after {seconds:g} s: {left}"

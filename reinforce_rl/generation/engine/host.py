@@ -17,9 +17,16 @@ from typing import Any, Protocol
 from reinforce_rl.generation.engine import Answer, EngineArguments, Request
 from reinforce_rl.utils.process import connect_to_parent
 
+WATCH_SECONDS = 1.0
+
 
 class EngineHost(Protocol):
     """An engine's half of the protocol; its public methods are the commands."""
+
+    @property
+    def is_alive(self) -> bool:
+        """False once its own processes have ended, of which it may tell its callers nothing."""
+        ...
 
     async def start(self, arguments: EngineArguments) -> list[str]:
         """Start the engine, with random weights until the first update; return the device of each worker."""
@@ -96,7 +103,12 @@ async def serve(host: EngineHost, connection: Connection) -> None:
         except (EOFError, OSError):
             command, arguments = "stop", ()
         try:
-            reply = None, await getattr(host, command)(*arguments)
+            answer = asyncio.ensure_future(getattr(host, command)(*arguments))
+            while not answer.done() and host.is_alive:
+                await asyncio.wait([answer], timeout=WATCH_SECONDS)
+            if not host.is_alive and command != "stop":
+                raise RuntimeError("the engine's own processes ended")
+            reply = None, await answer
         except Exception as error:  # report any engine error to the trainer
             reply = text_of(error), None
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import itertools
+import os
+import signal
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +27,10 @@ class VLLMHost:
         self._on_cpu = False
         self._sleep_level = 2  # drops the weights
         self._adapter: Any = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._engine is None or not self._engine.errored
 
     async def start(self, arguments: EngineArguments) -> list[str]:
         package = importlib.import_module("vllm")
@@ -135,4 +141,6 @@ class VLLMHost:
 
 
 if __name__ == "__main__":
+    # The trainer has died; vLLM's own processes, which share the group, would stay.
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     main(VLLMHost())

@@ -113,8 +113,9 @@ class AsyncLLM:
         if handles is None:
             self._finalise()
             return
-        if strikes("update_refused"):
-            raise ValueError("Device UUID GPU-0 not found in ipc_handles")
+        for device in self._devices():
+            if device not in handles:
+                raise ValueError(f"Device UUID {device} not found in ipc_handles")
         if self._model is not None:
             from .sharing import received
 

@@ -1,0 +1,134 @@
+"""What holds for every engine: with TensorRT-LLM's fake, and by `make test-engine` with the real vLLM."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.engine_fake import install_fake
+from helpers.vllm_engine import NUM_SAMPLES, PARAMS, PROMPTS, draw, generator_of, vllm_model, vllm_overrides
+
+from reinforce_rl.errors import GenerationError
+from reinforce_rl.generation.engine import process
+from reinforce_rl.generation.engine.generator import EngineGenerator
+from reinforce_rl.generation.trtllm import adapter as of_tensorrt_llm
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module", params=["tensorrt_llm", pytest.param("vllm", marks=pytest.mark.engine)])
+def engine(request, tmp_path_factory, mesh) -> Iterator[EngineGenerator]:
+    folder = tmp_path_factory.mktemp(request.param)
+    vllm_model(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        overrides = ["generation=tensorrt_llm", "engine.request_timeout_seconds=5"]
+        if request.param == "vllm":
+            overrides = [*vllm_overrides(), "engine.request_timeout_seconds=20"]
+        else:
+            patch.setattr(sys, "path", list(sys.path))
+            patch.setattr(of_tensorrt_llm, "device_uuid", of_tensorrt_llm.device_uuid)
+            patch.setattr(of_tensorrt_llm, "handle_of", of_tensorrt_llm.handle_of)
+            patch.setenv("FAKE_ENGINE", "{}")
+            install_fake(folder / "engine", model="scripted")
+        _, generator = generator_of(folder, mesh, *overrides)
+        yield generator
+        generator.close()
+        for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def expected(engine) -> torch.Tensor:
+    return draw(engine).tokens
+
+
+@pytest.fixture(autouse=True)
+def another_restart(engine):
+    engine._was_restarted = False
+
+
+def strike(engine: EngineGenerator, monkeypatch, command: str, what: Callable[[Any], None], times: int = 1) -> None:
+    """Call `what` with the engine's process as the next commands begin."""
+    call, left = process.EngineProcess.call, [command] * times
+
+    def struck(own, name, *arguments, **options):
+        if name in left:
+            left.remove(name)
+            what(own._child)
+        return call(own, name, *arguments, **options)
+
+    monkeypatch.setattr(process.EngineProcess, "call", struck)
+
+
+def kill_soon(child: Any) -> None:
+    """Kill it in the middle of the command."""
+    child.send_signal(signal.SIGSTOP)
+    threading.Timer(0.5, child.send_signal, (signal.SIGKILL,)).start()
+
+
+def test_a_sample_depends_on_seed_prompt_and_sample_alone(engine, expected):
+    with engine.awake():
+        alone = engine.generate(PROMPTS[1:], NUM_SAMPLES, PARAMS, 3)
+        others = engine.generate(PROMPTS, NUM_SAMPLES, PARAMS, 4)
+    width = alone.tokens.shape[1]
+    assert torch.equal(expected[NUM_SAMPLES:, :width], alone.tokens)
+    assert len({tuple(row) for row in expected.tolist()}) > 4
+    assert others.tokens.shape != expected.shape or not torch.equal(others.tokens, expected)
+    assert alone.log_probs is not None and alone.log_probs.shape == alone.tokens.shape
+
+
+@pytest.mark.parametrize("command", ["generate", "update_weights"])
+def test_one_that_dies_is_started_anew(engine, expected, monkeypatch, caplog, command):
+    strike(engine, monkeypatch, command, kill_soon)
+    assert torch.equal(draw(engine).tokens, expected)
+    assert f"event=engine_restarted reason=the engine ended in {command} (status -9)" in caplog.text
+
+
+def test_one_that_hangs_is_ended_and_started_anew(engine, expected, monkeypatch, caplog):
+    monkeypatch.setattr(process, "ABORT_SECONDS", 0.0)
+    strike(engine, monkeypatch, "generate", lambda child: child.send_signal(signal.SIGSTOP))
+    assert torch.equal(draw(engine).tokens, expected)
+    seconds = engine._config.request_timeout_seconds
+    assert f"no answer to generate within {seconds:g} s (engine.request_timeout_seconds)" in caplog.text
+
+
+def test_the_second_time_the_run_ends(engine, expected, monkeypatch):
+    strike(engine, monkeypatch, "generate", kill_soon, times=2)
+    with pytest.raises(GenerationError, match="failed again after it had been started anew: the engine ended in gen"):
+        draw(engine)
+
+
+def misdirect(engine: EngineGenerator, monkeypatch, times: int) -> None:
+    """Offer the next buckets to a device that no worker has."""
+    bucket_of, count = engine._adapter.bucket_of, 0
+
+    def misdirected(offers):
+        nonlocal count
+        bucket, count = bucket_of(offers), count + 1
+        if count > times:
+            return bucket
+        if "places" in bucket:
+            return {**bucket, "places": {"GPU-9": bucket["places"]["cpu"]}}
+        return {"GPU-9": bucket["cpu:0"]}
+
+    monkeypatch.setattr(engine._adapter, "bucket_of", misdirected)
+
+
+REFUSED = r"update_weights failed: .*(no weights came for cpu, but for GPU-9|Device UUID cpu:0 not found)"
+
+
+def test_one_that_refuses_its_weights_is_started_anew(engine, expected, monkeypatch, caplog):
+    misdirect(engine, monkeypatch, times=1)
+    assert torch.equal(draw(engine).tokens, expected)
+    assert "event=engine_restarted reason=the engine's update_weights failed" in caplog.text
+
+
+def test_one_that_refuses_them_always_ends_the_run(engine, expected, monkeypatch):
+    misdirect(engine, monkeypatch, times=99)
+    with pytest.raises(GenerationError, match=f"failed again after .* {REFUSED}"):
+        draw(engine)
