@@ -18,7 +18,7 @@ from pathlib import Path
 from omegaconf import OmegaConf, open_dict
 
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
-from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.actor import EngineConfig, TrainConfig
 from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import read_config
 from reinforce_rl.config.model_folder import MODEL, export_command, model_values, no_model
@@ -101,6 +101,8 @@ def inference_config(
     with open_dict(cfg):
         for section, _, name in (key.rpartition(".") for key in OF_TRAINING):
             OmegaConf.select(cfg, section).pop(name, None)
+        for name in EngineConfig.model_fields.keys() & (cfg.get("tensorrt_llm") or {}).keys():  # before 2026-11-23
+            OmegaConf.update(cfg, f"engine.{name}", cfg.tensorrt_llm.pop(name), force_add=True)
     prompts = OmegaConf.select(cfg, f"{DATA}.validation") if data is None else str(data)
     values = {MODEL: str(path), "trainer.reinforce.initial_policy_kl_penalty": 0.0}
     values |= {f"{DATA}.validation": prompts, f"{DATA}.test": None}

@@ -125,3 +125,12 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_it_is_loaded(tmp_pa
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 31}))
     with pytest.raises(ConfigError, match="has 32 tokens, its model only 31 embeddings"):
         load_actor(inference_config(model), mesh)
+
+
+def test_a_run_of_before_the_engines_section(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = tiny_config(folder).model_dump()
+    values["tensorrt_llm"] |= values.pop("engine") | {"max_batch_size": 5}
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(values)))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    cfg = inference_config(folder / "model", ["model.reinforce.num_val_samples=2"], like=tmp_path)
+    assert cfg.engine.max_batch_size == 5
