@@ -217,7 +217,8 @@ def _is_importable(name: str) -> bool:
 
 def _engine(cfg: TrainConfig) -> Iterator[str]:
     engine, block, told = cfg.engine, cfg.model.block_size, partial(_told, cfg, "model.reinforce")
-    if engine.python is not None and not os.access(engine.python, os.X_OK):
+    python = engine.python
+    if python is not None and not (os.path.isfile(python) and os.access(python, os.X_OK)):
         yield told("engine.python", "expected an interpreter, such as .venv-engine/bin/python (docs/engines.md)")
     if engine.tensor_parallel_size is not None and not 1 <= engine.tensor_parallel_size <= block:
         advice = f"expected 1 to {block}, the ranks that share a copy of the model, or null for all of them"

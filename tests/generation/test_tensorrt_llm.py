@@ -295,6 +295,7 @@ class TestConfiguration:
         [
             ("generation=sglang", "generation is 'sglang'; expected one of native, vllm, tensorrt_llm"),
             ("tensorrt_llm.mode=separate", "takes weights through CUDA IPC only"),
+            ("engine.python=tests", "engine.python is 'tests'; expected an interpreter, such as .venv-engine"),
             ("engine.tensor_parallel_size=2", "expected 1 to 1, the ranks that share a copy"),
             ("tensorrt_llm.free_gpu_memory_fraction=1.5", "expected above 0 and below 1"),
             ("engine.weight_bucket_megabytes=0", "expected at least 1"),
