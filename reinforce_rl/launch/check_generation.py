@@ -102,7 +102,8 @@ def check_generation(
                     with other.awake():
                         both = layer_outputs(actor.lm, one.worst), outputs(one.worst)
                     if mesh.is_main:
-                        print(layer_table(*both, ROUNDING[precision]))
+                        hidden = "the engine shows no layers; vLLM does with vllm.enforce_eager=true"
+                        print(layer_table(*both, ROUNDING[precision]) if both[1] else hidden)
                 return one
 
             found = [by_layer(compare(native, other, asked, params))]
