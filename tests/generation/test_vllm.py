@@ -1,0 +1,290 @@
+"""Runs with the real vLLM on a CPU: layouts and faults. `make test-engine` runs these."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from helpers.models import smollm2_folder
+from helpers.ranks import run_ranks
+from helpers.tiny_run import (
+    however_cut,
+    largest_difference,
+    metrics_of,
+    rollouts_of,
+    tiny_config,
+    tiny_trainer,
+    without_times,
+)
+from helpers.trainer_processes import TrainerProcesses
+from helpers.vllm_engine import (
+    NUM_SAMPLES,
+    OF_RUNS,
+    PARAMS,
+    PROMPTS,
+    SMALL_BUCKET,
+    SMOLLM2,
+    check_log_probs,
+    draw,
+    engine_generator,
+    processes_of,
+    vllm_model,
+    vllm_overrides,
+    wait_for_the_end,
+)
+
+from reinforce_rl.errors import GenerationError
+from reinforce_rl.generation.engine import process
+from reinforce_rl.generation.engine.generator import EngineGenerator
+from reinforce_rl.megatron.checkpointer import latest_checkpoint
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+LAYOUTS = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "vllm_layouts.py"
+
+
+def train(
+    folder: Path,
+    mesh,
+    *overrides: str,
+    bucket_bytes: int | None = SMALL_BUCKET,
+    watch: Callable[[EngineGenerator], object] = lambda _: None,
+) -> list[dict]:
+    """Run three steps with vLLM below `folder`; return the lines of metrics.jsonl."""
+    with tiny_trainer(tiny_config(folder, *OF_RUNS, *vllm_overrides(), *overrides), mesh) as trainer:
+        generator = trainer.model.generator
+        assert isinstance(generator, EngineGenerator)
+        generator._bucket_bytes = bucket_bytes or generator._bucket_bytes
+        watch(generator)
+        try:
+            trainer.fit()
+        finally:
+            generator.close()
+    return metrics_of(folder)
+
+
+def beside(folder: Path, model: Path) -> Path:
+    """Make `folder` the place of a run with this model."""
+    folder.mkdir(exist_ok=True)
+    (folder / "model").symlink_to(model)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, mesh) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    vllm_model(folder)
+    train(folder, mesh)
+    check_log_probs(folder)
+    return folder
+
+
+class TestSmolLM2:
+    """Three steps of the trainer on the real model. An update that vLLM does not compute with would end the run."""
+
+    def test_on_one_rank(self, tmp_path, mesh, monkeypatch):
+        folder, calls = beside(tmp_path / "run", smollm2_folder()), []
+        call = process.EngineProcess.call
+
+        def counted(engine, command, *arguments, **options):
+            calls.append((command, arguments == (None,)))
+            return call(engine, command, *arguments, **options)
+
+        monkeypatch.setattr(process.EngineProcess, "call", counted)
+        train(folder, mesh, *SMOLLM2, bucket_bytes=None)
+        check_log_probs(folder)
+        assert calls.count(("update_weights", True)) == calls.count(("release", False)) == 3
+        assert calls.count(("update_weights", False)) > 3 * 5, "in several buckets"
+
+    def test_on_two_ranks(self, tmp_path):
+        folder = beside(tmp_path / "run", smollm2_folder())
+        run_ranks(LAYOUTS, 2, folder, "smollm2", timeout=500)
+        check_log_probs(folder)
+
+
+class Killer:
+    """Ends one of an engine's processes in each phase: as it is given weights, as it generates, and while it sleeps.
+
+    As a command begins, the process is stopped, so that the command is still under way when it is killed.
+    """
+
+    def __init__(self, monkeypatch, generator: EngineGenerator, names: Sequence[str]):
+        self._generator, self._sleeps = generator, 0
+        self._plan = list(zip([(0, "update_weights"), (1, "generate"), (2, "asleep")], names, strict=True))
+        self.seen: set[psutil.Process] = set()
+        call = process.EngineProcess.call
+
+        def call_and_kill(engine, command, *arguments, **options):
+            self._strike(command)
+            result = call(engine, command, *arguments, **options)
+            if command == "release":
+                self._sleeps += 1
+                self._strike("asleep")
+            return result
+
+        monkeypatch.setattr(process.EngineProcess, "call", call_and_kill)
+
+    @property
+    def has_struck_thrice(self) -> bool:
+        return not self._plan
+
+    def _strike(self, phase: str) -> None:
+        if not self._plan or self._plan[0][0] != (self._sleeps, phase):
+            return
+        (_, name) = self._plan.pop(0)
+        self._generator._was_restarted = False  # it may be more than once in a run here
+        found = processes_of(self._generator)
+        self.seen.update(found.values())
+        victim = found[name]
+        if phase == "asleep":
+            victim.kill()
+            psutil.wait_procs([victim], 30)
+        else:
+            victim.suspend()
+            threading.Timer(0.5, victim.kill).start()
+
+
+@pytest.mark.parametrize("names", [("EngineCore", "Worker", "host"), ("Worker", "EngineCore", "Worker")], ids="-".join)
+def test_a_killed_engine_is_started_anew_with_the_present_weights(tmp_path, mesh, undisturbed, monkeypatch, names):
+    """See test_engines.py for a host that is killed while it works."""
+    folder, killers = beside(tmp_path / "run", undisturbed / "model"), []
+    found = train(folder, mesh, watch=lambda generator: killers.append(Killer(monkeypatch, generator, names)))
+    assert killers[0].has_struck_thrice
+    for line, other in zip(found, metrics_of(undisturbed), strict=True):
+        assert without_times(line) == without_times(other)
+    for step in (1, 2, 3):
+        assert rollouts_of(folder, step) == rollouts_of(undisturbed, step)
+    wait_for_the_end(killers[0].seen)
+
+
+def test_nothing_is_left_of_the_engine_of_a_killed_trainer(tmp_path, undisturbed):
+    folder = beside(tmp_path / "run", undisturbed / "model")
+    processes = TrainerProcesses()
+    try:
+        act = {"rank": 0, "phase": "generate", "step": 2, "signal": int(signal.SIGKILL)}
+        (trainer,) = processes.start(folder, *vllm_overrides(), act=act)
+        seen, deadline = set(), time.monotonic() + 300
+        while psutil.pid_exists(trainer) and time.monotonic() < deadline:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                seen.update(psutil.Process(trainer).children(recursive=True))
+            time.sleep(0.1)
+        processes.wait()
+        assert processes.statuses == [-signal.SIGKILL], (folder / "log").read_text()
+    finally:
+        processes.close()
+    titles = (folder / "run" / "engines" / "dp_00000.log").read_text()
+    assert len(seen) >= 3 and "EngineCore" in titles
+    wait_for_the_end(seen)
+
+
+class TestHung:
+    """With deadlines that are short, but longer than what is asked takes."""
+
+    DEADLINES = ("engine.request_timeout_seconds=20", "engine.update_timeout_seconds=40")
+
+    @pytest.fixture(scope="class")
+    def engine(self, tmp_path_factory, mesh):
+        folder = tmp_path_factory.mktemp("hung")
+        vllm_model(folder)
+        _, generator = engine_generator(folder, mesh, *self.DEADLINES)
+        yield generator, draw(generator).tokens
+        generator.close()
+
+    @pytest.fixture(autouse=True)
+    def at_once(self, monkeypatch):
+        monkeypatch.setattr(process, "STUCK_SECONDS", 0.1)
+        monkeypatch.setattr(process, "ABORT_SECONDS", 5.0)
+
+    def test_a_worker_that_answers_late_is_asked_once_more(self, engine, caplog):
+        generator, expected = engine
+        with generator.awake():
+            worker = processes_of(generator)["Worker"]
+            worker.suspend()
+            threading.Timer(22.0, worker.resume).start()
+            found = generator.generate(PROMPTS, NUM_SAMPLES, PARAMS, 3)
+        assert torch.equal(found.tokens, expected)
+        assert "event=requests_lost count=8 reason=no answer within 20 s" in caplog.text
+        assert not generator._was_restarted
+
+    @pytest.mark.parametrize(("name", "command"), [("host", "generate"), ("Worker", "update_weights")])
+    def test_it_is_started_anew(self, engine, caplog, name, command):
+        generator, expected = engine
+        generator._was_restarted = False
+        stopped = processes_of(generator)
+        if command == "generate":
+            with generator.awake():
+                stopped[name].suspend()
+                found = generator.generate(PROMPTS, NUM_SAMPLES, PARAMS, 3)
+        else:
+            stopped[name].suspend()
+            found = draw(generator)
+        assert torch.equal(found.tokens, expected)
+        assert f"event=engine_restarted reason=no answer to {command} within" in caplog.text
+        wait_for_the_end(stopped.values())
+
+    def test_the_second_time_the_run_ends(self, engine):
+        generator, _ = engine
+        generator._was_restarted = True
+        stopped = processes_of(generator)
+        stopped["host"].suspend()
+        with pytest.raises(
+            GenerationError, match=r"vLLM failed again after .*: no answer to update_weights within 40 s \(engine.up"
+        ):
+            draw(generator)
+        wait_for_the_end(stopped.values())
+
+
+def test_without_memory_for_its_cache_the_run_saves_and_says_what_to_lower(tmp_path, mesh, undisturbed):
+    """After a step that went well."""
+    folder = beside(tmp_path / "run", undisturbed / "model")
+    config = tiny_config(folder, *OF_RUNS, *vllm_overrides(), "trainer.reinforce.save_interval=100")
+    with tiny_trainer(config, mesh) as trainer:
+        generator, step = trainer.model.generator, trainer.run_training
+        assert isinstance(generator, EngineGenerator) and generator._engine is not None
+        adapter: Any = generator._engine._adapter
+
+        def step_and_lose_the_engine(batch):
+            metrics = step(batch)
+            generator.close()
+            adapter._config = adapter._config.model_copy(update={"cpu_cache_gigabytes": 9999})
+            return metrics
+
+        trainer.run_training = step_and_lose_the_engine
+        with pytest.raises(GenerationError, match=r"did not start: .*; lower .*vllm\.cpu_cache_gigabytes on a CPU"):
+            trainer.fit()
+    checkpoint = latest_checkpoint(folder / "run" / "checkpoints")
+    assert checkpoint is not None and checkpoint.trainer_state["step"] == 1
+
+
+class TestLayouts:
+    """Two ranks that share matrices, layers or prompts, and engines with one worker or two."""
+
+    NAMES = ("tp2_engine1", "tp2_engine2", "pp2_engine1", "pp2_engine2", "dp2")
+
+    @pytest.fixture(scope="class")
+    def runs(self, tmp_path_factory, undisturbed) -> Path:
+        folder = tmp_path_factory.mktemp("layouts")
+        for name in self.NAMES:
+            beside(folder / name, undisturbed / "model")
+        run_ranks(LAYOUTS, 2, folder, *self.NAMES, timeout=500)
+        return folder
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_trains_as_one_rank_does(self, runs, undisturbed, name):
+        check_log_probs(runs / name)
+        for step in (1, 2, 3):
+            rows, others = (by_sample(folder, step) for folder in (runs / name, undisturbed))
+            assert rows == others
+        for line, other in zip(metrics_of(runs / name), metrics_of(undisturbed), strict=True):
+            assert largest_difference(however_cut(line), however_cut(other)) < 1e-4
+
+
+def by_sample(folder: Path, step: int) -> dict[Any, str]:
+    return {(row["prompt_id"], row["sample_id"]): row["response"] for row in rollouts_of(folder, step)}

@@ -1,0 +1,94 @@
+"""The weights that vLLM on a CPU computes with, and that others would be seen. `make test-engine` runs these."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import tiny_family_folder
+from helpers.policies import brute_force_log_probs, transformers_model
+from helpers.sabotaged_vllm import NAMED, SabotagedVLLM
+from helpers.vllm_engine import (
+    NUM_SAMPLES,
+    PARAMS,
+    PROMPTS,
+    SMALL_BUCKET,
+    TOLERANCE,
+    change_weights,
+    draw,
+    engine_generator,
+    vllm_model,
+)
+
+from reinforce_rl.config.actor import VLLMConfig
+from reinforce_rl.errors import GenerationError
+from reinforce_rl.megatron.hf_weights import export_hf_folder
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_an_engine_that_computes_with_other_weights_is_refused_by_name(tmp_path, mesh, kind):
+    """That the proof of an update can fail."""
+    vllm_model(tmp_path, tied=kind == "output layer lost")
+    _, generator = engine_generator(tmp_path, mesh)
+    adapter = SabotagedVLLM(VLLMConfig())
+    adapter.kind = kind
+    assert generator._engine is not None
+    generator._adapter = generator._engine._adapter = adapter
+    generator._was_restarted = True  # else it would be tried again
+    with pytest.raises(GenerationError, match=f"with the weights that it was given; .*{re.escape(NAMED[kind])}"):
+        draw(generator)
+    generator.close()
+
+
+FAMILIES = [
+    pytest.param(family, tied, dtype, id=f"{family}-{'tied' if tied else 'untied'}-{str(dtype)[6:]}")
+    for family, tied, dtype in [
+        *(
+            (family, tied, torch.float32)
+            for family in ("llama", "mistral", "qwen2", "qwen3")
+            for tied in (True, False)
+        ),
+        ("qwen2", True, torch.bfloat16),
+    ]
+]
+
+
+@pytest.mark.parametrize(("family", "tied", "dtype"), FAMILIES)
+def test_log_probs_are_those_of_transformers(tmp_path, mesh, family, tied, dtype):
+    """Before an update and after it, with weights in many buckets, by names that transformers reads."""
+    keys: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 61}
+    # A window is none in transformers' default for Mistral alone.
+    keys |= {"sliding_window": None} if family == "mistral" else {"head_dim": 64} if family == "qwen3" else {}
+    folder = tiny_family_folder(tmp_path / "model", family, tie_word_embeddings=tied, **keys)
+    precision = "bf16" if dtype == torch.bfloat16 else "32"
+    lm, generator = engine_generator(tmp_path, mesh, f"trainer.precision={precision}", dtype=dtype)
+    generator._bucket_bytes = SMALL_BUCKET
+    for update in range(2):
+        found = draw(generator)
+        exported = export_hf_folder(lm, folder, tmp_path / f"exported_{update}")
+        assert gap_to_transformers(exported, found) < (TOLERANCE if dtype == torch.float32 else 0.1)
+        change_weights(lm)
+    assert gap_to_transformers(exported, found) < gap_to_transformers(tmp_path / "exported_0", found) / 2
+    generator.close()
+
+
+def gap_to_transformers(folder: Path, found) -> float:
+    """Return the largest difference of log-probs to transformers' in fp32."""
+    rows = [
+        [*PROMPTS[row // NUM_SAMPLES].tokens, *found.tokens[row, :length].tolist()]
+        for row, length in enumerate(found.lengths.tolist())
+    ]
+    sequences = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    prompts = torch.tensor([len(prompt.tokens) for prompt in PROMPTS for _ in range(NUM_SAMPLES)])
+    width = found.tokens.shape[1]
+    with torch.no_grad():
+        own = brute_force_log_probs(
+            transformers_model(folder), sequences, prompts, found.lengths, PARAMS.temperature, width
+        )
+    is_token = torch.arange(width) < found.lengths[:, None]
+    return float((own - found.log_probs)[is_token].abs().max())

@@ -1,0 +1,55 @@
+"""The engine's half of vLLM with a fault in its weights, which SABOTAGE names: `python -m helpers.sabotaged_vllm`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from reinforce_rl.generation.engine.host import main
+from reinforce_rl.generation.vllm import host
+from reinforce_rl.generation.vllm.adapter import VLLM
+from reinforce_rl.generation.vllm.worker import EMBEDDING, OUTPUT_LAYER, WeightsOfTrainer
+
+KEY, VALUE = (f"model.layers.0.self_attn.{one}_proj.weight" for one in "kv")
+UP = "model.layers.1.mlp.up_proj.weight"
+# The names that vLLM is told in place of those that came; nothing is lost on the way.
+RENAMED = {
+    "output layer lost": {OUTPUT_LAYER: None},  # as a trainer that sends tied weights once
+    "projection lost": {UP: None},
+    "exchanged": {KEY: VALUE, VALUE: KEY},
+}
+NAMED = {"output layer lost": OUTPUT_LAYER, "projection lost": UP, "exchanged": KEY, "changed": EMBEDDING}
+
+
+class SabotagedVLLM(VLLM):
+    """The trainer's half: `kind` is a key of NAMED, whose tensor is to be named."""
+
+    host = "helpers.sabotaged_vllm"
+    kind = ""
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        paths = [str(folder / "package"), str(Path(__file__).parents[1])]
+        return {**super().environment(folder), "PYTHONPATH": os.pathsep.join(paths), "SABOTAGE": self.kind}
+
+
+class SabotagedWorker(WeightsOfTrainer):
+    def _noted(self, bucket: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        renamed = RENAMED.get(os.environ["SABOTAGE"], {})
+        for name, tensor in super()._noted(bucket):
+            if (told := renamed.get(name, name)) is not None:
+                yield told, tensor
+
+    def _check_layers(self) -> None:
+        if os.environ["SABOTAGE"] == "changed":  # by one bit
+            weight = self._model.model.embed_tokens.weight.data
+            weight[5, self._columns(weight.shape[1])[2]] *= 1 + 2**-23
+        super()._check_layers()
+
+
+if __name__ == "__main__":
+    host.WORKER = "helpers.sabotaged_vllm.SabotagedWorker"
+    main(host.VLLMHost())
