@@ -38,6 +38,7 @@ class VLLMHost:
         self._on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
         options = dict(arguments.options)
         if self._on_cpu:  # nothing is compiled, and VLLM_CPU_KVCACHE_SPACE has the cache's size
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"  # else the sampler is, by a C++ compiler, in each new engine
             options |= {"enforce_eager": True}
             del options["gpu_memory_utilization"]
         if arguments.lora_rank:
