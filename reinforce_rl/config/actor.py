@@ -356,7 +356,7 @@ class EngineConfig(Section):
     weight_bucket_megabytes: Count = key(512, "weights in transfer at a time", "MiB")
     start_timeout_seconds: Positive = key(600.0, "until an engine is ready", "s")
     update_timeout_seconds: Positive = key(120.0, "for a bucket of weights, and for falling asleep or waking up", "s")
-    request_timeout_seconds: Positive = key(480.0, "for all responses of one rollout_micro_batch_size", "s")
+    request_timeout_seconds: Positive = key(420.0, "for all responses of one rollout_micro_batch_size", "s")
 
 
 class TrainConfig(Section):

@@ -224,10 +224,10 @@ def _engine(cfg: TrainConfig) -> Iterator[str]:
         advice = f"expected 1 to {block}, the ranks that share a copy of the model, or null for all of them"
         yield told("engine.tensor_parallel_size", advice)
     limit = cfg.trainer.collective_timeout_seconds
-    longest = engine.start_timeout_seconds + engine.update_timeout_seconds + 2 * engine.request_timeout_seconds
+    longest = engine.start_timeout_seconds + engine.update_timeout_seconds + 2 * (engine.request_timeout_seconds + 65)
     if not longest < limit:
         yield (
-            f"engine's start_, update_ and twice request_timeout_seconds are {longest:g} together; expected "
+            f"engine's start_, update_ and twice request_timeout_seconds + 65 are {longest:g} together; expected "
             f"below trainer.collective_timeout_seconds, which is {limit:g}: the other ranks may wait this long "
             "for an engine that is started anew"
         )

@@ -382,7 +382,7 @@ def _engine(job: PredictedJob, resident: float) -> tuple[PhaseTime, float]:
     free = max(0.0, machine.memory - machine.reserved - resident)
     room = free * job.cfg.tensorrt_llm.free_gpu_memory_fraction
     if job.cfg.generation == "vllm":  # its share is of the whole GPU, and has the weights in it
-        room = min(free, max(0.0, machine.memory * job.cfg.vllm.gpu_memory_utilization - engine.weight_bytes / gpus))
+        room = max(0.0, machine.memory * job.cfg.vllm.gpu_memory_utilization - engine.weight_bytes / gpus)
     of_sequence = engine.cache_bytes_of_token * (plan.longest_prompt + job.lengths.average)
     engine = replace(engine, slots=max(1.0, min(settings.max_batch_size, room * gpus / of_sequence)))
     together, calls = job.prompts_of_call * plan.samples, plan.generation_calls

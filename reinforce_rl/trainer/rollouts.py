@@ -202,7 +202,8 @@ class RolloutMaker:
         """Sample this rank's prompts with validation's settings and score the responses; raises as `evaluate`."""
         activity.begin(name)
         # A fixed seed: only the weights differ between validations.
-        pending = self.sample(prompts, num_samples, self.model.settings.seed * 1_000_003, validation=True)
+        with self.while_generating():
+            pending = self.sample(prompts, num_samples, self.model.settings.seed * 1_000_003, validation=True)
         activity.begin(f"{name}: reward_wait", has_deadline=True)
         return self.score(pending, f"the {name} after step {step}")
 

@@ -164,6 +164,27 @@ def test_an_environment_without_the_package_or_without_python_is_refused(tmp_pat
         vllm_of(tmp_path, tmp_path / "text")
 
 
+@pytest.mark.parametrize(
+    ("told", "advice"),
+    [
+        (
+            "ValueError: Free memory on device cuda:0 (27/80 GiB) on startup is less than desired",
+            "lower tensorrt_llm.f",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB", "lower tensorrt_llm.f"),
+        ("ValueError: No available memory for the cache blocks.", "raise tensorrt_llm.f"),
+        ("ValueError: 9 heads cannot be divided by 2", "see its log"),
+    ],
+)
+def test_what_an_engines_log_says_of_memory_becomes_advice(tmp_path, monkeypatch, told, advice):
+    monkeypatch.setenv("FAILING_HOST", told)
+    (tmp_path / "engine.log").write_text("of an earlier start: out of memory\n")
+    engine = process_of(tmp_path)
+    engine._adapter.host = "helpers.failing_host"
+    with pytest.raises(GenerationError, match=rf"did not start: .*initialization failed.*engine.log; {advice}"):
+        engine.start()
+
+
 def test_a_start_that_takes_too_long_is_ended(tmp_path):
     engine = process_of(tmp_path, start=0.001)
     with pytest.raises(GenerationError, match=r"no answer to start within 0.001 s \(engine.start_timeout_sec"):

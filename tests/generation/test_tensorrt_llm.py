@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -236,13 +238,30 @@ class TestFaults:
         assert "GenerationResult.abort" in calls_of(given)
 
     def test_a_request_lost_twice(self, tmp_path, mesh, fake_engine):
-        fake_engine(model="scripted", fault="lost", times=99)
+        fake_engine(model="scripted", fault="lost", times=99, after=1)
         engine = generator_of(tmp_path, mesh, "engine.request_timeout_seconds=0.5")
         with pytest.raises(
-            GenerationError, match=r"lost 4 of 4 requests twice, of the prompts \[7, 9\]: no answer wi"
+            GenerationError, match=r"lost 3 of 4 requests twice, of the prompts \[7, 9\]: no answer wi"
         ):
             draw(engine)
         engine.close()
+
+    def test_an_engine_that_loses_all_requests_is_started_anew(self, tmp_path, mesh, fake_engine):
+        given = fake_engine(model="scripted", fault="lost", times=4)
+        engine = generator_of(tmp_path, mesh, "engine.request_timeout_seconds=2")
+        assert draw(engine).lengths.tolist() == [3] * 4
+        engine.close()
+        assert calls_of(given).count("AsyncLLM.setup_async") == 2
+
+    def test_a_signal_to_every_process_of_the_job_does_not_end_the_engine(self, tmp_path, mesh, fake_engine):
+        given = fake_engine(model="scripted")
+        engine = generator_of(tmp_path, mesh)
+        expected = draw(engine)
+        for number in (signal.SIGUSR1, signal.SIGHUP):
+            os.killpg(engine._engine._child.pid, number)
+        assert torch.equal(draw(engine).tokens, expected.tokens)
+        engine.close()
+        assert calls_of(given).count("AsyncLLM.setup_async") == 1
 
     def test_a_slow_request_is_waited_for(self, tmp_path, mesh, fake_engine):
         given = fake_engine(model="scripted", fault="slow")

@@ -83,7 +83,7 @@ class EngineGenerator:
         self._pad_id = pad_id_of(tokenizer)
         self._engine: process.EngineProcess | None = None
         self._hosts_worker = False
-        self._is_running = self._is_asleep = self._has_weights = self._was_restarted = False
+        self._is_running = self._is_asleep = self._has_weights = self._is_current = self._was_restarted = False
         self._place_engine()
 
     @contextlib.contextmanager
@@ -94,7 +94,7 @@ class EngineGenerator:
             yield
         except BaseException:
             # No collectives: the ranks may have left at different points.
-            self._has_weights = False
+            self._has_weights = self._is_current = False
             raise
         self._sleep()
 
@@ -149,9 +149,11 @@ class EngineGenerator:
         return Completions(tokens=tokens, lengths=lengths, finish_reasons=reasons, log_probs=log_probs)
 
     def _cut_at_end_string(self, answer: Answer, end_strings: Sequence[str]) -> Answer:
-        """Cut at end strings here: with `end_id` set, the engine ignores multi-token stop strings."""
+        """Cut at the first end string; an engine without a tokenizer cannot."""
         known = all(0 <= token < len(self._tokenizer) for token in answer.tokens)
-        for count in range(1, len(answer.tokens) + 1) if end_strings and known else ():
+        whole = self._tokenizer.decode(list(answer.tokens)) if end_strings and known else ""
+        is_there = any(end in whole for end in end_strings)
+        for count in range(1, len(answer.tokens) + 1) if is_there else ():
             text = self._tokenizer.decode(list(answer.tokens[:count]))
             if any(end in text for end in end_strings):
                 log_probs = None if answer.log_probs is None else answer.log_probs[:count]
@@ -167,14 +169,17 @@ class EngineGenerator:
                     "of this block, as only there it can be given weights. Is CUDA_VISIBLE_DEVICES set for it, "
                     "and engine.python an environment for this machine?"
                 )
-            self._is_running, self._is_asleep, self._has_weights = True, False, False
+            self._is_running, self._is_asleep, self._has_weights, self._is_current = True, False, False, False
+        if self._lm.mesh.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the trainer's allocator holds is what the engine needs
         if self._is_asleep:
             self._together(lambda engine: engine.call("resume_weights"))
-        if not self._has_weights:
-            self._send_weights()
-            self._has_weights = True
-        if self._lora is not None:
-            self._send_adapter()
+        if not self._is_current:
+            if not self._has_weights:
+                self._send_weights()
+            if self._lora is not None:
+                self._send_adapter()
+            self._has_weights = self._is_current = True
         if self._is_asleep:
             self._together(lambda engine: engine.call("resume_cache"))
             self._is_asleep = False
@@ -214,7 +219,7 @@ class EngineGenerator:
         )
 
     def _sleep(self) -> None:
-        self._has_weights = self._lora is not None  # then the engine keeps the frozen weights
+        self._has_weights, self._is_current = self._lora is not None, False  # it keeps LoRA's frozen weights
         try:
             self._together(lambda engine: engine.call("release"))
             self._is_asleep = True
@@ -258,6 +263,8 @@ class EngineGenerator:
                 result = action(self._engine)
             except GenerationError as error:
                 failure = error
+            except OSError as error:
+                failure = GenerationError(f"{self._adapter.title}'s files cannot be written: {error}")
         result, failure = self._lm.mesh.from_block_leader((result, failure))
         if failure is not None:
             raise failure
@@ -314,6 +321,9 @@ def requests_of(
 def _answers(engine: process.EngineProcess, requests: Sequence[Request]) -> list[Answer]:
     answers = engine.generate(requests)
     lost = [row for row, answer in enumerate(answers) if answer.fault is not None]
+    if lost and len(lost) == len(answers):  # it hangs rather than a request
+        engine.kill()
+        raise EngineLostError(f"the engine lost all {len(lost)} requests: {answers[0].fault}")
     if lost:
         logger.warning("event=requests_lost count=%d reason=%s", len(lost), answers[lost[0]].fault)
         for row, answer in zip(lost, engine.generate([requests[row] for row in lost]), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,9 @@ ABORT_SECONDS = 60.0  # for the engine to abort late requests
 MAX_FOLDER_CHARACTERS = 40
 # Launcher variables, which would make the engine join the training job as a rank.
 _OF_THE_LAUNCHER = ("TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "ROLE_", "GROUP_", "LOCAL_", "MASTER_")
+# What engines say of memory when they do not start.
+_TOO_LITTLE = re.compile("no available memory for the cache blocks|larger than the available KV cache memory", re.I)
+_TOO_MUCH = re.compile("out of memory|can't allocate memory|free memory on device|available memory on node", re.I)
 _OF_THE_RANK = ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
@@ -96,14 +100,20 @@ class EngineProcess:
         own = self._adapter.environment(self._folder)
         environment = engine_environment(os.environ, self._folder, self._devices, self._path) | own
         with self._log.open("ab") as log:
+            begin = log.tell()
             self._child = ModuleChild(
                 self._adapter.host, python=self._python, stdout=log, stderr=subprocess.STDOUT, env=environment
             )
         try:
             return self.call("start", arguments, limit="start_timeout_seconds")
         except EngineLostError as error:
+            with self._log.open("rb") as log:
+                log.seek(begin)
+                told = f"{error}\n{log.read().decode(errors='replace')}"
             advice = "see its log"
-            if "out of memory" in str(error).lower():
+            if _TOO_LITTLE.search(told):
+                advice = f"raise {self._adapter.memory_key}; see its log"
+            elif _TOO_MUCH.search(told):
                 advice = f"lower {self._adapter.memory_key}; see its log"
             raise GenerationError(f"{self._adapter.title} did not start: {error}; {advice}") from error
 

@@ -105,7 +105,8 @@ class VLLMHost:
             return
         await self._engine.collective_rpc("finish_weights")
         self._is_updating = False
-        await self._engine.reset_prefix_cache()
+        if not await self._engine.reset_prefix_cache():
+            raise RuntimeError("the cache of the old weights is still in use")
 
     async def load_adapter(self, folder: str, sums: dict[str, int]) -> None:
         number = 1  # another each time, as the prefix cache tells adapters apart by it

@@ -112,20 +112,22 @@ class WeightsOfTrainer:
         wrong, left = [], set(self._arrived)
         for path, module in self._model.named_modules():
             above, _, leaf = path.rpartition(".")
+            module = getattr(module, "base_layer", module)  # beneath LoRA's
             for kind in ("weight", "bias"):
                 names = [f"{above}.{part}.{kind}".lstrip(".") for part in packed.get(leaf, [leaf])]
                 if getattr(module, kind, None) is None or not all(name in self._arrived for name in names):
                     continue
                 left -= set(names)
                 parts = [self._arrived[name] for name in names]
-                if not (self._column_matches if parts[0].dim() == 2 else self._vector_matches)(module, kind, parts):
+                matches = self._columns_match if parts[0].dim() == 2 else self._vector_matches
+                if not matches(module, kind, parts):
                     wrong += names
         if wrong or left:
             told = [f"old or wrong: {', '.join(wrong[:5])}"] * bool(wrong)
             told += [f"of no layer: {', '.join(sorted(left)[:5])}"] * bool(left)
             raise RuntimeError(f"the engine does not compute with the weights that it was given; {'; '.join(told)}")
 
-    def _column_matches(self, module: Any, kind: str, parts: list[Tensor]) -> bool:
+    def _columns_match(self, module: Any, kind: str, parts: list[Tensor]) -> bool:
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding  # type: ignore[import-not-found]
 
         rank = getattr(module, "tp_rank", 0)
