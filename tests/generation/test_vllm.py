@@ -44,6 +44,7 @@ from helpers.vllm_engine import (
 from reinforce_rl.errors import GenerationError
 from reinforce_rl.generation.engine import process
 from reinforce_rl.generation.engine.generator import EngineGenerator
+from reinforce_rl.launch.check_generation import TEXTS
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -55,10 +56,12 @@ def train(
     mesh,
     *overrides: str,
     bucket_bytes: int | None = SMALL_BUCKET,
+    prompts: Sequence[str] | None = None,
     watch: Callable[[EngineGenerator], object] = lambda _: None,
 ) -> list[dict]:
     """Run three steps with vLLM below `folder`; return the lines of metrics.jsonl."""
-    with tiny_trainer(tiny_config(folder, *OF_RUNS, *vllm_overrides(), *overrides), mesh) as trainer:
+    config = tiny_config(folder, *OF_RUNS, *vllm_overrides(), *overrides, prompts=prompts)
+    with tiny_trainer(config, mesh) as trainer:
         generator = trainer.model.generator
         assert isinstance(generator, EngineGenerator)
         generator._bucket_bytes = bucket_bytes or generator._bucket_bytes
@@ -87,7 +90,11 @@ def undisturbed(tmp_path_factory, mesh) -> Path:
 
 
 class TestSmolLM2:
-    """Three steps of the trainer on the real model. An update that vLLM does not compute with would end the run."""
+    """Three steps of the trainer on the real model. An update that vLLM does not compute with would end the run.
+
+    The prompts are sentences: after one or two tokens, which are not text, its activations are so large that log-probs
+    differ by 2e-4.
+    """
 
     def test_on_one_rank(self, tmp_path, mesh, monkeypatch):
         folder, calls = beside(tmp_path / "run", smollm2_folder()), []
@@ -98,7 +105,7 @@ class TestSmolLM2:
             return call(engine, command, *arguments, **options)
 
         monkeypatch.setattr(process.EngineProcess, "call", counted)
-        train(folder, mesh, *SMOLLM2, bucket_bytes=None)
+        train(folder, mesh, *SMOLLM2, bucket_bytes=None, prompts=TEXTS)
         check_log_probs(folder)
         assert calls.count(("update_weights", True)) == calls.count(("release", False)) == 3
         assert calls.count(("update_weights", False)) > 3 * 5, "in several buckets"

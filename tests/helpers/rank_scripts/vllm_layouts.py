@@ -13,6 +13,7 @@ from helpers.tiny_run import tiny_config, tiny_trainer
 from helpers.vllm_engine import OF_RUNS, SMALL_BUCKET, SMOLLM2, vllm_overrides
 
 from reinforce_rl.generation.engine.generator import EngineGenerator
+from reinforce_rl.launch.check_generation import TEXTS
 from reinforce_rl.megatron.mesh import parallel_mesh
 
 # Tensor and pipeline parallel sizes, and workers of an engine.
@@ -41,6 +42,7 @@ def main() -> None:
             f"model.tensor_model_parallel_size={tensor}",
             f"model.pipeline_model_parallel_size={pipeline}",
             f"engine.tensor_parallel_size={workers}",
+            prompts=None if is_tiny else TEXTS,
         )
         with parallel_mesh(tensor, pipeline) as mesh, tiny_trainer(config, mesh) as trainer:
             generator = trainer.model.generator
