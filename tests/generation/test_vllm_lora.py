@@ -1,0 +1,83 @@
+"""LoRA updates that the real vLLM is given alone, or merged into the weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.lora import EVERY, SOME
+from helpers.models import tiny_llama_folder
+from helpers.tiny_run import compose, tiny_overrides
+from helpers.vllm_engine import SHAPE, TOLERANCE, draw, log_prob_gap, vllm_overrides
+
+from reinforce_rl.config.load import load_config
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.errors import GenerationError
+from reinforce_rl.generation.engine import generator as of_engine
+from reinforce_rl.generation.engine.generator import EngineGenerator
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.lora import LoraSettings, add_lora, updates_of
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.trainer.build import build_generator
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+def engine_of(folder, mesh, settings: LoraSettings, *overrides: str) -> tuple[CausalLM, EngineGenerator]:
+    """The vocabulary is no multiple of vLLM's padding."""
+    model = tiny_llama_folder(folder / "model", vocab_size=61, layers=2, max_positions=16, logit_scale=2.0, **SHAPE)
+    config = load_config(compose(*tiny_overrides(folder), *vllm_overrides(), *overrides))
+    lm = CausalLM(Architecture.from_folder(model), mesh, torch.float32)
+    load_hf_weights(lm, HFFolder(model))
+    add_lora(lm, settings)
+    generator = build_generator(config, lm, load_tokenizer(model))
+    assert isinstance(generator, EngineGenerator)
+    return lm, generator
+
+
+@torch.no_grad()
+def change_updates(lm: CausalLM, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    for updates in updates_of(lm):
+        for parameter in updates.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=random) * 0.2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers", "alone"),
+    [
+        pytest.param(EVERY, 1, True, id="alone"),
+        pytest.param(SOME, 2, True, id="some_alone_on_two_workers"),
+        pytest.param(EVERY, 1, False, id="merged"),
+    ],
+)
+def test_samples_are_of_the_present_updates(tmp_path, mesh, monkeypatch, settings, workers, alone):
+    sent = []
+    send = of_engine.send_weights
+    monkeypatch.setattr(of_engine, "send_weights", lambda *args, **options: (sent.append(1), send(*args, **options)))
+    lm, generator = engine_of(tmp_path, mesh, settings, f"vllm.load_adapters={alone}")
+    generator._arguments = replace(generator._arguments, tensor_parallel_size=workers)
+    found = []
+    for seed in range(3):
+        found.append(draw(generator))
+        assert log_prob_gap(lm, found[-1]) < TOLERANCE
+        change_updates(lm, seed)
+    generator.close()
+    assert len({tuple(one.tokens.flatten().tolist()) for one in found}) == 3
+    assert len(sent) == (1 if alone else 3)
+
+
+def test_an_update_that_is_not_what_was_sent_ends_the_run_by_name(tmp_path, mesh, monkeypatch):
+    write = of_engine.write_adapter
+
+    def wrong(tensors, *rest):
+        name = next(name for name in tensors if name.endswith("layers.1.self_attn.v_proj.lora_B.weight"))
+        write({**tensors, name: tensors[name] + 1e-3}, *rest)
+
+    monkeypatch.setattr(of_engine, "write_adapter", wrong)
+    _, generator = engine_of(tmp_path, mesh, EVERY)
+    with pytest.raises(GenerationError, match=r"1 LoRA matrices are not .*: model.layers.1.self_attn.v_proj.lora_B"):
+        draw(generator)
+    generator.close()
