@@ -242,7 +242,7 @@ class TestHung:
         stopped = processes_of(generator)
         stopped["host"].suspend()
         with pytest.raises(
-            GenerationError, match=r"vLLM failed again after .*: no answer to update_weights within 40 s \(engine.up"
+            GenerationError, match=r"vLLM failed again after .*: no answer to resume_weights within 40 s \(engine.up"
         ):
             draw(generator)
         wait_for_the_end(stopped.values())
