@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,5 +52,6 @@ class SabotagedWorker(WeightsOfTrainer):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))  # as host.py does
     host.WORKER = "helpers.sabotaged_vllm.SabotagedWorker"
     main(host.VLLMHost())
