@@ -12,6 +12,7 @@ from helpers.models import tiny_llama_folder
 from helpers.policies import transformers_logits, transformers_model
 from helpers.rewards import FunctionReward
 from helpers.tiny_run import compose, write_prompts
+from helpers.vllm_engine import SHAPE, vllm_overrides
 from torch import Tensor
 
 from reinforce_rl.config.load import load_config
@@ -50,11 +51,19 @@ def kl(left: Tensor, right: Tensor) -> float:
     return float((left.exp() * (left - right)).sum())
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.6])
-def test_it_converges_to_the_closed_form(tmp_path, mesh: Mesh, temperature):
+@pytest.mark.parametrize(
+    ("generation", "temperature"),
+    [
+        ("native", 1.0),
+        ("native", 1.6),
+        pytest.param("vllm", 1.6, marks=[pytest.mark.engine, pytest.mark.timeout(600)]),
+    ],
+)
+def test_it_converges_to_the_closed_form(tmp_path, mesh: Mesh, generation, temperature):
     """pi_ref * exp(r / beta) / Z, which a wrong sign, beta, temperature or mask would miss."""
+    shape, rate = (SHAPE, 0.003) if generation == "vllm" else ({}, 0.01)
     model = tiny_llama_folder(
-        tmp_path / "model", vocab_size=VOCABULARY, tied=False, layers=1, max_positions=8, logit_scale=0.6
+        tmp_path / "model", vocab_size=VOCABULARY, tied=False, layers=1, max_positions=8, logit_scale=0.6, **shape
     )
     forget_stop_tokens(model)
     generator = torch.Generator().manual_seed(1)
@@ -70,6 +79,7 @@ def test_it_converges_to_the_closed_form(tmp_path, mesh: Mesh, temperature):
             f"model.data.data_prefix.train={write_prompts(tmp_path / 'prompts.jsonl', [*PROMPTS] * 24)}",
             f"exp_manager.explicit_log_dir={tmp_path / 'run'}",
             "model.encoder_seq_length=8",
+            *(vllm_overrides() if generation == "vllm" else ()),
             f"model.reinforce.length_params.max_length={LENGTH}",
             "model.reinforce.num_rollout_samples=48",
             "model.reinforce.rollout_micro_batch_size=48",
@@ -79,13 +89,14 @@ def test_it_converges_to_the_closed_form(tmp_path, mesh: Mesh, temperature):
             "trainer.reinforce.num_rollouts_per_prompt=8",
             "trainer.reinforce.val_check_interval=0",
             f"trainer.reinforce.initial_policy_kl_penalty={BETA}",
-            "model.optim.lr=0.01",
+            f"model.optim.lr={rate}",
             "model.optim.weight_decay=0",
             "model.optim.sched.name=linear",
         )
     )
     trainer = train(config, mesh, score)
     assert trainer.step == STEPS
+    trainer.model.generator.close()
     trained = trainer.model.export(model, tmp_path / "trained")
 
     for ids, table in rewards.items():
