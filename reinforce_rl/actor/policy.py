@@ -253,8 +253,11 @@ class MegatronGPTReinforceActorModel:
         loss = sums.pop(LOSS, 0.0)
         sums["sequence_tokens"], sums["padded_tokens"] = self._tokens_of(samples, cuts)
         log_probs = torch.full(rollouts.response_mask.shape, math.nan)
-        for found_rows, values in seen:
-            log_probs[found_rows, : values.shape[1]] = values.float().cpu()
+        if seen:  # one copy from the device, as each waits for it
+            flat = torch.cat([values.flatten() for _, values in seen]).float().cpu()
+            sizes = [values.numel() for _, values in seen]
+            for (found_rows, values), own in zip(seen, flat.split(sizes), strict=True):
+                log_probs[found_rows, : values.shape[1]] = own.view(values.shape)
         return LossShare(loss, sums, self.mesh.from_last_stage(log_probs))
 
     def export(self, source: str | Path, out: str | Path, step: int | None = None) -> Path:
