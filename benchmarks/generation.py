@@ -32,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
 
 from rloo_step.inputs import make_prompts  # noqa: E402
 
-from reinforce_rl.config.actor import EngineConfig, VLLMConfig  # noqa: E402
+from reinforce_rl.config.engines import EngineConfig, VLLMConfig  # noqa: E402
 from reinforce_rl.data.batches import Prompt  # noqa: E402
 from reinforce_rl.data.tokenizer import load_tokenizer  # noqa: E402
 from reinforce_rl.generation.base import SamplingParams  # noqa: E402

@@ -53,7 +53,7 @@ def engine(mesh: Mesh, slowness: float, folder: Path) -> Iterator[Generate]:
     """The adapter of TensorRT-LLM on the fake of the tests, which sleeps in a process of its own."""
     from helpers.engine_fake import install_fake
 
-    from reinforce_rl.config.actor import EngineConfig, TensorRTLLMConfig
+    from reinforce_rl.config.engines import EngineConfig, TensorRTLLMConfig
     from reinforce_rl.data.tokenizer import load_tokenizer
     from reinforce_rl.generation.base import SamplingParams
     from reinforce_rl.generation.engine.generator import EngineGenerator

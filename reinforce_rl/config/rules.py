@@ -14,8 +14,9 @@ from operator import attrgetter
 from pathlib import Path
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from reinforce_rl.config.actor import ENGINES, LOGGERS, TrainConfig
+from reinforce_rl.config.actor import LOGGERS, TrainConfig
 from reinforce_rl.config.base import NOT_SET
+from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.model import LoraTuningConfig
 from reinforce_rl.config.model_folder import MODEL, model_values, no_model
 from reinforce_rl.config.parallelism import model_faults, ranks_faults, recomputation_faults

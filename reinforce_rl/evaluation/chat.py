@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
-from reinforce_rl.config.actor import ENGINES
+from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.data.batches import FINISH_LENGTH, Completions, Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer, render_prompt
 from reinforce_rl.errors import DataError, ReinforceError, RewardServerError

@@ -18,8 +18,9 @@ from pathlib import Path
 from omegaconf import OmegaConf, open_dict
 
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
-from reinforce_rl.config.actor import EngineConfig, TrainConfig
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.compose import compose
+from reinforce_rl.config.engines import EngineConfig
 from reinforce_rl.config.load import read_config
 from reinforce_rl.config.model_folder import MODEL, export_command, model_values, no_model
 from reinforce_rl.data.data_prefix import sets_of

@@ -11,8 +11,9 @@ import numpy as np
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from reinforce_rl.config.actor import ENGINES, TrainConfig
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import NOT_SET, Positive, Section, Text, key
+from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.load import read
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.errors import ConfigError

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import LossSettings
-from reinforce_rl.config.actor import ENGINES, ReinforceConfig, TrainConfig
+from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
+from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.model import ModelConfig, SamplingConfig
 from reinforce_rl.data.data_prefix import SPLITS
 from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets

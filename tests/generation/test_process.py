@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from reinforce_rl.config.actor import EngineConfig, TensorRTLLMConfig, VLLMConfig
+from reinforce_rl.config.engines import EngineConfig, TensorRTLLMConfig, VLLMConfig
 from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
 from reinforce_rl.generation.engine import EngineArguments, EngineSampling, Request, host, process
 from reinforce_rl.generation.engine.process import (

@@ -23,7 +23,7 @@ from helpers.vllm_engine import (
     vllm_model,
 )
 
-from reinforce_rl.config.actor import VLLMConfig
+from reinforce_rl.config.engines import VLLMConfig
 from reinforce_rl.errors import GenerationError
 from reinforce_rl.megatron.hf_weights import export_hf_folder
 

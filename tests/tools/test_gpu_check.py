@@ -30,7 +30,7 @@ from one_gpu import ours  # noqa: E402
 from one_gpu.shapes import SHAPES  # noqa: E402
 from one_gpu.weights import fill_ours  # noqa: E402
 
-from reinforce_rl.config.actor import TensorRTLLMConfig, VLLMConfig  # noqa: E402
+from reinforce_rl.config.engines import TensorRTLLMConfig, VLLMConfig  # noqa: E402
 from reinforce_rl.generation.trtllm import adapter as engine_adapter  # noqa: E402
 from reinforce_rl.generation.trtllm.adapter import TensorRTLLM  # noqa: E402
 from reinforce_rl.generation.vllm.adapter import VLLM  # noqa: E402

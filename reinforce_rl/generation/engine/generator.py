@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from reinforce_rl.config.actor import EngineConfig
+from reinforce_rl.config.engines import EngineConfig
 from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Completions, Prompt
 from reinforce_rl.data.tokenizer import pad_id_of
 from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reinforce_rl.config.actor import EngineConfig
+from reinforce_rl.config.engines import EngineConfig
 from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
 from reinforce_rl.generation.engine import Answer, EngineArguments, Request
 from reinforce_rl.generation.engine.adapter import EngineAdapter

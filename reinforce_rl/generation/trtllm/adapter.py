@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from reinforce_rl.config.actor import TensorRTLLMConfig
+from reinforce_rl.config.engines import TensorRTLLMConfig
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.engine.adapter import gpu_uuid
 from reinforce_rl.generation.engine.weights import Offer

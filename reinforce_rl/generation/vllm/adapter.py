@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reinforce_rl.config.actor import VLLMConfig
+from reinforce_rl.config.engines import VLLMConfig
 from reinforce_rl.generation.engine import buckets
 from reinforce_rl.generation.engine.adapter import gpu_uuid
 from reinforce_rl.generation.engine.weights import Offer
