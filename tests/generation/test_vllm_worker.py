@@ -174,6 +174,11 @@ class TestWorker:
         assert all(one != other for one, other in itertools.pairwise(of_updates))
         assert set().union(*of_updates) == set(range(64))
 
+    @pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4)])
+    def test_columns_of_a_narrow_weight_are_not_asked_for_twice(self, size, count):
+        columns = worker_of(2)._columns(size)
+        assert len(columns) == len(set(columns)) == count and set(columns) <= set(range(size))
+
     @pytest.mark.parametrize("is_tied", [False, True])
     def test_tied_embeddings_are_those_of_the_output_layer_too(self, is_tied):
         buffer, path = shared_buffer(64, torch.float32)

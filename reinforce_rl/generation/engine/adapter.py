@@ -18,8 +18,8 @@ class EngineAdapter(Protocol):
     package: str  # that the engine's Python must have
     host: str  # module that runs the engine
     memory_key: str  # to be lowered when the engine finds no memory
-    shows_layers: bool  # `EngineHost` has a command layer_outputs
-    loads_adapters: bool  # LoRA updates may be sent alone, by `EngineHost.load_adapter`
+    shows_layers: bool  # the host has the command layer_outputs
+    loads_adapters: bool  # LoRA updates are sent alone, by its command load_adapter
 
     @property
     def options(self) -> dict[str, Any]:
@@ -49,9 +49,3 @@ class EngineAdapter(Protocol):
     def bucket_of(self, offers: Sequence[Any]) -> Any:
         """Join the offers of the ranks with a worker into the bucket for `EngineHost.update_weights`."""
         ...
-
-
-def gpu_uuid(device: torch.device) -> str:
-    """Return the GPU's NVML id."""
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"

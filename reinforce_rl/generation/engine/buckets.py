@@ -59,6 +59,14 @@ def ipc_place(buffer: Tensor) -> bytes:
     return pickle.dumps(reduce_tensor(buffer)[1])
 
 
+def device_id(device: torch.device) -> str:
+    """Return a name that trainer and engine share: a GPU's NVML id, else the type."""
+    if device.type != "cuda":
+        return device.type
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+
+
 def received(bucket: Mapping[str, Any], device_id: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) with memory of their own.
 

@@ -288,9 +288,7 @@ class EngineGenerator:
             numbers = [number for _, number, _ in used if number is not None] or None
             log = self._log_folder / f"dp_{mesh.dp_rank:05d}.log"
             try:
-                self._engine = process.EngineProcess(
-                    adapter, arguments, self._config, log, mesh.dp_rank, numbers or None
-                )
+                self._engine = process.EngineProcess(adapter, arguments, self._config, log, mesh.dp_rank, numbers)
             except ConfigError as error:
                 fault = error
         if (fault := mesh.from_block_leader(fault)) is not None:

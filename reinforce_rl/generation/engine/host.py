@@ -21,7 +21,13 @@ WATCH_SECONDS = 1.0
 
 
 class EngineHost(Protocol):
-    """An engine's half of the protocol; its public methods are the commands."""
+    """An engine's half of the protocol; its public methods are the commands.
+
+    Its adapter says whether it has these two besides:
+        shows_layers: `layer_outputs(request)`, the residual stream of a prompt after each decoder layer
+        loads_adapters: `load_adapter(folder, sums)`, to generate with PEFT's folder of LoRA updates from now on; the
+            sums are checksums of A and of scale x B, by name
+    """
 
     @property
     def is_alive(self) -> bool:
@@ -40,10 +46,6 @@ class EngineHost(Protocol):
         """Load a bucket of weights as `offer` of the trainer's adapter gave it; None after the last."""
         ...
 
-    async def load_adapter(self, folder: str, sums: dict[str, int]) -> None:
-        """Generate with PEFT's folder of LoRA updates from now on; `sums` has the checksums of A and of scale x B."""
-        ...
-
     async def release(self) -> None:
         """Fall asleep: give back the memory of weights and cache, where the engine can."""
         ...
@@ -57,13 +59,6 @@ class EngineHost(Protocol):
         ...
 
     async def stop(self) -> None: ...
-
-
-class WithoutAdapters:
-    """For engines whose adapter has `loads_adapters` false."""
-
-    async def load_adapter(self, folder: str, sums: dict[str, int]) -> None:
-        raise NotImplementedError
 
 
 async def answers_of(results: Sequence[Awaitable[Answer]], seconds: float) -> list[Answer]:

@@ -123,7 +123,7 @@ class EngineProcess:
         return self.call("generate", tuple(requests), seconds, limit=key, grace=ABORT_SECONDS)
 
     def load_adapter(self, write: Callable[[Path], None], sums: dict[str, int]) -> None:
-        """Have the engine load the LoRA updates that `write` puts into a folder; see `EngineHost.load_adapter`."""
+        """Have the engine load the LoRA updates that `write` puts into a folder; see `EngineHost`."""
         folder = self._folder / "adapter"
         shutil.rmtree(folder, ignore_errors=True)
         write(folder)

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from reinforce_rl.config.engines import TensorRTLLMConfig
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.generation.engine.adapter import gpu_uuid
+from reinforce_rl.generation.engine import buckets
 from reinforce_rl.generation.engine.weights import Offer
 from reinforce_rl.megatron.architecture import with_old_rope_keys
 
@@ -71,7 +71,7 @@ def device_uuid(device: torch.device) -> str:
     if device.type != "cuda":
         found = f"generation is tensorrt_llm, but the ranks compute on {device}; it needs CUDA: use native or vllm"
         raise ConfigError([found])
-    return gpu_uuid(device)
+    return buckets.device_id(device)
 
 
 def packed_handles(tensors: Mapping[str, Tensor]) -> str:

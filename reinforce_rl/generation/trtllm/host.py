@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reinforce_rl.generation.engine import Answer, EngineArguments, EngineSampling, Request
-from reinforce_rl.generation.engine.host import WithoutAdapters, answers_of, check_version, main
+from reinforce_rl.generation.engine.host import answers_of, check_version, main
 
 SHUTDOWN_SECONDS = 20.0
 # Memory that a sleeping engine releases, by TensorRT-LLM's tags: all but the cache, and the cache.
@@ -21,7 +21,7 @@ WEIGHT_TAGS += ["model", "draft_model"]
 CACHE_TAGS = ["kv_cache"]
 
 
-class TensorRTLLMHost(WithoutAdapters):
+class TensorRTLLMHost:
     """See `EngineHost`."""
 
     is_alive = True  # its own calls fail

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from reinforce_rl.config.engines import VLLMConfig
 from reinforce_rl.generation.engine import buckets
-from reinforce_rl.generation.engine.adapter import gpu_uuid
 from reinforce_rl.generation.engine.weights import Offer
 
 
@@ -21,7 +20,6 @@ class VLLM:
     name, title, package = "vllm", "vLLM", "vllm"
     host = "reinforce_rl.generation.vllm.host"
     memory_key = "vllm.gpu_memory_utilization, or vllm.cpu_cache_gigabytes on a CPU,"
-
     shows_layers = True
 
     def __init__(self, config: VLLMConfig):
@@ -34,7 +32,7 @@ class VLLM:
         return {"gpu_memory_utilization": own.gpu_memory_utilization, "enforce_eager": own.enforce_eager}
 
     def device_id(self, device: torch.device) -> str:
-        return gpu_uuid(device) if device.type == "cuda" else "cpu"
+        return buckets.device_id(device)
 
     def environment(self, folder: Path) -> dict[str, str]:
         return {

@@ -23,8 +23,7 @@ class VLLMHost:
     def __init__(self) -> None:
         self._engine: Any = None
         self._numbers = itertools.count()
-        self._is_updating = False
-        self._on_cpu = False
+        self._is_updating = self._on_cpu = False
         self._sleep_level = 2  # drops the weights
         self._adapter: Any = None
 
@@ -71,8 +70,7 @@ class VLLMHost:
     async def _complete(self, request: Request) -> Answer:
         asked = request.sampling
         is_greedy = asked.temperature is None
-        package = importlib.import_module("vllm")
-        params = package.SamplingParams(
+        params = importlib.import_module("vllm").SamplingParams(
             max_tokens=asked.max_tokens,
             min_tokens=asked.min_tokens,
             seed=asked.seed % 2**63,
@@ -99,12 +97,11 @@ class VLLMHost:
     async def update_weights(self, bucket: dict[str, Any] | None) -> None:
         if not self._is_updating:
             await self._engine.collective_rpc("begin_weights")
-            self._is_updating = True
+        self._is_updating = bucket is not None
         if bucket is not None:
             await self._engine.collective_rpc("load_bucket", args=(bucket,))
             return
         await self._engine.collective_rpc("finish_weights")
-        self._is_updating = False
         if not await self._engine.reset_prefix_cache():
             raise RuntimeError("the cache of the old weights is still in use")
 

@@ -8,6 +8,7 @@ computes with a packed copy of old weights, as vLLM 0.32's tied output layer on 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,31 +28,24 @@ class WeightsOfTrainer:
     device: torch.device
 
     def device_id(self) -> str:
-        if self.device.type != "cuda":
-            return self.device.type
-        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
-        return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+        return buckets.device_id(self.device)
 
     def begin_weights(self) -> None:
-        from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload  # type: ignore[import-not-found]
 
         self._arrived: dict[str, Tensor] = {}
         self._updates = getattr(self, "_updates", 0) + 1
-        with set_current_vllm_config(self.vllm_config):
+        with self._configured():
             initialize_layerwise_reload(self._model)
 
     def load_bucket(self, bucket: Mapping[str, Any]) -> None:
-        from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
-
-        with set_current_vllm_config(self.vllm_config):
+        with self._configured():
             self._model.load_weights(self._noted(bucket))
 
     def finish_weights(self) -> None:
-        from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # type: ignore[import-not-found]
 
-        with set_current_vllm_config(self.vllm_config):
+        with self._configured():
             finalize_layerwise_reload(self._model, self.vllm_config.model_config)
             self._check_layers()
         self._arrived = {}
@@ -65,8 +59,7 @@ class WeightsOfTrainer:
             above, _, leaf = path.rpartition(".")
             parts = packed.get(leaf, [leaf])
             for kind, given in (("lora_A", weights.lora_a), ("lora_B", weights.lora_b)):
-                tensors = given if isinstance(given, list) else [given]
-                for part, tensor in zip(parts, tensors, strict=True):
+                for part, tensor in zip(parts, given if isinstance(given, list) else [given], strict=True):
                     if tensor is not None:
                         found[f"{above}.{part}.{kind}.weight"] = buckets.checksum(tensor)
         wrong = sorted(name for name in sums.keys() | found.keys() if sums.get(name) != found.get(name))
@@ -93,18 +86,22 @@ class WeightsOfTrainer:
     def _model(self) -> Any:
         return self.model_runner.get_model()
 
+    def _configured(self) -> AbstractContextManager[None]:
+        from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
+
+        return set_current_vllm_config(self.vllm_config)
+
     def _noted(self, bucket: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         """Yield the bucket's tensors for `load_weights`, and keep what `_check_layers` compares."""
         is_tied = self.vllm_config.model_config.hf_text_config.tie_word_embeddings
         for name, tensor in buckets.received(bucket, self.device_id(), self.device):
             # The output layer may have a copy of tied weights in a form of its own.
             for known in (name, OUTPUT_LAYER) if is_tied and name == EMBEDDING else (name,):
-                some = tensor.clone() if tensor.dim() == 1 else tensor[:, self._columns(tensor.shape[1])]
-                self._arrived[known] = some
+                self._arrived[known] = tensor if tensor.dim() == 1 else tensor[:, self._columns(tensor.shape[1])]
                 yield known, tensor
 
     def _columns(self, size: int) -> list[int]:
-        return [(self._updates * 7919 + i * size // COLUMNS) % size for i in range(min(COLUMNS, size))]
+        return list(dict.fromkeys((self._updates * 7919 + i * size // COLUMNS) % size for i in range(COLUMNS)))
 
     def _check_layers(self) -> None:
         """Raise RuntimeError, with names, if a layer does not compute with the weights that arrived."""
@@ -130,20 +127,18 @@ class WeightsOfTrainer:
     def _columns_match(self, module: Any, kind: str, parts: list[Tensor]) -> bool:
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding  # type: ignore[import-not-found]
 
-        rank = getattr(module, "tp_rank", 0)
         if isinstance(module, VocabParallelEmbedding):
             own = module.shard_indices
             expected = parts[0][own.org_vocab_start_index : own.org_vocab_end_index]
-            columns = self._columns(module.embedding_dim)
-            if isinstance(module, ParallelLMHead):
-                found = self._outputs(module, module.embedding_dim, columns, 0)
-            else:
-                found = module.weight[:, columns]
+            columns, every = self._columns(module.embedding_dim), range(module.embedding_dim)
+            is_output = isinstance(module, ParallelLMHead)
+            found = self._outputs(module, every, columns) if is_output else module.weight[:, columns]
             return torch.equal(found[: len(expected)], expected)
         columns, size = self._columns(module.input_size), module.input_size_per_partition
-        first = rank * size if size < module.input_size else 0  # of a row-parallel layer
-        found = self._outputs(module, size, columns, first)
-        is_here = torch.tensor([first <= column < first + size for column in columns], device=found.device)
+        first = getattr(module, "tp_rank", 0) * size if size < module.input_size else 0  # of a row-parallel layer
+        own = range(first, first + size)
+        found = self._outputs(module, own, columns)
+        is_here = torch.tensor([column in own for column in columns], device=found.device)
         return torch.equal(found, self._shard(module, parts) * is_here)
 
     def _vector_matches(self, module: Any, kind: str, parts: list[Tensor]) -> bool:
@@ -156,15 +151,11 @@ class WeightsOfTrainer:
         sizes = getattr(module, "output_partition_sizes", None) or [len(part) for part in parts]
         rank, workers = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
         starts = [rank * len(part) // workers // size * size for part, size in zip(parts, sizes, strict=True)]
-        starts = [start if size < len(part) else 0 for start, part, size in zip(starts, parts, sizes, strict=True)]
         return torch.cat([part[at : at + size] for part, at, size in zip(parts, starts, sizes, strict=True)])
 
-    def _outputs(self, module: Any, size: int, columns: list[int], first: int) -> Tensor:
-        """Return the layer's outputs [out, columns] for unit vectors, zeros for a column that is not this worker's."""
-        dtype = self.vllm_config.model_config.dtype
-        units = torch.zeros(len(columns), size, dtype=dtype, device=self.device)
-        for row, column in enumerate(columns):
-            if first <= column < first + size:
-                units[row, column - first] = 1
+    def _outputs(self, module: Any, own: range, columns: list[int]) -> Tensor:
+        """Return the layer's outputs [out, columns] for unit vectors, zeros for a column that is not `own`."""
+        places = torch.arange(own.start, own.stop, device=self.device)
+        units = (torch.tensor(columns, device=self.device)[:, None] == places).to(self.vllm_config.model_config.dtype)
         with torch.inference_mode():
             return module.quant_method.apply(module, units, bias=None).T
