@@ -89,7 +89,7 @@ class EngineGenerator:
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
         """Wake the engine with the policy's current weights within the block."""
-        self._with_one_restart(self._wake)
+        self._with_one_restart(lambda: self._is_current or self._wake())  # a start ends awake
         try:
             yield
         except BaseException:
@@ -161,6 +161,8 @@ class EngineGenerator:
         return answer
 
     def _wake(self) -> None:
+        if self._lm.mesh.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the trainer's allocator holds is what the engine needs
         if not self._is_running:
             foreign = sorted(set(self._together(lambda engine: engine.start())) - set(self._devices))
             if foreign:
@@ -170,8 +172,6 @@ class EngineGenerator:
                     "and engine.python an environment for this machine?"
                 )
             self._is_running, self._is_asleep, self._has_weights, self._is_current = True, False, False, False
-        if self._lm.mesh.device.type == "cuda":
-            torch.cuda.empty_cache()  # what the trainer's allocator holds is what the engine needs
         if self._is_asleep:
             self._together(lambda engine: engine.call("resume_weights"))
         if not self._is_current:
