@@ -218,8 +218,7 @@ def _is_importable(name: str) -> bool:
 
 def _engine(cfg: TrainConfig) -> Iterator[str]:
     engine, block, told = cfg.engine, cfg.model.block_size, partial(_told, cfg, "model.reinforce")
-    python = engine.python
-    if python is not None and not (os.path.isfile(python) and os.access(python, os.X_OK)):
+    if engine.python is not None and not (os.path.isfile(engine.python) and os.access(engine.python, os.X_OK)):
         yield told("engine.python", "expected an interpreter, such as .venv-engine/bin/python (docs/engines.md)")
     if engine.tensor_parallel_size is not None and not 1 <= engine.tensor_parallel_size <= block:
         advice = f"expected 1 to {block}, the ranks that share a copy of the model, or null for all of them"
@@ -310,11 +309,10 @@ def _profile(cfg: TrainConfig) -> Iterator[str]:
     chosen = {"steps": (cfg.trainer.profile.steps, 1, math.inf if last == -1 else last)}
     chosen["ranks"] = (cfg.trainer.profile.ranks or [], 0, cfg.trainer.world_size - 1)
     for name, (numbers, low, high) in chosen.items():
-        wrong = dict.fromkeys(n for n in numbers if not low <= n <= high or numbers.count(n) > 1)
+        wrong = dict.fromkeys(str(n) for n in numbers if not low <= n <= high or numbers.count(n) > 1)
         if wrong:
             bound = f"to {'max_steps, which is ' * (name == 'steps')}{high}" if high < math.inf else "on"
-            found = ", ".join(map(str, wrong))
-            yield f"trainer.profile.{name} has {found}; expected {name} from {low} {bound}, each once"
+            yield f"trainer.profile.{name} has {', '.join(wrong)}; expected {name} from {low} {bound}, each once"
 
 
 def _files(cfg: TrainConfig) -> Iterator[str]:
@@ -369,8 +367,7 @@ def parse_duration(text: str) -> float:
     """Convert `DD:HH:MM:SS` (NeMo's format) to seconds; leading parts may be omitted. Raises ValueError."""
     if not re.fullmatch(r"\d+(:\d+){0,3}", text):
         raise ValueError("expected DD:HH:MM:SS, such as 00:03:45:00")
-    parts = map(int, reversed(text.split(":")))
-    seconds = sum(part * unit for part, unit in zip(parts, (1, 60, 3600, 86400), strict=False))
+    seconds = sum(int(part) * unit for part, unit in zip(text.split(":")[::-1], (1, 60, 3600, 86400), strict=False))
     if seconds == 0:
         raise ValueError("expected more than no time at all")
     return float(seconds)
@@ -387,13 +384,12 @@ class Allocation:
     def of(cls, environment: Mapping[str, str]) -> Allocation:
         """Read Slurm's variables; ConfigError if one is no time, or the end is not after the start."""
         texts = {name: environment.get(name, "") for name in (START_VARIABLE, END_VARIABLE)}
-        times = [float(text) if re.fullmatch(r"[0-9]{1,12}", text) else None for text in texts.values()]
+        start, end = times = [float(text) if re.fullmatch(r"[0-9]{1,12}", text) else None for text in texts.values()]
         faults = [
             f"the environment variable {name} is {text!r}; expected unix seconds, or unset it"
             for (name, text), time in zip(texts.items(), times, strict=True)
             if text and time is None
         ]
-        start, end = times
         if start is not None and end is not None and end <= start:
             faults.append(
                 f"the environment variable {END_VARIABLE} is {end:.0f}, not after {START_VARIABLE}, {start:.0f}; "

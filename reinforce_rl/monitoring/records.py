@@ -332,10 +332,11 @@ def read_rows(path: str | Path) -> list[RolloutRow]:
 
 
 def worst_tokens(path: Path, count: int = 5, above: float = 0.0) -> list[tuple[int, int, int, str, str, float, float]]:
-    """Return the valid samples' tokens with the largest gap of log-probs, those `above` so many nats, largest first.
+    """Return tokens of valid samples whose log-probs by trainer and generator differ by more than `above` nats.
 
-    Each has its prompt and sample id, position in the response from 0, text and the text before it, quoted, and its
-    log-probs by trainer and generator. None where these were not recorded.
+    They are the `count` with the largest gaps, largest first, each as (prompt id, sample id, position in the response
+    from 0, text, text before it, log-prob by the trainer, by the generator); the texts are quoted. Empty if the
+    log-probs were not recorded.
     """
     both = ["policy_log_probs", "generator_log_probs"]
     table = read_table(path, ["prompt_id", "sample_id", "prompt", "valid", "token_texts", *both])

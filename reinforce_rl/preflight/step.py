@@ -305,8 +305,7 @@ def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
         generation, peaks["generation"] = _engine(job, resident)
     else:
         generation = _native(job, roles)
-    offload = PhaseTime("offload and back", "PCIe", {"transfer": 2 * away / machine.pcie})
-    phases = [generation, offload] if away else [generation]
+    phases = [generation] + [PhaseTime("offload and back", "PCIe", {"transfer": 2 * away / machine.pcie})] * bool(away)
     train_rows, forward_rows = job.rows(math.ceil(job.lengths.average))
     forward = math.ceil(plan.prompts_of_rank.most * plan.samples / forward_rows)
     with_kl, several = rl.initial_policy_kl_penalty > 0, rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None
@@ -352,10 +351,9 @@ def _passes(job: PredictedJob, roles: Sequence[Role], name: str, count: int, tim
 
 
 def _native(job: PredictedJob, roles: Sequence[Role]) -> PhaseTime:
-    machine, plan, arch = job.machine, job.batches, job.architecture
+    machine, plan, arch, calls = job.machine, job.batches, job.architecture, job.batches.generation_calls
     limits = job.lengths.longest, job.cfg.model.reinforce.generation_cache_tokens
-    decoding = Decoding(job.prompts_of_call, plan.samples, plan.longest_prompt, *limits)
-    rows, calls = decoding.schedule().rows, plan.generation_calls
+    rows = Decoding(job.prompts_of_call, plan.samples, plan.longest_prompt, *limits).schedule().rows
     tokens, factor = job.lengths.of_slowest(job.layout.data, calls, rows)
     tokens *= -(-job.prompts_of_call * plan.samples // rows)
     # Decode was measured on the first tokens; on average half of the response is in the cache.
@@ -380,8 +378,7 @@ def _engine(job: PredictedJob, resident: float) -> tuple[PhaseTime, float]:
     gpus = settings.tensor_parallel_size or job.cfg.model.block_size
     engine = Engine(job.architecture, machine, gpus, settings.max_batch_size)
     resident += engine.weight_bytes / gpus
-    free = max(0.0, machine.memory - machine.reserved - resident)
-    room = free * job.cfg.tensorrt_llm.free_gpu_memory_fraction
+    room = max(0.0, machine.memory - machine.reserved - resident) * job.cfg.tensorrt_llm.free_gpu_memory_fraction
     if job.cfg.generation == "vllm":  # its share is of the whole GPU, and has the weights in it
         room = max(0.0, machine.memory * job.cfg.vllm.gpu_memory_utilization - engine.weight_bytes / gpus)
     of_sequence = engine.cache_bytes_of_token * (plan.longest_prompt + job.lengths.average)
