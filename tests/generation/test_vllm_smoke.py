@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from helpers.vllm_engine import TOLERANCE, change_weights, draw, engine_generator, log_prob_gap, vllm_model
+from helpers.vllm_engine import (
+    NUM_SAMPLES,
+    PARAMS,
+    TOLERANCE,
+    change_weights,
+    draw,
+    engine_generator,
+    log_prob_gap,
+    vllm_model,
+)
+
+from reinforce_rl.data.batches import Prompt
 
 
 @pytest.mark.timeout(900)  # it may have to make vLLM's environment
 def test_log_probs_are_the_trainers_before_and_after_an_update(tmp_path, mesh):
     vllm_model(tmp_path)
-    lm, generator = engine_generator(tmp_path, mesh)
+    lm, generator = engine_generator(tmp_path, mesh, "engine.max_batch_size=8", "engine.max_num_tokens=16")
     before = draw(generator)
     assert log_prob_gap(lm, before) < TOLERANCE
     change_weights(lm)
@@ -18,4 +31,8 @@ def test_log_probs_are_the_trainers_before_and_after_an_update(tmp_path, mesh):
     assert log_prob_gap(lm, after) < TOLERANCE
     assert log_prob_gap(lm, before) > 10 * TOLERANCE, "the update changed nothing"
     assert torch.equal(draw(generator).tokens, after.tokens), "the same seeds"
+    long = Prompt(1, "", tuple(range(6, 15)))
+    with generator.awake():
+        found = generator.generate([long], NUM_SAMPLES, replace(PARAMS, max_length=4), 1)
+    assert len(found.lengths) == NUM_SAMPLES, "prompts that do not all fit into one forward pass"
     generator.close()

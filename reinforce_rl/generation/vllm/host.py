@@ -38,7 +38,8 @@ class VLLMHost:
         options = dict(arguments.options)
         if self._on_cpu:  # nothing is compiled, and VLLM_CPU_KVCACHE_SPACE has the cache's size
             os.environ["TORCH_COMPILE_DISABLE"] = "1"  # else the sampler is, by a C++ compiler, in each new engine
-            options |= {"enforce_eager": True}
+            # A prompt in parts ends it: vLLM draws after each part, and cannot set a CPU's generator back.
+            options |= {"enforce_eager": True, "enable_chunked_prefill": False}
             del options["gpu_memory_utilization"]
         if arguments.lora_rank:
             sizes = typing.get_args(importlib.import_module("vllm.config.lora").MaxLoRARanks)
@@ -51,7 +52,7 @@ class VLLMHost:
             tensor_parallel_size=arguments.tensor_parallel_size,
             max_num_seqs=arguments.max_batch_size,
             max_model_len=arguments.max_seq_len,
-            max_num_batched_tokens=max(arguments.max_num_tokens, arguments.max_seq_len),
+            max_num_batched_tokens=max(arguments.max_num_tokens, arguments.max_seq_len, arguments.max_batch_size),
             load_format="dummy",
             skip_tokenizer_init=True,
             generation_config="vllm",  # sampling comes from the requests alone
