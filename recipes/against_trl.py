@@ -1,6 +1,6 @@
 """Learning curves of this project and of TRL's RLOOTrainer on the demo's task, at equal samples and settings.
 
-python recipes/against_trl.py [--seeds 1 2 3] [--out results/recipes/against_trl] [OVERRIDES of against_trl.yaml]
+python recipes/against_trl.py [--seeds 1,2,3] [--out results/recipes/against_trl] [OVERRIDES of against_trl.yaml]
 
 Start it in the repository's root. TRL gets an environment of its own, .venv-peers. The sides take turns, each in a
 process of its own, and a run that is there already is not made again. At the end OUT/curves.html has both curves: the
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -34,7 +35,7 @@ Curve = dict[str, list[float]]  # of each metric, a number a step
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--seeds", default="1,2,3", help="separated by commas (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("results/recipes") / NAME)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     args = parser.parse_intermixed_args()
@@ -43,7 +44,7 @@ def main() -> None:
     if not Path(trl_settings(args.overrides)["model"]).is_dir():
         prepare_smollm2(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
     found: dict[str, list[Curve]] = {name: [] for name in COLOURS}
-    for seed in args.seeds:
+    for seed in args.seeds.split(","):
         settings = [*args.overrides, f"model.seed={seed}"]
         found["reinforce_rl"].append(own_side(args.out / f"own_{seed}", settings))
         found["TRL"].append(trl_side(args.out / f"trl_{seed}", settings))
@@ -81,10 +82,13 @@ def trl_settings(overrides: Sequence[str]) -> dict[str, Any]:
     cfg = compose(NAME, [f"hydra.searchpath=[file://{CONF_FOLDER}]", *overrides], HERE)
     reinforce, rollouts, optim = cfg.trainer.reinforce, cfg.model.reinforce, cfg.model.optim
     group = reinforce.num_rollouts_per_prompt
+    samples = rollouts.num_rollout_samples * group
+    micro_batch = math.gcd(samples, cfg.model.micro_batch_size)  # a whole batch at once takes TRL 8 GB
     args = {
         "max_steps": reinforce.max_steps,
         "num_generations": group,
-        "per_device_train_batch_size": rollouts.num_rollout_samples * group,
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": samples // micro_batch,
         "beta": reinforce.initial_policy_kl_penalty,
         "temperature": rollouts.sampling_params.temperature,
         "max_completion_length": rollouts.length_params.max_length,
