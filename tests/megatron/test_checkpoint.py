@@ -135,9 +135,10 @@ def test_the_optimizer_may_become_a_shared_one_and_back(forms, mesh, models, tmp
     runs[0].checkpointer.save(2, {"step": 2})
     runs[1].train_on(7, 1)
     runs[1].checkpointer.restore(latest_checkpoint(tmp_path))
-    assert runs[1].train_on(2, 3) == runs[0].train_on(2, 3)
+    assert runs[1].train_on(2, 3) == pytest.approx(runs[0].train_on(2, 3), rel=1e-6)
+    # Adam's loop ends elsewhere in a shared buffer, and some CPUs round the last elements of a loop otherwise.
     weights = [dict(run.lm.named_parameters()) for run in runs]
-    assert_equal(*weights)
+    torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("form", FORMS)
