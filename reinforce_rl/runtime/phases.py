@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import psutil
 import torch
@@ -28,6 +30,8 @@ _COLLECTIVES = (
     "megatron/core/distributed/param_and_grad_buffer.py",  # not its neighbours, which also compute
     "reinforce_rl/megatron/mesh.py",
 )
+
+_FRAMES_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class PlaceWatcher:
         self._still_since = time.monotonic()
 
     def look(self) -> Place:
-        frame = sys._current_frames().get(self._thread)
+        frame = _frame_of(self._thread)
         walk = [] if frame is None else traceback.walk_stack(frame)
         stack = tuple((one.f_code.co_filename, line) for one, line in walk)
         if stack != self._last:
@@ -190,10 +194,23 @@ class WaitMeter:
     def _sample(self, done: threading.Event) -> None:
         before = time.perf_counter()
         while not done.wait(SAMPLE_SECONDS):
-            frame, now = sys._current_frames().get(self.thread), time.perf_counter()
+            frame, now = _frame_of(self.thread), time.perf_counter()
             if frame is not None and _waits_for_ranks(frame.f_code.co_filename):
                 self.seconds += now - before
             before = now
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    # A garbage collection within _current_frames can run Python code while CPython holds its lock on the list of
+    # threads, which deadlocks the process (CPython issue 106883).
+    with _FRAMES_LOCK:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread)
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def _waits_for_ranks(file: str) -> bool:

@@ -39,8 +39,8 @@ def send_weights(
         deliver: passes a bucket, as the offers of the ranks with a worker, to the engine. Called on all ranks with
             the leader's list, empty on the others. The bucket's memory is reused after it returns.
         max_bytes: bucket size, exceeded only by a single larger parameter.
-        make_buffer: returns memory for so many elements of a dtype, and a function that makes a rank's offer of that
-            memory and the tensors in it, by name.
+        make_buffer: allocates a buffer of that many elements of a dtype; also returns the function that makes the
+            offer of a rank, from the buffer and the tensors in it by name.
         hosts_worker: whether the engine has a worker on this rank's device.
         is_spread: whether it has one on another device than the leader's.
         values: tensors to send instead of the weights, by the names of `parameters_of`.
