@@ -29,6 +29,9 @@ STAMP := .venv/.installed
 CONSTRAINTS := constraints/cpu-py311.txt
 # One file of tests stays in one process: its fixtures, often a server or a model, are made once.
 PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+# In CI, what failed runs again, in new processes. Exit status 1: all others have run.
+run_tests = $(PYTEST) $(1) || \
+	(code=$$?; [[ -n "$${CI:-}" && $$code == 1 ]] || exit $$code; echo "Again what failed:"; $(PYTEST) --last-failed $(1))
 
 # Idle OpenMP threads that spin cost a busy machine more than tenfold; no model hub is ever asked.
 export GOMP_SPINCOUNT := 0
@@ -66,12 +69,12 @@ bench: install ## Time and memory of a training step, beside TRL's on the same i
 	env -u GOMP_SPINCOUNT $(BIN)/python benchmarks/compare_trl.py $(BENCH_ARGS)
 
 test: install lint types ## Lint, types and every test that takes seconds
-	$(PYTEST) -m "not slow and not gpu and not engine" $(PYTEST_ARGS)
+	$(call run_tests,-m "not slow and not gpu and not engine" $(PYTEST_ARGS))
 	@$(MAKE) --no-print-directory test-fake-cuda
 
 test-fake-cuda: install ## The GPU path on fake CUDA tensors; part of `make test`
 	@# 5: PYTEST_ARGS chose none of these.
-	FAKE_CUDA=1 $(PYTEST) tests/fake_cuda -m "not slow and not engine" $(PYTEST_ARGS) || [[ $$? == 5 && -n "$(PYTEST_ARGS)" ]]
+	export FAKE_CUDA=1; $(call run_tests,tests/fake_cuda -m "not slow and not engine" $(PYTEST_ARGS)) || [[ $$? == 5 && -n "$(PYTEST_ARGS)" ]]
 
 # A bare GPU machine has an environment of its own, and no index to make .venv from.
 gpu-check: ## The GPU path on this machine's GPU, proven in ten minutes

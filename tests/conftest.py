@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -49,22 +49,6 @@ if TESTS not in sys.path:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the long files first; the rest keeps its order."""
     items.sort(key=lambda item: LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES))
-
-
-TIMEOUT = pytest.StashKey[Any]()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
-    item.stash[TIMEOUT] = settings
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Give each attempt at a test a timer of its own: pytest-timeout starts one for all, and it fires once."""
-    if getattr(item, "execution_count", 1) > 1 and TIMEOUT in item.stash:
-        item.ihook.pytest_timeout_cancel_timer(item=item)
-        item.ihook.pytest_timeout_set_timer(item=item, settings=item.stash[TIMEOUT])
 
 
 @pytest.fixture(scope="module")
