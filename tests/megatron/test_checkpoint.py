@@ -130,15 +130,27 @@ def test_changed_settings_have_an_effect(mesh, models, tmp_path):
 
 @pytest.mark.parametrize("forms", [("plain", "shared"), ("shared", "plain"), ("bf16", "bf16 shared")])
 def test_the_optimizer_may_become_a_shared_one_and_back(forms, mesh, models, tmp_path):
-    runs = [Run(mesh, models[number], tmp_path, **FORMS[form]) for number, form in enumerate(forms)]
-    runs[0].train_on(0, 2)
-    runs[0].checkpointer.save(2, {"step": 2})
-    runs[1].train_on(7, 1)
-    runs[1].checkpointer.restore(latest_checkpoint(tmp_path))
-    assert runs[1].train_on(2, 3) == pytest.approx(runs[0].train_on(2, 3), rel=1e-6)
+    def restored(folder: Path, form: str, into: Path) -> Run:
+        run = Run(mesh, models[1], into, **FORMS[form])
+        run.train_on(7, 1)
+        run.checkpointer.restore(latest_checkpoint(folder))
+        return run
+
+    first = Run(mesh, models[0], tmp_path, **FORMS[forms[0]])
+    first.train_on(0, 2)
+    first.checkpointer.save(2, {"step": 2})
+    second = restored(tmp_path, forms[1], tmp_path / "second")
+    second.checkpointer.save(2, {"step": 2})
+    back = restored(tmp_path / "second", forms[0], tmp_path / "back")
+    losses, weights = [], []
+    for run in (first, back, second):
+        losses.append(run.train_on(2, 3))
+        weights.append(dict(run.lm.named_parameters()))
+    assert losses[0] == losses[1]
+    assert_equal(weights[0], weights[1])
     # Adam's loop ends elsewhere in a shared buffer, and some CPUs round the last elements of a loop otherwise.
-    weights = [dict(run.lm.named_parameters()) for run in runs]
-    torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-7)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-6)
+    torch.testing.assert_close(weights[2], weights[0], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("form", FORMS)
