@@ -31,8 +31,9 @@ from reinforce_rl.generation.trtllm import adapter as of_tensorrt_llm
 from reinforce_rl.generation.trtllm.adapter import TensorRTLLM
 from reinforce_rl.generation.vllm.adapter import VLLM
 from reinforce_rl.megatron.lora import PREFIX
-from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.preflight.fake_cuda.machine import Machine
 
 BF16 = torch.bfloat16
 ENGINES: dict[str, Callable[[], EngineAdapter]] = {
@@ -53,18 +54,11 @@ ANSWERS = [
 class PlayedEngine:
     """In place of `EngineProcess`: workers on GPU-0, GPU-1, ..., of which the first reads what it is given."""
 
-    def __init__(
-        self,
-        events: list[str],
-        memory: list[Tensor],
-        adapter: EngineAdapter,
-        arguments: EngineArguments,
-        config: EngineConfig,
-        log: Path,
-        dp_rank: int,
-        devices: Sequence[str] | None,
-    ):
-        self.arguments, self.devices, self.folder = arguments, devices, log.parent
+    def __init__(self, events: list[str], memory: list[Tensor], adapter: EngineAdapter, *rest: Any):
+        self.arguments: EngineArguments
+        self.devices: Sequence[str] | None
+        self.arguments, _, log, _, self.devices = rest
+        self.folder: Path = log.parent
         self.places: list[set[str]] = []  # the devices of each bucket
         self.weights: list[dict[str, Tensor]] = []  # of each update, on the CPU
         self.adapters: list[tuple[dict[str, Tensor], dict[str, int]]] = []
@@ -145,14 +139,19 @@ def played(generator: EngineGenerator) -> PlayedEngine:
     return generator._engine
 
 
-def draw_twice(generator: EngineGenerator, lm: CausalLM) -> None:
-    """Draw samples with the weights as they are, and with those that are trained doubled."""
-    for _ in range(2):
-        with generator.awake():
-            found = generator.generate(PROMPTS, 2, PARAMS, seed=0)
-        with torch.no_grad():
-            for parameter in lm.parameters():
-                parameter.mul_(2 if parameter.requires_grad else 1)
+def drawn_twice(
+    machine: Machine, folder: Path, name: str, logs: Path, model_of: Callable[[Mesh], CausalLM]
+) -> PlayedEngine:
+    """Draw samples with the weights as they are, and with those that are trained doubled; return the engine."""
+    with machine.rank(), parallel_mesh() as mesh:
+        lm = model_of(mesh)
+        generator = generator_of(lm, folder, ENGINES[name](), logs)
+        for _ in range(2):
+            with generator.awake():
+                found = generator.generate(PROMPTS, 2, PARAMS, seed=0)
+            with torch.no_grad():
+                for parameter in lm.parameters():
+                    parameter.mul_(2 if parameter.requires_grad else 1)
     assert found.log_probs is not None
     assert not any(tensor.is_cuda for tensor in (found.tokens, found.lengths, found.log_probs))
     assert (found.tokens.dtype, found.lengths.dtype, found.log_probs.dtype) == (torch.long, torch.long, torch.float32)
@@ -160,6 +159,7 @@ def draw_twice(generator: EngineGenerator, lm: CausalLM) -> None:
     assert found.lengths.tolist() == [2, 3, 1, 3]
     assert found.log_probs.tolist() == [[-0.5, -0.25, 0], [-1, -2, -3], [-4, 0, 0], [-0.125, -5, -6]]
     assert found.finish_reasons == (FINISH_STOP, FINISH_LENGTH) * 2
+    return played(generator)
 
 
 def exported(folder: Path) -> dict[str, Tensor]:
@@ -177,11 +177,7 @@ def doubled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_each_waking_gives_the_present_weights(machine, folders, tmp_path, events, name):
-    with machine.rank(), parallel_mesh() as mesh:
-        lm = megatron_model(folders[2], mesh, BF16)
-        generator = generator_of(lm, folders[2], ENGINES[name](), tmp_path)
-        engine = played(generator)
-        draw_twice(generator, lm)
+    engine = drawn_twice(machine, folders[2], name, tmp_path, lambda mesh: megatron_model(folders[2], mesh, BF16))
     assert (engine.devices, engine.arguments.dtype, engine.arguments.lora_rank) == (["0"], "bfloat16", 0)
     first, second = engine.weights
     check_equal(first, exported(folders[2]))
@@ -196,11 +192,7 @@ def test_each_waking_gives_the_present_weights(machine, folders, tmp_path, event
 
 
 def test_lora_updates_go_alone(machine, folders, tmp_path, events):
-    with machine.rank(), parallel_mesh() as mesh:
-        lm = lora_model(folders[2], mesh, EVERY, BF16)
-        generator = generator_of(lm, folders[2], ENGINES["vllm"](), tmp_path)
-        engine = played(generator)
-        draw_twice(generator, lm)
+    engine = drawn_twice(machine, folders[2], "vllm", tmp_path, lambda mesh: lora_model(folders[2], mesh, EVERY, BF16))
     assert engine.arguments.lora_rank == EVERY.rank
     (weights,) = engine.weights
     check_equal(weights, exported(folders[2]))
@@ -217,11 +209,9 @@ def test_lora_updates_go_alone(machine, folders, tmp_path, events):
 
 
 def test_lora_updates_are_merged_for_an_engine_that_takes_none(machine, folders, tmp_path, events):
-    with machine.rank(), parallel_mesh() as mesh:
-        lm = lora_model(folders[2], mesh, EVERY, BF16)
-        generator = generator_of(lm, folders[2], ENGINES["tensorrt_llm"](), tmp_path)
-        engine = played(generator)
-        draw_twice(generator, lm)
+    engine = drawn_twice(
+        machine, folders[2], "tensorrt_llm", tmp_path, lambda mesh: lora_model(folders[2], mesh, EVERY, BF16)
+    )
     assert engine.arguments.lora_rank == 0 and engine.adapters == []
     base, updates = exported(folders[2]), random_updates(folders[2], EVERY, BF16)
     for found, scale in zip(engine.weights, (1, 4), strict=True):  # A and B were doubled
