@@ -23,7 +23,7 @@ class VLLMHost:
     def __init__(self) -> None:
         self._engine: Any = None
         self._numbers = itertools.count()
-        self._is_updating = self._on_cpu = False
+        self._on_cpu = False
         self._sleep_level = 2  # drops the weights
         self._adapter: Any = None
 
@@ -70,14 +70,13 @@ class VLLMHost:
 
     async def _complete(self, request: Request) -> Answer:
         asked = request.sampling
-        is_greedy = asked.temperature is None
         params = importlib.import_module("vllm").SamplingParams(
             max_tokens=asked.max_tokens,
             min_tokens=asked.min_tokens,
             seed=asked.seed % 2**63,
-            temperature=0.0 if is_greedy else asked.temperature,
-            top_k=0 if is_greedy else asked.top_k,
-            top_p=1.0 if is_greedy else asked.top_p,
+            temperature=asked.temperature or 0.0,  # None: greedy
+            top_k=asked.top_k or 0,
+            top_p=asked.top_p or 1.0,
             repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
             stop_token_ids=asked.stop_token_ids,
             ignore_eos=True,  # end tokens are in stop_token_ids, so that they stay in the output
@@ -85,9 +84,8 @@ class VLLMHost:
             detokenize=False,
             output_kind=importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY,
         )
-        prompt = {"prompt_token_ids": list(request.tokens)}
-        name = str(next(self._numbers))
-        async for result in self._engine.generate(prompt, params, request_id=name, lora_request=self._adapter):
+        prompt, number = {"prompt_token_ids": list(request.tokens)}, str(next(self._numbers))
+        async for result in self._engine.generate(prompt, params, request_id=number, lora_request=self._adapter):
             (output,) = result.outputs
         if output.finish_reason not in ("stop", "length"):
             return Answer(fault=f"it ended by {output.finish_reason!r}")
@@ -96,14 +94,8 @@ class VLLMHost:
         return Answer(tokens, log_probs, output.finish_reason == "stop")
 
     async def update_weights(self, bucket: dict[str, Any] | None) -> None:
-        if not self._is_updating:
-            await self._engine.collective_rpc("begin_weights")
-        self._is_updating = bucket is not None
-        if bucket is not None:
-            await self._engine.collective_rpc("load_bucket", args=(bucket,))
-            return
-        await self._engine.collective_rpc("finish_weights")
-        if not await self._engine.reset_prefix_cache():
+        await self._engine.collective_rpc("load_bucket", args=(bucket,))
+        if bucket is None and not await self._engine.reset_prefix_cache():
             raise RuntimeError("the cache of the old weights is still in use")
 
     async def load_adapter(self, folder: str, sums: dict[str, int]) -> None:

@@ -8,7 +8,6 @@ computes with a packed copy of old weights, as vLLM 0.32's tied output layer on 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,29 +25,27 @@ class WeightsOfTrainer:
     vllm_config: Any
     model_runner: Any
     device: torch.device
+    _updates = 0
+    _arrived: dict[str, Tensor]
 
     def device_id(self) -> str:
         return buckets.device_id(self.device)
 
-    def begin_weights(self) -> None:
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload  # type: ignore[import-not-found]
+    def load_bucket(self, bucket: Mapping[str, Any] | None) -> None:
+        """Load a bucket; None ends an update."""
+        from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
+        from vllm.model_executor.model_loader import reload  # type: ignore[import-not-found]
 
-        self._arrived: dict[str, Tensor] = {}
-        self._updates = getattr(self, "_updates", 0) + 1
-        with self._configured():
-            initialize_layerwise_reload(self._model)
-
-    def load_bucket(self, bucket: Mapping[str, Any]) -> None:
-        with self._configured():
+        with set_current_vllm_config(self.vllm_config):
+            if bucket is None:
+                reload.finalize_layerwise_reload(self._model, self.vllm_config.model_config)
+                self._check_layers()
+                self._arrived = {}
+                return
+            if not getattr(self, "_arrived", None):
+                self._arrived, self._updates = {}, self._updates + 1
+                reload.initialize_layerwise_reload(self._model)
             self._model.load_weights(self._noted(bucket))
-
-    def finish_weights(self) -> None:
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # type: ignore[import-not-found]
-
-        with self._configured():
-            finalize_layerwise_reload(self._model, self.vllm_config.model_config)
-            self._check_layers()
-        self._arrived = {}
 
     def check_adapter(self, number: int, sums: Mapping[str, int]) -> None:
         """Raise RuntimeError, with names, if the LoRA updates are not those that were sent."""
@@ -85,11 +82,6 @@ class WeightsOfTrainer:
     @property
     def _model(self) -> Any:
         return self.model_runner.get_model()
-
-    def _configured(self) -> AbstractContextManager[None]:
-        from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
-
-        return set_current_vllm_config(self.vllm_config)
 
     def _noted(self, bucket: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         """Yield the bucket's tensors for `load_weights`, and keep what `_check_layers` compares."""
