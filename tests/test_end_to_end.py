@@ -267,6 +267,7 @@ def test_the_same_run_with_negated_advantages_does_not_pass_for_learning(
         assert_learned(run_dir)
 
 
+@pytest.mark.slow
 def test_a_server_with_another_tokenizer_is_refused_before_the_model_is_loaded(world, servers, tmp_path):
     no_weights = tmp_path / "policy"
     shutil.copytree(world.policy, no_weights, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -312,6 +313,7 @@ def test_a_run_goes_on_with_the_second_server_while_the_first_is_killed_and_come
     assert rows_by_step(actor.run_dir) == rows_by_step(undisturbed.run_dir)
 
 
+@pytest.mark.slow
 def test_a_killed_server_delays_a_patient_run_and_ends_an_impatient_one(world, servers, undisturbed, tmp_path):
     server = servers["mean"]
     address = f"127.0.0.1:{server.port}"

@@ -139,6 +139,7 @@ def test_impossible_sizes_are_refused_in_a_line(options, told):
     assert (done.returncode, done.stderr.strip()) == (2, told)
 
 
+@pytest.mark.slow
 @needs_peers
 @pytest.mark.timeout(1500)
 def test_short_form_runs_both_sides_and_writes_what_it_says(tmp_path):

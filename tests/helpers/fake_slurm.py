@@ -59,7 +59,7 @@ def save_and_hang(number, frame):
 handler = {"saves slowly": save_slowly, "saves and hangs": save_and_hang}.get(what, stop)
 signal.signal(signal.SIGTERM, handler)
 signal.signal(signal.SIGUSR1, handler)
-(run_dir / "began").touch()
+(run_dir / f"began.{os.environ['RANK']}").touch()
 if what in ("finishes", "finishes later"):
     time.sleep(6 if what == "finishes later" else 0)
     save(9, "finished")

@@ -62,7 +62,15 @@ def test_the_layer_that_was_disturbed_is_named(four_layers, mesh, disturb, said)
         assert float(largest) == pytest.approx(max(gaps), rel=0.06, abs=1e-6)
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "shares"), [(1, 2, False), (2, 1, False), (2, 1, True), (2, 2, True)])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "shares"),
+    [
+        pytest.param(1, 2, False, marks=pytest.mark.slow),
+        (2, 1, False),
+        (2, 1, True),
+        pytest.param(2, 2, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_that_is_shared_shows_the_same_layers(four_layers, mesh, tmp_path, tensor, pipeline, shares):
     """Stages have some of them each; sequence parallelism splits their positions, of which 7 is no multiple."""
     script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "layer_outputs.py"

@@ -53,7 +53,7 @@ def losses(out, mesh):
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_same_numbers_kernels_and_checkpoints(ranks, out, without, losses, mesh, monkeypatch):
     run_with_fake(monkeypatch, ranks, out, *FAMILIES)
     runs = [(FAMILIES[0], name) for name in TE_LAYOUTS[ranks]] + [(name, SAVED[ranks]) for name in FAMILIES[1:]]

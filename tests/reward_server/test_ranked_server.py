@@ -79,6 +79,7 @@ def health_until_the_end(server: ToyServer, seconds: float) -> list[dict[str, An
     return answers
 
 
+@pytest.mark.slow
 def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_next_server(start, files, mesh):
     server = start(*TENSOR_PARALLEL, "inference.rank_timeout_seconds=20")
     requests = mixed_requests(QUICK_REQUESTS)

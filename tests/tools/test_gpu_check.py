@@ -185,6 +185,7 @@ LINES = [
 
 
 class TestRuns:
+    @pytest.mark.slow
     def test_a_run_that_is_killed_and_goes_on(self, context):
         runs = Runs(context, "tiny", 12, 4)
         straight = runs.run("straight", 9, saves=True)
@@ -230,6 +231,7 @@ class TestSwitches:
         assert self.judged({switches.GAP: 0.014, "train/rewards": 3.0}, affects="generation")["advice"] == "no gain"
         assert self.judged({switches.GAP: 0.5}, affects="generation")["advice"] == "leave it off"
 
+    @pytest.mark.slow
     def test_a_switch_that_crashes_does_not_take_the_others_with_it(self, context, monkeypatch):
         table = (
             switches.Switch("wrong", ["no.such.key=1"]),

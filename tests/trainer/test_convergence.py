@@ -54,7 +54,7 @@ def kl(left: Tensor, right: Tensor) -> float:
 @pytest.mark.parametrize(
     ("generation", "temperature"),
     [
-        ("native", 1.0),
+        pytest.param("native", 1.0, marks=pytest.mark.slow),
         ("native", 1.6),
         pytest.param("vllm", 1.6, marks=[pytest.mark.engine, pytest.mark.timeout(600)]),
     ],

@@ -239,7 +239,11 @@ class TestGeneratorCorrection:
         assert gradients["token_mask", 2.5] == pytest.approx(gradients["token", 2.5], rel=1e-6)
         assert gradients["token_mask", 1.5] == gradients["sequence_mask", 1.5] == 0
 
-    @pytest.mark.parametrize("cut", [[], ["model.pipeline_model_parallel_size=2"]], ids=["data", "pipeline"])
+    @pytest.mark.parametrize(
+        "cut",
+        [[], pytest.param(["model.pipeline_model_parallel_size=2"], marks=pytest.mark.slow)],
+        ids=["data", "pipeline"],
+    )
     def test_the_quantiles_are_those_of_all_ranks(self, cut, tmp_path):
         """Of two, each with half of the prompts or of the layers, with two optimizer steps of which one has ratios."""
         script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "gap.py"

@@ -98,11 +98,13 @@ def test_the_uninterrupted_run_learns_and_takes_every_prompt_once_an_epoch(unint
 @pytest.mark.parametrize(
     "moment",
     [
-        "run/config.yaml",  # nothing is there yet
-        "rollouts/step_00001",  # within the first step
+        pytest.param("run/config.yaml", marks=pytest.mark.slow),  # nothing is there yet
+        pytest.param("rollouts/step_00001", marks=pytest.mark.slow),  # within the first step
         "rollouts/step_00005",  # within a step after the first checkpoint
-        "validation/step_00005",  # the step is done, its metrics are not written
-        "checkpoints/step_00000003",  # the first checkpoint is whole, but has no name yet
+        pytest.param("validation/step_00005", marks=pytest.mark.slow),  # the step is done, its metrics are not written
+        pytest.param(
+            "checkpoints/step_00000003", marks=pytest.mark.slow
+        ),  # the first checkpoint is whole, but has no name yet
         "checkpoints/latest",  # the first checkpoint has its name, and `latest` does not say so
         "run/hf",  # the last checkpoint is there, the export is not
     ],
@@ -114,6 +116,7 @@ def test_killed_at_a_certain_moment(processes, uninterrupted, tmp_path, moment):
     assert_equal_runs(tmp_path, uninterrupted)
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_from_outside(processes, uninterrupted, tmp_path):
     """Before the first checkpoint, between checkpoints, while one is being written, right after a step."""
     kill_when(processes, tmp_path, metrics_reach(tmp_path, 1))
@@ -196,7 +199,7 @@ def two_rank_settings(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "layout",
     [
-        [],
+        pytest.param([], marks=pytest.mark.slow),
         ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"],
         pytest.param(["model.pipeline_model_parallel_size=2"], marks=pytest.mark.slow),
         pytest.param(["model.context_parallel_size=2"], marks=pytest.mark.slow),

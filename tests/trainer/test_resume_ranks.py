@@ -74,7 +74,7 @@ def kill_at_random(
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((1, (*FILTERING, *MOVING)), id="one rank, moving average"),
+        pytest.param((1, (*FILTERING, *MOVING)), id="one rank, moving average", marks=pytest.mark.slow),
         pytest.param(
             (2, (*FILTERING, *DISTRIBUTED, *EXPONENTIAL)),
             id="two ranks, distributed optimizer, exponential moving average",

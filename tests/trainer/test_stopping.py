@@ -91,7 +91,7 @@ def act(phase: str, step: int, number: int, rank: int = 0) -> dict[str, object]:
     [
         ("generate", 5, signal.SIGTERM, 4),
         ("train_time", 5, signal.SIGUSR1, 5),
-        ("validation", 5, signal.SIGTERM, 5),
+        pytest.param("validation", 5, signal.SIGTERM, 5, marks=SLOW),
         ("reward_wait", 5, signal.SIGUSR1, 4),
         pytest.param("logprobs", 5, signal.SIGUSR1, 4, marks=SLOW),
         pytest.param("init_logprobs", 5, signal.SIGTERM, 4, marks=SLOW),

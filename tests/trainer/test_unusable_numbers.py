@@ -155,7 +155,7 @@ class TestAPolicyThatIsNotANumber:
         with pytest.raises(DivergedError, match="not finite when step 1 was"), tiny_trainer(config, mesh) as trainer:
             trainer.fit()
 
-    @pytest.mark.parametrize("ranks", [1, 2])
+    @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
     def test_exit_code_and_status(self, tmp_path, ranks):
         processes = TrainerProcesses()
         try:

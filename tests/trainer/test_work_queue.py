@@ -296,7 +296,7 @@ def taken(folder: Path) -> Iterator[tuple[int, int, int, int]]:
     ("case", "slow"),
     [
         pytest.param(TWO, 1, id="two ranks"),
-        pytest.param(FOUR, 3, id="four ranks"),
+        pytest.param(FOUR, 3, id="four ranks", marks=pytest.mark.slow),
         pytest.param(FILTERING, 0, id="dynamic filtering"),
         pytest.param(TP2, 2, id="two blocks of two", marks=pytest.mark.slow),
     ],

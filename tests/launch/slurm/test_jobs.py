@@ -44,6 +44,7 @@ def test_two_and_two_nodes_equal_the_run_without_slurm(lab, world, tmp_path):
         assert own == pytest.approx(other, rel=1e-6, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_task_of_the_actor_ends_the_job_and_is_named(lab, world, tmp_path):
     run = SlurmRun(lab, world, tmp_path / "run", overrides=SHORT)
     job = run.submit()
@@ -58,6 +59,7 @@ def test_a_killed_task_of_the_actor_ends_the_job_and_is_named(lab, world, tmp_pa
     assert f"the run stands at step {run.saved_step}" in job.last_lines
 
 
+@pytest.mark.slow
 def test_the_signal_before_the_time_limit_saves_requeues_and_goes_on(lab, world, tmp_path):
     run = SlurmRun(lab, world, tmp_path / "run", overrides=SHORT)
     job = run.submit()
