@@ -173,8 +173,8 @@ class _Host:
                     self._finish(sample)
             now = time.monotonic()
             for sample in [one for one in self._running.values() if one.deadline <= now]:
-                fault = Outcome(base.STATUS_TIMED_OUT, fault="exceeded the time limit", message=_use_of(sample.pid))
-                self._finish(sample, fault)
+                late = Outcome(base.STATUS_TIMED_OUT, fault="exceeded the time limit", message=_use_of(sample.pid))
+                self._finish(sample, late)
         for sample in self._running.values():
             _end(sample.pid)
 
@@ -225,7 +225,7 @@ def _use_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # man 5 proc, from the third
         seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return f"it used {seconds:.1f} s of CPU, read the disk for {fields[9]} pages, and was in state {fields[0]}"
+        return f"it used {seconds:.0f} s of CPU and was in state {fields[0]}"  # rounded: alike ones are counted
     return ""
 
 

@@ -77,7 +77,6 @@ def test_every_layout_of_two_ranks(folder, one_process, tmp_path):
     run_and_check([name for name in ON_TWO if name in (*LAYOUTS, *quick)], folder, one_process, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["untied"], indirect=True)
 def test_layouts_of_four_ranks(folder, one_process, tmp_path):
     run_and_check(QUICK_ON_FOUR, folder, one_process, tmp_path)

@@ -344,7 +344,6 @@ def check_that_it_ends_by_name(folder, which: str, stuck_seconds: float, seconds
         server.close()
 
 
-@pytest.mark.slow
 def test_a_stopped_tritonserver_ends_the_server_by_name(tmp_path):
     check_that_it_ends_by_name(tmp_path, "tritonserver", 4.0, 60.0)
 

@@ -81,9 +81,9 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
     defined = r" \(defined at /.*/reward_functions\.py:\d+\)"
     assert re.fullmatch(rf"{TOLD}: returned nan{defined}", scores.faults[12])
     assert re.fullmatch(rf"{TOLD}: returned a NoneType; expected a number{defined}", scores.faults[16])
-    used = {row: re.match(r"it used (\d+\.\d) s of CPU, .* in state ([RSD])$", scores.texts[row]) for row in (0, 2)}
-    assert used[0] and used[0].groups() == ("0.0", "S")
-    assert used[2] and float(used[2][1]) > 0.2
+    used = {row: re.match(r"it used (\d) s of CPU and was in state ([RSD])$", scores.texts[row]) for row in (0, 2)}
+    assert used[0] and used[0].groups() == ("0", "S")
+    assert used[2] and used[2][1] in "12"
     assert "secret" not in caplog.text and "function_failed" not in caplog.text  # whoever asked tells, or logs
 
 

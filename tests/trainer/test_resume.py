@@ -41,6 +41,7 @@ from safetensors.torch import load_file
 
 from reinforce_rl.errors import CheckpointError
 
+SLOW = pytest.mark.slow
 RL = "trainer.reinforce"
 
 
@@ -98,13 +99,11 @@ def test_the_uninterrupted_run_learns_and_takes_every_prompt_once_an_epoch(unint
 @pytest.mark.parametrize(
     "moment",
     [
-        pytest.param("run/config.yaml", marks=pytest.mark.slow),  # nothing is there yet
-        pytest.param("rollouts/step_00001", marks=pytest.mark.slow),  # within the first step
+        pytest.param("run/config.yaml", marks=SLOW),  # nothing is there yet
+        pytest.param("rollouts/step_00001", marks=SLOW),  # within the first step
         "rollouts/step_00005",  # within a step after the first checkpoint
-        pytest.param("validation/step_00005", marks=pytest.mark.slow),  # the step is done, its metrics are not written
-        pytest.param(
-            "checkpoints/step_00000003", marks=pytest.mark.slow
-        ),  # the first checkpoint is whole, but has no name yet
+        pytest.param("validation/step_00005", marks=SLOW),  # the step is done, its metrics are not written
+        pytest.param("checkpoints/step_00000003", marks=SLOW),  # the first checkpoint is whole, but has no name yet
         "checkpoints/latest",  # the first checkpoint has its name, and `latest` does not say so
         "run/hf",  # the last checkpoint is there, the export is not
     ],
@@ -199,10 +198,10 @@ def two_rank_settings(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param([], marks=pytest.mark.slow),
+        pytest.param([], marks=SLOW),
         ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"],
-        pytest.param(["model.pipeline_model_parallel_size=2"], marks=pytest.mark.slow),
-        pytest.param(["model.context_parallel_size=2"], marks=pytest.mark.slow),
+        pytest.param(["model.pipeline_model_parallel_size=2"], marks=SLOW),
+        pytest.param(["model.context_parallel_size=2"], marks=SLOW),
     ],
     ids=["data parallel", "tensor and sequence parallel", "pipeline", "context parallel"],
 )

@@ -84,8 +84,9 @@ class VLLMHost:
             detokenize=False,
             output_kind=importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY,
         )
-        prompt, number = {"prompt_token_ids": list(request.tokens)}, str(next(self._numbers))
-        async for result in self._engine.generate(prompt, params, request_id=number, lora_request=self._adapter):
+        prompt = {"prompt_token_ids": list(request.tokens)}
+        name = str(next(self._numbers))
+        async for result in self._engine.generate(prompt, params, request_id=name, lora_request=self._adapter):
             (output,) = result.outputs
         if output.finish_reason not in ("stop", "length"):
             return Answer(fault=f"it ended by {output.finish_reason!r}")
