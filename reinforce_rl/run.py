@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.rules import Allocation, parse_duration
 from reinforce_rl.data.batches import Prompt
-from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, PromptLoader, RLHFDatasets
+from reinforce_rl.data.prompts import PromptDataset, PromptLoader, RLHFDatasets, fixed_prompts
 from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.lora import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh
@@ -21,7 +21,7 @@ from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.monitoring.backends import start_loggers
 from reinforce_rl.monitoring.loggers import Detached, JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
-from reinforce_rl.monitoring.records import RolloutWriter
+from reinforce_rl.monitoring.records import drop_later_samples
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.preflight.plan import read_inputs
@@ -120,9 +120,11 @@ def build_monitor(
     if cfg.exp_manager.used_loggers:
         run_id = run_id or secrets.token_hex(4)
         others = start_loggers(cfg, run_id, resume_step, progress.note)
-    rollouts, tables = RolloutWriter(folder, resume_step), cfg.exp_manager.sample_table_interval
+    if resume_step is not None:
+        drop_later_samples(folder, resume_step)
+    tables = cfg.exp_manager.sample_table_interval
     tokens, first = cfg.exp_manager.record_tokens_every, RunFolder(folder).first_reward  # of a run that goes on
-    monitor = RunMonitor(folder, Loggers([jsonl, *others]), rollouts, progress, status, factor, tables, tokens, first)
+    monitor = RunMonitor(folder, Loggers([jsonl, *others]), progress, status, factor, tables, tokens, first)
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
         for key, values in changes.items():
@@ -182,8 +184,8 @@ def build_trainer(
         folder = Path(cfg.exp_manager.explicit_log_dir) / "profile"
         profiler = StepProfiler(profile, folder, mesh.rank, mesh.device, monitor.note)
 
-    def fixed(prompts: PromptDataset | None, count: int | None) -> partial[FixedPrompts] | None:
-        return None if prompts is None else partial(FixedPrompts, prompts, count, mesh.dp_rank, mesh.dp_size)
+    def fixed(prompts: PromptDataset | None, count: int | None) -> Callable[..., list[Any]] | None:
+        return None if prompts is None else partial(fixed_prompts, prompts, count, mesh.dp_rank, mesh.dp_size)
 
     trainer = ReinforceTrainer(
         cfg=cfg.trainer.reinforce,

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from one_gpu.weights import fill_ours
 from one_gpu.workload import BETAS, CLIP_GRAD, EPSILON, GENERATION, LEARNING_RATE, STEP, Workload
 from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
-from reinforce_rl.algorithm.advantages import rloo, sequence_credit
+from reinforce_rl.algorithm.advantages import rloo
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.algorithm.loss import Denominators
 from reinforce_rl.config.model import OptimConfig
@@ -72,8 +72,8 @@ def memory_plan(arch: Architecture, dtype: torch.dtype, device: torch.device, wo
 
 def least_bytes(arch: Architecture, dtype: torch.dtype, device: torch.device, workload: Workload, phase: str) -> int:
     """Weights, and in training gradients and optimizer; the reference where its memory is the device's."""
-    found = memory_plan(arch, dtype, device, workload).states
-    return found.weights if phase == GENERATION else found.on_device
+    found = memory_plan(arch, dtype, device, workload)
+    return found.weights if phase == GENERATION else found.held
 
 
 class OurSide:
@@ -213,7 +213,7 @@ class OurSide:
             valid=torch.ones(work.sequences, dtype=torch.bool),
             init_log_probs=reference,
         )
-        advantages = sequence_credit(rloo(rewards, groups), rollouts.response_mask)
+        advantages = rloo(rewards, groups)[:, None].where(rollouts.response_mask, 0.0)
         nothing = torch.zeros_like(rewards)
         return ReinforceBatch(rollouts, nothing, rewards, nothing, advantages, rollouts.valid)
 

@@ -199,11 +199,6 @@ def rloo(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None) -> Ten
     return leave_one_out(RewardGroups.of(rewards, group_ids, valid)).values
 
 
-def sequence_credit(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Give each response token its response's advantage: [N] and bool [N, T] to [N, T]."""
-    return advantages[:, None].where(mask, 0.0)
-
-
 def returns_to_go(token_rewards: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor:
     """Compute sum_{s >= t} discount^(s - t) reward_s: [N, T], 0 outside the mask, from [N, T] and bool [N, T].
 
@@ -256,7 +251,8 @@ def assign_credit(
         discount: gamma of `returns_to_go`; only with `token`.
     """
     if assignment == "sequence":
-        return sequence_credit(found.values - beta * kl if kl_placement == "advantage" else found.values, mask)
+        values = found.values - beta * kl if kl_placement == "advantage" else found.values
+        return values[:, None].where(mask, 0.0)
     charged = 0.0 * token_kl if kl_placement == "loss" else beta * token_kl
     if kl_placement == "reward":
         # The estimator has the KL of whole responses in it; here each token is charged its own, so only the baseline

@@ -47,14 +47,12 @@ def reduce_over_tokens(values: Tensor, mask: Tensor, reduction: str = "sum") -> 
 
 
 @torch.no_grad()
-def sequence_kl(
-    log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, *, estimator: str = "k1", reduction: str = "sum"
-) -> Tensor:
+def sequence_kl(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, *, estimator: str = "k1") -> Tensor:
     """Estimate the KL of each sequence as it enters the reward (Ahmadian et al. 2024: k1, summed).
 
-    From log-probs and mask [N, T] to [N], detached, in nats per response (per token with `mean`); 0 if empty.
+    From log-probs and mask [N, T] to [N], detached, in nats per response; 0 if empty.
     """
-    return reduce_over_tokens(token_kl(log_probs, reference_log_probs, mask, estimator=estimator), mask, reduction)
+    return token_kl(log_probs, reference_log_probs, mask, estimator=estimator).sum(dim=-1)
 
 
 def kl_loss_terms(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -142,19 +142,16 @@ class TrainRewardModelConfig(Section):
         "results/reward_head", "head: head.safetensors, README.md; full: model/, checkpoints/, report", kind="path"
     )
 
-    def all_faults(self, found: list[str]) -> Iterable[str]:
-        return [*found, *_faults(self)]
-
-
-def _faults(cfg: TrainRewardModelConfig) -> Iterator[str]:
-    folder, data = cfg.model.restore_from_path, cfg.data
-    if folder != NOT_SET and not Path(folder).is_dir():
-        yield f"model.restore_from_path is {folder}, which {no_model(folder)}"
-    yield from _full(cfg) if cfg.mode == "full" else _head(cfg)
-    yield from model_faults(folder, cfg.model.tensor_model_parallel_size, "model", "data.max_length", data.max_length)
-    yield from folder_faults("output_dir", cfg.output_dir)
-    if cfg.cuts.max_tokens < cfg.cuts.min_tokens:
-        yield f"cuts.max_tokens is {cfg.cuts.max_tokens}; expected at least {cfg.cuts.min_tokens}"
+    def all_faults(self, found: list[str]) -> Iterator[str]:
+        yield from found
+        model, folder, longest = self.model, self.model.restore_from_path, self.data.max_length
+        if folder != NOT_SET and not Path(folder).is_dir():
+            yield f"model.restore_from_path is {folder}, which {no_model(folder)}"
+        yield from _full(self) if self.mode == "full" else _head(self)
+        yield from model_faults(folder, model.tensor_model_parallel_size, "model", "data.max_length", longest)
+        yield from folder_faults("output_dir", self.output_dir)
+        if self.cuts.max_tokens < self.cuts.min_tokens:
+            yield f"cuts.max_tokens is {self.cuts.max_tokens}; expected at least {self.cuts.min_tokens}"
 
 
 def _head(cfg: TrainRewardModelConfig) -> Iterator[str]:

@@ -243,7 +243,6 @@ def _engine(cfg: TrainConfig) -> Iterator[str]:
 
 
 def _rewards(cfg: TrainConfig) -> Iterator[str]:
-    """Check reward servers, functions and the names their scores are logged under."""
     remote, own, by_function = cfg.remote_rm, cfg.reward_function, cfg.reward == "function"
     more = {f"remote_rm.more_reward_models.{name}": server for name, server in remote.more_reward_models.items()}
     for key, server in {"remote_rm.reward_model": remote.reward_model, **more}.items():

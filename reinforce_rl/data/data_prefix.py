@@ -52,7 +52,6 @@ def sets_of(value: Any) -> Sets:
 
 
 def _split_weights(value: Any, faults: list[str]) -> tuple[list[Any], tuple[float, ...] | None]:
-    """Return the paths, and their weights if there are any."""
     key, entries = "model.data.data_prefix.train", sets_of(value)[""]
     given = [entry for entry in entries if not isinstance(entry, (int, float))]
     if given == entries:

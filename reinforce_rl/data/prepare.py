@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from reinforce_rl.data.data_prefix import SPLITS
 from reinforce_rl.data.jsonl import (
@@ -26,8 +26,7 @@ from reinforce_rl.data.jsonl import (
 from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns, files_of, read_records
 from reinforce_rl.errors import DataError
 
-T = TypeVar("T")
-
+_Row = dict[str, Any]
 _PROMPT_KEYS = ("prompt", "text", "messages", "conversations", "chosen", "rejected")
 
 
@@ -76,7 +75,7 @@ def prepare_prompts(
         if file.resolve() in [target.resolve() for target in targets]:
             raise DataError(f"{file} is both read and written; choose another output folder")
     skipped: Counter[str] = Counter()
-    kept: dict[str, dict[str, Any]] = {}  # rows to write, by `prompt_key`
+    kept: dict[str, _Row] = {}  # rows to write, by `prompt_key`
 
     def keep(line: Record) -> None:
         messages, reason = _prompt_of(line.value)
@@ -144,7 +143,7 @@ def _unfit(messages: list[Message], options: PrepareOptions) -> str:
     return ""
 
 
-def _split(rows: list[T], options: PrepareOptions) -> tuple[list[T], list[T]]:
+def _split(rows: list[_Row], options: PrepareOptions) -> tuple[list[_Row], list[_Row]]:
     """Return the rows of training and of validation, in order."""
     order = list(range(len(rows)))
     random.Random(options.seed).shuffle(order)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -66,11 +65,6 @@ class PromptDataset(Dataset[Prompt]):
             text = prompt.text.encode("utf-8")
             digest.update(len(text).to_bytes(8, "big") + text)  # the length makes joined texts unambiguous
         return digest.hexdigest()
-
-    @cached_property
-    def set_sizes(self) -> Counter[str]:
-        """Number of prompts of each set, in order; one without a name if there are none."""
-        return Counter(prompt.set_name for prompt in self._prompts)
 
     @classmethod
     def of_sets(cls, sets: Mapping[str, PromptDataset]) -> PromptDataset:
@@ -203,36 +197,30 @@ class PromptLoader:
         self.sampler.load_state_dict(state)
 
 
-class FixedPrompts:
-    """Yield this rank's share, possibly empty, of the first `num_val_samples` prompts of each set, as one batch.
+def fixed_prompts(
+    dataset: PromptDataset,
+    num_val_samples: int | None = None,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    collate_fn: Callable[[list[Prompt]], Any] = list,
+) -> list[Any]:
+    """Return this rank's share, possibly empty, of the first `num_val_samples` prompts of each set, as one batch.
 
     Raises:
         ConfigError: more prompts than a set has.
     """
-
-    def __init__(
-        self,
-        dataset: PromptDataset,
-        num_val_samples: int | None = None,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        collate_fn: Callable[[list[Prompt]], Any] = list,
-    ):
-        indices, start = list[int](), 0
-        for name, size in dataset.set_sizes.items():
-            count = size if num_val_samples is None else num_val_samples
-            if not 1 <= count <= size:
-                which = f"validation set {name}" if name else "validation data set"
-                has = f"the {which} has {size} prompts; expected 1 to {size}, or null for all"
-                raise ConfigError([f"model.reinforce.num_val_samples is {num_val_samples}, but {has}"])
-            indices += range(start, start + count)
-            start += size
-        self.num_prompts = len(indices)
-        self._indices = shard(indices, dp_rank, dp_size)
-        self.dataset, self.collate_fn = dataset, collate_fn
-
-    def __iter__(self) -> Iterator[Any]:
-        yield self.collate_fn([self.dataset[index] for index in self._indices])
+    sets: dict[str, list[Prompt]] = {}
+    for index in range(len(dataset)):
+        sets.setdefault(dataset[index].set_name, []).append(dataset[index])
+    chosen: list[Prompt] = []
+    for name, prompts in sets.items():
+        count = len(prompts) if num_val_samples is None else num_val_samples
+        if not 1 <= count <= len(prompts):
+            which = f"validation set {name}" if name else "validation data set"
+            has = f"the {which} has {len(prompts)} prompts; expected 1 to {len(prompts)}, or null for all"
+            raise ConfigError([f"model.reinforce.num_val_samples is {num_val_samples}, but {has}"])
+        chosen += prompts[:count]
+    return [collate_fn(shard(chosen, dp_rank, dp_size))]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Prompt, RolloutBatch
-from reinforce_rl.data.prompts import FixedPrompts, PromptLoader, RLHFDatasets
+from reinforce_rl.data.prompts import PromptLoader, RLHFDatasets, fixed_prompts
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.evaluation.model import inference_config, load_actor
@@ -31,7 +31,7 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
 from reinforce_rl.monitoring.metrics import take_means, validation_means
 from reinforce_rl.monitoring.progress import TrainingProgress
-from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter, Samples, sample_rows
+from reinforce_rl.monitoring.records import RolloutRow, Samples, sample_rows
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.rewards.judge import Judge, preferences, question_of
 from reinforce_rl.rewards.sources import connect_to_reward_servers
@@ -218,9 +218,9 @@ def _answers(
 ) -> _Answers:
     rollout, folder = cfg.model.reinforce, Path(cfg.exp_manager.explicit_log_dir)
     assert datasets.validation is not None
-    (prompts,) = FixedPrompts(datasets.validation, rollout.num_val_samples, mesh.dp_rank, mesh.dp_size)
+    (prompts,) = fixed_prompts(datasets.validation, rollout.num_val_samples, mesh.dp_rank, mesh.dp_size)
     progress = TrainingProgress(0, enabled=mesh.is_main)
-    monitor = RunMonitor(folder, Loggers(), RolloutWriter(folder), progress) if mesh.is_main else SilentMonitor(folder)
+    monitor = RunMonitor(folder, Loggers(), progress) if mesh.is_main else SilentMonitor(folder)
     model = cfg.pretrained_checkpoint.restore_from_path
     with contextlib.ExitStack() as stack:
         rm = None
@@ -266,7 +266,6 @@ def _where(batch: RolloutBatch) -> tuple[torch.Tensor, ...]:
 
 
 def _add_kl(found: Sequence[_Answers], cfg: TrainConfig, mesh: Mesh, control: RunControl) -> None:
-    """Give every sample its KL from the reference."""
     with _loaded(cfg, mesh, control, "the reference") as actor:
         for answers in found:
             batch = answers.own
@@ -303,7 +302,7 @@ def _write(out: Path, results: Results, found: Sequence[_Answers]) -> None:
     for one in found:
         folder = out / one.name
         logger = JsonlLogger(folder / "metrics.jsonl", resume_step=0)
-        monitor = RunMonitor(folder, Loggers([logger]), RolloutWriter(folder), TrainingProgress(0, enabled=False))
+        monitor = RunMonitor(folder, Loggers([logger]), TrainingProgress(0, enabled=False))
         monitor.log_validation(0, one.metrics, Samples(one.rows))
         monitor.commit(0)
     write_atomically(out / RESULTS_FILE, json.dumps(results.as_json(), indent=2, allow_nan=False) + "\n")

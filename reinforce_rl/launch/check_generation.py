@@ -93,10 +93,16 @@ def check_generation(
     with configured_mesh(cfg) as mesh:
         actor = load_actor(cfg, mesh)
         native, params = NativeGenerator(actor.lm, actor.tokenizer), replace(actor.settings.sampling, use_greedy=True)
+        found, log_probs = [], []
         with contextlib.closing(actor.generator) as other:
-            before = native.generate(asked, 1, params, seed=0)
-
-            def by_layer(one: Comparison) -> Comparison:
+            for scale in (1.0, SCALE):
+                with torch.no_grad():
+                    for parameter in actor.lm.parameters():
+                        parameter.mul_(scale)
+                log_probs.append(native.generate(asked, 1, params, seed=0).log_probs)
+                # The engine's time counts after the update; before it, most is its start.
+                one = compare(native, other, asked, params)
+                found.append(one)
                 outputs = getattr(other, "layer_outputs", None)
                 if outputs is not None and (layers or not one.mean_gap <= tolerance):
                     with other.awake():
@@ -104,17 +110,7 @@ def check_generation(
                     if mesh.is_main:
                         hidden = "the engine shows no layers; vLLM does with vllm.enforce_eager=true"
                         print(layer_table(*both, ROUNDING[precision]) if both[1] else hidden)
-                return one
-
-            found = [by_layer(compare(native, other, asked, params))]
-            with torch.no_grad():
-                for parameter in actor.lm.parameters():
-                    parameter.mul_(SCALE)
-            after = native.generate(asked, 1, params, seed=0)
-            # The second waking; the first one's time is mostly the engine's start.
-            found.append(by_layer(compare(native, other, asked, params)))
-        assert before.log_probs is not None and after.log_probs is not None
-        changed = before.log_probs.shape != after.log_probs.shape or not torch.equal(before.log_probs, after.log_probs)
+        changed = not torch.equal(*log_probs)
         if mesh.is_main:
             print(f"native and {engine}, before the update: {found[0]}")
             print(f"native and {engine}, after it:          {found[1]}")

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
-from reinforce_rl.rewards import wire
-from reinforce_rl.rewards.transport import FailedAttempt, NoHttp, check_once, exchange, infer_json, wait_for
+from reinforce_rl.rewards import transport, wire
+from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress, NoHttp
 from reinforce_rl.utils.net import Address
 
 HEALTH_SECONDS = 30.0  # the server may be scoring its canary
@@ -22,14 +22,10 @@ BATCH_SAMPLES = 32
 BATCH_LENGTH = 64
 
 
-class Unwell(ReinforceError):
-    """The server cannot be used now; the text gives the reason and a remedy."""
-
-
 def check_server(url: str, token: str | None, say: Callable[[str], None]) -> None:
     """Inspect the server at `url`, http://HOST:PORT or HOST:PORT; `say` is called with one line at a time.
 
-    Raises Unwell if it is down, not a reward server, not ready, not healthy, or refuses this client.
+    Raises ReinforceError if it is down, not a reward server, not ready, not healthy, or refuses this client.
     """
     server = _address_of(url)
     health = _health(server)
@@ -41,18 +37,21 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
             "draining": "it was told to stop, and ends. Start it again on the same port; clients retry meanwhile",
             "failed": f"it has failed and is ending: {health['text']}. Its log has more; start it again",
         }
-        raise Unwell(f"http://{server} takes no requests now: {remedies.get(str(health['state']), health['text'])}")
+        remedy = remedies.get(str(health["state"]), health["text"])
+        raise ReinforceError(f"http://{server} takes no requests now: {remedy}")
     if not health["healthy"]:
         advice = "Look at the end of its log, then end it (SIGTERM) and start it again; clients retry meanwhile"
-        raise Unwell(f"http://{server} takes requests and does not score them: {health['text']}. {advice}")
+        raise ReinforceError(f"http://{server} takes requests and does not score them: {health['text']}. {advice}")
     say(f"health: {health['text']}")
+    model = ModelAddress(server, str(health["model"]), token)
     try:
-        info = check_once(server.host, server.port, str(health["model"]), 30.0, token=token)
+        info = transport.wait_for(transport.ask_description(model, 30.0))
     except RewardServerError as error:
         hint = " (For this script: --token-file FILE.)" if "token" in str(error) else ""
-        raise Unwell(f"{error}{hint}") from error
+        raise ReinforceError(f"{error}{hint}") from error
     except FailedAttempt as error:
-        raise Unwell(f"http://{server} {error}: it may be starting or stopping; ask again in a minute") from error
+        advice = "it may be starting or stopping; ask again in a minute"
+        raise ReinforceError(f"http://{server} {error}: {advice}") from error
     length, own = info.max_length, info.tokenizer
     say(f"serves: '{info.name}'" + "".join(f", {key} {value}" for key, value in info.details.items()))
     of_tokens = "" if length is None else f", {length} tokens a sample, token ids below {info.vocab_size}"
@@ -65,10 +64,10 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
     if length is None:
         say("speed: not measured; a reward function is called with the samples of a run alone")
         return
-    single = [_seconds(server, info.name, token, 1, min(8, length)) for _ in range(REPEATS)]
+    single = [_seconds(model, 1, min(8, length)) for _ in range(REPEATS)]
     say(f"speed: one short sample takes {1000 * statistics.median(single):.1f} ms (median of {REPEATS})")
     samples, length = min(BATCH_SAMPLES, info.max_batch_size), min(BATCH_LENGTH, length)
-    batch = min(_seconds(server, info.name, token, samples, length) for _ in range(2))
+    batch = min(_seconds(model, samples, length) for _ in range(2))
     say(f"speed: {samples} samples of {length} tokens take {batch:.2f} s, {samples / batch:.1f} samples/s")
 
 
@@ -82,7 +81,7 @@ def _address_of(url: str) -> Address:
 
 def _health(server: Address) -> dict[str, Any]:
     try:
-        answer = wait_for(exchange(server, "/health", HEALTH_SECONDS))
+        answer = transport.wait_for(transport.exchange(transport.url_of(server, "/health"), HEALTH_SECONDS))
         found = f"HTTP {answer.code} without a reward server's answer"
         with contextlib.suppress(ValueError, AttributeError):
             values = json.loads(answer.body)
@@ -92,20 +91,20 @@ def _health(server: Address) -> dict[str, Any]:
         found = "no HTTP"
     except FailedAttempt as error:
         if "connection refused" in str(error):
-            raise Unwell(
+            raise ReinforceError(
                 f"nothing listens on http://{server} (connection refused): the server is not running, is still "
                 "loading its model, or runs elsewhere. Start it, or check host and port against its line 'ready at "
                 "http://...'; a server on 127.0.0.1 is reached from its own machine only (inference.host)"
             ) from error
         why = f"it {error}. Check the host's name, that the machine is up, and that no firewall is between"
-        raise Unwell(f"http://{server} cannot be reached: {why}") from error
-    raise Unwell(
+        raise ReinforceError(f"http://{server} cannot be reached: {why}") from error
+    raise ReinforceError(
         f"another program listens on http://{server} (/health gave {found}): check the port against the server's line "
         "'ready at http://...'; on that machine, ss -ltnp names the program"
     )
 
 
-def _seconds(server: Address, name: str, token: str | None, samples: int, length: int) -> float:
+def _seconds(model: ModelAddress, samples: int, length: int) -> float:
     shapes = {wire.TOKENS: ([samples, length], 0), wire.SEQUENCE_LENGTHS: ([samples, 1], length)}
     inputs: list[dict[str, Any]] = [
         {"name": key, "datatype": "INT64", "shape": shape, "data": [value] * (shape[0] * shape[1])}
@@ -113,12 +112,12 @@ def _seconds(server: Address, name: str, token: str | None, samples: int, length
     ]
     started = time.monotonic()
     try:
-        answer = infer_json(server.host, server.port, name, inputs, SCORE_SECONDS, token=token)
+        answer = transport.infer_json(model, inputs, SCORE_SECONDS)
     except RewardServerError as error:
         is_busy = "HTTP 503" in str(error)
         advice = "it is busy, and clients retry by themselves; ask again later" if is_busy else "look at its log"
-        raise Unwell(f"http://{server} did not score a request: {error}: {advice}") from error
+        raise ReinforceError(f"http://{model.place} did not score a request: {error}: {advice}") from error
     if any(answer[wire.STATUS]):
         found = f"a sample of {length} tokens of id 0 (status {sorted(set(answer[wire.STATUS]))})"
-        raise Unwell(f"http://{server} could not score {found}; its log says why")
+        raise ReinforceError(f"http://{model.place} could not score {found}; its log says why")
     return time.monotonic() - started

@@ -18,10 +18,10 @@ from reinforce_rl.errors import EXIT_STOPPED, ConfigError, ReinforceError, Rewar
 from reinforce_rl.launch.slurm.outcome import last_lines
 from reinforce_rl.launch.slurm.settings import override_of, with_missing
 from reinforce_rl.launch.slurm.task import StopSignal
-from reinforce_rl.rewards.transport import FailedAttempt, check_once
+from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress, ask_description, wait_for
 from reinforce_rl.rewards.wire import DEFAULT_NAME, read_token
 from reinforce_rl.utils.guard import Guard
-from reinforce_rl.utils.net import check_port, free_port
+from reinforce_rl.utils.net import Address, check_port, free_port
 from reinforce_rl.utils.process import STOP_SIGNALS, Child, active_stop_signals
 
 HOST = "127.0.0.1"
@@ -130,11 +130,12 @@ def _start(command: Sequence[str], guard: Guard, log: BinaryIO | None) -> Child:
 def _wait_until_ready(plan: LaunchPlan, server: Child, stop: StopSignal, say: Callable[[str], None]) -> None:
     start = time.monotonic()
     next_report = start + REPORT_SECONDS
+    model = ModelAddress(Address(HOST, plan.port), plan.name, plan.token)
     while stop.number is None:
         if server.exit_code is not None:
             raise _server_ended(plan, server, "before it was ready")
         try:
-            check_once(HOST, plan.port, plan.name, timeout=5.0, token=plan.token)
+            wait_for(ask_description(model, 5.0))
             say(f"reward server: ready at http://{HOST}:{plan.port} after {time.monotonic() - start:.0f} s")
             return
         except FailedAttempt as error:

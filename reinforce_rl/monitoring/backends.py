@@ -44,12 +44,10 @@ class TensorboardLogger(MetricLogger):
         self._writer = SummaryWriter(str(folder), purge_step=resume_step and resume_step + 1)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
-        """Write numbers of `step`, except non-finite ones."""
         for name, number in _finite(metrics, prefix).items():
             self._writer.add_scalar(name, number, step)
 
     def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
-        """Write rows as text, in Markdown."""
         if rows:
             self._writer.add_text(key, "\n\n---\n\n".join(map(_as_markdown, rows)), step)
 
@@ -97,11 +95,9 @@ class WandbLogger(MetricLogger):
         self._table: Callable[..., Any] = partial(wandb.Table, allow_mixed_types=True)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
-        """Log numbers of `step`, except non-finite ones, which charts cannot show."""
         self._run.log(_finite(metrics, prefix), step=step)
 
     def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
-        """Log rows as a table, with the first row's keys as columns; do nothing without rows."""
         if rows:
             self._run.log({key: self._table(list(rows[0]), [list(row.values()) for row in rows])}, step=step)
 
@@ -109,7 +105,6 @@ class WandbLogger(MetricLogger):
         self._run.alert(title=title, text=f"step {step}: {text}", level=level)
 
     def finalize(self, status: str = SUCCESS) -> None:
-        """Flush and end the run, as failed unless `status` is "success"."""
         try:
             self._run.finish(exit_code=0 if status == SUCCESS else 1)
         except TimeoutError:
@@ -192,5 +187,6 @@ def _given(cfg: TrainConfig, run_id: str) -> dict[str, Any]:
 
 
 def _finite(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Return the numbers that a chart can show, by full name."""
     numbers = {prefix + name: plain_number(value) for name, value in metrics.items()}
     return {name: number for name, number in numbers.items() if number is not None}

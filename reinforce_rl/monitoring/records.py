@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from pydantic_core import to_jsonable_python
 from torch import Tensor
 
 from reinforce_rl.algorithm.kl import token_kl
@@ -65,7 +66,7 @@ class RolloutRow:
 
     def as_json(self) -> dict[str, Any]:
         """Return the row for a line of JSON: NaN becomes None."""
-        return _finite(vars(self))
+        return to_jsonable_python(vars(self), inf_nan_mode="null")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class SampleTokens:
 
     def as_json(self) -> dict[str, Any]:
         """Return the tokens for a line of JSON: values that are not finite become None."""
-        return _finite(vars(self))
+        return to_jsonable_python(vars(self), inf_nan_mode="null")
 
 
 _FLOATS = pa.list_(pa.float32())
@@ -208,25 +209,18 @@ def _texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> dict[int, str]
     return dict(zip(ids, spaced, strict=True))
 
 
-class RolloutWriter:
-    """Writes the samples of each step below a run's folder, replacing existing files.
+def drop_later_samples(folder: str | Path, resume_step: int) -> None:
+    """Remove a run's samples of steps after the checkpoint's, and what a kill left half-written."""
+    for path in Path(folder).glob("*/*step_*"):
+        found = _STEP_FILE.fullmatch(path.name)
+        is_torn = path.name.startswith(".step_")  # a kill before its move
+        if path.parent.name in get_args(Kind) and (is_torn or (found and int(found[1]) > resume_step)):
+            path.unlink()
 
-    `resume_step` is the checkpoint's: files of later steps are removed. None removes nothing.
-    """
 
-    def __init__(self, folder: str | Path, resume_step: int | None = None):
-        self.folder = Path(folder)
-        for path in self.folder.glob("*/*step_*") if resume_step is not None else ():
-            found = _STEP_FILE.fullmatch(path.name)
-            is_torn = path.name.startswith(".step_")  # a kill before its move
-            if path.parent.name in get_args(Kind) and (is_torn or (found and int(found[1]) > (resume_step or 0))):
-                path.unlink()
-
-    def write(self, step: int, samples: Samples | Sequence[RolloutRow], kind: Kind = "rollouts") -> Path:
-        """Write the samples of `step` atomically; return the file's path."""
-        path = self.folder / kind / f"step_{step:05d}.parquet"
-        write_records(path, samples if isinstance(samples, Samples) else Samples(list(samples)))
-        return path
+def write_samples(folder: str | Path, step: int, samples: Samples, kind: Kind = "rollouts") -> None:
+    """Write the samples of a step below a run's folder; an existing file is replaced."""
+    write_records(Path(folder) / kind / f"step_{step:05d}.parquet", samples)
 
 
 def write_records(path: Path, samples: Samples) -> None:
@@ -252,7 +246,7 @@ def _table(samples: Samples) -> pa.Table:
         elif kind == pa.string():
             values = [None if value is None else encode(value).decode() for value in values]  # no lone surrogates
         elif name == "source_rewards":
-            values = [list(_finite(value).items()) for value in values]
+            values = [[(source, plain_number(reward)) for source, reward in value.items()] for value in values]
         arrays[name] = pa.array(values, kind)
     for name, kind in TOKEN_COLUMNS.items():
         found = None
@@ -267,19 +261,6 @@ def _table(samples: Samples) -> pa.Table:
             ends = tokens.lengths["prompt" if name == "prompt_tokens" else "response"].cumsum()
             arrays[name] = pa.ListArray.from_arrays(pa.array([0, *ends.tolist()], pa.int32()), found)
     return pa.table(arrays).replace_schema_metadata({FORMAT: json.dumps({"version": VERSION})})
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with None for floats that are not finite, also within lists and mappings."""
-
-    def cleaned(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return _finite(value)
-        if isinstance(value, list):
-            return [cleaned(one) for one in value]
-        return plain_number(value) if isinstance(value, float) else value
-
-    return {name: cleaned(value) for name, value in values.items()}
 
 
 def rollout_files(folder: str | Path, kind: Kind = "rollouts") -> dict[int, Path]:

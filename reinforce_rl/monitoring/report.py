@@ -73,44 +73,35 @@ def comparison(run: RunFolder) -> PairedComparison | None:
     return None if run.validations is None else compare_validation(*run.validations)
 
 
-@dataclass(frozen=True)
-class SummaryRow:
-    """One quantity before and after; NaN if unknown."""
+def summarize(run: RunFolder) -> list[list[str]]:
+    """Return quantities before and after, from validations and the first and last training steps.
 
-    name: str  # with its unit
-    basis: str  # what it was measured on
-    before: float
-    after: float
-    form: str = ".3f"
-    standard_error: float = math.nan  # of the change
+    Each is a name with its unit, before, after, the change with its standard error, and what it was measured on.
+    """
+    rows: list[list[str]] = []
 
-    @property
-    def numbers(self) -> tuple[str, str, str]:
-        """Return before, after and the change with its standard error, as texts."""
-        error = f" ± {formatted(self.form, self.standard_error)}" if math.isfinite(self.standard_error) else ""
-        change = formatted(f"+{self.form}", self.after - self.before)
-        return formatted(self.form, self.before), formatted(self.form, self.after), change + error
+    def add(name: str, basis: str, before: float, after: float, form: str = ".3f", error: float = math.nan) -> None:
+        if math.isfinite(before) or math.isfinite(after):
+            change = formatted(f"+{form}", after - before)
+            change += f" ± {formatted(form, error)}" if math.isfinite(error) else ""
+            rows.append([name, formatted(form, before), formatted(form, after), change, basis])
 
-
-def summarize(run: RunFolder) -> list[SummaryRow]:
-    """Return quantities before and after, from validations and the first and last training steps."""
-    rows = []
     if (found := comparison(run)) is not None and found.n:
         basis, error = f"validation, the same {found.n} prompts", found.standard_error
-        rows.append(SummaryRow("Reward", basis, found.mean_before, found.mean_after, standard_error=error))
+        add("Reward", basis, found.mean_before, found.mean_after, error=error)
     sources = dict.fromkeys(key[4:] for line in run.lines for key in line if key.startswith("val/rewards_"))
     for name, key, form in [(f"  {key[8:]}", key, ".3f") for key in sources] + [*_QUANTITIES]:
         validated = [value for _, value in run.series(f"val/{key}")]
         if len(validated) > 1 and key != "rewards":
-            rows.append(SummaryRow(name, "validation", validated[0], validated[-1], form))
+            add(name, "validation", validated[0], validated[-1], form)
         values = [value for _, value in run.series(f"train/{key}")] if key not in sources else []
         window = min(10, len(values) // 2)  # the first and the last steps must not overlap
         if window:
             basis = f"training, first and last {f'{window} steps' if window > 1 else 'step'}"
-            rows.append(SummaryRow(name, basis, mean(values[:window]), mean(values[-window:]), form))
+            add(name, basis, mean(values[:window]), mean(values[-window:]), form)
         else:
-            rows.append(SummaryRow(name, "training, one step", mean(values), math.nan, form))
-    return [row for row in rows if math.isfinite(row.before) or math.isfinite(row.after)]
+            add(name, "training, one step", mean(values), math.nan, form)
+    return rows
 
 
 def verdict(run: RunFolder) -> str:
@@ -135,10 +126,9 @@ def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = N
     run = RunFolder(run_dir)
     rows = summarize(run)
     lines = [verdict(run)]
-    name_width = max((len(row.name) for row in rows), default=0)
-    for row in rows:
-        before, after, change = row.numbers
-        lines.append(f"  {row.name:<{name_width}}  {before:>8} -> {after:>8}  {change:<16} ({row.basis})")
+    name_width = max((len(name) for name, *_ in rows), default=0)
+    for name, before, after, change, basis in rows:
+        lines.append(f"  {name:<{name_width}}  {before:>8} -> {after:>8}  {change:<16} ({basis})")
     named = {"run folder": run_dir, **(places or {})}
     place_width = max(len(name) for name in named)
     lines += [f"  {name:<{place_width}}  {place}" for name, place in named.items()]
@@ -148,8 +138,8 @@ def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = N
 def overview(run: RunFolder) -> dict[str, Any]:
     """Return what the page shows of a run, all but its samples."""
     found, state, config = comparison(run), run.state(), run.configuration()
-    rows = [[row.name, *row.numbers, row.basis] for row in summarize(run)]
-    summary = {"title": "Before and after", "columns": ["", "before", "after", "change", "measured on"], "rows": rows}
+    columns = ["", "before", "after", "change", "measured on"]
+    summary = {"title": "Before and after", "columns": columns, "rows": summarize(run)}
     shown = {
         "name": run.name,
         "state": {name: getattr(state, name) for name in ("state", "reason", "step", "max_steps")},

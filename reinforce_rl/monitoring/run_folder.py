@@ -141,11 +141,6 @@ class RunFolder:
         return self.samples(steps[0], "validation"), self.samples(steps[-1], "validation")
 
     @property
-    def last_rollouts(self) -> list[RolloutRow]:
-        steps = self.sample_steps()
-        return self.samples(steps[-1]) if steps else []
-
-    @property
     def first_reward(self) -> float:
         """The mean reward of the run's first step; NaN before it."""
         return next((reward for _, reward in self.series("train/rewards") if math.isfinite(reward)), math.nan)

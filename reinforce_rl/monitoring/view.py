@@ -100,7 +100,8 @@ def curves(run: RunFolder, validated: int = 0) -> dict[str, Any]:
 
 def _samples_per_step(run: RunFolder) -> tuple[int, int]:
     """Return the prompts of a step and the responses to each; zeros if the run does not say."""
-    rows = run.last_rollouts
+    steps = run.sample_steps()
+    rows = run.samples(steps[-1]) if steps else []
     prompts = len({row.prompt_id for row in rows})
     return prompts, len(rows) // prompts if prompts else 0
 

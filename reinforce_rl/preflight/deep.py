@@ -11,6 +11,7 @@ import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -199,11 +200,8 @@ def _try(worker: Worker, job: PredictedJob, inputs: Inputs, step: StepTime) -> l
 def with_keys(cfg: TrainConfig, change: Change) -> TrainConfig:
     changed = copy.deepcopy(cfg)
     for key, value in change.items():
-        *groups, name = key.split(".")
-        node: Any = changed
-        for group in groups:
-            node = getattr(node, group)
-        setattr(node, name, value)
+        section, _, name = key.rpartition(".")
+        setattr(attrgetter(section)(changed) if section else changed, name, value)
     return changed
 
 

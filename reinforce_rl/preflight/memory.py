@@ -78,23 +78,8 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class States:
-    """Bytes held throughout; the reference's on the device or the host."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    reference_on_device: int
-    reference_on_host: int
-
-    @property
-    def on_device(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.reference_on_device
-
-
-@dataclass(frozen=True)
 class Phase:
-    """Peak bytes of a phase, without the states."""
+    """Peak bytes of a phase, without those held throughout."""
 
     name: str
     activations: int = 0  # of layers, and temporaries of backward and optimizer step
@@ -109,10 +94,21 @@ class Phase:
 
 @dataclass(frozen=True)
 class RankMemory:
+    """Bytes held throughout, the reference's on the device or the host, and those of phases."""
+
     stage: int
     shape: StageShape
-    states: States
+    weights: int
+    gradients: int
+    optimizer: int
+    reference_on_device: int
+    reference_on_host: int
     phases: tuple[Phase, ...]
+
+    @property
+    def held(self) -> int:
+        """Bytes held throughout on the device."""
+        return self.weights + self.gradients + self.optimizer + self.reference_on_device
 
     @property
     def peak_phase(self) -> Phase:
@@ -120,19 +116,19 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        return self.states.on_device + self.peak_phase.total
+        return self.held + self.peak_phase.total
 
     @property
     def on_host(self) -> int:
         """Peak bytes in host memory, if it is separate from the device's."""
         is_offloaded = any(phase.moved < 0 for phase in self.phases)
-        return self.states.reference_on_host + (self.states.optimizer if is_offloaded else 0)
+        return self.reference_on_host + (self.optimizer if is_offloaded else 0)
 
 
 def rank_memory(
     stage: int, shape: StageShape, policy: Policy, train: Pass, forward: Pass, generations: Mapping[str, Decoding]
 ) -> RankMemory:
-    """Compute states and phases of a rank of one stage."""
+    """Compute the memory of a rank of one stage."""
     weights, gradients = shape.parameters * policy.weight_bytes, shape.trained * FP32
     # In fp32 the weights are their own main weights.
     main = 0 if policy.weight_bytes == FP32 else FP32
@@ -144,7 +140,7 @@ def rank_memory(
     if policy.reference != "none":  # the actor's weights stay on the device meanwhile
         phases.append(_log_probs("reference log-probs", shape, policy, forward, on_host if policy.gpu else 0))
     phases += [_training(shape, policy, train), _optimizer_step(shape, policy)]
-    return RankMemory(stage, shape, States(weights, gradients, optimizer, on_device, on_host), tuple(phases))
+    return RankMemory(stage, shape, weights, gradients, optimizer, on_device, on_host, tuple(phases))
 
 
 def _kept_by_layer(shape: StageShape, policy: Policy, micro: Pass) -> int:

@@ -17,7 +17,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.config.rules import shape_faults
 from reinforce_rl.data.data_prefix import resolve_data_prefix
-from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, RLHFDatasets
+from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, fixed_prompts
 from reinforce_rl.data.sampler import shard
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, ReinforceError
@@ -105,7 +105,7 @@ def layout_of(cfg: TrainConfig) -> Layout | None:
 def stage_layers(cfg: TrainConfig, architecture: Architecture, layout: Layout) -> list[int]:
     """Return the layers of each pipeline stage. Raises ConfigError: they do not divide."""
     dtype: torch.dtype = getattr(torch, build.DTYPES[cfg.trainer.precision])
-    return layers_of_stages(architecture, layout, dtype, build.model_options(cfg))
+    return layers_of_stages(architecture, layout, dtype, build.model_options(cfg.model))
 
 
 def _prompts_can_be_read(cfg: TrainConfig) -> bool:
@@ -161,7 +161,7 @@ def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None
     longest = longest_prompt + response
     validation = None
     if datasets is not None and datasets.validation is not None and rl.val_check_interval:
-        validation = FixedPrompts(datasets.validation, rollout.num_val_samples).num_prompts
+        validation = len(fixed_prompts(datasets.validation, rollout.num_val_samples)[0])
     return BatchPlan(
         prompts=rollout.num_rollout_samples,
         samples=samples,
@@ -222,10 +222,8 @@ def plan_memory(cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, *, gpu: bo
 
 def _policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> memory.Policy:
     model, lora, number = cfg.model, build.lora_settings(cfg), cfg.model.activations_checkpoint_num_layers or 1
-    full, uniform = (
-        model.activations_checkpoint_granularity == "full",
-        model.activations_checkpoint_method == "uniform",
-    )
+    full = model.activations_checkpoint_granularity == "full"
+    uniform = model.activations_checkpoint_method == "uniform"
     has_copy = lora is None and cfg.trainer.reinforce.initial_policy_kl_penalty > 0
     return memory.Policy(
         weight_bytes=memory.WEIGHT_BYTES[cfg.trainer.precision],

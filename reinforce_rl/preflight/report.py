@@ -105,18 +105,18 @@ def _range(share: Share, times: int = 1) -> str:
 
 def _print_memory(console: Console, memory: list[RankMemory], layout: Layout, size: ModelSize, *, gpu: bool) -> None:
     largest = max(memory, key=lambda rank: rank.peak)
-    fixed, shape, there = largest.states, largest.shape, resident(largest, gpu=gpu)
+    shape, there = largest.shape, resident(largest, gpu=gpu)
     which = f", the largest: those of stage {largest.stage}" if layout.pipeline > 1 else ""
     trained = "" if size.trained == size.parameters else f", {size.trained:,} trained"
-    copy = fixed.reference_on_host or fixed.reference_on_device
-    on_host = " in host memory" if gpu and fixed.reference_on_host else ""
+    copy = largest.reference_on_host or largest.reference_on_device
+    on_host = " in host memory" if gpu and largest.reference_on_host else ""
     title = f"Memory of a rank{which}, {'on the GPU' if gpu else 'in host memory'}, every sequence at full length"
     rows = [
         ("model", f"{size.parameters:,} parameters{trained}"),
         ("a rank", f"{shape.parameters:,} parameters on {shape.layers} layers"),
-        ("weights", gigabytes(fixed.weights)),
-        ("gradients", f"{gigabytes(fixed.gradients)} (fp32)"),
-        ("optimizer", gigabytes(fixed.optimizer)),
+        ("weights", gigabytes(largest.weights)),
+        ("gradients", f"{gigabytes(largest.gradients)} (fp32)"),
+        ("optimizer", gigabytes(largest.optimizer)),
         ("reference", f"{gigabytes(copy)}{on_host}" if copy else "no copy"),
         ("there all the time", gigabytes(there)),
     ]
@@ -139,7 +139,7 @@ def _print_memory(console: Console, memory: list[RankMemory], layout: Layout, si
 
 def resident(rank: RankMemory, *, gpu: bool) -> int:
     """Return the bytes held throughout in the planned memory, which on a CPU includes the host's."""
-    return rank.states.on_device + (0 if gpu else rank.states.reference_on_host)
+    return rank.held + (0 if gpu else rank.reference_on_host)
 
 
 def print_step(console: Console, job: PredictedJob, step: StepTime) -> None:

@@ -22,7 +22,7 @@ from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import Inputs, gigabytes, layout_of, plan_batches, plan_memory, read_inputs
 from reinforce_rl.preflight.report import print_plan, print_warnings, resident
 from reinforce_rl.rewards.function_pool import function_faults
-from reinforce_rl.rewards.transport import FailedAttempt, check_once
+from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress, ask_description, wait_for
 from reinforce_rl.rewards.wire import ServerInfo, read_token, unlike
 from reinforce_rl.utils.net import Address
 
@@ -101,7 +101,7 @@ def _server_warnings(server: RewardServerConfig) -> Iterator[str]:
     first: tuple[Address, ServerInfo] | None = None
     for place in server.addresses:
         try:
-            info = check_once(place.host, place.port, server.name, timeout=SERVER_SECONDS, token=token)
+            info = wait_for(ask_description(ModelAddress(place, server.name, token), SERVER_SECONDS))
         except FailedAttempt as error:
             yield f"the reward server at {place} is not ready now: it {error}"
         except RewardServerError as error:

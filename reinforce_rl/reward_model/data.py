@@ -218,7 +218,7 @@ def _rating_of(
         return SKIP_UNRATED
     if data.single_turn_only and _turns(messages) > 1:
         return SKIP_MULTI_TURN
-    tokens = encode_conversation(tokenizer, messages, response, data.max_answer_tokens)
+    tokens = encode_prompt(tokenizer, messages) + encode_answer(tokenizer, response, data.max_answer_tokens)
     return EncodedRating(jsonl.prompt_key(messages), tuple(tokens), ratings)
 
 
@@ -307,21 +307,11 @@ def encode_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -
 
 
 def encode_answer(tokenizer: Tokenizer, answer: str, max_tokens: int | None = None) -> list[int]:
-    """Tokenise an answer and its end-of-turn token; keep the first `max_tokens` tokens.
+    """Tokenise an answer and its end-of-turn token, cut to `max_tokens` as an actor's `max_length` does.
 
     Surrounding white space is dropped: an actor's answer begins directly after the generation prompt.
     """
     return [*_ids(tokenizer, answer.strip()), end_of_turn_id(tokenizer)][:max_tokens]
-
-
-def encode_conversation(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], answer: str, max_answer_tokens: int | None = None
-) -> list[int]:
-    """Tokenise a prompt and its answer exactly as an actor would send them.
-
-    `max_answer_tokens` cuts the answer, as an actor's `max_length` does; the end-of-turn token counts.
-    """
-    return encode_prompt(tokenizer, messages) + encode_answer(tokenizer, answer, max_answer_tokens)
 
 
 def encode_sample(tokenizer: Tokenizer, sample: TextSample) -> list[int]:

@@ -35,18 +35,16 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import Checkpointer, latest_checkpoint
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
-from reinforce_rl.megatron.model.model import ModelOptions
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.monitoring.report import EVALUATION_FILE
 from reinforce_rl.reward_model import head as heads
 from reinforce_rl.reward_model.data import EncodedPair, Examples, end_of_turn_id, load_examples, longest_example
 from reinforce_rl.reward_model.head import CUT, WHOLE
-from reinforce_rl.reward_model.monitor import RewardModelMonitor
 from reinforce_rl.reward_model.objectives import Best, Objective, Ranking, Regression, pair_accuracy
 from reinforce_rl.reward_model.scorer import load_trunk
-from reinforce_rl.reward_model.train_full import FullTrainer, TrainableRewardModel, load_trainable
+from reinforce_rl.reward_model.train_full import FullTrainer, RewardModelMonitor, TrainableRewardModel, load_trainable
 from reinforce_rl.runtime.settings import CONFIG_FILE, compare
-from reinforce_rl.trainer.build import DTYPES
+from reinforce_rl.trainer.build import DTYPES, model_options
 from reinforce_rl.utils.files import write_atomically
 
 LINE_EVERY_SECONDS = 30.0
@@ -57,10 +55,8 @@ CARD_FILE = "README.md"
 MEANING = re.compile(r"model\.restore_from_path$|data\.|full\.(objective|attributes|pooling|global_batch_size)$|seed$")
 
 
-def train_reward_model(
-    cfg: TrainRewardModelConfig, *, command: str, console: Console | None = None
-) -> heads.TrainedHead | FullTrainer:
-    """Run the job of `cfg.mode` on this rank. `command` goes into the card; `console` is for mode=head.
+def train_reward_model(cfg: TrainRewardModelConfig, *, command: str) -> heads.TrainedHead | FullTrainer:
+    """Run the job of `cfg.mode` on this rank. `command` goes into the card.
 
     Raises:
         ReinforceError: the data, the model, a file or a checkpoint cannot be used.
@@ -68,7 +64,7 @@ def train_reward_model(
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     if cfg.mode == "head":
-        return _run_head(cfg, command, console or Console())
+        return _run_head(cfg, command, Console())
     model = cfg.model
     sizes = model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size
     with parallel_mesh(*sizes, sequence_parallel=model.sequence_parallel, seed=cfg.seed) as mesh:
@@ -228,13 +224,8 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh, command: str) -> FullTrai
                 [f"the tokenizer of {source} has {len(tokenizer)} tokens, its model only {vocab_size} embeddings"]
             )
         monitor.phase("loading the model")
-        options = ModelOptions(
-            recompute_granularity=cfg.model.activations_checkpoint_granularity,
-            recompute_method=cfg.model.activations_checkpoint_method,
-            recompute_num_layers=cfg.model.activations_checkpoint_num_layers,
-            overrides=cfg.model.megatron_overrides,
-        )
         dtype: torch.dtype = getattr(torch, DTYPES[cfg.trainer.precision])
+        options = model_options(cfg.model)
         lm = load_trainable(source, mesh, objective.names, seed=cfg.seed, dtype=dtype, options=options)
         model = TrainableRewardModel(lm, full.pooling, pad_id, cfg.micro_batch_size, optim)
         adam, scheduler = build_optimizer(model.ddp, optim, clip_grad=full.gradient_clip_val, total_steps=steps)

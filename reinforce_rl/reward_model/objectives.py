@@ -140,9 +140,7 @@ def pair_accuracy(chosen: Tensor, rejected: Tensor) -> Accuracy:
     return Accuracy(value, math.sqrt(float(((hits - value) ** 2).mean()) / len(hits)))
 
 
-def calibration(
-    chosen: Tensor, rejected: Tensor, num_bins: int = NUM_BINS
-) -> tuple[float, tuple[ReliabilityBin, ...]]:
+def calibration(chosen: Tensor, rejected: Tensor) -> tuple[float, tuple[ReliabilityBin, ...]]:
     """Compare predicted and observed preferences in equal-width bins from 0.5 to 1.
 
     The prediction is the sigmoid of the absolute difference of the scores [P]. Returns the expected calibration error
@@ -150,11 +148,11 @@ def calibration(
     """
     predicted = torch.sigmoid((chosen.double() - rejected.double()).abs())
     hits = _hits(chosen, rejected)
-    number = ((predicted - 0.5) * 2 * num_bins).long().clamp(max=num_bins - 1)
+    number = ((predicted - 0.5) * 2 * NUM_BINS).long().clamp(max=NUM_BINS - 1)
     bins = []
     for i in number.unique().tolist():
         rows = number == i
-        edges = (0.5 + 0.5 * i / num_bins, 0.5 + 0.5 * (i + 1) / num_bins)
+        edges = (0.5 + 0.5 * i / NUM_BINS, 0.5 + 0.5 * (i + 1) / NUM_BINS)
         bins.append(ReliabilityBin(*edges, int(rows.sum()), float(predicted[rows].mean()), float(hits[rows].mean())))
     error = sum(b.count * abs(b.predicted - b.observed) for b in bins) / max(len(hits), 1)
     return error, tuple(bins)

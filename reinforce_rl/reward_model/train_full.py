@@ -29,17 +29,19 @@ from reinforce_rl.megatron.hf_weights import HFFolder, export_hf_folder, load_hf
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS, CausalLM, ModelOptions
 from reinforce_rl.megatron.model.reward_head import POOLING_KEY, RewardHead, counted_lengths, head_scores
-from reinforce_rl.megatron.optimizer import DEFAULT_OPTIM, wrap_data_parallel
+from reinforce_rl.megatron.optimizer import wrap_data_parallel
 from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
 from reinforce_rl.megatron.weight_map import SCORE_LAYER
-from reinforce_rl.reward_model.objectives import Best, Evaluation, Objective
+from reinforce_rl.monitoring.loggers import METRICS_FILE, JsonlLogger, Loggers
+from reinforce_rl.monitoring.progress import Shown, TrainingProgress
+from reinforce_rl.monitoring.run import RunMonitor
+from reinforce_rl.reward_model.objectives import Best, Evaluation, Objective, Regression
 
 if TYPE_CHECKING:
     from reinforce_rl.config.reward_model import FullConfig
     from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer
     from reinforce_rl.megatron.optimizer import ActorOptimizer, OptimizerUpdate
     from reinforce_rl.reward_model.data import Examples
-    from reinforce_rl.reward_model.monitor import RewardModelMonitor
 
 T = TypeVar("T")
 Group = Sequence[Sequence[int]]
@@ -49,6 +51,41 @@ MicroBatch = tuple[list[int], list[Group]]
 
 STATE_VERSION = 1
 SCORE_NAME = "reward"  # of the only score, in an exported folder
+SHOWN: tuple[Shown, ...] = (
+    ("loss", "loss", "loss", ".4f"),
+    ("accuracy", "accuracy", "accuracy", ".3f"),
+    ("calibration_error", "calibration error", "ECE", ".3f"),
+    ("grad_norm", "gradient norm", "grad", ".3g"),
+    ("lr", "learning rate", "lr", ".2e"),
+)
+
+
+class RewardModelMonitor(RunMonitor):
+    """Writes the terminal display and `metrics.jsonl` on the first rank; `enabled` is False on the others.
+
+    Args:
+        start_step: of the checkpoint to resume from; 0 for none.
+    """
+
+    def __init__(self, folder: str | Path, total_steps: int, start_step: int, objective: Objective, *, enabled: bool):
+        hidden = ("accuracy", "calibration_error") if isinstance(objective, Regression) else ()
+        shown, phases = [one for one in SHOWN if one[0] not in hidden], ("train_time",)
+        progress = TrainingProgress(total_steps, start_step, enabled, title="reward model", shown=shown, phases=phases)
+        metrics = [JsonlLogger(Path(folder) / METRICS_FILE, resume_step=start_step)] if enabled else []
+        super().__init__(folder, Loggers(metrics), progress)
+
+    def log_update(self, step: int, metrics: dict[str, float], update: OptimizerUpdate, seconds: float) -> None:
+        """Log a training step; stored by `commit`."""
+        values = {**metrics, "grad_norm": update.grad_norm, "lr": update.lr, "skipped_step": float(update.skipped)}
+        self.metrics.log_metrics(values, step, "train/")
+        self.metrics.log_metrics({"train_time": seconds}, step, "timers/")
+        self.progress.update(step, values, {"train_time": seconds, "step_time": seconds})
+
+    def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Log an evaluation after `step`; stored by `commit`."""
+        values = {"loss": evaluation.loss, **evaluation.metrics}
+        self.metrics.log_metrics(values, step, "val/")
+        self.progress.validation(step, values)
 
 
 class FullTrainer:
@@ -185,14 +222,7 @@ class TrainableRewardModel:
         micro_batch_size: sequences per pass; an example's sequences are never split.
     """
 
-    def __init__(
-        self,
-        lm: CausalLM,
-        pooling: str = "last",
-        pad_id: int | None = None,
-        micro_batch_size: int = 8,
-        optim: OptimConfig = DEFAULT_OPTIM,
-    ):
+    def __init__(self, lm: CausalLM, pooling: str, pad_id: int | None, micro_batch_size: int, optim: OptimConfig):
         self.lm, self.mesh, self.ddp = lm, lm.mesh, wrap_data_parallel(lm, optim)
         self._pooling, self._micro_batch_size = pooling, micro_batch_size
         self._pad_id = pad_id if pooling == "last" else None

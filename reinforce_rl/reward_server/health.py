@@ -127,22 +127,20 @@ class Health:
         self._stuck_seconds = settings.inference.stuck_seconds
         self._limit = min(settings.inference.canary_seconds, self._stuck_seconds)
         self._canary_seconds: float | None = None
-        self._verdict: Verdict | None = None
-        self._at = 0.0
+        self._checked = 0.0  # when the last check ended
         self._checking: asyncio.Task[Verdict] | None = None
 
     async def check(self) -> Verdict:
         """Return a verdict at most one second old. Concurrent callers share one check."""
-        if self._verdict is not None and time.monotonic() - self._at < CACHE_SECONDS:
-            return self._verdict
-        if self._checking is None or self._checking.done():
+        is_old = time.monotonic() - self._checked >= CACHE_SECONDS
+        if self._checking is None or (self._checking.done() and is_old):
             self._checking = asyncio.create_task(self._check())
         return await asyncio.shield(self._checking)  # one caller's disconnect must not cancel it for the others
 
     async def _check(self) -> Verdict:
         fault, text = await self._look()
-        self._at, self._verdict = time.monotonic(), Verdict(not fault, text, self._canary_seconds)
-        return self._verdict
+        self._checked = time.monotonic()
+        return Verdict(not fault, text, self._canary_seconds)
 
     async def _look(self) -> tuple[bool, str]:
         before = self._progress.read()

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -19,7 +19,6 @@ from reinforce_rl.reward_model.data import encode_sample
 from reinforce_rl.reward_server.health import Progress
 from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.function_pool import PING, FunctionPool, PendingScores
-from reinforce_rl.rewards.wire import read_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +33,7 @@ Answer = dict[str, np.ndarray]  # by output name
 class Samples:
     sequences: list[list[int]]  # empty where status is not STATUS_OK
     status: np.ndarray  # int32 [N]
-    texts: Sequence[base.TextSample | None] = ()  # in place of sequences, for a reward function
+    texts: Sequence[base.TextSample | None] = ()  # of a request of texts; None only where status is not STATUS_OK
 
 
 class RequestScorer:
@@ -59,14 +58,10 @@ class RequestScorer:
     ):
         self._scorer = cast(base.Scorer, scorer)
         self._tokenizer = cast("PreTrainedTokenizerBase", tokenizer)
-        self._attributes = base.attributes_of(scorer)
+        self._attributes = scorer.attributes if isinstance(scorer, base.AttributeScorer) else ()
+        self.attributes = self._attributes  # names of the scores that are sent besides the reward
         self._deterministic, self._add_special_tokens = deterministic, add_special_tokens
         self.progress = Progress()  # replaced by the server with one that other processes read
-
-    @property
-    def attributes(self) -> tuple[str, ...]:
-        """Names of the scores that are sent besides the reward."""
-        return self._attributes
 
     @property
     def input_forms(self) -> tuple[str, ...]:
@@ -132,9 +127,9 @@ class RequestScorer:
             pairs = zip(tokens, lengths, strict=True)
             rows = [row[:length] if 0 <= length <= len(row) else None for row, length in pairs]
             return self._read_each(rows, lambda row: row[:], base.STATUS_BAD_LENGTH)
-        texts, status = read_samples(request)
+        texts, status = wire.read_samples(request)
         samples = self._read_each(texts, lambda text: encode_sample(self._tokenizer, text), base.STATUS_BAD_PROMPT)
-        return Samples(samples.sequences, np.where(status == base.STATUS_OK, samples.status, status))
+        return Samples(samples.sequences, np.where(status == base.STATUS_OK, samples.status, status), texts)
 
     def _read_each(self, rows: Iterable[Any], read: Callable[[Any], Any], fault: int) -> Samples:
         """Apply `read` per row; if it raises, the row gets status `fault`, or STATUS_BAD_TEXT for bad UTF-8."""
@@ -252,13 +247,11 @@ class FunctionRequestScorer(RequestScorer):
         super().__init__(scorer.model, tokenizer, **options)
         self._functions = scorer
         self._canary = {"canary": secrets.token_hex(16)}  # no client's sample is answered without the function
-
-    @property
-    def attributes(self) -> tuple[str, ...]:
-        own, model = self._functions, self._functions.model_name
-        if own.model is None:
-            return () if [*own.weights.values()] == [1.0] else tuple(own.weights)
-        return (model, *(f"{model}/{name}" for name in self._attributes), *own.weights)
+        model = scorer.model_name
+        if scorer.model is not None:
+            self.attributes = (model, *(f"{model}/{name}" for name in self._attributes), *scorer.weights)
+        elif [*scorer.weights.values()] != [1.0]:
+            self.attributes = tuple(scorer.weights)
 
     @property
     def input_forms(self) -> tuple[str, ...]:
@@ -270,21 +263,20 @@ class FunctionRequestScorer(RequestScorer):
         return [{"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]} for name, text in texts.items()]
 
     def _read(self, request: Request) -> Samples:
+        if self._functions.model is not None:
+            return super()._read(request)
         wire.check_inputs(set(request.keys()), self.input_forms)
-        if self._functions.model is None:
-            samples, status = read_samples(request)
-            return Samples([], status, samples)
-        read = super()._read(request)
-        texts, _ = read_samples(request)
-        good = (read.status == base.STATUS_OK).tolist()
-        return replace(read, texts=[text if is_good else None for text, is_good in zip(texts, good, strict=True)])
+        texts, status = wire.read_samples(request)
+        return Samples([], status, texts)
 
     def _score_requests(self, samples: list[Samples]) -> list[Answer]:
-        pending = [self._submit([text for text in one.texts if text is not None]) for one in samples]
+        pending = [self._submit(one) for one in samples]
         answers = [{} for _ in samples] if self._functions.model is None else super()._score_requests(samples)
         return [self._sum(*parts) for parts in zip(samples, answers, pending, strict=True)]
 
-    def _submit(self, texts: Sequence[base.TextSample]) -> dict[str, PendingScores]:
+    def _submit(self, one: Samples) -> dict[str, PendingScores]:
+        good = one.status == base.STATUS_OK
+        texts = [text for text, is_good in zip(one.texts, good, strict=True) if text is not None and is_good]
         is_canary = all(dict(text.record) == self._canary for text in texts)
         submit = self._functions.pool.submit
         return {

@@ -31,11 +31,11 @@ from reinforce_rl.reward_server.health import Progress, fault_of
 from reinforce_rl.reward_server.scoring import FunctionRequestScorer, FunctionScorer, RequestScorer
 from reinforce_rl.reward_server.triton import TRITON_SOCKET, PrivateTriton, make_home
 from reinforce_rl.rewards import base, transport, wire
-from reinforce_rl.rewards.transport import FailedAttempt
+from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress
 from reinforce_rl.rewards.wire import ServerInfo
 from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.guard import Guard, name_stopped
-from reinforce_rl.utils.net import is_loopback, open_port
+from reinforce_rl.utils.net import Address, is_loopback, open_port
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,8 +120,8 @@ class RewardServer:
             guard = Guard()
             try:
                 self._serve(guard, listener)
-            except _StopRequested as request:
-                logger.info("event=stopped signal=%s", request.name)
+            except _StopRequested:
+                logger.info("event=stopped signal=%s", self._stop_signal)
             finally:
                 self._stopping = True
                 guard.close()
@@ -190,7 +190,8 @@ class RewardServer:
         host, port = self._inference.host, self._inference.port
         local = "127.0.0.1" if host == "0.0.0.0" else host
         try:
-            transport.check_once(local, port, self.info.name, timeout=10.0, token=self._settings.token)
+            model = ModelAddress(Address(local, port), self.info.name, self._settings.token)
+            transport.wait_for(transport.ask_description(model, 10.0))
         except FailedAttempt as error:
             raise RewardServerError(f"the server at {host}:{port} started, but {error}") from error
         if self._ready_file is not None:
@@ -213,7 +214,7 @@ class RewardServer:
                 next_sign = time.monotonic() + stuck_seconds / 10
             guard.check(stuck_seconds)
             if self._stop_signal is not None:  # a library swallowed the exception during the start
-                raise _StopRequested(self._stop_signal)
+                raise _StopRequested
             time.sleep(WATCH_SECONDS)
             self._check()
             now = self._requests.progress.read()
@@ -239,7 +240,7 @@ class RewardServer:
         def request_stop(number: int, frame: FrameType | None) -> None:
             if self._stop_signal is None and not self._stopping:
                 self._stop_signal = signal.Signals(number).name
-                raise _StopRequested(self._stop_signal)
+                raise _StopRequested
 
         previous = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -251,10 +252,6 @@ class RewardServer:
 
 class _StopRequested(SystemExit):
     """A signal asked for the end. A SystemExit, so that it passes through libraries such as gevent's event loop."""
-
-    def __init__(self, name: str):
-        super().__init__(0)
-        self.name = name
 
 
 def token_of(inference: InferenceConfig) -> str | None:

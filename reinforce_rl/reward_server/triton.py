@@ -118,19 +118,17 @@ class PrivateTriton:
 
     def ask(self, path: str, seconds: float, body: bytes | None = None) -> tuple[int, bytes]:
         """Send a GET, or a POST of `body`; return the answer's code and body. RewardServerError if none is in time."""
-        connection = http.client.HTTPConnection("localhost")
         try:
-            connection.sock = socket.socket(socket.AF_UNIX)
-            connection.sock.settimeout(seconds)
-            connection.sock.connect(str(self._socket_path))
-            connection.request("GET" if body is None else "POST", path, body)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
+            with contextlib.closing(http.client.HTTPConnection("localhost")) as connection:
+                connection.sock = socket.socket(socket.AF_UNIX)
+                connection.sock.settimeout(seconds)
+                connection.sock.connect(str(self._socket_path))
+                connection.request("GET" if body is None else "POST", path, body)
+                answer = connection.getresponse()
+                return answer.status, answer.read()
         except (OSError, http.client.HTTPException) as error:
             why = str(error) or type(error).__name__
             raise RewardServerError(f"tritonserver gave no answer to {path} ({why})") from error
-        finally:
-            connection.close()
 
     def stop(self, in_order: bool) -> None:
         """End tritonserver, at once unless `in_order`; the server's guard removes what is left."""

@@ -154,8 +154,3 @@ class AttributeScorer(Scorer, Protocol):
     def score_attributes(self, sequences: list[list[int]]) -> AttributeScores:
         """Score each sequence as `score` does, and return the attributes too."""
         ...
-
-
-def attributes_of(scorer: object) -> tuple[str, ...]:
-    """Return the names of a scorer's attributes; empty for one that returns only rewards."""
-    return scorer.attributes if isinstance(scorer, AttributeScorer) else ()

@@ -96,7 +96,6 @@ class RemoteGPTRMClient:
         max_backoff_seconds: float = 10.0,
     ):
         self.port = port
-        self.name = name
         self.wait_report_seconds = wait_report_seconds
         models = [ModelAddress(place, name, token) for place in (Address(host, port), *replicas)]
         self._replicas = Replicas(models, first_backoff_seconds, max_backoff_seconds, on_wait, wait_report_seconds)
@@ -146,12 +145,11 @@ class RemoteGPTRMClient:
     def close(self) -> None:
         """Cancel what is in flight; its waiters get an error. Safe to call twice."""
         with self._lock:
-            closed, self._closed = self._closed, True
+            self._closed = True
             futures = list(self._futures)
         for future in futures:
             future.cancel()
-        if not closed:
-            transport.submit(self._replicas.close())
+        transport.submit(self._replicas.close())
 
     def _describe(self, seconds: float | None = None, *, all_probed: bool = False) -> tuple[ServerInfo, ModelAddress]:
         call = Call(f"{self._caller}-handshake", self._deadline_seconds if seconds is None else seconds)

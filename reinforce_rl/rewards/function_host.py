@@ -243,22 +243,18 @@ def _outcome_of(answer: bytearray, code: int) -> Outcome:
 
 def _work(functions: Functions, request: bytes, answer_fd: int, parent: int) -> None:
     """Score one sample in the forked process, write its `Outcome` as a line of JSON, and exit."""
-    code = 1
-    try:
-        os.setpgid(0, 0)  # so that killpg also ends what the function starts
-        die_with_parent(parent)
-        with contextlib.suppress(OSError):  # reopened, so that flags such as O_NONBLOCK are not shared
-            output = os.open("/proc/self/fd/1", os.O_WRONLY)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-        outcome = _score(functions, request)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os.write(answer_fd, json.dumps(asdict(outcome)).encode() + b"\n")
-        code = 0
-    finally:
-        os._exit(code)
+    os.setpgid(0, 0)  # so that killpg also ends what the function starts
+    die_with_parent(parent)
+    with contextlib.suppress(OSError):  # reopened, so that flags such as O_NONBLOCK are not shared
+        output = os.open("/proc/self/fd/1", os.O_WRONLY)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+    outcome = _score(functions, request)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os.write(answer_fd, json.dumps(asdict(outcome)).encode() + b"\n")
+    os._exit(0)
 
 
 def _score(functions: Functions, request: bytes) -> Outcome:

@@ -300,13 +300,12 @@ def function_faults(cfg: TrainConfig, *, here: bool = True) -> list[str]:
     if not specs or os.environ.get("RANK", "0") != "0":
         return []
     # The limits are those of samples, and may be wrong themselves.
-    pool = FunctionPool(specs, RewardFunctionConfig(environment=own.environment, sandbox=own.sandbox and here))
+    config = RewardFunctionConfig(environment=own.environment, sandbox=own.sandbox and here)
     try:
-        pool.start()
+        with contextlib.closing(FunctionPool(specs, config)) as pool:
+            pool.start()
     except ReinforceError as error:
         return error.faults if isinstance(error, ConfigError) else [str(error)]
-    finally:
-        pool.close()
     return []
 
 

@@ -99,7 +99,7 @@ class Judge:
         body, place = json.dumps(request).encode(), f"the judge at {self.address.host}"
         for attempt in range(self.retries + 1):
             try:
-                answer = await transport.exchange_url(self.address, self.timeout, body=body, headers=headers)
+                answer = await transport.exchange(self.address, self.timeout, body=body, headers=headers)
                 if answer.code == 200:
                     try:
                         return str(json.loads(answer.body)["choices"][0]["message"]["content"] or "")
@@ -181,28 +181,26 @@ def llm_judge(
     return score_in(asyncio.run(Judge(url, model, **settings).ask(text)), low, high)
 
 
-async def preference(judge: Judge, question: str, first: str, second: str) -> float:
-    """Return 1 if the judge prefers the first answer in both orders, 0 if the second in both, else 0.5."""
-    orders = ((first, second), (second, first))
-    texts = [Template(PAIR_TEMPLATE).substitute(prompt=question, first=a, second=b) for a, b in orders]
-    verdicts = tuple(map(_VERDICT.findall, await asyncio.gather(*map(judge.ask, texts))))
-    if not all(verdicts):
-        raise JudgeError("the judge's answer holds no [[A]], [[B]] or [[C]]")
-    return {("A", "B"): 1.0, ("B", "A"): 0.0}.get((verdicts[0][-1], verdicts[1][-1]), 0.5)
-
-
 def preferences(judge: Judge, pairs: Sequence[tuple[str, str, str]]) -> list[float | str]:
-    """Return the `preference` of each (question, first, second), or why there is none."""
+    """Return which answer the judge prefers of each (question, first, second), or why there is no preference.
 
-    async def one(pair: tuple[str, str, str], free: asyncio.Semaphore) -> float | str:
-        async with free:
-            try:
-                return await preference(judge, *pair)
-            except JudgeError as error:
-                return str(error)
+    1 for the first answer in both orders, 0 for the second in both, else 0.5.
+    """
+    free = asyncio.Semaphore(CONCURRENCY)
+
+    async def preference(question: str, first: str, second: str) -> float | str:
+        orders = ((first, second), (second, first))
+        texts = [Template(PAIR_TEMPLATE).substitute(prompt=question, first=a, second=b) for a, b in orders]
+        try:
+            async with free:
+                verdicts = tuple(map(_VERDICT.findall, await asyncio.gather(*map(judge.ask, texts))))
+        except JudgeError as error:
+            return str(error)
+        if not all(verdicts):
+            return "the judge's answer holds no [[A]], [[B]] or [[C]]"
+        return {("A", "B"): 1.0, ("B", "A"): 0.0}.get((verdicts[0][-1], verdicts[1][-1]), 0.5)
 
     async def every() -> list[float | str]:
-        free = asyncio.Semaphore(CONCURRENCY)
-        return await asyncio.gather(*(one(pair, free) for pair in pairs))
+        return await asyncio.gather(*(preference(*pair) for pair in pairs))
 
     return transport.wait_for(every())

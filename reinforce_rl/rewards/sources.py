@@ -101,12 +101,19 @@ def connect_to_reward_servers(
     servers = dict(remote.more_reward_models)
     if cfg.reward == "server":
         servers = {remote.reward_model.name: remote.reward_model, **servers}
+    functions = configured_functions(cfg)
+    pool = FunctionPool({name: spec for name, (spec, _) in functions.items()}, cfg.reward_function)
+    sources = [WeightedSource(name, FunctionRewards(pool, name), weight) for name, (_, weight) in functions.items()]
     with ExitStack() as on_failure:
-        sources = _start_reward_functions(cfg, mesh)
         on_failure.callback(CombinedRewards(sources).close)
+        if functions:
+            with mesh.together():
+                if mesh.is_block_leader:  # only these ranks ask for rewards
+                    pool.start()
         for name, server in servers.items():
-            source = _connect_to_reward_server(cfg, server, mesh, tokenizer, monitor)
-            sources.append(WeightedSource(name, source, server.weight))
+            with mesh.together():
+                source = _connect_to_reward_server(cfg, server, mesh, tokenizer, monitor)
+                sources.append(WeightedSource(name, source, server.weight))
         on_failure.pop_all()
         return sources[0].source if len(sources) == 1 and sources[0].weight == 1.0 else CombinedRewards(sources)
 
@@ -116,51 +123,32 @@ def configured_functions(cfg: TrainConfig) -> dict[str, tuple[FunctionSpec, floa
     return named_functions(cfg.reward_function, with_own=cfg.reward == "function")
 
 
-def _start_reward_functions(cfg: TrainConfig, mesh: Mesh) -> list[WeightedSource]:
-    """Start the configured functions, in one pool on each rank that asks for rewards."""
-    functions = configured_functions(cfg)
-    if not functions:
-        return []
-    pool = FunctionPool({name: spec for name, (spec, _) in functions.items()}, cfg.reward_function)
-    with ExitStack() as on_failure:
-        on_failure.callback(pool.close)
-        with mesh.together():
-            if mesh.is_block_leader:
-                pool.start()
-        on_failure.pop_all()
-    return [WeightedSource(name, FunctionRewards(pool, name), weight) for name, (_, weight) in functions.items()]
-
-
 def _connect_to_reward_server(
     cfg: TrainConfig, server: RewardServerConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
 ) -> RewardSource:
-    """Connect to one server and its replicas; see `connect_to_reward_servers`."""
     remote = cfg.remote_rm
     run = re.sub(r"[^\w.-]", "_", Path(cfg.exp_manager.explicit_log_dir).name, flags=re.ASCII)[-40:]
-    client: RemoteGPTRMClient | None = None
+    client = RemoteGPTRMClient(
+        server.ip,
+        server.port,
+        server.name,
+        replicas=server.addresses[1:],
+        token=read_token(server.token_file, f"remote_rm: token_file of '{server.name}'"),
+        caller=f"{run}-rank{mesh.rank}",
+        deadline_seconds=remote.deadline_seconds,
+        attempt_timeout_seconds=remote.attempt_timeout_seconds,
+        pad_to_length=remote.pad_to_length,
+        pad_id=pad_id_of(tokenizer),
+        on_wait=partial(monitor.note, transient=True),
+    )
     with ExitStack() as on_failure:
-        with mesh.together():
-            client = RemoteGPTRMClient(
-                server.ip,
-                server.port,
-                server.name,
-                replicas=server.addresses[1:],
-                token=read_token(server.token_file, f"remote_rm: token_file of '{server.name}'"),
-                caller=f"{run}-rank{mesh.rank}",
-                deadline_seconds=remote.deadline_seconds,
-                attempt_timeout_seconds=remote.attempt_timeout_seconds,
-                pad_to_length=remote.pad_to_length,
-                pad_id=pad_id_of(tokenizer),
-                on_wait=partial(monitor.note, transient=True),
-            )
-            on_failure.callback(client.close)
-            client.wait_until_ready(remote.ready_timeout_seconds)
-            for sentence in client.missing():
-                monitor.note(f"{sentence} The run goes on with the others; this one is asked again now and then.")
-            vocab_size = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size
-            form = client.check_compatible(TokenizerInfo.from_tokenizer(tokenizer), vocab_size, server.input)
-            if form == TEXT_FORM:
-                monitor.note(f"The reward model '{server.name}' is sent texts.")
+        on_failure.callback(client.close)
+        client.wait_until_ready(remote.ready_timeout_seconds)
+        for sentence in client.missing():
+            monitor.note(f"{sentence} The run goes on with the others; this one is asked again now and then.")
+        vocab_size = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size
+        form = client.check_compatible(TokenizerInfo.from_tokenizer(tokenizer), vocab_size, server.input)
+        if form == TEXT_FORM:
+            monitor.note(f"The reward model '{server.name}' is sent texts.")
         on_failure.pop_all()
-    assert client is not None
     return client

@@ -139,15 +139,11 @@ class HttpAnswer:
             raise FailedAttempt(f"gave a wrong answer: {text} ({wire.REQUEST_DIGEST})", bad_answer=True)
 
 
+def url_of(place: Address, path: str) -> URL:
+    return URL.build(scheme="http", host=place.host, port=place.port, path=path)
+
+
 async def exchange(
-    place: Address, path: str, seconds: float, *, body: bytes | None = None, headers: Mapping[str, str] | None = None
-) -> HttpAnswer:
-    """Call `exchange_url` with a path of a server."""
-    url = URL.build(scheme="http", host=place.host, port=place.port, path=path)
-    return await exchange_url(url, seconds, body=body, headers=headers)
-
-
-async def exchange_url(
     url: URL, seconds: float, *, body: bytes | None = None, headers: Mapping[str, str] | None = None
 ) -> HttpAnswer:
     """Send a GET, or a POST if there is a body, over a new connection, without proxies or redirects.
@@ -178,11 +174,6 @@ async def exchange_url(
         reason = os.strerror(number).lower() if number else str(error) or type(error).__name__
         reason = next((text for kind, text in REASONS if isinstance(error, kind)), reason)
         raise FailedAttempt(f"does not answer ({reason})") from error
-
-
-def check_once(host: str, port: int, name: str, timeout: float, *, token: str | None = None) -> ServerInfo:
-    """Ask once for the description of the reward model `name`; see `ask_description`."""
-    return wait_for(ask_description(ModelAddress(Address(host, port), name, token), timeout))
 
 
 async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
@@ -222,22 +213,20 @@ async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
     return info
 
 
-def infer_json(
-    host: str, port: int, name: str, inputs: list[dict[str, Any]], timeout: float, *, token: str | None = None
-) -> dict[str, list[Any]]:
+def infer_json(model: ModelAddress, inputs: list[dict[str, Any]], timeout: float) -> dict[str, list[Any]]:
     """Make one KServe v2 inference in JSON, as `curl` would; return each output's flat data by name.
 
     Raises RewardServerError for anything but a proper answer.
     """
-    model = ModelAddress(Address(host, port), name, token)
     body = json.dumps({"inputs": inputs}).encode()
     try:
-        answer = wait_for(_ask(model, f"/v2/models/{name}/infer", timeout, body))
+        answer = wait_for(_ask(model, f"/v2/models/{model.name}/infer", timeout, body))
         if answer.code != 200:
             raise answer.failed()
         return {output["name"]: output["data"] for output in json.loads(answer.body)["outputs"]}
     except (FailedAttempt, ValueError, KeyError, TypeError) as error:
-        raise RewardServerError(f"{host}:{port} gave no proper answer to a request to '{name}': {error}") from error
+        text = f"{model.place} gave no proper answer to a request to '{model.name}': {error}"
+        raise RewardServerError(text) from error
 
 
 async def infer(
@@ -272,7 +261,8 @@ async def infer(
         wire.REQUEST_ID: request_id,
         **wire.bearer(model.token),
     }
-    answer = await exchange(model.place, f"/v2/models/{model.name}/infer", timeout, body=body, headers=headers)
+    url = url_of(model.place, f"/v2/models/{model.name}/infer")
+    answer = await exchange(url, timeout, body=body, headers=headers)
     if answer.code != 200:
         raise await _error_of(model, answer, request_id)
     answer.check_digest(body)
@@ -314,7 +304,7 @@ async def _error_of(model: ModelAddress, answer: HttpAnswer, request_id: str) ->
 async def _ask(model: ModelAddress, path: str, timeout: float, body: bytes | None = None) -> HttpAnswer:
     headers = {"Content-Type": "application/json", **wire.bearer(model.token)}
     try:
-        return await exchange(model.place, path, timeout, body=body, headers=headers)
+        return await exchange(url_of(model.place, path), timeout, body=body, headers=headers)
     except NoHttp as error:
         text = f"what listens on {model.place} does not speak HTTP ({error}). Check the port."
         raise RewardServerError(text) from error

@@ -303,7 +303,7 @@ def _checked(
 # The access token that a server may require.
 
 
-def read_token(token_file: str | Path | None, key: str, environment: Mapping[str, str] | None = None) -> str | None:
+def read_token(token_file: str | Path | None, key: str) -> str | None:
     """Read the token from a file, or else from the environment variable REINFORCE_REWARD_TOKEN.
 
     `key` is the configuration key, for messages. Raises ConfigError if the file is missing, others may read it, or its
@@ -311,7 +311,7 @@ def read_token(token_file: str | Path | None, key: str, environment: Mapping[str
     """
     if token_file is None:
         where = f"the environment variable {TOKEN_VARIABLE}"
-        token = (os.environ if environment is None else environment).get(TOKEN_VARIABLE, "").strip()
+        token = os.environ.get(TOKEN_VARIABLE, "").strip()
         if not token:
             return None
     else:

@@ -48,20 +48,16 @@ class Activity:
 
     def __init__(self) -> None:
         self.phase = Phase("start", 0, 0, time.monotonic())
-        self._step = 0
+        self.step = 0  # of the following phases
         self._listeners: list[Callable[[str], None]] = []
 
     def listen(self, listener: Callable[[str], None]) -> None:
         """Call `listener` with the name of each new phase."""
         self._listeners.append(listener)
 
-    def at_step(self, step: int) -> None:
-        """Set the step of the following phases."""
-        self._step = step
-
     def begin(self, name: str, *, has_deadline: bool = False) -> None:
         """Begin a phase, which ends the previous one."""
-        self.phase = Phase(name, self._step, self.phase.number + 1, time.monotonic(), has_deadline)
+        self.phase = Phase(name, self.step, self.phase.number + 1, time.monotonic(), has_deadline)
         for listener in self._listeners:
             listener(name)
 
@@ -86,7 +82,7 @@ class StepClock:
         self.start(0)
 
     def start(self, step: int) -> None:
-        self._activity.at_step(step)
+        self._activity.step = step
         if self._profiler is not None:
             self._profiler.start(step)
         self._started = time.perf_counter()

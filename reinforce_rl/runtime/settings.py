@@ -155,7 +155,8 @@ def _line(cfg: TrainConfig, step: int) -> dict[str, Any]:
     """Return a start as a line of the history."""
     own = cfg.reward_function
     names = [own.name if cfg.reward == "function" else None, *(more.name for more in own.more_functions.values())]
-    return {"step": step, "config": _text(cfg), "files": {name: _file_digest(name) for name in names if name}}
+    config = OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump()))
+    return {"step": step, "config": config, "files": {name: _file_digest(name) for name in names if name}}
 
 
 def _file_digest(function: str) -> str | None:
@@ -171,10 +172,6 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     old, new = before.get("files", {}), now.get("files", {})
     changed = {name: "its file was changed" for name in new if new[name] != old.get(name, new[name])}
     return compare(before["config"], now["config"]) | changed
-
-
-def _text(cfg: TrainConfig) -> str:
-    return OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump()))
 
 
 def _history(folder: Path, step: int) -> list[dict[str, Any]]:

@@ -101,16 +101,6 @@ class StopRequest:
 
 
 @dataclass(frozen=True)
-class Due:
-    """Work due besides another step and the save at its end."""
-
-    validation: bool = False  # before that step
-    validation_after: bool = False  # after that step
-    save: bool = False  # before that step
-    running_save: bool = False  # one is being written in the background
-
-
-@dataclass(frozen=True)
 class Outlook:
     shortage: str | None = None  # why no step is begun; None if one fits
     validates: bool = True  # a validation and the save after it fit
@@ -123,13 +113,7 @@ class RunTimer:
     allocation's end is a bound too. `save_seconds` is the estimate until a save was measured.
     """
 
-    def __init__(
-        self,
-        max_seconds: float | None = None,
-        allocation: Allocation | None = None,
-        save_seconds: float = FIXED_SECONDS,
-    ):
-        allocation = allocation or Allocation()
+    def __init__(self, max_seconds: float | None, allocation: Allocation, save_seconds: float = FIXED_SECONDS):
         started, since = allocation.start, "the allocation's start"
         if started is None:
             started, since = psutil.Process().create_time(), "the process's start"
@@ -162,7 +146,14 @@ class RunTimer:
     def saved(self, seconds: float) -> None:
         self._save_seconds = seconds
 
-    def outlook(self, due: Due = Due()) -> Outlook:
+    def outlook(
+        self,
+        *,
+        validation: bool = False,  # due before that step
+        validation_after: bool = False,  # due after that step
+        save: bool = False,  # due before that step
+        running_save: bool = False,  # one is being written in the background
+    ) -> Outlook:
         """Return whether another step, as long as the longest of the last `RECENT_STEPS`, and the save after it fit.
 
         The first step of a process begins whenever a save fits.
@@ -170,17 +161,17 @@ class RunTimer:
         if self._step_began is not None:
             self._steps.append(time.time() - self._step_began)
             self._step_began = None
-        left, step, save = self.seconds_left(), max(self._steps, default=0.0), self._save_seconds
-        validation = step if self._validation_seconds is None else self._validation_seconds
-        validations, saves = due.validation + due.validation_after, 1 + due.save + due.running_save
-        needed = step + validations * validation + saves * save
+        left, a_step, a_save = self.seconds_left(), max(self._steps, default=0.0), self._save_seconds
+        a_validation = a_step if self._validation_seconds is None else self._validation_seconds
+        validations, saves = validation + validation_after, 1 + save + running_save
+        needed = a_step + validations * a_validation + saves * a_save
         if with_margin(needed) <= left:
             return Outlook()
-        of_end = validation + (1 + due.running_save) * save
+        of_end = a_validation + (1 + running_save) * a_save
         known = self._validation_seconds is not None or bool(self._steps)
-        parts = [f"a step {step:.1f} s"] if self._steps else []
-        parts += [f"a validation {validation:.1f} s"] if validations else []
-        to_come = f"{', '.join([*parts, f'a save {save:.1f} s'])}, and with a margin all that is to come"
+        parts = [f"a step {a_step:.1f} s"] if self._steps else []
+        parts += [f"a validation {a_validation:.1f} s"] if validations else []
+        to_come = f"{', '.join([*parts, f'a save {a_save:.1f} s'])}, and with a margin all that is to come"
         left_by = f"{max(left, 0.0):.1f} s are left by {self._bound}"
         shortage = f"the time of this run is used up ({left_by}; {to_come} {with_margin(needed):.1f} s)"
         return Outlook(shortage, validates=known and with_margin(of_end) <= left)

@@ -12,9 +12,9 @@ from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorMo
 from reinforce_rl.algorithm.loss import LossSettings
 from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
 from reinforce_rl.config.engines import ENGINES
-from reinforce_rl.config.model import ModelConfig, SamplingConfig
+from reinforce_rl.config.model import ModelConfig, ParallelConfig, SamplingConfig
 from reinforce_rl.data.data_prefix import SPLITS
-from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets
+from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets, fixed_prompts
 from reinforce_rl.data.readers import Columns
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.errors import ConfigError
@@ -47,7 +47,7 @@ def build_datasets(
         system_prompt=data.system_prompt,
     )
     if datasets.validation is not None:
-        FixedPrompts(datasets.validation, cfg.model.reinforce.num_val_samples)  # raises if the set is smaller
+        fixed_prompts(datasets.validation, cfg.model.reinforce.num_val_samples)  # raises if the set is smaller
     return datasets
 
 
@@ -103,7 +103,7 @@ def build_actor(
     folder = cfg.pretrained_checkpoint.restore_from_path
     weights = HFFolder(folder) if architecture is None else None
     architecture = architecture or Architecture.from_folder(folder)
-    lm = CausalLM(architecture, mesh, getattr(torch, DTYPES[cfg.trainer.precision]), model_options(cfg))
+    lm = CausalLM(architecture, mesh, getattr(torch, DTYPES[cfg.trainer.precision]), model_options(cfg.model))
     if weights is not None:
         load_hf_weights(lm, weights)
     lora, identity = lora_settings(cfg), None
@@ -180,13 +180,13 @@ def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokeniz
     )
 
 
-def model_options(cfg: TrainConfig) -> ModelOptions:
+def model_options(model: ParallelConfig) -> ModelOptions:
     return ModelOptions(
-        recompute_granularity=cfg.model.activations_checkpoint_granularity,
-        recompute_method=cfg.model.activations_checkpoint_method,
-        recompute_num_layers=cfg.model.activations_checkpoint_num_layers,
-        transformer_engine=cfg.model.transformer_engine,
-        overrides=cfg.model.megatron_overrides,
+        recompute_granularity=model.activations_checkpoint_granularity,
+        recompute_method=model.activations_checkpoint_method,
+        recompute_num_layers=model.activations_checkpoint_num_layers,
+        transformer_engine=isinstance(model, ModelConfig) and model.transformer_engine,
+        overrides=model.megatron_overrides,
     )
 
 

@@ -28,7 +28,7 @@ from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, 
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.phases import Activity, StepClock
 from reinforce_rl.runtime.profiling import StepProfiler
-from reinforce_rl.runtime.stop import Due, Outlook, RunTimer, StopRequest
+from reinforce_rl.runtime.stop import Outlook, RunTimer, StopRequest
 from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.trainer.state import BestCheckpoints, Divergence, PastSteps
 from reinforce_rl.trainer.updates import mini_batches, reward_shaping, total_steps
@@ -36,7 +36,7 @@ from reinforce_rl.trainer.updates import mini_batches, reward_shaping, total_ste
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
     from reinforce_rl.config.actor import ReinforceConfig
-    from reinforce_rl.data.prompts import FixedPrompts, PromptLoader
+    from reinforce_rl.data.prompts import PromptLoader
     from reinforce_rl.megatron.checkpointer import Checkpointer
     from reinforce_rl.monitoring.run import RunMonitor
 
@@ -67,7 +67,7 @@ class ReinforceTrainer:
         optimizer: Any,
         scheduler: Any,
         train_dataloader_builder: Callable[..., PromptLoader],
-        val_dataloader_builder: Callable[..., FixedPrompts] | None,
+        val_dataloader_builder: Callable[..., Iterable[Sequence[Prompt]]] | None,
         collate_fn: Callable[[list[Prompt]], Any],
         rm: RewardSource,
         batch_iterator_cls: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]],
@@ -76,7 +76,7 @@ class ReinforceTrainer:
         run_timer: RunTimer,
         prompts_per_update: int | None = None,
         best: BestCheckpoints | None = None,
-        test_dataloader_builder: Callable[..., FixedPrompts] | None = None,
+        test_dataloader_builder: Callable[..., Iterable[Sequence[Prompt]]] | None = None,
         activity: Activity | None = None,
         stop: StopRequest | None = None,
         profiler: StepProfiler | None = None,
@@ -253,7 +253,7 @@ class ReinforceTrainer:
             self.logger.log_test(self.step, *self._evaluate("test", self.test_dataloader))
             self.logger.commit(self.step)
 
-    def _evaluate(self, name: str, prompts: FixedPrompts) -> tuple[Metrics, Samples]:
+    def _evaluate(self, name: str, prompts: Iterable[Sequence[Prompt]]) -> tuple[Metrics, Samples]:
         records_tokens = self.logger.records_tokens(self.step)
         return self._rollouts.evaluate(name, self.step, prompts, self._activity, records_tokens=records_tokens)
 
@@ -339,13 +339,13 @@ class ReinforceTrainer:
         # Rank 0's clock decides: all ranks must stop at the same step.
         interval, step = self.cfg.val_check_interval, self.step
         validates = self.val_dataloader is not None and interval > 0
-        due = Due(
+        outlook = self.run_timer.outlook(
             validation=validates and self._validation_is_due,
             validation_after=validates and ((step + 1) % interval == 0 or step + 1 == self.max_steps),
             save=self._is_due(self.cfg.save_interval) or (self._validation_is_due and self._best.keep > 0),
             running_save=self.ckpt_callback.is_writing,
         )
-        self._outlook = self.model.mesh.from_main(self.run_timer.outlook(due))
+        self._outlook = self.model.mesh.from_main(outlook)
 
     def _validates(self) -> bool:
         if self._is_over():

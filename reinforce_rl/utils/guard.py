@@ -116,7 +116,6 @@ class _Watch:
 
     def refresh(self) -> None:
         """Record descendants and their shared memory while they can be seen."""
-        self.processes = {process for process in self.processes if process.is_running()}
         for root in self.roots:
             with contextlib.suppress(psutil.Error):
                 self.processes.update([root, *root.children(recursive=True)])
@@ -126,7 +125,7 @@ class _Watch:
                     if os.getsid(process.pid) in self.sessions:
                         self.processes.add(process)
         # Spare other guards: they have cleanup left, and end by themselves.
-        self.processes = {process for process in self.processes if not _is_guard(process)}
+        self.processes = {p for p in self.processes if p.is_running() and not _is_guard(p)}
         if self.shm_prefixes:
             for process in self.processes:
                 with contextlib.suppress(psutil.Error, OSError):

@@ -69,7 +69,6 @@ class Child:
         own_session: bool = True,
         death_signal: int | None = None,
         ignored_signals: Sequence[int] = (),
-        stdin: Any = subprocess.DEVNULL,
         **popen: Any,
     ):
         parent = os.getpid()
@@ -82,7 +81,7 @@ class Child:
 
         self.process = subprocess.Popen(
             list(command),
-            stdin=stdin,
+            stdin=subprocess.DEVNULL,
             start_new_session=own_session,
             # Only if needed: it forces a fork of this process, which may have threads and much memory.
             preexec_fn=in_child if death_signal is not None or ignored_signals else None,
@@ -132,7 +131,6 @@ class ModuleChild(Child):
     Args:
         on_message: called on a thread with each message, then with None at the end of the connection.
         prefix: command to run it in.
-        python: interpreter.
         env: None for this process's, with this package on PYTHONPATH.
     """
 

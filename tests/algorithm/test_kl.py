@@ -116,7 +116,7 @@ def test_every_estimate_of_a_sequence_by_hand(estimator, reduction):
     for own, other, kept in zip(log_probs, reference, mask, strict=True):
         tokens = [formula(float(a - b)) for a, b in zip(own[kept], other[kept], strict=True)]
         expected.append(math.fsum(tokens) / (max(len(tokens), 1) if reduction == "mean" else 1))
-    found = sequence_kl(log_probs, reference, mask, estimator=estimator, reduction=reduction)
+    found = reduce_over_tokens(token_kl(log_probs, reference, mask, estimator=estimator), mask, reduction)
     assert found.tolist() == pytest.approx(expected, rel=1e-12)
 
 

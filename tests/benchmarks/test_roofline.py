@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from helpers.models import tiny_llama_folder
+from helpers.rows import write_rows
 from helpers.tiny_run import compose, tiny_overrides
 from omegaconf import OmegaConf
 
 from reinforce_rl.config.load import load_config
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.monitoring.loggers import JsonlLogger
-from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter
+from reinforce_rl.monitoring.records import RolloutRow
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -92,7 +93,7 @@ def write_run(folder: Path, *overrides: str) -> Path:
     run = folder / "run"
     run.mkdir()
     (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())))
-    logger, rollouts = JsonlLogger(run / "metrics.jsonl"), RolloutWriter(run)
+    logger = JsonlLogger(run / "metrics.jsonl")
     for step in (1, 2, 3):
         # The first is slow, and is left out.
         seconds = {"generate": 100.0 if step == 1 else 2.0 + step, "train_time": 8.0, "step_time": 20.0}
@@ -100,7 +101,7 @@ def write_run(folder: Path, *overrides: str) -> Path:
         logger.log_metrics({"prompt_lengths": 3.0}, step, "train/")
         logger.commit(step)
         rows = [RolloutRow(step, i // 4, i % 4, "abc", "a", 0.0, "stop", 1 + i % 2) for i in range(16)]
-        rollouts.write(step, rows)
+        write_rows(run, step, rows)
     return run
 
 

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.data_prefix import resolve_data_prefix
-from reinforce_rl.data.prompts import FixedPrompts, PromptDataset, PromptLoader, build_train_valid_test_rlhf_datasets
+from reinforce_rl.data.prompts import PromptDataset, PromptLoader, build_train_valid_test_rlhf_datasets, fixed_prompts
 from reinforce_rl.data.readers import Columns
 from reinforce_rl.data.sampler import Blend, PromptSampler
 from reinforce_rl.data.tokenizer import load_tokenizer
@@ -368,11 +368,11 @@ def test_collate_fn_makes_the_batch():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_fixed_prompts_are_the_first_in_order_in_every_pass(size):
-    loaders = [FixedPrompts(dataset_of(10), 7, rank, size) for rank in range(size)]
+    loaders = [fixed_prompts(dataset_of(10), 7, rank, size) for rank in range(size)]
     for _ in range(2):
         shares = [ids(list(loader)) for loader in loaders]
         assert {len(share) for share in shares} == {1}  # no rank waits for another in a collective
         assert list(chain(*(share[0] for share in shares))) == list(range(7))
-    assert ids(list(FixedPrompts(dataset_of(4)))) == [[0, 1, 2, 3]]
+    assert ids(list(fixed_prompts(dataset_of(4)))) == [[0, 1, 2, 3]]
     with pytest.raises(ConfigError, match="num_val_samples is 11, but the validation data set has 10"):
-        FixedPrompts(dataset_of(10), 11)
+        fixed_prompts(dataset_of(10), 11)

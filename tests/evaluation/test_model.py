@@ -13,7 +13,7 @@ from helpers.models import tiny_llama_folder
 from helpers.tiny_run import tiny_config, tiny_overrides
 from omegaconf import OmegaConf
 
-from reinforce_rl.data.prompts import FixedPrompts
+from reinforce_rl.data.prompts import fixed_prompts
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.evaluation.model import inference_config, load_actor, model_folder
@@ -92,7 +92,7 @@ def test_it_answers_as_the_trainers_own_actor_without_room_for_gradients(folder:
     cfg = inference_config(folder / "model", SHORT, data=folder / "train.jsonl")
     trained = tiny_config(folder)
     tokenizer = load_tokenizer(folder / "model")
-    prompts = next(iter(FixedPrompts(build_datasets(trained, tokenizer).train)))
+    (prompts,) = fixed_prompts(build_datasets(trained, tokenizer).train)
     found = []
     for actor in (load_actor(cfg, mesh), build_actor(trained, mesh, tokenizer)):
         with contextlib.closing(actor.generator), actor.generator.awake():

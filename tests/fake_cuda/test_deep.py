@@ -108,13 +108,13 @@ def test_memory_is_as_the_plan_has_it(machine: Machine, folders: dict[int, Path]
     assert layout is not None
     (plan,) = plan_memory(cfg, inputs, plan_batches(cfg, layout, inputs.datasets), gpu=True)
     found = {name: peak for name, (_, peak) in measured(machine, case).items()}
-    assert found["away"] == pytest.approx(plan.states.optimizer, rel=0.001)
-    assert found["resident"] == pytest.approx(plan.states.weights, rel=0.001)
+    assert found["away"] == pytest.approx(plan.optimizer, rel=0.001)
+    assert found["resident"] == pytest.approx(plan.weights, rel=0.001)
     of_phase = {"log-probs": "log-probs once", "reference log-probs": "reference log-probs once"}
     of_phase |= {"training": "training once", "optimizer step": "optimizer"}
     for phase in plan.phases:
         if name := of_phase.get(phase.name):
-            assert found[name] == pytest.approx(plan.states.on_device + phase.total, rel=0.025), name
+            assert found[name] == pytest.approx(plan.held + phase.total, rel=0.025), name
 
 
 def test_collectives_are_told_by_group_and_nodes(machine: Machine, folders: dict[int, Path]) -> None:

@@ -25,8 +25,8 @@ from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.engine import Answer, EngineArguments, Request, buckets, process
-from reinforce_rl.generation.engine.adapter import EngineAdapter
 from reinforce_rl.generation.engine.generator import EngineGenerator
+from reinforce_rl.generation.engine.process import EngineAdapter
 from reinforce_rl.generation.trtllm import adapter as of_tensorrt_llm
 from reinforce_rl.generation.trtllm.adapter import TensorRTLLM
 from reinforce_rl.generation.vllm.adapter import VLLM

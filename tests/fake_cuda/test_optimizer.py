@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import actor_of, rows_of, sequences, whole_batch
-from helpers.fake_cuda import check_collectives
+from helpers.fake_cuda import check_collectives, kernels_by_name
 from helpers.layouts import ALL_LAYOUTS, SETTINGS, Layout
 
 from reinforce_rl.config.model import OptimConfig
@@ -52,7 +52,7 @@ def test_a_step_waits_for_the_gpu_once_and_has_no_temporaries(machine, folders, 
         accumulate(actor)
         with machine.gpu.counting() as ledger:
             assert not optimizer.step().skipped
-        kernels = ledger.by_name()
+        kernels = kernels_by_name(ledger)
         assert ledger.num_syncs == 1, ledger.syncs  # for the norm
         assert ledger.peak - ledger.start < 10_000  # of scalars; plain Adam's are as large as the model
         assert kernels["_fused_adamw_"] == 2  # matrices with weight decay, norms without

@@ -11,6 +11,7 @@ from helpers.gumbel import gumbel_noise
 
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.sampling import (
+    Workspace,
     _fold_halves,
     _xor_shift,
     choose_tokens,
@@ -24,6 +25,14 @@ EULER_GAMMA = 0.5772156649
 
 def keys_of(rows: int, positions: int = 1, seed: int = 0) -> torch.Tensor:
     return noise_keys(seed, np.zeros(rows, dtype=np.int64), np.arange(rows), positions)
+
+
+def workspace(logits: torch.Tensor) -> Workspace:
+    return Workspace(*logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def drawn_from(logits: torch.Tensor, keys: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    return choose_tokens(logits, keys, params, workspace(logits))
 
 
 def noise(rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
@@ -147,7 +156,7 @@ def test_frequencies_equal_the_distribution_of_transformers(options):
     params = SamplingParams(max_length=1, **options)
     draws = 20000
     expected = theirs(params, LOGITS[None])[0]
-    tokens = choose_tokens(LOGITS.expand(draws, -1), keys_of(draws)[:, 0], params)
+    tokens = drawn_from(LOGITS.expand(draws, -1), keys_of(draws)[:, 0], params)
     frequencies = torch.bincount(tokens, minlength=12) / draws
     assert (frequencies[expected == 0] == 0).all()
     assert (frequencies[expected > 0.001] > 0).all()
@@ -164,7 +173,7 @@ def test_top_p_that_is_reached_exactly_keeps_no_further_token(tokens, top_p, kep
     logits = torch.cat((torch.zeros(1, tokens), torch.full((1, 3), -math.inf)), dim=1)
     params = SamplingParams(max_length=1, top_p=top_p)
     assert int((theirs(params, logits) > 0).sum()) == kept
-    drawn = choose_tokens(logits.expand(500, -1), keys_of(500)[:, 0], params)
+    drawn = drawn_from(logits.expand(500, -1), keys_of(500)[:, 0], params)
     assert len(set(drawn.tolist())) == kept  # which of them is open
 
 
@@ -179,7 +188,7 @@ def test_kept_sets_equal_those_of_transformers(options, seed):
     logits = torch.randn(8, 40, generator=generator) * torch.linspace(0.1, 4, 8)[:, None]
     kept = theirs(params, logits) > 0
     keys = keys_of(8 * 300, seed=seed)[:, 0]
-    tokens = choose_tokens(logits.repeat_interleave(300, dim=0), keys, params).view(8, 300)
+    tokens = drawn_from(logits.repeat_interleave(300, dim=0), keys, params).view(8, 300)
     assert kept.gather(1, tokens).all()
     likely = theirs(params, logits) > 0.04
     for row in range(8):
@@ -189,14 +198,14 @@ def test_kept_sets_equal_those_of_transformers(options, seed):
 def test_greedy_takes_the_likeliest_whatever_else_is_set():
     logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(max_length=1, use_greedy=True, temperature=5.0, top_k=3, top_p=0.5)
-    assert torch.equal(choose_tokens(logits, keys_of(50)[:, 0], params), logits.argmax(dim=1))
+    assert torch.equal(drawn_from(logits, keys_of(50)[:, 0], params), logits.argmax(dim=1))
 
 
 def test_banned_tokens_are_never_drawn():
     logits = LOGITS.clone()
     logits[LOGITS.argmax()] = float("-inf")
     for options in ({}, {"top_k": 11}, {"top_p": 0.99}, {"temperature": 10.0}):
-        tokens = choose_tokens(logits.expand(3000, -1), keys_of(3000)[:, 0], SamplingParams(max_length=1, **options))
+        tokens = drawn_from(logits.expand(3000, -1), keys_of(3000)[:, 0], SamplingParams(max_length=1, **options))
         assert int(LOGITS.argmax()) not in tokens.tolist()
 
 
@@ -216,7 +225,7 @@ def test_log_probs_are_those_of_the_temperature():
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(0)) * 3
     tokens = torch.arange(6)
     expected = torch.log_softmax(logits / 0.7, dim=-1)[torch.arange(6), tokens]
-    torch.testing.assert_close(token_log_probs(logits, tokens, 0.7), expected)
+    torch.testing.assert_close(token_log_probs(logits, tokens, 0.7, workspace(logits)), expected)
 
 
 def test_bits_are_mixed_on_a_gpu_as_on_a_cpu():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,13 @@ def run_layout(machine: Machine, layout: Layout, folder: Path) -> dict[int, Ledg
             small_step(layout, folder, mesh)
 
     return take_turns(machine, layout.ranks, turn)
+
+
+def kernels_by_name(ledger: Ledger) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for kernel, count in ledger.kernels.items():
+        found[kernel.name] += count
+    return found
 
 
 def check_collectives(ledgers: Mapping[int, Ledger]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reinforce_rl.rewards.transport import HttpAnswer, exchange, wait_for
+from reinforce_rl.rewards.transport import HttpAnswer, exchange, url_of, wait_for
 from reinforce_rl.utils.net import Address
 
 
@@ -18,4 +18,4 @@ def call(
     headers: Mapping[str, str] | None = None,
 ) -> HttpAnswer:
     """Send a GET, or a POST if there is a body."""
-    return wait_for(exchange(Address(host, port), path, timeout, body=body, headers=headers))
+    return wait_for(exchange(url_of(Address(host, port), path), timeout, body=body, headers=headers))

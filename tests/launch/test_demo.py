@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 from helpers.models import smollm2_folder
+from helpers.rows import write_rows
 from helpers.tiny_run import compose, json_lines
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.demo import print_answers, steps_override
-from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter, read_rows
+from reinforce_rl.monitoring.records import RolloutRow, read_rows
 from reinforce_rl.rewards.functions import instructions
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "demo" / "run_demo.py"
@@ -66,7 +67,7 @@ def write_validation(out: Path, step: int, responses: list[str]) -> None:
         RolloutRow(step, i, 0, f"<user>Why tea? {i}<end>", text, 0.0, "stop", len(text))
         for i, text in enumerate(responses)
     ]
-    RolloutWriter(out).write(step, rows, "validation")
+    write_rows(out, step, rows, "validation")
 
 
 def test_answers_before_and_after_stand_side_by_side_with_what_the_check_says(tmp_path, capsys):

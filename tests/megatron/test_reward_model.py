@@ -16,7 +16,6 @@ from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.hf_weights import HFFolder
 from reinforce_rl.megatron.model.reward_head import RewardHead, counted_lengths, pool
 from reinforce_rl.reward_model.scorer import Batching, Merging, load_reward_model, reward_model_identity
-from reinforce_rl.rewards.base import attributes_of
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/classifiers.py"
 KINDS = list(itertools.product(FAMILIES, (1, 5)))
@@ -44,7 +43,7 @@ def test_a_classifier_scores_as_in_transformers(kind, folders, expected, mesh):
     torch.testing.assert_close(scores, alone, atol=1e-5, rtol=0)
     torch.testing.assert_close(torch.tensor(found.rewards), expected[kind].mean(1), atol=1e-5, rtol=0)
     assert model.score(sequences_to_score()) == found.rewards
-    assert attributes_of(model) == (HELPSTEER if kind[1] == 5 else ())
+    assert model.attributes == (HELPSTEER if kind[1] == 5 else ())
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

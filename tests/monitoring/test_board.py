@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from helpers.rows import write_rows
 from playwright.sync_api import expect, sync_playwright
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.board import Board, serve
 from reinforce_rl.monitoring.compare import compare
 from reinforce_rl.monitoring.loggers import JsonlLogger
-from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter, Samples, TokenColumns
+from reinforce_rl.monitoring.records import RolloutRow, Samples, TokenColumns, write_samples
 from reinforce_rl.monitoring.report import write_report
 from reinforce_rl.runtime.status import StatusFile
 
@@ -54,7 +55,6 @@ def make_run(folder: Path, steps: int = 20, lr: float = 1e-5, gain: float = 1.0)
 
 
 def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = False) -> None:
-    writer = RolloutWriter(folder)
     logger = JsonlLogger(folder / "metrics.jsonl", resume_step=10**6)
 
     def row(prompt: int, sample: int, **more: Any) -> RolloutRow:
@@ -64,11 +64,11 @@ def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = Fa
         )
 
     if validates:
-        writer.write(step, [row(i, 0, reward=gain * step / 10 + i) for i in range(6)], "validation")
+        write_rows(folder, step, [row(i, 0, reward=gain * step / 10 + i) for i in range(6)], "validation")
         logger.log_metrics({"rewards": gain * step / 10, "reward_deviation": 1.0}, step, "val/")
     if step:
         rows = [row(i, j, reward=0.1 * j, kl=1.0 - i, advantage=j - 1.0) for i in range(30) for j in range(3)]
-        writer.write(step, Samples(rows, tokens_of(rows) if step % 2 else None))
+        write_samples(folder, step, Samples(rows, tokens_of(rows) if step % 2 else None))
         metrics = {"rewards": gain * step / 10, "init_policy_kl": step / 5, "grad_norm": 1.0, "reward_deviation": 1.0}
         logger.log_metrics({**metrics, "skipped_step": float(step == 7)}, step, "train/")
         logger.log_metrics({"generate": 2.0, "train_time": 1.0, "step_time": 4.0}, step, "timers/")

@@ -6,13 +6,14 @@ import math
 import statistics
 
 import pytest
+from helpers.rows import write_rows
 from omegaconf import OmegaConf
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.compare import compare, tables
 from reinforce_rl.monitoring.loggers import JsonlLogger
-from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter
+from reinforce_rl.monitoring.records import RolloutRow
 from reinforce_rl.monitoring.run_folder import RunFolder
 
 REWARDS = [0.1, 0.9, 0.4, -0.3]
@@ -24,12 +25,12 @@ def make_run(folder, lr: float, gains: list[float], validated=(0, 4), prompts=ra
     cfg.model.optim.lr = lr
     cfg.remote_rm.reward_model.port = 5000 + len(gains)  # says nothing about the run
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump())))
-    logger, writer = JsonlLogger(folder / "metrics.jsonl"), RolloutWriter(folder)
+    logger = JsonlLogger(folder / "metrics.jsonl")
     for step in range(5):
         if step in validated:
             rewards = [reward + step * gain for reward, gain in zip(REWARDS, gains, strict=True)]
             rows = [RolloutRow(step, i, 0, f"{file}{i}", "r", rewards[i], "stop", 3) for i in prompts]
-            writer.write(step, rows, "validation")
+            write_rows(folder, step, rows, "validation")
             logger.log_metrics({"rewards": 9.0 if step == 2 else step * lr}, step, "val/")
             logger.log_metrics({"rewards_accuracy": step / 4, "hard/rewards": 0.25}, step, "val/")
         logger.log_metrics({"rewards": step * lr}, step, "train/")
@@ -81,7 +82,7 @@ def test_prompts_of_other_texts_are_not_paired(tmp_path):
     make_run(tmp_path / "b", 1.0, [0.1] * 4, file="q")
     changed = make_run(tmp_path / "c", 1.0, [0.1] * 4)
     rows = RunFolder(changed).samples(4, "validation")
-    RolloutWriter(changed).write(4, [dataclasses.replace(rows[0], prompt="other"), *rows[1:]], "validation")
+    write_rows(changed, 4, [dataclasses.replace(rows[0], prompt="other"), *rows[1:]], "validation")
     _, paired, _ = tables({name: RunFolder(tmp_path / name) for name in "abc"})
     assert paired["rows"] == [
         ["b - a", "-", "-", "0", "step 4; left out: 4 of 4 prompts, whose texts differ"],

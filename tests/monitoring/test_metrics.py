@@ -46,7 +46,6 @@ from reinforce_rl.monitoring.metrics import (
     update_metrics,
 )
 from reinforce_rl.monitoring.progress import TrainingProgress
-from reinforce_rl.monitoring.records import RolloutWriter
 from reinforce_rl.monitoring.run import REPEAT_STEPS, RunMonitor
 from reinforce_rl.runtime.phases import WaitMeter
 
@@ -314,7 +313,7 @@ def test_what_is_told_of_the_slowest_rank(tmp_path):
 def told(folder: Path, factor: float, ranks: dict[int, list[RankSeconds]], step_seconds: float) -> list[str]:
     """What a log says of the ranks of each step."""
     progress = TrainingProgress(99, console=Console(file=io.StringIO()))
-    monitor = RunMonitor(folder, Loggers(), RolloutWriter(folder), progress, straggler_factor=factor)
+    monitor = RunMonitor(folder, Loggers(), progress, straggler_factor=factor)
     for step, found in ranks.items():
         monitor.log_ranks(step, found, step_seconds)
     return progress.console.file.getvalue().splitlines()  # type: ignore[attr-defined]

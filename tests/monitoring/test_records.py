@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers.models import tiny_llama_folder
+from helpers.rows import write_rows
 
 from reinforce_rl.algorithm.kl import token_kl
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
@@ -24,8 +25,8 @@ from reinforce_rl.monitoring.records import (
     SAMPLE_COLUMNS,
     TOKEN_COLUMNS,
     RolloutRow,
-    RolloutWriter,
     Samples,
+    drop_later_samples,
     join_samples,
     read_rows,
     read_table,
@@ -35,6 +36,7 @@ from reinforce_rl.monitoring.records import (
     token_columns,
     worst_tokens,
     write_records,
+    write_samples,
 )
 from reinforce_rl.monitoring.run_folder import RunFolder
 
@@ -207,17 +209,18 @@ def test_values_that_are_not_finite_and_odd_texts_come_back(tmp_path, tokenizer)
 
 
 def test_a_kill_before_the_move_leaves_the_earlier_file(tmp_path, tokenizer):
-    writer, samples = RolloutWriter(tmp_path), join_samples([samples_of(batch_of(), tokenizer)], tokenizer)
-    path = writer.write(3, samples)
+    samples = join_samples([samples_of(batch_of(), tokenizer)], tokenizer)
+    write_samples(tmp_path, 3, samples)
+    path = rollout_files(tmp_path)[3]
     before = path.read_bytes()
     if (child := os.fork()) == 0:
         os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-        writer.write(3, Samples(samples.rows[:1]))
+        write_samples(tmp_path, 3, Samples(samples.rows[:1]))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert path.read_bytes() == before and list(rollout_files(tmp_path)) == [3]
     assert len(list(path.parent.iterdir())) == 2, "the torn file"
-    RolloutWriter(tmp_path, resume_step=3)
+    drop_later_samples(tmp_path, 3)
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -242,8 +245,8 @@ def test_the_view_prints_a_sample_a_line(tmp_path, tokenizer):
     batch = batch_of()
     batch.rollouts.log_probs[0, 0] = math.nan  # type: ignore[index]
     samples = join_samples([samples_of(batch, tokenizer)], tokenizer)
-    RolloutWriter(tmp_path).write(3, samples)
-    RolloutWriter(tmp_path).write(12, samples.rows[:1])
+    write_samples(tmp_path, 3, samples)
+    write_rows(tmp_path, 12, samples.rows[:1])
     run = RunFolder(tmp_path)
     assert [json.loads(line) for line in run.sample_lines(3)] == [row.as_json() for row in samples.rows]
     assert len(list(run.sample_lines())) == len(list(run.sample_lines(tokens=True))) == 1
@@ -302,7 +305,7 @@ def test_rows_come_back_as_they_were(tmp_path):
             3, math.nan, response="", response_length=0, source_rewards={"a/b": 0.25, "ü": math.nan}, score_fault="no"
         ),
     ]
-    path = RolloutWriter(tmp_path).write(12, rows)
+    path = write_rows(tmp_path, 12, rows)
     assert path == tmp_path / "rollouts" / "step_00012.parquet"
     back = read_rows(path)
     assert back[0] == rows[0]
@@ -314,7 +317,7 @@ def test_rows_come_back_as_they_were(tmp_path):
 
 def test_failed_rewards_are_null_on_disk_and_tensors_are_numbers(tmp_path):
     rows = [row(0, math.nan), row(1, torch.tensor(0.25))]  # type: ignore[arg-type]
-    path = RolloutWriter(tmp_path).write(1, rows, kind="validation")
+    path = write_rows(tmp_path, 1, rows, kind="validation")
     assert path == tmp_path / "validation" / "step_00001.parquet"
     records = read_table(path, list(SAMPLE_COLUMNS)).to_pylist()
     assert records[0]["reward"] is None and records[1]["reward"] == 0.25
@@ -323,7 +326,7 @@ def test_failed_rewards_are_null_on_disk_and_tensors_are_numbers(tmp_path):
 
 
 def test_a_file_from_before_the_record_is_read(tmp_path):
-    path = RolloutWriter(tmp_path).write(1, [row(record='{"limit": 80}')])
+    path = write_rows(tmp_path, 1, [row(record='{"limit": 80}')])
     assert read_rows(path)[0].record == '{"limit": 80}'
     pq.write_table(pq.read_table(path).drop_columns("record"), path)
     assert read_rows(path)[0].record is None and read_rows(path)[0].prompt == row().prompt
@@ -333,35 +336,31 @@ def test_a_file_from_before_the_record_is_read(tmp_path):
 
 
 def test_a_lone_surrogate_in_a_prompt_does_not_end_the_run(tmp_path):
-    path = RolloutWriter(tmp_path).write(1, [row(prompt="a \ud800 b")])
+    path = write_rows(tmp_path, 1, [row(prompt="a \ud800 b")])
     assert read_rows(path)[0].prompt == "a ? b"
 
 
 def test_a_step_written_again_replaces_its_file(tmp_path):
-    writer = RolloutWriter(tmp_path)
-    writer.write(3, [row(1), row(2)])
-    path = writer.write(3, [row(7)])
+    write_rows(tmp_path, 3, [row(1), row(2)])
+    path = write_rows(tmp_path, 3, [row(7)])
     assert [r.prompt_id for r in read_rows(path)] == [7]
     assert [p.name for p in path.parent.iterdir()] == ["step_00003.parquet"]
 
 
 def test_resume_removes_the_files_of_later_steps(tmp_path):
-    writer = RolloutWriter(tmp_path)
     for step in (0, 5, 10):
-        writer.write(step, [row()], "validation")
-        writer.write(step, [row()])
+        write_rows(tmp_path, step, [row()], "validation")
+        write_rows(tmp_path, step, [row()])
     (tmp_path / "rollouts" / ".step_00003.parquet.x1").touch()  # of a kill
-    RolloutWriter(tmp_path)
     assert list(rollout_files(tmp_path)) == [0, 5, 10]
-    RolloutWriter(tmp_path, resume_step=5)
+    drop_later_samples(tmp_path, 5)
     assert list(rollout_files(tmp_path)) == list(rollout_files(tmp_path, "validation")) == [0, 5]
     assert len(list((tmp_path / "rollouts").iterdir())) == 2
 
 
 def test_files_are_in_the_order_of_their_steps(tmp_path):
-    writer = RolloutWriter(tmp_path)
     for step in (100000, 99999, 2):
-        writer.write(step, [row()])
+        write_rows(tmp_path, step, [row()])
     assert list(rollout_files(tmp_path)) == [2, 99999, 100000]
     assert rollout_files(tmp_path, "validation") == {}
 
@@ -382,9 +381,9 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path):
     for step in (1, 2, 3):
         line = json.dumps(earlier | {"step": step, "kl": None})
         (tmp_path / "rollouts" / f"step_{step:05d}.jsonl").write_text(f"{line}\n")
-    writer = RolloutWriter(tmp_path, resume_step=2)
-    writer.write(2, [row(), row()])
-    writer.write(3, [row(response="new")])
+    drop_later_samples(tmp_path, 2)
+    write_rows(tmp_path, 2, [row(), row()])
+    write_rows(tmp_path, 3, [row(response="new")])
     assert [len(read_rows(path)) for path in rollout_files(tmp_path).values()] == [1, 2, 1]
     found = read_rows(rollout_files(tmp_path)[1])[0]
     assert found.set_name == "" and math.isnan(found.kl) and found.response == "because"

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.rows import write_rows
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
-from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter
+from reinforce_rl.monitoring.records import RolloutRow
 from reinforce_rl.monitoring.report import compare_validation, overview, run_summary, write_report
 from reinforce_rl.monitoring.run import RunMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
@@ -95,19 +96,19 @@ def sample(step: int, prompt_id: int, reward: float, **changes) -> RolloutRow:
 
 def make_run(folder: Path, steps: int, gain: float = 1.0) -> Path:
     noise = random.Random(0)
-    logger, writer = JsonlLogger(folder / "metrics.jsonl"), RolloutWriter(folder)
+    logger = JsonlLogger(folder / "metrics.jsonl")
     for step in range(steps + 1):
         if step in (0, steps):
             rewards = [-1 + gain * step / steps + noise.gauss(0, 0.1) for _ in range(16)]
             rewards[3] = math.nan
-            writer.write(step, [sample(step, i, reward) for i, reward in enumerate(rewards)], "validation")
+            write_rows(folder, step, [sample(step, i, reward) for i, reward in enumerate(rewards)], "validation")
             logger.log_metrics({"rewards": rewards[0], "response_lengths": 17.5}, step, "val/")
         if step:
             numbers = {"rewards": -1 + step / steps, "init_policy_kl": step / 10, "grad_norm": math.nan, "lr": 1e-5}
             logger.log_metrics(numbers, step, "train/")
             logger.log_metrics({"generate": 2.0, "train_time": 1.0, "step_time": 4.0}, step, "timers/")
             rows = [sample(step, i, i / 10, kl=1.0, advantage=0.5, valid=i != 1) for i in range(8)]
-            writer.write(step, [*rows, sample(step, 9, math.nan, valid=False)])
+            write_rows(folder, step, [*rows, sample(step, 9, math.nan, valid=False)])
         logger.commit(step)
     logger.finalize()
     (folder / "config.yaml").write_text(CONFIG + f"note: {json.dumps(EVIL)}\n")
@@ -145,9 +146,8 @@ def test_a_long_run_stays_small_and_keeps_its_ends_its_spikes_and_its_validation
     for step in range(0, 10_001, 2000):
         numbers.append({"step": step, "val/rewards": step / 10})
     write_json_lines(tmp_path / "metrics.jsonl", numbers)
-    writer = RolloutWriter(tmp_path)
     for step in range(1, 41):
-        writer.write(step, [sample(step, i, 0.5) for i in range(300)])
+        write_rows(tmp_path, step, [sample(step, i, 0.5) for i in range(300)])
     path = write_report(tmp_path)
     page = read(path)
     assert path.stat().st_size < 4_000_000
@@ -172,7 +172,7 @@ def test_errors_of_the_mean_reward(tmp_path):
             ]
             means.append(statistics.fmean(map(statistics.fmean, rows)))
         folder = tmp_path / name
-        RolloutWriter(folder).write(1, [sample(1, i, 0.0, sample_id=j) for i in range(8) for j in range(4)])
+        write_rows(folder, 1, [sample(1, i, 0.0, sample_id=j) for i in range(8) for j in range(4)])
         deviation = math.sqrt(spread**2 + 1)
         write_json_lines(
             folder / "metrics.jsonl",
@@ -199,9 +199,8 @@ def test_the_verdict_of_a_loss_and_of_noise(tmp_path):
 def test_a_run_that_has_just_begun(tmp_path):
     StatusFile(tmp_path, enabled=True).begin()
     assert read(write_report(tmp_path))["span"] == "No step has been logged yet."
-    writer = RolloutWriter(tmp_path)
-    writer.write(0, [sample(0, 0, math.nan)], "validation")
-    writer.write(1, [sample(1, 0, math.nan, valid=False)])
+    write_rows(tmp_path, 0, [sample(0, 0, math.nan)], "validation")
+    write_rows(tmp_path, 1, [sample(1, 0, math.nan, valid=False)])
     logger = JsonlLogger(tmp_path / "metrics.jsonl")
     logger.log_metrics({"rewards": math.nan}, 0, "val/")
     logger.log_metrics({"rewards": math.nan}, 1, "train/")
@@ -215,7 +214,7 @@ def test_a_run_that_has_just_begun(tmp_path):
 def test_the_report_that_a_run_writes_last_says_that_it_is_finished(tmp_path):
     StatusFile(tmp_path, enabled=True).begin()
     assert read(write_report(tmp_path))["state"]["state"] == "running"
-    monitor = RunMonitor(tmp_path, Loggers(), RolloutWriter(tmp_path), TrainingProgress(1, enabled=False))
+    monitor = RunMonitor(tmp_path, Loggers(), TrainingProgress(1, enabled=False))
     assert read(monitor.report())["state"]["state"] == "finished"
 
 
@@ -235,9 +234,8 @@ def test_the_top_operations_of_a_profile(tmp_path):
 
 
 def test_no_prompt_in_common(tmp_path):
-    writer = RolloutWriter(tmp_path)
-    writer.write(0, [sample(0, 0, 1.0)], "validation")
-    writer.write(5, [sample(5, 1, 1.0)], "validation")
+    write_rows(tmp_path, 0, [sample(0, 0, 1.0)], "validation")
+    write_rows(tmp_path, 5, [sample(5, 1, 1.0)], "validation")
     StatusFile(tmp_path, enabled=True).begin()
     assert "cannot be compared" in read(write_report(tmp_path))["verdict"]
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.rows import write_rows
 from omegaconf import OmegaConf
 
 from reinforce_rl.config.actor import TrainConfig
@@ -17,7 +18,7 @@ from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring import run_folder
 from reinforce_rl.monitoring.compare import compare
 from reinforce_rl.monitoring.loggers import JsonlLogger
-from reinforce_rl.monitoring.records import RolloutRow, RolloutWriter
+from reinforce_rl.monitoring.records import RolloutRow
 from reinforce_rl.monitoring.report import write_report
 from reinforce_rl.monitoring.run_folder import GAP, GAP_LIMITS, RunFolder, alerts_of, open_run, runs_below
 from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile
@@ -97,12 +98,12 @@ def test_damage_is_named(tmp_path):
 
 
 def test_samples_follow_a_file_that_is_written_again(tmp_path):
-    writer, run = RolloutWriter(tmp_path), RunFolder(tmp_path)
+    run = RunFolder(tmp_path)
     one = RolloutRow(3, 0, 0, "p", "r", 1.0, "stop", 2)
-    writer.write(3, [one])
+    write_rows(tmp_path, 3, [one])
     assert len(run.samples(3)) == 1 and run.samples(3) is run.samples(3), "read once"
-    writer.write(3, [one, one])
-    assert len(run.samples(3)) == 2 and run.sample_steps() == [3] and run.last_rollouts == run.samples(3)
+    write_rows(tmp_path, 3, [one, one])
+    assert len(run.samples(3)) == 2 and run.sample_steps() == [3]
     with pytest.raises(DataError, match=r"no samples of step 4; the steps are 3 to 3, 1 in all"):
         run.samples(4)
     with pytest.raises(DataError, match="no samples of step 0; there are none"):

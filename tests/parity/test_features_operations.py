@@ -35,13 +35,14 @@ from helpers.toy_server import free_port
 
 from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.config.load import load_config
+from reinforce_rl.config.rules import Allocation
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import DataError, RewardServerError, StoppedEarly
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.sources import connect_to_reward_servers
-from reinforce_rl.runtime.stop import Due, Outlook, RunTimer
+from reinforce_rl.runtime.stop import Outlook, RunTimer
 from reinforce_rl.trainer.build import build_datasets
 
 RL = "trainer.reinforce"
@@ -330,10 +331,10 @@ class StopsAfter(RunTimer):
     """Has time for so many steps."""
 
     def __init__(self, steps: int):
-        super().__init__()
+        super().__init__(None, Allocation())
         self._left = steps
 
-    def outlook(self, due: Due | None = None) -> Outlook:
+    def outlook(self, **due: bool) -> Outlook:
         self._left -= 1
         return Outlook("the time of this run is used up" if self._left < 0 else None)
 

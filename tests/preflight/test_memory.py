@@ -43,7 +43,7 @@ def compare(names, folder: Path, out: Path) -> None:
             found = json.loads((out / f"{name}.{rank}").read_text())
             of_stage = plan[rank if len(plan) > 1 else 0]
             for kind in ("weights", "gradients", "optimizer"):
-                said = getattr(of_stage.states, kind)
+                said = getattr(of_stage, kind)
                 if abs(said - found[kind]) > 0.02 * found[kind]:
                     wrong.append(f"{name}, rank {rank}, {kind}: {said} said, {found[kind]} found")
             for phase in of_stage.phases:
@@ -54,7 +54,7 @@ def compare(names, folder: Path, out: Path) -> None:
                 print(
                     f"{name}, rank {rank}, {phase.name}: {own}, ratio {phase.total / found['phases'][phase.name]:.3f}"
                 )
-                said = of_stage.states.weights + of_stage.states.gradients + of_stage.states.optimizer + phase.total
+                said = of_stage.weights + of_stage.gradients + of_stage.optimizer + phase.total
                 if abs(said - there) > 0.25 * there:
                     wrong.append(f"{name}, rank {rank}, {phase.name}: {said} said, {there} found")
     assert not wrong, "\n".join(wrong)

@@ -88,14 +88,14 @@ def phase_of(memory, name):
 
 
 def test_states_by_precision_and_sharing():
-    found = memory_of().states
+    found = memory_of()
     assert (found.weights, found.gradients, found.optimizer) == (4000, 4000, 8000)
     assert (found.reference_on_host, found.reference_on_device) == (4000, 0)
-    narrow = memory_of(weight_bytes=2, optimizer_shards=3, reference="device").states
+    narrow = memory_of(weight_bytes=2, optimizer_shards=3, reference="device")
     assert (narrow.weights, narrow.gradients, narrow.optimizer) == (2000, 4000, 334 * 12)
     assert (narrow.reference_on_host, narrow.reference_on_device) == (0, 2000)
     lora = LoraSettings(8, 16.0, ("q_proj",))
-    updates = memory_of(dataclasses.replace(SHAPE, trained=100), reference="none", lora=lora).states
+    updates = memory_of(dataclasses.replace(SHAPE, trained=100), reference="none", lora=lora)
     assert (updates.weights, updates.gradients, updates.optimizer) == (4000, 400, 800)
 
 

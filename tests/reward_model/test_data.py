@@ -24,7 +24,6 @@ from reinforce_rl.reward_model.data import (
     SKIP_UNRATED,
     Examples,
     encode_answer,
-    encode_conversation,
     encode_prompt,
     read_examples,
     split_by_prompt,
@@ -237,9 +236,13 @@ def test_ratings_that_are_left_out_are_counted(tmp_path, tokenizer):
     assert skipped == {SKIP_UNRATED: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
     assert len(found) == 3
     prompt = json.loads(found[0].prompt_key)[0][1]
-    assert list(found[0].tokens) == encode_conversation(tokenizer, [{"role": "user", "content": prompt}], "fine")
+    assert list(found[0].tokens) == conversation(tokenizer, [{"role": "user", "content": prompt}], "fine")
     with pytest.raises(DataError, match="none of 7 rated answers"):
         ratings_of(path, tokenizer, max_length=2)
+
+
+def conversation(tokenizer, messages, answer: str, max_tokens: int | None = None) -> list[int]:
+    return encode_prompt(tokenizer, messages) + encode_answer(tokenizer, answer, max_tokens)
 
 
 def actor_sequence(tokenizer, folder: Path, prompt: str, response: list[int]) -> list[int]:
@@ -254,14 +257,12 @@ def actor_sequence(tokenizer, folder: Path, prompt: str, response: list[int]) ->
 
 def test_finished_answer_equals_the_actors_sequence(tokenizer, tmp_path):
     response = [*tokenizer("hello.", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    assert encode_conversation(tokenizer, MESSAGES, "hello.") == actor_sequence(
-        tokenizer, tmp_path, "hi there", response
-    )
+    assert conversation(tokenizer, MESSAGES, "hello.") == actor_sequence(tokenizer, tmp_path, "hi there", response)
 
 
 def test_cut_answer_equals_the_actors_sequence_at_max_length(tokenizer, tmp_path):
     response = tokenizer("hello.", add_special_tokens=False)["input_ids"][:4]
-    encoded = encode_conversation(tokenizer, MESSAGES, "hello.", max_answer_tokens=4)
+    encoded = conversation(tokenizer, MESSAGES, "hello.", 4)
     assert encoded == actor_sequence(tokenizer, tmp_path, "hi there", response)
     assert encoded[-1] != tokenizer.eos_token_id
 
@@ -287,6 +288,6 @@ def test_no_chat_template_and_refused_messages_are_named(tmp_path):
 
 def test_smollm2_form():
     tokenizer = load_tokenizer(smollm2_folder())
-    text = tokenizer.decode(encode_conversation(tokenizer, MESSAGES, " Hello. "))
+    text = tokenizer.decode(conversation(tokenizer, MESSAGES, " Hello. "))
     assert text.startswith("<|im_start|>system\n")
     assert text.endswith("<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>")

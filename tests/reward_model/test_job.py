@@ -34,7 +34,7 @@ from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.monitoring.loggers import read_metrics
 from reinforce_rl.monitoring.report import EVALUATION_FILE, write_report
-from reinforce_rl.reward_model.data import encode_conversation, load_examples
+from reinforce_rl.reward_model.data import encode_answer, encode_prompt, load_examples
 from reinforce_rl.reward_model.job import train_reward_model
 from reinforce_rl.reward_model.objectives import Best, Objective, Ranking, Regression
 from reinforce_rl.reward_model.scorer import load_reward_model
@@ -300,13 +300,14 @@ def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
     assert "features from" in capsys.readouterr().out
     assert torch.equal(RewardHead.load(out / "head.safetensors").weight, head.weight)
 
-    # The served model orders an unseen pair by the very tokens that `encode_conversation` gives.
+    # The served model orders an unseen pair by the very tokens that training encodes.
     messages = [{"role": "user", "content": "question 99"}]
     texts = ("please, 99 is fine", "XX 99 ZZ!!")
     with parallel_mesh() as mesh:
         model = load_reward_model(trunk, out / "head.safetensors", mesh)
         tokenizer = load_tokenizer(trunk)
-        good, bad = model.score([encode_conversation(tokenizer, messages, text) for text in texts])
+        prompt = encode_prompt(tokenizer, messages)
+        good, bad = model.score([prompt + encode_answer(tokenizer, text) for text in texts])
     assert good > bad
 
 

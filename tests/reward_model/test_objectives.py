@@ -11,6 +11,7 @@ import torch
 
 from reinforce_rl.reward_model.data import EncodedPair, EncodedRating
 from reinforce_rl.reward_model.objectives import (
+    NUM_BINS,
     Ranking,
     Regression,
     attribute_fit,
@@ -58,18 +59,18 @@ def test_accuracy_counts_ties_half():
 def test_calibration_bin_by_bin():
     generator = random.Random(0)
     pairs = [(generator.gauss(0, 2), generator.gauss(0, 2)) for _ in range(400)] + [(1.0, 1.0)] * 5
-    found_error, bins = calibration(*(torch.tensor(side) for side in zip(*pairs, strict=True)), num_bins=7)
+    found_error, bins = calibration(*(torch.tensor(side) for side in zip(*pairs, strict=True)))
     buckets: dict[int, list[tuple[float, float]]] = {}
     for chosen, rejected in pairs:
         confidence = 1 / (1 + math.exp(-abs(chosen - rejected)))
         right = 1.0 if chosen > rejected else 0.0 if chosen < rejected else 0.5
-        buckets.setdefault(min(int((confidence - 0.5) / 0.5 * 7), 6), []).append((confidence, right))
+        buckets.setdefault(min(int((confidence - 0.5) / 0.5 * NUM_BINS), NUM_BINS - 1), []).append((confidence, right))
     assert [one.count for one in bins] == [len(buckets[i]) for i in sorted(buckets)]
     error = 0.0
     for i, one in zip(sorted(buckets), bins, strict=True):
         predicted, observed = (sum(values) / len(values) for values in zip(*buckets[i], strict=True))
         assert (one.predicted, one.observed) == pytest.approx((predicted, observed))
-        assert one.low <= one.predicted <= one.high and one.high - one.low == pytest.approx(0.5 / 7)
+        assert one.low <= one.predicted <= one.high and one.high - one.low == pytest.approx(0.5 / NUM_BINS)
         error += len(buckets[i]) / len(pairs) * abs(predicted - observed)
     assert found_error == pytest.approx(error)
 

@@ -23,7 +23,9 @@ from reinforce_rl.rewards import base, transport, wire
 from reinforce_rl.rewards.base import RewardRequest, RewardSource
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.sources import CombinedRewards, FunctionRewards, connect_to_reward_servers
+from reinforce_rl.rewards.transport import ModelAddress
 from reinforce_rl.rewards.wire import text_arrays
+from reinforce_rl.utils.net import Address
 
 SHARE = "helpers.reward_functions.share_of_letters"
 TESTS = Path(__file__).parents[1]
@@ -124,7 +126,8 @@ def test_the_served_function_makes_the_same_run(in_trainer, server, tmp_path, me
 
 
 def test_the_served_functions_answers(server):
-    info = transport.check_once("127.0.0.1", server.port, "reward_model", 10.0)
+    model = ModelAddress(Address("127.0.0.1", server.port), "reward_model", None)
+    info = transport.wait_for(transport.ask_description(model, 10.0))
     assert info.input_forms == (wire.TEXT_FORM,)
     assert (info.tokenizer, info.max_length, info.vocab_size) == (None, None, None)
     assert info.details["function"] == SHARE and info.details["kwargs"] == {"scale": 2.0}
@@ -132,7 +135,7 @@ def test_the_served_functions_answers(server):
 
     def ask(*columns: tuple[str, list[str]]) -> dict:
         inputs = [{"name": n, "datatype": "BYTES", "shape": [len(data), 1], "data": data} for n, data in columns]
-        return transport.infer_json("127.0.0.1", server.port, "reward_model", inputs, 30.0)
+        return transport.infer_json(model, inputs, 30.0)
 
     metadata = [json.dumps({"letters": "e"}), "{}", "{", json.dumps({"letters": "e"})]
     answer = ask(("prompts", ["abc"] * 4), ("responses", ["eeoo"] * 3 + [""]), ("metadata", metadata))

@@ -248,12 +248,14 @@ def token_file(tmp_path):
     return write
 
 
-def test_the_file_comes_before_the_environment(token_file):
-    environment = {TOKEN_VARIABLE: "another-token-altogether"}
-    assert read_token(token_file(TOKEN + "\n"), "key", environment) == TOKEN
-    assert read_token(None, "key", environment) == "another-token-altogether"
-    assert read_token(None, "key", {}) is None
-    assert read_token(None, "key", {TOKEN_VARIABLE: " "}) is None
+def test_the_file_comes_before_the_environment(token_file, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "another-token-altogether")
+    assert read_token(token_file(TOKEN + "\n"), "key") == TOKEN
+    assert read_token(None, "key") == "another-token-altogether"
+    monkeypatch.setenv(TOKEN_VARIABLE, " ")
+    assert read_token(None, "key") is None
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    assert read_token(None, "key") is None
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])

@@ -55,7 +55,7 @@ def make(monkeypatch) -> Iterator:
         pair[1].watch.join(pair[0].watch.open("localhost"))
         for rank in reversed(pair):
             rank.watch.start()
-        pair[1].activity.at_step(7)
+        pair[1].activity.step = 7
         pair[1].activity.begin("generate")
         return pair
 

@@ -163,7 +163,7 @@ class TestOtherSettings:
             "model.optim.lr=1e-6",
         ]
         config = load_config(compose(*tiny_overrides(tmp_path), *given))
-        text = run_settings._text(config)
+        text = run_settings._line(config, 0)["config"]
         assert compare(text, text) == {}
         assert compare(text, text.replace("port: 5556", "port: 7")) == {}
         assert list(compare(text, text.replace("1.0e-07", "2.0e-07"))) == ["reward_function.kwargs"]

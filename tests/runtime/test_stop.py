@@ -19,7 +19,6 @@ from reinforce_rl.runtime.stop import (
     LAUNCHER_SECONDS,
     MARGIN_SECONDS,
     STOP_SIGNALS,
-    Due,
     RunTimer,
     first_save_seconds,
     with_margin,
@@ -66,10 +65,11 @@ def test_anything_else_is_refused(text):
 
 def test_the_time_counts_from_the_start_of_the_process():
     age = time.time() - psutil.Process().create_time()
-    assert RunTimer().seconds_left() == float("inf") and RunTimer().outlook().shortage is None
-    assert RunTimer(age + 3600).seconds_left() == pytest.approx(3600, abs=5)
-    assert RunTimer(age + 3600).outlook().shortage is None
-    assert "counted from the process's start" in str(RunTimer(age / 2).outlook().shortage)
+    endless = RunTimer(None, Allocation())
+    assert endless.seconds_left() == float("inf") and endless.outlook().shortage is None
+    assert RunTimer(age + 3600, Allocation()).seconds_left() == pytest.approx(3600, abs=5)
+    assert RunTimer(age + 3600, Allocation()).outlook().shortage is None
+    assert "counted from the process's start" in str(RunTimer(age / 2, Allocation()).outlook().shortage)
 
 
 class TestTheAllocation:
@@ -123,7 +123,7 @@ def test_what_is_told_of_a_shortage(clock):
     clock.now = 68.0
     with timer.validating():
         clock.now = 70.0
-    outlook = timer.outlook(Due(validation_after=True))
+    outlook = timer.outlook(validation_after=True)
     assert outlook.validates
     assert outlook.shortage == (
         "the time of this run is used up (30.0 s are left by exp_manager.max_time_per_run, counted from the "
@@ -137,9 +137,9 @@ def test_what_is_told_of_a_shortage(clock):
 def test_before_anything_is_measured_a_step_is_begun_where_a_save_fits(clock):
     timer = RunTimer(100.0, Allocation(0.0), save_seconds=20.0)
     clock.now = 100.0 - with_margin(20.0)
-    assert timer.outlook(Due(validation=True)).shortage is None
+    assert timer.outlook(validation=True).shortage is None
     clock.now += 0.1
-    outlook = timer.outlook(Due(validation=True))
+    outlook = timer.outlook(validation=True)
     assert outlook.shortage is not None and not outlook.validates, "nobody knows how long a validation takes"
 
 
@@ -152,7 +152,7 @@ def test_a_failed_validation_and_an_old_step_do_not_count(clock):
     with pytest.raises(RuntimeError), timer.validating():
         clock.now += 300.0
         raise RuntimeError
-    assert timer.outlook(Due(validation=True, validation_after=True)).shortage is None
+    assert timer.outlook(validation=True, validation_after=True).shortage is None
 
 
 def test_a_first_save_is_guessed_from_its_bytes():
@@ -182,18 +182,18 @@ def test_a_run_ends_in_time_and_never_without_need(clock, seed):
         timer.begin_step()
         takes(step)
         number += 1
-        due = Due(
+        due = dict(
             validation=val_interval > 0 and number % val_interval == 0,
             validation_after=val_interval > 0 and (number + 1) % val_interval == 0,
             save=save_interval > 0 and number % save_interval == 0,
             running_save=running > 0,
         )
         left_before = timer.seconds_left()
-        outlook = timer.outlook(due)
-        if outlook.validates and (due.validation or (outlook.shortage is not None and val_interval > 0)):
+        outlook = timer.outlook(**due)
+        if outlook.validates and (due["validation"] or (outlook.shortage is not None and val_interval > 0)):
             with timer.validating():
                 takes(validation)
-        if due.save and outlook.shortage is None:
+        if due["save"] and outlook.shortage is None:
             clock.now = max(clock.now, running)
             if background:
                 running = clock.now + save
@@ -201,7 +201,7 @@ def test_a_run_ends_in_time_and_never_without_need(clock, seed):
                 takes(save)
         if outlook.shortage is not None:
             break
-    saves_to_come = 1 + due.save + due.running_save
+    saves_to_come = 1 + due["save"] + due["running_save"]
     most = 1.1 * (1.1 * (step + 2 * validation + saves_to_come * save)) + MARGIN_SECONDS
     assert left_before < most, "it ended although there was time"
     clock.now = max(clock.now, running)
@@ -223,9 +223,9 @@ def test_the_outlook_against_brute_force(clock):
             clock.now += step
             plan = [save] * runs + [validation] * now + [save] * saves + [step] + [validation] * after + [save]
             end = [save] * runs + [validation, save]
-            due = Due(now, after, saves, runs)
-            timer.outlook(due)
+            due = {"validation": now, "validation_after": after, "save": saves, "running_save": runs}
+            timer.outlook(**due)
             clock.now = 10_000.0 - left
-            outlook = timer.outlook(due)
+            outlook = timer.outlook(**due)
             assert (outlook.shortage is None) == (1.1 * sum(plan) + 10.0 <= left)
             assert outlook.validates == (outlook.shortage is None or 1.1 * sum(end) + 10.0 <= left)

@@ -27,11 +27,12 @@ from helpers.tiny_run import (
     without_times,
 )
 
+from reinforce_rl.config.rules import Allocation
 from reinforce_rl.data.batches import FINISH_STOP, Completions, Prompt
 from reinforce_rl.errors import RewardServerError, StoppedEarly, TooManyFailedRewardsError
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.rewards.base import STATUS_INTERNAL, RewardRequest, Rewards
-from reinforce_rl.runtime.stop import Due, Outlook, RunTimer
+from reinforce_rl.runtime.stop import Outlook, RunTimer
 
 RL = "trainer.reinforce"
 EVERY_FAILURE = f"{RL}.max_failed_fraction=1"
@@ -488,10 +489,10 @@ class StopsAfter(RunTimer):
     """Is asked twice before the first step of a new run, around its validation, and once after each."""
 
     def __init__(self, questions: int):
-        super().__init__()
+        super().__init__(None, Allocation())
         self._left = questions
 
-    def outlook(self, due: Due | None = None) -> Outlook:
+    def outlook(self, **due: bool) -> Outlook:
         self._left -= 1
         return Outlook("the time of this run is used up" if self._left < 0 else None)
 

@@ -9,7 +9,7 @@ import pytest
 from helpers.models import tiny_llama_folder
 from helpers.tiny_run import json_lines, metrics_of, run, three_letters, without_times, write_prompts
 
-from reinforce_rl.data.prompts import FixedPrompts, build_train_valid_test_rlhf_datasets
+from reinforce_rl.data.prompts import build_train_valid_test_rlhf_datasets, fixed_prompts
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.mesh import Mesh
@@ -69,13 +69,14 @@ def test_prompts_are_numbered_over_all_sets_and_the_first_of_each_are_taken(
     tokenizer = load_tokenizer(tiny_llama_folder(tmp_path / "model", vocab_size=32, max_positions=16))
     prefix = {"train": files["one"], "validation": {"one": files["one"], "two": [files["two"]]}}
     both = build_train_valid_test_rlhf_datasets(tokenizer, prefix, max_prompt_tokens=None).validation
-    assert both is not None and dict(both.set_sizes) == {"one": 4, "two": 6}
-    parts = [next(iter(FixedPrompts(both, 2, rank, 3))) for rank in range(3)]
+    assert both is not None
+    assert [prompt.set_name for prompt in fixed_prompts(both)[0]] == ["one"] * 4 + ["two"] * 6
+    parts = [fixed_prompts(both, 2, rank, 3)[0] for rank in range(3)]
     assert [(p.id, p.set_name) for part in parts for p in part] == [(0, "one"), (1, "one"), (4, "two"), (5, "two")]
     texts = [json.loads(line)["prompt"] for line in files["two"].read_text().splitlines()]
     assert parts[2][-1].text == texts[1]
     with pytest.raises(ConfigError, match="the validation set one has 4 prompts; expected 1 to 4"):
-        FixedPrompts(both, 5)
+        fixed_prompts(both, 5)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from one_gpu.weights import fill_ours
 
 from gpu_checks.base import Context, Finding, judged
 from reinforce_rl.config.engines import TensorRTLLMConfig, VLLMConfig
-from reinforce_rl.generation.engine.adapter import EngineAdapter
+from reinforce_rl.generation.engine.process import EngineAdapter
 from reinforce_rl.generation.engine.weights import send_weights
 from reinforce_rl.generation.trtllm.adapter import TensorRTLLM
 from reinforce_rl.generation.vllm.adapter import VLLM

@@ -24,7 +24,6 @@ from reinforce_rl.data.tokenizer import pad_id_of
 from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
 from reinforce_rl.generation.base import SamplingParams, check_lengths
 from reinforce_rl.generation.engine import Answer, EngineArguments, EngineSampling, Request, process
-from reinforce_rl.generation.engine.adapter import EngineAdapter
 from reinforce_rl.generation.engine.buckets import checksum
 from reinforce_rl.generation.engine.weights import send_weights
 from reinforce_rl.generation.native.sampling import sample_seeds
@@ -58,7 +57,7 @@ class EngineGenerator:
         self,
         lm: CausalLM,
         tokenizer: PreTrainedTokenizerBase,
-        adapter: EngineAdapter,
+        adapter: process.EngineAdapter,
         config: EngineConfig,
         *,
         model: str | Path,

@@ -14,16 +14,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from reinforce_rl.config.engines import EngineConfig
 from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
 from reinforce_rl.generation.engine import Answer, EngineArguments, Request
-from reinforce_rl.generation.engine.adapter import EngineAdapter
+from reinforce_rl.generation.engine.weights import Offer
 from reinforce_rl.megatron.hf_weights import carry_over
 from reinforce_rl.utils.process import PACKAGE_PARENT, ModuleChild
 
-KEY = "engine"
 PROBE_SECONDS = 60.0  # to look for the engine's package in its Python
 STOP_SECONDS = 30.0
 STUCK_SECONDS = 5.0  # grace after a call's deadline
@@ -36,6 +38,47 @@ _OF_THE_LAUNCHER = ("TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "ROLE_"
 _TOO_LITTLE = re.compile("no available memory for the cache blocks|larger than the available KV cache memory", re.I)
 _TOO_MUCH = re.compile("out of memory|can't allocate memory|free memory on device|available memory on node", re.I)
 _OF_THE_RANK = ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+class EngineAdapter(Protocol):
+    """The trainer's half of what is particular about an engine; `host.EngineHost` is the engine's half."""
+
+    name: str  # value of `generation`, and its section of the configuration
+    title: str  # as its makers write it
+    package: str  # that the engine's Python must have
+    host: str  # module that runs the engine
+    memory_key: str  # to be lowered when the engine finds no memory
+    shows_layers: bool  # the host has the command layer_outputs
+    loads_adapters: bool  # LoRA updates are sent alone, by its command load_adapter
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """`EngineArguments.options`."""
+        ...
+
+    def device_id(self, device: torch.device) -> str:
+        """Return the name of a rank's device, as `EngineHost.start` returns its workers'.
+
+        Raises:
+            ConfigError: the engine cannot run there.
+        """
+        ...
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """Return variables for the engine's process, whose own files are in `folder`."""
+        ...
+
+    def write_config(self, folder: Path) -> None:
+        """Adapt the copied model folder, which has no weights, to what the engine reads."""
+        ...
+
+    def make_buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Offer]:
+        """See `send_weights`."""
+        ...
+
+    def bucket_of(self, offers: Sequence[Any]) -> Any:
+        """Join the offers of the ranks with a worker into the bucket for `EngineHost.update_weights`."""
+        ...
 
 
 class EngineProcess:
@@ -75,10 +118,10 @@ class EngineProcess:
         try:
             done = subprocess.run([self._python, "-c", probe], env=environment, timeout=PROBE_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise ConfigError([f"{KEY}.python is {config.python}, which does not run: {error}"]) from error
+            raise ConfigError([f"engine.python is {config.python}, which does not run: {error}"]) from error
         if done.returncode != 0:
             found = f"generation is {self._adapter.name}, but {self._python} has no package {package}; "
-            raise ConfigError([f"{found}set {KEY}.python to the engine's own (docs/engines.md)"])
+            raise ConfigError([f"{found}set engine.python to the engine's own (docs/engines.md)"])
 
     def start(self) -> list[str]:
         """Start the engine, wait until it is ready, and return the device of each worker.
@@ -153,7 +196,7 @@ class EngineProcess:
         seconds = STOP_SECONDS if command == "stop" else getattr(self._config, limit) + grace
         assert self._child is not None
         child, connection = self._child, self._child.connection
-        late = EngineLostError(f"no answer to {command} within {seconds:g} s ({KEY}.{limit}); log: {self._log}")
+        late = EngineLostError(f"no answer to {command} within {seconds:g} s (engine.{limit}); log: {self._log}")
         # A process stopped in mid-message would block send or recv.
         stuck = threading.Timer(seconds + STUCK_SECONDS, child.kill)
         stuck.daemon = True

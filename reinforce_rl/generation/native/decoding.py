@@ -157,27 +157,23 @@ class Responses:
 
     def append(self, samples: Tensor, written: Tensor, tokens: Tensor, log_probs: Tensor) -> list[int]:
         """Write one token per row, int64 [R]; return the rows that ended by a stop token or an end string."""
-        self._write(samples, written, tokens, log_probs)
+        stopped = self.record(samples, written, tokens, log_probs)
         if not self._stops.numel() and not self._params.end_strings:
             return []  # skips a device sync
-        self._stopped[samples] = stopped = torch.isin(tokens, self._stops)
         if self._params.end_strings:
             stopped = stopped | self.stop_at_end_strings(samples)
         return stopped.nonzero()[:, 0].tolist()
 
     def record(self, samples: Tensor, written: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
         """Like `append`, without device sync and end strings; return bool [R], True where a response ended."""
-        self._write(samples, written, tokens, log_probs)
-        self._stopped[samples] = stopped = (tokens[:, None] == self._stops).any(dim=1)
-        return stopped
-
-    def _write(self, samples: Tensor, written: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
         self._tokens[samples, written] = tokens
         self._log_probs[samples, written] = log_probs
         self._lengths[samples] = written + 1
         if self._seen is not None:
             # A device tensor: a Python scalar would be copied to the device, which a CUDA graph forbids.
             self._seen[samples, tokens] = torch.ones_like(tokens, dtype=torch.bool)
+        self._stopped[samples] = stopped = (tokens[:, None] == self._stops).any(dim=1)
+        return stopped
 
     def stop_at_end_strings(self, samples: Tensor) -> Tensor:
         """Mark responses that contain an end string as stopped; return them as bool [R]."""

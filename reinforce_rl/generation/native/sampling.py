@@ -52,10 +52,6 @@ class Workspace:
         self._ints = torch.empty((2, rows, vocab_size), dtype=torch.int32, device=device)
         self._reals = torch.empty((2, rows, vocab_size), dtype=dtype, device=device)
 
-    @classmethod
-    def like(cls, logits: Tensor) -> Workspace:
-        return cls(*logits.shape, dtype=logits.dtype, device=logits.device)
-
     def ints(self, rows: int) -> tuple[Tensor, Tensor]:
         """Return two int32 [R, V] buffers; any later call in this module overwrites them."""
         return self._ints[0, :rows], self._ints[1, :rows]
@@ -108,7 +104,7 @@ def _as_int32(value: int) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-def choose_tokens(logits: Tensor, keys: Tensor, params: SamplingParams, work: Workspace | None = None) -> Tensor:
+def choose_tokens(logits: Tensor, keys: Tensor, params: SamplingParams, work: Workspace) -> Tensor:
     """Draw one token per row by the Gumbel-max trick, or take the likeliest under `use_greedy`: int64 [R].
 
     The trick samples the softmax exactly, and rounding matters only at near ties; an inverted cumulative sum would add
@@ -116,7 +112,6 @@ def choose_tokens(logits: Tensor, keys: Tensor, params: SamplingParams, work: Wo
     """
     if params.use_greedy:
         return logits.argmax(dim=-1)
-    work = work or Workspace.like(logits)
     logits = work.scaled(logits, params.temperature)
     if params.top_k and params.top_k < logits.shape[1]:
         smallest_kept = logits.topk(params.top_k, dim=-1).values[:, -1:]
@@ -137,15 +132,12 @@ def _cut_tail(logits: Tensor, top_p: float) -> Tensor:
 
 def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Make seen tokens less likely: divide positive and multiply negative logits [R, V] where `seen` bool [R, V]."""
-    if penalty == 1.0:
-        return logits
     penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(seen, penalised, logits)
 
 
-def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float, work: Workspace | None = None) -> Tensor:
+def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float, work: Workspace) -> Tensor:
     """Return log softmax(logits / temperature) at the tokens: [R, V] and int64 [R] to float32 [R]."""
-    work = work or Workspace.like(logits)
     out, _ = work.reals(len(logits))
     torch.log_softmax(work.scaled(logits, temperature), dim=-1, out=out)
     return out.gather(1, tokens[:, None])[:, 0].float()

@@ -232,7 +232,6 @@ def _memory_warnings(nodes: str, megabytes: int) -> list[str]:
 
 
 def _submit(plan: JobPlan, environment: Mapping[str, str], console: Console, errors: Console) -> int:
-    """Submit the chain, each job after the previous one; return the exit code."""
     jobs: list[str] = []
     fault = None
     run_dir, folder, chain = plan.settings.run_dir, plan.settings.slurm_folder, plan.options.chain

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +13,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from reinforce_rl.preflight.fake_cuda.mode import CUDA, LOW_PRECISION, FakeCuda, is_cuda, size_of
+from reinforce_rl.preflight.fake_cuda.mode import CUDA, LOW_PRECISION, FakeCuda, is_cuda
 
 GPUS_OF_NODE = 8
+GIBIBYTES = 80  # that each GPU reports; exceeding it is no error
 # The attention kernel is chosen by torch 2.13's order on Hopper (ATen/native/transformers/cuda/sdp_utils.cpp): cuDNN,
 # flash, memory-efficient, math, if its conditions hold and `torch.nn.attention.sdpa_kernel` allows it. The rule is
 # copied by hand; torch is not asked.
@@ -26,10 +26,6 @@ _aten: Any = torch.ops.aten
 
 class Idle:
     """A stream, an event or an asynchronous call on which everything has finished."""
-
-    cuda_stream = stream_id = device_index = 0
-    device_type = 1
-    device = CUDA
 
     def __init__(self, *args: Any, **options: Any):
         pass
@@ -41,21 +37,13 @@ class Idle:
     def record_event(self, *args: Any) -> Idle:
         return Idle()
 
-    def query(self) -> bool:
-        return True
-
-    is_completed = query
-
-    def elapsed_time(self, end: Idle) -> float:
-        return 0.0
-
     def __enter__(self) -> Idle:
         return self
 
 
-def replace_device(gpu: FakeCuda, gigabytes: int) -> None:
-    """Make torch report `GPUS_OF_NODE` GPUs of `gigabytes` GiB; this process uses the first."""
-    _replace_cuda(gpu, gigabytes)
+def replace_device(gpu: FakeCuda) -> None:
+    """Make torch report `GPUS_OF_NODE` GPUs of `GIBIBYTES`; this process uses the first."""
+    _replace_cuda(gpu)
     _replace_tensor_methods(gpu)
     # Factories create values on the CPU and copy them, so that the mode sees the copy.
     torch._C._set_only_lift_cpu_tensors(True)
@@ -66,10 +54,10 @@ def replace_device(gpu: FakeCuda, gigabytes: int) -> None:
     torch._dynamo.config.disable = True  # compiled code runs eagerly: more kernels than on a GPU
 
 
-def _replace_cuda(gpu: FakeCuda, gigabytes: int) -> None:
+def _replace_cuda(gpu: FakeCuda) -> None:
     cuda: Any = torch.cuda
-    memory, total = gpu.memory, gigabytes * 2**30
-    properties = types.SimpleNamespace(name=f"fake GPU, {gigabytes} GiB", total_memory=total, major=9, minor=0)
+    memory, total = gpu.memory, GIBIBYTES * 2**30
+    properties = types.SimpleNamespace(name=f"fake GPU, {GIBIBYTES} GiB", total_memory=total, major=9, minor=0)
     properties.multi_processor_count, properties.uuid = 132, "00000000-0000-0000-0000-000000000000"
 
     def state(*args: Any, **options: Any) -> Tensor:
@@ -98,7 +86,7 @@ def _replace_cuda(gpu: FakeCuda, gigabytes: int) -> None:
         "stream": lambda *args: contextlib.nullcontext(),
         "is_current_stream_capturing": lambda: gpu.is_capturing,
         "CUDAGraph": type("CUDAGraph", (_Graph,), {"_gpu": gpu}),
-        "graph": _graph,
+        "graph": _Graph.capturing,  # takes the graph first
         "graph_pool_handle": lambda: (0, 0),
     }
     answers |= dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), Idle)
@@ -119,34 +107,21 @@ class _Graph:
     def __init__(self, *args: Any, **options: Any):
         self._kernels: Any = None
 
-    def capture_begin(self, *args: Any, **options: Any) -> None:
-        self._before, self._gpu.is_capturing = self._gpu.ledger.kernels.copy(), True
-
-    def capture_end(self) -> None:
-        self._gpu.is_capturing = False
-        self._kernels = self._gpu.ledger.kernels - self._before
-        self._gpu.ledger.kernels = self._before  # a capture runs nothing
+    @contextlib.contextmanager
+    def capturing(self, *args: Any, **options: Any) -> Iterator[None]:
+        before, self._gpu.is_capturing = self._gpu.ledger.kernels.copy(), True
+        try:
+            yield
+        finally:
+            self._gpu.is_capturing = False
+            self._kernels = self._gpu.ledger.kernels - before
+            self._gpu.ledger.kernels = before  # a capture runs nothing
 
     def replay(self) -> None:
         if self._kernels is None:
             raise RuntimeError("a CUDA graph was replayed that was never captured")
         self._gpu.ledger.kernels.update(self._kernels)
         self._gpu.ledger.launches += 1
-
-    def pool(self) -> tuple[int, int]:
-        return (0, 0)
-
-    def reset(self) -> None:
-        self._kernels = None
-
-
-@contextlib.contextmanager
-def _graph(cuda_graph: _Graph, *args: Any, **options: Any) -> Iterator[None]:
-    cuda_graph.capture_begin()
-    try:
-        yield
-    finally:
-        cuda_graph.capture_end()
 
 
 def _replace_tensor_methods(gpu: FakeCuda) -> None:
@@ -208,14 +183,18 @@ def replace_kernels(gpu: FakeCuda) -> None:
         kernel = _choice(query, key, attn_mask, is_causal)
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         if kernel == "math":
-            return _math(query, key, value, attn_mask, is_causal, factor)
+            unfused = _aten._scaled_dot_product_attention_math
+            return unfused(query, key, value, attn_mask, 0.0, is_causal, scale=factor, enable_gqa=True)[0]
         if kernel == "flash" or (kernel == "cudnn" and attn_mask is None):
             return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=factor)[0]
-        if kernel == "cudnn":  # takes grouped keys; its costs are like the efficient kernel's
-            key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
-        bias = None
-        if attn_mask is not None:
-            bias = _bias(attn_mask, query.dtype).expand(*query.shape[:3], key.shape[2])
+        if key.shape[1] != query.shape[1]:  # cuDNN takes grouped keys; its costs are like the efficient kernel's
+            key, value = (keys.repeat_interleave(query.shape[1] // keys.shape[1], 1) for keys in (key, value))
+        bias = attn_mask
+        if bias is not None and bias.dtype == torch.bool:
+            zeros = torch.zeros(bias.shape, dtype=query.dtype, device=bias.device)
+            bias = zeros.masked_fill(bias.logical_not(), float("-inf"))
+        if bias is not None:
+            bias = bias.expand(*query.shape[:3], key.shape[2])
         keeps = torch.is_grad_enabled() and query.requires_grad
         efficient = _aten._scaled_dot_product_efficient_attention
         return efficient(query, key, value, bias, keeps, 0.0, is_causal, scale=factor)[0]
@@ -247,27 +226,6 @@ def _choice(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) ->
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
-def _math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    # Attention with repeated keys and values and whole scores, for the sake of its memory.
-    key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
-    scores = torch.matmul(query * math.sqrt(scale), key.transpose(-1, -2) * math.sqrt(scale))
-    if is_causal:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    if mask is not None:
-        scores = scores + _bias(mask, query.dtype)
-    return torch.matmul(_aten._safe_softmax(scores, -1), value)
-
-
-def _repeated(keys: Tensor, heads: int) -> Tensor:
-    return keys if keys.shape[1] == heads else keys.repeat_interleave(heads // keys.shape[1], 1)
-
-
-def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask.logical_not(), float("-inf"))
-
-
 class _Norm(torch.autograd.Function):
     # One kernel forward and two backward, like torch on CUDA.
 
@@ -276,11 +234,11 @@ class _Norm(torch.autograd.Function):
         rows = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         ctx.save_for_backward(x, weight, rows)
         ctx.gpu = gpu
-        gpu.launch("_fused_rms_norm", [x], nbytes=2 * size_of(x))
+        gpu.launch("_fused_rms_norm", [x], nbytes=2 * x.nbytes)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         x, weight, _ = ctx.saved_tensors
-        ctx.gpu.launch("_fused_rms_norm_backward", [x], launches=2, nbytes=4 * size_of(x))
+        ctx.gpu.launch("_fused_rms_norm_backward", [x], launches=2, nbytes=4 * x.nbytes)
         return torch.empty_like(x), torch.empty_like(weight), None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import hashlib
 import importlib.util
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
     from reinforce_rl.preflight.fake_cuda.mode import FakeCuda, Ledger
     from reinforce_rl.preflight.fake_cuda.network import Network
 
-GIBIBYTES = 80  # that each GPU reports; exceeding it is no error
 _LEFT_OVER = 1 << 26
-_machine: Machine | None = None
 SOURCE = Path(__file__).with_name("guard.cpp")
 COMPILE_SECONDS = 300.0
 
@@ -48,27 +47,24 @@ class Machine:
             yield ledger
 
 
+@functools.cache
 def install() -> Machine:
     """Make this process a machine with fake GPUs, for good. torch must not have been imported before.
 
     Raises ConfigError: torch is already imported or not installed, or no C++ compiler builds the device guard,
     optional if torch finds a GPU.
     """
-    global _machine
-    if _machine is not None:
-        return _machine
     _load_guard()
     from reinforce_rl.preflight.fake_cuda.device import replace_device, replace_kernels
     from reinforce_rl.preflight.fake_cuda.mode import FakeCuda
     from reinforce_rl.preflight.fake_cuda.network import Network
 
     gpu = FakeCuda()
-    replace_device(gpu, GIBIBYTES)
+    replace_device(gpu)
     replace_kernels(gpu)
     network = Network(gpu)
     network.install()
-    _machine = Machine(gpu, network)
-    return _machine
+    return Machine(gpu, network)
 
 
 def _load_guard() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 CUDA = torch.device("cuda", 0)
@@ -26,10 +26,8 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 # and boolean masks work. Unknown values are zeros, and results of them are kept finite. Larger tensors have no values.
 MAX_INTEGERS, MAX_FLOATS, MAX_HOST_BYTES = 1 << 21, 1 << 12, 1 << 24
 _RANDOM = {"normal_", "uniform_", "random_", "exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_"}
-_NO_KERNEL = {"_has_compatible_shallow_copy_type", "_unsafe_view", "detach", "device", "is_pinned", "lift_fresh"}
-_NO_KERNEL |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_NO_KERNEL |= {"record_stream", "resize_", "set_"}
-_VALUE_DEPENDENT = {"nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select"}
+_NO_KERNEL = {"_has_compatible_shallow_copy_type", "_unsafe_view", "detach", "device", "lift_fresh"}
+_NO_KERNEL |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
 _ROW_COPIES = {"index", "index_select", "embedding", "gather", "index_copy_", "index_add_", "index_put_", "scatter_"}
 # torch's multi-tensor kernels: elements per chunk, chunks per launch.
 _CHUNK, _CHUNKS = 65536, 320
@@ -75,12 +73,6 @@ class Ledger:
     def bytes(self) -> int:
         return sum(kernel.bytes * count for kernel, count in self.kernels.items())
 
-    def by_name(self) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for kernel, count in self.kernels.items():
-            found[kernel.name] += count
-        return found
-
 
 class Memory:
     """Live storages on the device, each counted once however many views it has."""
@@ -109,8 +101,6 @@ class Memory:
 
 class FakeCuda(TorchDispatchMode):
     """While active, tensors on "cuda" are fake; ordinary CPU tensors are unchanged."""
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +135,7 @@ class FakeCuda(TorchDispatchMode):
     def launch(self, name: str, tensors: list[Tensor], *, flops: int = 0, launches: int = 1, nbytes: int = -1) -> None:
         on_device = [tensor for tensor in tensors if is_cuda(tensor)]
         if nbytes < 0:
-            nbytes = sum(map(size_of, on_device))
+            nbytes = sum(tensor.nbytes for tensor in on_device)
         low = any(tensor.dtype in LOW_PRECISION for tensor in on_device)
         self.ledger.kernels[Kernel(name, flops // launches, nbytes // launches, low)] += launches
         self.ledger.launches += 0 if self.is_capturing else launches
@@ -228,8 +218,6 @@ class FakeCuda(TorchDispatchMode):
                 self.sync("copy_ to cpu")
             values = self.value(args[1])
             return first if values is None else first.copy_(values)
-        if name in _VALUE_DEPENDENT:
-            return self._by_values(func, args, kwargs)
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             if name != "index" and is_cuda(first) and not is_cuda(args[2]) and args[2].dim():
                 raise RuntimeError(f"{name}: values on the CPU into a tensor on {first.device}")
@@ -251,7 +239,7 @@ class FakeCuda(TorchDispatchMode):
         dtype, values = kwargs.get("dtype") or source.dtype, self.value(source)
         if values is not None:
             return values.to(dtype, copy=True)
-        if size_of(source) <= MAX_HOST_BYTES:
+        if source.nbytes <= MAX_HOST_BYTES:
             return torch.zeros(source.shape, dtype=dtype)
         with self.fake:
             return torch.empty(source.shape, dtype=dtype, device="cpu")
@@ -303,8 +291,7 @@ class FakeCuda(TorchDispatchMode):
             return
         if any(self.value(tensor) is None for tensor in inputs):
             return
-        values = [self._on_cpu(arg) for arg in args]
-        options = {key: self._on_cpu(arg) for key, arg in kwargs.items()}
+        values, options = tree_map(self._on_cpu, (args, kwargs))
         options.pop("pin_memory", None)
         try:
             found = func(*values, **options)
@@ -323,8 +310,6 @@ class FakeCuda(TorchDispatchMode):
     def _on_cpu(self, leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):
             return self.value(leaf)
-        if isinstance(leaf, (list, tuple)):
-            return [self._on_cpu(part) for part in leaf]
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
     def _count(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], out: Any, outputs: list[Tensor]) -> None:
@@ -343,14 +328,14 @@ class FakeCuda(TorchDispatchMode):
             launches = max(math.ceil(chunks / _CHUNKS), math.ceil(len(lists[0]) / 30))
         elif name in _ROW_COPIES:
             rows = inputs[-1] if func._schema.is_mutable else made[0]
-            nbytes = 3 * size_of(rows)
+            nbytes = 3 * rows.nbytes
         flops = _flops(func, args, kwargs, out)
         if name == "_flash_attention_forward" and kwargs.get("seqused_k") is not None:
             # Keys lie in a paged pool; each sequence reads `seqused_k` of them.
             starts, used = self.known(args[3]).long(), self.known(kwargs["seqused_k"]).long()
             numbers = args[1].shape[1] * args[1].shape[2]  # per key
             flops = 4 * numbers * int((starts.diff() * used).sum())
-            nbytes = 2 * (size_of(args[0]) + int(used.sum()) * numbers * args[1].element_size())
+            nbytes = 2 * (args[0].nbytes + int(used.sum()) * numbers * args[1].element_size())
         self.launch(name, [*inputs, *made], flops=flops, launches=launches, nbytes=nbytes)
 
 
@@ -360,10 +345,6 @@ def _leaves(args: Any, kwargs: Any) -> list[Any]:
     for arg in (*args, *kwargs.values()):
         found += arg if isinstance(arg, (list, tuple)) else [arg]
     return found
-
-
-def size_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def is_cuda(tensor: Tensor) -> bool:

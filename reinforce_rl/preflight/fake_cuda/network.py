@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend "fake")
 
 from reinforce_rl.preflight.fake_cuda.device import Idle
-from reinforce_rl.preflight.fake_cuda.mode import Collective, FakeCuda, size_of
+from reinforce_rl.preflight.fake_cuda.mode import Collective, FakeCuda
 
 _Exchange = namedtuple("_Exchange", "op tensor peer group tag group_peer", defaults=(None, None, 0, None))
 
@@ -55,27 +55,23 @@ class Network:
         return group
 
     def all_reduce(self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
-        return self._note("all_reduce", size_of(tensor), group, [tensor], async_op)
+        return self._note("all_reduce", tensor.nbytes, group, [tensor], async_op)
 
     def broadcast(self, tensor: Tensor, src: Any = None, group: Any = None, async_op: bool = False, **_: Any) -> Any:
-        return self._note("broadcast", size_of(tensor), group, [tensor], async_op)
+        return self._note("broadcast", tensor.nbytes, group, [tensor], async_op)
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
         for out in tensor_list:
             out.copy_(tensor)
-        return self._note("all_gather", sum(map(size_of, tensor_list)), group, [tensor, *tensor_list], async_op)
+        return self._note("all_gather", len(tensor_list) * tensor.nbytes, group, [tensor, *tensor_list], async_op)
 
     def all_gather_into_tensor(self, output_tensor: Any, input_tensor: Any, group: Any = None, **options: Any) -> Any:
         assert output_tensor.numel() == input_tensor.numel() * dist.get_world_size(group), "sizes of an all-gather"
-        return self._note("all_gather", size_of(output_tensor), group, [output_tensor, input_tensor], **options)
+        return self._note("all_gather", output_tensor.nbytes, group, [output_tensor, input_tensor], **options)
 
     def reduce_scatter_tensor(self, output: Any, input: Any, op: Any = None, group: Any = None, **options: Any) -> Any:
         assert input.numel() == output.numel() * dist.get_world_size(group), "sizes of a reduce-scatter"
-        return self._note("reduce_scatter", size_of(input), group, [output, input], **options)
-
-    def gather(self, tensor: Tensor, gather_list: Any = None, dst: Any = None, group: Any = None, **_: Any) -> None:
-        nbytes = size_of(tensor) * dist.get_world_size(group)
-        self._note("gather", nbytes, group, [tensor, *(gather_list or [])])
+        return self._note("reduce_scatter", input.nbytes, group, [output, input], **options)
 
     def send(self, tensor: Tensor, dst: Any = None, group: Any = None, tag: int = 0, group_dst: Any = None) -> Any:
         return self._exchange("send", tensor, group, dst, group_dst)
@@ -162,7 +158,7 @@ class Network:
         if peer is None and group_peer is not None:
             peer = _ranks(group)[group_peer]
         ranks = (dist.get_rank(), -1 if peer is None else int(peer))
-        self._gpu.ledger.collectives.append(Collective(kind, ranks, size_of(tensor), on_gpu))
+        self._gpu.ledger.collectives.append(Collective(kind, ranks, tensor.nbytes, on_gpu))
         return Idle()
 
 

@@ -18,7 +18,7 @@ def main() -> None:
     machine = install()  # before anything imports torch
     import torch
     from helpers.batches import actor_of, rows_of, sequences, whole_batch
-    from helpers.fake_cuda import check_collectives, run_layout
+    from helpers.fake_cuda import check_collectives, kernels_by_name, run_layout
     from helpers.layouts import LAYOUTS, LORA_LAYOUTS, Layout
     from helpers.with_te import with_te
 
@@ -32,7 +32,7 @@ def main() -> None:
             actor = actor_of(folder, mesh, model=layout.model, dtype=torch.bfloat16, shared_prefix=False)
             with machine.gpu.counting() as ledger:
                 actor.get_loss_and_metrics(rows_of(whole_batch(), [0, 3]), sequences(2))
-            found[name] = ledger.by_name()
+            found[name] = kernels_by_name(ledger)
     print(json.dumps(found))
 
 
