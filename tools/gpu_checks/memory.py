@@ -36,7 +36,7 @@ def check(context: Context) -> Finding:
         work = side.work()
         work["training"]()  # Adam's moments are made in the first step
         work["optimizer step"]()
-        planned = {phase.name: (plan.states.on_device + phase.total) / 1e9 for phase in plan.phases}
+        planned = {phase.name: (plan.held + phase.total) / 1e9 for phase in plan.phases}
         rows: list[dict[str, Any]] = []
         for name, call in work.items():
             free(mesh.device)
