@@ -199,7 +199,7 @@ def _group(phase: PhaseTime) -> str:
 def _generation(case: Published, job: PredictedJob) -> float:
     """By an engine on every `engine_gpus`, in calls of the published size."""
     engines = job.layout.ranks // case.engine_gpus
-    of_engine = -(-job.sequences // engines)
+    of_engine = -(-_sequences(job) // engines)
     together = min(case.calls_of or of_engine, of_engine)
     engine = Engine(job.architecture, job.machine, case.engine_gpus, together)
     prompts = -(-together // job.batches.samples)
@@ -207,6 +207,10 @@ def _generation(case: Published, job: PredictedJob) -> float:
     calls = -(-of_engine // together)
     _, factor = lengths.of_slowest(engines, calls, together)
     return calls * factor * engine.call_seconds(together, prompts, case.prompt_tokens, lengths)
+
+
+def _sequences(job: PredictedJob) -> int:
+    return job.batches.prompts * job.batches.samples
 
 
 def _job(case: Published, folder: Path) -> PredictedJob:
@@ -238,7 +242,7 @@ def _job(case: Published, folder: Path) -> PredictedJob:
     job = job_of(cfg, read_inputs(cfg), MACHINES["h100"])
     assert job is not None
     # Both systems give each data-parallel rank the same share of an optimizer step.
-    return dataclasses.replace(job, sequences_of_update=job.sequences / job.batches.updates / job.layout.data)
+    return dataclasses.replace(job, sequences_of_update=_sequences(job) / job.batches.updates / job.layout.data)
 
 
 if __name__ == "__main__":

@@ -41,9 +41,12 @@ def made_up(samples: int, tokens: int, *, with_tokens: bool) -> Samples:
     for i, length in enumerate(lengths.tolist()):
         start, end = end, end + length
         prompt, response = ("".join(map(texts.__getitem__, part.tolist())) for part in (prompts[i], ids[start:end]))
-        numbers = draw.normal(size=6).tolist()
+        reward, kl, with_kl, baseline, advantage = draw.normal(size=5).tolist()
         rows.append(
-            RolloutRow(1, i // GROUP, i % GROUP, prompt, response, numbers[0], "stop", length, *numbers[1:5], True)
+            RolloutRow(
+                *(1, i // GROUP, i % GROUP, prompt, response, reward, "stop", length),
+                *(kl, with_kl, baseline, advantage),
+            )
         )
     policy = -draw.exponential(0.8, len(ids)).astype(np.float32)
     reference, generator = (policy + draw.normal(0, by, len(ids)).astype(np.float32) for by in (0.02, 0.003))
@@ -98,7 +101,7 @@ def measure(samples: Samples, folder: Path) -> dict[str, tuple[float, float, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=1024, help="of the longest response")
     asked = parser.parse_args()

@@ -147,7 +147,7 @@ def served(
             time.sleep(0.1)
         processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
         tritonserver = next(process for process in processes if process.name() == "tritonserver")
-        yield port, next(c.laddr for c in tritonserver.net_connections("unix") if c.laddr), processes
+        yield port, next(str(c.laddr) for c in tritonserver.net_connections("unix") if c.laddr), processes
     finally:
         if server.poll() is None:
             server.send_signal(signal.SIGTERM)

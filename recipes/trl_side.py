@@ -10,7 +10,7 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import AutoTokenizer
-from trl import RLOOConfig, RLOOTrainer
+from trl import RLOOConfig, RLOOTrainer  # type: ignore[import-not-found]
 
 from reinforce_rl.rewards.functions import instructions
 

@@ -22,8 +22,10 @@ def main() -> None:
     args = parser.parse_args()
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path="/usr/bin/chromium", args=OPTIONS)
-        size = {"width": args.size[0], "height": args.size[1]}
-        page = browser.new_page(viewport=size, color_scheme="dark" if args.dark else "light")
+        width, height = args.size
+        page = browser.new_page(
+            viewport={"width": width, "height": height}, color_scheme="dark" if args.dark else "light"
+        )
         page.goto(args.report.resolve().as_uri())
         page.wait_for_selector("body[data-ready]")
         page.wait_for_timeout(500)

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import transformers
-import trl
+import trl  # type: ignore[import-not-found]
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
-from trl import RLOOConfig, RLOOTrainer
+from trl import RLOOConfig, RLOOTrainer  # type: ignore[import-not-found]
 
 from rloo_step import workload as w
 from rloo_step.reward import vowels

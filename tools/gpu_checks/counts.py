@@ -15,7 +15,7 @@ import torch
 from one_gpu.ours import OurSide
 from one_gpu.shapes import SHAPES
 from one_gpu.workload import Workload
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 
 from gpu_checks.base import FAKE, Context, Finding, judged
 from gpu_checks.fakes import counting

@@ -9,6 +9,7 @@ import subprocess
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from gpu_checks.base import CUDA, FAKE, Context, Finding, best_seconds, judged
 
@@ -37,7 +38,7 @@ def check(context: Context) -> Finding:
         found = torch.cuda.get_device_properties(0)
         numbers |= {"capability": f"{found.major}.{found.minor}", "multiprocessors": found.multi_processor_count}
         numbers |= {"GB": found.total_memory / 1e9, "GB free": torch.cuda.mem_get_info()[0] / 1e9}
-        numbers["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        numbers["nccl"] = ".".join(map(str, nccl.version()))
         try:
             numbers["driver"] = subprocess.run(DRIVER, capture_output=True, text=True, timeout=30).stdout.strip()
         except OSError:
