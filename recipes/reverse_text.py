@@ -1,6 +1,6 @@
 """Prepares the recipe "reverse text": prompts of our own, and a model that was shown how to answer them.
 
-python recipes/reverse_text.py [--steps 150] [--model FOLDER] [--out results/recipes/reverse_text_data]
+python recipes/reverse_text.py [--steps 60] [--model FOLDER] [--out results/recipes/reverse_text_data]
 
 Start it in the repository's root. The task is prime-rl's (examples/reverse_text): reverse a short text letter by
 letter, between tags; the reward is the ratio of difflib's SequenceMatcher, which it calls the longest common
@@ -98,7 +98,7 @@ def _encoded(tokenizer: Any, sample: Mapping[str, Any]) -> tuple[list[int], int]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150, help="of the warm-up")
+    parser.add_argument("--steps", type=int, default=60, help="of the warm-up")
     parser.add_argument("--batch", type=int, default=16, help="samples a step")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument(
