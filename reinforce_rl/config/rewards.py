@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -181,6 +182,7 @@ class ServeRewardModelConfig(Section):
     def all_faults(self, found: list[str]) -> Iterable[str]:
         faults = [*found, *self._inference_faults()]
         if self.serves_function:
+            faults += self._function_faults()
             return [fault for fault in faults if not fault.startswith("reward_model.restore_from_path is not set")]
         return [*faults, *self._model_faults()]
 
@@ -197,6 +199,13 @@ class ServeRewardModelConfig(Section):
         if not all(1 <= size <= most for size in sizes):
             expected = f"numbers from 1 to inference.max_batch_size, which is {most}"
             yield f"inference.preferred_batch_sizes is {sizes}; expected {expected}"
+
+    def _function_faults(self) -> Iterator[str]:
+        nodes, devices, started = self.num_nodes, self.devices, os.environ.get("WORLD_SIZE", "1")
+        if nodes * devices > 1:
+            yield f"num_nodes x devices is {nodes} x {devices}, but one process serves a reward function"
+        elif started != "1":
+            yield f"{started} ranks were started (WORLD_SIZE), but one process serves a reward function"
 
     def _model_faults(self) -> Iterator[str]:
         model, section = self.reward_model, "reward_model"

@@ -116,7 +116,10 @@ class Chat:
             try:
                 if line == "/quit":
                     return
-                self._obey(*line.partition(" ")[::2]) if line.startswith("/") else line and self._ask(line)
+                if line.startswith("/"):
+                    self._obey(*line.partition(" ")[::2])
+                elif line:
+                    self._ask(line)
             except (ReinforceError, OSError, KeyboardInterrupt) as error:
                 self._write(f"({error or 'stopped'})\n")
                 for speaker, messages in zip(self.speakers, before, strict=True):

@@ -31,10 +31,11 @@ def serve(cfg: ServeRewardModelConfig) -> None:
     if not cfg.serves_function:
         start_ranks(cfg.devices, cfg.num_nodes, "num_nodes")
     with _started_functions(cfg) as functions:
-        if functions is None or not cfg.serves_function:
-            _serve_model(cfg, functions)
-        else:
+        if cfg.serves_function:
+            assert functions is not None  # there is but this rank
             RewardServer(functions, None, cfg.inference, details=_functions_identity(cfg, functions)).serve()
+        else:
+            _serve_model(cfg, functions)
 
 
 def _serve_model(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) -> None:

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, LostRankError, ReinforceError, StoppedEarly
 from reinforce_rl.runtime.links import Invitation, Links, host_of_rank_0
 from reinforce_rl.runtime.phases import Activity, PlaceWatcher
-from reinforce_rl.runtime.settings import saved_step
-from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile, refuse_second_run
+from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile, refuse_second_run, saved_step
 from reinforce_rl.runtime.stop import StopNow, StopRequest
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import Section
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.runtime.status import read_status
+from reinforce_rl.runtime.status import read_status, saved_step
 from reinforce_rl.utils.files import read_json_lines, write_atomically, write_json_lines
 
 HISTORY_FILE, CONFIG_FILE = "config_history.jsonl", "config.yaml"
@@ -142,13 +142,6 @@ def _place(cfg: TrainConfig) -> tuple[Path, int]:
     """Return the run's folder and the step to resume from; 0 for a new run."""
     folder = Path(cfg.exp_manager.explicit_log_dir)
     return folder, saved_step(folder) if cfg.exp_manager.resume_if_exists else 0
-
-
-def saved_step(folder: Path) -> int:
-    """Return the step of a run's newest checkpoint; 0 without one."""
-    latest = folder / "checkpoints" / "latest"
-    name = latest.read_text("utf-8").strip() if latest.is_file() else ""
-    return int(name[5:]) if re.fullmatch(r"step_\d+", name) else 0
 
 
 def _line(cfg: TrainConfig, step: int) -> dict[str, Any]:

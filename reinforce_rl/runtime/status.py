@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import socket
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -88,6 +89,13 @@ def run_status(folder: str | Path) -> Status:
     is_evaluation = (Path(folder).parent / RESULTS_FILE).is_file()
     status = read_status(folder) or Status("evaluation" if is_evaluation else "unknown", time=math.nan)
     return replace(status, state="lost") if is_alive(status) is False else status
+
+
+def saved_step(folder: Path) -> int:
+    """Return the step of a run's newest checkpoint; 0 without one."""
+    latest = folder / "checkpoints" / "latest"
+    name = latest.read_text("utf-8").strip() if latest.is_file() else ""
+    return int(name[5:]) if re.fullmatch(r"step_\d+", name) else 0
 
 
 def is_alive(status: Status) -> bool | None:

@@ -34,7 +34,7 @@ class Address:
             host, port = parts.hostname, parts.port
         except ValueError:
             host = port = None
-        if not host or not port or parts.netloc != text or "@" in text:
+        if not host or not port or parts.netloc != text or "@" in text or text.split() != [text]:
             raise ValueError(f"{text!r} is no HOST:PORT with a port of 1 to 65535")
         return cls(host, port)
 

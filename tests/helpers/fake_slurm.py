@@ -43,7 +43,8 @@ from pathlib import Path
 values = dict(arg.split("=", 1) for arg in sys.argv[1:])
 run_dir = Path(values["exp_manager.explicit_log_dir"])
 def save(step, state):
-    (run_dir / "checkpoints" / f"step_{step:08d}").mkdir(parents=True, exist_ok=True)
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (run_dir / "checkpoints" / "latest").write_text(f"step_{step:08d}")
     (run_dir / "status.json").write_text(json.dumps({"state": state, "step": step}))
 def stop(number, frame):
     save(7, "stopped")

@@ -122,6 +122,11 @@ def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_n
         (["devices=3", "reward_model.tensor_model_parallel_size=2"], ["reward_model.tensor_model_parallel_size is 2"]),
         (["reward_model.sequence_parallel=true"], ["reward_model.sequence_parallel is true"]),
         (["devices=4"], ["2 ranks were started (WORLD_SIZE), but num_nodes x devices = 1 x 4 = 4"]),
+        (
+            ["reward_function.name=a.b"],
+            ["2 ranks were started (WORLD_SIZE), but one process"],
+        ),
+        (["reward_function.name=a.b", "devices=4"], ["num_nodes x devices is 1 x 4, but one process serves"]),
         (["reward_model.precision=fp16"], ["reward_model.precision is 'fp16'; expected one of auto, 32, bf16"]),
         (["inference.rank_timeout_seconds=0", "num_nodes=-1"], ["num_nodes is -1", "rank_timeout_seconds is 0"]),
         (["inference.name=a/b", "inference.port=0"], ["name is 'a/b'", "port is 0; expected 1 to 65535"]),

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError
-from reinforce_rl.runtime.status import STATUS_FILE, StatusFile, read_status, refuse_second_run
+from reinforce_rl.runtime.status import STATUS_FILE, StatusFile, read_status, refuse_second_run, saved_step
 
 
 def test_a_restarted_run_knows_how_long_a_save_took(tmp_path):
@@ -61,3 +61,13 @@ sys.stdin.read()
         other.kill()
         other.wait()
     refuse_second_run(tmp_path)
+
+
+def test_the_saved_step_is_the_one_that_a_run_resumes_from(tmp_path):
+    assert saved_step(tmp_path) == 0
+    folder = tmp_path / "checkpoints"
+    for name in ("step_00000004", "step_00000012"):  # the second is not complete
+        (folder / name).mkdir(parents=True)
+    assert saved_step(tmp_path) == 0
+    (folder / "latest").write_text("step_00000004\n")
+    assert saved_step(tmp_path) == 4

@@ -23,6 +23,7 @@ from reinforce_rl.launch.slurm.rendezvous import Endpoint, health_fault, read_en
 from reinforce_rl.launch.slurm.settings import REPOSITORY, Allocation, Settings, read_allocation, read_settings
 from reinforce_rl.launch.slurm.steps import POLL_SECONDS, SlurmCallError, Step, StepPlan, call
 from reinforce_rl.launch.slurm.task import StopSignal
+from reinforce_rl.runtime.status import saved_step
 
 REPORT_SECONDS = 30.0
 REQUEUE_SECONDS = 30.0  # reserved for the requeue before the end of the allocation
@@ -55,7 +56,7 @@ class Job:
         if text := outcome.finished(settings.run_dir, attempts, args):
             self._log(f"{text}; nothing was started")
             return EXIT_FINISHED
-        step = self._newest_checkpoint()
+        step = saved_step(self._settings.run_dir)
         if text := self._refusal(attempts, step):
             self._log(f"error: {text}. Nothing was started; the run stands at step {step}.")
             return EXIT_ERROR
@@ -72,9 +73,6 @@ class Job:
                 if not left.has_ended:
                     left.end(signal.SIGTERM, time.monotonic() + settings.grace_seconds)
         return self._close(attempt, result)
-
-    def _newest_checkpoint(self) -> int:
-        return outcome.newest_checkpoint(self._settings.run_dir)
 
     def _refusal(self, attempts: Sequence[Attempt], step: int) -> str | None:
         job, restart = self._allocation.job_id, self._allocation.restart
@@ -196,7 +194,7 @@ class Job:
         """End the actor, then the servers that it may still wait for; return True if the actor ended by itself."""
         by_itself = True
         for node in self._failed_nodes():
-            step = self._newest_checkpoint()
+            step = saved_step(self._settings.run_dir)
             self._log(f"node {node} has failed: Slurm requeues the job, and it goes on from step {step}")
         if not actor.has_ended:
             why = f"{unasked} has ended without being asked to" if unasked else f"got {self._stop.name}"
@@ -206,7 +204,7 @@ class Job:
             number = signal.SIGUSR1 if self._stop.number == signal.SIGUSR1 else signal.SIGTERM
             by_itself = actor.end(number, self._deadline())
             # Log it before the servers end: Slurm may kill a cancelled job meanwhile.
-            self._log(f"the actor has ended; the run's newest checkpoint is that of step {self._newest_checkpoint()}")
+            self._log(f"the actor has ended; the newest checkpoint is of step {saved_step(self._settings.run_dir)}")
         self._end_servers(servers)
         return by_itself
 
@@ -226,7 +224,7 @@ class Job:
             server.end(signal.SIGTERM, deadline)
 
     def _close(self, attempt: Attempt, result: Outcome) -> int:
-        step = self._newest_checkpoint()
+        step = saved_step(self._settings.run_dir)
         if result.log_of:
             self._log(outcome.last_lines(self._folder / f"{result.log_of}.log"))
         self._log(result.text)

@@ -163,12 +163,6 @@ def write_attempt(folder: Path, attempt: Attempt) -> None:
         os.fsync(file.fileno())
 
 
-def newest_checkpoint(run_dir: Path) -> int:
-    """Return the step to resume from; 0 without a checkpoint."""
-    names = [path.name for path in (run_dir / "checkpoints").glob("step_*")]
-    return max((int(name[5:]) for name in names if name[5:].isdecimal()), default=0)
-
-
 def finished(run_dir: Path, attempts: Sequence[Attempt], arguments: Arguments) -> str | None:
     """Return a sentence if the run has finished; None too if `arguments` have changed, as they may add steps."""
     status = read_status(run_dir)

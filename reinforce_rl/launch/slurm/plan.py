@@ -133,7 +133,10 @@ def make_request(options: Options, environment: Mapping[str, str], repository: P
     lead = options.lead or default_lead(save_seconds)
     faults += [*options.faults, *lead_faults(lead, options.seconds, save_seconds)]
     if server_cfg is not None:
-        faults += [*_server_faults(server_cfg), *_gpu_faults(SERVER, options.server, server_cfg.devices)]
+        faults += [
+            *read_config(server_cfg, ServeRewardModelConfig)[1],
+            *_gpu_faults(SERVER, options.server, server_cfg.devices),
+        ]
     if actor_cfg is None:
         return Request(None, run_dir, 0, faults, [])
     OmegaConf.update(actor_cfg, RUN_DIR_KEY, str(run_dir))
@@ -189,13 +192,6 @@ def _actor_faults(cfg: TrainConfig, options: Options) -> Iterator[str]:
     served = override_of(options.server_args, "inference.name") or DEFAULT_NAME
     if name is not None and name != served:
         yield f"remote_rm.reward_model.name is {name}, but the server's inference.name is {served}; expected the same"
-
-
-def _server_faults(cfg: DictConfig) -> Iterator[str]:
-    config, faults = read_config(cfg, ServeRewardModelConfig)
-    yield from faults
-    if config.serves_function and (cfg.num_nodes, cfg.devices) != (1, 1):
-        yield f"num_nodes x devices is {cfg.num_nodes} x {cfg.devices}, but one process serves a reward function"
 
 
 def _gpu_faults(component: str, options: ComponentOptions, ranks: object) -> Iterator[str]:

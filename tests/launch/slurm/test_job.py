@@ -136,7 +136,8 @@ def test_a_signal_saves_and_requeues_what_got_further(
     started: type[Job], tmp_path: Path, number: signal.Signals, step_before: int, expected: str
 ) -> None:
     if step_before:
-        (tmp_path / "run" / "checkpoints" / f"step_{step_before:08d}").mkdir(parents=True)
+        (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+        (tmp_path / "run" / "checkpoints" / "latest").write_text(f"step_{step_before:08d}")
     job = started(FAKE_ACTOR="trains")
     job.wait_until_training()
     job.process.send_signal(number)

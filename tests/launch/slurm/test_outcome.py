@@ -18,7 +18,6 @@ from reinforce_rl.launch.slurm.outcome import (
     judge,
     last_lines,
     may_requeue,
-    newest_checkpoint,
     read_attempts,
     read_ends,
     record,
@@ -180,13 +179,6 @@ def test_the_last_lines_of_a_log_are_without_warnings(tmp_path: Path) -> None:
     log.write_text(f"0: first\n{warning}1: Error: it fails in\n1:   warned(5)\n")
     told = [f"the last lines of {log}:", "  | 0: first", "  | 1: Error: it fails in", "  | 1:   warned(5)"]
     assert last_lines(log, 3).splitlines() == told
-
-
-def test_newest_checkpoint(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path) == 0
-    for name in ("step_00000004", "step_00000012", "step_00000016.part", "best"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert newest_checkpoint(tmp_path) == 12
 
 
 def test_a_run_has_finished_until_its_arguments_change(tmp_path: Path) -> None:
