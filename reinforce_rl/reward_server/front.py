@@ -213,6 +213,8 @@ class Front:
             text = f"the model's side does not answer ({type(error).__name__})"
             raise Refusal(502, text, retry_after=START_RETRY_SECONDS) from error
         if code >= 500:  # its text may quote the request, or be a traceback
+            if b"Traceback" not in answer:  # the scorer logs what the model raised
+                logger.error("event=backend_fault code=%d answer=%.200r", code, answer)
             raise Refusal(code, "the model's side failed; the reward server's log says why")
         kept = {name: found[name] for name in PASSED_HEADERS if name in found}
         return web.Response(status=code, body=answer, headers=kept)

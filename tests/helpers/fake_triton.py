@@ -39,7 +39,7 @@ class FakeTriton:
         self.go = threading.Event()
         self.go.set()
         self.holds_canaries_only = False
-        self.code = 200
+        self.code, self.error = 200, "Traceback: a secret"
         self.dead = False
         self.status = 0
         self.seen: list[tuple[str, bytes]] = []
@@ -61,7 +61,8 @@ class FakeTriton:
                     self.close_connection = True
                     return
                 outputs = [{"name": "rewards", "data": [len(body)]}, {"name": "status", "data": [fake.status]}]
-                self._send(fake.code, json.dumps({"outputs": outputs}).encode())
+                answer = {"outputs": outputs} if fake.code == 200 else {"error": fake.error}
+                self._send(fake.code, json.dumps(answer).encode())
 
             def _send(self, code: int, body: bytes) -> None:
                 self.send_response(code)

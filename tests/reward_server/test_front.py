@@ -348,8 +348,8 @@ def test_every_status_has_a_label_in_the_metrics():
     assert STATUS_LABELS[base.STATUS_TOO_LONG] == "too_long"
 
 
-def test_nothing_of_an_error_inside_is_shown(start):
-    """PyTriton answers with a traceback, which may quote a sample."""
+def test_nothing_of_an_error_inside_is_shown(start, capfd):
+    """PyTriton answers with a traceback, which may quote a sample; what Triton itself says is in the log."""
     front = start()
     front.backend.code = 500
     for answer in (front.infer(BODY), call("127.0.0.1", front.port, INFO, 30.0, body=b'{"inputs": []}')):
@@ -357,6 +357,12 @@ def test_nothing_of_an_error_inside_is_shown(start):
             500,
             b'{"error": "the model\'s side failed; the reward server\'s log says why"}',
         )
+    front.backend.error = "Stub process 'rm_0_0' is not healthy."
+    assert b"not healthy" not in front.infer(BODY).body
+    front.close()
+    log = capfd.readouterr().err
+    assert log.count("event=backend_fault code=500") == 1 and "is not healthy." in log
+    assert "secret" not in log
 
 
 def test_the_front_ends_with_its_server(start):

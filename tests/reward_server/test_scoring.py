@@ -104,7 +104,7 @@ def test_one_bad_request_among_seven_good(tokenizer, deterministic):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(1800, 1804))
+@pytest.mark.parametrize("seed", [1800, 1801])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_one_bad_request_among_seven_good_ten_thousand_times(tokenizer, deterministic, seed):
     fuzz_model(tokenizer, deterministic, 10_000, seed)
@@ -193,8 +193,8 @@ def test_one_bad_request_among_seven_good_of_a_function(functions):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_one_bad_request_among_seven_good_of_a_function_thousands_of_times(functions):
-    fuzz_function(functions, 3000, seed=1800)
+def test_one_bad_request_among_seven_good_of_a_function_a_thousand_times(functions):
+    fuzz_function(functions, 1000, seed=1800)
 
 
 def test_a_sample_that_ends_all_processes_of_a_function_fails_alone(functions):
