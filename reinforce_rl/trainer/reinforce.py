@@ -141,12 +141,12 @@ class ReinforceTrainer:
                 rollouts, metrics, _ = self.generate_rollouts()
                 batch, reinforce_metrics = self.generate_reinforce_data(rollouts)
                 with self._clock.phase("train_time"):
-                    update_metrics = self.run_training(batch)
+                    training_metrics = self.run_training(batch)
                 self.step += 1
                 self._data_position = self.train_dataloader.state_dict()
 
                 self._clock.stop()
-                self._log_step({**metrics, **reinforce_metrics, **update_metrics}, batch)
+                self._log_step({**metrics, **reinforce_metrics, **training_metrics}, batch)
                 self._validation_is_due = self._is_due(self.cfg.val_check_interval)
                 self._look_at_the_clock()
                 if self._validates():

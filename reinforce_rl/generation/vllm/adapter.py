@@ -21,6 +21,7 @@ class VLLM:
     host = "reinforce_rl.generation.vllm.host"
     memory_key = "vllm.gpu_memory_utilization, or vllm.cpu_cache_gigabytes on a CPU,"
     shows_layers = True
+    device_id = staticmethod(buckets.device_id)
 
     def __init__(self, config: VLLMConfig):
         self._config = config
@@ -28,11 +29,7 @@ class VLLM:
 
     @property
     def options(self) -> dict[str, Any]:
-        own = self._config
-        return {"gpu_memory_utilization": own.gpu_memory_utilization, "enforce_eager": own.enforce_eager}
-
-    def device_id(self, device: torch.device) -> str:
-        return buckets.device_id(device)
+        return {name: getattr(self._config, name) for name in ("gpu_memory_utilization", "enforce_eager")}
 
     def environment(self, folder: Path) -> dict[str, str]:
         return {
@@ -43,8 +40,7 @@ class VLLM:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other ranks have engines on the same cores
         }
 
-    def write_config(self, folder: Path) -> None:
-        pass
+    def write_config(self, folder: Path) -> None: ...
 
     def make_buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Offer]:
         if device.type == "cuda":

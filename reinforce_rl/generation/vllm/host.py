@@ -84,8 +84,7 @@ class VLLMHost:
             detokenize=False,
             output_kind=importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY,
         )
-        prompt = {"prompt_token_ids": list(request.tokens)}
-        name = str(next(self._numbers))
+        prompt, name = {"prompt_token_ids": list(request.tokens)}, str(next(self._numbers))
         async for result in self._engine.generate(prompt, params, request_id=name, lora_request=self._adapter):
             (output,) = result.outputs
         if output.finish_reason not in ("stop", "length"):
@@ -100,10 +99,9 @@ class VLLMHost:
             raise RuntimeError("the cache of the old weights is still in use")
 
     async def load_adapter(self, folder: str, sums: dict[str, int]) -> None:
-        number = 1  # another each time, as the prefix cache tells adapters apart by it
+        number = 1 + getattr(self._adapter, "lora_int_id", 0)  # new each time: the prefix cache goes by it
         if self._adapter is not None:
-            number += self._adapter.lora_int_id
-            await self._engine.remove_lora(self._adapter.lora_int_id)
+            await self._engine.remove_lora(number - 1)
         request = importlib.import_module("vllm.lora.request").LoRARequest
         self._adapter = request(f"update {number}", number, folder)
         await self._engine.add_lora(self._adapter)

@@ -123,8 +123,8 @@ class WeightsOfTrainer:
             own = module.shard_indices
             expected = parts[0][own.org_vocab_start_index : own.org_vocab_end_index]
             columns, every = self._columns(module.embedding_dim), range(module.embedding_dim)
-            is_output = isinstance(module, ParallelLMHead)
-            found = self._outputs(module, every, columns) if is_output else module.weight[:, columns]
+            is_head = isinstance(module, ParallelLMHead)
+            found = self._outputs(module, every, columns) if is_head else module.weight[:, columns]
             return torch.equal(found[: len(expected)], expected)
         columns, size = self._columns(module.input_size), module.input_size_per_partition
         first = getattr(module, "tp_rank", 0) * size if size < module.input_size else 0  # of a row-parallel layer
