@@ -44,7 +44,7 @@ export PIP_ARGS
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export DEMO_STEPS
 
-.PHONY: help install demo docs bench test test-fake-cuda gpu-check test-slow test-engine lint types format clean
+.PHONY: help install demo docs bench test test-fake-cuda gpu-check test-slow test-engine test-async lint types format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -86,6 +86,9 @@ test-slow: install ## The tests that take minutes, which `make test` leaves out
 test-engine: install ## Generation by the real vLLM on this machine's CPU
 	@# Each worker has an engine of its own beside the trainer.
 	$(PYTEST) -m "engine and not gpu" --maxprocesses 2 $(PYTEST_ARGS)
+
+test-async: install ## Generation on ranks of its own, quick tests and slow ones
+	$(PYTEST) tests/trainer/test_disaggregated.py $(PYTEST_ARGS)
 
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .

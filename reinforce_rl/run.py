@@ -30,11 +30,14 @@ from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.profiling import StepProfiler
+from reinforce_rl.runtime.roles import Role
 from reinforce_rl.runtime.settings import check_changes, record
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import RunTimer, StopRequest, first_save_seconds
 from reinforce_rl.trainer.build import build_actor, build_sampler, configured_mesh
-from reinforce_rl.trainer.reinforce import ReinforceTrainer
+from reinforce_rl.trainer.disaggregated import GeneratorPool, Generators
+from reinforce_rl.trainer.generate import GeneratorRank
+from reinforce_rl.trainer.reinforce import ROLLOUTS_FILE, ReinforceTrainer
 from reinforce_rl.trainer.state import BestCheckpoints
 from reinforce_rl.trainer.updates import total_steps, total_updates
 
@@ -42,8 +45,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer:
-    """Run a whole training job on this rank.
+def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer | None:
+    """Run a whole training job on this rank; return its trainer, None on a rank that only generates.
 
     Args:
         stop: polled for an early end; None for a run that is never stopped.
@@ -53,41 +56,77 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
     """
     folder = Path(cfg.exp_manager.explicit_log_dir)
     control = RunControl(folder, stop or StopRequest())
+    role = None
+    if cfg.placement == "disaggregated":
+        role = Role.of_job(cfg.training_ranks, cfg.generation_tensor_parallel_size, cfg.torch_timeout_seconds)
     with (
         control.running(),
-        configured_mesh(cfg) as mesh,
+        configured_mesh(cfg, role) as mesh,
         control.watching(
             mesh,
+            role,
             silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
             hang_seconds=cfg.trainer.collective_timeout_seconds,
         ),
     ):
         # Fail on model, layout, tokenizer, prompts and disk before waiting for the server.
         tokenizer, datasets = read_inputs(cfg).checked()
+        if role is not None and role.generates:
+            with control.ending():
+                generate(cfg, mesh, tokenizer, role, control)
+            return None
         checkpoint = latest_checkpoint(folder / "checkpoints") if cfg.exp_manager.resume_if_exists else None
         monitor, wandb_run_id = build_monitor(cfg, mesh, datasets, checkpoint, control.status)
-        with monitor.running(), control.ending():
+        with monitor.running(), control.ending(), contextlib.ExitStack() as stack:
             if mesh.world_size > 1:
                 monitor.note(mesh.layout.grid())
-            control.activity.begin("waiting for the reward server", has_deadline=True)
-            rm = connect_to_reward_servers(cfg, mesh, tokenizer, monitor)
-            try:
-                trainer = build_trainer(cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint, control)
-                trainer.wandb_run_id = wandb_run_id
-                with contextlib.closing(trainer.model.generator):
-                    trainer.fit()
-                control.stop.check(mesh)
-                if cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end:
-                    control.activity.begin("export")
-                    source = cfg.pretrained_checkpoint.restore_from_path
-                    exported = trainer.model.export(source, folder / "hf", trainer.step)
-                    monitor.note(f"Hugging Face folder: {exported}")
-                    if trainer.model.lora is not None:
-                        monitor.note(f"PEFT adapter: {trainer.model.export_adapter(source, folder / 'adapter')}")
-                monitor.note(f"Report: {monitor.report()}")
-            finally:
-                rm.close()
+            rm = pool = None
+            if role is None:
+                control.activity.begin("waiting for the reward server", has_deadline=True)
+                rm = stack.enter_context(contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor)))
+            else:
+                control.activity.begin("waiting for the generators")
+                with mesh.together():
+                    if mesh.is_main:
+                        monitor.note(f"Ranks {role.generators.start} to {role.size - 1} generate")
+                        silence = cfg.trainer.heartbeat_timeout_seconds
+                        pool = stack.enter_context(contextlib.closing(GeneratorPool(role, mesh.device, silence)))
+            trainer = build_trainer(cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint, control, pool)
+            trainer.wandb_run_id = wandb_run_id
+            with contextlib.closing(trainer.model.generator):
+                trainer.fit()
+            control.stop.check(mesh)
+            if cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end:
+                control.activity.begin("export")
+                source = cfg.pretrained_checkpoint.restore_from_path
+                exported = trainer.model.export(source, folder / "hf", trainer.step)
+                monitor.note(f"Hugging Face folder: {exported}")
+                if trainer.model.lora is not None:
+                    monitor.note(f"PEFT adapter: {trainer.model.export_adapter(source, folder / 'adapter')}")
+            monitor.note(f"Report: {monitor.report()}")
         return trainer
+
+
+def generate(
+    cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, role: Role, control: RunControl
+) -> None:
+    """Generate for the trainers, on a rank that does nothing else, until they end."""
+    control.stop.wait_for_checks()  # a signal reaches the trainers by the watch, and they end the run
+    rank = GeneratorRank(
+        role,
+        mesh.device,
+        silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
+        staleness=cfg.staleness,
+        max_bytes=cfg.engine.weight_bucket_megabytes * 2**20,
+    )
+    with contextlib.closing(rank):
+        control.activity.begin("waiting for the reward server", has_deadline=True)
+        monitor = SilentMonitor(cfg.exp_manager.explicit_log_dir)
+        with contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor)) as rm:
+            control.activity.begin("loading the model")
+            model = build_actor(cfg, mesh, tokenizer, trains=False, with_reference=False)
+            with contextlib.closing(model.generator):
+                rank.run(model, rm, control.activity)
 
 
 def build_monitor(
@@ -142,12 +181,13 @@ def build_trainer(
     mesh: Mesh,
     tokenizer: PreTrainedTokenizerBase,
     datasets: RLHFDatasets,
-    rm: RewardSource,
+    rm: RewardSource | None,
     monitor: RunMonitor,
     checkpoint: Checkpoint | None = None,
     control: RunControl | None = None,
+    pool: GeneratorPool | None = None,
 ) -> ReinforceTrainer:
-    """Build actor, optimizer and trainer, and restore `checkpoint` if given."""
+    """Build actor, optimizer and trainer, and restore `checkpoint` if given; `pool` is the generators' on rank 0."""
     activity = control.activity if control else Activity()
     activity.listen(monitor.phase)
     sampler = build_sampler(cfg, datasets.train)
@@ -184,6 +224,11 @@ def build_trainer(
         folder = Path(cfg.exp_manager.explicit_log_dir) / "profile"
         profiler = StepProfiler(profile, folder, mesh.rank, mesh.device, monitor.note)
 
+    cut = partial(DefaultBatchIterator, rollout.rollout_micro_batch_size, rollout.val_rollout_micro_batch_size)
+    stop, generators = control.stop if control else StopRequest(), None
+    if cfg.placement == "disaggregated":
+        generators = Generators(model, pool, cut, stop, cfg.engine.weight_bucket_megabytes * 2**20)
+
     def fixed(prompts: PromptDataset | None, count: int | None) -> Callable[..., list[Any]] | None:
         return None if prompts is None else partial(fixed_prompts, prompts, count, mesh.dp_rank, mesh.dp_size)
 
@@ -196,9 +241,7 @@ def build_trainer(
         val_dataloader_builder=fixed(datasets.validation, rollout.num_val_samples),
         collate_fn=list,
         rm=rm,
-        batch_iterator_cls=partial(
-            DefaultBatchIterator, rollout.rollout_micro_batch_size, rollout.val_rollout_micro_batch_size
-        ),
+        batch_iterator_cls=cut,
         logger=monitor,
         ckpt_callback=checkpointer,
         run_timer=timer,
@@ -206,13 +249,15 @@ def build_trainer(
         best=BestCheckpoints(saving.keep_best, saving.best_metric, saving.best_mode),
         test_dataloader_builder=fixed(datasets.test, None),
         activity=activity,
-        stop=control.stop if control else None,
+        stop=stop,
         profiler=profiler,
+        generators=generators,
+        max_staleness=cfg.staleness,
     )
     if checkpoint is not None:
         check_lora_identity(model.lora, checkpoint.folder, checkpoint.trainer_state)
         checkpointer.restore(checkpoint)
-        trainer.load_state_dict(checkpoint.trainer_state)
+        trainer.load_state_dict(checkpoint.trainer_state, {ROLLOUTS_FILE: checkpoint.more(ROLLOUTS_FILE)})
     return trainer
 
 

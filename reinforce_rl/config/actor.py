@@ -132,9 +132,10 @@ class ReinforceConfig(Section):
         0.2, "the ratio is clipped at 1 - this", ge=0, le=1, expected="at least 0 and at most 1: no ratio is negative"
     )
     ratio_clip_high: NonNegative = key(0.2, "and at 1 + this")
-    generator_correction: Literal["none", "token", "sequence", "token_mask", "sequence_mask"] = key(
-        "none",
-        "importance weights against the generator's log-probs: none; truncated: token, sequence; masked: *_mask",
+    generator_correction: Literal["none", "token", "sequence", "token_mask", "sequence_mask"] | None = key(
+        None,
+        "importance weights against the generator's log-probs: none; truncated: token, sequence; masked: *_mask; "
+        "null: sequence with rollouts of older weights (max_staleness), else none",
     )
     generator_ratio_cap: Positive = key(2.0, "largest of these weights; masked are those beyond it or 1 / it")
 
@@ -328,6 +329,23 @@ class TrainConfig(Section):
         "native: on the actor's own weights; vllm; tensorrt_llm; or a class's dotted name (CONTRIBUTING.md)",
         more=", see [A generator](../CONTRIBUTING.md#a-generator)",
     )
+    placement: Literal["colocated", "disaggregated"] = key(
+        "colocated",
+        "where responses are generated: colocated, on the ranks that train; disaggregated, on ranks of their own",
+        more="; see [disaggregated.md](disaggregated.md)",
+    )
+    generation_ranks: Natural = key(
+        0, "of placement=disaggregated: the last ranks of the job, which generate", "ranks"
+    )
+    generation_tensor_parallel_size: Count = key(
+        1, "of placement=disaggregated: ranks that share each weight matrix of a generator", "ranks"
+    )
+    max_staleness: Natural | None = key(
+        None,
+        "rollouts may be of weights this many steps old; null: 1 with placement=disaggregated, else 0",
+        "steps",
+        more=". 0 gives the numbers of placement=colocated, bit for bit",
+    )
     engine: EngineConfig = key(EngineConfig(), "of generation=vllm and tensorrt_llm; see docs/engines.md")
     vllm: VLLMConfig = key(VLLMConfig(), "of generation=vllm")
     tensorrt_llm: TensorRTLLMConfig = key(TensorRTLLMConfig(), "of generation=tensorrt_llm; see docs/tensorrt-llm.md")
@@ -359,6 +377,16 @@ class TrainConfig(Section):
     preflight_response_tokens: Count | None = key(
         None, "of preflight=deep: mean length of a response; null: max_length", "tokens"
     )
+
+    @property
+    def training_ranks(self) -> int:
+        """Ranks that hold the optimizer; the job's others generate."""
+        return self.trainer.world_size - self.generation_ranks
+
+    @property
+    def staleness(self) -> int:
+        """`max_staleness`, resolved."""
+        return int(self.placement == "disaggregated") if self.max_staleness is None else self.max_staleness
 
     @property
     def prompts_per_update(self) -> int | None:

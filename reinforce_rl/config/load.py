@@ -109,14 +109,17 @@ def precision_here(precision: str, gpu: Callable[[], bool] = has_gpu) -> str:
 
 
 def resolve_defaults(config: TrainConfig | TrainRewardModelConfig, gpu: Callable[[], bool] = has_gpu) -> None:
-    """Replace `auto` and null where they depend on the presence of a GPU, which is looked for only then."""
+    """Replace `auto` and null where they depend on other keys or a GPU, which is looked for only then."""
     trainer, model, optim = config.trainer, config.model, config.model.optim
     trainer.precision = precision_here(trainer.precision, gpu)  # type: ignore[assignment]
     # Data- times context-parallel ranks, which could share the optimizer's state.
-    shards = trainer.world_size // max(model.tensor_model_parallel_size * model.pipeline_model_parallel_size, 1)
+    ranks = config.training_ranks if isinstance(config, TrainConfig) else trainer.world_size
+    shards = ranks // max(model.tensor_model_parallel_size * model.pipeline_model_parallel_size, 1)
     shared = (optim.distributed is None or optim.overlap_grad_sync is None) and shards > 1 and gpu()
     optim.distributed = shared if optim.distributed is None else optim.distributed
     optim.overlap_grad_sync = shared if optim.overlap_grad_sync is None else optim.overlap_grad_sync
+    if isinstance(config, TrainConfig) and config.trainer.reinforce.generator_correction is None:
+        config.trainer.reinforce.generator_correction = "sequence" if config.staleness else "none"
 
 
 def read(schema: type[T], node: DictConfig, path: str = "") -> tuple[T, list[str]]:

@@ -80,14 +80,20 @@ def layout_faults(
         )
 
 
-def ranks_faults(model: Any, num_nodes: int, devices: int, prefix: str, section: str = "model") -> Iterator[str]:
-    """Check the layout of a section with parallel sizes, and the started ranks; `prefix` is that of `num_nodes`."""
+def ranks_faults(
+    model: Any, num_nodes: int, devices: int, prefix: str, section: str = "model", others: int = 0
+) -> Iterator[str]:
+    """Check the layout of a section with parallel sizes, and the started ranks; `prefix` is that of `num_nodes`.
+
+    `others` of the ranks have another layout.
+    """
     world = num_nodes * devices
     ranks = f"{prefix}num_nodes x {prefix}devices = {num_nodes} x {devices}"
     context = getattr(model, "context_parallel_size", 1)
     sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, context)
-    if min(*sizes, world) >= 1:
-        yield from layout_faults(*sizes, model.sequence_parallel, world, ranks, section)
+    if min(*sizes, world - others) >= 1:
+        own = f"{ranks}, less {others} (generation_ranks)" if others else ranks
+        yield from layout_faults(*sizes, model.sequence_parallel, world - others, own, section)
     started = os.environ.get("WORLD_SIZE")
     if started is not None and started != str(world):
         yield f"{started} ranks were started (WORLD_SIZE), but {ranks} = {world}"

@@ -35,8 +35,8 @@ REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's o
 
 def find_faults(cfg: TrainConfig) -> Iterator[str]:
     """Yield all errors of a configuration with valid keys and types."""
-    checks = (_rewards, _algorithm, _samples, _batches, _model, _lengths, _sampling, _generation, _saving, _profile)
-    for check in (*checks, _files):
+    checks = (_rewards, _algorithm, _samples, _batches, _placement, _model, _lengths, _sampling, _generation)
+    for check in (*checks, _saving, _profile, _files):
         yield from check(cfg)
 
 
@@ -63,7 +63,7 @@ def _algorithm(cfg: TrainConfig) -> Iterator[str]:
     if rl.kl_target is not None and not rl.initial_policy_kl_penalty > 0:
         advice = "the latter is the value that beta starts from, so it must be above 0"
         yield told(".kl_target .initial_policy_kl_penalty", advice)
-    if rl.generator_correction.endswith("_mask") and not rl.generator_ratio_cap > 1:
+    if (rl.generator_correction or "").endswith("_mask") and not rl.generator_ratio_cap > 1:
         yield told(".generator_correction .generator_ratio_cap", "1 / cap .. cap must have room: expected above 1")
     if rl.credit_assignment != "token":
         if rl.discount_factor != 1.0:
@@ -117,9 +117,35 @@ def _batches(cfg: TrainConfig) -> Iterator[str]:
         yield _told(cfg, "trainer.reinforce", keys, f"{advice}token, sequence or sequence_geometric")
 
 
+def _placement(cfg: TrainConfig) -> Iterator[str]:
+    told, rl = partial(_told, cfg, "model"), cfg.trainer.reinforce
+    if cfg.placement == "colocated":
+        for key, unused in (("generation_ranks", 0), ("generation_tensor_parallel_size", 1)):
+            if getattr(cfg, key) != unused:
+                yield told(f"{key} placement", f"only disaggregated reads the former: expected {unused}")
+        if cfg.staleness:
+            yield told(
+                "max_staleness placement", "ranks that train and generate in turn draw with the newest weights: 0"
+            )
+        return
+    tensor, ranks = cfg.generation_tensor_parallel_size, cfg.trainer.world_size
+    if not 1 <= cfg.generation_ranks < ranks or cfg.generation_ranks % tensor:
+        expected = f"a multiple of {tensor} (generation_tensor_parallel_size), at least {tensor} and " * (tensor > 1)
+        least = "" if expected else "at least 1 and "
+        yield told("generation_ranks", f"expected {expected}{least}fewer than the {ranks} ranks of this job")
+    if cfg.generation != "native":
+        yield told("generation placement", "engines are colocated so far: expected generation=native")
+    if rl.dynamic_filtering and cfg.staleness:
+        advice = "prompts cannot be drawn ahead of a step that may draw more: set one of them to false or 0"
+        yield told("trainer.reinforce.dynamic_filtering max_staleness", advice)
+    if cfg.staleness and rl.generator_correction == "none" and not cfg.model.reinforce.allow_biased_sampling:
+        advice = "rollouts of older weights bias the gradient: set the latter to sequence or another, or 0 steps"
+        yield told("max_staleness trainer.reinforce.generator_correction", advice)
+
+
 def _model(cfg: TrainConfig) -> Iterator[str]:
-    model, world = cfg.model, cfg.trainer.world_size
-    yield from ranks_faults(model, cfg.trainer.num_nodes, cfg.trainer.devices, "trainer.")
+    model, world = cfg.model, cfg.training_ranks
+    yield from ranks_faults(model, cfg.trainer.num_nodes, cfg.trainer.devices, "trainer.", others=cfg.generation_ranks)
     yield from recomputation_faults(model)
     yield from model.optim.faults()
     yield from model.data.fields.faults()
@@ -197,7 +223,7 @@ def _generation(cfg: TrainConfig) -> Iterator[str]:
     if rollout.cuda_graphs and cfg.model.pipeline_model_parallel_size > 1:
         advice = "a graph cannot hold what stages hand over: expected 1, or cuda_graphs=false"
         yield told(".cuda_graphs model.pipeline_model_parallel_size", advice)
-    ranks = cfg.trainer.world_size // max(cfg.model.block_size, 1)
+    ranks = cfg.training_ranks // max(cfg.model.block_size, 1)
     most = -(-rollout.num_rollout_samples // max(ranks, 1))
     if cfg.trainer.reinforce.generation_work_queue and ranks > 1 and most <= rollout.rollout_micro_batch_size:
         yield (
@@ -236,7 +262,10 @@ def _engine(cfg: TrainConfig) -> Iterator[str]:
     if cfg.model.reinforce.length_params.min_length:
         advice = "TensorRT-LLM holds back one end token only: set it to 0, or generation=native or vllm"
         yield told(".length_params.min_length", advice)
-    if cfg.trainer.reinforce.generator_correction != "none" and cfg.model.reinforce.sampling_params.temperature != 1.0:
+    if (
+        cfg.trainer.reinforce.generator_correction not in (None, "none")
+        and cfg.model.reinforce.sampling_params.temperature != 1.0
+    ):
         advice = "whether TensorRT-LLM's log-probs are those at the temperature has not been established: expected 1.0"
         keys = "trainer.reinforce.generator_correction model.reinforce.sampling_params.temperature"
         yield told(keys, advice)

@@ -22,7 +22,7 @@ FINISH_OUTSIDE = "outside_vocabulary"  # the engine gave a token id that the mod
 
 # Tensors of a `RolloutBatch`: of shape [N]; of shape [N, T], or None.
 _PER_SAMPLE = ("prompt_lengths", "response_lengths", "group_ids", "sample_ids", "rewards", "valid")
-_PER_TOKEN = ("generator_log_probs", "log_probs", "init_log_probs")
+_PER_TOKEN = ("generator_log_probs", "weight_versions", "log_probs", "init_log_probs")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class Completions:
     finish_reasons: tuple[str, ...]  # N times `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE`
     # float32 [N, T] at the sampling temperature, 0 on padding; None if the engine does not report them.
     log_probs: Tensor | None = None
+    # int64 [N, T], steps that the weights had been trained for that drew each token; None: the trainer's own.
+    weight_versions: Tensor | None = None
 
     def repeat_to_samples(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompt of each row; every prompt must have the same number of samples."""
@@ -82,6 +84,7 @@ class RolloutBatch:
     valid: Tensor
     # float32 [N, T] as the generator reported them, or None.
     generator_log_probs: Tensor | None = None
+    weight_versions: Tensor | None = None  # int64 [N, T], as in `Completions`
     # float32 [N, T] under the actor at the sampling temperature, before any optimizer step on this batch; 0 on
     # padding; None if unused.
     log_probs: Tensor | None = None
@@ -169,6 +172,7 @@ def join_completions(parts: Sequence[Completions], pad_id: int) -> Completions:
         lengths=torch.cat([part.lengths for part in parts]),
         finish_reasons=tuple(reason for part in parts for reason in part.finish_reasons),
         log_probs=_join_or_none([part.log_probs for part in parts], width),
+        weight_versions=_join_or_none([part.weight_versions for part in parts], width),
     )
 
 

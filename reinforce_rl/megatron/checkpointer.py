@@ -6,6 +6,7 @@ checkpoints/
     model/                    sharded weights, optimizer and schedule
     rng/rank_00000.pt         random state of each rank; sampling has keys of its own
     trainer_state.json        step, epoch, sampler position, ...
+    rollouts.pt               with generation on ranks of its own: rollouts of the next steps
     manifest.json             size and checksum of all these files
 """
 
@@ -20,9 +21,10 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,11 @@ _NO_SPACE = re.compile(r"No space left|quota exceeded|File too large|unexpected 
 class Checkpoint:
     folder: Path
     trainer_state: dict[str, Any]
+
+    def more(self, name: str) -> bytes:
+        """Return the content of a file that was saved as one of `more`; nothing if there is none."""
+        path = self.folder / name
+        return path.read_bytes() if path.is_file() else b""
 
 
 def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
@@ -103,6 +110,7 @@ class _Save:
     keep: set[str]  # older checkpoints to retain
     writer: files.ShardedWriter
     random_state: dict[str, Any]  # this rank's
+    more: Mapping[str, bytes]  # other files' contents by name, on the first rank
     preparing: float  # seconds that training was blocked before the background write
     thread: threading.Thread = field(init=False)
     written: tuple[list[Any], files.Records] = ([], {})  # this rank's part of the index, and of the manifest
@@ -154,7 +162,13 @@ class Checkpointer:
         self._keep_last, self._asynchronous, self._on_saved = keep_last, asynchronous, on_saved
         self._running: _Save | None = None
 
-    def save(self, step: int, trainer_state: dict[str, Any], keep: Collection[int] = ()) -> Path:
+    def save(
+        self,
+        step: int,
+        trainer_state: dict[str, Any],
+        keep: Collection[int] = (),
+        more: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> Path:
         """Write a checkpoint; a collective call. `latest` moves only when everything is on disk.
 
         An asynchronous save, of the state at this call, completes in `finish` or `poll`; a running one ends first.
@@ -163,6 +177,7 @@ class Checkpointer:
             step: the state is the one after this step.
             trainer_state: JSON-serializable.
             keep: steps whose checkpoints are retained besides the newest.
+            more: contents of other files by name, of which the first rank's are written; none for an empty one.
 
         Raises:
             CheckpointError: on every rank, if one could not write; the previous checkpoint is unchanged.
@@ -186,7 +201,7 @@ class Checkpointer:
             writer.plan(copy=self._asynchronous)
         keep_names, state = {folder_name(s) for s in keep}, random_state(self._mesh)
         waited = time.monotonic() - began
-        save = _Save(final, part, trainer_state, keep_names, writer, state, waited)
+        save = _Save(final, part, trainer_state, keep_names, writer, state, more, waited)
         # Off the main thread, where a Ctrl-C in torch's C++ writer can abort the process; a daemon for failing runs.
         save.thread = threading.Thread(target=save.write, args=(self._mesh.rank,), name=final.name, daemon=True)
         self._running = save
@@ -223,6 +238,9 @@ class Checkpointer:
         part = save.part
         save.writer.finish([results for results, *_ in parts])
         write_atomically(part / STATE_FILE, json.dumps(save.trainer_state, indent=2))
+        for name, content in save.more.items():
+            if content:
+                (part / name).write_bytes(content)
         records = {name: record for _, of_rank, _ in parts for name, record in of_rank.items()}
         paths = [path for path in part.rglob("*") if path.is_file()]
         rest = [path for path in paths if path.relative_to(part).as_posix() not in records]

@@ -40,6 +40,15 @@ _ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 
 @dataclass(frozen=True)
+class World:
+    """The ranks that have process groups in common: all of a job, or those of one role."""
+
+    rank: int
+    size: int
+    store: Any = None  # torch's, where they meet; None: torchrun's
+
+
+@dataclass(frozen=True)
 class Mesh:
     rank: int  # global
     world_size: int
@@ -207,17 +216,18 @@ def parallel_mesh(
     sequence_parallel: bool = False,
     seed: int = 0,
     timeout_seconds: float = 1800,
+    world: World | None = None,
 ) -> Iterator[Mesh]:
     """Initialize process groups and megatron's parallel state, and destroy both on exit.
 
-    An existing default process group is used and left open. A collective waits `timeout_seconds` for a rank.
+    An existing default process group is used and left open. A collective waits `timeout_seconds` for a rank. `world`
+    is by default all of the job's.
 
     Raises:
         ConfigError: the ranks cannot be laid out this way, as the product of the sizes must divide their number.
         LostRankError: a rank did not join, or left.
     """
-    # torchrun's; a plain `python` has none.
-    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    rank, world_size = job_rank() if world is None else (world.rank, world.size)
     tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
     ranks = "this job (trainer.devices x trainer.num_nodes)"
     if faults := list(layout_faults(tp, pp, cp, sequence_parallel, world_size, ranks)):
@@ -230,9 +240,9 @@ def parallel_mesh(
     with contextlib.ExitStack() as stack:
         with before_the_watch(rank, world_size):
             if not dist.is_initialized():
-                store = dist.HashStore() if world_size == 1 else None  # type: ignore[attr-defined]
-                if world_size > 1 and STORE_VARIABLE in os.environ:
-                    store = dist.FileStore(os.environ[STORE_VARIABLE], world_size)  # type: ignore[attr-defined]
+                store = None if world is None else world.store
+                if store is None:
+                    store = dist.HashStore() if world_size == 1 else job_store(world_size)  # type: ignore[attr-defined]
                 # NCCL waits spin on the GPU, so objects, votes and barriers, which may wait long, use gloo.
                 backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
                 dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
@@ -260,6 +270,17 @@ def parallel_mesh(
             device=device,
             block_group=block_group,
         )
+
+
+def job_rank() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks of the job; a plain `python` is the only one."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def job_store(world_size: int) -> Any:
+    """Return the store in which the ranks of one machine meet; None where it is torchrun's."""
+    path = os.environ.get(STORE_VARIABLE)
+    return None if path is None else dist.FileStore(path, world_size)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

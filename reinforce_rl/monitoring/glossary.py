@@ -62,6 +62,7 @@ generator_gap_p99 | nats a token | the same, which 1 of 100 tokens exceeds | bel
 generator_gap_max | nats a token | the same, of the worst token | below 5; the report shows that token
 generator_kl | nats a token | k3 estimate of KL(generator, policy) | below 0.001; see generator_gap
 generator_capped | share | tokens whose weight against the generator reached generator_ratio_cap | near 0
+staleness | steps | mean age of the weights that drew the tokens (max_staleness) | at most max_staleness
 generator_masked | share | tokens that a generator_correction of _mask left out | near 0; else see generator_gap
 padding_fraction | share | padding in the update's micro-batches | low; else model.tokens_per_micro_batch
 groups_drawn | prompts | drawn by dynamic_filtering | num_rollout_samples, or some rounds of it
@@ -91,6 +92,7 @@ logprobs | s | log-probs under the policy | 0 where the generator's own are take
 init_logprobs | s | log-probs under the reference | about a third of train_time
 reward_wait | s | waits for scores when its own work is done | near 0; much: the reward is the bottleneck
 train_time | s | the update | steady; steps with long responses take longer
+send_weights | s | sends the new weights to generators on other ranks | steady; much: is the network the slow one?
 step_time | s | the whole step, without validation and checkpoint | steady; grows with response_lengths""",
     "memory": """
 PHASE | 10^9 bytes | peak on rank 0, of the device or the resident set | steady; high: model.tokens_per_micro_batch""",
@@ -109,7 +111,7 @@ def _read(prefixes: str, text: str) -> dict[str, Metric]:
 
 
 METRICS: dict[str, Metric] = {name: found for group in _GROUPS.items() for name, found in _read(*group).items()}
-_PHASE, _WORD = "(generate|logprobs|init_logprobs|reward_wait|train_time)", r"[\w.-]+"
+_PHASE, _WORD = "(generate|logprobs|init_logprobs|reward_wait|train_time|send_weights)", r"[\w.-]+"
 _PATTERNS = {
     name: re.compile(re.sub("PHASE|SOURCE|ATTRIBUTE", lambda word: _PHASE if word[0] == "PHASE" else _WORD, name))
     for name in METRICS

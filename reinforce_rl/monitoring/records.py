@@ -81,6 +81,8 @@ class SampleTokens:
     generator_log_probs: list[float] | None  # as the generation engine reported them
     token_kl: list[float] | None  # nats, by kl_estimator
     token_advantages: list[float] | None  # with credit_assignment=token; else they all are `advantage`
+    # Steps that the weights had been trained for that drew each; None: generated on the ranks that train, step - 1.
+    weight_versions: list[int] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the tokens for a line of JSON: values that are not finite become None."""
@@ -174,11 +176,13 @@ def token_columns(batch: RolloutBatch, *, kl_estimator: str = "", advantages: Te
         "reference_log_probs": batch.init_log_probs,
         "generator_log_probs": batch.generator_log_probs,
         "token_advantages": advantages,
+        "weight_versions": batch.weight_versions,
     }
     if kl_estimator and batch.log_probs is not None and batch.init_log_probs is not None:
         known["token_kl"] = token_kl(batch.log_probs, batch.init_log_probs, mask, estimator=kl_estimator)
     computed = {name: found for name, found in known.items() if found is not None}
-    values = {name: found[:, : mask.shape[1]][mask].float().cpu().numpy() for name, found in computed.items()}
+    values = {name: found[:, : mask.shape[1]][mask].cpu() for name, found in computed.items()}
+    values = {name: (v.int() if name == "weight_versions" else v.float()).numpy() for name, v in values.items()}
     values["prompt_tokens"] = batch.sequences[place < starts].int().numpy()
     values["response_tokens"] = batch.sequences[responses].int().numpy()
     return TokenColumns({"prompt": batch.prompt_lengths.numpy(), "response": batch.response_lengths.numpy()}, values)

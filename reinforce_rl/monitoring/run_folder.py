@@ -233,7 +233,10 @@ def alerts_of(
     if (ended := number(line.get("train/fraction_of_samples_properly_ended"))) < 0.5:
         yield "cut", f"{1 - ended:.0%} of the responses were cut at max_length"
     gaps = {name: number(line.get(f"train/{name}")) for name in GAP_LIMITS}
-    if over := [f"{name} is {gaps[name]:.3g}" for name, limit in GAP_LIMITS.items() if gaps[name] > limit]:
+    is_older = number(line.get("train/staleness")) > 0  # then they differ by the weights, too
+    if not is_older and (
+        over := [f"{name} is {gaps[name]:.3g}" for name, limit in GAP_LIMITS.items() if gaps[name] > limit]
+    ):
         text = f"trainer and generator differ on the same tokens: {', '.join(over)} nats; the gradient is biased"
         advice = "see where they part with reinforce-rl check-generation MODEL, or set generator_correction"
         yield GAP, f"{text}: {advice}; docs/algorithms.md#engine-and-trainer has what to look for"

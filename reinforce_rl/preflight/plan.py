@@ -95,7 +95,7 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
 
 def layout_of(cfg: TrainConfig) -> Layout | None:
     """Return the configured layout; None if the ranks do not divide, which `load_config` reports."""
-    model, world = cfg.model, cfg.trainer.world_size
+    model, world = cfg.model, cfg.training_ranks
     sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size)
     if min(*sizes, world) < 1 or world % model.block_size:
         return None

@@ -27,6 +27,7 @@ from reinforce_rl.runtime.stop import StopNow, StopRequest
 
 if TYPE_CHECKING:
     from reinforce_rl.megatron.mesh import Mesh
+    from reinforce_rl.runtime.roles import Role
 
 BEAT_SECONDS = 1.0
 CONNECT_SECONDS = 30.0
@@ -34,6 +35,7 @@ SETTLE_SECONDS = 1.0  # from the first sign of a loss to the verdict, since a de
 GRACE_SECONDS = 5.0  # from the verdict to the exit of a process whose main thread is stuck
 END_SECONDS = 120.0  # for cleanup of a main thread that is already ending
 
+WATCH = "watch"  # where rank 0's invitation is shared
 _NAMED = 8  # most ranks named in a message
 
 
@@ -315,19 +317,29 @@ class RunControl:
         self.status.end(EXIT_FINISHED)
 
     @contextlib.contextmanager
-    def watching(self, mesh: Mesh, **limits: float) -> Iterator[None]:
-        """Watch the other ranks during the block, with `limits` as of `Watchdog`, as `ending` does; no-op with one."""
+    def watching(self, mesh: Mesh, role: Role | None = None, **limits: float) -> Iterator[None]:
+        """Watch the other ranks during the block, with `limits` as of `Watchdog`, as `ending` does; no-op with one.
+
+        With a `role` these are all ranks of the job, not of the mesh alone.
+        """
         from reinforce_rl.megatron.mesh import before_the_watch  # imports torch and megatron
 
-        if mesh.world_size == 1:
+        rank, size = (mesh.rank, mesh.world_size) if role is None else (role.rank, role.size)
+        if size == 1:
             yield
             return
-        watchdog = self._watchdog = Watchdog(self, mesh.rank, mesh.world_size, **limits)
+        watchdog = self._watchdog = Watchdog(self, rank, size, **limits)
         try:
-            with before_the_watch(mesh.rank, mesh.world_size):
-                invitation = mesh.from_main(watchdog.open(host_of_rank_0()) if mesh.is_main else None)
+            with before_the_watch(rank, size):
+                invitation = watchdog.open(host_of_rank_0()) if rank == 0 else None
+                if role is None:
+                    invitation = mesh.from_main(invitation)
+                elif invitation is not None:
+                    role.share(WATCH, invitation)
+                else:
+                    invitation = role.shared(WATCH)
                 with mesh.together():
-                    if not mesh.is_main:
+                    if rank != 0 and invitation is not None:
                         watchdog.join(invitation)
             watchdog.start()
             with self.ending():

@@ -31,6 +31,9 @@ _COLLECTIVES = (
     "reinforce_rl/megatron/mesh.py",
 )
 
+# Whose waits on a condition are for the ranks of another role.
+_OF_ROLES = ("reinforce_rl/trainer/disaggregated.py", "reinforce_rl/trainer/generate.py")
+
 _FRAMES_LOCK = threading.Lock()
 
 
@@ -162,7 +165,8 @@ class PlaceWatcher:
         innermost = stack[0][0] if stack else ""
         own = next(((file, line) for file, line in stack if Path(file).is_relative_to(PACKAGE)), None)
         text = f"{Path(own[0]).relative_to(PACKAGE)}:{own[1]}" if own else ""
-        return Place(text, _waits_for_ranks(innermost), self._still_since)
+        waits_for_role = own is not None and own[0].endswith(_OF_ROLES) and innermost.endswith("/threading.py")
+        return Place(text, waits_for_role or _waits_for_ranks(innermost), self._still_since)
 
 
 @dataclass

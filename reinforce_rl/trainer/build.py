@@ -25,6 +25,7 @@ from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.lora import LoraSettings, add_lora
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM, ModelOptions
+from reinforce_rl.runtime.roles import Role
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,9 +63,16 @@ def build_sampler(cfg: TrainConfig, train_set: PromptDataset) -> PromptSampler:
     )
 
 
-def configured_mesh(cfg: TrainConfig) -> AbstractContextManager[Mesh]:
+def configured_mesh(cfg: TrainConfig, role: Role | None = None) -> AbstractContextManager[Mesh]:
     """Return a context in which the process groups of the configured layout exist; see `parallel_mesh`."""
     model = cfg.model
+    if role is not None and role.generates:
+        return parallel_mesh(
+            cfg.generation_tensor_parallel_size,
+            seed=model.seed,
+            timeout_seconds=cfg.torch_timeout_seconds,
+            world=role.world,
+        )
     return parallel_mesh(
         model.tensor_model_parallel_size,
         model.pipeline_model_parallel_size,
@@ -72,6 +80,7 @@ def configured_mesh(cfg: TrainConfig) -> AbstractContextManager[Mesh]:
         sequence_parallel=model.sequence_parallel,
         seed=model.seed,
         timeout_seconds=cfg.torch_timeout_seconds,
+        world=None if role is None else role.world,
     )
 
 
@@ -85,11 +94,12 @@ def build_actor(
     *,
     architecture: Architecture | None = None,
     trains: bool = True,
+    with_reference: bool = True,
 ) -> MegatronGPTReinforceActorModel:
     """Build the policy from `pretrained_checkpoint.restore_from_path`, and the reference if beta is above 0.
 
     A given `architecture` overrides the folder's; no weights are loaded then. With `trains=False` there are no
-    gradient buffers.
+    gradient buffers, without `with_reference` no reference.
 
     Raises ConfigError: this machine or layout cannot run the model.
     """
@@ -130,7 +140,7 @@ def build_actor(
             offload_optimizer=rollout.offload_adam_states,
             loss=loss_settings(cfg.trainer.reinforce),
         ),
-        with_reference=cfg.trainer.reinforce.initial_policy_kl_penalty > 0,
+        with_reference=with_reference and cfg.trainer.reinforce.initial_policy_kl_penalty > 0,
         reference_on_device=cfg.model.reference_placement == "device",
         lora=identity,
         optim=cfg.model.optim,
@@ -220,4 +230,5 @@ def lora_settings(cfg: TrainConfig) -> LoraSettings | None:
 
 def loss_settings(cfg: ReinforceConfig) -> LossSettings:
     own = {name: getattr(cfg, name) for name in LossSettings.__dataclass_fields__}
-    return LossSettings(**{**own, "kl_estimator": cfg.kl_estimator_used})
+    resolved = {"kl_estimator": cfg.kl_estimator_used, "generator_correction": cfg.generator_correction or "none"}
+    return LossSettings(**{**own, **resolved})

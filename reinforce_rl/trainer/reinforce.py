@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.phases import Activity, StepClock
 from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.stop import Outlook, RunTimer, StopRequest
+from reinforce_rl.trainer.disaggregated import Generators
 from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.trainer.state import BestCheckpoints, Divergence, PastSteps
 from reinforce_rl.trainer.updates import mini_batches, reward_shaping, total_steps
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from reinforce_rl.monitoring.run import RunMonitor
 
 STATE_VERSION = 4
+ROLLOUTS_FILE = "rollouts.pt"  # of a checkpoint: those of the next steps
 
 Metrics = dict[str, float]
 Timings = dict[str, float]
@@ -58,6 +61,8 @@ class ReinforceTrainer:
         logger: does nothing on every rank but the first.
         prompts_per_update: prompts per optimizer step, over all ranks; None for the whole rollout batch.
         best: which validations' checkpoints to keep; None keeps none.
+        generators: on ranks of their own, whose rollouts are of weights at most `max_staleness` steps old; None: the
+            model generates.
     """
 
     def __init__(
@@ -69,7 +74,7 @@ class ReinforceTrainer:
         train_dataloader_builder: Callable[..., PromptLoader],
         val_dataloader_builder: Callable[..., Iterable[Sequence[Prompt]]] | None,
         collate_fn: Callable[[list[Prompt]], Any],
-        rm: RewardSource,
+        rm: RewardSource | None,
         batch_iterator_cls: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]],
         logger: RunMonitor,
         ckpt_callback: Checkpointer,
@@ -80,6 +85,8 @@ class ReinforceTrainer:
         activity: Activity | None = None,
         stop: StopRequest | None = None,
         profiler: StepProfiler | None = None,
+        generators: Generators | None = None,
+        max_staleness: int = 0,
     ):
         self.cfg = cfg
         self.model = model
@@ -97,7 +104,7 @@ class ReinforceTrainer:
         self.max_steps = total_steps(cfg, len(self.train_dataloader))
         self._stop = stop or StopRequest()
         self._prompts_per_update = prompts_per_update
-        self._data_position = self.train_dataloader.state_dict()
+        self._data_position = self._position = self.train_dataloader.state_dict()
         self._saved_step: int | None = None
         self._validation_is_due = True
         self._outlook = Outlook()
@@ -120,6 +127,9 @@ class ReinforceTrainer:
             has_ratios=cfg.reinforce_epochs > 1 or prompts_per_update is not None,
             # Frees GPU memory for the generator.
             while_generating=optimizer.offloaded if model.settings.offload_optimizer else contextlib.nullcontext,
+            generators=generators,
+            staleness=max_staleness,
+            max_steps=self.max_steps,
         )
 
     def fit(self) -> None:
@@ -142,8 +152,9 @@ class ReinforceTrainer:
                 batch, reinforce_metrics = self.generate_reinforce_data(rollouts)
                 with self._clock.phase("train_time"):
                     training_metrics = self.run_training(batch)
+                self._rollouts.refit(self.step + 1)
                 self.step += 1
-                self._data_position = self.train_dataloader.state_dict()
+                self._data_position = self._position
 
                 self._clock.stop()
                 self._log_step({**metrics, **reinforce_metrics, **training_metrics}, batch)
@@ -173,7 +184,7 @@ class ReinforceTrainer:
         Returns this rank's samples, means over all ranks, and this rank's seconds per phase.
         """
         made = self._rollouts.make(self.step + 1)
-        self._prompts = made.prompts
+        self._prompts, self._position = made.prompts, made.position
         return made.batch, made.metrics, self._clock.seconds
 
     def generate_reinforce_data(self, rollout_batch: RolloutBatch) -> tuple[ReinforceBatch, Metrics]:
@@ -233,7 +244,6 @@ class ReinforceTrainer:
         gaps = torch.zeros(0) if generator is None else (log_probs - generator[:, : rollouts.width])[kept]
         metrics |= gap_quantiles(gaps, mesh.sum_over_dp)
         self._divergence.check(self.step + 1, updates, metrics["actor_loss"], mesh, self.logger.note)
-        self.model.generator.refit()
         self._past.add(batch, mesh.gather_over_dp)
         return metrics
 
@@ -264,7 +274,8 @@ class ReinforceTrainer:
         """
         if self.step not in (0, self._saved_step) and self._divergence.is_sound:
             self._activity.begin("checkpoint")
-            self.ckpt_callback.save(self.step, self.state_dict(), keep=self._best.steps)
+            more = {ROLLOUTS_FILE: self._rollouts.state(self.step)}
+            self.ckpt_callback.save(self.step, self.state_dict(), keep=self._best.steps, more=more)
             self._saved_step = self.step
             self.logger.report()
         if wait:
@@ -289,8 +300,8 @@ class ReinforceTrainer:
             "validation_is_due": self._validation_is_due,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`.
+    def load_state_dict(self, state: dict[str, Any], more: Mapping[str, bytes] = MappingProxyType({})) -> None:
+        """Inverse of `state_dict`; `more` are the checkpoint's other files.
 
         Raises CheckpointError: the state has another version or other data.
         """
@@ -306,6 +317,8 @@ class ReinforceTrainer:
         self._past.load_state_dict(state)
         self._best.load_state_dict(state["best"], self.ckpt_callback.holds)
         self._validation_is_due = state["validation_is_due"]
+        self._rollouts.refit(self.step, as_oldest=True)
+        self._rollouts.load_state(self.step, more.get(ROLLOUTS_FILE, b""))
 
     def _log_step(self, metrics: Metrics, batch: ReinforceBatch) -> None:
         position = {"epoch": self._data_position["epoch"], "consumed_prompts": self._data_position["consumed_prompts"]}
@@ -333,7 +346,7 @@ class ReinforceTrainer:
         return interval > 0 and (self.step % interval == 0 or self._is_over())
 
     def _is_over(self) -> bool:
-        return self.step >= self.max_steps or self.train_dataloader.finished
+        return self.step >= self.max_steps or self._rollouts.is_over
 
     def _look_at_the_clock(self) -> None:
         # Rank 0's clock decides: all ranks must stop at the same step.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
+import sys
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -24,7 +25,7 @@ from reinforce_rl.data.batches import (
     join_rollouts,
 )
 from reinforce_rl.errors import GenerationError, RewardServerError, StoppedEarly, TooManyFailedRewardsError
-from reinforce_rl.monitoring.metrics import rollout_means, take_means, validation_means
+from reinforce_rl.monitoring.metrics import Mean, rollout_means, take_means, validation_means
 from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, token_columns
 from reinforce_rl.rewards.base import (
     STATUS_NOT_FINITE,
@@ -37,6 +38,7 @@ from reinforce_rl.rewards.base import (
 )
 from reinforce_rl.runtime.phases import Activity, StepClock
 from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.trainer.disaggregated import Generators, Known, Result, Ticket
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
@@ -112,6 +114,7 @@ class PendingRollouts:
 @dataclass(frozen=True)
 class StepRollouts:
     prompts: list[Prompt]  # all that this rank drew
+    position: dict[str, Any]  # of the loader after them
     batch: RolloutBatch  # this rank's samples; with dynamic filtering, only of groups to train on
     metrics: dict[str, float]  # means over all ranks and all samples drawn
 
@@ -140,6 +143,15 @@ def reward_request(
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """The prompts of a step."""
+
+    prompts: list[Prompt]  # this rank's share
+    position: dict[str, Any]  # of the loader after them
+    ticket: Ticket | None = None  # where others generate
+
+
+@dataclass(frozen=True)
 class RolloutMaker:
     """Samples and scores responses."""
 
@@ -154,6 +166,10 @@ class RolloutMaker:
     has_ratios: bool = False  # a batch takes more than one optimizer step, so old log-probs are needed
     # Entered around the generation of a step.
     while_generating: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    generators: Generators | None = None  # on ranks of their own; None: this rank generates
+    staleness: int = 0  # steps after this one whose prompts are drawn, and generated if there are generators
+    max_steps: int = sys.maxsize
+    ahead: deque[Drawn] = field(default_factory=deque)  # this step's and the following ones'
 
     def make(self, step: int) -> StepRollouts:
         """Make rollouts of the next prompts. `step`, from 1, keys the sampling noise.
@@ -162,14 +178,46 @@ class RolloutMaker:
         an answer or with too many failed samples.
         """
         if self.cfg.dynamic_filtering:
-            drawn = self._draw_until_rewards_differ(step)
-            return replace(drawn, batch=self._with_log_probs(drawn.batch))
-        prompts = next(self.loader)
-        pending = self._sample_step(prompts, step)
+            made = self._draw_until_rewards_differ(step)
+            return replace(made, batch=self._with_log_probs(made.batch))
+        drawn = self._draw(step)
+        pending = self._sample_step(drawn.prompts, step, drawn.ticket)
         # Scores are computed elsewhere while log-probs are taken here.
         pending = replace(pending, batch=self._with_log_probs(pending.batch))
         batch = self._score_step(pending, step)
-        return StepRollouts(prompts, batch, take_means(rollout_means(batch), self.model.mesh.gather_over_dp))
+        self.ahead.popleft()  # not before: a run that is stopped saves what was generated for this step
+        means = rollout_means(batch)
+        if self.staleness and batch.weight_versions is not None:
+            means["staleness"] = Mean.of(step - 1 - batch.weight_versions[batch.response_mask])
+        metrics = take_means(means, self.model.mesh.gather_over_dp)
+        return StepRollouts(drawn.prompts, drawn.position, batch, metrics)
+
+    @property
+    def is_over(self) -> bool:
+        return self.loader.finished and not self.ahead
+
+    def refit(self, version: int, *, as_oldest: bool = False) -> None:
+        """Use the policy's current weights, which `version` steps have trained, from the next response on."""
+        if self.generators is None:
+            self.model.generator.refit()
+        else:
+            with self.clock.phase("send_weights"):
+                self.generators.publish(version, as_oldest=as_oldest)
+
+    def state(self, step: int) -> bytes:
+        """Return the rollouts of steps after this one for a checkpoint, after waiting for them; on rank 0."""
+        if self.generators is None:
+            return b""
+        tickets = {step + 1 + i: one.ticket for i, one in enumerate(self.ahead) if one.ticket is not None}
+        return self.generators.state(tickets)
+
+    def load_state(self, step: int, content: bytes) -> None:
+        """Inverse of `state`; the loader stands after this step."""
+        if self.generators is None:
+            return
+        tickets = self.generators.restore(content)
+        for number in sorted(tickets):
+            self.ahead.append(Drawn(next(self.loader), self.loader.state_dict(), tickets[number]))
 
     def evaluate(
         self,
@@ -201,20 +249,24 @@ class RolloutMaker:
     ) -> RolloutBatch:
         """Sample this rank's prompts with validation's settings and score the responses; raises as `evaluate`."""
         activity.begin(name)
-        # A fixed seed: only the weights differ between validations.
         with self.while_generating():
-            pending = self.sample(prompts, num_samples, self.model.settings.seed * 1_000_003, validation=True)
+            pending = self.sample(prompts, num_samples, 0)
         activity.begin(f"{name}: reward_wait", has_deadline=True)
         return self.score(pending, f"the {name} after step {step}")
 
     def sample(
-        self, prompts: Sequence[Prompt], num_samples: int, seed: int, *, validation: bool = False
+        self, prompts: Sequence[Prompt], num_samples: int, step: int, ticket: Ticket | None = None
     ) -> PendingRollouts:
         """Generate batch by batch; each is scored while the next one is generated.
 
+        `step` 0 is a validation. `ticket` is of prompts that were given to the generators before.
+
         Raises StoppedEarly on all ranks if one was asked to stop, GenerationError if an engine of one cannot go on.
         """
-        mesh = self.model.mesh
+        mesh, seed, validation = self.model.mesh, self._seed(step), step == 0
+        if self.generators is not None:
+            ticket = ticket or self.generators.submit(prompts, num_samples, seed, step, self.generators.version)
+            return self._received(prompts, self.generators.collect(ticket, prompts))
         share = list(self.batch_iterator_cls(prompts, validation))
         work = WorkQueue(mesh, share, shared=self.cfg.generation_work_queue and mesh.dp_size > 1)
         parts: list[Completions] = []
@@ -263,10 +315,39 @@ class RolloutMaker:
             valid &= batch.is_end
         return replace(batch, rewards=rewards, valid=valid, source_rewards=sources, score_faults=tuple(faults))
 
-    def _sample_step(self, prompts: Sequence[Prompt], step: int) -> PendingRollouts:
-        seed = self.model.settings.seed * 1_000_003 + step  # step 0 is validation's seed
+    def _draw(self, step: int) -> Drawn:
+        """Return the prompts of a step, after drawing and submitting those of `staleness` steps after it."""
+        while (
+            len(self.ahead) <= self.staleness
+            and (number := step + len(self.ahead)) <= self.max_steps
+            and not self.loader.finished
+        ):
+            prompts, ticket = next(self.loader), None
+            if self.generators is not None:
+                samples, version = self.cfg.num_rollouts_per_prompt, max(0, number - 1 - self.staleness)
+                ticket = self.generators.submit(prompts, samples, self._seed(number), number, version)
+            self.ahead.append(Drawn(prompts, self.loader.state_dict(), ticket))
+        return self.ahead[0]
+
+    def _received(self, prompts: Sequence[Prompt], results: Sequence[Result]) -> PendingRollouts:
+        """Return what generators made, as if it had been made here."""
+        mesh = self.model.mesh
+        failures = (result.failure for result in results if result.completions is None)
+        mesh.check_together(next(failures, None))
+        parts = [result.completions for result in results if result.completions is not None]
+        futures = ()
+        if mesh.is_block_leader:
+            futures = tuple((Known(r.rewards, r.failure), len(p.lengths)) for r, p in zip(results, parts, strict=True))
+        work = WorkQueue(mesh, [()] * len(parts), shared=False)
+        return PendingRollouts(self._unscored(prompts, join_completions(parts, self.model.pad_id)), futures, work)
+
+    def _seed(self, step: int) -> int:
+        # Of all validations the same: only the weights differ between them.
+        return self.model.settings.seed * 1_000_003 + step
+
+    def _sample_step(self, prompts: Sequence[Prompt], step: int, ticket: Ticket | None = None) -> PendingRollouts:
         with self.clock.phase("generate"), self.while_generating():
-            return self.sample(prompts, self.cfg.num_rollouts_per_prompt, seed)
+            return self.sample(prompts, self.cfg.num_rollouts_per_prompt, step, ticket)
 
     def _score_step(self, pending: PendingRollouts, step: int) -> RolloutBatch:
         with self.clock.phase("reward_wait", has_deadline=True):
@@ -277,7 +358,8 @@ class RolloutMaker:
         where = (batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
         with_kl = self.cfg.initial_policy_kl_penalty > 0
         # Ratios of a second update must start from the trainer's own log-probs.
-        is_known = self.cfg.generator_log_probs and self.model.generator.is_exact and not self.has_ratios
+        is_current = self.model.generator.is_exact and not self.staleness
+        is_known = self.cfg.generator_log_probs and is_current and not self.has_ratios
         if with_kl or self.has_ratios:
             with self.clock.phase("logprobs"):
                 own = batch.generator_log_probs if is_known else self.model.get_inference_log_probs(*where)
@@ -316,7 +398,8 @@ class RolloutMaker:
             "groups_trained": min(len(with_spread), wanted),
             "resampling_rounds": len(drawn) - 1,
         }
-        return StepRollouts(all_prompts, batch.select(kept.nonzero()[:, 0]), {**metrics, **counts})
+        position = self.loader.state_dict()
+        return StepRollouts(all_prompts, position, batch.select(kept.nonzero()[:, 0]), {**metrics, **counts})
 
     def _check_failures(self, reasons: Counter[str], count: int, name: str) -> None:
         mesh, bound = self.model.mesh, self.cfg.max_failed_fraction
@@ -350,6 +433,7 @@ class RolloutMaker:
             rewards=torch.full((count,), float("nan")),
             valid=torch.zeros(count, dtype=torch.bool),
             generator_log_probs=completions.log_probs,
+            weight_versions=completions.weight_versions,
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,20 +47,35 @@ def send_weights(
     """
     mesh, dtype = lm.mesh, lm.config.params_dtype
     buckets = plan_buckets(weight_map(lm.architecture, mesh.tp_size), max_bytes // dtype.itemsize)
-    buffer, offer = make_buffer(max(map(_elements, buckets)), dtype)
-    # The other context-parallel ranks hold the same weights.
-    tensors = hf_tensors(lm, values, dtype=dtype, device=mesh.device) if mesh.cp_rank == 0 else iter(())
-    for rows in buckets:
-        views = _views(buffer, rows)
-        for name, tensor in itertools.islice(tensors, len(rows)):
-            if tensor is not None:
-                views[name].copy_(tensor)
+    buffer, offer = make_buffer(max(map(elements_of, buckets)), dtype)
+    for filled, views in fill_buckets(lm, buckets, [buffer], values):
         if is_spread:
-            mesh.copy_from_block_leader(buffer[: _elements(rows)])
+            mesh.copy_from_block_leader(filled)
         if mesh.device.type == "cuda":
             torch.cuda.synchronize(mesh.device)
         offers = mesh.gather_on_block_leader(offer(buffer, views) if hosts_worker else None)
         deliver([one for one in offers if one is not None])
+
+
+def fill_buckets(
+    lm: CausalLM, buckets: Sequence[list[Row]], buffers: Sequence[Tensor], values: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Gather the model bucket by bucket into each of `buffers` in turn; a collective call of the block.
+
+    Yields the filled part of the buffer, and the tensors in it by name. Only the leader's are filled. `values` are as
+    in `hf_tensors`.
+    """
+    mesh, rows = lm.mesh, [row for bucket in buckets for row in bucket]
+    # The other context-parallel ranks hold the same weights.
+    tensors = iter(())
+    if mesh.cp_rank == 0:
+        tensors = hf_tensors(lm, values, rows=rows, dtype=lm.config.params_dtype, device=mesh.device)
+    for bucket, buffer in zip(buckets, itertools.cycle(buffers), strict=False):
+        views = views_of(buffer, bucket)
+        for name, tensor in itertools.islice(tensors, len(bucket)):
+            if tensor is not None:
+                views[name].copy_(tensor)
+        yield buffer[: elements_of(bucket)], views
     next(tensors, None)
 
 
@@ -69,7 +84,7 @@ def plan_buckets(rows: Sequence[Row], max_elements: int) -> list[list[Row]]:
     buckets: list[list[Row]] = []
     for _, group in itertools.groupby(rows, lambda row: row.megatron):
         together = list(group)
-        if buckets and _elements([*buckets[-1], *together]) <= max_elements:
+        if buckets and elements_of([*buckets[-1], *together]) <= max_elements:
             buckets[-1] += together
         else:
             buckets.append(together)
@@ -80,11 +95,11 @@ def _room(row: Row) -> int:
     return -(-math.prod(row.shape) // _ALIGNED) * _ALIGNED
 
 
-def _elements(rows: Sequence[Row]) -> int:
+def elements_of(rows: Sequence[Row]) -> int:
     return sum(map(_room, rows))
 
 
-def _views(buffer: Tensor, rows: Sequence[Row]) -> dict[str, Tensor]:
+def views_of(buffer: Tensor, rows: Sequence[Row]) -> dict[str, Tensor]:
     starts = itertools.accumulate(map(_room, rows), initial=0)
     whole = {row.hf: (start, row.shape) for row, start in zip(rows, starts, strict=False)}
     return {name: buffer[start : start + math.prod(shape)].view(shape) for name, (start, shape) in whole.items()}

@@ -1,0 +1,76 @@
+"""New weights for generators on ranks of their own: broadcast by the trainers in buckets, under Hugging Face names.
+
+A bucket is gathered over the trainers' tensor-parallel ranks and stages on their first rank while the one before it is
+on its way, and each generator takes its own slices, so the two need not have the same layout. With LoRA the updates
+alone are sent. Neither side ever has more than two buckets besides its own weights, and on a generator what has come
+but is not used yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from reinforce_rl.generation.engine.weights import elements_of, fill_buckets, plan_buckets, views_of
+from reinforce_rl.megatron.hf_weights import parameters_of
+from reinforce_rl.megatron.lora import adapter_rows
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.weight_map import Row, weight_map
+from reinforce_rl.runtime.roles import WeightGroup
+
+
+def _plan(lm: CausalLM, max_bytes: int) -> list[list[Row]]:
+    rows = adapter_rows(lm) or weight_map(lm.architecture, lm.mesh.tp_size)
+    return plan_buckets(rows, max_bytes // lm.config.params_dtype.itemsize)
+
+
+def _buffers(lm: CausalLM, buckets: list[list[Row]], count: int) -> list[Tensor]:
+    size = max(map(elements_of, buckets))
+    return [torch.empty(size, dtype=lm.config.params_dtype, device=lm.mesh.device) for _ in range(count)]
+
+
+def send_weights(lm: CausalLM, group: WeightGroup | None, max_bytes: int) -> int:
+    """Send the weights that are trained; return the bytes. A collective call of the first block of trainers.
+
+    `group` is None on all but its first rank. `receive_weights` on each generator has the same `max_bytes`.
+    """
+    buckets = _plan(lm, max_bytes)
+    buffers, sent, before = _buffers(lm, buckets, 2), 0, None
+    for filled, _ in fill_buckets(lm, buckets, buffers):
+        sent += filled.nbytes
+        if group is not None:
+            work = group.broadcast(filled)
+            if before is not None:
+                before.wait()
+            before = work
+    if before is not None:
+        before.wait()
+    return sent
+
+
+@torch.no_grad()
+def receive_weights(lm: CausalLM, group: WeightGroup, max_bytes: int) -> dict[str, Tensor]:
+    """Receive one `send_weights`; return this rank's slices, for `load_weights`. May run beside generation."""
+    own, rank = parameters_of(lm), lm.mesh.tp_rank
+    buckets, found = _plan(lm, max_bytes), dict[str, Tensor]()
+    (buffer,) = _buffers(lm, buckets, 1)
+    for bucket in buckets:
+        group.broadcast(buffer[: elements_of(bucket)]).wait()
+        tensors = views_of(buffer, bucket)
+        for row in bucket:
+            if row.megatron not in found:
+                found[row.megatron] = torch.zeros_like(own[row.megatron])  # padding stays zero
+            start, end = row.part(rank)
+            if start < end:
+                row.place(found[row.megatron], rank).copy_(row.part_in(tensors[row.hf], rank))
+    return found
+
+
+@torch.no_grad()
+def load_weights(lm: CausalLM, found: Mapping[str, Tensor]) -> None:
+    """Use what `receive_weights` returned, between two calls of the generator."""
+    own = parameters_of(lm)
+    for name, tensor in found.items():
+        own[name].copy_(tensor)  # in place: a CUDA graph holds the addresses

@@ -1,0 +1,99 @@
+"""Roles of a job's ranks where generation has ranks of its own: which ones train, which generate, how they meet.
+
+The first ranks train and the last ones generate. The trainers are one world of process groups, and each generator,
+the ranks that share one copy of the model, is another, so that a role's collectives never wait for the other role.
+Between them are `Links` for prompts and rollouts and one process group for weights.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from reinforce_rl.megatron.mesh import World, job_rank, job_store
+
+WEIGHTS = "weights"  # names of what is in the store
+
+
+@dataclass(frozen=True)
+class Role:
+    """A rank's place in a job of trainers and generators."""
+
+    rank: int  # in the job
+    size: int  # of the job
+    trainers: int  # ranks that train
+    block: int  # ranks of each generator
+    store: Any  # torch's, of the whole job
+    timeout: timedelta  # of collectives between the roles
+
+    @classmethod
+    def of_job(cls, trainers: int, block: int, timeout_seconds: float) -> Role:
+        """Return this process's role. All ranks of the job call it; torch's connection errors are RuntimeErrors."""
+        rank, size = job_rank()
+        timeout = timedelta(seconds=timeout_seconds)
+        store = job_store(size)
+        if store is None:
+            store, *_ = next(rendezvous("env://", rank, size, timeout=timeout))
+        return cls(rank, size, trainers, block, store, timeout)
+
+    @property
+    def generates(self) -> bool:
+        return self.rank >= self.trainers
+
+    @property
+    def world(self) -> World:
+        """The world of process groups that this rank shares."""
+        if not self.generates:
+            return World(self.rank, self.trainers, PrefixStore("trainers", self.store))
+        generator, rank = divmod(self.rank - self.trainers, self.block)
+        return World(rank, self.block, PrefixStore(f"generator {generator}", self.store))
+
+    @property
+    def generators(self) -> range:
+        """The ranks that generate."""
+        return range(self.trainers, self.size)
+
+    @property
+    def leaders(self) -> range:
+        """The first rank of each generator."""
+        return range(self.trainers, self.size, self.block)
+
+    def share(self, name: str, value: Any) -> None:
+        """Give a picklable value to the job's other ranks, which read it by `shared`."""
+        self.store.set(name, pickle.dumps(value))
+
+    def shared(self, name: str) -> Any:
+        """Wait for the value that a rank shares under this name."""
+        self.store.wait([name], self.timeout)
+        return pickle.loads(self.store.get(name))
+
+    def weight_group(self, device: torch.device) -> WeightGroup:
+        """Return the group of the first trainer and all generators; each of these ranks calls it."""
+        own = 0 if self.rank == 0 else 1 + self.rank - self.trainers
+        return WeightGroup(own, 1 + len(self.generators), PrefixStore(WEIGHTS, self.store), device, self.timeout)
+
+
+class WeightGroup:
+    """A process group beside torch's default one, whose first rank sends weights to all others."""
+
+    def __init__(self, rank: int, size: int, store: Any, device: torch.device, timeout: timedelta):
+        # torch makes groups of the default group's ranks only, so this is the backend itself.
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._backend: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            self._backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = self._options.rootTensor = 0
+
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        """Send a contiguous tensor from the first rank, or receive into it; return torch's `Work`."""
+        return self._backend.broadcast([tensor], self._options)

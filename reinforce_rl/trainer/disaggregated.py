@@ -1,0 +1,288 @@
+"""The trainers' side of generation on ranks of its own: a queue of prompts, and the rollouts that come back.
+
+Rank 0 gives micro-batches of prompts, in order, to whichever generator is free, with the version of the weights that
+each must be drawn with: the number of steps that they have been trained for. Step s (from 1) uses version
+max(0, s - 1 - max_staleness), so a run's samples depend neither on how fast ranks are nor on how many generate.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, count
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.errors import StoppedEarly
+from reinforce_rl.generation.weight_sync import send_weights
+from reinforce_rl.rewards.base import Rewards
+from reinforce_rl.runtime.links import Links, LinkThread, host_of_rank_0
+from reinforce_rl.runtime.roles import Role
+from reinforce_rl.runtime.stop import StopRequest
+
+if TYPE_CHECKING:
+    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+    from reinforce_rl.megatron.mesh import Mesh
+
+INVITATION = "generators"  # where rank 0's `Invitation` is shared
+_POLL_SECONDS = 0.2
+_TENSORS = ("tokens", "lengths", "log_probs", "weight_versions")  # of `Completions`
+
+
+@dataclass(frozen=True)
+class Work:
+    """A micro-batch of prompts to answer."""
+
+    number: int
+    step: int  # 0 of a validation
+    version: int  # of the weights
+    prompts: tuple[Prompt, ...]
+    num_samples: int
+    seed: int
+
+    @property
+    def validation(self) -> bool:
+        return self.step == 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """The answer to a `Work`."""
+
+    number: int
+    prompt_ids: tuple[int, ...]
+    completions: Completions | None = None  # None after a failure
+    rewards: Rewards | None = None
+    failure: Exception | None = None  # of the engine if there are no completions, else of the reward source
+
+
+@dataclass(frozen=True)
+class Known:
+    """A `RewardFuture` whose scores, or failure, are there."""
+
+    rewards: Rewards | None
+    failure: Exception | None = None
+
+    def result(self) -> Rewards:
+        if self.failure is not None:
+            raise self.failure
+        assert self.rewards is not None
+        return self.rewards
+
+
+class GeneratorPool:
+    """Rank 0's connections to the generators, and the queue between them.
+
+    A generator of which nothing is heard for `silence_seconds` is lost. `device` is where the weights are.
+
+    Raises ConnectionError: a generator did not come.
+    """
+
+    def __init__(self, role: Role, device: torch.device, silence_seconds: float):
+        self._changed = threading.Condition()
+        self._waiting: deque[Work] = deque()
+        self._idle: deque[int] = deque()  # leaders that have asked for work
+        self._results: dict[int, Result] = {}
+        self._lost: str | None = None
+        links, invitation = Links.listen(host_of_rank_0())
+        role.share(INVITATION, invitation)
+        self._links, seconds = links, role.timeout.total_seconds()
+        if missing := sorted(set(role.generators) - links.accept(role.generators, seconds).keys()):
+            links.close()
+            raise ConnectionError(f"the ranks {missing}, which generate, did not come within {seconds:.0f} s")
+        self.group = role.weight_group(device)
+        self._thread = LinkThread(links, silence_seconds, self._on_message, self._on_lost)
+
+    def submit(self, work: Iterable[Work]) -> None:
+        with self._changed:
+            self._waiting.extend(work)
+            self._assign()
+
+    def wait(self, numbers: Sequence[int], stop: StopRequest | None = None) -> list[Result] | None:
+        """Wait for these results and return them; None once a stop is asked for.
+
+        Raises ConnectionError: a generator's rank is lost.
+        """
+        with self._changed:
+            while not all(number in self._results for number in numbers):
+                if stop is not None and stop.reason is not None:
+                    return None
+                if self._lost is not None:
+                    raise ConnectionError(self._lost)
+                self._changed.wait(_POLL_SECONDS)
+            return [self._results[number] for number in numbers]
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._results.pop(number, None)
+
+    def announce(self, version: int) -> None:
+        """Have all generators' ranks receive weights."""
+        self._links.send_all(pickle.dumps(version))
+
+    def close(self) -> None:
+        """End the generators."""
+        self._thread.stopping.set()
+        self._links.send_all(pickle.dumps(None))
+        self._thread.wait_closed(_POLL_SECONDS)
+        self._thread.close()
+
+    def _on_message(self, rank: int, parts: list[memoryview]) -> None:
+        result: Result | None = pickle.loads(parts[0])
+        with self._changed:
+            if result is None:
+                self._idle.append(rank)
+                self._assign()
+            else:
+                self._results[result.number] = result
+            self._changed.notify_all()
+
+    def _on_lost(self, rank: int, reason: str) -> None:
+        with self._changed:
+            self._lost = f"rank {rank}, which generates, {reason}"
+            self._changed.notify_all()
+
+    def _assign(self) -> None:
+        while self._idle and self._waiting:
+            self._links.send(self._idle.popleft(), pickle.dumps(self._waiting.popleft()))
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The prompts of a step, or of a validation, that were submitted together."""
+
+    numbers: list[list[int]]  # of each data-parallel rank's micro-batches, in order
+    version: int
+    stored: dict[int, dict[str, Any]] | None = None  # by prompt, all ranks' results from a checkpoint
+
+
+class Generators:
+    """What every trainer knows of the generators. All trainers call its methods together.
+
+    Args:
+        pool: on rank 0, else None.
+        cut: called with (prompts, validation); yields the micro-batches.
+        max_bytes: of a bucket of weights.
+    """
+
+    def __init__(
+        self,
+        model: MegatronGPTReinforceActorModel,
+        pool: GeneratorPool | None,
+        cut: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]],
+        stop: StopRequest,
+        max_bytes: int,
+    ):
+        self._model, self._pool, self._cut, self._stop = model, pool, cut, stop
+        self._max_bytes, self._numbers = max_bytes, count()
+        self.version = 0  # of the newest weights that the generators were sent
+        self._oldest = 0  # that they may still be asked for
+        self.sent_bytes, self.sent_seconds = 0, 0.0  # by the last `publish`
+
+    @property
+    def _mesh(self) -> Mesh:
+        return self._model.mesh
+
+    def submit(self, prompts: Sequence[Prompt], num_samples: int, seed: int, step: int, version: int) -> Ticket:
+        """Queue this rank's share of the prompts of a step, 0 for a validation, behind all submitted before."""
+        shares = self._mesh.gather_over_dp(list(map(tuple, self._cut(prompts, step == 0))))
+        version = max(version, self._oldest)
+        numbered = [[(next(self._numbers), part) for part in share] for share in shares]
+        # Ends of shares may be smaller; taking them last shortens the final wait.
+        order = sorted((i, owner) for owner, share in enumerate(numbered) for i in range(len(share)))
+        if self._pool is not None:
+            parts = (numbered[owner][i] for i, owner in order)
+            self._pool.submit(Work(number, step, version, part, num_samples, seed) for number, part in parts)
+        return Ticket([[number for number, _ in share] for share in numbered], version)
+
+    def collect(self, ticket: Ticket, prompts: Sequence[Prompt]) -> list[Result]:
+        """Wait for the work of a ticket; return the results of this rank's share, which are of `prompts`, in order.
+
+        Raises StoppedEarly on all ranks once one is asked to stop.
+        """
+        if ticket.stored is not None:
+            return [_unpacked(prompt.id, ticket.stored[prompt.id]) for prompt in prompts]
+        found = None
+        if self._pool is not None:
+            found = self._pool.wait(list(chain.from_iterable(ticket.numbers)), self._stop)
+        found = self._mesh.from_main(found)
+        if found is None:
+            raise StoppedEarly(f"stopped by {self._stop.reason or 'a signal to another rank'}")
+        by_number = {result.number: result for result in found}
+        return [by_number[number] for number in ticket.numbers[self._mesh.dp_rank]]
+
+    def forget(self, ticket: Ticket) -> None:
+        if self._pool is not None:
+            self._pool.forget(chain.from_iterable(ticket.numbers))
+
+    def state(self, tickets: Mapping[int, Ticket]) -> bytes:
+        """Return the rollouts of the tickets, by step, for `restore`, after waiting for them; on rank 0, else nothing.
+
+        Those of the newest weights are left out, as a resumed run makes the same ones. So are a step with a failure
+        and all after it.
+        """
+        steps, pool = [], self._pool
+        if pool is None:
+            return b""
+        for step, ticket in tickets.items():
+            if ticket.version == self.version:
+                break
+            stored = ticket.stored
+            if stored is None:
+                results = pool.wait(list(chain.from_iterable(ticket.numbers))) or []
+                if any(result.failure is not None for result in results):
+                    break
+                stored = {prompt: packed for result in results for prompt, packed in _packed(result).items()}
+            steps.append({"step": step, "version": ticket.version, "stored": stored})
+        content = io.BytesIO()
+        torch.save(steps, content)
+        return content.getvalue() if steps else b""
+
+    def restore(self, content: bytes) -> dict[int, Ticket]:
+        """Return the tickets of a `state`, by step."""
+        steps = torch.load(io.BytesIO(content), weights_only=True) if content else []
+        return {one["step"]: Ticket([], one["version"], one["stored"]) for one in steps}
+
+    def publish(self, version: int, *, as_oldest: bool = False) -> None:
+        """Send the policy's weights as this version; `as_oldest` where the generators are to have no earlier one."""
+        began = time.perf_counter()
+        if self._pool is not None:
+            self._pool.announce(version)
+        if self._mesh.dp_rank == 0:
+            group = self._pool.group if self._pool is not None else None
+            self.sent_bytes = send_weights(self._model.lm, group, self._max_bytes)
+        self.sent_seconds = time.perf_counter() - began
+        self.version, self._oldest = version, version if as_oldest else self._oldest
+
+
+def _packed(result: Result) -> dict[int, dict[str, Any]]:
+    """Return the rollouts of each prompt, by its id, as plain values and tensors."""
+    completions, rewards = result.completions, result.rewards
+    assert completions is not None
+    samples, found = len(completions.lengths) // len(result.prompt_ids), {}
+    for at, prompt in enumerate(result.prompt_ids):
+        own = slice(at * samples, (at + 1) * samples)
+        tensors = {name: getattr(completions, name) for name in _TENSORS}
+        tensors = {name: None if value is None else value[own].clone() for name, value in tensors.items()}
+        scores = None
+        if rewards is not None:
+            by_source = {name: values[own].clone() for name, values in rewards.by_source.items()}
+            faults = {row - own.start: text for row, text in rewards.faults.items() if own.start <= row < own.stop}
+            values, status = rewards.values[own].clone(), rewards.status[own].clone()
+            scores = {"values": values, "status": status, "by_source": by_source, "faults": faults}
+        found[prompt] = {**tensors, "finish_reasons": list(completions.finish_reasons[own]), "scores": scores}
+    return found
+
+
+def _unpacked(prompt: int, stored: dict[str, Any]) -> Result:
+    tensors = {name: stored[name] for name in _TENSORS}
+    completions = Completions(**tensors, finish_reasons=tuple(stored["finish_reasons"]))
+    rewards = None if stored["scores"] is None else Rewards(**stored["scores"])
+    return Result(-1, (prompt,), completions, rewards)

@@ -1,0 +1,237 @@
+"""Generation on ranks of its own: the colocated run's numbers without staleness; else the same ones for any number of
+generators, and through kills.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.models import tiny_llama_folder
+from helpers.tiny_run import largest_difference, metrics_of, rollouts_of, tiny_config, without_times
+from helpers.trainer_processes import NUM_PROMPTS, RUN_SECONDS, SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
+from safetensors.torch import load_file
+
+from reinforce_rl.errors import EXIT_LOST_RANK, EXIT_STOPPED, ConfigError
+from reinforce_rl.monitoring.records import read_tokens
+from reinforce_rl.runtime.status import read_status
+
+SLOW = pytest.mark.slow
+APART = ("placement=disaggregated", "generation_ranks=1")
+TWO_GENERATORS = ("placement=disaggregated", "generation_ranks=2")
+# What state carries over steps, and two saves between which steps are lost by a kill.
+STATEFUL = (
+    "trainer.reinforce.advantage_estimator=running_mean",
+    "trainer.reinforce.kl_target=0.05",
+    "trainer.reinforce.kl_horizon=50",
+    "trainer.reinforce.val_check_interval=2",
+)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[TrainerProcesses]:
+    processes = TrainerProcesses()
+    yield processes
+    processes.close()
+
+
+def finish(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: int = 2) -> Path:
+    folder.mkdir(exist_ok=True)
+    processes.start(folder, *SETTINGS, *STATEFUL, *overrides, ranks=ranks)
+    assert processes.wait() == 0, (folder / "log").read_text()
+    return folder
+
+
+def finish_two_layers(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: int) -> Path:
+    folder.mkdir(exist_ok=True)
+    tiny_llama_folder(folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16)
+    return finish(processes, folder, *overrides, ranks=ranks)
+
+
+@pytest.fixture(scope="module")
+def apart(processes, tmp_path_factory) -> Path:
+    """A run whose rollouts are one step old."""
+    return finish(processes, tmp_path_factory.mktemp("apart"), *APART)
+
+
+def assert_same_training(folder: Path, other: Path) -> None:
+    for line, expected in zip(metrics_of(folder), metrics_of(other), strict=True):
+        assert without_times(line) == without_times(expected)
+    for step in range(1, STEPS + 1):
+        assert rollouts_of(folder, step) == rollouts_of(other, step)
+    found, others = (load_file(path / "run" / "hf" / "model.safetensors") for path in (folder, other))
+    assert all(torch.equal(found[name], others[name]) for name in others)
+
+
+LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
+FILTERING = ("trainer.reinforce.dynamic_filtering=true", "trainer.reinforce.max_resampling_rounds=1")
+
+
+@pytest.mark.parametrize(
+    ("trainers", "generators", "overrides"),
+    [
+        pytest.param(1, 1, (), id="one trainer"),
+        pytest.param(2, 2, (), id="two and two", marks=SLOW),
+        pytest.param(1, 2, LORA, id="LoRA", marks=SLOW),
+        pytest.param(1, 1, FILTERING, id="dynamic filtering", marks=SLOW),
+    ],
+)
+def test_without_staleness_it_is_the_colocated_run_bit_for_bit(trainers, generators, overrides, processes, tmp_path):
+    colocated = finish(processes, tmp_path / "colocated", *overrides, ranks=trainers)
+    settings = ("placement=disaggregated", f"generation_ranks={generators}", "max_staleness=0")
+    apart = finish(processes, tmp_path / "apart", *overrides, *settings, ranks=trainers + generators)
+    assert_same_training(apart, colocated)
+
+
+TRAINERS = {"TP2": (2, "tensor"), "PP2": (2, "pipeline"), "one": (1, "tensor")}
+
+
+@pytest.mark.parametrize(
+    ("trainers", "tensor"),
+    [
+        pytest.param("PP2", 2, id="PP2 to TP2"),
+        *(pytest.param(*pair, id=f"{pair[0]} to TP{pair[1]}", marks=SLOW) for pair in [("TP2", 1), ("TP2", 2)]),
+        *(pytest.param(*pair, id=f"{pair[0]} to TP{pair[1]}", marks=SLOW) for pair in [("PP2", 1), ("one", 2)]),
+    ],
+)
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=SLOW)], ids=["whole model", "LoRA"])
+def test_the_layouts_of_trainers_and_generators_change_no_number(trainers, tensor, lora, processes, tmp_path):
+    ranks, kind = TRAINERS[trainers]
+    more = LORA if lora else ()
+    expected = finish_two_layers(processes, tmp_path / "one", *more, ranks=1)
+    layout = (f"model.{kind}_model_parallel_size={ranks}", f"generation_tensor_parallel_size={tensor}")
+    settings = ("placement=disaggregated", f"generation_ranks={tensor}", "max_staleness=0", *layout, *more)
+    found = finish_two_layers(processes, tmp_path / "apart", *settings, ranks=ranks + tensor)
+    for line, other in zip(metrics_of(found), metrics_of(expected), strict=True):
+        pair = [{key: value for key, value in without_times(m).items() if "padding" not in key} for m in (line, other)]
+        assert largest_difference(*pair) < 1e-4, line["step"]
+
+
+@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=SLOW), pytest.param(4, marks=SLOW)])
+def test_each_token_is_of_the_version_that_its_step_asks_for(staleness, apart, processes, tmp_path):
+    folder = apart
+    if staleness != 1:
+        folder = finish(processes, tmp_path, *APART, f"max_staleness={staleness}")
+    for step in range(1, STEPS + 1):
+        expected = max(0, step - 1 - staleness)
+        tokens = read_tokens(folder / "run" / "rollouts" / f"step_{step:05d}.parquet")
+        assert {version for one in tokens for version in one.weight_versions or []} == {expected}
+        assert metrics_of(folder)[step]["train/staleness"] == step - 1 - expected
+    prompts = [Counter(row["prompt_id"] for row in rollouts_of(folder, step)) for step in range(1, STEPS + 1)]
+    for epoch in range(4):
+        assert sum(prompts[3 * epoch : 3 * epoch + 3], Counter()) == dict.fromkeys(range(NUM_PROMPTS), 4)
+
+
+def test_the_log_probs_of_older_weights_are_corrected(apart):
+    """The KL and the ratio are of the weights that train, not of those that drew."""
+    lines = metrics_of(apart)
+    assert "generator_correction: sequence" in (apart / "run" / "config.yaml").read_text()
+    assert lines[1]["train/generator_gap"] < 1e-6  # of the same weights
+    assert all(line["train/generator_gap"] > 1e-3 for line in lines[2:])
+    assert lines[1]["train/effective_sample_size"] > 0.999999
+    assert min(line["train/effective_sample_size"] for line in lines[2:]) < 0.999
+
+
+def test_neither_the_number_of_generators_nor_their_speed_changes_a_number(apart, processes, tmp_path):
+    assert_equal_runs(finish(processes, tmp_path, *TWO_GENERATORS, ranks=3), apart)
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=SLOW, id="5-a"), pytest.param(5, marks=SLOW, id="5-b")])
+def test_killed_at_random_moments(kills, apart, processes, tmp_path):
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed of the moments: {seed}")
+    draw = random.Random(seed)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics_of(apart)
+    seconds = (lines[-1]["time"] - lines[0]["time"]) / kills
+    for _ in range(kills):
+        before = metrics.stat().st_size if metrics.exists() else 0
+        started = processes.start(tmp_path, *SETTINGS, *STATEFUL, *APART, ranks=2)
+        deadline = time.monotonic() + RUN_SECONDS
+        while not (metrics.exists() and metrics.stat().st_size != before) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0.0, seconds))
+        for process in draw.choice([started, started[:1], started[1:]]):
+            os.kill(process, signal.SIGKILL)
+        processes.wait()
+    assert_equal_runs(finish(processes, tmp_path, *APART), apart)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_saves_the_rollouts_under_way(rank, apart, processes, tmp_path):
+    act = {"rank": rank, "phase": "generate", "step": 5, "signal": signal.SIGTERM}
+    processes.start(tmp_path, *SETTINGS, *STATEFUL, *APART, ranks=2, patience=60, act=act)
+    processes.wait()
+    said = (tmp_path / "log").read_text()
+    assert processes.statuses[0] == EXIT_STOPPED, said
+    assert processes.statuses[1] in (0, EXIT_STOPPED), said
+    newest = tmp_path / "run" / "checkpoints"
+    stored = torch.load(newest / (newest / "latest").read_text().strip() / "rollouts.pt", weights_only=True)
+    assert [one["step"] for one in stored] == [stored[0]["version"] + 2]
+    finish(processes, tmp_path, *APART)
+    assert_same_training(tmp_path, apart)
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase", "number"),
+    [
+        (1, "generate", signal.SIGKILL),
+        pytest.param(0, "train_time", signal.SIGSTOP, marks=SLOW),
+        pytest.param(1, "waiting for prompts", signal.SIGSTOP, marks=SLOW),
+    ],
+)
+def test_a_lost_rank_is_named_and_the_run_goes_on(rank, phase, number, apart, processes, tmp_path):
+    act = {"rank": rank, "phase": phase, "step": 4, "signal": number}
+    limits = ("trainer.heartbeat_timeout_seconds=6", "trainer.collective_timeout_seconds=30")
+    patience = 1 if number == signal.SIGSTOP else 40  # a stopped process cannot end itself
+    processes.start(tmp_path, *SETTINGS, *STATEFUL, *APART, *limits, ranks=2, patience=patience, act=act)
+    processes.wait()
+    said = (tmp_path / "log").read_text()
+    assert processes.statuses[1 - rank] == EXIT_LOST_RANK, said
+    status = read_status(tmp_path / "run")
+    assert status is not None and status.exit_code == EXIT_LOST_RANK
+    assert f"rank {rank} (host " in status.reason and f"phase {phase} of step 4" in status.reason
+    finish(processes, tmp_path, *APART)
+    assert_same_training(tmp_path, apart)
+
+
+def test_a_colocated_run_goes_on_with_generators(processes, tmp_path):
+    processes.start(tmp_path, *SETTINGS, *STATEFUL, "trainer.reinforce.save_interval=1", die_before="step_00004")
+    assert processes.wait() == -signal.SIGKILL
+    finish(processes, tmp_path, *APART, "resume_with_changes=true")
+    ages = [line.get("train/staleness") for line in metrics_of(tmp_path)[1:]]
+    assert ages[:3] == [None] * 3
+    assert ages[3:] == [0.0] + [1.0] * (STEPS - 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["generation_ranks=1"], ["generation_ranks", "placement", "disaggregated"]),
+        (["max_staleness=1"], ["max_staleness", "placement"]),
+        (["placement=disaggregated"], ["generation_ranks", "fewer than the 2 ranks"]),
+        ([*APART, "generation_ranks=2"], ["generation_ranks", "fewer than the 2 ranks"]),
+        ([*APART, "generation_tensor_parallel_size=2"], ["multiple of 2"]),
+        ([*APART, "generation=vllm"], ["generation", "placement", "native"]),
+        ([*APART, "trainer.reinforce.dynamic_filtering=true"], ["dynamic_filtering", "max_staleness"]),
+        (
+            [*APART, "trainer.reinforce.generator_correction=none"],
+            ["max_staleness", "generator_correction", "sequence"],
+        ),
+        (
+            [*APART, "model.tensor_model_parallel_size=2"],
+            ["tensor_model_parallel_size", "1 ranks", "generation_ranks"],
+        ),
+    ],
+)
+def test_what_cannot_work_is_told(overrides, words, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        tiny_config(tmp_path, "trainer.devices=2", *overrides)
+    assert all(word in str(error.value) for word in words), str(error.value)
