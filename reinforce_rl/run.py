@@ -14,6 +14,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.rules import Allocation, parse_duration
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader, RLHFDatasets, fixed_prompts
+from reinforce_rl.errors import ReinforceError
 from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.lora import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh
@@ -119,14 +120,19 @@ def generate(
         staleness=cfg.staleness,
         max_bytes=cfg.engine.weight_bucket_megabytes * 2**20,
     )
-    with contextlib.closing(rank):
-        control.activity.begin("waiting for the reward server", has_deadline=True)
-        monitor = SilentMonitor(cfg.exp_manager.explicit_log_dir)
-        with contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor)) as rm:
+    with contextlib.ExitStack() as stack:
+        stack.callback(rank.close)
+        try:
+            control.activity.begin("waiting for the reward server", has_deadline=True)
+            monitor = SilentMonitor(cfg.exp_manager.explicit_log_dir)
+            rm = stack.enter_context(contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor)))
             control.activity.begin("loading the model")
             model = build_actor(cfg, mesh, tokenizer, trains=False, with_reference=False)
-            with contextlib.closing(model.generator):
-                rank.run(model, rm, control.activity)
+            stack.callback(model.generator.close)
+        except ReinforceError as error:
+            rank.fail(error)
+            return
+        rank.run(model, rm, control.activity)
 
 
 def build_monitor(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.config.actor import LOGGERS, TrainConfig
-from reinforce_rl.config.base import NOT_SET
+from reinforce_rl.config.base import DEEP, NOT_SET
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.model import LoraTuningConfig
 from reinforce_rl.config.model_folder import MODEL, model_values, no_model
@@ -133,6 +133,8 @@ def _placement(cfg: TrainConfig) -> Iterator[str]:
         expected = f"a multiple of {tensor} (generation_tensor_parallel_size), at least {tensor} and " * (tensor > 1)
         least = "" if expected else "at least 1 and "
         yield told("generation_ranks", f"expected {expected}{least}fewer than the {ranks} ranks of this job")
+    if cfg.preflight == DEEP:
+        yield told("preflight placement", "the deep preflight predicts colocated runs: expected true")
     if cfg.generation != "native":
         yield told("generation placement", "engines are colocated so far: expected generation=native")
     if rl.dynamic_filtering and cfg.staleness:

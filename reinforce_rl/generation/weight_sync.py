@@ -8,7 +8,8 @@ but is not used yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -55,17 +56,30 @@ def receive_weights(lm: CausalLM, group: WeightGroup, max_bytes: int) -> dict[st
     """Receive one `send_weights`; return this rank's slices, for `load_weights`. May run beside generation."""
     own, rank = parameters_of(lm), lm.mesh.tp_rank
     buckets, found = _plan(lm, max_bytes), dict[str, Tensor]()
-    (buffer,) = _buffers(lm, buckets, 1)
-    for bucket in buckets:
-        group.broadcast(buffer[: elements_of(bucket)]).wait()
-        tensors = views_of(buffer, bucket)
-        for row in bucket:
-            if row.megatron not in found:
-                found[row.megatron] = torch.zeros_like(own[row.megatron])  # padding stays zero
-            start, end = row.part(rank)
-            if start < end:
-                row.place(found[row.megatron], rank).copy_(row.part_in(tensors[row.hf], rank))
+    with _beside_generation(lm.mesh.device):
+        (buffer,) = _buffers(lm, buckets, 1)
+        for bucket in buckets:
+            group.broadcast(buffer[: elements_of(bucket)]).wait()
+            tensors = views_of(buffer, bucket)
+            for row in bucket:
+                if row.megatron not in found:
+                    found[row.megatron] = torch.zeros_like(own[row.megatron])  # padding stays zero
+                start, end = row.part(rank)
+                if start < end:
+                    row.place(found[row.megatron], rank).copy_(row.part_in(tensors[row.hf], rank))
     return found
+
+
+@contextlib.contextmanager
+def _beside_generation(device: torch.device) -> Iterator[None]:
+    """On a GPU, a stream of its own, for which generation need not wait; the block's work is done at its end."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 @torch.no_grad()
@@ -74,3 +88,5 @@ def load_weights(lm: CausalLM, found: Mapping[str, Tensor]) -> None:
     own = parameters_of(lm)
     for name, tensor in found.items():
         own[name].copy_(tensor)  # in place: a CUDA graph holds the addresses
+        if tensor.is_cuda:  # it came on another stream, whose memory is otherwise free for reuse at once
+            tensor.record_stream(torch.cuda.current_stream())

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reinforce_rl.data.batches import Completions, Prompt
-from reinforce_rl.errors import StoppedEarly
+from reinforce_rl.errors import ReinforceError, StoppedEarly
 from reinforce_rl.generation.weight_sync import send_weights
 from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.runtime.links import Links, LinkThread, host_of_rank_0
@@ -91,6 +91,7 @@ class GeneratorPool:
         self._idle: deque[int] = deque()  # leaders that have asked for work
         self._results: dict[int, Result] = {}
         self._lost: str | None = None
+        self._failure: ReinforceError | None = None  # of a generator that cannot begin
         links, invitation = Links.listen(host_of_rank_0())
         role.share(INVITATION, invitation)
         self._links, seconds = links, role.timeout.total_seconds()
@@ -108,20 +109,23 @@ class GeneratorPool:
     def wait(self, numbers: Sequence[int], stop: StopRequest | None = None) -> list[Result] | None:
         """Wait for these results and return them; None once a stop is asked for.
 
-        Raises ConnectionError: a generator's rank is lost.
+        Raises ConnectionError: a generator's rank is lost. ReinforceError: it cannot begin.
         """
         with self._changed:
             while not all(number in self._results for number in numbers):
                 if stop is not None and stop.reason is not None:
                     return None
+                if self._failure is not None:
+                    raise self._failure
                 if self._lost is not None:
                     raise ConnectionError(self._lost)
                 self._changed.wait(_POLL_SECONDS)
             return [self._results[number] for number in numbers]
 
     def forget(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self._results.pop(number, None)
+        with self._changed:
+            for number in numbers:
+                self._results.pop(number, None)
 
     def announce(self, version: int) -> None:
         """Have all generators' ranks receive weights."""
@@ -135,13 +139,15 @@ class GeneratorPool:
         self._thread.close()
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
-        result: Result | None = pickle.loads(parts[0])
+        message: Result | ReinforceError | None = pickle.loads(parts[0])
         with self._changed:
-            if result is None:
+            if message is None:
                 self._idle.append(rank)
                 self._assign()
+            elif isinstance(message, Result):
+                self._results[message.number] = message
             else:
-                self._results[result.number] = result
+                self._failure = message
             self._changed.notify_all()
 
     def _on_lost(self, rank: int, reason: str) -> None:
@@ -205,13 +211,14 @@ class Generators:
     def collect(self, ticket: Ticket, prompts: Sequence[Prompt]) -> list[Result]:
         """Wait for the work of a ticket; return the results of this rank's share, which are of `prompts`, in order.
 
-        Raises StoppedEarly on all ranks once one is asked to stop.
+        Raises StoppedEarly on all ranks once one is asked to stop, and what `GeneratorPool.wait` raises.
         """
         if ticket.stored is not None:
             return [_unpacked(prompt.id, ticket.stored[prompt.id]) for prompt in prompts]
         found = None
-        if self._pool is not None:
-            found = self._pool.wait(list(chain.from_iterable(ticket.numbers)), self._stop)
+        with self._mesh.together():
+            if self._pool is not None:
+                found = self._pool.wait(list(chain.from_iterable(ticket.numbers)), self._stop)
         found = self._mesh.from_main(found)
         if found is None:
             raise StoppedEarly(f"stopped by {self._stop.reason or 'a signal to another rank'}")

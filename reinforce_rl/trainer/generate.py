@@ -56,6 +56,12 @@ class GeneratorRank:
     def close(self) -> None:
         self._thread.close()
 
+    def fail(self, error: ReinforceError) -> None:
+        """Give the trainers an error that keeps this generator from beginning, and wait until they have ended."""
+        self._links.send(0, pickle.dumps(error))
+        with self._changed:
+            self._wait(lambda: self._has_ended)
+
     def run(self, model: MegatronGPTReinforceActorModel, rm: RewardSource, activity: Activity) -> None:
         """Answer prompts until the trainers end; `rm` scores the answers, asked by the block's first rank.
 

@@ -186,6 +186,8 @@ class RolloutMaker:
         pending = replace(pending, batch=self._with_log_probs(pending.batch))
         batch = self._score_step(pending, step)
         self.ahead.popleft()  # not before: a run that is stopped saves what was generated for this step
+        if self.generators is not None and drawn.ticket is not None:
+            self.generators.forget(drawn.ticket)
         means = rollout_means(batch)
         if self.staleness and batch.weight_versions is not None:
             means["staleness"] = Mean.of(step - 1 - batch.weight_versions[batch.response_mask])
@@ -264,9 +266,12 @@ class RolloutMaker:
         Raises StoppedEarly on all ranks if one was asked to stop, GenerationError if an engine of one cannot go on.
         """
         mesh, seed, validation = self.model.mesh, self._seed(step), step == 0
-        if self.generators is not None:
-            ticket = ticket or self.generators.submit(prompts, num_samples, seed, step, self.generators.version)
-            return self._received(prompts, self.generators.collect(ticket, prompts))
+        if (own := self.generators) is not None:
+            found = ticket or own.submit(prompts, num_samples, seed, step, own.version)
+            pending = self._received(prompts, own.collect(found, prompts))
+            if ticket is None:
+                own.forget(found)
+            return pending
         share = list(self.batch_iterator_cls(prompts, validation))
         work = WorkQueue(mesh, share, shared=self.cfg.generation_work_queue and mesh.dp_size > 1)
         parts: list[Completions] = []

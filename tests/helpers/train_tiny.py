@@ -13,6 +13,7 @@ act: {rank, phase, step, signal}: this rank sends itself the signal as it comes 
     after a moment, and the rewards would take minutes.
 allocation: from the fork on the batch system's allocation lasts so many seconds, and began hours before.
 step_seconds: that each training lasts longer.
+generate_seconds: that each micro-batch of a step is generated longer.
 slow_rank: with a work queue this rank ends its first micro-batch once the others have taken all that is left; every
     rank prints what it took.
 engine: folder; TensorRT-LLM is the fake, and what the engine of rank N is given lies in folder/N.
@@ -94,6 +95,19 @@ def lengthen_steps(seconds: float) -> None:
     ReinforceTrainer.run_training = slow_training  # type: ignore[method-assign]
 
 
+def lengthen_generation(seconds: float) -> None:
+    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+
+    infer = MegatronGPTReinforceActorModel.infer
+
+    def slow_infer(*args, validation: bool = False):
+        if not validation:
+            time.sleep(seconds)
+        return infer(*args, validation=validation)
+
+    MegatronGPTReinforceActorModel.infer = slow_infer  # type: ignore[method-assign]
+
+
 def slow_down(slow: int, rank: int) -> None:
     from reinforce_rl.trainer.rollouts import COUNTER, WorkQueue
 
@@ -166,6 +180,8 @@ def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides:
             print("the allocation ends at", times["SLURM_JOB_END_TIME"])
         if options.get("step_seconds"):
             lengthen_steps(options["step_seconds"])
+        if options.get("generate_seconds"):
+            lengthen_generation(options["generate_seconds"])
         if "slow_rank" in options:
             slow_down(options["slow_rank"], int(environment.get("RANK", 0)))
         if "engine" in options:

@@ -219,6 +219,7 @@ def test_a_colocated_run_goes_on_with_generators(processes, tmp_path):
         (["placement=disaggregated"], ["generation_ranks", "fewer than the 2 ranks"]),
         ([*APART, "generation_ranks=2"], ["generation_ranks", "fewer than the 2 ranks"]),
         ([*APART, "generation_tensor_parallel_size=2"], ["multiple of 2"]),
+        ([*APART, "preflight=deep"], ["preflight", "placement"]),
         ([*APART, "generation=vllm"], ["generation", "placement", "native"]),
         ([*APART, "trainer.reinforce.dynamic_filtering=true"], ["dynamic_filtering", "max_staleness"]),
         (
