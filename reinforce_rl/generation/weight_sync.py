@@ -88,5 +88,5 @@ def load_weights(lm: CausalLM, found: Mapping[str, Tensor]) -> None:
     own = parameters_of(lm)
     for name, tensor in found.items():
         own[name].copy_(tensor)  # in place: a CUDA graph holds the addresses
-        if tensor.is_cuda:  # it came on another stream, whose memory is otherwise free for reuse at once
-            tensor.record_stream(torch.cuda.current_stream())
+    if lm.mesh.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()  # what came is of another stream, which reuses what is freed

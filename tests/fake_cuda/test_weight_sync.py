@@ -1,0 +1,56 @@
+"""Weights from trainers to generators on GPUs: every tensor stays on the device, and arrives bit for bit."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.lora import EVERY, lora_model
+from helpers.policies import megatron_model
+from torch import Tensor
+
+from reinforce_rl.generation.weight_sync import load_weights, receive_weights, send_weights
+from reinforce_rl.megatron.mesh import parallel_mesh
+
+BF16 = torch.bfloat16
+BUCKET_BYTES = 4096  # no buffer is larger than the tensors whose values are known
+
+
+class Wire:
+    """A weight group whose first rank's broadcasts the other takes later, in order."""
+
+    def __init__(self) -> None:
+        self.sent: deque[Tensor] = deque()
+        self.receives = False
+
+    def broadcast(self, tensor: Tensor) -> Any:
+        assert tensor.is_cuda and tensor.dtype == BF16 and tensor.is_contiguous()
+        if self.receives:
+            tensor.copy_(self.sent.popleft())
+        else:
+            self.sent.append(tensor.clone())
+        return SimpleNamespace(wait=lambda: None)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole model", "LoRA"])
+def test_weights_arrive_on_the_device(machine, folders, lora):
+    def model(mesh):
+        return lora_model(folders[2], mesh, EVERY, BF16) if lora else megatron_model(folders[2], mesh, BF16)
+
+    with machine.rank(), parallel_mesh() as mesh:
+        trained, other, wire = model(mesh), model(mesh), Wire()
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.mul_(2 if parameter.requires_grad else 1)
+        sent = send_weights(trained, wire, BUCKET_BYTES)  # type: ignore[arg-type]
+        assert len(wire.sent) > (0 if lora else 2) and sent == sum(tensor.nbytes for tensor in wire.sent)
+        wire.receives = True
+        found = receive_weights(other, wire, BUCKET_BYTES)  # type: ignore[arg-type]
+        assert not wire.sent and all(tensor.is_cuda for tensor in found.values())
+        assert all("lora" in name for name in found) == lora
+        load_weights(other, found)
+        for (name, own), expected in zip(other.named_parameters(), trained.parameters(), strict=True):
+            assert torch.equal(own.cpu(), expected.cpu()), name
