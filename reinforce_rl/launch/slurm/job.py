@@ -97,6 +97,12 @@ class Job:
         if isinstance(endpoints, Outcome):
             return endpoints
         actor = self._start(steps.actor_plan(settings, allocation, endpoints, nodes[0][:1]))
+        if self._never_began(actor):
+            # Seen of Slurm 22.05 after a node came back: its step is there, and no node was asked to start a task.
+            text = f"no task of {actor.name} has begun within {settings.ready_seconds:.0f} s of its step's start"
+            actor.end(signal.SIGTERM, time.monotonic() + LEAST_SECONDS)
+            self._end_servers(servers)
+            return Outcome(EXIT_ERROR, text, never_began=True)
         unasked = self._watch(servers, actor)
         by_itself = self._end_all(servers, actor, unasked)
         ends = [end for server in servers for end in server.ends()]
@@ -177,6 +183,15 @@ class Job:
     def _failed_nodes(self) -> list[str]:
         return sorted({step.failed_node for step in self._steps} - {""})
 
+    def _never_began(self, actor: Step) -> bool:
+        """Wait for the actor's first task; return True if it has not begun within `ready_seconds`."""
+        deadline = time.monotonic() + self._settings.ready_seconds
+        while not actor.has_ended and self._stop.number is None and read_endpoint(self._folder, actor.name) is None:
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(POLL_SECONDS)
+        return False
+
     def _watch(self, servers: Sequence[Step], actor: Step) -> str:
         """Wait for the actor's end, a signal, or the last server's end; return that server's name."""
         left = list(servers)
@@ -255,9 +270,11 @@ class Job:
             return False, f"not requeued after {self._stop.name}; {go_on}"
         if result.code == EXIT_DIVERGED:
             return False, "not requeued: the policy has diverged, and would again from the same checkpoint"
+        restart, max_restarts = self._allocation.restart, self._settings.max_restarts
+        if result.never_began and restart < max_restarts:  # `_refusal` ends what never gets further
+            return True, "requeued, as another attempt may begin"
         if result.code != EXIT_STOPPED and self._settings.restart_after_crash != "true":
             return False, f"not requeued after a failure (REINFORCE_RESTART_AFTER_CRASH is false); {go_on}"
-        restart, max_restarts = self._allocation.restart, self._settings.max_restarts
         requeue, why = outcome.may_requeue(restart, max_restarts, attempt.step_before, step)
         if requeue:
             return True, f"requeued: {why}; Slurm waits about two minutes before"

@@ -85,6 +85,7 @@ class Outcome:
     text: str
     first: TaskEnd | None = None  # first task to fail, if any
     log_of: str = ""  # step whose log says more; empty for none
+    never_began: bool = False  # Slurm started no task of the actor
 
 
 def judge(

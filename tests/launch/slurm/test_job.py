@@ -241,6 +241,15 @@ def test_a_server_that_is_never_healthy(started: type[Job], what: str, expected:
     assert not list(job.run_dir.glob("began.*"))
 
 
+def test_an_actor_whose_step_starts_no_task_is_not_waited_for(started: type[Job]) -> None:
+    job = started(FAKE_ACTOR="never begins", REINFORCE_READY_SECONDS="4")
+    code, lines = job.finish()
+    assert code == 1, lines
+    assert lines[-2] == "no task of actor has begun within 4 s of its step's start"
+    assert lines[-1].endswith("requeued, as another attempt may begin")
+    assert job.requeued
+
+
 def test_a_job_that_gets_no_further_does_not_train(started: type[Job], tmp_path: Path) -> None:
     for restart in range(3):
         write_attempt(tmp_path / "run" / "slurm", Attempt("7", restart, 1.0, 0))
