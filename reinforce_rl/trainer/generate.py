@@ -70,16 +70,19 @@ class GeneratorRank:
         """
         self._model, self._rm, self._activity, self._is_leader = model, rm, activity, model.mesh.is_block_leader
         threading.Thread(target=self._receive, name="weights", daemon=True).start()
-        with ThreadPoolExecutor(_AT_ONCE, "rewards") as scoring:
+        scoring = ThreadPoolExecutor(_AT_ONCE, "rewards")
+        try:
             for work in self._works():
                 activity.step = work.step
                 if work.version != self._version:
-                    self._activity.begin("waiting for weights")
+                    activity.begin("waiting for weights")
                     self._advance(work.version)
-                self._activity.begin("generate")
+                activity.begin("generate")
                 result, future = self._answer(work)
                 if self._is_leader:
                     scoring.submit(self._send, result, future)
+        finally:
+            scoring.shutdown(wait=False, cancel_futures=True)  # closing `rm` ends those that wait for scores
 
     def _works(self) -> Iterator[Work]:
         """Yield this block's work, on all of its ranks alike."""
