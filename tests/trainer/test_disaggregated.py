@@ -202,6 +202,25 @@ def test_a_lost_rank_is_named_and_the_run_goes_on(rank, phase, number, apart, pr
     assert_same_training(tmp_path, apart)
 
 
+FUNCTION = ("reward=function", "+reward_function.kwargs.target=4", "+reward_function.kwargs.tolerance=4")
+
+
+def test_the_generators_ask_for_the_rewards(processes, tmp_path):
+    """A real reward function in processes of the rank that generates; then one that cannot be used there."""
+    own = (*FUNCTION, "reward_function.name=reinforce_rl.rewards.functions.length", "max_staleness=0")
+    unit = "+reward_function.kwargs.unit=characters"
+    found = finish(processes, tmp_path / "apart", *APART, *own, unit)
+    rows = rollouts_of(found, STEPS)
+    assert [row["reward"] for row in rows] == [max(0.0, 1 - abs(len(row["response"]) - 4) / 4) for row in rows]
+    (tmp_path / "wrong").mkdir()
+    wrong = (*FUNCTION, "reward_function.name=reinforce_rl.rewards.functions.length", "+reward_function.kwargs.of=1")
+    processes.start(tmp_path / "wrong", *SETTINGS, *APART, *wrong, ranks=2, patience=60)
+    processes.wait()
+    said = (tmp_path / "wrong" / "log").read_text()
+    assert processes.statuses == [1, 0], said
+    assert "reward_function" in said and "unexpected keyword argument" in said and "Traceback" not in said
+
+
 def test_a_colocated_run_goes_on_with_generators(processes, tmp_path):
     processes.start(tmp_path, *SETTINGS, *STATEFUL, "trainer.reinforce.save_interval=1", die_before="step_00004")
     assert processes.wait() == -signal.SIGKILL
