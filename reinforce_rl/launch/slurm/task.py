@@ -5,8 +5,8 @@ A launcher that is killed leaves its ranks, and a server's guard outlives it for
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -32,7 +32,7 @@ POLL_SECONDS = 0.1
 class Task:
     component: str  # such as actor or rm-0
     folder: Path  # of the attempt
-    repository: Path
+    repository: str
     launcher: str  # `SRUN` or `TORCHRUN`
     devices: int  # ranks per node
     number: int  # in its step
@@ -72,7 +72,7 @@ def environment_of(task: Task, first: Endpoint, environment: Mapping[str, str]) 
     cpus = environment.get("SLURM_CPUS_PER_TASK", "1")
     result = {"OMP_NUM_THREADS": cpus if task.launcher == SRUN else "1", "GOMP_SPINCOUNT": "0", **environment}
     result["PYTHONUNBUFFERED"] = "1"
-    result["PYTHONPATH"] = os.pathsep.join(filter(None, [str(task.repository), environment.get("PYTHONPATH", "")]))
+    result["PYTHONPATH"] = os.pathsep.join(filter(None, [task.repository, environment.get("PYTHONPATH", "")]))
     if task.launcher == SRUN:
         result |= {
             "RANK": str(task.number),
@@ -181,19 +181,12 @@ def _children() -> list[int]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    kinds = {"component": str, "folder": Path, "repository": Path, "devices": int, "seconds": float}
-    for name, kind in kinds.items():
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    parser.add_argument("--launcher", choices=(SRUN, TORCHRUN), required=True)
-    parser.add_argument("--peers", nargs="*", default=(), help="names of other nodes")
-    parser.add_argument("--serves", action="store_true")
-    parser.add_argument("script", nargs="+")
+def main(text: str) -> int:
+    """Run the task whose fields, but for its place in the step, are this JSON; return the exit code for srun."""
     slurm = {"number": "PROCID", "local_number": "LOCALID", "node": "NODEID", "nodes": "STEP_NUM_NODES"}
-    given = vars(parser.parse_args(argv))
-    given |= {name: int(os.environ[f"SLURM_{variable}"]) for name, variable in slurm.items()}
-    task = Task(**given)
+    place = {name: int(os.environ[f"SLURM_{variable}"]) for name, variable in slurm.items()}
+    given = json.loads(text)
+    task = Task(**given | place | {"folder": Path(given["folder"])})
     try:
         end, is_well = run(task)
     except (ReinforceError, OSError) as error:  # OSError: a full disk, say
@@ -204,7 +197,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"error: cannot write down how this task ended, {end}: {error}", file=sys.stderr, flush=True)
     return 0 if is_well else end.code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
