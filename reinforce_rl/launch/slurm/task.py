@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -109,42 +109,32 @@ class StopSignal:
             child.send_signal(self.number)
 
 
-@contextlib.contextmanager
-def _first_task(task: Task, stop: StopSignal) -> Iterator[Endpoint | None]:
-    """Yield the endpoint of the component's first task, whose ports are held meanwhile. None after a signal."""
-    if task.number:
-        yield wait_for_endpoint(task.folder, task.component, task.seconds, lambda: stop.number is not None)
-        return
-    with claim_ports(2 if task.serves else 1, f"{task.folder.name} {task.component}") as ports:
-        endpoint = Endpoint(socket.gethostname(), own_address(task.peers), *ports)
-        publish(task.folder, task.component, endpoint)
-        yield endpoint
-
-
 def run(task: Task) -> tuple[TaskEnd, bool]:
-    """Run the program to its end; a ReinforceError says why it could not be started.
+    """Run the program to its end; a ReinforceError or OSError says why it could not be started.
 
     Returns how it ended, and whether to return 0 to srun: it has saved or was asked to end, and `--kill-on-bad-exit`
     must not kill tasks that still save.
     """
     stop = StopSignal()
     adopt_orphans()
-    with _first_task(task, stop) as first:
+    with contextlib.ExitStack() as held:
+        if task.number:
+            first = wait_for_endpoint(task.folder, task.component, task.seconds, lambda: stop.number is not None)
+        else:
+            ports = held.enter_context(claim_ports(2 if task.serves else 1, f"{task.folder.name} {task.component}"))
+            first = Endpoint(socket.gethostname(), own_address(task.peers), *ports)
+            publish(task.folder, task.component, first)
         if first is None or stop.number is not None:
             return task.end(128 + (stop.number or signal.SIGTERM), "stopped before the program began"), True
-        command = command_of(task, first)
-        try:
-            # The program must not outlive a killed wrapper: other ranks would wait for it. Servers ignore SIGUSR1:
-            # Slurm signals every process, and it is meant for the actor.
-            child = Child(
-                command,
-                own_session=False,
-                death_signal=signal.SIGKILL,
-                ignored_signals=[signal.SIGUSR1] if task.serves else [],
-                env=environment_of(task, first, os.environ),
-            )
-        except OSError as error:
-            raise ReinforceError(f"cannot start {command[0]}: {error.strerror}") from error
+        # The program must not outlive a killed wrapper: other ranks would wait for it. Servers ignore SIGUSR1:
+        # Slurm signals every process, and it is meant for the actor.
+        child = Child(
+            command_of(task, first),
+            own_session=False,
+            death_signal=signal.SIGKILL,
+            ignored_signals=[signal.SIGUSR1] if task.serves else [],
+            env=environment_of(task, first, os.environ),
+        )
         stop.pass_to(child)
         code = child.process.wait()
         # Slurm may signal twice, and Python restores default handlers during its shutdown.
