@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -108,11 +107,8 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
 
 
 def _start(command: Sequence[str], guard: Guard, log: BinaryIO | None) -> Child:
-    try:
-        output = None if log is None else subprocess.STDOUT
-        child = Child(command, stdout=log, stderr=output, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    except OSError as error:
-        raise ConfigError([f"cannot start '{shlex.join(command)}': {error}"]) from error
+    output = None if log is None else subprocess.STDOUT
+    child = Child(command, stdout=log, stderr=output, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     guard.watch_process(child.pid, whole_session=True)
     return child
 
