@@ -119,10 +119,9 @@ def make_request(options: Options, environment: Mapping[str, str], repository: P
     run_dir = _run_dir(options, actor_cfg, environment)
     # The job sets this key itself, to the absolute path.
     actor_args = tuple(arg for arg in options.actor_args if arg.partition("=")[0].lstrip("+") != RUN_DIR_KEY)
-    given = dict(options.variables)
-    is_own = given.keys().isdisjoint((names.PYTHON, names.CONTAINER_IMAGE, names.SERVER_CONTAINER_IMAGE))
+    is_own = options.variables.keys().isdisjoint((names.PYTHON, names.CONTAINER_IMAGE, names.SERVER_CONTAINER_IMAGE))
     python = {names.PYTHON: sys.executable} if is_own else {}
-    variables = {names.RUN_DIR: str(run_dir), names.REPOSITORY: str(repository), **python, **given}
+    variables = {names.RUN_DIR: str(run_dir), names.REPOSITORY: str(repository), **python, **options.variables}
     try:
         settings = read_settings([*actor_args, SEPARATOR, *options.server_args], variables, repository)
     except ConfigError as error:
