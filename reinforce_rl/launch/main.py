@@ -18,7 +18,7 @@ from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.check_generation import check_generation
 from reinforce_rl.launch.convert import convert
 from reinforce_rl.launch.demo import demo
-from reinforce_rl.launch.terminal import become, plain_errors, start_ranks
+from reinforce_rl.launch.terminal import become, fail, plain_errors, start_ranks
 
 
 class _Group(TyperGroup):
@@ -89,8 +89,12 @@ def run_script(command: str) -> None:
 
 
 def _prepare() -> None:
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # rewards and generators of one's own are found there, as with `python -m`
+    try:
+        here = os.getcwd()
+    except OSError:
+        fail("the folder in which this was started does not exist any more; change to another one")
+    if here not in sys.path:
+        sys.path.append(here)  # rewards and generators of one's own are found there, as with `python -m`
     os.environ.setdefault("GOMP_SPINCOUNT", "0")  # idle OpenMP threads that spin cost a busy CPU tenfold
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
