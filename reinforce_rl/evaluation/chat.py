@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
@@ -95,8 +95,6 @@ class Speaker:
 
 @dataclass
 class Chat:
-    """A conversation with one or two models."""
-
     speakers: Sequence[Speaker]
     params: SamplingParams
     seed: int = 0
@@ -119,7 +117,9 @@ class Chat:
                 if line.startswith("/"):
                     self._obey(*line.partition(" ")[::2])
                 elif line:
-                    self._ask(line)
+                    for speaker in self.speakers:
+                        speaker.messages.append({"role": "user", "content": line})
+                    self._answer()
             except (ReinforceError, OSError, KeyboardInterrupt) as error:
                 self._write(f"({error or 'stopped'})\n")
                 for speaker, messages in zip(self.speakers, before, strict=True):
@@ -143,17 +143,11 @@ class Chat:
         for speaker in self.speakers:
             speaker.messages = [{"role": "system", "content": self.system}] if self.system else []
 
-    def _ask(self, question: str) -> None:
-        for speaker in self.speakers:
-            speaker.messages.append({"role": "user", "content": question})
-        self._answer()
-
     def _answer(self) -> None:
         self._answered += 1
         console, several = self.console, len(self.speakers) > 1
-        columns = Table(*(one.name for one in self.speakers), box=None, expand=True, padding=(0, 2, 0, 0))
-        for column in columns.columns:
-            column.ratio = 1
+        names = (Column(speaker.name, ratio=1) for speaker in self.speakers)
+        columns = Table(*names, box=None, expand=True, padding=(0, 2, 0, 0))
         texts = [Text() for _ in self.speakers]
         columns.add_row(*texts)
         screen = contextlib.nullcontext()

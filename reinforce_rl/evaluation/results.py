@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import to_json
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from reinforce_rl.evaluation.statistics import Estimate, WinRate, estimate, pass_at_k
@@ -102,11 +102,9 @@ class Results:
 
     def table(self) -> RenderableType:
         """Return a table of the models and a line for each comparison and each reason of a failure."""
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        table.add_column("model")
         names = list(dict.fromkeys(name for one in self.models for name in one.numbers))
-        for name in names:
-            table.add_column(name, justify="right", no_wrap=True)
+        columns = (Column(name, justify="right", no_wrap=True) for name in names)
+        table = Table("model", *columns, box=None, padding=(0, 2, 0, 0), header_style="bold")
         for one in self.models:
             table.add_row(one.name, *(_shown(name, one.numbers.get(name)) for name in names))
         failed = [f"{one.name}: {n} not scored: {text}" for one in self.models for text, n in one.failures.items()]

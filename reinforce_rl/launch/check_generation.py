@@ -122,8 +122,6 @@ def check_generation(
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences between two generators on the same prompts."""
-
     responses: int
     equal_responses: int  # equal token by token
     tokens: int  # of the first generator

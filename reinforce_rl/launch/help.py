@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from reinforce_rl.config.compose import CONF_FOLDER
 from reinforce_rl.config.describe import PROGRAMS, Key, keys_of
@@ -47,10 +47,8 @@ def show_help(name: str, words: Sequence[str], console: Console | None = None) -
         return
     for group, members in itertools.groupby(found, lambda key: key.path.rpartition(".")[0]):
         title = f"[bold]{group or 'keys without a group'}"
-        table = Table(title=title, title_justify="left", box=None, show_header=False)
-        table.add_column(style="cyan", no_wrap=True)
-        table.add_column(max_width=24, overflow="fold")
-        table.add_column()
+        columns = Column(style="cyan", no_wrap=True), Column(max_width=24, overflow="fold"), Column()
+        table = Table(*columns, title=title, title_justify="left", box=None, show_header=False)
         for key in members:
             meaning = f"{escape(key.meaning)} [dim]({escape(_kind(key))})"
             table.add_row(key.path.rpartition(".")[2], escape(key.default), meaning.strip())

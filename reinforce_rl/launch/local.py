@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.launch.slurm.outcome import last_lines
+from reinforce_rl.launch.slurm.rendezvous import Endpoint, health_fault
 from reinforce_rl.launch.slurm.settings import override_of, with_missing
 from reinforce_rl.launch.slurm.task import StopSignal
-from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress, ask_description, wait_for
-from reinforce_rl.rewards.wire import DEFAULT_NAME, read_token
+from reinforce_rl.rewards.wire import DEFAULT_NAME
 from reinforce_rl.utils.guard import Guard
-from reinforce_rl.utils.net import Address, check_port, free_port
+from reinforce_rl.utils.net import check_port, free_port
 from reinforce_rl.utils.process import STOP_SIGNALS, Child, active_stop_signals
 
 HOST = "127.0.0.1"
@@ -38,8 +37,6 @@ class LaunchPlan:
     actor: tuple[str, ...]
     server_log: Path
     port: int
-    name: str = DEFAULT_NAME  # of the served model
-    token: str | None = field(default=None, repr=False)  # access token of the server, if any
     ready_seconds: float = 600.0  # for the server to become ready, model loading included
     grace_seconds: float = 30.0  # from SIGTERM to SIGKILL
 
@@ -59,22 +56,20 @@ def make_plan(
     `inference.token_file=FILE` goes to the actor too. `seconds` are limits of the LaunchPlan.
     """
     text = override_of(server_args, "inference.port")
-    name = override_of(server_args, "inference.name") or DEFAULT_NAME
     try:
         port = int(text) if text else free_port(HOST)
     except ValueError as error:
         raise ConfigError([f"inference.port is '{text}'; expected a number"]) from error
     for_server = {"inference.host": HOST, "inference.port": port}
+    name = override_of(server_args, "inference.name") or DEFAULT_NAME
     for_actor: dict[str, object] = {"ip": HOST, "port": port, "name": name}
     token_file = override_of(server_args, "inference.token_file")
-    token_file = None if token_file in ("", "null") else token_file
-    if token_file is not None:
+    if token_file not in (None, "", "null"):
         for_actor["token_file"] = token_file
     for_actor = {f"remote_rm.reward_model.{key}": value for key, value in for_actor.items()}
     of_server = (sys.executable, *server, *with_missing(server_args, for_server))
     of_actor = (sys.executable, *actor, *with_missing(actor_args, for_actor))
-    token = read_token(token_file, "inference.token_file")
-    return LaunchPlan(of_server, of_actor, run_dir / "logs" / "server.log", port, name, token, **seconds)
+    return LaunchPlan(of_server, of_actor, run_dir / "logs" / "server.log", port, **seconds)
 
 
 def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
@@ -112,17 +107,8 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
 
 
 def _start(command: Sequence[str], guard: Guard, log: BinaryIO | None) -> Child:
-    try:
-        child = Child(
-            command,
-            # The guard ends the child if this process is killed; this covers the guard being killed too.
-            death_signal=signal.SIGTERM,
-            stdout=log,
-            stderr=None if log is None else subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
-    except OSError as error:
-        raise ConfigError([f"cannot start '{shlex.join(command)}': {error}"]) from error
+    output = None if log is None else subprocess.STDOUT
+    child = Child(command, stdout=log, stderr=output, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     guard.watch_process(child.pid, whole_session=True)
     return child
 
@@ -130,24 +116,21 @@ def _start(command: Sequence[str], guard: Guard, log: BinaryIO | None) -> Child:
 def _wait_until_ready(plan: LaunchPlan, server: Child, stop: StopSignal, say: Callable[[str], None]) -> None:
     start = time.monotonic()
     next_report = start + REPORT_SECONDS
-    model = ModelAddress(Address(HOST, plan.port), plan.name, plan.token)
     while stop.number is None:
         if server.exit_code is not None:
             raise _server_ended(plan, server, "before it was ready")
-        try:
-            wait_for(ask_description(model, 5.0))
-            say(f"reward server: ready at http://{HOST}:{plan.port} after {time.monotonic() - start:.0f} s")
+        fault, elapsed = health_fault(Endpoint(HOST, HOST, 0, plan.port)), time.monotonic() - start
+        if fault is None:
+            say(f"reward server: ready at http://{HOST}:{plan.port} after {elapsed:.0f} s")
             return
-        except FailedAttempt as error:
-            elapsed = time.monotonic() - start
-            if elapsed > plan.ready_seconds:
-                raise RewardServerError(
-                    f"the reward server was not ready at {HOST}:{plan.port} within {plan.ready_seconds:.0f} s "
-                    f"(it {error}); {last_lines(plan.server_log, LAST_LOG_LINES)}"
-                ) from error
-            if time.monotonic() >= next_report:
-                say(f"reward server: {error}; waiting, {elapsed:.0f} s of {plan.ready_seconds:.0f} s")
-                next_report += REPORT_SECONDS
+        if elapsed > plan.ready_seconds:
+            raise RewardServerError(
+                f"the reward server was not ready within {plan.ready_seconds:.0f} s ({fault}); "
+                f"{last_lines(plan.server_log, LAST_LOG_LINES)}"
+            )
+        if time.monotonic() >= next_report:
+            say(f"reward server: {fault}; waiting, {elapsed:.0f} s of {plan.ready_seconds:.0f} s")
+            next_report += REPORT_SECONDS
         time.sleep(POLL_SECONDS)
 
 

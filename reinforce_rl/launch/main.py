@@ -18,7 +18,7 @@ from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.check_generation import check_generation
 from reinforce_rl.launch.convert import convert
 from reinforce_rl.launch.demo import demo
-from reinforce_rl.launch.terminal import become, plain_errors, start_ranks
+from reinforce_rl.launch.terminal import become, fail, plain_errors, start_ranks
 
 
 class _Group(TyperGroup):
@@ -74,7 +74,6 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; ends the process."""
     _prepare()
     app()
 
@@ -90,8 +89,12 @@ def run_script(command: str) -> None:
 
 
 def _prepare() -> None:
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # rewards and generators of one's own are found there, as with `python -m`
+    try:
+        here = os.getcwd()
+    except OSError:
+        fail("the folder in which this was started does not exist any more; change to another one")
+    if here not in sys.path:
+        sys.path.append(here)  # rewards and generators of one's own are found there, as with `python -m`
     os.environ.setdefault("GOMP_SPINCOUNT", "0")  # idle OpenMP threads that spin cost a busy CPU tenfold
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -112,8 +115,6 @@ def _options(
 
 
 def _hydra_program(name: str, sentence: str) -> None:
-    """Add a program of `programs` as a command."""
-
     @app.command(name, cls=_Passing, help=f"{sentence} KEY=VALUE ..., and Hydra's options.")
     def run(words: Words = None) -> None:
         from reinforce_rl.launch import programs
@@ -195,8 +196,7 @@ def prepare(
         raise typer.BadParameter("--num-validation is not allowed with --validation-fraction")
     if validation_fraction is not None and not 0 < validation_fraction < 1:  # typer's bounds include their ends
         raise typer.BadParameter(f"--validation-fraction is {validation_fraction}; expected above 0 and below 1")
-    share = 0.1 if validation_fraction is None else validation_fraction
-    options = PrepareOptions(form, num_validation, share, seed, max_turns, max_characters, limit)
+    options = PrepareOptions(form, num_validation, validation_fraction or 0.1, seed, max_turns, max_characters, limit)
     columns = Columns(dict(one.split("=", 1) for one in field or ()), "--field ")
     print(prepare_prompts(inputs, output, options, columns))
     print(f"written to {output / 'train.jsonl'} and {output / 'validation.jsonl'}")

@@ -48,10 +48,6 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 fail("stopped by a signal before the run began", EXIT_STOPPED)
 
         def run_program() -> None:
-            try:
-                os.getcwd()
-            except OSError:
-                fail("the folder in which this was started does not exist any more; change to another one")
             words = [arg for arg in sys.argv[1:] if arg not in HELP]
             if len(words) < len(sys.argv) - 1:
                 from reinforce_rl.launch.help import show_help

@@ -62,8 +62,6 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Policy:
-    """The settings that determine memory use."""
-
     weight_bytes: int  # per weight or activation: 4 in fp32, 2 in bf16
     layout: Layout
     optimizer_shards: int  # ranks that the optimizer states are sharded over
@@ -107,7 +105,6 @@ class RankMemory:
 
     @property
     def held(self) -> int:
-        """Bytes held throughout on the device."""
         return self.weights + self.gradients + self.optimizer + self.reference_on_device
 
     @property
@@ -128,7 +125,6 @@ class RankMemory:
 def rank_memory(
     stage: int, shape: StageShape, policy: Policy, train: Pass, forward: Pass, generations: Mapping[str, Decoding]
 ) -> RankMemory:
-    """Compute the memory of a rank of one stage."""
     weights, gradients = shape.parameters * policy.weight_bytes, shape.trained * FP32
     # In fp32 the weights are their own main weights.
     main = 0 if policy.weight_bytes == FP32 else FP32

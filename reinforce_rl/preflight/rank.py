@@ -56,7 +56,6 @@ Phases = dict[str, tuple[Cost, float]]  # cost and peak bytes by phase
 
 
 def total(parts: Iterable[tuple[float, Cost]]) -> Cost:
-    """Sum costs with weights."""
     whole = Cost()
     for weight, cost in parts:
         for name in ("counts", "calls", "sent"):

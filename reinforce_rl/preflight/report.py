@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from reinforce_rl.config.actor import TrainConfig
@@ -223,11 +223,8 @@ def _step(step: StepTime) -> dict[str, Any]:
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="italic")
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right")
-    return table
+    columns = (Column(name, justify="right") for name in others)
+    return Table(first, *columns, box=None, padding=(0, 2), header_style="italic")
 
 
 def _seconds(value: float) -> str:

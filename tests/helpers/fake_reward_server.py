@@ -85,7 +85,7 @@ class FakeRewardServer:
             digest = id = ""
 
             def do_GET(self) -> None:
-                self._send(200, {"name": "triton", "extensions": []})
+                self._send(200, {"name": "triton", "extensions": [], "text": "a small sample was scored"})
 
             def do_POST(self) -> None:
                 request = self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -199,8 +199,7 @@ def test_port_and_token_go_to_both_sides_unless_the_user_chose(tmp_path):
     token_file.chmod(0o600)
     guarded = make_plan(tmp_path, [f"inference.token_file={token_file}"], [], **scripts)
     assert f"remote_rm.reward_model.token_file={token_file}" in guarded.actor
-    assert guarded.token == "0123456789abcdef"
-    assert guarded.token not in repr(guarded)
+    assert "0123456789abcdef" not in repr(guarded)
     with pytest.raises(ConfigError, match="'many'; expected a number"):
         make_plan(tmp_path, ["inference.port=many"], [])
 

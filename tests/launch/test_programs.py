@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -39,11 +41,13 @@ def test_other_errors_of_the_system_keep_their_traceback(tmp_path: Path) -> None
     assert code == 1 and "Traceback" in said and "/no/such/file" in said
 
 
-def test_a_folder_that_is_gone_is_one_message(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["train", "report"])
+def test_a_folder_that_is_gone_is_one_message(tmp_path: Path, command: str) -> None:
     gone = tmp_path / "gone"
     code = f"import os; os.chdir({str(tmp_path)!r}); os.mkdir('gone'); os.chdir('gone'); os.rmdir({str(gone)!r})\n"
-    code += "from reinforce_rl.launch.programs import with_config\nwith_config('train_reinforce_actor')(print)()"
+    code += "from reinforce_rl.launch.main import main\nmain()"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    words = [sys.executable, "-c", code, command, "results"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert "does not exist any more" in done.stderr

@@ -38,7 +38,6 @@ def parse_memory(text: str) -> int:
 
 
 def parse_gpus(text: str) -> int:
-    """Return COUNT of [TYPE:]COUNT."""
     if found := re.fullmatch(r"(?:[\w.-]*[A-Za-z][\w.-]*:)?(\d+)", text):
         return int(found[1])
     raise ValueError("GPUs of a node as [TYPE:]COUNT, such as 8 or h100:8, or 0 for none")
@@ -98,7 +97,7 @@ class Options:
     job_name: str | None  # None for the configuration's
     chain: int  # number of consecutive jobs
     dry_run: bool  # print the plan only
-    variables: tuple[tuple[str, str], ...]  # of the job, those that are set
+    variables: Mapping[str, str]  # of the job, those that are set
     faults: tuple[str, ...] = ()  # of values; those fields have their defaults
 
 
@@ -131,7 +130,7 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
         return ComponentOptions(**values, sbatch_args=tuple(extra))
 
     time = text("time") or JOB_VARIABLES[0].default
-    variables = {v.name: text(v.option) for v in VARIABLES if v.name not in PLANNED}
+    variables = {v.name: found for v in VARIABLES if v.name not in PLANNED and (found := text(v.option))}
     return Options(
         actor_args=tuple(args.overrides),
         server_args=server_args,
@@ -143,7 +142,7 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
         server=component(SERVER),
         job_name=text("job-name"),
         dry_run=args.dry_run,
-        variables=tuple((name, value) for name, value in variables.items() if value),
+        variables=variables,
         faults=tuple(faults),
     )
 

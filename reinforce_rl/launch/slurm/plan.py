@@ -119,10 +119,9 @@ def make_request(options: Options, environment: Mapping[str, str], repository: P
     run_dir = _run_dir(options, actor_cfg, environment)
     # The job sets this key itself, to the absolute path.
     actor_args = tuple(arg for arg in options.actor_args if arg.partition("=")[0].lstrip("+") != RUN_DIR_KEY)
-    given = dict(options.variables)
-    is_own = given.keys().isdisjoint((names.PYTHON, names.CONTAINER_IMAGE, names.SERVER_CONTAINER_IMAGE))
+    is_own = options.variables.keys().isdisjoint((names.PYTHON, names.CONTAINER_IMAGE, names.SERVER_CONTAINER_IMAGE))
     python = {names.PYTHON: sys.executable} if is_own else {}
-    variables = {names.RUN_DIR: str(run_dir), names.REPOSITORY: str(repository), **python, **given}
+    variables = {names.RUN_DIR: str(run_dir), names.REPOSITORY: str(repository), **python, **options.variables}
     try:
         settings = read_settings([*actor_args, SEPARATOR, *options.server_args], variables, repository)
     except ConfigError as error:
@@ -132,11 +131,10 @@ def make_request(options: Options, environment: Mapping[str, str], repository: P
     save_seconds = None if status is None else status.save_seconds
     lead = options.lead or default_lead(save_seconds)
     faults += [*options.faults, *lead_faults(lead, options.seconds, save_seconds)]
+    server = None
     if server_cfg is not None:
-        faults += [
-            *read_config(server_cfg, ServeRewardModelConfig)[1],
-            *_gpu_faults(SERVER, options.server, server_cfg.devices),
-        ]
+        server, found = read_config(server_cfg, ServeRewardModelConfig)
+        faults += [*found, *_gpu_faults(SERVER, options.server, server.devices)]
     if actor_cfg is None:
         return Request(None, run_dir, 0, faults, [])
     OmegaConf.update(actor_cfg, RUN_DIR_KEY, str(run_dir))
@@ -144,7 +142,7 @@ def make_request(options: Options, environment: Mapping[str, str], repository: P
     cfg = actor.config
     faults += [*actor.faults, *_actor_faults(cfg, options), *_gpu_faults(ACTOR, options.actor, cfg.trainer.devices)]
     megabytes = math.ceil(host_memory_of_node(cfg, actor.memory) / 2**20) if actor.memory else 0
-    plan = None if server_cfg is None else _plan(options, lead, cfg, server_cfg, settings, variables)
+    plan = None if server is None else _plan(options, lead, cfg, server, settings, variables)
     return Request(plan, run_dir, megabytes, faults, list(_warnings(cfg, options, megabytes)))
 
 
@@ -160,7 +158,6 @@ def _run_dir(options: Options, cfg: DictConfig | None, environment: Mapping[str,
 
 
 def default_lead(save_seconds: float | None) -> int:
-    """Return the lead in seconds from the duration of the run's last save, if any."""
     return DEFAULT_LEAD if save_seconds is None else max(LEAST_LEAD, math.ceil(2 * save_seconds) + LEAD_MARGIN)
 
 
@@ -194,16 +191,21 @@ def _actor_faults(cfg: TrainConfig, options: Options) -> Iterator[str]:
         yield f"remote_rm.reward_model.name is {name}, but the server's inference.name is {served}; expected the same"
 
 
-def _gpu_faults(component: str, options: ComponentOptions, ranks: object) -> Iterator[str]:
-    if isinstance(ranks, int) and 0 < parse_gpus(options.gpus or "0") < ranks:
+def _gpu_faults(component: str, options: ComponentOptions, ranks: int) -> Iterator[str]:
+    if 0 < parse_gpus(options.gpus or "0") < ranks:
         yield f"--{component}-gpus is {options.gpus}, for {ranks} ranks of a node; expected a GPU for each"
 
 
 def _plan(
-    options: Options, lead: int, cfg: TrainConfig, server: DictConfig, settings: Settings, variables: dict[str, str]
+    options: Options,
+    lead: int,
+    cfg: TrainConfig,
+    server: ServeRewardModelConfig,
+    settings: Settings,
+    variables: dict[str, str],
 ) -> JobPlan | None:
     actor_layout, server_layout = (cfg.trainer.num_nodes, cfg.trainer.devices), (server.num_nodes, server.devices)
-    if not all(isinstance(number, int) and number > 0 for number in (*actor_layout, *server_layout)):
+    if min(*actor_layout, *server_layout) < 1:
         return None  # already among the programs' own faults
     base = options.job_name or cfg.exp_manager.name
     on_gpus = cfg.trainer.precision == "bf16"  # bf16 means GPUs
@@ -216,10 +218,9 @@ def _plan(
         return Component(name, f"{base}-{job}", nodes, ranks, tasks, cpus, gpus, own)
 
     nodes, ranks = server_layout[0] * settings.servers, server_layout[1]
-    has_model = server.reward_function.name is None
     servers = f"reward {SERVER}{'s' if settings.servers > 1 else ''}"
     variables |= {names.ACTOR_DEVICES: str(actor_layout[1]), names.SERVER_DEVICES: str(ranks)}
-    of_server = component(servers, "rm", nodes, ranks, options.server, on_gpus and has_model)
+    of_server = component(servers, "rm", nodes, ranks, options.server, on_gpus and not server.serves_function)
     of_actor = component(ACTOR, ACTOR, *actor_layout, options.actor, on_gpus)
     return JobPlan(of_server, of_actor, options, settings, lead, variables)
 

@@ -122,7 +122,6 @@ def health_fault(server: Endpoint) -> str | None:
     """Query /health of a reward server; return why it cannot score, or None."""
     connection = http.client.HTTPConnection(server.address, server.http_port, timeout=HEALTH_SECONDS)
     deadline = threading.Timer(HEALTH_SECONDS, _hang_up, (connection,))  # HTTPConnection's timeout is for one read
-    deadline.daemon = True
     try:
         connection.connect()
         deadline.start()

@@ -106,8 +106,6 @@ def _variable(meaning: str, default: str = "", parse: Callable[[str], Any] = str
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked settings of a job."""
-
     run_dir: Path = field(metadata={"of": ("", "the run's folder, which all nodes share; needed", _absolute)})
     repository: Path
     python: str = _variable("interpreter of the tasks; else the repository's .venv, else python3")

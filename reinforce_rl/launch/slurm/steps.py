@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -29,7 +30,7 @@ LOST_REASON = "it left no record: its wrapper was killed, its node is gone, or t
 # Not `python -m`: a container image may override PYTHONPATH.
 START_TASK = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from reinforce_rl.launch.slurm.task import main; sys.exit(main(sys.argv[2:]))"
+    "from reinforce_rl.launch.slurm.task import main; sys.exit(main(sys.argv[2]))"
 )
 # srun reads these as options, and Slurm sets them to component 0's values for every component.
 # Without them a step gets all resources of its component on its nodes; ranks select GPUs by LOCAL_RANK.
@@ -174,11 +175,10 @@ def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
     line += settings.srun_args
     if settings.setup:
         line += ["bash", "-c", _with_setup(settings.setup), "bash"]
-    line += [settings.interpreter(plan.image), "-c", START_TASK, str(settings.repository)]
-    line += [f"--component={plan.name}", f"--folder={folder}", f"--repository={settings.repository}"]
-    line += [f"--launcher={settings.launcher}", f"--devices={component.devices}"]
-    line += [f"--seconds={settings.ready_seconds:g}", "--peers", *plan.peers]
-    return [*line, *(["--serves"] if plan.serves else []), "--", *plan.program]
+    task = {"component": plan.name, "folder": str(folder), "repository": str(settings.repository)}
+    task |= {"launcher": settings.launcher, "devices": component.devices, "seconds": settings.ready_seconds}
+    task |= {"peers": plan.peers, "serves": plan.serves, "script": plan.program}
+    return [*line, settings.interpreter(plan.image), "-c", START_TASK, str(settings.repository), json.dumps(task)]
 
 
 def _with_setup(setup: str) -> str:

@@ -5,14 +5,14 @@ A launcher that is killed leaves its ranks, and a server's guard outlives it for
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import json
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,7 +32,7 @@ POLL_SECONDS = 0.1
 class Task:
     component: str  # such as actor or rm-0
     folder: Path  # of the attempt
-    repository: Path
+    repository: str
     launcher: str  # `SRUN` or `TORCHRUN`
     devices: int  # ranks per node
     number: int  # in its step
@@ -72,7 +72,7 @@ def environment_of(task: Task, first: Endpoint, environment: Mapping[str, str]) 
     cpus = environment.get("SLURM_CPUS_PER_TASK", "1")
     result = {"OMP_NUM_THREADS": cpus if task.launcher == SRUN else "1", "GOMP_SPINCOUNT": "0", **environment}
     result["PYTHONUNBUFFERED"] = "1"
-    result["PYTHONPATH"] = os.pathsep.join(filter(None, [str(task.repository), environment.get("PYTHONPATH", "")]))
+    result["PYTHONPATH"] = os.pathsep.join(filter(None, [task.repository, environment.get("PYTHONPATH", "")]))
     if task.launcher == SRUN:
         result |= {
             "RANK": str(task.number),
@@ -109,42 +109,32 @@ class StopSignal:
             child.send_signal(self.number)
 
 
-@contextlib.contextmanager
-def _first_task(task: Task, stop: StopSignal) -> Iterator[Endpoint | None]:
-    """Yield the endpoint of the component's first task, whose ports are held meanwhile. None after a signal."""
-    if task.number:
-        yield wait_for_endpoint(task.folder, task.component, task.seconds, lambda: stop.number is not None)
-        return
-    with claim_ports(2 if task.serves else 1, f"{task.folder.name} {task.component}") as ports:
-        endpoint = Endpoint(socket.gethostname(), own_address(task.peers), *ports)
-        publish(task.folder, task.component, endpoint)
-        yield endpoint
-
-
 def run(task: Task) -> tuple[TaskEnd, bool]:
-    """Run the program to its end; a ReinforceError says why it could not be started.
+    """Run the program to its end; a ReinforceError or OSError says why it could not be started.
 
     Returns how it ended, and whether to return 0 to srun: it has saved or was asked to end, and `--kill-on-bad-exit`
     must not kill tasks that still save.
     """
     stop = StopSignal()
     adopt_orphans()
-    with _first_task(task, stop) as first:
+    with contextlib.ExitStack() as held:
+        if task.number:
+            first = wait_for_endpoint(task.folder, task.component, task.seconds, lambda: stop.number is not None)
+        else:
+            ports = held.enter_context(claim_ports(2 if task.serves else 1, f"{task.folder.name} {task.component}"))
+            first = Endpoint(socket.gethostname(), own_address(task.peers), *ports)
+            publish(task.folder, task.component, first)
         if first is None or stop.number is not None:
             return task.end(128 + (stop.number or signal.SIGTERM), "stopped before the program began"), True
-        command = command_of(task, first)
-        try:
-            # The program must not outlive a killed wrapper: other ranks would wait for it. Servers ignore SIGUSR1:
-            # Slurm signals every process, and it is meant for the actor.
-            child = Child(
-                command,
-                own_session=False,
-                death_signal=signal.SIGKILL,
-                ignored_signals=[signal.SIGUSR1] if task.serves else [],
-                env=environment_of(task, first, os.environ),
-            )
-        except OSError as error:
-            raise ReinforceError(f"cannot start {command[0]}: {error.strerror}") from error
+        # The program must not outlive a killed wrapper: other ranks would wait for it. Servers ignore SIGUSR1:
+        # Slurm signals every process, and it is meant for the actor.
+        child = Child(
+            command_of(task, first),
+            own_session=False,
+            death_signal=signal.SIGKILL,
+            ignored_signals=[signal.SIGUSR1] if task.serves else [],
+            env=environment_of(task, first, os.environ),
+        )
         stop.pass_to(child)
         code = child.process.wait()
         # Slurm may signal twice, and Python restores default handlers during its shutdown.
@@ -181,19 +171,12 @@ def _children() -> list[int]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    kinds = {"component": str, "folder": Path, "repository": Path, "devices": int, "seconds": float}
-    for name, kind in kinds.items():
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    parser.add_argument("--launcher", choices=(SRUN, TORCHRUN), required=True)
-    parser.add_argument("--peers", nargs="*", default=(), help="names of other nodes")
-    parser.add_argument("--serves", action="store_true")
-    parser.add_argument("script", nargs="+")
+def main(text: str) -> int:
+    """Run the task whose fields, but for its place in the step, are this JSON; return the exit code for srun."""
     slurm = {"number": "PROCID", "local_number": "LOCALID", "node": "NODEID", "nodes": "STEP_NUM_NODES"}
-    given = vars(parser.parse_args(argv))
-    given |= {name: int(os.environ[f"SLURM_{variable}"]) for name, variable in slurm.items()}
-    task = Task(**given)
+    place = {name: int(os.environ[f"SLURM_{variable}"]) for name, variable in slurm.items()}
+    given = json.loads(text)
+    task = Task(**given | place | {"folder": Path(given["folder"])})
     try:
         end, is_well = run(task)
     except (ReinforceError, OSError) as error:  # OSError: a full disk, say
@@ -204,7 +187,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"error: cannot write down how this task ended, {end}: {error}", file=sys.stderr, flush=True)
     return 0 if is_well else end.code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -59,11 +59,11 @@ class Ledger:
 
     @property
     def num_kernels(self) -> int:
-        return sum(self.kernels.values())
+        return self.kernels.total()
 
     @property
     def num_syncs(self) -> int:
-        return sum(self.syncs.values())
+        return self.syncs.total()
 
     @property
     def flops(self) -> int:
@@ -164,7 +164,7 @@ class FakeCuda(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
-        leaves = _leaves(args, kwargs)
+        leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         device = kwargs.get("device")
         if device is None and not tensors:
@@ -178,7 +178,7 @@ class FakeCuda(TorchDispatchMode):
         self._count_host_copies(name, args, kwargs, to_cuda=to_cuda)
         if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
             args, kwargs = tree_map_only(Tensor, self.as_fake, (args, kwargs))
-            tensors = [leaf for leaf in _leaves(args, kwargs) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         try:
             with self.fake:
                 out = func(*args, **kwargs)
@@ -189,7 +189,7 @@ class FakeCuda(TorchDispatchMode):
                 where = [(tuple(t.shape), str(t.dtype), str(t.device)) for t in tensors]
                 error.__notes__ = [f"in {func} of {where}"]  # type: ignore[attr-defined]  # `add_note` needs 3.11
             raise
-        outputs = [leaf for leaf in _leaves((out,), {}) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._carry_values(func, args, kwargs, tensors, outputs)
         self._count(func, args, kwargs, tensors, out, outputs)
         return out
@@ -298,7 +298,7 @@ class FakeCuda(TorchDispatchMode):
         except RuntimeError:
             return  # a GPU-only operator
         is_guess = any(getattr(tensor, "_is_guess", False) for tensor in inputs)
-        for out, value in zip(outputs, _leaves((found,), {}), strict=False):
+        for out, value in zip(outputs, tree_leaves(found), strict=False):
             if not _is_small(out):
                 continue
             if "empty" in func._schema.name:
@@ -337,14 +337,6 @@ class FakeCuda(TorchDispatchMode):
             flops = 4 * numbers * int((starts.diff() * used).sum())
             nbytes = 2 * (args[0].nbytes + int(used.sum()) * numbers * args[1].element_size())
         self.launch(name, [*inputs, *made], flops=flops, launches=launches, nbytes=nbytes)
-
-
-def _leaves(args: Any, kwargs: Any) -> list[Any]:
-    # Flatten an operator's arguments, which nest in lists at most once.
-    found = []
-    for arg in (*args, *kwargs.values()):
-        found += arg if isinstance(arg, (list, tuple)) else [arg]
-    return found
 
 
 def is_cuda(tensor: Tensor) -> bool:

@@ -22,7 +22,7 @@ def test_options_and_overrides_in_any_order():
     assert (options.actor.partition, options.server.partition) == ("gpu", "gpu")
     assert (options.chain, options.dry_run, options.time, options.seconds) == (3, True, "04:00:00", 14400)
     assert options.lead is options.job_name is None
-    assert options.variables == ()
+    assert options.variables == {}
 
 
 def test_what_counts_first():
@@ -56,7 +56,7 @@ def test_variables_of_the_job_are_options_too():
         "REINFORCE_READY_SECONDS": "",
     }
     words = ["--launcher", "torchrun", "--servers=2", "--container-image", "image.sqsh"]
-    assert dict(parse_options(words, environment).variables) == {
+    assert parse_options(words, environment).variables == {
         "REINFORCE_MPI": "pmix",
         "REINFORCE_LAUNCHER": "torchrun",
         "REINFORCE_SERVERS": "2",

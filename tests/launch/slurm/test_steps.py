@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from helpers.toy_server import wait_for
 from reinforce_rl.launch.slurm.rendezvous import Endpoint
 from reinforce_rl.launch.slurm.settings import Allocation, Component, Settings
 from reinforce_rl.launch.slurm.steps import (
+    START_TASK,
     SlurmCallError,
     Step,
     StepPlan,
@@ -48,41 +50,43 @@ def test_the_servers_line() -> None:
     split = line.index("/opt/python")
     expected = "srun --job-name=rm-0 --het-group=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1"
     assert line[:split] == [*expected.split(), "--export=ALL", "--label", "--output=/run/slurm/7-0/rm-0.log"]
-    wrapper, program = line[split + 3 : line.index("--")], line[line.index("--") + 1 :]
-    expected = "/repo --component=rm-0 --folder=/run/slurm/7-0 --repository=/repo --launcher=srun --devices=1"
-    assert wrapper == [*expected.split(), "--seconds=600", "--peers", "act0", "--serves"]
-    expected = "/repo/examples/serve_reward_model.py b=2 inference.token_file=/run/slurm/token"
-    expected += " inference.ready_file=/run/slurm/7-0/ready-0.json num_nodes=2 devices=1"
-    assert program == expected.split()
+    assert line[split + 1 : -1] == ["-c", START_TASK, "/repo"]
+    script = "/repo/examples/serve_reward_model.py b=2 inference.token_file=/run/slurm/token"
+    script += " inference.ready_file=/run/slurm/7-0/ready-0.json num_nodes=2 devices=1"
+    expected = {"component": "rm-0", "folder": "/run/slurm/7-0", "repository": "/repo", "launcher": "srun"}
+    expected |= {"devices": 1, "seconds": 600.0, "peers": ["act0"], "serves": True, "script": script.split()}
+    assert json.loads(line[-1]) == expected
 
 
 def test_the_actors_line() -> None:
     line = actor_line(SETTINGS)
     assert "--ntasks=8" in line and "--ntasks-per-node=4" in line and "--cpus-per-task=2" in line
-    assert "--serves" not in line
+    assert json.loads(line[-1])["serves"] is False
     expected = "/repo/examples/train_reinforce_actor.py a=1 trainer.num_nodes=2 trainer.devices=4"
     expected += " exp_manager.explicit_log_dir=/run remote_rm.reward_model.ip=10.0.0.1"
     expected += " remote_rm.reward_model.port=20001 remote_rm.reward_model.token_file=/run/slurm/token"
-    assert line[line.index("--") + 1 :] == expected.split()
+    assert json.loads(line[-1])["script"] == expected.split()
 
 
 def test_tasks_of_an_installed_wheel_run_its_commands(tmp_path: Path) -> None:
     (tmp_path / "reinforce_rl" / "conf").mkdir(parents=True)
     settings = replace(SETTINGS, repository=tmp_path)
     for line, command in ((server_line(settings), "serve"), (actor_line(settings), "train")):
-        assert line[line.index("--") + 1 :][:3] == ["-m", "reinforce_rl", command]
+        assert json.loads(line[-1])["script"][:3] == ["-m", "reinforce_rl", command]
 
 
 def test_what_the_person_has_said_is_not_said_again() -> None:
     line = actor_line(replace(SETTINGS, actor_args=("trainer.devices=4",), server_args=("inference.name=helpful",)))
-    assert line.count("trainer.devices=4") == 1
-    assert "remote_rm.reward_model.name=helpful" in line
+    script = json.loads(line[-1])["script"]
+    assert script.count("trainer.devices=4") == 1
+    assert "remote_rm.reward_model.name=helpful" in script
 
 
 def test_torchrun_is_one_task_a_node_with_all_its_cores() -> None:
     line = actor_line(replace(SETTINGS, launcher="torchrun"))
     assert "--ntasks=2" in line and "--ntasks-per-node=1" in line and "--cpus-per-task=8" in line
-    assert "--launcher=torchrun" in line and "--devices=4" in line
+    task = json.loads(line[-1])
+    assert (task["launcher"], task["devices"]) == ("torchrun", 4)
 
 
 def test_several_servers_have_nodes_of_their_own() -> None:
@@ -90,10 +94,10 @@ def test_several_servers_have_nodes_of_their_own() -> None:
     for number in (0, 1):
         line = server_line(settings, number)
         assert f"--nodelist=rm{number}" in line and "--nodes=1" in line and "--ntasks=1" in line
-        assert f"--job-name=rm-{number}" in line and "num_nodes=1" in line
+        assert f"--job-name=rm-{number}" in line and "num_nodes=1" in json.loads(line[-1])["script"]
     others = [Endpoint("rm1", "10.0.0.2", 1, 20003), Endpoint("rm2", "10.0.0.3", 1, 20005)]
     line = actor_line(settings, [*SERVERS, *others])
-    assert "remote_rm.reward_model.replicas=[10.0.0.2:20003,10.0.0.3:20005]" in line
+    assert "remote_rm.reward_model.replicas=[10.0.0.2:20003,10.0.0.3:20005]" in json.loads(line[-1])["script"]
 
 
 def test_options_that_not_every_slurm_has_are_there_only_where_asked_for() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from reinforce_rl.launch.slurm.outcome import TaskEnd, read_ends
 from reinforce_rl.launch.slurm.rendezvous import Endpoint, read_endpoint
+from reinforce_rl.launch.slurm.steps import START_TASK
 from reinforce_rl.launch.slurm.task import Task, command_of, environment_of
 
 REPOSITORY = Path(__file__).parents[3]
@@ -38,11 +39,10 @@ def start(folder: Path, program: str, *options: str, number: int = 0, serves: bo
         "SLURM_NODEID": number // 2,
         "SLURM_STEP_NUM_NODES": 2,
     }
-    line = [sys.executable, "-m", "reinforce_rl.launch.slurm.task", "--component=actor", f"--folder={folder}"]
-    line += [f"--repository={REPOSITORY}", "--launcher=srun", "--devices=2", "--seconds=30"]
-    line += ["--serves"] if serves else []
+    task = {"component": "actor", "folder": str(folder), "repository": str(REPOSITORY), "launcher": "srun"}
+    task |= {"devices": 2, "seconds": 30.0, "peers": [], "serves": serves, "script": [str(script), *options]}
     return subprocess.Popen(
-        [*line, "--", str(script), *options],
+        [sys.executable, "-c", START_TASK, str(REPOSITORY), json.dumps(task)],
         env={**os.environ, **{key: str(value) for key, value in place.items()}},
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
@@ -160,10 +160,10 @@ def test_a_task_that_is_stopped_while_it_waits_for_the_first(tmp_path: Path) -> 
 
 
 def test_a_first_task_that_never_comes(tmp_path: Path) -> None:
-    line = ["--component=actor", f"--folder={tmp_path}", "--repository=/", "--launcher=srun", "--devices=1"]
+    task = {"component": "actor", "folder": str(tmp_path), "repository": "/", "launcher": "srun", "devices": 1}
     place = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2"}
     done = subprocess.run(
-        [sys.executable, "-m", "reinforce_rl.launch.slurm.task", *line, "--seconds=0", "--", "program.py"],
+        [sys.executable, "-c", START_TASK, str(REPOSITORY), json.dumps(task)],
         env={**os.environ, **place},
         cwd=REPOSITORY,
         capture_output=True,
@@ -176,7 +176,7 @@ def test_a_first_task_that_never_comes(tmp_path: Path) -> None:
 
 
 def test_torchrun_starts_the_ranks_of_a_node(tmp_path: Path) -> None:
-    task = Task("actor", tmp_path, REPOSITORY, "torchrun", 4, 1, 0, 1, 2, script=["train.py", "a=1"])
+    task = Task("actor", tmp_path, str(REPOSITORY), "torchrun", 4, 1, 0, 1, 2, script=["train.py", "a=1"])
     place = Endpoint("act0", "10.0.0.1", 20000)
     assert command_of(task, place)[1:] == [
         *("-m", "reinforce_rl.utils.ranks", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "4"),
@@ -189,7 +189,7 @@ def test_torchrun_starts_the_ranks_of_a_node(tmp_path: Path) -> None:
 
 
 def test_what_a_person_has_set_stays(tmp_path: Path) -> None:
-    task = Task("actor", tmp_path, Path("/repo"), "srun", 1, 0, 0, 0, 1)
+    task = Task("actor", tmp_path, "/repo", "srun", 1, 0, 0, 0, 1)
     place = Endpoint("act0", "10.0.0.1", 20000)
     found = environment_of(task, place, {"OMP_NUM_THREADS": "3", "PYTHONPATH": "/mine"})
     assert found["OMP_NUM_THREADS"] == "3" and found["PYTHONPATH"] == "/repo:/mine"
@@ -197,5 +197,5 @@ def test_what_a_person_has_set_stays(tmp_path: Path) -> None:
 
 
 def test_a_record_of_an_end_is_complete() -> None:
-    end = Task("rm-0", Path("/"), Path("/"), "srun", 1, 2, 0, 2, 4, serves=True).end(1, "why")
+    end = Task("rm-0", Path("/"), "/", "srun", 1, 2, 0, 2, 4, serves=True).end(1, "why")
     assert end == TaskEnd("rm-0", 2, "2", os.uname().nodename, 1, end.time, "why")
