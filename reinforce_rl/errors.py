@@ -49,6 +49,9 @@ class ConfigError(ReinforceError):
         head = f"{count} fault{'s' if count != 1 else ''} in the configuration:"
         super().__init__("\n".join([head, *(f"  {i}. {fault}" for i, fault in enumerate(self.faults, 1))]))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
+        return type(self), (self.faults,)  # by default pickled with the text, as if that were the faults
+
 
 class DataError(ReinforceError):
     """A line or file of the data cannot be used. The message names file, line number and reason."""
