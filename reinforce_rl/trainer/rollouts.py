@@ -6,10 +6,9 @@ import contextlib
 import logging
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,69 +38,16 @@ from reinforce_rl.rewards.base import (
 from reinforce_rl.runtime.phases import Activity, StepClock
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.disaggregated import Generators, Known, Result, Ticket
+from reinforce_rl.trainer.work_queue import WorkQueue
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
     from reinforce_rl.config.actor import ReinforceConfig
     from reinforce_rl.data.prompts import PromptLoader
-    from reinforce_rl.megatron.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-MicroBatch = Sequence[Prompt]
-COUNTER = "reinforce_rl/micro_batches_taken"
 _TOLD = 3  # reasons of failed scores in a message; texts of errors may all differ
-
-
-class WorkQueue:
-    """Micro-batches of one generation phase, created by all ranks together; iterating yields this block's.
-
-    Each block takes its own share, or with `shared` all take from one queue, first come, first served. Micro-batches
-    are cut as without a queue, so that each gives the same numbers wherever it is generated. `share` is the same on
-    all ranks of a block.
-    """
-
-    def __init__(self, mesh: Mesh, share: Sequence[MicroBatch], *, shared: bool):
-        self._mesh, self._shared = mesh, shared
-        self._micro_batches, self._own = list(share), list(range(len(share)))
-        self._taken: list[int] = []
-        if not shared:
-            return
-        if mesh.is_main:
-            mesh.reset_count(COUNTER)  # safe: no rank still counts in the last phase or already in this one
-        shares = mesh.gather_over_dp(self._micro_batches)
-        # Ends of shares may be smaller; taking them last shortens the final wait.
-        places = sorted(chain.from_iterable(((i, owner) for i in range(len(p))) for owner, p in enumerate(shares)))
-        self._micro_batches = [shares[owner][i] for i, owner in places]
-        self._own = [number for number, (_, owner) in enumerate(places) if owner == mesh.dp_rank]
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        if not self._shared:
-            yield from self._micro_batches
-            return
-        while (number := self._mesh.count_by_block(COUNTER) - 1) < len(self._micro_batches):
-            self._taken.append(number)
-            yield self._micro_batches[number]
-
-    def close(self) -> None:
-        """Stop taking micro-batches: advance the counter past the end, so that other blocks take no more either."""
-        if self._shared and self._mesh.is_block_leader:
-            self._mesh.count(COUNTER, len(self._micro_batches))
-
-    def to_owners(self, results: Sequence[T]) -> list[T]:
-        """Return the results of this rank's own share, in order, wherever they were generated.
-
-        A collective call over the data-parallel ranks, after every micro-batch was taken. `results` are picklable, one
-        per micro-batch that this block took, in order; only those that another rank owns are sent.
-        """
-        if not self._shared:
-            return list(results)
-        found = dict(zip(self._taken, results, strict=True))
-        moved = {number: result for number, result in found.items() if number not in self._own}
-        for part in self._mesh.gather_over_dp(moved):
-            found |= part
-        return [found[number] for number in self._own]
 
 
 @dataclass(frozen=True)

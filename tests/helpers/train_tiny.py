@@ -109,7 +109,7 @@ def lengthen_generation(seconds: float) -> None:
 
 
 def slow_down(slow: int, rank: int) -> None:
-    from reinforce_rl.trainer.rollouts import COUNTER, WorkQueue
+    from reinforce_rl.trainer.work_queue import COUNTER, WorkQueue
 
     take = WorkQueue.__iter__
 
