@@ -8,6 +8,7 @@ stops there. If the reward model's tokenizer differs from the actor's, `encode_s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import random
@@ -269,22 +270,17 @@ def _ratings_of(value: dict[str, Any], names: Sequence[str]) -> tuple[float, ...
     given = value.get("attributes", value)
     if not isinstance(given, dict):
         raise DataError(f"attributes is {jsonl.describe_type(given)}, expected an object of names and numbers")
-    ratings = []
-    for name in names:
-        rating = _number_in(given.get(name))
-        number = isinstance(rating, int | float) and not isinstance(rating, bool) and math.isfinite(rating)
-        if not number and rating is not None:
-            raise DataError(f"the attribute {name} is {rating!r}, expected a finite number or null")
-        ratings.append(math.nan if rating is None else float(rating))
-    return tuple(ratings)
+    return tuple(_rating(name, given.get(name)) for name in names)
 
 
-def _number_in(rating: Any) -> Any:
-    """Return the number of a text, as CSV has it; None of an empty one; anything else as it is."""
-    try:
-        return rating if not isinstance(rating, str) else float(rating) if rating.strip() else None
-    except ValueError:
-        return rating
+def _rating(name: str, value: object) -> float:
+    """Return a number or, as in CSV, its text; NaN for null or an empty text."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return math.nan
+    with contextlib.suppress(ValueError, OverflowError):
+        if isinstance(value, int | float | str) and not isinstance(value, bool) and math.isfinite(float(value)):
+            return float(value)
+    raise DataError(f"the attribute {name} is {value!r}, expected a finite number or null")
 
 
 # The token format

@@ -206,6 +206,7 @@ def test_faulty_ratings_are_all_named(tmp_path, tokenizer):
         {**good, "attributes": [1]},
         {"prompt": "a", "helpfulness": 1},
         {**good, "helpfulness": float("inf")},
+        {**good, "helpfulness": 10**400},  # no float holds it
     )
     with pytest.raises(DataError) as caught:
         ratings_of(path, tokenizer)
@@ -213,6 +214,7 @@ def test_faulty_ratings_are_all_named(tmp_path, tokenizer):
     assert "helpfulness is 'four', expected a finite number" in text
     assert "verbosity is True" in text and "attributes is a list" in text and "expected response" in text
     assert "helpfulness is inf" in text and "line 1:" not in text
+    assert f"{path}:7: the attribute helpfulness is 1000" in text
 
 
 def test_a_name_that_no_line_has(tmp_path, tokenizer):
