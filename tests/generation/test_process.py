@@ -37,7 +37,7 @@ from reinforce_rl.generation.engine.process import (
     engine_environment,
     private_folder,
 )
-from reinforce_rl.generation.engine.weights import _elements, _views, plan_buckets, send_weights
+from reinforce_rl.generation.engine.weights import elements_of, plan_buckets, send_weights, views_of
 from reinforce_rl.generation.trtllm import adapter
 from reinforce_rl.generation.trtllm.adapter import TensorRTLLM, packed_handles
 from reinforce_rl.generation.vllm.adapter import VLLM
@@ -252,15 +252,15 @@ def test_buckets_are_full_but_keep_what_an_engine_fuses():
         ["d"],
     ]
     assert [row for bucket in buckets for row in bucket] == rows
-    assert [_elements(bucket) for bucket in buckets] == [256, 64, 640, 64]
+    assert [elements_of(bucket) for bucket in buckets] == [256, 64, 640, 64]
 
 
 @pytest.mark.parametrize("limit", [1, 100, 10_000])
 def test_views_do_not_overlap(limit):
     rows = rows_of(("a", 3), ("b", 65), ("c", 64), ("d", 1))
     for bucket in plan_buckets(rows, limit):
-        buffer = torch.zeros(_elements(bucket))
-        for view in _views(buffer, bucket).values():
+        buffer = torch.zeros(elements_of(bucket))
+        for view in views_of(buffer, bucket).values():
             view += 1
         assert int(buffer.sum()) == sum(math.prod(row.shape) for row in bucket)
         assert int(buffer.max()) == 1

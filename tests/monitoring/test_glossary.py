@@ -82,7 +82,8 @@ def test_every_metric_is_documented(written):
 
 
 def test_no_entry_is_dead(written):
-    assert METRICS.keys() - {found.name for name in written if (found := metric_of(name))} == set()
+    apart = {"train/staleness", "timers/send_weights"}  # see tests/trainer/test_disaggregated.py
+    assert METRICS.keys() - {found.name for name in written if (found := metric_of(name))} == apart
 
 
 def test_every_entry_says_something():

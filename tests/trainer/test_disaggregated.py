@@ -20,6 +20,7 @@ from helpers.trainer_processes import NUM_PROMPTS, RUN_SECONDS, SETTINGS, STEPS,
 from safetensors.torch import load_file
 
 from reinforce_rl.errors import EXIT_LOST_RANK, EXIT_STOPPED, ConfigError
+from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.runtime.status import read_status
 
@@ -124,6 +125,10 @@ def test_each_token_is_of_the_version_that_its_step_asks_for(staleness, apart, p
         tokens = read_tokens(folder / "run" / "rollouts" / f"step_{step:05d}.parquet")
         assert {version for one in tokens for version in one.weight_versions or []} == {expected}
         assert metrics_of(folder)[step]["train/staleness"] == step - 1 - expected
+    assert {
+        name for name in metrics_of(folder)[STEPS] if name not in ("step", "time") and not metric_of(name)
+    } == set()
+    assert "timers/send_weights" in metrics_of(folder)[STEPS]
     prompts = [Counter(row["prompt_id"] for row in rollouts_of(folder, step)) for step in range(1, STEPS + 1)]
     for epoch in range(4):
         assert sum(prompts[3 * epoch : 3 * epoch + 3], Counter()) == dict.fromkeys(range(NUM_PROMPTS), 4)

@@ -56,14 +56,14 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
             together=contextlib.nullcontext,
         ),
         generator=SimpleNamespace(awake=contextlib.nullcontext),
-        settings=SimpleNamespace(sampling=SimpleNamespace(stop_token_ids=(2, dot))),
+        settings=SimpleNamespace(seed=0, sampling=SimpleNamespace(stop_token_ids=(2, dot))),
         infer=lambda *_, **__: completions,
     )
     prompts = [Prompt(0, "plain", (5,), {"answer": "1"}), Prompt(1, "U: tea<eos>A:", (6, 7), {}, MESSAGES)]
     rm = Asked()
     loader: Any = None
     maker = RolloutMaker(ReinforceConfig(), model, rm, lambda prompts, _: [prompts], loader, loader, StopRequest())
-    maker.sample(prompts, 3, seed=0)
+    maker.sample(prompts, 3, step=1)
     samples = rm.requests[0].samples
     assert [sample.response for sample in samples] == ["ab", "ab.a", "", "", "ab", "a"]
     assert [sample.finished for sample in samples] == [True, False, True, False, True, True]

@@ -94,7 +94,7 @@ class FakeModel:
     """
 
     pad_id = 0
-    settings = SimpleNamespace(sampling=SimpleNamespace(stop_token_ids=()))
+    settings = SimpleNamespace(seed=0, sampling=SimpleNamespace(stop_token_ids=()))
     tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: [str(row) for row in rows])
 
     def __init__(self, mesh: ThreadMesh, before: Callable[[int], None]):
@@ -165,7 +165,7 @@ class Phases:
             cfg, no_steps = ReinforceConfig(generation_work_queue=queue), (None, None)
             maker = RolloutMaker(cfg, model, rm, cut, *no_steps, stop)  # type: ignore[arg-type]
             try:
-                batch = maker.score(maker.sample(prompts, SAMPLES, seed=7), "step 1")
+                batch = maker.score(maker.sample(prompts, SAMPLES, step=7), "step 1")
                 return batch, model.calls, None
             except ReinforceError as error:
                 return None, model.calls, error
