@@ -30,6 +30,9 @@ def print_plan(
     assert layout is not None and inputs.architecture is not None
     size = ModelSize.from_architecture(inputs.architecture, lora_settings(cfg))
     console.print(Text("\nRanks", style="bold"), Text(layout.grid()), sep="\n")
+    if cfg.placement == "disaggregated":
+        each = f"{cfg.generation_tensor_parallel_size} with each copy of the model"
+        console.print(Text(f"{cfg.generation_ranks} more ranks generate, {each}; their memory is not in this plan"))
     print_rows(console, "Batches", _batches(cfg, batches))
     _print_memory(console, memory, layout, size, gpu=gpu)
     if disk is not None:

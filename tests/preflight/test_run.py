@@ -182,3 +182,10 @@ def test_the_script_starts_nothing(files, more, code):
     assert done.returncode == code, done.stderr
     assert ("Nothing was started" in done.stdout) == (code == 0)
     assert not (files / "run").exists()
+
+
+def test_ranks_that_only_generate_are_no_part_of_the_layout(files):
+    apart = ("trainer.devices=4", "placement=disaggregated", "generation_ranks=2", "generation_tensor_parallel_size=2")
+    text = printed(*right(files), *apart)
+    assert "2 ranks: 2 data x 1 pipeline x 1 context x 1 tensor parallel" in text
+    assert "2 more ranks generate, 2 with each copy of the model; their memory is not in this plan" in text
