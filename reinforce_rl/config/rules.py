@@ -135,8 +135,8 @@ def _placement(cfg: TrainConfig) -> Iterator[str]:
         yield told("generation_ranks", f"expected {expected}{least}fewer than the {ranks} ranks of this job")
     if cfg.preflight == DEEP:
         yield told("preflight placement", "the deep preflight predicts colocated runs: expected true")
-    if cfg.generation != "native":
-        yield told("generation placement", "engines are colocated so far: expected generation=native")
+    if cfg.generation == "tensorrt_llm":
+        yield told("generation placement", "its weights go within one GPU: expected generation=native or vllm")
     if rl.dynamic_filtering and cfg.staleness:
         advice = "prompts cannot be drawn ahead of a step that may draw more: set one of them to false or 0"
         yield told("trainer.reinforce.dynamic_filtering max_staleness", advice)
@@ -245,7 +245,9 @@ def _is_importable(name: str) -> bool:
 
 
 def _engine(cfg: TrainConfig) -> Iterator[str]:
-    engine, block, told = cfg.engine, cfg.model.block_size, partial(_told, cfg, "model.reinforce")
+    engine, told = cfg.engine, partial(_told, cfg, "model.reinforce")
+    apart = cfg.placement == "disaggregated"
+    block = cfg.generation_tensor_parallel_size if apart else cfg.model.block_size
     if engine.python is not None and not (os.path.isfile(engine.python) and os.access(engine.python, os.X_OK)):
         yield told("engine.python", "expected an interpreter, such as .venv-engine/bin/python (docs/engines.md)")
     if engine.tensor_parallel_size is not None and not 1 <= engine.tensor_parallel_size <= block:

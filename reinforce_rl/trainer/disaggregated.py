@@ -91,7 +91,7 @@ class GeneratorPool:
         self._idle: deque[int] = deque()  # leaders that have asked for work
         self._results: dict[int, Result] = {}
         self._lost: str | None = None
-        self._failure: ReinforceError | None = None  # of a generator that cannot begin
+        self._failure: ReinforceError | None = None  # of a generator that cannot go on
         links, invitation = Links.listen(host_of_rank_0())
         role.share(INVITATION, invitation)
         self._links, seconds = links, role.timeout.total_seconds()
@@ -109,7 +109,7 @@ class GeneratorPool:
     def wait(self, numbers: Sequence[int], stop: StopRequest | None = None) -> list[Result] | None:
         """Wait for these results and return them; None once a stop is asked for.
 
-        Raises ConnectionError: a generator's rank is lost. ReinforceError: it cannot begin.
+        Raises ConnectionError: a generator's rank is lost. ReinforceError: it cannot go on.
         """
         with self._changed:
             while not all(number in self._results for number in numbers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 from collections import deque
@@ -46,7 +47,8 @@ class GeneratorRank:
         self._inbox: deque[Work] = deque()
         self._announced: deque[int] = deque()  # versions to receive
         self._staged: dict[int, dict[str, Tensor]] = {}  # received and not used yet
-        self._has_ended = False
+        self._has_ended = self._is_awake = False
+        self._awake = contextlib.ExitStack()  # while the weights stay the same
         self._failure: BaseException | None = None
         self._links = Links.connect(role.shared(INVITATION), role.rank, b"generator", CONNECT_SECONDS)
         # At once, as it also shows rank 0 that this rank is alive while it loads the model.
@@ -57,7 +59,7 @@ class GeneratorRank:
         self._thread.close()
 
     def fail(self, error: ReinforceError) -> None:
-        """Give the trainers an error that keeps this generator from beginning, and wait until they have ended."""
+        """Give the trainers an error that keeps this generator from going on, and wait until they have ended."""
         self._links.send(0, pickle.dumps(error))
         with self._changed:
             self._wait(lambda: self._has_ended)
@@ -81,6 +83,9 @@ class GeneratorRank:
                 result, future = self._answer(work)
                 if self._is_leader:
                     scoring.submit(self._send, result, future)
+            self._awake.close()
+        except GenerationError as error:  # of an engine that does not fall asleep
+            self.fail(error)
         finally:
             scoring.shutdown(wait=False, cancel_futures=True)  # closing `rm` ends those that wait for scores
 
@@ -100,7 +105,8 @@ class GeneratorRank:
             yield work
 
     def _advance(self, version: int) -> None:
-        """Load the weights of a version once they have come."""
+        """Load the weights of a version once they have come; an engine takes them over when it wakes the next time."""
+        self._awake.close()
         with self._changed:
             self._wait(lambda: version in self._staged)
             found = self._staged.pop(version)
@@ -113,13 +119,17 @@ class GeneratorRank:
     def _answer(self, work: Work) -> tuple[Result, RewardFuture | None]:
         result, future = Result(work.number, tuple(prompt.id for prompt in work.prompts)), None
         try:
-            with self._model.generator.awake():
-                found = self._model.infer(work.prompts, work.num_samples, work.seed, validation=work.validation)
+            if not self._is_awake:
+                self._awake.enter_context(self._model.generator.awake())
+                self._awake.callback(setattr, self, "_is_awake", False)
+                self._is_awake = True
+            found = self._model.infer(work.prompts, work.num_samples, work.seed, validation=work.validation)
             versions = torch.full_like(found.tokens, self._version)
             result = replace(result, completions=replace(found, weight_versions=versions))
             if self._is_leader:
                 future = self._rm.infer_rm(reward_request(self._model, work.prompts, found))
         except GenerationError as error:
+            self._awake.pop_all()  # an engine that has failed is not put to sleep
             result = replace(result, failure=error)
         return result, future
 

@@ -17,6 +17,7 @@ import torch
 from helpers.models import tiny_llama_folder
 from helpers.tiny_run import largest_difference, metrics_of, rollouts_of, tiny_config, without_times
 from helpers.trainer_processes import NUM_PROMPTS, RUN_SECONDS, SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
+from helpers.vllm_engine import OF_RUNS, vllm_model, vllm_overrides
 from safetensors.torch import load_file
 
 from reinforce_rl.errors import EXIT_LOST_RANK, EXIT_STOPPED, ConfigError
@@ -207,6 +208,21 @@ def test_a_lost_rank_is_named_and_the_run_goes_on(rank, phase, number, apart, pr
     assert_same_training(tmp_path, apart)
 
 
+@pytest.mark.engine
+def test_an_engine_generates(processes, tmp_path):
+    """The real vLLM on the rank that generates: without staleness what it gives beside the trainer, bit for bit."""
+    runs = {}
+    for name, ranks, more in [("colocated", 1, ()), ("apart", 2, (*APART, "max_staleness=0")), ("older", 2, APART)]:
+        folder = tmp_path / name
+        folder.mkdir()
+        vllm_model(folder)
+        runs[name] = finish(processes, folder, *vllm_overrides(), *OF_RUNS, *more, ranks=ranks)
+    assert all(line["train/generator_gap"] < 1e-5 for line in metrics_of(runs["apart"])[1:])
+    for line, expected in zip(metrics_of(runs["apart"]), metrics_of(runs["colocated"]), strict=True):
+        assert without_times(line) == without_times(expected)
+    assert [line["train/staleness"] for line in metrics_of(runs["older"])[1:]] == [0.0, 1.0, 1.0]
+
+
 FUNCTION = ("reward=function", "+reward_function.kwargs.target=4", "+reward_function.kwargs.tolerance=4")
 
 
@@ -244,7 +260,7 @@ def test_a_colocated_run_goes_on_with_generators(processes, tmp_path):
         ([*APART, "generation_ranks=2"], ["generation_ranks", "fewer than the 2 ranks"]),
         ([*APART, "generation_tensor_parallel_size=2"], ["multiple of 2"]),
         ([*APART, "preflight=deep"], ["preflight", "placement"]),
-        ([*APART, "generation=vllm"], ["generation", "placement", "native"]),
+        ([*APART, "generation=tensorrt_llm"], ["generation", "placement", "native or vllm"]),
         ([*APART, "trainer.reinforce.dynamic_filtering=true"], ["dynamic_filtering", "max_staleness"]),
         (
             [*APART, "trainer.reinforce.generator_correction=none"],
