@@ -49,6 +49,7 @@ def rollouts(lengths: list[tuple[int, int]], *, start: int = 0, extra: int = 0, 
         generator_log_probs=table if with_log_probs else None,
         log_probs=table + 0.25 if with_log_probs else None,
         init_log_probs=table + 0.5 if with_log_probs else None,
+        weight_versions=table.long() // 100 if with_log_probs else None,
         source_rewards={"one": ids.float(), "two": -ids.float()},
         score_faults=tuple(None if i % 4 else f"late by {i} s" for i in ids.tolist()),
     )
@@ -64,7 +65,7 @@ def rows_of(batch: RolloutBatch) -> list[dict[str, object]]:
         row: dict[str, object] = {"sequences": batch.sequences[i, :used].tolist()}
         for field in dataclasses.fields(batch):
             value = getattr(batch, field.name)
-            if field.name.endswith("log_probs"):
+            if field.name.endswith(("log_probs", "weight_versions")):
                 row[field.name] = None if value is None else value[i, :length].tolist()
             elif field.name == "source_rewards":
                 row[field.name] = {name: float(values[i]) for name, values in value.items()}
@@ -78,7 +79,7 @@ def assert_tight(batch: RolloutBatch) -> None:
     """As wide as its longest sample."""
     total = (batch.prompt_lengths + batch.response_lengths).tolist()
     assert batch.sequences.shape == (len(total), max(total, default=0))
-    for values in (batch.generator_log_probs, batch.log_probs, batch.init_log_probs):
+    for values in (batch.generator_log_probs, batch.weight_versions, batch.log_probs, batch.init_log_probs):
         assert values is None or values.shape == batch.response_mask.shape
 
 
