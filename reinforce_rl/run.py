@@ -15,6 +15,7 @@ from reinforce_rl.config.rules import Allocation, parse_duration
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader, RLHFDatasets, fixed_prompts
 from reinforce_rl.errors import ReinforceError
+from reinforce_rl.generation.weight_sync import BUCKET_BYTES
 from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.lora import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh
@@ -118,7 +119,7 @@ def generate(
         mesh.device,
         silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
         staleness=cfg.staleness,
-        max_bytes=cfg.engine.weight_bucket_megabytes * 2**20,
+        max_bytes=BUCKET_BYTES,
     )
     with contextlib.ExitStack() as stack:
         stack.callback(rank.close)
@@ -233,7 +234,7 @@ def build_trainer(
     cut = partial(DefaultBatchIterator, rollout.rollout_micro_batch_size, rollout.val_rollout_micro_batch_size)
     stop, generators = control.stop if control else StopRequest(), None
     if cfg.placement == "disaggregated":
-        generators = Generators(model, pool, cut, stop, cfg.engine.weight_bucket_megabytes * 2**20)
+        generators = Generators(model, pool, cut, stop, BUCKET_BYTES)
 
     def fixed(prompts: PromptDataset | None, count: int | None) -> Callable[..., list[Any]] | None:
         return None if prompts is None else partial(fixed_prompts, prompts, count, mesh.dp_rank, mesh.dp_size)

@@ -21,6 +21,8 @@ from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weight_map import Row, weight_map
 from reinforce_rl.runtime.roles import WeightGroup
 
+BUCKET_BYTES = 64 * 2**20  # larger ones were slower with gloo, and are memory that a trainer has twice
+
 
 def _plan(lm: CausalLM, max_bytes: int) -> list[list[Row]]:
     rows = adapter_rows(lm) or weight_map(lm.architecture, lm.mesh.tp_size)
