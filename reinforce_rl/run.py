@@ -18,7 +18,7 @@ from reinforce_rl.errors import ReinforceError
 from reinforce_rl.generation.weight_sync import BUCKET_BYTES
 from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.lora import check_lora_identity
-from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.mesh import Mesh, before_the_watch, job_rank
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.monitoring.backends import start_loggers
 from reinforce_rl.monitoring.loggers import Detached, JsonlLogger, Loggers
@@ -33,7 +33,7 @@ from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.roles import Role
-from reinforce_rl.runtime.settings import check_changes, record
+from reinforce_rl.runtime.settings import MEANING, check_changes, record
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import RunTimer, StopRequest, first_save_seconds
 from reinforce_rl.trainer.build import build_actor, build_sampler, configured_mesh
@@ -58,19 +58,15 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
     """
     folder = Path(cfg.exp_manager.explicit_log_dir)
     control = RunControl(folder, stop or StopRequest())
-    role = None
-    if cfg.placement == "disaggregated":
-        role = Role.of_job(cfg.training_ranks, cfg.generation_tensor_parallel_size, cfg.torch_timeout_seconds)
-    with (
-        control.running(),
-        configured_mesh(cfg, role) as mesh,
-        control.watching(
-            mesh,
-            role,
-            silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
-            hang_seconds=cfg.trainer.collective_timeout_seconds,
-        ),
-    ):
+    limits = {"silence_seconds": cfg.trainer.heartbeat_timeout_seconds}
+    limits["hang_seconds"] = cfg.trainer.collective_timeout_seconds
+    with control.running(), contextlib.ExitStack() as job:
+        role = None
+        if cfg.placement == "disaggregated":
+            with before_the_watch(*job_rank()):
+                role = Role.of_job(cfg.training_ranks, cfg.generation_tensor_parallel_size, cfg.torch_timeout_seconds)
+        mesh = job.enter_context(configured_mesh(cfg, role))
+        job.enter_context(control.watching(mesh, role, **limits))
         # Fail on model, layout, tokenizer, prompts and disk before waiting for the server.
         tokenizer, datasets = read_inputs(cfg).checked()
         if role is not None and role.generates:
@@ -264,7 +260,10 @@ def build_trainer(
     if checkpoint is not None:
         check_lora_identity(model.lora, checkpoint.folder, checkpoint.trainer_state)
         checkpointer.restore(checkpoint)
-        trainer.load_state_dict(checkpoint.trainer_state, {ROLLOUTS_FILE: checkpoint.more(ROLLOUTS_FILE)})
+        # Rollouts of other settings are not trained on; the prompts are answered anew.
+        is_same = not any(MEANING.match(key) for key in check_changes(cfg))
+        rollouts = checkpoint.more(ROLLOUTS_FILE) if is_same else b""
+        trainer.load_state_dict(checkpoint.trainer_state, {ROLLOUTS_FILE: rollouts})
     return trainer
 
 

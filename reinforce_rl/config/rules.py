@@ -133,6 +133,9 @@ def _placement(cfg: TrainConfig) -> Iterator[str]:
         expected = f"a multiple of {tensor} (generation_tensor_parallel_size), at least {tensor} and " * (tensor > 1)
         least = "" if expected else "at least 1 and "
         yield told("generation_ranks", f"expected {expected}{least}fewer than the {ranks} ranks of this job")
+    size = model_values(cfg.pretrained_checkpoint.restore_from_path).get("intermediate_size")
+    if isinstance(size, int) and size % tensor:
+        yield told("generation_tensor_parallel_size", f"it must divide the model's feed-forward size, {size}")
     if cfg.preflight == DEEP:
         yield told("preflight placement", "the deep preflight predicts colocated runs: expected true")
     if cfg.generation == "tensorrt_llm":

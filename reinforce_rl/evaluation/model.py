@@ -106,7 +106,8 @@ def inference_config(
             OmegaConf.update(cfg, f"engine.{name}", cfg.tensorrt_llm.pop(name), force_add=True)
     prompts = OmegaConf.select(cfg, f"{DATA}.validation") if data is None else str(data)
     values = {MODEL: str(path), "trainer.reinforce.initial_policy_kl_penalty": 0.0}
-    values |= {f"{DATA}.validation": prompts, f"{DATA}.test": None}
+    values |= {f"{DATA}.validation": prompts, f"{DATA}.test": None, "placement": "colocated", "max_staleness": None}
+    values |= {"generation_ranks": 0, "generation_tensor_parallel_size": 1}
     if prompts is not None:
         values[f"{DATA}.train"] = list(itertools.chain(*sets_of(prompts).values()))
     if folder is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,6 +53,24 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """Stop the engine. May be called in any state, on one rank alone."""
+
+
+class Elsewhere:
+    """In place of an engine on ranks that train, where others generate."""
+
+    is_exact = False
+
+    def awake(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
+        raise RuntimeError("this rank only trains; others generate")
+
+    def refit(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def check_lengths(prompts: Sequence[Prompt], params: SamplingParams, limit: int, name: str) -> None:

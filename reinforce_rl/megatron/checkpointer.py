@@ -168,6 +168,7 @@ class Checkpointer:
         trainer_state: dict[str, Any],
         keep: Collection[int] = (),
         more: Mapping[str, bytes] = MappingProxyType({}),
+        waited: float = 0.0,
     ) -> Path:
         """Write a checkpoint; a collective call. `latest` moves only when everything is on disk.
 
@@ -178,6 +179,7 @@ class Checkpointer:
             trainer_state: JSON-serializable.
             keep: steps whose checkpoints are retained besides the newest.
             more: contents of other files by name, of which the first rank's are written; none for an empty one.
+            waited: seconds that training has been blocked for the save before this call.
 
         Raises:
             CheckpointError: on every rank, if one could not write; the previous checkpoint is unchanged.
@@ -200,7 +202,7 @@ class Checkpointer:
         with self._writing(part):
             writer.plan(copy=self._asynchronous)
         keep_names, state = {folder_name(s) for s in keep}, random_state(self._mesh)
-        waited = time.monotonic() - began
+        waited += time.monotonic() - began
         save = _Save(final, part, trainer_state, keep_names, writer, state, more, waited)
         # Off the main thread, where a Ctrl-C in torch's C++ writer can abort the process; a daemon for failing runs.
         save.thread = threading.Thread(target=save.write, args=(self._mesh.rank,), name=final.name, daemon=True)

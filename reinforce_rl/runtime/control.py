@@ -172,7 +172,8 @@ class Watchdog:
     def _report(self) -> Report:
         phase, place = self._activity.phase, self._place.look()
         still = time.monotonic() - max(place.still_since, phase.since)
-        where = (phase.name, phase.step, phase.number, phase.has_deadline, place.line, place.in_collective, still)
+        waits = place.in_collective and not (place.of_role and phase.has_deadline)  # then for scores, too
+        where = (phase.name, phase.step, phase.number, phase.has_deadline, place.line, waits, still)
         return Report(self.rank, gethostname(), *where)
 
     def _state(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ _COLLECTIVES = (
     "megatron/core/pipeline_parallel/p2p_communication.py",
     "megatron/core/distributed/param_and_grad_buffer.py",  # not its neighbours, which also compute
     "reinforce_rl/megatron/mesh.py",
+    "reinforce_rl/generation/weight_sync.py",
 )
 
 # Whose waits on a condition are for the ranks of another role.
@@ -146,6 +147,7 @@ class Place:
     line: str  # innermost file and line in this package; empty if none
     in_collective: bool  # it waits for other ranks
     still_since: float  # `time.monotonic` of the first sample with the same stack
+    of_role: bool = False  # it waits for ranks of another role
 
 
 class PlaceWatcher:
@@ -165,8 +167,8 @@ class PlaceWatcher:
         innermost = stack[0][0] if stack else ""
         own = next(((file, line) for file, line in stack if Path(file).is_relative_to(PACKAGE)), None)
         text = f"{Path(own[0]).relative_to(PACKAGE)}:{own[1]}" if own else ""
-        waits_for_role = own is not None and own[0].endswith(_OF_ROLES) and innermost.endswith("/threading.py")
-        return Place(text, waits_for_role or _waits_for_ranks(innermost), self._still_since)
+        of_role = _waits_for_role(innermost, own[0] if own else "")
+        return Place(text, of_role or _waits_for_ranks(innermost), self._still_since, of_role)
 
 
 @dataclass
@@ -195,7 +197,7 @@ class WaitMeter:
         before = time.perf_counter()
         while not done.wait(SAMPLE_SECONDS):
             frame, now = _frame_of(self.thread), time.perf_counter()
-            if frame is not None and _waits_for_ranks(frame.f_code.co_filename):
+            if frame is not None and _waits(frame):
                 self.seconds += now - before
             before = now
 
@@ -211,6 +213,17 @@ def _frame_of(thread: int) -> FrameType | None:
         finally:
             if was_enabled:
                 gc.enable()
+
+
+def _waits(frame: FrameType) -> bool:
+    files = (one.f_code.co_filename for one, _ in traceback.walk_stack(frame))
+    own = next((file for file in files if Path(file).is_relative_to(PACKAGE)), "")
+    return _waits_for_ranks(frame.f_code.co_filename) or _waits_for_role(frame.f_code.co_filename, own)
+
+
+def _waits_for_role(innermost: str, own: str) -> bool:
+    """Whether a thread waits for ranks of another role; `own` is its innermost file of this package."""
+    return own.endswith(_OF_ROLES) and innermost.endswith("/threading.py")
 
 
 def _waits_for_ranks(file: str) -> bool:

@@ -7,6 +7,7 @@ Between them are `Links` for prompts and rollouts and one process group for weig
 
 from __future__ import annotations
 
+import os
 import pickle
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,6 +42,10 @@ class Role:
         store = job_store(size)
         if store is None:
             store, *_ = next(rendezvous("env://", rank, size, timeout=timeout))
+        # torchrun may keep the store when it starts the ranks anew.
+        store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store.set(f"rank {rank}", b"here")
+        store.wait([f"rank {other}" for other in range(size)], timeout)
         return cls(rank, size, trainers, block, store, timeout)
 
     @property

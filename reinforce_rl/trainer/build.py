@@ -18,7 +18,7 @@ from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, build_train_v
 from reinforce_rl.data.readers import Columns
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.generation.base import Generator, SamplingParams
+from reinforce_rl.generation.base import Elsewhere, Generator, SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
@@ -123,10 +123,11 @@ def build_actor(
     rollout, padded = cfg.model.reinforce, cfg.trainer.reinforce.rollout_batch_seq_length
     can_share = cfg.model.context_parallel_size == 1 and padded is None
     stop_ids = stop_token_ids(architecture, tokenizer)
+    has_engine_elsewhere = trains and cfg.placement == "disaggregated" and cfg.generation != "native"
     return MegatronGPTReinforceActorModel(
         lm,
         tokenizer,
-        build_generator(cfg, lm, tokenizer),
+        Elsewhere() if has_engine_elsewhere else build_generator(cfg, lm, tokenizer),
         ActorSettings(
             sampling=_sampling_params(cfg, rollout.sampling_params, stop_ids),
             val_sampling=_sampling_params(cfg, rollout.val_sampling_params, stop_ids),

@@ -89,6 +89,7 @@ class GeneratorPool:
         self._changed = threading.Condition()
         self._waiting: deque[Work] = deque()
         self._idle: deque[int] = deque()  # leaders that have asked for work
+        self._begun, self._leaders = set[int](), set(role.leaders)
         self._results: dict[int, Result] = {}
         self._lost: str | None = None
         self._failure: ReinforceError | None = None  # of a generator that cannot go on
@@ -115,10 +116,7 @@ class GeneratorPool:
             while not all(number in self._results for number in numbers):
                 if stop is not None and stop.reason is not None:
                     return None
-                if self._failure is not None:
-                    raise self._failure
-                if self._lost is not None:
-                    raise ConnectionError(self._lost)
+                self._check()
                 self._changed.wait(_POLL_SECONDS)
             return [self._results[number] for number in numbers]
 
@@ -128,8 +126,18 @@ class GeneratorPool:
                 self._results.pop(number, None)
 
     def announce(self, version: int) -> None:
-        """Have all generators' ranks receive weights."""
+        """Have all generators' ranks receive weights, once each has loaded its model; raises as `wait`."""
+        with self._changed:
+            while self._begun < self._leaders:
+                self._check()
+                self._changed.wait(_POLL_SECONDS)
         self._links.send_all(pickle.dumps(version))
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._lost is not None:
+            raise ConnectionError(self._lost)
 
     def close(self) -> None:
         """End the generators."""
@@ -142,6 +150,7 @@ class GeneratorPool:
         message: Result | ReinforceError | None = pickle.loads(parts[0])
         with self._changed:
             if message is None:
+                self._begun.add(rank)
                 self._idle.append(rank)
                 self._assign()
             elif isinstance(message, Result):
@@ -243,7 +252,10 @@ class Generators:
                 break
             stored = ticket.stored
             if stored is None:
-                results = pool.wait(list(chain.from_iterable(ticket.numbers))) or []
+                try:
+                    results = pool.wait(list(chain.from_iterable(ticket.numbers))) or []
+                except ReinforceError:  # the one that ends the run, which is saved without these
+                    break
                 if any(result.failure is not None for result in results):
                     break
                 stored = {prompt: packed for result in results for prompt, packed in _packed(result).items()}
@@ -260,8 +272,9 @@ class Generators:
     def publish(self, version: int, *, as_oldest: bool = False) -> None:
         """Send the policy's weights as this version; `as_oldest` where the generators are to have no earlier one."""
         began = time.perf_counter()
-        if self._pool is not None:
-            self._pool.announce(version)
+        with self._mesh.together():
+            if self._pool is not None:
+                self._pool.announce(version)
         if self._mesh.dp_rank == 0:
             group = self._pool.group if self._pool is not None else None
             self.sent_bytes = send_weights(self._model.lm, group, self._max_bytes)

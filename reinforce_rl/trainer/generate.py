@@ -48,6 +48,7 @@ class GeneratorRank:
         self._announced: deque[int] = deque()  # versions to receive
         self._staged: dict[int, dict[str, Tensor]] = {}  # received and not used yet
         self._has_ended = self._is_awake = False
+        self._unscored = 0  # results that wait for their scores
         self._awake = contextlib.ExitStack()  # while the weights stay the same
         self._failure: BaseException | None = None
         self._links = Links.connect(role.shared(INVITATION), role.rank, b"generator", CONNECT_SECONDS)
@@ -82,6 +83,8 @@ class GeneratorRank:
                 activity.begin("generate")
                 result, future = self._answer(work)
                 if self._is_leader:
+                    with self._changed:
+                        self._unscored += 1
                     scoring.submit(self._send, result, future)
             self._awake.close()
         except GenerationError as error:  # of an engine that does not fall asleep
@@ -97,7 +100,7 @@ class GeneratorRank:
             if self._is_leader:
                 self._links.send(0, pickle.dumps(None))
                 with self._changed:
-                    self._wait(lambda: bool(self._inbox) or self._has_ended)
+                    self._wait(lambda: bool(self._inbox) or self._has_ended, "waiting for prompts")
                     work = None if self._has_ended else self._inbox.popleft()
             work = self._model.mesh.from_block_leader(work)
             if work is None:
@@ -130,21 +133,22 @@ class GeneratorRank:
                 future = self._rm.infer_rm(reward_request(self._model, work.prompts, found))
         except GenerationError as error:
             self._awake.pop_all()  # an engine that has failed is not put to sleep
+            self._is_awake = False
             result = replace(result, failure=error)
         return result, future
 
     def _send(self, result: Result, future: RewardFuture | None) -> None:
-        if future is not None:
+        try:
             try:
-                result = replace(result, rewards=future.result())
+                result = result if future is None else replace(result, rewards=future.result())
             except ReinforceError as error:
                 result = replace(result, failure=error)
-            except BaseException as error:  # a fault of this program: the main thread raises it
-                with self._changed:
-                    self._failure = error
-                    self._changed.notify_all()
-                return
-        self._links.send(0, pickle.dumps(result))
+            self._links.send(0, pickle.dumps(result))
+        except BaseException as error:  # a fault of this program: the main thread raises it
+            self._failure = error
+        with self._changed:
+            self._unscored -= 1
+            self._changed.notify_all()
 
     def _receive(self) -> None:
         """Receive weights as they are announced; on a thread of its own."""
@@ -167,11 +171,16 @@ class GeneratorRank:
                 self._failure = self._failure or error
                 self._changed.notify_all()
 
-    def _wait(self, condition: Callable[[], bool]) -> None:
-        """Wait with the lock held; raise what has gone wrong meanwhile."""
+    def _wait(self, condition: Callable[[], bool], phase: str = "") -> None:
+        """Wait with the lock held; raise what has gone wrong meanwhile.
+
+        `phase` has a deadline, of the reward source, as long as scores are waited for too.
+        """
         while not condition():
             if self._failure is not None:
                 raise self._failure
+            if phase and self._activity.phase.has_deadline != bool(self._unscored):
+                self._activity.begin(phase, has_deadline=bool(self._unscored))
             self._changed.wait(_POLL_SECONDS)
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:

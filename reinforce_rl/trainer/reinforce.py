@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -274,8 +275,10 @@ class ReinforceTrainer:
         """
         if self.step not in (0, self._saved_step) and self._divergence.is_sound:
             self._activity.begin("checkpoint")
+            began = time.monotonic()
             more = {ROLLOUTS_FILE: self._rollouts.state(self.step)}
-            self.ckpt_callback.save(self.step, self.state_dict(), keep=self._best.steps, more=more)
+            waited = time.monotonic() - began
+            self.ckpt_callback.save(self.step, self.state_dict(), keep=self._best.steps, more=more, waited=waited)
             self._saved_step = self.step
             self.logger.report()
         if wait:

@@ -165,6 +165,8 @@ class RolloutMaker:
             return
         tickets = self.generators.restore(content)
         for number in sorted(tickets):
+            if self.loader.finished:
+                return  # of fewer epochs than before
             self.ahead.append(Drawn(next(self.loader), self.loader.state_dict(), tickets[number]))
 
     def evaluate(

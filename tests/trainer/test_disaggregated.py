@@ -242,6 +242,28 @@ def test_the_generators_ask_for_the_rewards(processes, tmp_path):
     assert "reward_function" in said and "unexpected keyword argument" in said and "Traceback" not in said
 
 
+def test_a_generator_that_cannot_begin_ends_a_run_that_goes_on(processes, tmp_path):
+    """The trainers have sent weights by then, which it never receives."""
+    own = (*FUNCTION, "reward_function.name=reinforce_rl.rewards.functions.length")
+    processes.start(tmp_path, *SETTINGS, *APART, *own, die_before="rollouts/step_00005", ranks=2)
+    processes.wait()
+    wrong = (*own, "+reward_function.kwargs.of=1", "resume_with_changes=true")
+    processes.start(tmp_path, *SETTINGS, *APART, *wrong, ranks=2, patience=60)
+    processes.wait()
+    said = (tmp_path / "log").read_text()
+    assert processes.statuses == [1, 0], said
+    assert "after step 3 of 12" in said and "unexpected keyword argument" in said
+
+
+def test_stored_rollouts_of_other_settings_are_not_trained_on(processes, tmp_path):
+    processes.start(tmp_path, *SETTINGS, *STATEFUL, *APART, die_before="rollouts/step_00005", ranks=2)
+    processes.wait()
+    finish(processes, tmp_path, *APART, "max_staleness=0", "resume_with_changes=true")
+    lines = metrics_of(tmp_path)[1:]
+    assert [line.get("train/staleness") for line in lines] == [0.0, 1.0, 1.0] + [None] * (STEPS - 3)
+    assert all(line["train/generator_gap"] < 1e-6 for line in lines[3:])
+
+
 def test_a_colocated_run_goes_on_with_generators(processes, tmp_path):
     processes.start(tmp_path, *SETTINGS, *STATEFUL, "trainer.reinforce.save_interval=1", die_before="step_00004")
     assert processes.wait() == -signal.SIGKILL
@@ -259,6 +281,10 @@ def test_a_colocated_run_goes_on_with_generators(processes, tmp_path):
         (["placement=disaggregated"], ["generation_ranks", "fewer than the 2 ranks"]),
         ([*APART, "generation_ranks=2"], ["generation_ranks", "fewer than the 2 ranks"]),
         ([*APART, "generation_tensor_parallel_size=2"], ["multiple of 2"]),
+        (
+            ["trainer.devices=4", *APART, "generation_ranks=3", "generation_tensor_parallel_size=3"],
+            ["feed-forward", "32"],
+        ),
         ([*APART, "preflight=deep"], ["preflight", "placement"]),
         ([*APART, "generation=tensorrt_llm"], ["generation", "placement", "native or vllm"]),
         ([*APART, "trainer.reinforce.dynamic_filtering=true"], ["dynamic_filtering", "max_staleness"]),
