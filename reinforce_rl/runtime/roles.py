@@ -44,7 +44,7 @@ class Role:
             store, *_ = next(rendezvous("env://", rank, size, timeout=timeout))
         # torchrun may keep the store when it starts the ranks anew.
         store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        store.set(f"rank {rank}", b"here")
+        store.set(f"rank {rank}", "here")
         store.wait([f"rank {other}" for other in range(size)], timeout)
         return cls(rank, size, trainers, block, store, timeout)
 
