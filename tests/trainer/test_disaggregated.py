@@ -66,7 +66,7 @@ def apart(processes, tmp_path_factory) -> Path:
 def assert_same_training(folder: Path, other: Path) -> None:
     for line, expected in zip(metrics_of(folder), metrics_of(other), strict=True):
         assert without_times(line) == without_times(expected)
-    for step in range(1, STEPS + 1):
+    for step in range(1, len(metrics_of(other))):  # filtering uses the prompts up sooner
         assert rollouts_of(folder, step) == rollouts_of(other, step)
     found, others = (load_file(path / "run" / "hf" / "model.safetensors") for path in (folder, other))
     assert all(torch.equal(found[name], others[name]) for name in others)
