@@ -15,7 +15,6 @@ from reinforce_rl.config.rules import Allocation, parse_duration
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader, RLHFDatasets, fixed_prompts
 from reinforce_rl.errors import ReinforceError
-from reinforce_rl.generation.weight_sync import BUCKET_BYTES
 from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.lora import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh, before_the_watch, job_rank
@@ -115,7 +114,6 @@ def generate(
         mesh.device,
         silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
         staleness=cfg.staleness,
-        max_bytes=BUCKET_BYTES,
     )
     with contextlib.ExitStack() as stack:
         stack.callback(rank.close)
@@ -230,7 +228,7 @@ def build_trainer(
     cut = partial(DefaultBatchIterator, rollout.rollout_micro_batch_size, rollout.val_rollout_micro_batch_size)
     stop, generators = control.stop if control else StopRequest(), None
     if cfg.placement == "disaggregated":
-        generators = Generators(model, pool, cut, stop, BUCKET_BYTES)
+        generators = Generators(model, pool, cut, stop)
 
     def fixed(prompts: PromptDataset | None, count: int | None) -> Callable[..., list[Any]] | None:
         return None if prompts is None else partial(fixed_prompts, prompts, count, mesh.dp_rank, mesh.dp_size)

@@ -34,7 +34,7 @@ def _buffers(lm: CausalLM, buckets: list[list[Row]], count: int) -> list[Tensor]
     return [torch.empty(size, dtype=lm.config.params_dtype, device=lm.mesh.device) for _ in range(count)]
 
 
-def send_weights(lm: CausalLM, group: WeightGroup | None, max_bytes: int) -> int:
+def send_weights(lm: CausalLM, group: WeightGroup | None, max_bytes: int = BUCKET_BYTES) -> int:
     """Send the weights that are trained; return the bytes. A collective call of the first block of trainers.
 
     `group` is None on all but its first rank. `receive_weights` on each generator has the same `max_bytes`.
@@ -54,7 +54,7 @@ def send_weights(lm: CausalLM, group: WeightGroup | None, max_bytes: int) -> int
 
 
 @torch.no_grad()
-def receive_weights(lm: CausalLM, group: WeightGroup, max_bytes: int) -> dict[str, Tensor]:
+def receive_weights(lm: CausalLM, group: WeightGroup, max_bytes: int = BUCKET_BYTES) -> dict[str, Tensor]:
     """Receive one `send_weights`; return this rank's slices, for `load_weights`. May run beside generation."""
     own, rank = parameters_of(lm), lm.mesh.tp_rank
     buckets, found = _plan(lm, max_bytes), dict[str, Tensor]()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -184,7 +183,6 @@ class Generators:
     Args:
         pool: on rank 0, else None.
         cut: called with (prompts, validation); yields the micro-batches.
-        max_bytes: of a bucket of weights.
     """
 
     def __init__(
@@ -193,13 +191,11 @@ class Generators:
         pool: GeneratorPool | None,
         cut: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]],
         stop: StopRequest,
-        max_bytes: int,
     ):
         self._model, self._pool, self._cut, self._stop = model, pool, cut, stop
-        self._max_bytes, self._numbers = max_bytes, count()
+        self._numbers = count()
         self.version = 0  # of the newest weights that the generators were sent
         self._oldest = 0  # that they may still be asked for
-        self.sent_bytes, self.sent_seconds = 0, 0.0  # by the last `publish`
 
     @property
     def _mesh(self) -> Mesh:
@@ -271,14 +267,12 @@ class Generators:
 
     def publish(self, version: int, *, as_oldest: bool = False) -> None:
         """Send the policy's weights as this version; `as_oldest` where the generators are to have no earlier one."""
-        began = time.perf_counter()
         with self._mesh.together():
             if self._pool is not None:
                 self._pool.announce(version)
         if self._mesh.dp_rank == 0:
             group = self._pool.group if self._pool is not None else None
-            self.sent_bytes = send_weights(self._model.lm, group, self._max_bytes)
-        self.sent_seconds = time.perf_counter() - began
+            send_weights(self._model.lm, group)
         self.version, self._oldest = version, version if as_oldest else self._oldest
 
 

@@ -38,11 +38,10 @@ class GeneratorRank:
         device: where the weights are.
         silence_seconds: after which rank 0 counts as lost.
         staleness: versions of the weights besides the newest that may still be asked for.
-        max_bytes: of a bucket of weights.
     """
 
-    def __init__(self, role: Role, device: torch.device, *, silence_seconds: float, staleness: int, max_bytes: int):
-        self._staleness, self._max_bytes, self._version = staleness, max_bytes, 0
+    def __init__(self, role: Role, device: torch.device, *, silence_seconds: float, staleness: int):
+        self._staleness, self._version = staleness, 0
         self._changed = threading.Condition()
         self._inbox: deque[Work] = deque()
         self._announced: deque[int] = deque()  # versions to receive
@@ -159,7 +158,7 @@ class GeneratorRank:
                     if not self._announced:
                         return
                     version = self._announced.popleft()
-                found = receive_weights(self._model.lm, self._group, self._max_bytes)
+                found = receive_weights(self._model.lm, self._group)
                 with self._changed:
                     self._staged[version] = found
                     # No rollout of a step that is still to come is of older ones.
