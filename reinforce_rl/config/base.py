@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -52,6 +54,17 @@ def key(
     extra: dict[str, Any] = {"unit": unit, "more": more, "kind": kind, "expected": expected}
     extra |= {"follows": follows, "heading": heading}
     return Field(default, description=sentence, json_schema_extra={k: v for k, v in extra.items() if v}, **bounds)
+
+
+def key_fault(cfg: Section, section: str, keys: str, advice: str) -> str:
+    """Return "KEY is VALUE and KEY is VALUE; advice"; `.NAME` is beside the key before it, the first in `section`."""
+    parts, path = [], f"{section}."
+    for key in keys.split():
+        path = path.rpartition(".")[0] + key if key.startswith(".") else key
+        value = attrgetter(path)(cfg)
+        told = json.dumps(value) if isinstance(value, bool | None) else repr(value)
+        parts.append(f"{key.lstrip('.') if parts else path} is {told}")
+    return f"{' and '.join(parts)}; {advice}"
 
 
 def _as_text(value: Any) -> Any:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.config.actor import LOGGERS, TrainConfig
-from reinforce_rl.config.base import DEEP, NOT_SET
-from reinforce_rl.config.engines import ENGINES
+from reinforce_rl.config.base import NOT_SET, key_fault
+from reinforce_rl.config.generation_rules import generation_faults, is_importable
 from reinforce_rl.config.model import LoraTuningConfig
 from reinforce_rl.config.model_folder import MODEL, model_values, no_model
 from reinforce_rl.config.parallelism import model_faults, ranks_faults, recomputation_faults
@@ -26,7 +23,6 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.files import folder_faults
 from reinforce_rl.utils.net import Address
 
-GENERATIONS = ("native", *ENGINES)
 PROVIDED_FUNCTIONS = ("gsm8k", "instructions", "matches", "length", "vader")
 START_VARIABLE, END_VARIABLE = "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"
 _SAVING = "exp_manager.checkpoint_callback_params"
@@ -35,24 +31,13 @@ REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's o
 
 def find_faults(cfg: TrainConfig) -> Iterator[str]:
     """Yield all errors of a configuration with valid keys and types."""
-    checks = (_rewards, _algorithm, _samples, _batches, _placement, _model, _lengths, _sampling, _generation)
-    for check in (*checks, _saving, _profile, _files):
+    checks = (_rewards, _algorithm, _samples, _batches, _model, _lengths, generation_faults, _saving, _profile, _files)
+    for check in checks:
         yield from check(cfg)
 
 
-def _told(cfg: TrainConfig, section: str, keys: str, advice: str) -> str:
-    """Return "KEY is VALUE and KEY is VALUE; advice"; `.NAME` is beside the key before it, the first in `section`."""
-    parts, path = [], f"{section}."
-    for key in keys.split():
-        path = path.rpartition(".")[0] + key if key.startswith(".") else key
-        value = attrgetter(path)(cfg)
-        told = json.dumps(value) if isinstance(value, bool | None) else repr(value)
-        parts.append(f"{key.lstrip('.') if parts else path} is {told}")
-    return f"{' and '.join(parts)}; {advice}"
-
-
 def _algorithm(cfg: TrainConfig) -> Iterator[str]:
-    rl, told = cfg.trainer.reinforce, partial(_told, cfg, "trainer.reinforce")
+    rl, told = cfg.trainer.reinforce, partial(key_fault, cfg, "trainer.reinforce")
     estimator = ADVANTAGE_ESTIMATORS.get(rl.advantage_estimator)
     if estimator is not None and estimator.compares_samples and rl.num_rollouts_per_prompt < 2:
         compares = f"advantage_estimator={rl.advantage_estimator} compares the samples of one prompt with each other"
@@ -82,7 +67,7 @@ def _algorithm(cfg: TrainConfig) -> Iterator[str]:
 
 
 def _samples(cfg: TrainConfig) -> Iterator[str]:
-    rl, told = cfg.trainer.reinforce, partial(_told, cfg, "trainer.reinforce")
+    rl, told = cfg.trainer.reinforce, partial(key_fault, cfg, "trainer.reinforce")
     shaping = rl.reward_shaping
     if shaping.standardisation != "given" and (shaping.mean, shaping.deviation) != (0.0, 1.0):
         yield (
@@ -114,38 +99,7 @@ def _batches(cfg: TrainConfig) -> Iterator[str]:
     elif rl.importance_ratio == "none" and (rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None):
         advice = "several optimizer steps on one rollout batch are off-policy: set trainer.reinforce.importance_ratio="
         keys = ".reinforce_epochs model.global_batch_size"
-        yield _told(cfg, "trainer.reinforce", keys, f"{advice}token, sequence or sequence_geometric")
-
-
-def _placement(cfg: TrainConfig) -> Iterator[str]:
-    told, rl = partial(_told, cfg, "model"), cfg.trainer.reinforce
-    if cfg.placement == "colocated":
-        for key, unused in (("generation_ranks", 0), ("generation_tensor_parallel_size", 1)):
-            if getattr(cfg, key) != unused:
-                yield told(f"{key} placement", f"only disaggregated reads the former: expected {unused}")
-        if cfg.staleness:
-            yield told(
-                "max_staleness placement", "ranks that train and generate in turn draw with the newest weights: 0"
-            )
-        return
-    tensor, ranks = cfg.generation_tensor_parallel_size, cfg.trainer.world_size
-    if not 1 <= cfg.generation_ranks < ranks or cfg.generation_ranks % tensor:
-        expected = f"a multiple of {tensor} (generation_tensor_parallel_size), at least {tensor} and " * (tensor > 1)
-        least = "" if expected else "at least 1 and "
-        yield told("generation_ranks", f"expected {expected}{least}fewer than the {ranks} ranks of this job")
-    size = model_values(cfg.pretrained_checkpoint.restore_from_path).get("intermediate_size")
-    if isinstance(size, int) and size % tensor:
-        yield told("generation_tensor_parallel_size", f"it must divide the model's feed-forward size, {size}")
-    if cfg.preflight == DEEP:
-        yield told("preflight placement", "the deep preflight predicts colocated runs: expected true")
-    if cfg.generation == "tensorrt_llm":
-        yield told("generation placement", "its weights go within one GPU: expected generation=native or vllm")
-    if rl.dynamic_filtering and cfg.staleness:
-        advice = "prompts cannot be drawn ahead of a step that may draw more: set one of them to false or 0"
-        yield told("trainer.reinforce.dynamic_filtering max_staleness", advice)
-    if cfg.staleness and rl.generator_correction == "none" and not cfg.model.reinforce.allow_biased_sampling:
-        advice = "rollouts of older weights bias the gradient: set the latter to sequence or another, or 0 steps"
-        yield told("max_staleness trainer.reinforce.generator_correction", advice)
+        yield key_fault(cfg, "trainer.reinforce", keys, f"{advice}token, sequence or sequence_geometric")
 
 
 def _model(cfg: TrainConfig) -> Iterator[str]:
@@ -165,11 +119,11 @@ def _model(cfg: TrainConfig) -> Iterator[str]:
         )
     if model.peft.peft_scheme is not None and model.reference_placement == "device":
         advice = "the reference is the frozen model, and there is no copy to place: leave the former at host"
-        yield _told(cfg, "model", ".reference_placement model.peft.peft_scheme", advice)
+        yield key_fault(cfg, "model", ".reference_placement model.peft.peft_scheme", advice)
 
 
 def _lengths(cfg: TrainConfig) -> Iterator[str]:
-    model, lengths, told = cfg.model, cfg.model.reinforce.length_params, partial(_told, cfg, "model")
+    model, lengths, told = cfg.model, cfg.model.reinforce.length_params, partial(key_fault, cfg, "model")
     padded, tokens = cfg.trainer.reinforce.rollout_batch_seq_length, model.tokens_per_micro_batch
     if model.max_prompt_tokens < 1:
         yield told(".reinforce.length_params.max_length model.encoder_seq_length", "there is no room for a prompt")
@@ -186,96 +140,6 @@ def _lengths(cfg: TrainConfig) -> Iterator[str]:
         yield told(".tokens_per_micro_batch model.encoder_seq_length", "the longest sequence must fit")
     if lengths.min_length > lengths.max_length:
         yield told(".reinforce.length_params.min_length .max_length", "the former must not be above the latter")
-
-
-def _sampling(cfg: TrainConfig) -> Iterator[str]:
-    rollout, own = cfg.model.reinforce, cfg.model.reinforce.sampling_params
-    if own.use_greedy:
-        yield (
-            "model.reinforce.sampling_params.use_greedy is true; greedy samples of one prompt are all alike, so there "
-            "is nothing to learn from: set it to false (validation has its own val_sampling_params)"
-        )
-    full = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-    narrowed = [f"sampling_params.{name}={getattr(own, name)}" for name in full if getattr(own, name) != full[name]]
-    if rollout.length_params.min_length:
-        narrowed.append(f"length_params.min_length={rollout.length_params.min_length}")
-    if narrowed and not rollout.allow_biased_sampling:
-        yield (
-            f"model.reinforce has {', '.join(narrowed)}: samples would not come from the policy whose "
-            "log-probs are trained, which biases the gradient; use the full distribution (top_k=0, top_p=1.0, "
-            "repetition_penalty=1.0, min_length=0) or set model.reinforce.allow_biased_sampling=true"
-        )
-
-
-def _generation(cfg: TrainConfig) -> Iterator[str]:
-    rollout, told, is_native = cfg.model.reinforce, partial(_told, cfg, "model.reinforce"), cfg.generation == "native"
-    if cfg.generation not in GENERATIONS and not _is_importable(cfg.generation):
-        expected = f"expected one of {', '.join(GENERATIONS)}, or the dotted name of a generator's class in a module"
-        yield told("generation", f"{expected} that can be imported")
-    if cfg.generation in ENGINES:
-        yield from _engine(cfg)
-    if rollout.generation_cache_tokens is not None:
-        if not is_native:
-            yield told(".generation_cache_tokens generation", "this engine has a cache of its own: expected null")
-        elif rollout.generation_cache_tokens < cfg.model.encoder_seq_length:
-            yield told(".generation_cache_tokens model.encoder_seq_length", "the longest sequence must fit")
-    if rollout.static_decoding and not is_native:
-        yield told(".static_decoding generation", "only native has such steps: expected false")
-    if rollout.static_decoding and not rollout.lean_decoding:
-        yield told(".static_decoding .lean_decoding", "the latter asks for megatron's own layers: expected true")
-    if rollout.cuda_graphs and not rollout.static_decoding:
-        yield told(".cuda_graphs .static_decoding", "without the latter, steps change their shape: expected true")
-    if rollout.cuda_graphs and cfg.model.pipeline_model_parallel_size > 1:
-        advice = "a graph cannot hold what stages hand over: expected 1, or cuda_graphs=false"
-        yield told(".cuda_graphs model.pipeline_model_parallel_size", advice)
-    ranks = cfg.training_ranks // max(cfg.model.block_size, 1)
-    most = -(-rollout.num_rollout_samples // max(ranks, 1))
-    if cfg.trainer.reinforce.generation_work_queue and ranks > 1 and most <= rollout.rollout_micro_batch_size:
-        yield (
-            f"trainer.reinforce.generation_work_queue is true, but each of {ranks} data-parallel ranks has at most "
-            f"{most} of a step's prompts and model.reinforce.rollout_micro_batch_size is "
-            f"{rollout.rollout_micro_batch_size}, so none is left to others; expected a size below {most}, or "
-            "generation_work_queue=false"
-        )
-
-
-def _is_importable(name: str) -> bool:
-    module = name.rpartition(".")[0]
-    try:
-        return bool(module) and importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def _engine(cfg: TrainConfig) -> Iterator[str]:
-    engine, told = cfg.engine, partial(_told, cfg, "model.reinforce")
-    apart = cfg.placement == "disaggregated"
-    block = cfg.generation_tensor_parallel_size if apart else cfg.model.block_size
-    if engine.python is not None and not (os.path.isfile(engine.python) and os.access(engine.python, os.X_OK)):
-        yield told("engine.python", "expected an interpreter, such as .venv-engine/bin/python (docs/engines.md)")
-    if engine.tensor_parallel_size is not None and not 1 <= engine.tensor_parallel_size <= block:
-        advice = f"expected 1 to {block}, the ranks that share a copy of the model, or null for all of them"
-        yield told("engine.tensor_parallel_size", advice)
-    limit = cfg.trainer.collective_timeout_seconds
-    longest = engine.start_timeout_seconds + engine.update_timeout_seconds + 2 * (engine.request_timeout_seconds + 65)
-    if not longest < limit:
-        yield (
-            f"engine's start_, update_ and twice request_timeout_seconds + 65 are {longest:g} together; expected "
-            f"below trainer.collective_timeout_seconds, which is {limit:g}: the other ranks may wait this long "
-            "for an engine that is started anew"
-        )
-    if cfg.generation != "tensorrt_llm":
-        return
-    if cfg.model.reinforce.length_params.min_length:
-        advice = "TensorRT-LLM holds back one end token only: set it to 0, or generation=native or vllm"
-        yield told(".length_params.min_length", advice)
-    if (
-        cfg.trainer.reinforce.generator_correction not in (None, "none")
-        and cfg.model.reinforce.sampling_params.temperature != 1.0
-    ):
-        advice = "whether TensorRT-LLM's log-probs are those at the temperature has not been established: expected 1.0"
-        keys = "trainer.reinforce.generator_correction model.reinforce.sampling_params.temperature"
-        yield told(keys, advice)
 
 
 def _rewards(cfg: TrainConfig) -> Iterator[str]:
@@ -335,7 +199,7 @@ def _replicas(key: str, server: RewardServerConfig) -> Iterator[str]:
 
 
 def _saving(cfg: TrainConfig) -> Iterator[str]:
-    saving, told = cfg.exp_manager.checkpoint_callback_params, partial(_told, cfg, _SAVING)
+    saving, told = cfg.exp_manager.checkpoint_callback_params, partial(key_fault, cfg, _SAVING)
     if not saving.best_metric.startswith("val/"):
         yield told(".best_metric", "expected a metric of validation, such as val/rewards")
     if saving.keep_best > 0 and cfg.model.data.data_prefix.validation is None:
@@ -382,7 +246,7 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
     for name in cfg.exp_manager.used_loggers:
         if name not in LOGGERS:
             yield f"exp_manager.loggers has {name!r}; expected {', '.join(LOGGERS)}"
-        elif not _is_importable(f"{name}.x"):
+        elif not is_importable(f"{name}.x"):
             advice = f"`pip install 'reinforce-rl[{name}]'`, or leave the logger out"
             yield f"exp_manager.loggers has {name}, which is not installed; {advice}"
     yield from folder_faults("exp_manager.explicit_log_dir", cfg.exp_manager.explicit_log_dir)

@@ -30,7 +30,7 @@ from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import STATUS_OK, STATUS_TEXT, RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.trainer.build import configured_mesh
-from reinforce_rl.trainer.rollouts import reward_request
+from reinforce_rl.trainer.reward_requests import reward_request
 from reinforce_rl.utils.files import write_json_lines
 
 HELP = """/reset        forget the conversation

@@ -21,7 +21,7 @@ from reinforce_rl.runtime.links import Links, LinkThread
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.roles import Role
 from reinforce_rl.trainer.disaggregated import INVITATION, Result, Work
-from reinforce_rl.trainer.rollouts import reward_request
+from reinforce_rl.trainer.reward_requests import reward_request
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel

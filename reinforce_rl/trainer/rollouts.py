@@ -15,7 +15,6 @@ import torch
 from reinforce_rl.algorithm.rewards import in_group_with_spread
 from reinforce_rl.data.batches import (
     FINISH_OUTSIDE,
-    FINISH_STOP,
     Completions,
     Prompt,
     RolloutBatch,
@@ -23,21 +22,19 @@ from reinforce_rl.data.batches import (
     join_prompts_and_responses,
     join_rollouts,
 )
-from reinforce_rl.errors import GenerationError, RewardServerError, StoppedEarly, TooManyFailedRewardsError
+from reinforce_rl.errors import GenerationError, StoppedEarly, TooManyFailedRewardsError
 from reinforce_rl.monitoring.metrics import Mean, rollout_means, take_means, validation_means
 from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, token_columns
 from reinforce_rl.rewards.base import (
-    STATUS_NOT_FINITE,
-    STATUS_OK,
     STATUS_TEXT,
     RewardFuture,
-    RewardRequest,
     Rewards,
     RewardSource,
 )
 from reinforce_rl.runtime.phases import Activity, StepClock
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.disaggregated import Generators, Known, Result, Ticket
+from reinforce_rl.trainer.reward_requests import faults_of, reward_request, scores_of
 from reinforce_rl.trainer.work_queue import WorkQueue
 
 if TYPE_CHECKING:
@@ -63,29 +60,6 @@ class StepRollouts:
     position: dict[str, Any]  # of the loader after them
     batch: RolloutBatch  # this rank's samples; with dynamic filtering, only of groups to train on
     metrics: dict[str, float]  # means over all ranks and all samples drawn
-
-
-def reward_request(
-    model: MegatronGPTReinforceActorModel, prompts: Sequence[Prompt], completions: Completions
-) -> RewardRequest:
-    """Return what a reward source is asked about an actor's responses."""
-    repeated = completions.repeat_to_samples(prompts)
-    sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, model.pad_id)
-    # Without the stop token, which a tokenizer may not treat as special.
-    tokens = torch.nn.functional.pad(completions.tokens, (0, 1))  # a column even where all responses are empty
-    last = tokens.gather(1, (completions.lengths - 1).clamp(min=0)[:, None])[:, 0]
-    stop_ids = torch.tensor(model.settings.sampling.stop_token_ids, dtype=torch.long)
-    text_lengths = completions.lengths - ((completions.lengths > 0) & torch.isin(last, stop_ids)).long()
-    texts = [row[:length] for row, length in zip(completions.tokens.tolist(), text_lengths.tolist(), strict=True)]
-    return RewardRequest(
-        tokens=sequences,
-        lengths=prompt_lengths + completions.lengths,
-        prompts=tuple(prompt.text for prompt in repeated),
-        responses=tuple(model.tokenizer.batch_decode(texts, skip_special_tokens=True)),
-        messages=tuple(prompt.messages for prompt in repeated),
-        metadata=tuple(prompt.metadata for prompt in repeated),
-        finished=tuple(reason == FINISH_STOP for reason in completions.finish_reasons),
-    )
 
 
 @dataclass(frozen=True)
@@ -253,12 +227,12 @@ class RolloutMaker:
         answers: list[Rewards] | None = []
         with mesh.together():
             if pending.futures:
-                answers = self.stop.unless_asked(lambda: [_scores(*asked) for asked in pending.futures])
+                answers = self.stop.unless_asked(lambda: [scores_of(*asked) for asked in pending.futures])
                 if answers is None:
                     raise StoppedEarly(f"stopped by {self.stop.reason}")
         if mesh.is_block_leader and (own := pending.work.to_owners(answers or [])):
             rewards = torch.cat([answer.values for answer in own])
-            faults = [fault for answer in own for fault in _faults(answer)]
+            faults = [fault for answer in own for fault in faults_of(answer)]
             sources = {name: torch.cat([answer.by_source[name] for answer in own]) for name in own[0].by_source}
         rewards, faults, sources = mesh.from_block_leader((rewards, faults, sources))
         self._check_failures(Counter(fault for fault in faults if fault is not None), len(rewards), name)
@@ -388,22 +362,3 @@ class RolloutMaker:
             generator_log_probs=completions.log_probs,
             weight_versions=completions.weight_versions,
         )
-
-
-def _scores(future: RewardFuture, count: int) -> Rewards:
-    """Check and normalise a source's result: values are finite exactly where the status is STATUS_OK."""
-    found = future.result()
-    values, status = found.values.float(), found.status.int()
-    for name, tensor in {"values": values, "status": status}.items():
-        if tensor.shape != (count,):
-            where = f"{type(future).__module__}.{type(future).__qualname__}"
-            raise RewardServerError(f"{where} returned {name} of shape {list(tensor.shape)}; expected [{count}]")
-    status = torch.where((status == STATUS_OK) & ~torch.isfinite(values), STATUS_NOT_FINITE, status)
-    return replace(found, values=values.masked_fill(status != STATUS_OK, torch.nan), status=status)
-
-
-def _faults(answer: Rewards) -> list[str | None]:
-    """Return why each sample's scoring failed; None where it did not."""
-    texts = {code: STATUS_TEXT.get(code, f"status {code}") for code in set(answer.status.tolist()) - {STATUS_OK}}
-    codes = enumerate(answer.status.tolist())
-    return [None if code == STATUS_OK else answer.faults.get(row, texts[code]) for row, code in codes]

@@ -1,0 +1,65 @@
+"""What a reward source is asked about an actor's responses, and how its answer is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from reinforce_rl.data.batches import FINISH_STOP, Completions, Prompt, join_prompts_and_responses
+from reinforce_rl.errors import RewardServerError
+from reinforce_rl.rewards.base import (
+    STATUS_NOT_FINITE,
+    STATUS_OK,
+    STATUS_TEXT,
+    RewardFuture,
+    RewardRequest,
+    Rewards,
+)
+
+if TYPE_CHECKING:
+    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+
+
+def reward_request(
+    model: MegatronGPTReinforceActorModel, prompts: Sequence[Prompt], completions: Completions
+) -> RewardRequest:
+    """Return what a reward source is asked about an actor's responses."""
+    repeated = completions.repeat_to_samples(prompts)
+    sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, model.pad_id)
+    # Without the stop token, which a tokenizer may not treat as special.
+    tokens = torch.nn.functional.pad(completions.tokens, (0, 1))  # a column even where all responses are empty
+    last = tokens.gather(1, (completions.lengths - 1).clamp(min=0)[:, None])[:, 0]
+    stop_ids = torch.tensor(model.settings.sampling.stop_token_ids, dtype=torch.long)
+    text_lengths = completions.lengths - ((completions.lengths > 0) & torch.isin(last, stop_ids)).long()
+    texts = [row[:length] for row, length in zip(completions.tokens.tolist(), text_lengths.tolist(), strict=True)]
+    return RewardRequest(
+        tokens=sequences,
+        lengths=prompt_lengths + completions.lengths,
+        prompts=tuple(prompt.text for prompt in repeated),
+        responses=tuple(model.tokenizer.batch_decode(texts, skip_special_tokens=True)),
+        messages=tuple(prompt.messages for prompt in repeated),
+        metadata=tuple(prompt.metadata for prompt in repeated),
+        finished=tuple(reason == FINISH_STOP for reason in completions.finish_reasons),
+    )
+
+
+def scores_of(future: RewardFuture, count: int) -> Rewards:
+    """Check and normalise a source's result: values are finite exactly where the status is STATUS_OK."""
+    found = future.result()
+    values, status = found.values.float(), found.status.int()
+    for name, tensor in {"values": values, "status": status}.items():
+        if tensor.shape != (count,):
+            where = f"{type(future).__module__}.{type(future).__qualname__}"
+            raise RewardServerError(f"{where} returned {name} of shape {list(tensor.shape)}; expected [{count}]")
+    status = torch.where((status == STATUS_OK) & ~torch.isfinite(values), STATUS_NOT_FINITE, status)
+    return replace(found, values=values.masked_fill(status != STATUS_OK, torch.nan), status=status)
+
+
+def faults_of(answer: Rewards) -> list[str | None]:
+    """Return why each sample's scoring failed; None where it did not."""
+    texts = {code: STATUS_TEXT.get(code, f"status {code}") for code in set(answer.status.tolist()) - {STATUS_OK}}
+    codes = enumerate(answer.status.tolist())
+    return [None if code == STATUS_OK else answer.faults.get(row, texts[code]) for row, code in codes]
