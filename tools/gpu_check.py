@@ -34,6 +34,7 @@ CHECKS = (  # in order of value
     Check("cudnn-last", "attention again", "gpu_checks.attention:check", 90, 10, environment=CUDNN_LAST),
     Check("trainer", "whole runs; save, kill, resume; LoRA", "gpu_checks.trainer:check", 240, 40, ALL, TRAINER),
     Check("ipc", "weights reach another process", "gpu_checks.ipc:check", 60, 15),
+    Check("generators", "weights reach ranks that only generate", "gpu_checks.generators:check", 60, 10, REAL),
     Check("counts", "kernels and host syncs in budget", "gpu_checks.counts:check", 120, 15, (CUDA, FAKE)),
     Check("memory", "peaks as planned", "gpu_checks.memory:check", 120, 15, (CUDA, FAKE)),
     Check("speed", "tokens/s and MFU beside transformers", "gpu_checks.speed:check", 240, 40),

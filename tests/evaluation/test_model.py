@@ -75,10 +75,13 @@ def test_a_runs_settings_can_take_the_place_of_the_defaults(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["model.peft.peft_scheme=lora", "trainer.reinforce.kl_target=0.5", "model.seed=7"]
+    options += ["trainer.devices=3", "placement=disaggregated", "generation_ranks=2", "max_staleness=2"]
+    options += ["generation_tensor_parallel_size=2"]
     ran = tiny_config(folder, *options)
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(ran.model_dump())))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    cfg = inference_config(folder / "model", ["model.reinforce.num_val_samples=2"], like=tmp_path)
+    cfg = inference_config(folder / "model", ["model.reinforce.num_val_samples=2", "trainer.devices=1"], like=tmp_path)
+    assert cfg.placement == "colocated", "this rank generates"
     assert str(tmp_path) in sys.path, "a copied reward function lies there"
     assert cfg.model.seed == 7
     assert cfg.model.reinforce.length_params == ran.model.reinforce.length_params

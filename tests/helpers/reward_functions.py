@@ -169,3 +169,8 @@ def trl_style(prompts: list[str], completions: list[str], answer: list[str], **k
 def of_two(prompt: str, response: str) -> float:
     """Take no record."""
     return 1.0
+
+
+def takes_a_second(prompt: str, response: str, record: Mapping[str, Any]) -> float:
+    time.sleep(1.0)
+    return len(response) / 10

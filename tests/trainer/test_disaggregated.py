@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from helpers.trainer_processes import NUM_PROMPTS, RUN_SECONDS, SETTINGS, STEPS,
 from helpers.vllm_engine import OF_RUNS, vllm_model, vllm_overrides
 from safetensors.torch import load_file
 
-from reinforce_rl.errors import EXIT_LOST_RANK, EXIT_STOPPED, ConfigError
+from reinforce_rl.errors import EXIT_LOST_RANK, EXIT_STOPPED, ConfigError, GenerationError
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.runtime.status import read_status
+from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.trainer.disaggregated import Generators, Ticket
 
 SLOW = pytest.mark.slow
 APART = ("placement=disaggregated", "generation_ranks=1")
@@ -262,6 +265,33 @@ def test_stored_rollouts_of_other_settings_are_not_trained_on(processes, tmp_pat
     lines = metrics_of(tmp_path)[1:]
     assert [line.get("train/staleness") for line in lines] == [0.0, 1.0, 1.0] + [None] * (STEPS - 3)
     assert all(line["train/generator_gap"] < 1e-6 for line in lines[3:])
+
+
+class LostPool:
+    """A pool of which a generator has failed."""
+
+    def wait(self, numbers: list[int], stop: object = None) -> None:
+        raise GenerationError("the engine is gone")
+
+
+def test_a_failed_generator_does_not_keep_the_last_step_from_being_saved():
+    pool: Any = LostPool()
+    generators = Generators(None, pool, None, StopRequest())  # type: ignore[arg-type]
+    generators.version = 3
+    stored = {7: {"tokens": torch.zeros(2, 3)}}
+    content = generators.state({4: Ticket([], 2, stored), 5: Ticket([[0]], 2), 6: Ticket([[1]], 2)})
+    found = generators.restore(content)
+    assert list(found) == [4] and found[4].version == 2
+    assert found[4].stored is not None and torch.equal(found[4].stored[7]["tokens"], stored[7]["tokens"])
+
+
+@pytest.mark.slow
+def test_slow_rewards_are_no_hang(processes, tmp_path):
+    """12 samples of a second each in one process, where no rank may stand still for 5 s."""
+    own = ("reward=function", "reward_function.name=helpers.reward_functions.takes_a_second")
+    limits = ("reward_function.num_workers=1", "trainer.collective_timeout_seconds=5", "trainer.reinforce.max_steps=2")
+    finish(processes, tmp_path, *APART, *own, *limits)
+    assert [line["step"] for line in metrics_of(tmp_path)] == [0, 1, 2]
 
 
 def test_a_colocated_run_goes_on_with_generators(processes, tmp_path):
