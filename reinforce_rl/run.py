@@ -31,7 +31,7 @@ from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.profiling import StepProfiler
-from reinforce_rl.runtime.roles import Role
+from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.runtime.settings import MEANING, check_changes, record
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import RunTimer, StopRequest, first_save_seconds
@@ -63,7 +63,9 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
         role = None
         if cfg.placement == "disaggregated":
             with before_the_watch(*job_rank()):
-                role = Role.of_job(cfg.training_ranks, cfg.generation_tensor_parallel_size, cfg.torch_timeout_seconds)
+                role = RankRole.of_job(
+                    cfg.training_ranks, cfg.generation_tensor_parallel_size, cfg.torch_timeout_seconds
+                )
         mesh = job.enter_context(configured_mesh(cfg, role))
         job.enter_context(control.watching(mesh, role, **limits))
         # Fail on model, layout, tokenizer, prompts and disk before waiting for the server.
@@ -105,7 +107,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
 
 
 def generate(
-    cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, role: Role, control: RunControl
+    cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, role: RankRole, control: RunControl
 ) -> None:
     """Generate for the trainers, on a rank that does nothing else, until they end."""
     control.stop.wait_for_checks()  # a signal reaches the trainers by the watch, and they end the run

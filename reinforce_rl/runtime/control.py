@@ -27,7 +27,7 @@ from reinforce_rl.runtime.stop import StopNow, StopRequest
 
 if TYPE_CHECKING:
     from reinforce_rl.megatron.mesh import Mesh
-    from reinforce_rl.runtime.roles import Role
+    from reinforce_rl.runtime.roles import RankRole
 
 BEAT_SECONDS = 1.0
 CONNECT_SECONDS = 30.0
@@ -318,7 +318,7 @@ class RunControl:
         self.status.end(EXIT_FINISHED)
 
     @contextlib.contextmanager
-    def watching(self, mesh: Mesh, role: Role | None = None, **limits: float) -> Iterator[None]:
+    def watching(self, mesh: Mesh, role: RankRole | None = None, **limits: float) -> Iterator[None]:
         """Watch the other ranks during the block, with `limits` as of `Watchdog`, as `ending` does; no-op with one.
 
         With a `role` these are all ranks of the job, not of the mesh alone.

@@ -24,7 +24,7 @@ WEIGHTS = "weights"  # names of what is in the store
 
 
 @dataclass(frozen=True)
-class Role:
+class RankRole:
     """A rank's place in a job of trainers and generators."""
 
     rank: int  # in the job
@@ -35,7 +35,7 @@ class Role:
     timeout: timedelta  # of collectives between the roles
 
     @classmethod
-    def of_job(cls, trainers: int, block: int, timeout_seconds: float) -> Role:
+    def of_job(cls, trainers: int, block: int, timeout_seconds: float) -> RankRole:
         """Return this process's role. All ranks of the job call it; torch's connection errors are RuntimeErrors."""
         rank, size = job_rank()
         timeout = timedelta(seconds=timeout_seconds)

@@ -25,7 +25,7 @@ from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.lora import LoraSettings, add_lora
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM, ModelOptions
-from reinforce_rl.runtime.roles import Role
+from reinforce_rl.runtime.roles import RankRole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,7 +63,7 @@ def build_sampler(cfg: TrainConfig, train_set: PromptDataset) -> PromptSampler:
     )
 
 
-def configured_mesh(cfg: TrainConfig, role: Role | None = None) -> AbstractContextManager[Mesh]:
+def configured_mesh(cfg: TrainConfig, role: RankRole | None = None) -> AbstractContextManager[Mesh]:
     """Return a context in which the process groups of the configured layout exist; see `parallel_mesh`."""
     model = cfg.model
     if role is not None and role.generates:

@@ -23,7 +23,7 @@ from reinforce_rl.errors import ReinforceError, StoppedEarly
 from reinforce_rl.generation.weight_sync import send_weights
 from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.runtime.links import Links, LinkThread, host_of_rank_0
-from reinforce_rl.runtime.roles import Role
+from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.runtime.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class GeneratorPool:
     Raises ConnectionError: a generator did not come.
     """
 
-    def __init__(self, role: Role, device: torch.device, silence_seconds: float):
+    def __init__(self, role: RankRole, device: torch.device, silence_seconds: float):
         self._changed = threading.Condition()
         self._waiting: deque[Work] = deque()
         self._idle: deque[int] = deque()  # leaders that have asked for work

@@ -19,7 +19,7 @@ from reinforce_rl.generation.weight_sync import load_weights, receive_weights
 from reinforce_rl.rewards.base import RewardFuture, RewardSource
 from reinforce_rl.runtime.links import Links, LinkThread
 from reinforce_rl.runtime.phases import Activity
-from reinforce_rl.runtime.roles import Role
+from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.trainer.disaggregated import INVITATION, Result, Work
 from reinforce_rl.trainer.reward_requests import reward_request
 
@@ -40,15 +40,15 @@ class GeneratorRank:
         staleness: versions of the weights besides the newest that may still be asked for.
     """
 
-    def __init__(self, role: Role, device: torch.device, *, silence_seconds: float, staleness: int):
+    def __init__(self, role: RankRole, device: torch.device, *, silence_seconds: float, staleness: int):
         self._staleness, self._version = staleness, 0
         self._changed = threading.Condition()
         self._inbox: deque[Work] = deque()
         self._announced: deque[int] = deque()  # versions to receive
         self._staged: dict[int, dict[str, Tensor]] = {}  # received and not used yet
-        self._has_ended = self._is_awake = False
+        self._has_ended = False
         self._unscored = 0  # results that wait for their scores
-        self._awake = contextlib.ExitStack()  # while the weights stay the same
+        self._awake: contextlib.ExitStack | None = None  # the generator's, while the weights stay the same
         self._failure: BaseException | None = None
         self._links = Links.connect(role.shared(INVITATION), role.rank, b"generator", CONNECT_SECONDS)
         # At once, as it also shows rank 0 that this rank is alive while it loads the model.
@@ -85,7 +85,7 @@ class GeneratorRank:
                     with self._changed:
                         self._unscored += 1
                     scoring.submit(self._send, result, future)
-            self._awake.close()
+            self._sleep()
         except GenerationError as error:  # of an engine that does not fall asleep
             self.fail(error)
         finally:
@@ -108,7 +108,7 @@ class GeneratorRank:
 
     def _advance(self, version: int) -> None:
         """Load the weights of a version once they have come; an engine takes them over when it wakes the next time."""
-        self._awake.close()
+        self._sleep()
         with self._changed:
             self._wait(lambda: version in self._staged)
             found = self._staged.pop(version)
@@ -118,21 +118,25 @@ class GeneratorRank:
         self._model.generator.refit()
         self._version = version
 
+    def _sleep(self) -> None:
+        if self._awake is not None:
+            awake, self._awake = self._awake, None
+            awake.close()
+
     def _answer(self, work: Work) -> tuple[Result, RewardFuture | None]:
         result, future = Result(work.number, tuple(prompt.id for prompt in work.prompts)), None
         try:
-            if not self._is_awake:
-                self._awake.enter_context(self._model.generator.awake())
-                self._awake.callback(setattr, self, "_is_awake", False)
-                self._is_awake = True
+            if self._awake is None:
+                awake = contextlib.ExitStack()
+                awake.enter_context(self._model.generator.awake())
+                self._awake = awake
             found = self._model.infer(work.prompts, work.num_samples, work.seed, validation=work.validation)
             versions = torch.full_like(found.tokens, self._version)
             result = replace(result, completions=replace(found, weight_versions=versions))
             if self._is_leader:
                 future = self._rm.infer_rm(reward_request(self._model, work.prompts, found))
         except GenerationError as error:
-            self._awake.pop_all()  # an engine that has failed is not put to sleep
-            self._is_awake = False
+            self._awake = None  # one that has failed is not put to sleep, and wakes with the next weights
             result = replace(result, failure=error)
         return result, future
 
@@ -142,6 +146,7 @@ class GeneratorRank:
                 result = result if future is None else replace(result, rewards=future.result())
             except ReinforceError as error:
                 result = replace(result, failure=error)
+            pickle.loads(pickle.dumps(result.failure))  # an exception of somebody else's may not survive it
             self._links.send(0, pickle.dumps(result))
         except BaseException as error:  # a fault of this program: the main thread raises it
             self._failure = error

@@ -4,13 +4,16 @@ generators, and through kills.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +24,14 @@ from helpers.trainer_processes import NUM_PROMPTS, RUN_SECONDS, SETTINGS, STEPS,
 from helpers.vllm_engine import OF_RUNS, vllm_model, vllm_overrides
 from safetensors.torch import load_file
 
+from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import EXIT_LOST_RANK, EXIT_STOPPED, ConfigError, GenerationError
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.runtime.status import read_status
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.disaggregated import Generators, Ticket
+from reinforce_rl.trainer.disaggregated import Generators, Ticket, Work
+from reinforce_rl.trainer.generate import GeneratorRank
 
 SLOW = pytest.mark.slow
 APART = ("placement=disaggregated", "generation_ranks=1")
@@ -332,3 +337,42 @@ def test_what_cannot_work_is_told(overrides, words, tmp_path):
     with pytest.raises(ConfigError) as error:
         tiny_config(tmp_path, "trainer.devices=2", *overrides)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+class EngineThatFails:
+    """Wakes, and fails at its second answer."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        self.events.append("wakes")
+        yield
+        self.events.append("sleeps")
+
+    def refit(self) -> None:
+        self.events.append("refit")
+
+    def infer(self, prompts: Any, *rest: Any, **more: Any) -> Completions:
+        self.events.append("answers")
+        if self.events.count("answers") == 2:
+            raise GenerationError("out of memory")
+        return Completions(torch.ones(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long), ("stop",))
+
+
+def test_an_engine_that_failed_wakes_before_new_weights_count(monkeypatch):
+    engine = EngineThatFails()
+    rank: Any = object.__new__(GeneratorRank)  # without its connections
+    rank._model = SimpleNamespace(generator=engine, infer=engine.infer, lm=None)
+    rank._awake, rank._is_leader, rank._version = None, False, 0
+    rank._changed, rank._staged = threading.Condition(), {1: {}}
+    monkeypatch.setattr("reinforce_rl.trainer.generate.load_weights", lambda lm, found: None)
+    work = Work(0, 1, 0, (Prompt(0, "", (3,)),), 1, 0)
+    failures = [rank._answer(work)[0].failure for _ in range(2)]
+    rank._advance(1)
+    found = rank._answer(work)[0]
+    rank._sleep()
+    assert failures[0] is None and isinstance(failures[1], GenerationError)
+    assert found.completions is not None and found.completions.weight_versions.tolist() == [[1]]
+    assert engine.events == ["wakes", "answers", "answers", "refit", "wakes", "answers", "sleeps"]
