@@ -1,11 +1,11 @@
-"""The `Generator` protocol and its sampling parameters."""
+"""The `Generator` protocol, its sampling parameters, and responses that go on under newer weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import DataError
@@ -24,6 +24,38 @@ class SamplingParams:
     use_greedy: bool = False  # always take the likeliest token
     stop_token_ids: tuple[int, ...] = ()  # any of these ends a response and belongs to it
     end_strings: tuple[str, ...] = ()  # text that ends a response; its tokens belong to the response
+
+
+@dataclass(frozen=True)
+class PartialResponse:
+    """A response that a later call may go on with; one entry a token."""
+
+    prompt: Prompt
+    key: int  # of its noise, uint64: `sample_seeds` of (seed, prompt, sample)
+    tokens: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()  # at the sampling temperature, by the weights that drew the token
+    versions: tuple[int, ...] = ()  # of those weights
+    finish_reason: str | None = None  # None: it is not at its end
+
+
+class WeightUpdates(Protocol):
+    """Newer weights that come while responses are drawn. All ranks of a block call these alike."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights that the model has."""
+        ...
+
+    def next_action(self, running: int) -> Literal["go on", "load", "stop"]:
+        """Return what is to be done before the next token of the `running` responses.
+
+        "load": call `load` and go on, with the cache that there is; "stop": return what there is.
+        """
+        ...
+
+    def load(self) -> None:
+        """Put the newer weights into the model, whose tensors stay where they are."""
+        ...
 
 
 class Generator(Protocol):
@@ -48,6 +80,16 @@ class Generator(Protocol):
         """
         ...
 
+    def go_on(
+        self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
+    ) -> list[PartialResponse]:
+        """Generate on, until each response is at its end or `updates` stops the call; return all, in their order.
+
+        Call within `awake`; raises as `generate`. The noise of a response does not depend on where calls begin and
+        end, if the generator's own noise is used.
+        """
+        ...
+
     def refit(self) -> None:
         """Use the policy's current weights from the next response on."""
 
@@ -64,6 +106,11 @@ class Elsewhere:
         return nullcontext()
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
+        raise RuntimeError("this rank only trains; others generate")
+
+    def go_on(
+        self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
+    ) -> list[PartialResponse]:
         raise RuntimeError("this rank only trains; others generate")
 
     def refit(self) -> None:
