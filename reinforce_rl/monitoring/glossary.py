@@ -63,6 +63,7 @@ generator_gap_max | nats a token | the same, of the worst token | below 5; the r
 generator_kl | nats a token | k3 estimate of KL(generator, policy) | below 0.001; see generator_gap
 generator_capped | share | tokens whose weight against the generator reached generator_ratio_cap | near 0
 staleness | steps | mean age of the weights that drew the tokens (max_staleness) | at most max_staleness
+dropped_groups | prompts | drawn again, as their rollouts were too old (rollout_order) | few; else generators are slow
 generator_masked | share | tokens that a generator_correction of _mask left out | near 0; else see generator_gap
 padding_fraction | share | padding in the update's micro-batches | low; else model.tokens_per_micro_batch
 groups_drawn | prompts | drawn by dynamic_filtering | num_rollout_samples, or some rounds of it

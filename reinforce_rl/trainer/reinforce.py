@@ -321,10 +321,11 @@ class ReinforceTrainer:
         self._best.load_state_dict(state["best"], self.ckpt_callback.holds)
         self._validation_is_due = state["validation_is_due"]
         self._rollouts.refit(self.step, as_oldest=True)
-        self._rollouts.load_state(self.step, more.get(ROLLOUTS_FILE, b""))
+        self._rollouts.load_state(self.step, more.get(ROLLOUTS_FILE, b""), state["data"].get("under_way", ()))
 
     def _log_step(self, metrics: Metrics, batch: ReinforceBatch) -> None:
-        position = {"epoch": self._data_position["epoch"], "consumed_prompts": self._data_position["consumed_prompts"]}
+        drawn, left = self._data_position, self._data_position.get("under_way", ())
+        position = {"epoch": drawn["epoch"], "consumed_prompts": drawn["consumed_prompts"] - len(left)}
         numbers, clock, mesh = {**metrics, **position}, self._clock, self.model.mesh
         self.logger.log_step(self.step, numbers, clock.seconds, self._samples(batch), clock.gigabytes)
         if mesh.world_size > 1:
