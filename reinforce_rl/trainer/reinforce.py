@@ -25,7 +25,14 @@ from reinforce_rl.algorithm.loss import Denominators
 from reinforce_rl.algorithm.rewards import less_kl, shape_rewards
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerError, StoppedEarly
-from reinforce_rl.monitoring.metrics import gap_quantiles, of_this_rank, reinforce_means, take_means, update_metrics
+from reinforce_rl.monitoring.metrics import (
+    gap_by_age,
+    gap_quantiles,
+    of_this_rank,
+    reinforce_means,
+    take_means,
+    update_metrics,
+)
 from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, token_columns
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.phases import Activity, StepClock
@@ -244,6 +251,9 @@ class ReinforceTrainer:
         self._log_probs, kept = log_probs, mask & batch.trains[:, None]
         gaps = torch.zeros(0) if generator is None else (log_probs - generator[:, : rollouts.width])[kept]
         metrics |= gap_quantiles(gaps, mesh.sum_over_dp)
+        if self._rollouts.staleness and rollouts.weight_versions is not None and generator is not None:
+            ages = self.step - rollouts.weight_versions[:, : rollouts.width][kept]
+            metrics |= take_means(gap_by_age(gaps, ages), mesh.gather_over_dp)
         self._divergence.check(self.step + 1, updates, metrics["actor_loss"], mesh, self.logger.note)
         self._past.add(batch, mesh.gather_over_dp)
         return metrics
