@@ -54,7 +54,7 @@ class Versions:
     def gaps(self, version: int, responses: Sequence[PartialResponse], temperature: float = 1.0) -> list[list[float]]:
         """Return how far each token's log-prob is from that under the weights of a version."""
         present = [parameter.detach().clone() for parameter in self._lm.parameters()]
-        self._put(self._kept[version])
+        self.restore(version)
         found = []
         for response in responses:
             prompt, tokens = response.prompt.tokens, torch.tensor(response.tokens)
@@ -64,6 +64,10 @@ class Versions:
         self._put(present)
         return found
 
+    def restore(self, version: int) -> None:
+        self._put(self._kept[version])
+
+    @torch.no_grad()
     def _put(self, weights: list[Tensor]) -> None:
         for parameter, value in zip(self._lm.parameters(), weights, strict=True):
             parameter.copy_(value)
