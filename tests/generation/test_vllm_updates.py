@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.lora import EVERY
 from helpers.models import tiny_llama_folder
 from helpers.policies import random_tokens
+from helpers.ranks import run_ranks
 from helpers.tiny_run import compose, tiny_overrides
 from helpers.vllm_engine import SHAPE, TOLERANCE, change_weights, processes_of, vllm_overrides
-from helpers.watched_vllm import WatchedVLLM
+from helpers.watched_vllm import watched
 from helpers.weight_updates import Action, PlannedUpdates, Versions, begun
 
 from reinforce_rl.config.load import load_config
@@ -23,7 +26,6 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import PartialResponse, SamplingParams
 from reinforce_rl.generation.engine import process
 from reinforce_rl.generation.engine.generator import EngineGenerator
-from reinforce_rl.generation.vllm.adapter import VLLM
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.lora import add_lora, updates_of
@@ -31,6 +33,7 @@ from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.trainer.build import build_generator
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+RANKS = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "vllm_updates.py"
 
 AT_ONCE = 4  # requests that the engine decodes; others wait
 # Longer than a block of vLLM's cache on a CPU, 128 tokens, so that requests find each other's.
@@ -101,10 +104,8 @@ def made(request, tmp_path_factory, mesh) -> Iterator[Engine]:
         add_lora(lm, EVERY)
         random = torch.Generator().manual_seed(0)
     generator = build_generator(config, lm, load_tokenizer(model))
-    assert isinstance(generator, EngineGenerator) and generator._engine is not None
-    adapter = generator._adapter
-    assert isinstance(adapter, VLLM)
-    generator._adapter = generator._engine._adapter = WatchedVLLM(adapter._config)
+    assert isinstance(generator, EngineGenerator)
+    generator._adapter = watched(generator._adapter, generator._engine)
 
     @torch.no_grad()
     def change_updates() -> None:
@@ -218,3 +219,16 @@ def test_killed_in_the_middle_it_begins_again_with_the_present_weights(engine, m
     assert {version for one in found for version in one.versions} == {updates.version}
     assert updates.version == (0 if command == "pause" else 1)
     assert max(engine.gaps(updates.version, found)) < TOLERANCE
+
+
+def test_two_ranks_that_share_matrices_are_told_alike(tmp_path):
+    tiny_llama_folder(tmp_path / "model", vocab_size=32, layers=2, max_positions=128, logit_scale=2.0, **SHAPE)
+    run_ranks(RANKS, 2, tmp_path, timeout=300)
+    first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first["running"][:2] == [4, 4] and first["gap"] < TOLERANCE
+    assert [one["finish_reason"] for one in first["found"]] == [FINISH_LENGTH] * 4
+    assert all(set(one["versions"]) == {0, 1} for one in first["found"])
+    for one, before in zip(first["found"], first["partial"], strict=True):
+        count = len(before["tokens"])
+        assert one["tokens"][:count] == before["tokens"] and one["versions"][:count] == before["versions"]

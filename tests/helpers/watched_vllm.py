@@ -25,6 +25,14 @@ class WatchedVLLM(VLLM):
         return {**super().environment(folder), "PYTHONPATH": os.pathsep.join(paths)}
 
 
+def watched(adapter: Any, engine: Any) -> WatchedVLLM:
+    """Return it in place of a generator's adapter; `engine`, which has not started, gets it too."""
+    own = WatchedVLLM(adapter._config)
+    if engine is not None:  # on the block's leader
+        engine._adapter = own
+    return own
+
+
 class WatchedWorker(WeightsOfTrainer):
     _passes, _seconds, _is_watched = 0, 0.0, False
 
