@@ -11,16 +11,14 @@ from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Prompt
 from reinforce_rl.generation.base import PartialResponse, SamplingParams
 from reinforce_rl.generation.engine import Answer, EngineSampling, Request
 from reinforce_rl.generation.native.sampling import sample_seeds
+from reinforce_rl.generation.responses import unbegun
 
 
 def requests_of(
     prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int, pad_id: int
 ) -> list[Request]:
     """Build one request per sample, prompt-major, seeded by (seed, prompt, sample)."""
-    ids = np.repeat([prompt.id for prompt in prompts], num_samples)
-    keys = sample_seeds(seed, ids, np.tile(np.arange(num_samples), len(prompts)))
-    asked = zip((prompt for prompt in prompts for _ in range(num_samples)), keys.tolist(), strict=True)
-    return [request_of(PartialResponse(prompt, key), params, pad_id) for prompt, key in asked]
+    return [request_of(response, params, pad_id) for response in unbegun(prompts, num_samples, seed)]
 
 
 def request_of(response: PartialResponse, params: SamplingParams, pad_id: int) -> Request:
