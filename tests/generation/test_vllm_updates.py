@@ -16,7 +16,7 @@ from helpers.models import tiny_llama_folder
 from helpers.policies import random_tokens
 from helpers.ranks import run_ranks
 from helpers.tiny_run import compose, tiny_overrides
-from helpers.vllm_engine import SHAPE, TOLERANCE, change_weights, processes_of, vllm_overrides
+from helpers.vllm_engine import PROMPTS, SHAPE, TOLERANCE, change_weights, processes_of, vllm_overrides
 from helpers.watched_vllm import watched
 from helpers.weight_updates import Action, PlannedUpdates, Versions
 
@@ -181,17 +181,17 @@ def test_stopped_and_gone_on_under_newer_weights(engine):
 
 def test_a_greedy_response_in_parts_is_that_in_one(engine):
     """With a penalty for the tokens so far, the prompt's included, and an end token that must not come too early."""
-    params = replace(PARAMS, use_greedy=True, repetition_penalty=1.3)
-    whole = engine.go_on(unbegun([PROMPT], 2, 3), PlannedUpdates(), params)
-    end = whole[0].tokens[50]
-    params = replace(params, stop_token_ids=(end,), min_length=60)
-    whole = engine.go_on(unbegun([PROMPT], 2, 3), PlannedUpdates(), params)
-    assert len(whole[0].tokens) >= 60 and len(set(whole[0].tokens)) > 5
-    parts, lengths = unbegun([PROMPT], 2, 3), []
+    params = SamplingParams(60, 30, use_greedy=True, repetition_penalty=2.0, stop_token_ids=(19, 5))
+    whole = engine.go_on(unbegun(PROMPTS, 1, 3), PlannedUpdates(), params)
+    early = engine.go_on(unbegun(PROMPTS, 1, 3), PlannedUpdates(), replace(params, min_length=0))
+    for one, other in zip(whole, early, strict=True):
+        assert len(other.tokens) < 12 and len(one.tokens) >= 30, "the least length changes nothing"
+        assert len(set(one.tokens[:8])) > 4, "the penalty changes nothing"
+    parts, lengths = unbegun(PROMPTS, 1, 3), []
     for _ in range(2):
         parts = engine.go_on(parts, PlannedUpdates("go on", engine.once_drawing("stop", 2)), params, pace=SLOW)
         lengths.append([len(one.tokens) for one in parts])
-    assert 0 < lengths[0][0] < lengths[1][0] < len(whole[0].tokens)
+    assert all(0 < first < second for first, second in zip(*lengths, strict=True))
     found = engine.go_on(parts, PlannedUpdates(), params)
     for one, other in zip(found, whole, strict=True):
         assert (one.tokens, one.versions, one.finish_reason) == (other.tokens, other.versions, other.finish_reason)
@@ -199,7 +199,14 @@ def test_a_greedy_response_in_parts_is_that_in_one(engine):
 
 
 @pytest.mark.parametrize(
-    ("name", "command"), [("host", "advance"), ("EngineCore", "pause"), ("Worker", "update"), ("EngineCore", "resume")]
+    ("made", "name", "command"),
+    [
+        ("whole", "host", "advance"),
+        ("whole", "EngineCore", "pause"),
+        ("whole", "EngineCore", "resume"),
+        ("lora", "Worker", "update"),
+    ],
+    indirect=["made"],
 )
 def test_killed_in_the_middle_it_begins_again_with_the_present_weights(engine, monkeypatch, caplog, name, command):
     """In the first such command from the pause on."""

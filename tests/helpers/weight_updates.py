@@ -31,7 +31,7 @@ class PlannedUpdates:
     def next_action(self, running: int) -> Action:
         self.running.append(running)
         action = self._actions.pop(0) if self._actions else "go on"
-        return action if isinstance(action, str) else action()
+        return action() if callable(action) else action
 
     def load(self) -> None:
         self._load()
