@@ -192,8 +192,9 @@ def rows_of(job: Job, group: int, gpus: int, lags: Sequence[int]) -> Iterator[Ro
     yield Row(gpus, job.prompts * group, "colocated", None, gpus, gpus, base, 1.0)
     for name, simulate in MODES.items():
         for k in lags:
-            *split, found = best_split(job, gpus, simulate, k)
-            yield Row(gpus, job.prompts * group, name, k, *split, found, base.seconds / found.seconds)
+            trainers, generators, found = best_split(job, gpus, simulate, k)
+            gain = base.seconds / found.seconds
+            yield Row(gpus, job.prompts * group, name, k, trainers, generators, found, gain)
 
 
 def read_run(folder: Path, send: float) -> tuple[Measured, Callable[[int], Sequence[int]]]:

@@ -138,7 +138,7 @@ def in_order(job: Job, trainers: int, generators: int, k: int, steps: int = STEP
     engines = generators // job.engine
     size = -(-job.prompts // engines)
     free: list[Number] = [0] * engines
-    versions, waits, ages = [0], [], []  # versions: when each is there
+    versions, waits, ages = list[Number]([0]), list[Number](), list[Number]()  # versions: when each is there
     for step in range(1, steps + 1):
         groups, version, ready = job.groups(step - 1), max(0, step - 1 - k), 0
         for start in range(0, job.prompts, size):
@@ -201,7 +201,7 @@ def as_finished(job: Job, trainers: int, generators: int, k: int, steps: int = S
     """Responses that run when the weights change go on; a group is as old as the weights that it began with."""
     pool, ready, taken = Generators(job, generators // job.engine), deque[Group](), list[Group]()
     time, trained, drawn, under_way, dropped = 0, math.inf, 0, 0, 0
-    versions, waits, ages = [0], [], []
+    versions, waits, ages = list[Number]([0]), list[Number](), list[Number]()
     while len(versions) <= steps:
         version = len(versions) - 1
         while under_way < (k + 1) * job.prompts:

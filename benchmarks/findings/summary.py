@@ -34,6 +34,7 @@ class Estimate:
         return f"{self.mean:{spec or '.2f'}} ± {self.error:{spec or '.2f'}}"
 
 
+BROKEN = 0.5  # a reward at the end below this
 SAMPLES_LABEL = "true reward of the validation prompts against samples"
 Outcomes = dict[str, list[Outcome]]  # of each cell, one a seed
 
@@ -100,18 +101,19 @@ def difference_rows(outcomes: Outcomes) -> list[list[str]]:
             run = difference(outcomes, name, other, lambda o: o.mean_reward)
             aim = difference(outcomes, name, other, lambda o: o.objective)
             if end:
-                ratio = end.mean / end.error if end.error else math.nan
-                rows.append([cell.title, CELLS[other].title, str(end), str(run), str(aim), f"{ratio:+.1f}"])
+                ratio = f"{end.mean / end.error:+.1f}" if end.error else ""
+                rows.append([cell.title, CELLS[other].title, str(end), str(run), str(aim), ratio])
     return rows
 
 
 def lag_rows(outcomes: Outcomes) -> list[list[str]]:
     """Head, and a row for each cell with rollouts some steps old and for what it is compared with.
 
-    The last three columns are of the time when half of the colocated steps are done: steps, reward, less colocated.
+    "broke" counts runs that end below `BROKEN`. The last three columns are of the time when half of the colocated steps
+    are done: steps, reward, less colocated.
     """
-    head = ["cell", "seeds", "moved, nats", "capped", "s a step", "of colocated", "steps", "reward", "less colocated"]
-    rows = [head]
+    head = ["cell", "seeds", "broke", "moved, nats", "capped", "s a step", "of colocated"]
+    rows = [[*head, "steps", "reward", "less colocated"]]
     for base, *cells in LAGGING:
         if not (of_base := outcomes.get(base.name)):
             continue
@@ -122,19 +124,14 @@ def lag_rows(outcomes: Outcomes) -> list[list[str]]:
                 seconds = Estimate.of(o.step_seconds for o in found)
                 by_then = Estimate.of(o.reward_after(half) for o in found)
                 less = difference(outcomes, cell.name, base.name, lambda o, at=half: o.reward_after(at))
-                moved, capped = ([x for o in found for x in values(o)] or [math.nan] for values in (_moved, _capped))
-                drift = f"{statistics.median(moved):.2g}", f"{statistics.fmean(capped):.1%}"
+                drift = ("", "")  # of runs that did not keep it
+                if moved := [nats for o in found for nats in o.moved]:
+                    capped = statistics.fmean(share for o in found for share in o.capped)
+                    drift = f"{statistics.median(moved):.2g}", f"{capped:.1%}"
                 figures = f"{seconds:.2f}", f"{seconds.mean / pace:.2f}", f"{half / seconds.mean:.0f}", str(by_then)
-                rows.append([cell.title, str(len(found)), *drift, *figures, "" if cell is base else str(less)])
+                counts = str(len(found)), str(sum(o.final_reward < BROKEN for o in found))
+                rows.append([cell.title, *counts, *drift, *figures, "" if cell is base else str(less)])
     return rows
-
-
-def _moved(outcome: Outcome) -> list[float]:
-    return outcome.moved
-
-
-def _capped(outcome: Outcome) -> list[float]:
-    return outcome.capped
 
 
 def rich_table(rows: Sequence[Sequence[str]], title: str) -> Table:

@@ -152,8 +152,8 @@ def test_times_are_compared_at_half_of_the_colocated_run():
     head, *rows = lag_rows(outcomes)
     assert len(head) == len(rows[0])
     assert rows == [
-        [base.title, "2", "0", "0.0%", "1.00 ± 0.00", "1.00", "2", "2.00 ± 0.00", ""],
-        [cell.title, "2", "0.25", "0.0%", "0.50 ± 0.00", "0.50", "4", "4.50 ± 0.50", "2.50 ± 0.50"],
+        [base.title, "2", "0", "0", "0.0%", "1.00 ± 0.00", "1.00", "2", "2.00 ± 0.00", ""],
+        [cell.title, "2", "0", "0.25", "0.0%", "0.50 ± 0.00", "0.50", "4", "4.50 ± 0.50", "2.50 ± 0.50"],
     ]
 
 
