@@ -23,7 +23,8 @@ def generation_faults(cfg: TrainConfig) -> Iterator[str]:
 def _placement(cfg: TrainConfig) -> Iterator[str]:
     told, rl = partial(key_fault, cfg, "model"), cfg.trainer.reinforce
     if cfg.placement == "colocated":
-        for key, unused in (("generation_ranks", 0), ("generation_tensor_parallel_size", 1)):
+        read = {"generation_ranks": 0, "generation_tensor_parallel_size": 1, "generators": "joined"}
+        for key, unused in read.items():
             if getattr(cfg, key) != unused:
                 yield told(f"{key} placement", f"only disaggregated reads the former: expected {unused}")
         if cfg.staleness:
@@ -32,7 +33,11 @@ def _placement(cfg: TrainConfig) -> Iterator[str]:
             )
         return
     tensor, ranks = cfg.generation_tensor_parallel_size, cfg.trainer.world_size
-    if not 1 <= cfg.generation_ranks < ranks or cfg.generation_ranks % tensor:
+    if cfg.generators == "separate":
+        if cfg.generation_ranks:
+            advice = "no rank of this job generates then: expected 0; start programs by `reinforce-rl generate`"
+            yield told("generation_ranks generators", advice)
+    elif not 1 <= cfg.generation_ranks < ranks or cfg.generation_ranks % tensor:
         expected = f"a multiple of {tensor} (generation_tensor_parallel_size), at least {tensor} and " * (tensor > 1)
         least = "" if expected else "at least 1 and "
         yield told("generation_ranks", f"expected {expected}{least}fewer than the {ranks} ranks of this job")

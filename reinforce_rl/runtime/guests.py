@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from reinforce_rl.runtime.links import Invitation
 from reinforce_rl.runtime.reformed_group import ReformedGroup
@@ -61,7 +61,7 @@ class Guest:
         """Return the group, which has to be formed. Raises ConnectionError: rank 0 is not there."""
         host, port = self.invitation.links.host, self.invitation.store_port
         try:
-            store = dist.TCPStore(host, port, is_master=False, timeout=self.timeout)
+            store = TCPStore(host, port, is_master=False, timeout=self.timeout)
         except RuntimeError as error:
             raise ConnectionError(f"cannot reach rank 0's store at {host}:{port}: {error}") from error
         return ReformedGroup(store, _own_address(host), device, self.timeout)
@@ -71,7 +71,7 @@ def host_store(host: str, timeout: timedelta) -> tuple[Any, int]:
     """Return a store that guests reach on this machine, and its port; on the loopback if `host` is that."""
     listener = socket.create_server((host if host == "127.0.0.1" else "", 0))
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
+    store = TCPStore(
         *(host, port), is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
     return store, port

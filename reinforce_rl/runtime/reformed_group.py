@@ -61,7 +61,7 @@ class ReformedGroup(WeightGroup):
                 nccl._timeout = self._timeout
                 self._backend = dist.ProcessGroupNCCL(store, rank, size, nccl)
         else:
-            gloo = dist.ProcessGroupGloo._Options()
+            gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             gloo._timeout = self._timeout
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
             self._backend = dist.ProcessGroupGloo(store, rank, size, gloo)
@@ -69,8 +69,6 @@ class ReformedGroup(WeightGroup):
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """As of `WeightGroup`."""
-        if self.fault and not self._sends:
-            raise RuntimeError(self.fault)
         return _Transfer(self, self._attempt(lambda: self._backend.broadcast([tensor], self._options)))
 
     def wait_for(self, work: Any) -> None:
@@ -90,9 +88,9 @@ class ReformedGroup(WeightGroup):
             backend.abort()
 
     def _attempt(self, action: Callable[[], Any]) -> Any:
-        if self.fault:
-            return None
         try:
+            if self.fault:
+                raise RuntimeError(self.fault)
             return action()
         except RuntimeError as error:
             self.fault = self.fault or str(error).partition("\n")[0]

@@ -17,6 +17,7 @@ from torch import Tensor
 from reinforce_rl.errors import GenerationError, ReinforceError
 from reinforce_rl.generation.weight_sync import load_weights, receive_weights
 from reinforce_rl.rewards.base import RewardFuture, RewardSource
+from reinforce_rl.runtime.guests import Guest
 from reinforce_rl.runtime.links import Links, LinkThread
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.roles import RankRole
@@ -40,7 +41,7 @@ class GeneratorRank:
         staleness: versions of the weights besides the newest that may still be asked for.
     """
 
-    def __init__(self, role: RankRole, device: torch.device, *, silence_seconds: float, staleness: int):
+    def __init__(self, role: RankRole | Guest, device: torch.device, *, silence_seconds: float, staleness: int):
         self._staleness, self._version = staleness, 0
         self._changed = threading.Condition()
         self._inbox: deque[Work] = deque()
