@@ -144,6 +144,7 @@ class SeparatePool(GeneratorPool):
         self._notes: deque[str] = deque()
         self._told: set[int] = set()  # versions that nobody has any more
         self._last_loss = ""
+        self._alone_since: float | None = None  # while the trainers wait and there is no generator
         timeout = timedelta(seconds=silence_seconds)
         self._links, invitation = Links.listen(host)
         store, port = host_store(invitation.host, timeout)
@@ -161,30 +162,19 @@ class SeparatePool(GeneratorPool):
 
         Without a generator a stopped run does not wait. Raises GenerationError: none has come in time.
         """
-        alone: float | None = None  # since when
         with self._activity.having_deadline(), self._changed:
             while not all(number in self._results for number in numbers):
                 self._tell()
+                is_alone = not any(one.is_ready for one in self._generators.values())
+                self._look_for_anybody(is_alone)
                 if self._lacking():
                     return True
-                is_alone = not any(one.is_ready for one in self._generators.values())
                 if (stop is not None and stop.reason) or (is_alone and self._stop.reason):
                     return False
                 self._check()
-                if is_alone and alone is None:
-                    alone = time.monotonic()
-                    self._say(f"Waiting for a generator, up to {self._wait_seconds:.0f} s")
-                elif is_alone and alone is not None and time.monotonic() - alone > self._wait_seconds:
-                    last = f"; the last one: {self._last_loss}" if self._last_loss else ""
-                    self._failure = GenerationError(
-                        f"no generator was there for {self._wait_seconds:.0f} s (generator_timeout_seconds){last}. "
-                        "Start `reinforce-rl generate` with the trainers' keys, and the trainers again"
-                    )
-                elif not is_alone and alone is not None:
-                    alone = None
-                    self._say("")
                 self._changed.wait(_POLL_SECONDS)
             self._tell()
+            self._look_for_anybody(False)
             return False
 
     def wait(self, numbers: Sequence[int], stop: StopRequest | None = None) -> list[Result] | None:
@@ -262,10 +252,18 @@ class SeparatePool(GeneratorPool):
         if self._failure is not None:
             raise self._failure
 
-    def _say(self, text: str) -> None:
-        """Say what the run waits for, nothing if `text` is empty."""
-        self._status.waiting(text)
-        self._note(text or "A generator has come")
+    def _look_for_anybody(self, is_alone: bool) -> None:
+        if is_alone == (self._alone_since is None):
+            self._alone_since = time.monotonic() if is_alone else None
+            text = f"Waiting for a generator, up to {self._wait_seconds:.0f} s" if is_alone else ""
+            self._status.waiting(text)
+            self._note(text or "The wait for a generator is over")
+        elif self._alone_since is not None and time.monotonic() - self._alone_since > self._wait_seconds:
+            last = f"; the last one: {self._last_loss}" if self._last_loss else ""
+            self._failure = GenerationError(
+                f"no generator was there for {self._wait_seconds:.0f} s (generator_timeout_seconds){last}. "
+                "Start `reinforce-rl generate` with the trainers' keys, and the trainers again"
+            )
 
     def _tell(self) -> None:
         while self._notes:

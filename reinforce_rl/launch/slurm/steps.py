@@ -112,10 +112,8 @@ class StepPlan:
     serves: bool  # it is a reward server
     image: str  # of the container; empty for none
     peers: tuple[str, ...]  # a node of the other component
-    ignores_usr1: bool = False  # which is for the actor
     listens: bool = False  # for generators, at its first task's address
-    first_local: int = 0  # rank on its node of the first task, where several steps share it
-    shares: bool = False  # its nodes, with other steps
+    first_local: int | None = None  # of a generator, which may share its node: rank there of its first task
 
     @property
     def num_nodes(self) -> int:
@@ -137,7 +135,7 @@ def server_plan(
     program = (*settings.program("serve_reward_model", "serve"), *with_missing(settings.server_args, own))
     image = settings.server_container_image or settings.container_image
     tasks = server.devices if settings.launcher == SRUN else 1
-    return StepPlan(f"rm-{number}", server, mine, tasks, program, True, image, tuple(peers), ignores_usr1=True)
+    return StepPlan(f"rm-{number}", server, mine, tasks, program, True, image, tuple(peers))
 
 
 def actor_plan(
@@ -174,9 +172,7 @@ def generator_plan(
         False,
         settings.container_image,
         tuple(peers),
-        ignores_usr1=True,
         first_local=place * each,
-        shares=True,
     )
 
 
@@ -201,7 +197,8 @@ def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
     component = plan.component
     line = ["srun", f"--job-name={plan.name}", f"--het-group={component.group}"]
     line += [f"--nodes={plan.num_nodes}", f"--ntasks={plan.tasks}", f"--ntasks-per-node={plan.tasks_per_node}"]
-    if plan.shares:
+    is_generator = plan.first_local is not None
+    if is_generator:
         line.append("--overlap")
     if plan.nodes:
         line.append(f"--nodelist={','.join(plan.nodes)}")
@@ -219,10 +216,11 @@ def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
     if settings.setup:
         line += ["bash", "-c", _with_setup(settings.setup), "bash"]
     task = {"component": plan.name, "folder": str(folder), "repository": str(settings.repository)}
-    launcher = SRUN if plan.shares else settings.launcher
+    launcher = SRUN if is_generator else settings.launcher
     task |= {"launcher": launcher, "devices": component.devices, "seconds": settings.ready_seconds}
     task |= {"peers": plan.peers, "serves": plan.serves, "script": plan.program}
-    task |= {"ignores_usr1": plan.ignores_usr1, "listens": plan.listens, "first_local": plan.first_local}
+    task |= {"listens": True} if plan.listens else {}
+    task |= {"first_local": plan.first_local} if is_generator else {}
     return [*line, settings.interpreter(plan.image), "-c", START_TASK, str(settings.repository), json.dumps(task)]
 
 

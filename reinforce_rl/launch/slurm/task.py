@@ -40,9 +40,8 @@ class Task:
     node: int  # index of its node in the step
     nodes: int  # number of nodes
     serves: bool = False  # it is a reward server, which needs an HTTP port
-    ignores_usr1: bool = False
     listens: bool = False  # for generators, at its first task's address
-    first_local: int = 0  # rank on its node of the step's first task there
+    first_local: int | None = None  # of a generator, which may share its node: rank there of its first task
     seconds: float = 0.0  # for the first task to publish its endpoint
     peers: Sequence[str] = ()  # names of other nodes
     script: Sequence[str] = ()  # arguments of Python: a file, or -m and a name, and what follows
@@ -82,7 +81,7 @@ def environment_of(task: Task, first: Endpoint, environment: Mapping[str, str]) 
         result |= {
             "RANK": str(task.number),
             "WORLD_SIZE": str(task.nodes * task.devices),
-            "LOCAL_RANK": str(task.first_local + task.local_number),
+            "LOCAL_RANK": str((task.first_local or 0) + task.local_number),
             "LOCAL_WORLD_SIZE": str(task.devices),
             "MASTER_ADDR": first.address,
             "MASTER_PORT": str(first.rank_port),
@@ -137,7 +136,7 @@ def run(task: Task) -> tuple[TaskEnd, bool]:
             command_of(task, first),
             own_session=False,
             death_signal=signal.SIGKILL,
-            ignored_signals=[signal.SIGUSR1] if task.ignores_usr1 else [],
+            ignored_signals=[signal.SIGUSR1] if task.serves or task.first_local is not None else [],
             env=environment_of(task, first, os.environ),
         )
         stop.pass_to(child)
