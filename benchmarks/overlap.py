@@ -1,4 +1,4 @@
-"""Print what generation on ranks of its own hides: a step's time with colocated ranks, and apart with k = 0, 1 and 2.
+"""Print what generation on ranks of its own hides: a step's time with colocated ranks, and apart.
 
 python benchmarks/overlap.py                             (five minutes; generation and training sleep)
 python benchmarks/overlap.py --generate 2 --train 1      (seconds)
@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from helpers.tiny_run import metrics_of  # noqa: E402
 from helpers.trainer_processes import TrainerProcesses  # noqa: E402
 
+FINISHED = "rollout_order=finished"
 APART = ["placement=disaggregated", "generation_ranks=1"]
 
 
@@ -44,6 +45,7 @@ def main() -> None:
         for name, ranks, more in [
             ("colocated", 1, []),
             *((f"apart, k = {k}", 2, [*APART, f"max_staleness={k}"]) for k in (0, 1, 2)),
+            *((f"finished first, k = {k}", 2, [*APART, FINISHED, f"max_staleness={k}"]) for k in (1, 2)),
         ]:
             with tempfile.TemporaryDirectory() as folder:
                 options = {"step_seconds": args.train, "generate_seconds": args.generate}

@@ -142,6 +142,8 @@ def generate(
         mesh.device,
         silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
         staleness=cfg.staleness,
+        groups=cfg.model.reinforce.rollout_micro_batch_size if cfg.rollout_order == "finished" else None,
+        inflight=cfg.inflight_cache if cfg.inflight_updates else None,
     )
     with contextlib.ExitStack() as stack:
         stack.callback(rank.close)
@@ -257,7 +259,7 @@ def build_trainer(
     stop, generators = control.stop if control else StopRequest(), None
     if cfg.placement == "disaggregated":
         kind = SeparateGenerators if cfg.generators == "separate" else Generators
-        generators = kind(model, pool, cut, stop)
+        generators = kind(model, pool, cut, stop, cfg.rollout_order == "finished")
 
     def fixed(prompts: PromptDataset | None, count: int | None) -> Callable[..., list[Any]] | None:
         return None if prompts is None else partial(fixed_prompts, prompts, count, mesh.dp_rank, mesh.dp_size)

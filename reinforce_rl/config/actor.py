@@ -359,6 +359,18 @@ class TrainConfig(Section):
         "steps",
         more=". 0 gives the numbers of placement=colocated, bit for bit",
     )
+    rollout_order: Literal["prompts", "finished"] = key(
+        "prompts",
+        "of placement=disaggregated, what a step takes: the next prompts, which can be repeated; or what is finished "
+        "first",
+        more="; see [disaggregated.md](disaggregated.md#what-is-finished-first)",
+    )
+    inflight_updates: bool = key(
+        False, "of rollout_order=finished: new weights are used for the rest of responses that are under way"
+    )
+    inflight_cache: Literal["recompute", "keep"] = key(
+        "recompute", "of inflight_updates: keys and values of what was drawn before, by the new weights or as they are"
+    )
     engine: EngineConfig = key(EngineConfig(), "of generation=vllm and tensorrt_llm; see docs/engines.md")
     vllm: VLLMConfig = key(VLLMConfig(), "of generation=vllm")
     tensorrt_llm: TensorRTLLMConfig = key(TensorRTLLMConfig(), "of generation=tensorrt_llm; see docs/tensorrt-llm.md")

@@ -22,9 +22,16 @@ def generation_faults(cfg: TrainConfig) -> Iterator[str]:
 
 def _placement(cfg: TrainConfig) -> Iterator[str]:
     told, rl = partial(key_fault, cfg, "model"), cfg.trainer.reinforce
+    if cfg.inflight_updates and cfg.rollout_order != "finished":
+        yield told("inflight_updates rollout_order", "rollouts in the prompts' order are of one version: set finished")
+    if cfg.inflight_cache != "recompute" and not cfg.inflight_updates:
+        yield told(
+            "inflight_cache inflight_updates", "without inflight_updates=true no cache is kept: expected recompute"
+        )
     if cfg.placement == "colocated":
-        read = {"generation_ranks": 0, "generation_tensor_parallel_size": 1, "generators": "joined"}
-        for key, unused in read.items():
+        of_others = {"generation_ranks": 0, "generation_tensor_parallel_size": 1, "rollout_order": "prompts"}
+        of_others |= {"generators": "joined"}
+        for key, unused in of_others.items():
             if getattr(cfg, key) != unused:
                 yield told(f"{key} placement", f"only disaggregated reads the former: expected {unused}")
         if cfg.staleness:
@@ -37,6 +44,8 @@ def _placement(cfg: TrainConfig) -> Iterator[str]:
         if cfg.generation_ranks:
             advice = "no rank of this job generates then: expected 0; start programs by `reinforce-rl generate`"
             yield told("generation_ranks generators", advice)
+        if cfg.rollout_order == "finished":
+            yield told("rollout_order generators", "generators that come and go take prompts in order: set joined")
     elif not 1 <= cfg.generation_ranks < ranks or cfg.generation_ranks % tensor:
         expected = f"a multiple of {tensor} (generation_tensor_parallel_size), at least {tensor} and " * (tensor > 1)
         least = "" if expected else "at least 1 and "
@@ -51,6 +60,8 @@ def _placement(cfg: TrainConfig) -> Iterator[str]:
     if rl.dynamic_filtering and cfg.staleness:
         advice = "prompts cannot be drawn ahead of a step that may draw more: set one of them to false or 0"
         yield told("trainer.reinforce.dynamic_filtering max_staleness", advice)
+    if cfg.rollout_order == "finished" and not cfg.staleness:
+        yield told("rollout_order max_staleness", "without older weights a step waits for all of its prompts: set 1")
     if cfg.staleness and rl.generator_correction == "none" and not cfg.model.reinforce.allow_biased_sampling:
         advice = "rollouts of older weights bias the gradient: set the latter to sequence or another, or 0 steps"
         yield told("max_staleness trainer.reinforce.generator_correction", advice)

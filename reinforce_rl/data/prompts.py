@@ -174,9 +174,13 @@ class PromptLoader:
         return self
 
     def __next__(self) -> Any:
-        numbers = shard(next(self.sampler), self.dp_rank, self.dp_size)
+        return self.share(next(self.sampler))
+
+    def share(self, numbers: Sequence[int]) -> Any:
+        """Return this rank's share of the prompts with these ids."""
+        own = shard(numbers, self.dp_rank, self.dp_size)
         # Another number than the prompt's own is of a later pass of a blend.
-        return self.collate_fn([replace(self.dataset[n % len(self.dataset)], id=n) for n in numbers])
+        return self.collate_fn([replace(self.dataset[n % len(self.dataset)], id=n) for n in own])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state and the data's fingerprint; the same on every rank."""

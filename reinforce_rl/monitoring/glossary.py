@@ -60,9 +60,11 @@ generator_gap | nats a token | mean size of the difference between the trainer's
 generator_gap_median | nats a token | the same, of the median token | far below generator_gap: few tokens make it
 generator_gap_p99 | nats a token | the same, which 1 of 100 tokens exceeds | below 0.5
 generator_gap_max | nats a token | the same, of the worst token | below 5; the report shows that token
+generator_gap_age_STEPS | nats a token | generator_gap of tokens drawn by weights this many steps old | grows with age
 generator_kl | nats a token | k3 estimate of KL(generator, policy) | below 0.001; see generator_gap
 generator_capped | share | tokens whose weight against the generator reached generator_ratio_cap | near 0
 staleness | steps | mean age of the weights that drew the tokens (max_staleness) | at most max_staleness
+dropped_groups | prompts | drawn again, as their rollouts were too old (rollout_order) | few; else generators are slow
 generator_masked | share | tokens that a generator_correction of _mask left out | near 0; else see generator_gap
 padding_fraction | share | padding in the update's micro-batches | low; else model.tokens_per_micro_batch
 groups_drawn | prompts | drawn by dynamic_filtering | num_rollout_samples, or some rounds of it
@@ -113,7 +115,7 @@ def _read(prefixes: str, text: str) -> dict[str, Metric]:
 METRICS: dict[str, Metric] = {name: found for group in _GROUPS.items() for name, found in _read(*group).items()}
 _PHASE, _WORD = "(generate|logprobs|init_logprobs|reward_wait|train_time|send_weights)", r"[\w.-]+"
 _PATTERNS = {
-    name: re.compile(re.sub("PHASE|SOURCE|ATTRIBUTE", lambda word: _PHASE if word[0] == "PHASE" else _WORD, name))
+    name: re.compile(re.sub("[A-Z]{5,}", lambda word: _PHASE if word[0] == "PHASE" else _WORD, name))
     for name in METRICS
     if name != name.lower()
 }

@@ -170,6 +170,11 @@ def gap_quantiles(gaps: Tensor, total: Callable[[Tensor], Tensor]) -> dict[str, 
     return dict(zip(GAP_SHARES, found.view(torch.float32).tolist(), strict=True)) if count else {}
 
 
+def gap_by_age(gaps: Tensor, ages: Tensor) -> Statistics:
+    """Return the mean size of the gaps [tokens] for each age of the weights that drew the tokens, int64 [tokens]."""
+    return {f"generator_gap_age_{age}": Mean.of(gaps[ages == age].abs()) for age in ages.unique().tolist()}
+
+
 # Noise thresholds of stragglers: seconds, and share of the step.
 LEAST_SECONDS, LEAST_SHARE = 0.1, 0.05
 

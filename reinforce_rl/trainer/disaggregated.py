@@ -3,6 +3,9 @@
 Rank 0 gives micro-batches of prompts, in order, to whichever generator is free, with the version of the weights that
 each must be drawn with: the number of steps that they have been trained for. Step s (from 1) uses version
 max(0, s - 1 - max_staleness), so a run's samples depend neither on how fast ranks are nor on how many generate.
+
+With rollout_order=finished a work is one prompt, drawn with the newest weights that its generator has, and a step
+takes the works that are finished first.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from reinforce_rl.megatron.mesh import Mesh
 
 INVITATION = "generators"  # where rank 0's `Invitation` is shared
+T = TypeVar("T")
 _POLL_SECONDS = 0.2
 _TENSORS = ("tokens", "lengths", "log_probs", "weight_versions")  # of `Completions`
 
@@ -45,6 +49,7 @@ class Work:
     prompts: tuple[Prompt, ...]
     num_samples: int
     seed: int
+    or_newer: bool = False  # of weights of this version or, rather, newer ones; then of one prompt
 
     @property
     def validation(self) -> bool:
@@ -87,8 +92,10 @@ class GeneratorPool:
     def __init__(self, role: RankRole, device: torch.device, silence_seconds: float):
         self._changed = threading.Condition()
         self._waiting: deque[Work] = deque()
-        self._idle: deque[int] = deque()  # leaders that have asked for work
+        self._room = dict.fromkeys(role.leaders, 0)  # works that each has asked for
         self._begun, self._leaders = set[int](), set(role.leaders)
+        self._given: dict[int, Work] = {}  # and not forgotten
+        self._given_again = set[int]()  # as their rollouts were too old
         self._results: dict[int, Result] = {}
         self._lost: str | None = None
         self._failure: ReinforceError | None = None  # of a generator that cannot go on
@@ -119,10 +126,66 @@ class GeneratorPool:
                 self._changed.wait(_POLL_SECONDS)
             return [self._results[number] for number in numbers]
 
+    def take(
+        self, shares: Sequence[tuple[Sequence[int], int]], oldest: int, stop: StopRequest
+    ) -> tuple[list[Result], int] | None:
+        """Wait for the works of each share, (numbers, count), that are finished first; None once a stop is asked for.
+
+        What has a token of weights older than version `oldest` is dropped, and its prompt answered again before the
+        others; the next call waits for it, so that long responses get their turn. A prompt is taken once a call.
+
+        Returns:
+            The results, and how many were dropped.
+        """
+        dropped = 0
+        with self._changed:
+            again = set(self._given_again)
+            while True:
+                dropped += self._give_again(oldest)
+                found = [self._first(numbers, count, again) for numbers, count in shares]
+                if all(one is not None for one in found):
+                    return [result for one in found for result in one or ()], dropped
+                if stop.reason is not None:
+                    return None
+                self._check()
+                self._changed.wait(_POLL_SECONDS)
+
+    def _give_again(self, oldest: int) -> int:
+        late = [number for number, result in self._results.items() if _age(result, oldest) < oldest]
+        for number in late:
+            del self._results[number]
+            self._given_again.add(number)
+        self._waiting.extendleft(self._given[number] for number in reversed(late))
+        self._assign()
+        return len(late)
+
+    def _first(self, numbers: Sequence[int], count: int, again: set[int]) -> list[Result] | None:
+        """Return the results to take, those given `again` among them; None while more are to come."""
+        own, is_there = set(numbers), self._results.keys()
+        again = own & again
+        order = sorted(again) + [number for number in self._results if number in own - again]
+        chosen = {self._results[number].prompt_ids: number for number in reversed(order) if number in is_there}
+        taken = sorted(sorted(chosen.values(), key=order.index)[:count])
+        is_whole = len(taken) == min(count, len(own)) or own <= is_there
+        return [self._results[number] for number in taken] if is_whole and again <= is_there else None
+
     def forget(self, numbers: Iterable[int]) -> None:
         with self._changed:
             for number in numbers:
                 self._results.pop(number, None)
+                self._given.pop(number, None)
+                self._given_again.discard(number)
+
+    def readmit(self, work: Work, result: Result) -> None:
+        """Take a result from a checkpoint as the answer to this work."""
+        with self._changed:
+            self._given[work.number], self._results[work.number] = work, result
+
+    def finished(self) -> list[Result]:
+        """Return the results to take that are there and have no failure."""
+        with self._changed:
+            found = [result for result in self._results.values() if result.failure is None]
+            return [result for result in found if self._given[result.number].or_newer]  # not a validation's
 
     def announce(self, version: int) -> None:
         """Have all generators' ranks receive weights, once each has loaded its model; raises as `wait`."""
@@ -146,11 +209,11 @@ class GeneratorPool:
         self._thread.close()
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
-        message: Result | ReinforceError | None = pickle.loads(parts[0])
+        message: Result | ReinforceError | int = pickle.loads(parts[0])
         with self._changed:
-            if message is None:
+            if isinstance(message, int):
                 self._begun.add(rank)
-                self._idle.append(rank)
+                self._room[rank] += message
                 self._assign()
             elif isinstance(message, Result):
                 self._results[message.number] = message
@@ -164,8 +227,15 @@ class GeneratorPool:
             self._changed.notify_all()
 
     def _assign(self) -> None:
-        while self._idle and self._waiting:
-            self._links.send(self._idle.popleft(), pickle.dumps(self._waiting.popleft()))
+        given: dict[int, list[Work]] = {}
+        while self._waiting and any(self._room.values()):
+            rank = max(self._room, key=self._room.__getitem__)
+            self._room[rank] -= 1
+            work = self._waiting.popleft()
+            self._given[work.number] = work
+            given.setdefault(rank, []).append(work)
+        for rank, works in given.items():
+            self._links.send(rank, pickle.dumps(works))
 
 
 @dataclass(frozen=True)
@@ -183,6 +253,7 @@ class Generators:
     Args:
         pool: on rank 0, else None.
         cut: called with (prompts, validation); yields the micro-batches.
+        takes_finished: see rollout_order.
     """
 
     def __init__(
@@ -191,9 +262,12 @@ class Generators:
         pool: GeneratorPool | None,
         cut: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]],
         stop: StopRequest,
+        takes_finished: bool = False,
     ):
+        self.takes_finished = takes_finished
         self._model, self._pool, self._cut, self._stop = model, pool, cut, stop
         self._numbers = count()
+        self._stored: dict[int, dict[str, Any]] = {}  # by prompt, rollouts of a checkpoint that may be trained on
         self.version = 0  # of the newest weights that the generators were sent
         self._oldest = 0  # that they may still be asked for
 
@@ -203,15 +277,27 @@ class Generators:
 
     def submit(self, prompts: Sequence[Prompt], num_samples: int, seed: int, step: int, version: int) -> Ticket:
         """Queue this rank's share of the prompts of a step, 0 for a validation, behind all submitted before."""
-        shares = self._mesh.gather_over_dp(list(map(tuple, self._cut(prompts, step == 0))))
-        version = max(version, self._oldest)
+        or_newer = self.takes_finished and step > 0
+        parts = [(prompt,) for prompt in prompts] if or_newer else map(tuple, self._cut(prompts, step == 0))
+        shares = self._mesh.gather_over_dp(list(parts))
+        version = self._oldest if or_newer else max(version, self._oldest)
         numbered = [[(next(self._numbers), part) for part in share] for share in shares]
         # Ends of shares may be smaller; taking them last shortens the final wait.
         order = sorted((i, owner) for owner, share in enumerate(numbered) for i in range(len(share)))
         if self._pool is not None:
-            parts = (numbered[owner][i] for i, owner in order)
-            self._pool.submit(Work(number, step, version, part, num_samples, seed) for number, part in parts)
+            ordered = (numbered[owner][i] for i, owner in order)
+            self._give([Work(n, step, version, part, num_samples, seed, or_newer) for n, part in ordered], self._pool)
         return Ticket([[number for number, _ in share] for share in numbered], version)
+
+    def _give(self, works: Sequence[Work], pool: GeneratorPool) -> None:
+        new = []
+        for work in works:
+            stored = self._stored.pop(work.prompts[0].id, None) if work.or_newer else None
+            if stored is None:
+                new.append(work)
+            else:
+                pool.readmit(work, _unpacked(work.prompts[0].id, stored, work.number))
+        pool.submit(new)
 
     def collect(self, ticket: Ticket, prompts: Sequence[Prompt]) -> list[Result]:
         """Wait for the work of a ticket; return the results of this rank's share, which are of `prompts`, in order.
@@ -224,21 +310,43 @@ class Generators:
         with self._mesh.together():
             if self._pool is not None:
                 found = self._pool.wait(list(chain.from_iterable(ticket.numbers)), self._stop)
+        by_number = {result.number: result for result in self._unless_stopped(found)}
+        return [by_number[number] for number in ticket.numbers[self._mesh.dp_rank]]
+
+    def collect_first(self, numbers: Sequence[int], count: int, oldest: int) -> tuple[list[Result], int]:
+        """Wait for the first of this rank's works to finish, this many; see `GeneratorPool.take`. Raises as `collect`.
+
+        Returns:
+            This rank's results, in the order of their numbers, and how many were dropped on all ranks.
+        """
+        shares, found = self._mesh.gather_over_dp((list(numbers), count)), None
+        with self._mesh.together():
+            if self._pool is not None:
+                found = self._pool.take(shares, oldest, self._stop)
+        results, dropped = self._unless_stopped(found)
+        own = set(numbers)
+        return [result for result in results if result.number in own], dropped
+
+    def _unless_stopped(self, found: T | None) -> T:
+        """Return on all ranks what the first one has found."""
         found = self._mesh.from_main(found)
         if found is None:
             raise StoppedEarly(f"stopped by {self._stop.reason or 'a signal to another rank'}")
-        by_number = {result.number: result for result in found}
-        return [by_number[number] for number in ticket.numbers[self._mesh.dp_rank]]
+        return found
 
     def forget(self, ticket: Ticket) -> None:
+        self.forget_numbers(chain.from_iterable(ticket.numbers))
+
+    def forget_numbers(self, numbers: Iterable[int]) -> None:
+        """Drop the results of these works; rank 0 knows all ranks'."""
         if self._pool is not None:
-            self._pool.forget(chain.from_iterable(ticket.numbers))
+            self._pool.forget(numbers)
 
     def state(self, tickets: Mapping[int, Ticket]) -> bytes:
         """Return the rollouts of the tickets, by step, for `restore`, after waiting for them; on rank 0, else nothing.
 
         Those of the newest weights are left out, as a resumed run makes the same ones. So are a step with a failure
-        and all after it.
+        and all after it. With `takes_finished`, all works that are finished are returned too, by prompt.
         """
         steps, pool = [], self._pool
         if pool is None:
@@ -256,6 +364,9 @@ class Generators:
                     break
                 stored = {prompt: packed for result in results for prompt, packed in _packed(result).items()}
             steps.append({"step": step, "version": ticket.version, "stored": stored})
+        if self.takes_finished:
+            stored = {prompt: packed for result in pool.finished() for prompt, packed in _packed(result).items()}
+            steps += [{"step": 0, "version": 0, "stored": stored}] if stored else []
         content = io.BytesIO()
         torch.save(steps, content)
         return content.getvalue() if steps else b""
@@ -263,7 +374,8 @@ class Generators:
     def restore(self, content: bytes) -> dict[int, Ticket]:
         """Return the tickets of a `state`, by step."""
         steps = torch.load(io.BytesIO(content), weights_only=True) if content else []
-        return {one["step"]: Ticket([], one["version"], one["stored"]) for one in steps}
+        self._stored = {prompt: packed for one in steps if not one["step"] for prompt, packed in one["stored"].items()}
+        return {one["step"]: Ticket([], one["version"], one["stored"]) for one in steps if one["step"]}
 
     def publish(self, version: int, *, as_oldest: bool = False) -> None:
         """Send the policy's weights as this version; `as_oldest` where the generators are to have no earlier one."""
@@ -295,8 +407,14 @@ def _packed(result: Result) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _unpacked(prompt: int, stored: dict[str, Any]) -> Result:
+def _unpacked(prompt: int, stored: dict[str, Any], number: int = -1) -> Result:
     tensors = {name: stored[name] for name in _TENSORS}
     completions = Completions(**tensors, finish_reasons=tuple(stored["finish_reasons"]))
     rewards = None if stored["scores"] is None else Rewards(**stored["scores"])
-    return Result(-1, (prompt,), completions, rewards)
+    return Result(number, (prompt,), completions, rewards)
+
+
+def _age(result: Result, unknown: int) -> int:
+    """Return the version of the oldest weights that drew a token."""
+    versions = None if result.completions is None else result.completions.weight_versions
+    return unknown if versions is None or not versions.numel() else int(versions.min())

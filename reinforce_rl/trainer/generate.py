@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from reinforce_rl.data.batches import Completions
 from reinforce_rl.errors import GenerationError, ReinforceError
+from reinforce_rl.generation.base import PartialResponse
+from reinforce_rl.generation.responses import completions_of, unbegun
 from reinforce_rl.generation.weight_sync import load_weights, receive_weights
 from reinforce_rl.rewards.base import RewardFuture, RewardSource
 from reinforce_rl.runtime.guests import Guest
@@ -39,12 +43,26 @@ class GeneratorRank:
         device: where the weights are.
         silence_seconds: after which rank 0 counts as lost.
         staleness: versions of the weights besides the newest that may still be asked for.
+        groups: prompts answered together, each given back when it is finished; None: works in their order.
+        inflight: of `groups`, what becomes of the cache when new weights come; None: they wait until no response is
+            under way.
     """
 
-    def __init__(self, role: RankRole | Guest, device: torch.device, *, silence_seconds: float, staleness: int):
-        self._staleness, self._version = staleness, 0
+    def __init__(
+        self,
+        role: RankRole | Guest,
+        device: torch.device,
+        *,
+        silence_seconds: float,
+        staleness: int,
+        groups: int | None = None,
+        inflight: Literal["recompute", "keep"] | None = None,
+    ):
+        self._staleness, self.version = staleness, 0
+        self._groups, self._inflight = groups, inflight
         self._changed = threading.Condition()
         self._inbox: deque[Work] = deque()
+        self._asked = 0  # works that are to come
         self._announced: deque[int] = deque()  # versions to receive
         self._staged: dict[int, dict[str, Tensor]] = {}  # received and not used yet
         self._has_ended = False
@@ -72,52 +90,142 @@ class GeneratorRank:
         trainers, which end the run.
         """
         self._model, self._rm, self._activity, self._is_leader = model, rm, activity, model.mesh.is_block_leader
+        self._is_alone = model.mesh.world_size == 1
         threading.Thread(target=self._receive, name="weights", daemon=True).start()
-        scoring = ThreadPoolExecutor(_AT_ONCE, "rewards")
+        self._scoring = ThreadPoolExecutor(_AT_ONCE, "rewards")
         try:
-            for work in self._works():
-                activity.step = work.step
-                if work.version != self._version:
-                    activity.begin("waiting for weights")
-                    self._advance(work.version)
-                activity.begin("generate")
-                result, future = self._answer(work)
-                if self._is_leader:
-                    with self._changed:
-                        self._unscored += 1
-                    scoring.submit(self._send, result, future)
+            if self._groups is None:
+                while (works := self._take(1)) is not None:
+                    self._respond(works[0])
+            else:
+                self._answer_groups(self._groups)
             self._sleep()
         except GenerationError as error:  # of an engine that does not fall asleep
             self.fail(error)
         finally:
-            scoring.shutdown(wait=False, cancel_futures=True)  # closing `rm` ends those that wait for scores
+            self._scoring.shutdown(wait=False, cancel_futures=True)  # closing `rm` ends those that wait for scores
 
-    def _works(self) -> Iterator[Work]:
-        """Yield this block's work, on all of its ranks alike."""
-        while True:
-            self._activity.begin("waiting for prompts")
-            work = None
-            if self._is_leader:
-                self._links.send(0, pickle.dumps(None))
-                with self._changed:
+    def _take(self, count: int, *, waits: bool = True) -> list[Work] | None:
+        """Ask for this many works; return those that there are, after waiting for one. Same on all ranks of the block.
+
+        None: the trainers have ended.
+        """
+        works: list[Work] | None = None
+        if self._is_leader:
+            if waits:
+                self._activity.begin("waiting for prompts")
+            with self._changed:
+                self._ask(count)
+                if waits:
                     self._wait(lambda: bool(self._inbox) or self._has_ended, "waiting for prompts")
-                    work = None if self._has_ended else self._inbox.popleft()
-            work = self._model.mesh.from_block_leader(work)
-            if work is None:
-                return
-            yield work
+                if not self._has_ended:
+                    works = list(self._inbox)
+                    self._inbox.clear()
+        elif waits:
+            self._activity.begin("waiting for prompts")
+        return self._model.mesh.from_block_leader(works)
+
+    def _ask(self, count: int) -> None:
+        more = count - self._asked - len(self._inbox)
+        if more > 0:
+            self._asked += more
+            self._links.send(0, pickle.dumps(more))
+
+    def _respond(self, work: Work) -> None:
+        """Answer a work with the weights that it asks for."""
+        self._activity.step = work.step
+        if work.version != self.version:
+            self._activity.begin("waiting for weights")
+            self._advance(work.version)
+        self._activity.begin("generate")
+        self._deliver(*self._answer(work))
+
+    def _answer_groups(self, count: int) -> None:
+        """Answer prompts as they come, this many at once, until the trainers end."""
+        groups: dict[int, tuple[Work, list[PartialResponse]]] = {}
+        while (works := self._take(count - len(groups), waits=not groups)) is not None:
+            for work in works:
+                if not work.or_newer:  # a validation
+                    self._respond(work)
+                    continue
+                groups[work.number] = work, unbegun(work.prompts, work.num_samples, work.seed)
+                if work.version > self.version:
+                    self._advance(work.version)
+            if (newest := self._newest()) > self.version:
+                self._advance(newest)
+            if groups:
+                self._activity.step = max(work.step for work, _ in groups.values())
+                self._activity.begin("generate")
+                self._lengthen(groups)
+
+    def _lengthen(self, groups: dict[int, tuple[Work, list[PartialResponse]]]) -> None:
+        """Go on with the responses of all groups, until their end or an interruption; remove what is finished."""
+        begun = [one for _, responses in groups.values() for one in responses]
+        updates = InFlight(self, few=len(begun) // 2)
+        try:
+            self._wake()
+            found = iter(self._model.generator.go_on(begun, self._model.settings.sampling, updates))
+        except GenerationError as error:
+            self._awake = None
+            for work, _ in groups.values():
+                self._deliver(Result(work.number, (work.prompts[0].id,), failure=error), None)
+            groups.clear()
+            return
+        for number, (work, responses) in list(groups.items()):
+            responses = [next(found) for _ in responses]
+            groups[number] = work, responses
+            if all(one.finish_reason is not None for one in responses):
+                del groups[number]
+                lm, pad_id = self._model.lm, self._model.pad_id
+                whole = completions_of(responses, pad_id).within_vocabulary(lm.architecture.vocab_size, pad_id)
+                self._deliver(Result(number, (work.prompts[0].id,), whole), self._ask_for_scores(work, whole))
+
+    def next_action(self, running: int, few: int) -> Literal["go on", "load", "stop"]:
+        """Return what is to happen before the next token of `running` responses; `few` leave room for others."""
+        action: Literal["go on", "load", "stop"] = "go on"
+        if self._is_leader:
+            with self._changed:
+                if self._failure is not None:
+                    raise self._failure
+                if self._has_ended:
+                    action = "stop"
+                elif self._inflight is not None:
+                    if any(version > self.version for version in self._staged):
+                        action = "load" if self._inflight == "keep" else "stop"
+                    elif running <= few:
+                        self._ask(max((self._groups or 0) // 2, 1))
+                        action = "stop" if self._inbox else "go on"
+        return self._model.mesh.from_block_leader(action)
+
+    def load_newest(self) -> None:
+        self._load(self._newest())
+
+    def _newest(self) -> int:
+        """Return the newest version that the block's leader has; the other ranks have it, or are receiving it."""
+        with self._changed:
+            own = max(self._staged, default=self.version)
+        return self._model.mesh.from_block_leader(own)
 
     def _advance(self, version: int) -> None:
-        """Load the weights of a version once they have come; an engine takes them over when it wakes the next time."""
+        """Use the weights of a version once they have come; an engine takes them over when it wakes the next time."""
         self._sleep()
+        self._load(version)
+        self._model.generator.refit()
+
+    def _load(self, version: int) -> None:
         with self._changed:
             self._wait(lambda: version in self._staged)
             found = self._staged.pop(version)
             for old in [one for one in self._staged if one < version]:
                 del self._staged[old]
         load_weights(self._model.lm, found)
-        self._model.generator.refit()
-        self._version = version
+        self.version = version
+
+    def _wake(self) -> None:
+        if self._awake is None:
+            awake = contextlib.ExitStack()
+            awake.enter_context(self._model.generator.awake())
+            self._awake = awake
 
     def _sleep(self) -> None:
         if self._awake is not None:
@@ -127,19 +235,25 @@ class GeneratorRank:
     def _answer(self, work: Work) -> tuple[Result, RewardFuture | None]:
         result, future = Result(work.number, tuple(prompt.id for prompt in work.prompts)), None
         try:
-            if self._awake is None:
-                awake = contextlib.ExitStack()
-                awake.enter_context(self._model.generator.awake())
-                self._awake = awake
+            self._wake()
             found = self._model.infer(work.prompts, work.num_samples, work.seed, validation=work.validation)
-            versions = torch.full_like(found.tokens, self._version)
+            versions = torch.full_like(found.tokens, self.version)
             result = replace(result, completions=replace(found, weight_versions=versions))
-            if self._is_leader:
-                future = self._rm.infer_rm(reward_request(self._model, work.prompts, found))
+            future = self._ask_for_scores(work, found)
         except GenerationError as error:
             self._awake = None  # one that has failed is not put to sleep, and wakes with the next weights
             result = replace(result, failure=error)
         return result, future
+
+    def _ask_for_scores(self, work: Work, found: Completions) -> RewardFuture | None:
+        return self._rm.infer_rm(reward_request(self._model, work.prompts, found)) if self._is_leader else None
+
+    def _deliver(self, result: Result, future: RewardFuture | None) -> None:
+        """Give a result to the trainers once it has its scores."""
+        if self._is_leader:
+            with self._changed:
+                self._unscored += 1
+            self._scoring.submit(self._send, result, future)
 
     def _send(self, result: Result, future: RewardFuture | None) -> None:
         try:
@@ -167,8 +281,9 @@ class GeneratorRank:
                 found = receive_weights(self._model.lm, self._group)
                 with self._changed:
                     self._staged[version] = found
-                    # No rollout of a step that is still to come is of older ones.
-                    for old in [one for one in self._staged if one < version - self._staleness]:
+                    # No rollout of a step that is still to come is of older ones. Ranks of a block load the same.
+                    kept = self._staleness if self._groups is None else 0 if self._is_alone else sys.maxsize
+                    for old in [one for one in self._staged if one < version - kept]:
                         del self._staged[old]
                     self._changed.notify_all()
         except BaseException as error:
@@ -189,14 +304,15 @@ class GeneratorRank:
             self._changed.wait(_POLL_SECONDS)
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
-        message: Work | int | None = pickle.loads(parts[0])
+        message: list[Work] | int | None = pickle.loads(parts[0])
         with self._changed:
             if message is None:
                 self._has_ended = True
             elif isinstance(message, int):
                 self._announced.append(message)
             else:
-                self._inbox.append(message)
+                self._inbox.extend(message)
+                self._asked -= len(message)
             self._changed.notify_all()
 
     def _on_lost(self, rank: int, reason: str) -> None:
@@ -204,3 +320,20 @@ class GeneratorRank:
             if not self._has_ended:
                 self._failure = self._failure or ConnectionError(f"rank 0, which trains, {reason}")
             self._changed.notify_all()
+
+
+class InFlight:
+    """See `WeightUpdates`."""
+
+    def __init__(self, rank: GeneratorRank, few: int):
+        self._rank, self._few = rank, few
+
+    @property
+    def version(self) -> int:
+        return self._rank.version
+
+    def next_action(self, running: int) -> Literal["go on", "load", "stop"]:
+        return self._rank.next_action(running, self._few)
+
+    def load(self) -> None:
+        self._rank.load_newest()

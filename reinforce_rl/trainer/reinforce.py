@@ -25,7 +25,14 @@ from reinforce_rl.algorithm.loss import Denominators
 from reinforce_rl.algorithm.rewards import less_kl, shape_rewards
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerError, StoppedEarly
-from reinforce_rl.monitoring.metrics import gap_quantiles, of_this_rank, reinforce_means, take_means, update_metrics
+from reinforce_rl.monitoring.metrics import (
+    gap_by_age,
+    gap_quantiles,
+    of_this_rank,
+    reinforce_means,
+    take_means,
+    update_metrics,
+)
 from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, token_columns
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.phases import Activity, StepClock
@@ -244,6 +251,9 @@ class ReinforceTrainer:
         self._log_probs, kept = log_probs, mask & batch.trains[:, None]
         gaps = torch.zeros(0) if generator is None else (log_probs - generator[:, : rollouts.width])[kept]
         metrics |= gap_quantiles(gaps, mesh.sum_over_dp)
+        if self._rollouts.staleness and rollouts.weight_versions is not None and generator is not None:
+            ages = self.step - rollouts.weight_versions[:, : rollouts.width][kept]
+            metrics |= take_means(gap_by_age(gaps, ages), mesh.gather_over_dp)
         self._divergence.check(self.step + 1, updates, metrics["actor_loss"], mesh, self.logger.note)
         self._past.add(batch, mesh.gather_over_dp)
         return metrics
@@ -321,10 +331,11 @@ class ReinforceTrainer:
         self._best.load_state_dict(state["best"], self.ckpt_callback.holds)
         self._validation_is_due = state["validation_is_due"]
         self._rollouts.refit(self.step, as_oldest=True)
-        self._rollouts.load_state(self.step, more.get(ROLLOUTS_FILE, b""))
+        self._rollouts.load_state(self.step, more.get(ROLLOUTS_FILE, b""), state["data"].get("under_way", ()))
 
     def _log_step(self, metrics: Metrics, batch: ReinforceBatch) -> None:
-        position = {"epoch": self._data_position["epoch"], "consumed_prompts": self._data_position["consumed_prompts"]}
+        drawn, left = self._data_position, self._data_position.get("under_way", ())
+        position = {"epoch": drawn["epoch"], "consumed_prompts": drawn["consumed_prompts"] - len(left)}
         numbers, clock, mesh = {**metrics, **position}, self._clock, self.model.mesh
         self.logger.log_step(self.step, numbers, clock.seconds, self._samples(batch), clock.gigabytes)
         if mesh.world_size > 1:

@@ -8,6 +8,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +91,12 @@ class RolloutMaker:
     staleness: int = 0  # steps after this one whose prompts are drawn, and generated if there are generators
     max_steps: int = sys.maxsize
     ahead: deque[Drawn] = field(default_factory=deque)  # this step's and the following ones'
+    under_way: dict[int, Prompt] = field(default_factory=dict)  # with `takes_finished`, by number of the work
+
+    @property
+    def takes_finished(self) -> bool:
+        """True if a step takes the prompts whose rollouts are finished first."""
+        return self.generators is not None and self.generators.takes_finished
 
     def make(self, step: int) -> StepRollouts:
         """Make rollouts of the next prompts. `step`, from 1, keys the sampling noise.
@@ -100,19 +107,24 @@ class RolloutMaker:
         if self.cfg.dynamic_filtering:
             made = self._draw_until_rewards_differ(step)
             return replace(made, batch=self._with_log_probs(made.batch))
-        drawn = self._draw(step)
-        pending = self._sample_step(drawn.prompts, step, drawn.ticket)
+        drawn, counts = self._draw(step), dict[str, float]()
+        if self.takes_finished:
+            drawn, pending, counts["dropped_groups"] = self._take_finished(step, len(drawn.prompts))
+        else:
+            pending = self._sample_step(drawn.prompts, step, drawn.ticket)
         # Scores are computed elsewhere while log-probs are taken here.
         pending = replace(pending, batch=self._with_log_probs(pending.batch))
         batch = self._score_step(pending, step)
         self.ahead.popleft()  # not before: a run that is stopped saves what was generated for this step
         if self.generators is not None and drawn.ticket is not None:
             self.generators.forget(drawn.ticket)
+            for number in drawn.ticket.numbers[self.model.mesh.dp_rank]:
+                self.under_way.pop(number, None)
         means = rollout_means(batch)
         if self.staleness and batch.weight_versions is not None:
             means["staleness"] = Mean.of(step - 1 - batch.weight_versions[batch.response_mask])
         metrics = take_means(means, self.model.mesh.gather_over_dp)
-        return StepRollouts(drawn.prompts, drawn.position, batch, metrics)
+        return StepRollouts(drawn.prompts, drawn.position, batch, {**metrics, **counts})
 
     @property
     def is_over(self) -> bool:
@@ -130,14 +142,18 @@ class RolloutMaker:
         """Return the rollouts of steps after this one for a checkpoint, after waiting for them; on rank 0."""
         if self.generators is None:
             return b""
-        tickets = {step + 1 + i: one.ticket for i, one in enumerate(self.ahead) if one.ticket is not None}
+        steps = () if self.takes_finished else enumerate(self.ahead, step + 1)
+        tickets = {number: one.ticket for number, one in steps if one.ticket is not None}
         return self.generators.state(tickets)
 
-    def load_state(self, step: int, content: bytes) -> None:
-        """Inverse of `state`; the loader stands after this step."""
-        if self.generators is None:
-            return
-        tickets = self.generators.restore(content)
+    def load_state(self, step: int, content: bytes, under_way: Sequence[int] = ()) -> None:
+        """Inverse of `state`; the loader stands after this step, and `under_way` is of its `position`."""
+        tickets = {} if self.generators is None else self.generators.restore(content)
+        size = self.loader.prompts_per_step
+        for start in range(0, len(under_way), size):
+            position = {**self.loader.state_dict(), "under_way": under_way[start + size :]}
+            share = self.loader.share(under_way[start : start + size])
+            self._add(Drawn(share, position), step + 1 + len(self.ahead))
         for number in sorted(tickets):
             if self.loader.finished:
                 return  # of fewer epochs than before
@@ -249,12 +265,33 @@ class RolloutMaker:
             and (number := step + len(self.ahead)) <= self.max_steps
             and not self.loader.finished
         ):
-            prompts, ticket = next(self.loader), None
-            if self.generators is not None:
-                samples, version = self.cfg.num_rollouts_per_prompt, max(0, number - 1 - self.staleness)
-                ticket = self.generators.submit(prompts, samples, self._seed(number), number, version)
-            self.ahead.append(Drawn(prompts, self.loader.state_dict(), ticket))
+            prompts = next(self.loader)
+            self._add(Drawn(prompts, self.loader.state_dict()), number)
         return self.ahead[0]
+
+    def _add(self, drawn: Drawn, number: int) -> None:
+        """Submit the prompts of a step."""
+        if self.generators is not None:
+            samples, version = self.cfg.num_rollouts_per_prompt, max(0, number - 1 - self.staleness)
+            ticket = self.generators.submit(drawn.prompts, samples, self._seed(number), number, version)
+            drawn = replace(drawn, ticket=ticket)
+            if self.takes_finished:
+                own = ticket.numbers[self.model.mesh.dp_rank]
+                self.under_way.update(zip(own, drawn.prompts, strict=True))
+        self.ahead.append(drawn)
+
+    def _take_finished(self, step: int, count: int) -> tuple[Drawn, PendingRollouts, int]:
+        """Wait for the rollouts of this many of this rank's prompts, whichever are finished first."""
+        own, mesh = self.generators, self.model.mesh
+        assert own is not None
+        with self.clock.phase("generate"), self.while_generating():
+            results, dropped = own.collect_first(list(self.under_way), count, step - 1 - self.staleness)
+            prompts = [self.under_way[result.number] for result in results]
+            pending = self._received(prompts, results)
+        taken = mesh.gather_over_dp([result.number for result in results])
+        left = [prompt.id for number, prompt in self.under_way.items() if number not in set(taken[mesh.dp_rank])]
+        position = {**self.loader.state_dict(), "under_way": [*chain.from_iterable(mesh.gather_over_dp(left))]}
+        return Drawn(prompts, position, Ticket(taken, 0)), pending, dropped
 
     def _received(self, prompts: Sequence[Prompt], results: Sequence[Result]) -> PendingRollouts:
         """Return what generators made, as if it had been made here."""

@@ -130,6 +130,8 @@ class SeparatePool(GeneratorPool):
         self._changed = threading.Condition()
         self._waiting: deque[Work] = deque()
         self._idle: deque[int] = deque()  # numbers of generators that have asked for work
+        self._given: dict[int, Work] = {}  # of rollout_order=finished, which is not for these
+        self._given_again = set[int]()
         self._results: dict[int, Result] = {}
         self._failure: ReinforceError | None = None
         self._folder, self._settings = folder, settings
@@ -287,7 +289,7 @@ class SeparatePool(GeneratorPool):
                 continue
             self._idle.remove(chosen)
             self._generators[chosen].under_way[work.number] = work
-            self._links.send(self._generators[chosen].leader, pickle.dumps(work))
+            self._links.send(self._generators[chosen].leader, pickle.dumps([work]))
         self._waiting = left
 
     def _can_do(self, one: _Generator, work: Work) -> bool:
@@ -320,7 +322,7 @@ class SeparatePool(GeneratorPool):
                 self._arrive(rank, message)
             elif one is None:
                 self._links.send(rank, pickle.dumps(Dismissed("the trainers have taken it for lost")))
-            elif message is None:
+            elif isinstance(message, int):  # works that it asks for: one
                 one.is_ready = one.is_ready or len(one.ranks) == one.size
                 self._idle.append(one.number)
                 self._assign()

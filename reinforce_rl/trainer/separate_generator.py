@@ -46,7 +46,7 @@ class SeparateGeneratorRank(GeneratorRank):
         staleness: int,
     ):
         self._offers: deque[NewWeights] = deque()
-        self._newest = -1  # version that it has received
+        self._newest_received = -1  # version
         self._stop, self._own_activity, self._hang_seconds = stop, activity, hang_seconds
         self._place = PlaceWatcher(threading.get_ident())
         try:
@@ -55,7 +55,7 @@ class SeparateGeneratorRank(GeneratorRank):
             if hasattr(self, "_thread"):  # the links were there, and the store was not
                 self.close()
             raise
-        self._version = -1  # none but those of a file
+        self.version = -1  # none but those of a file
         self._links.set_beat(self._links.beat_seconds, self._beat)
         self._links.send(0, pickle.dumps(arrival))
 
@@ -85,17 +85,15 @@ class SeparateGeneratorRank(GeneratorRank):
             super()._wait(lambda: not self._unscored, phase)
             self._has_ended = True
 
-    def _advance(self, version: int) -> None:
-        self._sleep()
+    def _load(self, version: int) -> None:
         with self._changed:
             self._wait(lambda: version in self._staged)
             found = self._staged.pop(version)
         exchange_weights(self._model.lm, found)
-        self._model.generator.refit()
         with self._changed:
-            if self._version >= 0:
-                self._staged[self._version] = found
-            self._version = version
+            if self.version >= 0:
+                self._staged[self.version] = found
+            self.version = version
             self._forget_old()
 
     def _answer(self, work: Work) -> tuple[Result, RewardFuture | None]:
@@ -115,7 +113,7 @@ class SeparateGeneratorRank(GeneratorRank):
                     found = receive_weights(self._model.lm, group)
                     with self._changed:
                         self._staged[offer.version] = found
-                        self._newest = max(self._newest, offer.version)
+                        self._newest_received = max(self._newest_received, offer.version)
                         self._forget_old()
                         self._changed.notify_all()
                 except RuntimeError as error:
@@ -133,7 +131,7 @@ class SeparateGeneratorRank(GeneratorRank):
             return self._offers.popleft() if self._offers else None
 
     def _forget_old(self) -> None:
-        for old in [one for one in self._staged if one < self._newest - self._staleness]:
+        for old in [one for one in self._staged if one < self._newest_received - self._staleness]:
             del self._staged[old]
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:

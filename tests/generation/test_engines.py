@@ -12,9 +12,13 @@ import pytest
 import torch
 from helpers.engine_fake import install_fake
 from helpers.vllm_engine import NUM_SAMPLES, PARAMS, PROMPTS, draw, generator_of, vllm_model, vllm_overrides
+from helpers.weight_updates import PlannedUpdates, begun
 
+from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.errors import GenerationError
-from reinforce_rl.generation.engine import process
+from reinforce_rl.generation.base import PartialResponse
+from reinforce_rl.generation.engine import Answer, process
+from reinforce_rl.generation.engine import generator as of_engine
 from reinforce_rl.generation.engine.generator import EngineGenerator
 from reinforce_rl.generation.trtllm import adapter as of_tensorrt_llm
 
@@ -132,3 +136,90 @@ def test_one_that_refuses_them_always_ends_the_run(engine, expected, monkeypatch
     misdirect(engine, monkeypatch, times=99)
     with pytest.raises(GenerationError, match=f"failed again after .* {REFUSED}"):
         draw(engine)
+
+
+class TestResponsesThatGoOn:
+    def go_on(self, engine: EngineGenerator, responses=None, updates: PlannedUpdates | None = None):
+        with engine.awake():
+            responses = begun(PROMPTS, NUM_SAMPLES, 3) if responses is None else responses
+            return engine.go_on(responses, PARAMS, PlannedUpdates() if updates is None else updates)
+
+    def check(self, found: list[PartialResponse], expected: torch.Tensor, version: int = 0) -> None:
+        """They are those of `generate`, and at their end."""
+        assert len(found) == len(expected)
+        for response, row in zip(found, expected, strict=True):
+            count = len(response.tokens)
+            assert list(response.tokens) == row[:count].tolist() and not row[count:].any()
+            assert len(response.log_probs) == count and response.versions == (version,) * count
+            ends = count and response.tokens[-1] in PARAMS.stop_token_ids
+            assert response.finish_reason == (FINISH_STOP if ends else FINISH_LENGTH)
+
+    def test_from_their_beginning_they_are_those_of_generate(self, engine, expected):
+        updates = PlannedUpdates(version=5)
+        self.check(self.go_on(engine, updates=updates), expected, version=5)
+        assert updates.running[0] == len(expected) and all(updates.running)
+
+    def test_what_is_at_its_end_is_not_asked_for(self, engine, expected, monkeypatch):
+        advance, asked = process.EngineProcess.advance, []
+
+        def noted(own, requests, wait):
+            asked.extend(requests)
+            return advance(own, requests, wait)
+
+        monkeypatch.setattr(process.EngineProcess, "advance", noted)
+        ended, shorter = self.go_on(engine), len(expected) - 3
+        del asked[:]
+        found = self.go_on(engine, [*ended[:shorter], *begun(PROMPTS, NUM_SAMPLES, 3)[shorter:]])
+        assert found == ended and asked == list(range(shorter, len(expected)))
+        del asked[:]
+        long = PartialResponse(PROMPTS[0], 1, (4,) * PARAMS.max_length, (-1.0,) * PARAMS.max_length, (0,) * 8)
+        assert [one.finish_reason for one in self.go_on(engine, [long, ended[0]])] == [
+            FINISH_LENGTH,
+            ended[0].finish_reason,
+        ]
+        assert asked == []
+
+    def test_stopped_at_once_they_are_as_before(self, engine):
+        responses = [PartialResponse(PROMPTS[0], 1, (4,), (-1.0,), (2,)), PartialResponse(PROMPTS[1], 2)]
+        updates = PlannedUpdates("stop")
+        assert self.go_on(engine, responses, updates) == responses
+        assert updates.running == [2]
+
+    def test_an_engine_that_dies_is_started_anew(self, engine, expected, monkeypatch, caplog):
+        strike(engine, monkeypatch, "advance", kill_soon)
+        self.check(self.go_on(engine), expected)
+        assert "event=engine_restarted reason=the engine ended in advance (status -9)" in caplog.text
+
+    def lose(self, monkeypatch, times: dict[int, int]) -> None:
+        """Lose the answers of these requests so many times; all answers come at once."""
+        advance, left = process.EngineProcess.advance, dict(times)
+        monkeypatch.setattr(of_engine, "POLL_SECONDS", 60.0)
+
+        def lost(own, requests, wait):
+            number, answers = advance(own, requests, wait)
+            for row in answers.keys() & left:
+                left[row] -= 1
+                if left[row] >= 0:
+                    answers[row] = Answer(fault="it is lost")
+            return number, answers
+
+        monkeypatch.setattr(process.EngineProcess, "advance", lost)
+
+    def test_a_request_that_is_lost_is_made_again(self, engine, expected, monkeypatch, caplog):
+        self.lose(monkeypatch, {1: 1, 6: 1})
+        self.check(self.go_on(engine), expected)
+        assert "event=requests_lost count=2 reason=it is lost" in caplog.text
+        assert "engine_restarted" not in caplog.text
+
+    def test_lost_twice_it_ends_the_run_and_the_engine(self, engine, expected, monkeypatch, caplog):
+        self.lose(monkeypatch, {1: 2, 6: 1})
+        with pytest.raises(GenerationError, match=r"lost 1 of 2 requests twice, of the prompts \[7\]: it is lost"):
+            self.go_on(engine)
+        assert engine._engine is not None and engine._engine._child is None
+        assert torch.equal(draw(engine).tokens, expected), "another is started with the next weights"
+        assert "engine_restarted" not in caplog.text
+
+    def test_all_lost_the_engine_is_started_anew(self, engine, expected, monkeypatch, caplog):
+        self.lose(monkeypatch, dict.fromkeys(range(len(expected)), 1))
+        self.check(self.go_on(engine), expected)
+        assert "event=engine_restarted reason=the engine lost all 8 requests: it is lost" in caplog.text

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.flash import decode_statically
-from helpers.gumbel import gumbel_noise
+from helpers.gumbel import gumbel_noise, noise_keys
 from helpers.log_probs import response_log_probs
 from helpers.models import smollm2_folder, tiny_llama_folder
 from helpers.policies import megatron_model, random_tokens, transformers_model
@@ -21,7 +21,6 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import DataError
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
-from reinforce_rl.generation.native.sampling import noise_keys
 from reinforce_rl.megatron.model import model as model_module
 
 EOS = 2

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from helpers.flash import decode_statically
-from helpers.gumbel import gumbel_noise
+from helpers.gumbel import gumbel_noise, noise_keys
 from helpers.models import smollm2_folder, tiny_llama_folder
 from helpers.policies import megatron_model
 
@@ -63,7 +63,7 @@ def check(lm, tokenizer, prompts, params, gaps) -> None:
     near = sum(gap < NEAR for gap in gaps.values())
     assert len(gaps) == draws
     assert near < 0.001 * draws
-    keys = decoding.noise_keys(
+    keys = noise_keys(
         5, torch.tensor([p.id for p in prompts for _ in range(GROUP)]).numpy(),
         torch.arange(GROUP).repeat(len(prompts)).numpy(), params.max_length,
     )  # fmt: skip

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.gumbel import gumbel_noise
+from helpers.gumbel import gumbel_noise, noise_keys
 
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.sampling import (
@@ -15,7 +15,6 @@ from reinforce_rl.generation.native.sampling import (
     _fold_halves,
     _xor_shift,
     choose_tokens,
-    noise_keys,
     penalise_repetition,
     token_log_probs,
 )

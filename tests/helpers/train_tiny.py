@@ -13,7 +13,7 @@ act: {rank, phase, step, signal}: this rank sends itself the signal as it comes 
     after a moment, and the rewards would take minutes.
 allocation: from the fork on the batch system's allocation lasts so many seconds, and began hours before.
 step_seconds: that each training lasts longer.
-generate_seconds: that each micro-batch of a step is generated longer.
+generate_seconds: that each call of the generator for a step lasts longer.
 slow_rank: with a work queue this rank ends its first micro-batch once the others have taken all that is left; every
     rank prints what it took.
 engine: folder; TensorRT-LLM is the fake, and what the engine of rank N is given lies in folder/N.
@@ -122,6 +122,7 @@ def lengthen_steps(seconds: float) -> None:
 
 def lengthen_generation(seconds: float) -> None:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+    from reinforce_rl.generation.native.generator import NativeGenerator
 
     infer = MegatronGPTReinforceActorModel.infer
 
@@ -131,6 +132,13 @@ def lengthen_generation(seconds: float) -> None:
         return infer(*args, validation=validation)
 
     MegatronGPTReinforceActorModel.infer = slow_infer  # type: ignore[method-assign]
+    go_on = NativeGenerator.go_on
+
+    def slow_go_on(*args):
+        time.sleep(seconds)
+        return go_on(*args)
+
+    NativeGenerator.go_on = slow_go_on  # type: ignore[method-assign]
 
 
 def slow_down(slow: int, rank: int) -> None:

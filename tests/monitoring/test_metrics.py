@@ -35,6 +35,7 @@ from reinforce_rl.monitoring.metrics import (
     RankSeconds,
     Slowest,
     Statistics,
+    gap_by_age,
     gap_quantiles,
     group_spread,
     of_this_rank,
@@ -235,6 +236,13 @@ class TestGapQuantiles:
 
     def test_without_tokens_there_are_none(self):
         assert gap_quantiles(torch.zeros(0), lambda own: own) == {}
+
+
+def test_gaps_by_age_over_ranks():
+    gaps, ages = torch.tensor([0.5, -1.5, 0.25, 3.0]), torch.tensor([0, 1, 0, 1])
+    parts = [gap_by_age(gaps[:3], ages[:3]), gap_by_age(gaps[3:], ages[3:])]
+    found = take_means(parts[0], lambda own: parts)
+    assert found == {"generator_gap_age_0": 0.375, "generator_gap_age_1": 2.25}
 
 
 class TestUpdateMetrics:

@@ -262,6 +262,7 @@ def test_other_settings_are_refused(programs):
     [
         (["generators=separate"], ["generators", "placement", "joined"]),
         ([*SEPARATE, "generation_ranks=1"], ["generation_ranks", "generators", "expected 0"]),
+        ([*SEPARATE, "rollout_order=finished"], ["rollout_order", "generators", "joined"]),
         ([*SEPARATE, "generator_timeout_seconds=0"], ["generator_timeout_seconds"]),
     ],
 )
@@ -278,7 +279,7 @@ class Sent:
         self.messages: list[tuple[int, Work]] = []
 
     def send(self, rank: int, content: bytes) -> None:
-        self.messages.append((rank, pickle.loads(content)))
+        self.messages += [(rank, work) for work in pickle.loads(content)]
 
 
 def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple[Any, Sent]:
@@ -304,12 +305,12 @@ def test_work_goes_to_who_has_its_weights():
     pool, sent = pool_of(1, [(1, 3, 3), (2, 0, 3)])
     pool.submit(works(2, 3, 3))
     assert [(rank // 4096, work.number, work.version) for rank, work in sent.messages] == [(2, 0, 2), (1, 1, 3)]
-    pool._on_message(4096, [memoryview(pickle.dumps(None))])
+    pool._on_message(4096, [memoryview(pickle.dumps(1))])
     assert [(rank // 4096, work.number) for rank, work in sent.messages[2:]] == [(1, 2)]
     pool._on_lost(2 * 4096, "died")
     assert [work.number for work in pool._waiting] == [0]
     assert "1 of its micro-batches go to others" in pool._notes[-1] or "any more" in pool._notes[-1]
-    pool._on_message(4096, [memoryview(pickle.dumps(None))])
+    pool._on_message(4096, [memoryview(pickle.dumps(1))])
     rank, work = sent.messages[-1]
     assert (rank, work.number, work.version, work.seed) == (4096, 0, 3, 7), "nobody has version 2 any more"
     assert [note for note in pool._notes if "No generator has the weights after step 2 any more" in note]

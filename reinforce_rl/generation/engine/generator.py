@@ -10,29 +10,31 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 
 from reinforce_rl.config.engines import EngineConfig
 from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Completions, Prompt
 from reinforce_rl.data.tokenizer import pad_id_of
 from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
-from reinforce_rl.generation.base import SamplingParams, check_lengths
-from reinforce_rl.generation.engine import Answer, EngineArguments, EngineSampling, Request, process
+from reinforce_rl.generation.base import PartialResponse, SamplingParams, WeightUpdates, check_lengths
+from reinforce_rl.generation.engine import TAKEN_BACK, Answer, EngineArguments, Request, process
 from reinforce_rl.generation.engine.buckets import checksum
+from reinforce_rl.generation.engine.requests import extended, request_of, requests_of
 from reinforce_rl.generation.engine.weights import send_weights
-from reinforce_rl.generation.native.sampling import sample_seeds
 from reinforce_rl.megatron.hf_weights import hf_tensors
 from reinforce_rl.megatron.lora import PREFIX, MergedWeights, adapter_rows, lora_settings_of, write_adapter
 from reinforce_rl.megatron.model.model import CausalLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+POLL_SECONDS = 0.2  # between two looks at what is to be done with responses under way
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -107,19 +109,70 @@ class EngineGenerator:
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
         """See `Generator.generate`. Lost requests are retried once with the same seed."""
-        limit = self._arguments.max_seq_len
-        check_lengths(prompts, params, limit, f"model.encoder_seq_length, which is {limit}")
+        self._check_lengths(prompts, params)
         requests = requests_of(prompts, num_samples, params, seed, self._pad_id)
-        answers = self._with_one_restart(lambda: self._together(lambda engine: _answers(engine, requests)))
+        answers = self._with_one_restart(lambda: self._together(partial(_answers, requests)))
         lost = [row for row, answer in enumerate(answers) if answer.fault is not None]
         if lost:
-            ids = sorted({prompts[row // num_samples].id for row in lost})
-            raise GenerationError(
-                f"the engine lost {len(lost)} of {len(requests)} requests twice, of the prompts {ids[:10]}: "
-                f"{answers[lost[0]].fault}. Where they are slow rather than lost, raise "
-                "engine.request_timeout_seconds"
-            )
+            raise _lost_twice([prompts[row // num_samples] for row in lost], len(requests), answers[lost[0]])
         return self._completions(answers, params)
+
+    def go_on(
+        self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
+    ) -> list[PartialResponse]:
+        """See `Generator.go_on`. Lost requests are retried once, and after a restart what has no end yet."""
+        self._check_lengths([response.prompt for response in responses], params)
+        found = [
+            replace(one, finish_reason=one.finish_reason or FINISH_LENGTH)
+            if len(one.tokens) >= params.max_length
+            else one
+            for one in responses
+        ]
+        try:
+            self._with_one_restart(lambda: self._go_on(found, params, updates))
+        except BaseException:
+            if self._engine is not None:
+                self._engine.kill()  # it may be paused, with requests under way
+            self._is_running = False
+            raise
+        return found
+
+    def _go_on(self, found: list[PartialResponse], params: SamplingParams, updates: WeightUpdates) -> None:
+        """Replace the responses that are not at their end, as answers come."""
+
+        def cut(whole: Answer) -> Answer:
+            return self._cut_at_end_string(whole, params.end_strings)
+
+        underway, lost_once, versions = set[int](), set[int](), dict[int, int]()
+        while rows := [row for row, response in enumerate(found) if response.finish_reason is None]:
+            action, begun = updates.next_action(len(rows)), dict[int, Request]()
+            if action == "load":
+                self._take_weights_between_tokens(updates)
+            if action == "stop":
+                self._together(lambda engine: engine.call("take_back"))
+            else:
+                begun = {row: request_of(found[row], params, self._pad_id) for row in rows if row not in underway}
+            underway |= begun.keys()
+            advance = partial(_advance, begun, 0.0 if action == "stop" else POLL_SECONDS, len(underway))
+            number, answers = self._together(advance)
+            versions[number] = updates.version
+            for row, answer in answers.items():
+                underway.discard(row)
+                if answer.fault in (None, TAKEN_BACK):
+                    found[row] = extended(found[row], answer, versions, cut)
+                elif row in lost_once:
+                    raise _lost_twice([found[row].prompt], len(rows), answer)
+                else:
+                    lost_once.add(row)
+            if action == "stop":
+                return
+
+    def _take_weights_between_tokens(self, updates: WeightUpdates) -> None:
+        self._together(lambda engine: engine.call("pause"))
+        updates.load()
+        self._outdate_weights()
+        self._give_weights()
+        self._together(lambda engine: engine.call("resume"))
 
     def layer_outputs(self, tokens: Sequence[int]) -> list[torch.Tensor] | None:
         """Return the residual stream [tokens, hidden] of a prompt after each decoder layer, in float32.
@@ -133,6 +186,10 @@ class EngineGenerator:
         )
         found = self._with_one_restart(lambda: self._together(lambda engine: engine.call("layer_outputs", request)))
         return [torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape) for shape, data in found] or None
+
+    def _check_lengths(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        limit = self._arguments.max_seq_len
+        check_lengths(prompts, params, limit, f"model.encoder_seq_length, which is {limit}")
 
     def _completions(self, answers: Sequence[Answer], params: SamplingParams) -> Completions:
         cut = [self._cut_at_end_string(answer, params.end_strings) for answer in answers]
@@ -174,14 +231,17 @@ class EngineGenerator:
         if self._is_asleep:
             self._together(lambda engine: engine.call("resume_weights"))
         if not self._is_current:
-            if not self._has_weights:
-                self._send_weights()
-            if self._lora is not None:
-                self._send_adapter()
-            self._has_weights = self._is_current = True
+            self._give_weights()
         if self._is_asleep:
             self._together(lambda engine: engine.call("resume_cache"))
             self._is_asleep = False
+
+    def _give_weights(self) -> None:
+        if not self._has_weights:
+            self._send_weights()
+        if self._lora is not None:
+            self._send_adapter()
+        self._has_weights = self._is_current = True
 
     def _send_weights(self) -> None:
         adapter, device = self._adapter, self._lm.mesh.device
@@ -218,13 +278,16 @@ class EngineGenerator:
         )
 
     def _sleep(self) -> None:
-        self._has_weights, self._is_current = self._lora is not None, False  # it keeps LoRA's frozen weights
+        self._outdate_weights()
         try:
             self._together(lambda engine: engine.call("release"))
             self._is_asleep = True
         except EngineLostError as error:
             # Its death freed the memory. The next wake-up starts another, if a restart is left.
             self._count_restart(error)
+
+    def _outdate_weights(self) -> None:
+        self._has_weights, self._is_current = self._lora is not None, False  # LoRA's frozen weights stay
 
     def _with_one_restart(self, action: Callable[[], T]) -> T:
         """Run `action`; once per run, retry it on a new engine with the current weights.
@@ -294,38 +357,39 @@ class EngineGenerator:
             raise fault
 
 
-def requests_of(
-    prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int, pad_id: int
-) -> list[Request]:
-    """Build one request per sample, prompt-major, seeded by (seed, prompt, sample)."""
-    ids = np.repeat([prompt.id for prompt in prompts], num_samples)
-    seeds = sample_seeds(seed, ids, np.tile(np.arange(num_samples), len(prompts)))
-    rule = EngineSampling(
-        max_tokens=params.max_length,
-        min_tokens=params.min_length,
-        seed=0,
-        temperature=None if params.use_greedy else params.temperature,
-        top_k=None if params.use_greedy else params.top_k,
-        top_p=None if params.use_greedy else params.top_p,
-        repetition_penalty=None if params.repetition_penalty == 1.0 else params.repetition_penalty,
-        stop_token_ids=list(params.stop_token_ids),
-        pad_id=pad_id,
-    )
-    asked = zip((prompt for prompt in prompts for _ in range(num_samples)), seeds.tolist(), strict=True)
-    return [Request(prompt.tokens, replace(rule, seed=own)) for prompt, own in asked]
-
-
-def _answers(engine: process.EngineProcess, requests: Sequence[Request]) -> list[Answer]:
+def _answers(requests: Sequence[Request], engine: process.EngineProcess) -> list[Answer]:
     answers = engine.generate(requests)
     lost = [row for row, answer in enumerate(answers) if answer.fault is not None]
-    if lost and len(lost) == len(answers):  # it hangs rather than a request
-        engine.kill()
-        raise EngineLostError(f"the engine lost all {len(lost)} requests: {answers[0].fault}")
-    if lost:
-        logger.warning("event=requests_lost count=%d reason=%s", len(lost), answers[lost[0]].fault)
-        for row, answer in zip(lost, engine.generate([requests[row] for row in lost]), strict=True):
-            answers[row] = answer
+    _check_lost(engine, [answers[row] for row in lost], len(answers))
+    for row, answer in zip(lost, engine.generate([requests[row] for row in lost]) if lost else (), strict=True):
+        answers[row] = answer
     return answers
+
+
+def _advance(
+    begun: Mapping[int, Request], wait: float, count: int, engine: process.EngineProcess
+) -> tuple[int, dict[int, Answer]]:
+    """See `RequestsUnderway.advance`; `count` is of the requests under way."""
+    number, answers = engine.advance(begun, wait)
+    _check_lost(engine, [one for one in answers.values() if one.fault not in (None, TAKEN_BACK)], count)
+    return number, answers
+
+
+def _check_lost(engine: process.EngineProcess, lost: Sequence[Answer], count: int) -> None:
+    """Log what an engine lost of `count` requests; end the engine if it is all of them."""
+    if lost and len(lost) == count:  # it hangs rather than a request
+        engine.kill()
+        raise EngineLostError(f"the engine lost all {count} requests: {lost[0].fault}")
+    if lost:
+        logger.warning("event=requests_lost count=%d reason=%s", len(lost), lost[0].fault)
+
+
+def _lost_twice(prompts: Sequence[Prompt], count: int, answer: Answer) -> GenerationError:
+    ids = sorted({prompt.id for prompt in prompts})
+    return GenerationError(
+        f"the engine lost {len(prompts)} of {count} requests twice, of the prompts {ids[:10]}: {answer.fault}. "
+        "Where they are slow rather than lost, raise engine.request_timeout_seconds"
+    )
 
 
 def _number_of(device: torch.device, generation: str) -> str | None:

@@ -7,22 +7,26 @@ be killed in any state.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Sequence
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from reinforce_rl.generation.engine import Answer, EngineArguments, Request
+from reinforce_rl.generation.engine import TAKEN_BACK, Answer, EngineArguments, Request
 from reinforce_rl.utils.process import connect_to_parent
 
 WATCH_SECONDS = 1.0
 
 
 class EngineHost(Protocol):
-    """An engine's half of the protocol; its public methods are the commands.
+    """An engine's half of the protocol; its public methods are the commands. It is a `RequestsUnderway` too.
 
+    On ranks of its own it has `pause()`, to draw no token until `resume()`; requests without a token are taken back.
     Its adapter says whether it has these two besides:
         shows_layers: `layer_outputs(request)`, the residual stream of a prompt after each decoder layer
         loads_adapters: `load_adapter(folder, sums)`, to generate with PEFT's folder of LoRA updates from now on; the
@@ -61,10 +65,57 @@ class EngineHost(Protocol):
     async def stop(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class _Underway:
+    name: str  # of the request, as the engine has it
+    begun: float  # monotonic time
+    answer: asyncio.Future[Answer]
+
+
+class RequestsUnderway:
+    """The commands of an `EngineHost` for requests that go on between them; the trainer gives each a number."""
+
+    def __init__(self) -> None:
+        self._names = map(str, itertools.count())
+        self._underway: dict[int, _Underway] = {}
+        self._updates = 0  # of the weights, so far
+
+    async def _complete(self, request: Request, name: str) -> Answer:
+        raise NotImplementedError
+
+    async def advance(
+        self, requests: Mapping[int, Request], wait: float, limit: float
+    ) -> tuple[int, dict[int, Answer]]:
+        """Begin these; return once all are at their end, or after `wait` seconds.
+
+        Returns the number of the last update of the weights, and the answers that have come. Those that take longer
+        than `limit` seconds are lost.
+        """
+        for number, request in requests.items():
+            name = next(self._names)
+            answer = asyncio.ensure_future(self._complete(request, name))
+            self._underway[number] = _Underway(name, time.monotonic(), answer)
+        if self._underway:
+            await asyncio.wait([one.answer for one in self._underway.values()], timeout=wait)
+        latest = time.monotonic() - limit
+        due = [number for number, one in self._underway.items() if one.answer.done() or one.begun < latest]
+        answers = await _settled([self._underway.pop(number).answer for number in due], limit)
+        return self._updates, dict(zip(due, answers, strict=True))
+
+    async def take_back(self) -> None:
+        """End all requests; the next `advance` returns what there is of them, with the fault TAKEN_BACK."""
+        for one in self._underway.values():
+            one.answer.cancel()
+
+
 async def answers_of(results: Sequence[Awaitable[Answer]], seconds: float) -> list[Answer]:
     """Await all within `seconds`. Late ones are cancelled, and like failed ones answered by their fault."""
     waits = [asyncio.ensure_future(result) for result in results]
     await asyncio.wait(waits, timeout=seconds)
+    return await _settled(waits, seconds)
+
+
+async def _settled(waits: Sequence[asyncio.Future[Answer]], seconds: float) -> list[Answer]:
     late = [wait for wait in waits if not wait.done()]
     for wait in late:
         wait.cancel()
@@ -74,7 +125,7 @@ async def answers_of(results: Sequence[Awaitable[Answer]], seconds: float) -> li
         if wait in late
         else answer
         if isinstance(answer, Answer)
-        else Answer(fault=text_of(answer))
+        else Answer(fault=TAKEN_BACK if wait.cancelled() else text_of(answer))
         for wait, answer in zip(waits, found, strict=True)
     ]
 

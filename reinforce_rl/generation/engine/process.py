@@ -165,6 +165,11 @@ class EngineProcess:
         key, seconds = "request_timeout_seconds", self._config.request_timeout_seconds
         return self.call("generate", tuple(requests), seconds, limit=key, grace=ABORT_SECONDS)
 
+    def advance(self, requests: Mapping[int, Request], wait: float) -> tuple[int, dict[int, Answer]]:
+        """See `RequestsUnderway.advance`."""
+        key = "request_timeout_seconds"
+        return self.call("advance", requests, wait, self._config.request_timeout_seconds, limit=key)
+
     def load_adapter(self, write: Callable[[Path], None], sums: dict[str, int]) -> None:
         """Have the engine load the LoRA updates that `write` puts into a folder; see `EngineHost`."""
         folder = self._folder / "adapter"

@@ -6,9 +6,9 @@ tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Completions, Prompt
+from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Completions
 from reinforce_rl.data.tokenizer import pad_id_of
-from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.base import PartialResponse, SamplingParams, WeightUpdates
 from reinforce_rl.generation.native.sampling import (
     Workspace,
     choose_tokens,
-    noise_keys,
     penalise_repetition,
+    position_keys,
     token_log_probs,
 )
 from reinforce_rl.megatron.model.model import CausalLM
@@ -42,48 +42,59 @@ class Running:
     sample: int  # index among all responses
     prompt: int  # index of the prompt
     slot: int  # location of the prompt's keys and values
-    written: int = 0  # response tokens so far
+    limit: int  # tokens at most
+    written: int = 0  # tokens of this call so far
 
 
 class Schedule:
     """Queue of sequences; one that ends makes room for the next.
 
     Args:
-        num_samples: sequences per prompt.
+        num_samples: sequences per prompt, or of each prompt.
         max_length: maximum response tokens.
         max_tokens: bound on the tokens of all slots and rows; None for no bound. One sequence always fits.
+        limits: maximum tokens of each sequence; None: `max_length`.
     """
 
-    def __init__(self, prompt_lengths: Sequence[int], num_samples: int, max_length: int, max_tokens: int | None):
-        self._num_samples, self._max_length, longest = num_samples, max_length, max(prompt_lengths)
-        total = len(prompt_lengths) * num_samples
+    def __init__(
+        self,
+        prompt_lengths: Sequence[int],
+        num_samples: int | Sequence[int],
+        max_length: int,
+        max_tokens: int | None,
+        limits: Sequence[int] | None = None,
+    ):
+        counts = [num_samples] * len(prompt_lengths) if isinstance(num_samples, int) else list(num_samples)
+        prompt_of = np.repeat(np.arange(len(counts)), counts)
+        longest, self._total = max(prompt_lengths), len(prompt_of)
 
         def slots_of(rows: int) -> int:
             """Return the maximum number of prompts that `rows` consecutive samples span."""
-            return min(math.ceil((rows - 1) / num_samples) + 1, len(prompt_lengths))
+            return int((prompt_of[rows - 1 :] - prompt_of[: self._total - rows + 1]).max()) + 1
 
         def fits(rows: int) -> bool:
             return max_tokens is None or rows * max_length + slots_of(rows) * longest <= max_tokens
 
-        self.rows = next((rows for rows in range(total, 1, -1) if fits(rows)), 1)  # maximum in flight
+        self.rows = next((rows for rows in range(self._total, 1, -1) if fits(rows)), 1)  # maximum in flight
         self.slots = slots_of(self.rows)  # maximum prompts in memory
         self.running: list[Running] = []
-        self._begun, self._total = 0, total
+        self._begun, self._prompt_of = 0, prompt_of.tolist()
+        self._limits = [max_length] * self._total if limits is None else limits
         self._free = list(range(self.slots))
         self.slot_of: dict[int, int] = {}  # of the prompts in memory
-        self._left = dict.fromkeys(range(len(prompt_lengths)), num_samples)
+        self._left = dict(enumerate(counts))
 
     def admit(self) -> list[int]:
         """Start as many waiting sequences as fit; return the prompts to prefill."""
         unread = []
         while self._begun < self._total and len(self.running) < self.rows:
-            prompt = self._begun // self._num_samples
+            prompt = self._prompt_of[self._begun]
             if prompt not in self.slot_of:
                 if not self._free:
                     break
                 self.slot_of[prompt] = self._free.pop(0)
                 unread.append(prompt)
-            self.running.append(Running(self._begun, prompt, self.slot_of[prompt]))
+            self.running.append(Running(self._begun, prompt, self.slot_of[prompt], self._limits[self._begun]))
             self._begun += 1
         return unread
 
@@ -97,7 +108,7 @@ class Schedule:
         """
         for one in self.running:
             one.written += tokens
-        ended = {*stopped, *(row for row, one in enumerate(self.running) if one.written == self._max_length)}
+        ended = {*stopped, *(row for row, one in enumerate(self.running) if one.written == one.limit)}
         if not ended:
             return None
         for row in sorted(ended):
@@ -118,24 +129,26 @@ class Schedule:
 
 
 class Responses:
-    """Response buffers of a call, by the prompt of each, and history-dependent sampling rules; `spare` adds one."""
+    """Buffers for what a call adds to responses, and history-dependent sampling rules; `spare` adds one."""
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        begun: Sequence[PartialResponse],
         params: SamplingParams,
         tokenizer: PreTrainedTokenizerBase,
         device: torch.device,
         spare: bool,
     ):
-        self._count, rows = len(prompts), len(prompts) + spare
+        self._begun, rows, before = begun, len(begun) + spare, [len(one.tokens) for one in begun]
         self._params, self._tokenizer = params, tokenizer
+        width = params.max_length - min(before)
         self._stops = torch.tensor(params.stop_token_ids, dtype=torch.long, device=device)
-        self._tokens = torch.full((rows, params.max_length), pad_id_of(tokenizer), dtype=torch.long, device=device)
-        self._log_probs = torch.zeros((rows, params.max_length), dtype=torch.float32, device=device)
-        self._lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self._tokens = torch.full((rows, width), pad_id_of(tokenizer), dtype=torch.long, device=device)
+        self._log_probs = torch.zeros((rows, width), dtype=torch.float32, device=device)
+        self._before = torch.tensor([*before, *[0] * spare], device=device)  # tokens of earlier calls
+        self._lengths = torch.zeros(rows, dtype=torch.long, device=device)  # of this one
         self._stopped = torch.zeros(rows, dtype=torch.bool, device=device)
-        self._prompts = [list(prompt.tokens) for prompt in prompts]
+        self._marks: list[tuple[int, Tensor]] = []
         self._seen: Tensor | None = None
 
     def adjust(self, logits: Tensor, samples: Tensor, written: Tensor) -> Tensor:
@@ -146,11 +159,11 @@ class Responses:
         if self._params.repetition_penalty != 1.0:
             if self._seen is None:
                 self._seen = torch.zeros((len(self._tokens), logits.shape[1]), dtype=torch.bool, device=logits.device)
-                for row, prompt in enumerate(self._prompts):
-                    self._seen[row, torch.tensor(prompt)] = True
+                for row, one in enumerate(self._begun):
+                    self._seen[row, torch.tensor([*one.prompt.tokens, *one.tokens])] = True
             logits = penalise_repetition(logits, self._seen[samples], self._params.repetition_penalty)
         if self._params.min_length and self._stops.numel():
-            early = (written < self._params.min_length)[:, None]
+            early = (self._before[samples] + written < self._params.min_length)[:, None]
             banned = torch.where(early, float("-inf"), logits.index_select(1, self._stops))
             logits = logits.index_copy(1, self._stops, banned)
         return logits
@@ -179,16 +192,19 @@ class Responses:
         """Mark responses that contain an end string as stopped; return them as bool [R]."""
         lengths = self._lengths[samples]
         rows = zip(self._tokens[samples].tolist(), lengths.tolist(), strict=True)
-        texts = self._tokenizer.batch_decode([tokens[:length] for tokens, length in rows])
+        earlier = [self._begun[sample].tokens if sample < len(self._begun) else () for sample in samples.tolist()]
+        whole = [[*old, *new[:length]] for old, (new, length) in zip(earlier, rows, strict=True)]
+        texts = self._tokenizer.batch_decode(whole)
         hits = [any(end in text for end in self._params.end_strings) for text in texts]
-        found = torch.tensor(hits, device=lengths.device) & (lengths >= self._params.min_length)
+        found = torch.tensor(hits, device=lengths.device)
+        found &= self._before[samples] + lengths >= self._params.min_length
         self._stopped[samples] |= found
         return found
 
     def so_far(self) -> list[list[int]]:
         """Return the tokens of every response as of now, which waits for the device."""
-        lengths = self._lengths[: self._count].tolist()
-        return [row[:length] for row, length in zip(self._tokens[: self._count].tolist(), lengths, strict=True)]
+        lengths = self._lengths[: len(self._begun)].tolist()
+        return [row[:length] for row, length in zip(self._tokens[: len(lengths)].tolist(), lengths, strict=True)]
 
     def last_tokens(self, samples: Tensor, written: Tensor) -> Tensor:
         """Return int64 [R], the token before `written`."""
@@ -197,7 +213,7 @@ class Responses:
     def finish(self) -> Completions:
         """Return the responses, cut to the longest."""
         tokens, log_probs, lengths, stopped = (
-            values[: self._count] for values in (self._tokens, self._log_probs, self._lengths, self._stopped)
+            values[: len(self._begun)] for values in (self._tokens, self._log_probs, self._lengths, self._stopped)
         )
         width = int(lengths.max())
         return Completions(
@@ -207,14 +223,41 @@ class Responses:
             log_probs=log_probs[:, :width].cpu(),
         )
 
+    def mark(self, version: int) -> None:
+        """Note that the tokens from here on are drawn by weights of this version."""
+        self._marks.append((version, self._lengths.to("cpu", copy=True)))
+
+    def lengthened(self, version: int) -> list[PartialResponse]:
+        """Return the responses with what was added, by weights of this version until the first `mark`."""
+        found = self.finish()
+        assert found.log_probs is not None
+        lengths, stopped, made = found.lengths.tolist(), self._stopped.tolist(), []
+        for row, (one, length) in enumerate(zip(self._begun, lengths, strict=True)):
+            marks = [(version, 0), *((newer, int(at[row])) for newer, at in self._marks), (0, length)]
+            versions = [old for (old, start), (_, end) in pairwise(marks) for _ in range(end - start)]
+            is_full = len(one.tokens) + length == self._params.max_length
+            made.append(
+                replace(
+                    one,
+                    tokens=(*one.tokens, *found.tokens[row, :length].tolist()),
+                    log_probs=(*one.log_probs, *found.log_probs[row, :length].tolist()),
+                    versions=(*one.versions, *versions),
+                    finish_reason=FINISH_STOP if stopped[row] else FINISH_LENGTH if is_full else None,
+                )
+            )
+        return made
+
 
 class Decoding:
-    """Decoding state of one `generate` call.
+    """Decoding state of one call. A response that was begun before is read as its prompt's end.
 
     Args:
         lm: the actor, within `whole_sequences`.
         max_tokens: bound on the cache; None for no bound.
+        begun: what to go on with, none at its end; responses without tokens are by prompt.
         watch: called after each step with the tokens of all responses so far; what it raises ends the call.
+        updates: of the weights; None: they stay as they are.
+        renew: called after an update; copies of the weights are made anew.
     """
 
     has_spare = False  # whether the responses have a scratch row
@@ -224,27 +267,52 @@ class Decoding:
         lm: CausalLM,
         tokenizer: PreTrainedTokenizerBase,
         max_tokens: int | None,
-        prompts: Sequence[Prompt],
-        num_samples: int,
+        begun: Sequence[PartialResponse],
         params: SamplingParams,
-        seed: int,
         watch: Watch | None = None,
+        updates: WeightUpdates | None = None,
+        renew: Callable[[], None] = lambda: None,
     ):
-        self._watch = watch
+        self._watch, self._updates, self._renew = watch, updates, renew
         self._lm, self._params, self._pad_id, self._device = lm, params, pad_id_of(tokenizer), lm.mesh.device
-        of_rows = [prompt for prompt in prompts for _ in range(num_samples)]
-        self._responses = Responses(of_rows, params, tokenizer, self._device, self.has_spare)
-        self._prompts = [prompt.tokens for prompt in prompts]
-        lengths = [len(tokens) for tokens in self._prompts]
-        self._schedule = Schedule(lengths, num_samples, params.max_length, max_tokens)
-        self._sizes = self._schedule.slots, max(lengths), self._schedule.rows, params.max_length
-        ids, samples = np.array([prompt.id for prompt in of_rows]), np.tile(np.arange(num_samples), len(prompts))
-        self._keys = noise_keys(seed, ids, samples, params.max_length).to(self._device)
+        self._responses = Responses(begun, params, tokenizer, self._device, self.has_spare)
+        keyed = ((one.prompt.id, one.prompt.tokens, row if one.tokens else None) for row, one in enumerate(begun))
+        samples = [len(list(rows)) for _, rows in groupby(keyed)]  # of each prompt
+        firsts = np.cumsum([0, *samples])[:-1].tolist()
+        self._prompts = [(*begun[row].prompt.tokens, *begun[row].tokens) for row in firsts]
+        lengths, before = [len(tokens) for tokens in self._prompts], [len(one.tokens) for one in begun]
+        limits = [params.max_length - count for count in before]
+        self._schedule = Schedule(lengths, samples, max(limits), max_tokens, limits)
+        self._sizes = self._schedule.slots, max(lengths), self._schedule.rows, max(limits)
+        self._limits = torch.tensor(limits, device=self._device)
+        keys = position_keys(np.array([one.key for one in begun], dtype=np.uint64), params.max_length)
+        for row, count in enumerate(before):
+            if count:
+                keys[row] = keys[row].roll(-count, dims=0)
+        self._keys = keys.to(self._device)
         # Hidden states for the first tokens, on the last stage, by slot.
         size, dtype = lm.architecture.hidden_size, lm.config.params_dtype
         self._of_prompts = torch.empty((self._schedule.slots, size), dtype=dtype, device=self._device)
-        self._most_rows = self._schedule.rows
+        self._most_rows, self._most_samples = self._schedule.rows, max(samples)
         self._work: Workspace | None = None
+
+    def _is_stopped(self) -> bool:
+        """Do what `updates` asks for before the next token; return True if that is the end of the call."""
+        updates = self._updates
+        if updates is None or (action := updates.next_action(len(self._schedule.running))) == "go on":
+            return False
+        if action == "stop":
+            return True
+        updates.load()
+        self._renew()
+        self._responses.mark(updates.version)
+        if numbers := list(self._schedule.slot_of):  # samples that wait begin with the new weights alone
+            self._read_prompts(numbers)
+        return False
+
+    def _read_prompts(self, numbers: Sequence[int]) -> None:
+        """Run prompts, whose slots they have, through the model."""
+        raise NotImplementedError
 
     def _prefill(self, numbers: Sequence[int], cache: Any) -> None:
         """Run the prompts through the model; the cache must be set to `read` them."""
@@ -313,25 +381,30 @@ class PlainDecoding(Decoding):
         # Hidden states for the next tokens, on the last stage, by row.
         self._hidden = self._of_prompts[:0]
 
-    def run(self) -> Completions:
+    def run(self) -> Responses:
         while self._admit():
             tokens = self._draw()
             if self._watch is not None:
                 self._watch(self._responses.so_far())
+            if self._is_stopped():
+                break
             self._advance(tokens)
-        return self._responses.finish()
+        return self._responses
 
     def _admit(self) -> bool:
         """Fill free rows with waiting samples; return False when none is left."""
         before = len(self._schedule.running)
         unread = self._schedule.admit()
         if unread:
-            self._cache.read([self._schedule.slot_of[number] for number in unread])
-            self._prefill(unread, self._cache)
+            self._read_prompts(unread)
         if len(self._schedule.running) > before:
             self._place()
             self._hidden = torch.cat((self._hidden, self._of_prompts[self._slots[before:]]))
         return bool(self._schedule.running)
+
+    def _read_prompts(self, numbers: Sequence[int]) -> None:
+        self._cache.read([self._schedule.slot_of[number] for number in numbers])
+        self._prefill(numbers, self._cache)
 
     def _place(self) -> None:
         running = self._schedule.running

@@ -21,8 +21,9 @@ from torch import Tensor, cuda
 
 from reinforce_rl.data.batches import Completions, Prompt, join_completions
 from reinforce_rl.data.tokenizer import pad_id_of
-from reinforce_rl.generation.base import SamplingParams, check_lengths
-from reinforce_rl.generation.native.decoding import Decoding, PlainDecoding, Watch
+from reinforce_rl.generation.base import PartialResponse, SamplingParams, WeightUpdates, check_lengths
+from reinforce_rl.generation.native.decoding import Decoding, PlainDecoding, Responses, Watch
+from reinforce_rl.generation.responses import unbegun
 from reinforce_rl.megatron.model.attention import flash_takes
 from reinforce_rl.megatron.model.decoding import FlashCache
 from reinforce_rl.megatron.model.model import CausalLM
@@ -74,7 +75,6 @@ class NativeGenerator:
     def close(self) -> None:
         """Nothing to end."""
 
-    @torch.no_grad()
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -87,31 +87,65 @@ class NativeGenerator:
 
         Context-parallel ranks split the prompts; keyed noise keeps the results the same.
         """
-        limit = self._lm.architecture.max_positions
-        check_lengths(prompts, params, limit, f"the model's {limit} positions")
-        mesh, was_training = self._lm.mesh, self._lm.training
+        mesh = self._lm.mesh
+        self._check(prompts, params)
         per_rank = -(-len(prompts) // mesh.cp_size)
         own = prompts[mesh.cp_rank * per_rank : (mesh.cp_rank + 1) * per_rank]
-        self._lm.eval()
-        try:
-            lean = self._lm.fast_decoding() if self._is_lean else contextlib.nullcontext()
-            with self._lm.whole_sequences(), lean:
-                found = self._generate(own, num_samples, params, seed, watch) if own else None
-        finally:
-            self._lm.train(was_training)
+        begun = unbegun(own, num_samples, seed)
+        found = self._decode(begun, params, watch).finish() if begun else None
         if mesh.cp_size == 1 and found is not None:
             return found
         parts = [part for part in mesh.gather_over_cp(found) if part is not None]
         return join_completions(parts, pad_id_of(self._tokenizer))
 
-    def _generate(
-        self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int, watch: Watch | None
-    ) -> Completions:
-        call = self._lm, self._tokenizer, self._max_tokens, prompts, num_samples, params, seed, watch
-        longest = max(len(prompt.tokens) for prompt in prompts) + params.max_length
-        if self._is_static and can_decode_statically(self._lm, longest):
-            return StaticDecoding(*call, use_graphs=self._use_graphs).run()
-        return PlainDecoding(*call).run()
+    def go_on(
+        self, responses: Sequence[PartialResponse], params: SamplingParams, updates: WeightUpdates
+    ) -> list[PartialResponse]:
+        """See `Generator.go_on`; not with context parallelism.
+
+        At "load" the prompts are read anew, and what was stored for tokens of responses is kept.
+        """
+        self._check([one.prompt for one in responses], params)
+        found = list(responses)
+        rows = [row for row, one in enumerate(responses) if one.finish_reason is None]
+        rows.sort(key=lambda row: not responses[row].tokens)  # stable: what was begun first, then prompt by prompt
+        if rows:
+            version = updates.version
+            made = self._decode([responses[row] for row in rows], params, None, updates).lengthened(version)
+            for row, one in zip(rows, made, strict=True):
+                found[row] = one
+        return found
+
+    def _check(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        limit = self._lm.architecture.max_positions
+        check_lengths(prompts, params, limit, f"the model's {limit} positions")
+
+    @torch.no_grad()
+    def _decode(
+        self,
+        begun: Sequence[PartialResponse],
+        params: SamplingParams,
+        watch: Watch | None,
+        updates: WeightUpdates | None = None,
+    ) -> Responses:
+        was_training = self._lm.training
+        self._lm.eval()
+        try:
+            with self._lm.whole_sequences(), contextlib.ExitStack() as lean:
+
+                def renew() -> None:
+                    lean.close()
+                    if self._is_lean:
+                        lean.enter_context(self._lm.fast_decoding())  # on a CPU with copies of the weights
+
+                renew()
+                call = self._lm, self._tokenizer, self._max_tokens, begun, params, watch, updates, renew
+                longest = max(len(one.prompt.tokens) for one in begun) + params.max_length
+                if self._is_static and can_decode_statically(self._lm, longest):
+                    return StaticDecoding(*call, use_graphs=self._use_graphs).run()
+                return PlainDecoding(*call).run()
+        finally:
+            self._lm.train(was_training)
 
 
 def can_decode_statically(lm: CausalLM, longest: int) -> bool:
@@ -146,16 +180,16 @@ class StaticDecoding(Decoding):
         self._cache = self._lm.new_cache(*self._sizes, kind=FlashCache)
         slots, _, rows, _ = self._sizes
         self._nobody, stages = len(self._keys), self._lm.mesh.pp_size
-        self._keys = torch.cat((self._keys, self._keys[:1]))
+        self._keys, self._limits = torch.cat((self._keys, self._keys[:1])), torch.cat((self._limits, self._limits[:1]))
         self._alive = torch.ones(self._nobody + 1, dtype=torch.bool, device=self._device)
         self._alive[self._nobody] = False
-        size, most = padded_rows(-(-rows // stages)), max(self._nobody // len(self._prompts), _MULTIPLE)
+        size, most = padded_rows(-(-rows // stages)), max(self._most_samples, _MULTIPLE)
         self._lots = [_Lot(size, slots, most, self._device) for _ in range(stages)]
         self._most_rows = max(size, rows)
         self._free, self._lane_of, self._freed = list(range(rows)), dict[int, int](), False
         self._use_graphs = use_graphs and stages == 1
 
-    def run(self) -> Completions:
+    def run(self) -> Responses:
         # Not in `self`: a reference cycle would keep the cache until garbage collection.
         step = GraphedStep(self._whole_step) if self._use_graphs else self._whole_step
         while (steps := self._admit()) is not None:
@@ -167,16 +201,16 @@ class StaticDecoding(Decoding):
             self._look(steps)
             if self._watch is not None:
                 self._watch(self._responses.so_far())
-        return self._responses.finish()
+            if self._is_stopped():
+                break
+        return self._responses
 
     def _admit(self) -> int | None:
         """Fill free rows with waiting samples; return the number of steps to run, None at the end."""
         schedule, before = self._schedule, len(self._schedule.running)
         unread = schedule.admit()
         if unread:
-            lengths = [len(self._prompts[number]) for number in unread]
-            self._cache.read([schedule.slot_of[number] for number in unread], lengths)
-            self._prefill(unread, self._cache)
+            self._read_prompts(unread)
         new = schedule.running[before:]
         if new:
             samples = self._on_device([one.sample for one in new])
@@ -189,7 +223,12 @@ class StaticDecoding(Decoding):
             self._place()
         if self._params.end_strings or self._watch is not None:  # checked after each token
             return 0 if new else 1
-        return min(_STEPS, self._params.max_length - schedule.longest)
+        return min(_STEPS, *(one.limit - one.written for one in schedule.running))
+
+    def _read_prompts(self, numbers: Sequence[int]) -> None:
+        lengths = [len(self._prompts[number]) for number in numbers]
+        self._cache.read([self._schedule.slot_of[number] for number in numbers], lengths)
+        self._prefill(numbers, self._cache)
 
     def _place(self) -> None:
         running = sorted(self._schedule.running, key=lambda one: one.slot)
@@ -238,7 +277,7 @@ class StaticDecoding(Decoding):
         alive = self._alive[samples]
         at = samples.where(alive, self._nobody)
         stopped = self._responses.record(at, written, tokens, log_probs)
-        self._alive[at] = alive & ~stopped & (written + 1 < self._params.max_length)
+        self._alive[at] = alive & ~stopped & (written + 1 < self._limits[samples])
 
     def _on_device(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers).to(self._device, non_blocking=True)

@@ -14,24 +14,19 @@ from reinforce_rl.generation.base import SamplingParams
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def noise_keys(seed: int, prompt_ids: np.ndarray, sample_ids: np.ndarray, num_positions: int) -> Tensor:
-    """Return a 64-bit key per (seed, prompt, sample, position) as two int32: int64 [R] to [R, num_positions, 2].
+def sample_seeds(seed: int, prompt_ids: np.ndarray, sample_ids: np.ndarray) -> np.ndarray:
+    """Return a 64-bit seed per (seed, prompt, sample), uint64 [R], which keys its noise.
 
-    Applies the SplitMix64 finaliser to the four integers in turn (Steele et al., "Fast Splittable Pseudorandom Number
+    Applies the SplitMix64 finaliser to the three integers in turn (Steele et al., "Fast Splittable Pseudorandom Number
     Generators", 2014).
     """
-    return position_keys(sample_seeds(seed, prompt_ids, sample_ids), num_positions)
-
-
-def sample_seeds(seed: int, prompt_ids: np.ndarray, sample_ids: np.ndarray) -> np.ndarray:
-    """Return a 64-bit seed per (seed, prompt, sample), uint64 [R], for engines with their own generator."""
     with np.errstate(over="ignore"):
         state = _mix(np.uint64(seed & 0xFFFFFFFFFFFFFFFF))
         return _mix(_mix(state + _GOLDEN * prompt_ids.astype(np.uint64)) + _GOLDEN * sample_ids.astype(np.uint64))
 
 
 def position_keys(seeds: np.ndarray, num_positions: int) -> Tensor:
-    """Return the keys of each sample's positions: uint64 [R] to int32 [R, num_positions, 2]."""
+    """Return a 64-bit key, as two int32, of each sample's positions: uint64 [R] to int32 [R, num_positions, 2]."""
     with np.errstate(over="ignore"):
         positions = np.arange(1, num_positions + 1, dtype=np.uint64)
         keys = _mix(seeds[:, None] + _GOLDEN * positions[None, :])

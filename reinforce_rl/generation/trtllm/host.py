@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reinforce_rl.generation.engine import Answer, EngineArguments, EngineSampling, Request
-from reinforce_rl.generation.engine.host import answers_of, check_version, main
+from reinforce_rl.generation.engine.host import RequestsUnderway, answers_of, check_version, main
 
 SHUTDOWN_SECONDS = 20.0
 # Memory that a sleeping engine releases, by TensorRT-LLM's tags: all but the cache, and the cache.
@@ -21,12 +21,13 @@ WEIGHT_TAGS += ["model", "draft_model"]
 CACHE_TAGS = ["kv_cache"]
 
 
-class TensorRTLLMHost:
+class TensorRTLLMHost(RequestsUnderway):
     """See `EngineHost`."""
 
     is_alive = True  # its own calls fail
 
     def __init__(self) -> None:
+        super().__init__()
         self._llm: Any = None
 
     async def start(self, arguments: EngineArguments) -> list[str]:
@@ -51,10 +52,12 @@ class TensorRTLLMHost:
         return [str(device) for device in await self._llm.collective_rpc("report_device_id")]
 
     async def generate(self, requests: Sequence[Request], seconds: float) -> list[Answer]:
-        results = [
-            self._llm.generate_async(list(one.tokens), sampling_params=_sampling(one.sampling)) for one in requests
-        ]
-        return await answers_of([_answer(result) for result in results], seconds)
+        return await answers_of([self._complete(request, next(self._names)) for request in requests], seconds)
+
+    async def _complete(self, request: Request, name: str) -> Answer:
+        return await _answer(
+            self._llm.generate_async(list(request.tokens), sampling_params=_sampling(request.sampling))
+        )
 
     async def update_weights(self, bucket: dict[str, str] | None) -> None:
         await self._llm.update_weights(bucket)  # None also resets the prefix cache

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import itertools
 import os
 import signal
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from reinforce_rl.generation.engine import Answer, EngineArguments, Request
-from reinforce_rl.generation.engine.host import answers_of, check_version, main
+from reinforce_rl.generation.engine import TAKEN_BACK, Answer, EngineArguments, Request
+from reinforce_rl.generation.engine.host import RequestsUnderway, answers_of, check_version, main
 
 WORKER = "reinforce_rl.generation.vllm.worker.WeightsOfTrainer"
+ADAPTER = "policy", 1  # name and number in vLLM
+ABORT_AGAIN_SECONDS = 0.05
 
 
-class VLLMHost:
+class VLLMHost(RequestsUnderway):
     """See `EngineHost`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._engine: Any = None
-        self._numbers = itertools.count()
+        self._have_tokens: set[str] = set()  # names of requests
         self._on_cpu = False
         self._sleep_level = 2  # drops the weights
         self._adapter: Any = None
@@ -66,9 +68,9 @@ class VLLMHost:
         return await self._engine.collective_rpc("device_id")
 
     async def generate(self, requests: Sequence[Request], seconds: float) -> list[Answer]:
-        return await answers_of([self._complete(request) for request in requests], seconds)
+        return await answers_of([self._complete(request, next(self._names)) for request in requests], seconds)
 
-    async def _complete(self, request: Request) -> Answer:
+    async def _complete(self, request: Request, name: str) -> Answer:
         asked = request.sampling
         params = importlib.import_module("vllm").SamplingParams(
             max_tokens=asked.max_tokens,
@@ -82,36 +84,69 @@ class VLLMHost:
             ignore_eos=True,  # end tokens are in stop_token_ids, so that they stay in the output
             logprobs=0,
             detokenize=False,
-            output_kind=importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY,
+            output_kind=importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA,
+            stream_interval=asked.max_tokens + 1,  # what comes is the first token, and the others at the end
         )
-        prompt, name = {"prompt_token_ids": list(request.tokens)}, str(next(self._numbers))
-        async for result in self._engine.generate(prompt, params, request_id=name, lora_request=self._adapter):
-            (output,) = result.outputs
-        if output.finish_reason not in ("stop", "length"):
+        # The salt keeps apart what the prefix cache has by one update's weights and by another's.
+        prompt = {"prompt_token_ids": list(request.tokens), "cache_salt": str(self._updates)}
+        tokens, log_probs = [], []
+        try:
+            async for result in self._engine.generate(prompt, params, request_id=name, lora_request=self._adapter):
+                (output,) = result.outputs
+                pairs = zip(output.token_ids, output.logprobs or (), strict=True)
+                log_probs += [one[token].logprob for token, one in pairs]
+                tokens += output.token_ids
+                self._have_tokens.update([name] if tokens else [])
+        finally:
+            self._have_tokens.discard(name)
+        if output.finish_reason not in ("stop", "length", "abort"):
             return Answer(fault=f"it ended by {output.finish_reason!r}")
-        tokens = tuple(output.token_ids)
-        log_probs = tuple(one[token].logprob for token, one in zip(tokens, output.logprobs, strict=True))
-        return Answer(tokens, log_probs, output.finish_reason == "stop")
+        spans = output.weight_versions or ()
+        updates = tuple(int(span.version) for span in spans for _ in range(span.start, span.end))
+        fault = TAKEN_BACK if output.finish_reason == "abort" else None
+        return Answer(tuple(tokens), tuple(log_probs), output.finish_reason == "stop", fault, updates)
+
+    async def take_back(self) -> None:
+        await self._abort(self._underway)
+
+    async def pause(self) -> None:
+        # Not clear_cache, which takes the cache from requests under way: they would be computed anew.
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+        # One without a token would begin with the salt, and so the prefixes, of the weights before.
+        await self._abort([number for number, one in self._underway.items() if one.name not in self._have_tokens])
+
+    async def resume(self) -> None:
+        await self._engine.resume_generation()
+
+    async def _abort(self, numbers: Iterable[int]) -> None:
+        names = {self._underway[number].answer: self._underway[number].name for number in numbers}
+        while waits := [answer for answer in names if not answer.done()]:
+            # More than once, as the engine does not know one that is on its way to it.
+            await self._engine.abort([names[answer] for answer in waits])
+            await asyncio.wait(waits, timeout=ABORT_AGAIN_SECONDS)
 
     async def update_weights(self, bucket: dict[str, Any] | None) -> None:
         await self._engine.collective_rpc("load_bucket", args=(bucket,))
-        if bucket is None and not await self._engine.reset_prefix_cache():
-            raise RuntimeError("the cache of the old weights is still in use")
+        if bucket is None:
+            await self._count_update()
 
     async def load_adapter(self, folder: str, sums: dict[str, int]) -> None:
-        number = 1 + getattr(self._adapter, "lora_int_id", 0)  # new each time: the prefix cache goes by it
-        if self._adapter is not None:
-            await self._engine.remove_lora(number - 1)
         request = importlib.import_module("vllm.lora.request").LoRARequest
-        self._adapter = request(f"update {number}", number, folder)
-        await self._engine.add_lora(self._adapter)
-        await self._engine.collective_rpc("check_adapter", args=(number, sums))
+        # In place, for requests under way too. A request that said so itself would have it loaded at each token.
+        await self._engine.add_lora(request(*ADAPTER, folder, load_inplace=True))
+        self._adapter = request(*ADAPTER, folder)
+        await self._engine.collective_rpc("check_adapter", args=(ADAPTER[1], sums))
+        await self._count_update()
+
+    async def _count_update(self) -> None:
+        self._updates += 1
+        await self._engine.update_weight_version(str(self._updates))  # vLLM labels each token with it
 
     async def layer_outputs(self, request: Request) -> list[tuple[list[int], bytes]]:
         """Return the residual stream of a prompt after each decoder layer; compiled layers record nothing."""
         await self._engine.reset_prefix_cache()
         await self._engine.collective_rpc("watch_layers")
-        await self._complete(request)
+        await self._complete(request, next(self._names))
         return (await self._engine.collective_rpc("watched_layers"))[0]
 
     async def release(self) -> None:

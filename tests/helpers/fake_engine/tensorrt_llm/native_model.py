@@ -6,22 +6,29 @@ import contextlib
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.generation.base import SamplingParams
-from reinforce_rl.generation.native import decoding
+from reinforce_rl.generation.base import PartialResponse, SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
-from reinforce_rl.generation.native.sampling import position_keys
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
+
+
+class SameWeights:
+    version = 0
+
+    def next_action(self, running: int) -> Literal["go on"]:
+        return "go on"
+
+    def load(self) -> None:
+        raise AssertionError("there are no others")
 
 
 class NativeModel:
@@ -31,9 +38,6 @@ class NativeModel:
         mesh = self._open.enter_context(parallel_mesh())
         self._lm = CausalLM(Architecture.from_folder(folder), mesh, torch.float32)
         self._engine = NativeGenerator(self._lm, load_tokenizer(folder))
-        decoding.noise_keys = lambda seed, prompts, samples, count: position_keys(  # type: ignore[assignment]
-            np.array([seed], dtype=np.uint64), count
-        )
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
         """Load the weights; fail on missing, unknown or misshapen ones."""
@@ -52,7 +56,7 @@ class NativeModel:
             use_greedy=greedy,
             stop_token_ids=tuple(asked.stop_token_ids),
         )
-        found = self._engine.generate([Prompt(0, "", tuple(tokens))], 1, params, asked.seed)
-        assert found.log_probs is not None
-        count = int(found.lengths[0])
-        return found.tokens[0, :count].tolist(), found.log_probs[0, :count].tolist(), found.finish_reasons[0]
+        asked_for = PartialResponse(Prompt(0, "", tuple(tokens)), asked.seed)
+        (found,) = self._engine.go_on([asked_for], params, SameWeights())
+        assert found.finish_reason is not None
+        return list(found.tokens), list(found.log_probs), found.finish_reason

@@ -1,0 +1,134 @@
+"""Requests for the rest of a response, what their answers add, and requests under way in an engine's process."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Prompt
+from reinforce_rl.generation.base import PartialResponse, SamplingParams
+from reinforce_rl.generation.engine import TAKEN_BACK, Answer, EngineSampling, Request
+from reinforce_rl.generation.engine.host import RequestsUnderway
+from reinforce_rl.generation.engine.requests import extended, request_of, requests_of
+
+PROMPT = Prompt(7, "tea", (6, 7, 8))
+PARAMS = SamplingParams(max_length=5, min_length=3, repetition_penalty=1.5)
+DRAWN = PartialResponse(PROMPT, 11, tokens=(9, 4), log_probs=(-1.0, -2.0), versions=(3, 4))
+
+
+def after(count: int) -> PartialResponse:
+    return PartialResponse(PROMPT, 11, (4,) * count, (-1.0,) * count, (0,) * count)
+
+
+def test_a_request_asks_for_what_is_missing():
+    request = request_of(DRAWN, PARAMS, pad_id=1)
+    assert request.tokens == (6, 7, 8, 9, 4)
+    asked = request.sampling
+    assert (asked.max_tokens, asked.min_tokens, asked.repetition_penalty, asked.pad_id) == (3, 1, 1.5, 1)
+    assert request_of(after(4), PARAMS, pad_id=1).sampling.min_tokens == 0
+
+
+def test_seeds_are_the_responses_own_and_do_not_come_again():
+    seeds = [request_of(after(count), PARAMS, 0).sampling.seed for count in range(5)]
+    assert seeds[0] == 11 and len(set(seeds)) == 5
+    assert seeds == [request_of(after(count), PARAMS, 0).sampling.seed for count in range(5)]
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    others = [request_of(PartialResponse(PROMPT, 12, (4,), (-1.0,), (0,)), PARAMS, 0).sampling.seed]
+    assert others[0] not in seeds
+    first, second = requests_of([PROMPT], 2, PARAMS, 3, pad_id=0)
+    assert first == request_of(PartialResponse(PROMPT, first.sampling.seed), PARAMS, 0)
+    assert first.sampling.seed != second.sampling.seed
+
+
+def uncut(whole: Answer) -> Answer:
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (Answer((5, 2), (-3.0, -4.0), stopped=True, updates=(1, 2)), FINISH_STOP),
+        (Answer((5, 2), (-3.0, -4.0), updates=(1, 2)), FINISH_LENGTH),
+        (Answer((5, 2), (-3.0, -4.0), fault=TAKEN_BACK, updates=(1, 2)), None),
+    ],
+    ids=["stopped", "long", "taken_back"],
+)
+def test_an_answer_adds_tokens_with_the_version_that_drew_each(answer, reason):
+    found = extended(DRAWN, answer, {1: 4, 2: 6}, uncut)
+    assert (found.tokens, found.log_probs, found.versions) == ((9, 4, 5, 2), (-1.0, -2.0, -3.0, -4.0), (3, 4, 4, 6))
+    assert (found.finish_reason, found.prompt, found.key) == (reason, PROMPT, 11)
+
+
+def test_an_answer_without_numbers_is_of_the_last_weights():
+    found = extended(DRAWN, Answer((5,), (-3.0,)), {0: 8}, uncut)
+    assert found.versions == (3, 4, 8)
+    assert extended(DRAWN, Answer(fault=TAKEN_BACK), {0: 8}, uncut) == DRAWN
+
+
+def test_an_end_string_may_begin_in_old_tokens():
+    """What comes behind it is cut, also where the response was not at its end."""
+
+    def cut(whole: Answer) -> Answer:
+        assert whole.tokens == (9, 4, 5, 6) and whole.log_probs == (-1.0, -2.0, -3.0, -4.0)
+        return Answer(whole.tokens[:3], whole.log_probs[:3], stopped=True)
+
+    found = extended(DRAWN, Answer((5, 6), (-3.0, -4.0), fault=TAKEN_BACK, updates=(1, 1)), {1: 9}, cut)
+    assert (found.tokens, found.log_probs, found.versions) == ((9, 4, 5), (-1.0, -2.0, -3.0), (3, 4, 9))
+    assert found.finish_reason == FINISH_STOP
+
+
+class Engine(RequestsUnderway):
+    """Answers a request once its event is set, with the request's first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: dict[int, asyncio.Event] = {}
+
+    async def _complete(self, request: Request, name: str) -> Answer:
+        self.events[request.tokens[0]] = event = asyncio.Event()
+        await event.wait()
+        return Answer(request.tokens)
+
+
+def asked(token: int) -> Request:
+    return Request((token,), EngineSampling(8, 0, 0, None, None, None, None, []))
+
+
+class TestUnderway:
+    def test_answers_come_as_they_are_there(self):
+        async def run():
+            engine = Engine()
+            begun = await engine.advance({7: asked(1), 8: asked(2)}, 0.0, 60.0)
+            engine.events[2].set()
+            first = await engine.advance({9: asked(3)}, 0.01, 60.0)
+            for event in engine.events.values():
+                event.set()
+            return begun, first, await engine.advance({}, 60.0, 60.0), await engine.advance({}, 60.0, 60.0)
+
+        begun, first, rest, none = asyncio.run(run())
+        assert begun == none == (0, {})
+        assert first == (0, {8: Answer((2,))})
+        assert rest == (0, {7: Answer((1,)), 9: Answer((3,))})
+
+    def test_late_ones_are_lost_together(self):
+        async def run():
+            engine = Engine()
+            await engine.advance({7: asked(1), 8: asked(2)}, 0.0, 60.0)
+            engine.events[2].set()
+            return await engine.advance({}, 0.01, 0.0), await engine.advance({}, 60.0, 0.0)
+
+        late, none = asyncio.run(run())
+        assert late == (0, {7: Answer(fault="no answer within 0 s"), 8: Answer((2,))})
+        assert none == (0, {})
+
+    def test_those_taken_back_say_so(self):
+        async def run():
+            engine = Engine()
+            await engine.advance({7: asked(1), 8: asked(2)}, 0.0, 60.0)
+            engine.events[2].set()
+            await asyncio.sleep(0)  # its answer is there before
+            await engine.take_back()
+            return await engine.advance({}, 60.0, 60.0)
+
+        assert asyncio.run(run()) == (0, {7: Answer(fault=TAKEN_BACK), 8: Answer((2,))})

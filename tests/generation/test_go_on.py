@@ -1,0 +1,195 @@
+"""Responses that stop and go on, and weights that change while they are drawn, by the native engine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from helpers.flash import decode_statically
+from helpers.policies import megatron_model, transformers_model
+
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.generation.base import PartialResponse, SamplingParams
+from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.generation.responses import unbegun
+
+PARAMS = SamplingParams(max_length=20, stop_token_ids=(2, 5, 6, 7, 8))
+KINDS = {
+    "stop tokens": PARAMS,
+    "no end but the limit": SamplingParams(max_length=20),
+    "greedy": replace(PARAMS, use_greedy=True),
+    "rules": replace(PARAMS, min_length=7, repetition_penalty=1.3, temperature=0.8, top_k=20, top_p=0.9),
+    "end strings": replace(PARAMS, end_strings=("e", "th"), min_length=5),
+}
+Action = Literal["go on", "load", "stop"]
+
+
+class Planned:
+    """Actions by the number of times that it was asked; `change` gives the model its next weights."""
+
+    def __init__(self, actions: dict[int, Action], change: Callable[[], None] = lambda: None):
+        self.version, self.asked, self._actions, self._change = 3, 0, actions, change
+        self.running: list[int] = []
+
+    def next_action(self, running: int) -> Action:
+        self.asked += 1
+        self.running.append(running)
+        return self._actions.get(self.asked, "go on")
+
+    def load(self) -> None:
+        self._change()
+        self.version += 1
+
+
+def whole(engine: NativeGenerator, begun: list[PartialResponse], params: SamplingParams) -> list[PartialResponse]:
+    return engine.go_on(begun, params, Planned({}))
+
+
+def assert_same(found: list[PartialResponse], expected: list[PartialResponse]) -> None:
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine.prompt.id, mine.tokens, mine.finish_reason) == (
+            other.prompt.id,
+            other.tokens,
+            other.finish_reason,
+        )
+        assert mine.log_probs == pytest.approx(other.log_probs, abs=1e-6)
+        assert len(mine.versions) == len(mine.tokens)
+
+
+def engine_of(lm: Any, folder: Path, max_tokens: int | None = None) -> NativeGenerator:
+    return NativeGenerator(lm, load_tokenizer(folder), max_tokens, is_static=True)
+
+
+@pytest.fixture(params=["plain", "static"])
+def decoder(request, monkeypatch):
+    if request.param == "static":
+        decode_statically(monkeypatch)
+
+
+def test_a_whole_call_is_generate(decoder, lm, folder, prompts):
+    engine = engine_of(lm, folder)
+    expected = engine.generate(prompts, 4, PARAMS, seed=3)
+    found = whole(engine, unbegun(prompts, 4, 3), PARAMS)
+    assert expected.log_probs is not None
+    for row, one in enumerate(found):
+        count = int(expected.lengths[row])
+        assert list(one.tokens) == expected.tokens[row, :count].tolist()
+        assert list(one.log_probs) == expected.log_probs[row, :count].tolist()
+        assert one.finish_reason == expected.finish_reasons[row] and set(one.versions) <= {3}
+
+
+@pytest.mark.parametrize("max_tokens", [None, 75])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stopped_and_gone_on(kind, max_tokens, decoder, lm, folder, prompts):
+    engine, params = engine_of(lm, folder, max_tokens), KINDS[kind]
+    expected = whole(engine, unbegun(prompts, 4, 3), params)
+    found, calls, was_partial = unbegun(prompts, 4, 3), 0, False
+    while any(one.finish_reason is None for one in found):
+        found = engine.go_on(found, params, Planned({1 + calls % 3: "stop"}))
+        was_partial |= any(one.finish_reason is None and one.tokens for one in found)
+        calls += 1
+    assert_same(found, expected)
+    assert calls > 1 and was_partial
+
+
+def test_what_is_at_its_end_is_left_as_it_is(decoder, lm, folder, prompts):
+    engine = engine_of(lm, folder)
+    ended = [replace(one, tokens=(9, 2), finish_reason="stop") for one in unbegun(prompts[:1], 2, 3)]
+    begun = [*ended, *unbegun(prompts[1:], 2, 3)]
+    found = whole(engine, begun, PARAMS)
+    assert found[:2] == ended
+    assert_same(found[2:], whole(engine, begun[2:], PARAMS))
+    assert whole(engine, ended, PARAMS) == ended
+
+
+class Policy:
+    """A model whose weights change in place, and transformers' models of each version."""
+
+    def __init__(self, folder: Path, mesh: Any):
+        self.lm = megatron_model(folder, mesh, torch.float64)
+        other = transformers_model(folder, torch.float64)
+        self.versions, self._next = [other, copy.deepcopy(other)], megatron_model(folder, mesh, torch.float64)
+        with torch.no_grad():
+            for model in (self._next, self.versions[1]):
+                for name, parameter in model.named_parameters():
+                    if "norm" in name:
+                        parameter.mul_(1.3)
+
+    @torch.no_grad()
+    def change(self) -> None:
+        for own, new in zip(self.lm.parameters(), self._next.parameters(), strict=True):
+            own.copy_(new)
+
+    @torch.no_grad()
+    def log_probs(self, one: PartialResponse, version: int) -> list[float]:
+        """Return the response's log-probs by one version alone."""
+        tokens = torch.tensor([[*one.prompt.tokens, *one.tokens]])
+        found = self.versions[version](tokens).logits[0, len(one.prompt.tokens) - 1 : -1].log_softmax(dim=-1)
+        return found[range(len(one.tokens)), list(one.tokens)].tolist()
+
+    @torch.no_grad()
+    def kept(self, one: PartialResponse, count: int) -> list[float]:
+        """Return those after `count` tokens by version 1, on version 0's keys and values of all but the last."""
+        old, new = self.versions
+        prompt, tokens = list(one.prompt.tokens), list(one.tokens)
+        cache = new(torch.tensor([prompt]), use_cache=True).past_key_values
+        earlier = old(torch.tensor([prompt + tokens[: count - 1]]), use_cache=True).past_key_values
+        for layer, other in zip(cache.layers, earlier.layers, strict=True):
+            layer.keys = torch.cat((layer.keys, other.keys[:, :, len(prompt) :]), dim=2)
+            layer.values = torch.cat((layer.values, other.values[:, :, len(prompt) :]), dim=2)
+        logits = new(torch.tensor([tokens[count - 1 :]]), past_key_values=cache).logits[0, :-1].log_softmax(dim=-1)
+        return logits[range(len(tokens) - count), tokens[count:]].tolist()
+
+
+@pytest.fixture
+def policy(folder, mesh):
+    return Policy(folder, mesh)
+
+
+LONG = SamplingParams(max_length=20)
+
+
+def test_weights_that_change_with_the_cache_kept(decoder, policy, folder, prompts):
+    found = engine_of(policy.lm, folder).go_on(unbegun(prompts, 2, 3), LONG, Planned({2: "load"}, policy.change))
+    for one in found:
+        count = one.versions.index(4)
+        assert one.versions == (3,) * count + (4,) * (20 - count) and 0 < count < 20
+        assert one.log_probs[:count] == pytest.approx(policy.log_probs(one, 0)[:count], abs=1e-5)
+        assert one.log_probs[count:] == pytest.approx(policy.kept(one, count), abs=1e-5)
+        assert max(abs(a - b) for a, b in zip(one.log_probs, policy.log_probs(one, 1), strict=True)) > 0.01
+
+
+def test_weights_that_change_with_the_cache_made_anew(decoder, policy, folder, prompts):
+    engine = engine_of(policy.lm, folder)
+    stopped = engine.go_on(unbegun(prompts, 2, 3), LONG, Planned({2: "stop"}))
+    policy.change()
+    later = Planned({})
+    later.version = 4
+    for one in engine.go_on(stopped, LONG, later):
+        count = one.versions.index(4)
+        assert 0 < count < 20
+        assert one.log_probs[:count] == pytest.approx(policy.log_probs(one, 0)[:count], abs=1e-5)
+        assert one.log_probs[count:] == pytest.approx(policy.log_probs(one, 1)[count:], abs=1e-5)
+
+
+def test_samples_that_wait_are_of_the_new_weights_alone(decoder, policy, folder, prompts):
+    """A prompt of which some samples wait is read again."""
+    engine = engine_of(policy.lm, folder, max_tokens=75)
+    updates = Planned({1: "load"}, policy.change)
+    found = engine.go_on(unbegun(prompts, 4, 3), LONG, updates)
+    late = [one for one in found if set(one.versions) == {4}]
+    assert len(late) > 10 and max(updates.running) < len(found)
+    for one in late:
+        assert one.log_probs == pytest.approx(policy.log_probs(one, 1), abs=1e-5)
+
+
+@pytest.mark.parametrize("is_lean", [True, False])
+def test_copies_of_the_weights_are_made_anew(is_lean, policy, folder, prompts):
+    engine = NativeGenerator(policy.lm, load_tokenizer(folder), 30, is_lean=is_lean)
+    found = engine.go_on(unbegun(prompts[:1], 3, 3), LONG, Planned({1: "load"}, policy.change))
+    assert found[-1].log_probs == pytest.approx(policy.log_probs(found[-1], 1), abs=1e-5)

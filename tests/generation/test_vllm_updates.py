@@ -1,0 +1,234 @@
+"""Responses of the real vLLM that go on under newer weights, whole or LoRA updates. `make test-engine` runs these."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.lora import EVERY
+from helpers.models import tiny_llama_folder
+from helpers.policies import random_tokens
+from helpers.ranks import run_ranks
+from helpers.tiny_run import compose, tiny_overrides
+from helpers.vllm_engine import SHAPE, TOLERANCE, change_weights, processes_of, vllm_overrides
+from helpers.watched_vllm import watched
+from helpers.weight_updates import Action, PlannedUpdates, Versions, begun
+
+from reinforce_rl.config.load import load_config
+from reinforce_rl.data.batches import FINISH_LENGTH, Prompt
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.generation.base import PartialResponse, SamplingParams
+from reinforce_rl.generation.engine import process
+from reinforce_rl.generation.engine.generator import EngineGenerator
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.lora import add_lora, updates_of
+from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.trainer.build import build_generator
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+RANKS = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "vllm_updates.py"
+
+AT_ONCE = 4  # requests that the engine decodes; others wait
+# Longer than a block of vLLM's cache on a CPU, 128 tokens, so that requests find each other's.
+PROMPT = Prompt(3, "", tuple(random_tokens(32, 140).tolist()))
+PARAMS = SamplingParams(max_length=120, temperature=0.7)
+SLOW = 0.05  # seconds a pass, so that what is asked meanwhile comes long before the end
+
+
+@dataclass
+class Engine:
+    lm: CausalLM
+    generator: EngineGenerator
+    versions: Versions
+    change: Callable[[], None]  # the weights
+
+    def call(self, command: str, *arguments: object):
+        assert self.generator._engine is not None
+        return self.generator._engine.call(command, *arguments)
+
+    def load(self) -> None:
+        self.change()
+        self.versions.keep(1)
+        self.call("set_pace", 0.0)
+
+    def once_drawing(self, action: Action, count: int = AT_ONCE) -> Callable[[], Action]:
+        """Return what gives `action` when so many requests have tokens."""
+
+        def wait() -> Action:
+            while self.call("with_tokens") < count:
+                time.sleep(0.01)
+            return action
+
+        return wait
+
+    def go_on(
+        self,
+        responses: list[PartialResponse],
+        updates: PlannedUpdates,
+        params: SamplingParams = PARAMS,
+        pace: float = 0.0,
+    ) -> list[PartialResponse]:
+        with self.generator.awake():
+            self.call("set_pace", pace)
+            found = self.generator.go_on(responses, params, updates)
+        assert [(one.prompt, one.key) for one in found] == [(one.prompt, one.key) for one in responses]
+        for one in found:
+            assert len(one.log_probs) == len(one.versions) == len(one.tokens)
+            assert list(one.versions) == sorted(one.versions)
+        return found
+
+    def gaps(self, version: int, responses: list[PartialResponse], weights: int | None = None) -> list[float]:
+        """Return those of the tokens of this version, under its weights or those of another."""
+        found = self.versions.gaps(version if weights is None else weights, responses, PARAMS.temperature)
+        of = [one.versions for one in responses]
+        pairs = zip(itertools.chain(*found), itertools.chain(*of), strict=True)
+        return [gap for gap, drawn in pairs if drawn == version]
+
+
+@pytest.fixture(scope="module", params=["whole", "lora"])
+def made(request, tmp_path_factory, mesh) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = tiny_llama_folder(folder / "model", vocab_size=32, layers=2, max_positions=512, logit_scale=2.0, **SHAPE)
+    overrides = ["model.encoder_seq_length=512", f"engine.max_batch_size={AT_ONCE}"]
+    config = load_config(compose(*tiny_overrides(folder), *vllm_overrides(), *overrides))
+    lm = CausalLM(Architecture.from_folder(model), mesh, torch.float32)
+    load_hf_weights(lm, HFFolder(model))
+    if request.param == "lora":
+        add_lora(lm, EVERY)
+        random = torch.Generator().manual_seed(0)
+    generator = build_generator(config, lm, load_tokenizer(model))
+    assert isinstance(generator, EngineGenerator)
+    generator._adapter = watched(generator._adapter, generator._engine)
+
+    @torch.no_grad()
+    def change_updates() -> None:
+        for parameter in itertools.chain(*(updates.parameters() for updates in updates_of(lm))):
+            parameter.add_(torch.randn(parameter.shape, generator=random) * 0.2)
+
+    versions = Versions(lm)
+    versions.keep(0)
+    yield Engine(lm, generator, versions, change_updates if request.param == "lora" else lambda: change_weights(lm))
+    generator.close()
+
+
+@pytest.fixture
+def engine(made) -> Engine:
+    """With the weights as they were at first."""
+    made.versions.restore(0)
+    made.generator._was_restarted = False
+    return made
+
+
+def test_weights_that_change_within_responses(engine, monkeypatch):
+    """Four responses are under way and two wait, which begin with the new weights and find nothing of the old ones."""
+    call, paused = process.EngineProcess.call, []
+
+    def noted(own, command, *arguments, **options):
+        paused.extend([call(own, "passes")] if command == "resume" else [])
+        result = call(own, command, *arguments, **options)
+        paused.extend([call(own, "passes")] if command == "pause" else [])
+        return result
+
+    monkeypatch.setattr(process.EngineProcess, "call", noted)
+    updates = PlannedUpdates("go on", engine.once_drawing("load"), load=engine.load)
+    with engine.generator.awake():
+        engine.call("set_pace", SLOW)
+        found = engine.generator.go_on(begun([PROMPT], 6, 3), PARAMS, updates)
+        last = engine.call("passes")
+    assert paused[0] == paused[1] < last, "tokens were drawn while the weights changed"
+    assert [one.finish_reason for one in found] == [FINISH_LENGTH] * 6
+    assert [len(one.tokens) for one in found] == [PARAMS.max_length] * 6
+    assert all(list(one.versions) == sorted(one.versions) for one in found)
+    across, new = ([one for one in found if (one.versions[0] == version)] for version in (0, 1))
+    assert (len(across), len(new)) == (AT_ONCE, 2)
+    assert all(set(one.versions) == {0, 1} for one in across) and all(set(one.versions) == {1} for one in new)
+
+    assert max(engine.gaps(0, across)) < TOLERANCE
+    assert max(engine.gaps(1, across, weights=0)) > 10 * TOLERANCE, "the weights did not change"
+    assert max(engine.gaps(1, across)) > 10 * TOLERANCE, "the cache was computed anew"
+    assert max(engine.gaps(1, new)) < TOLERANCE
+    again = engine.go_on(begun([PROMPT], 2, 4), PlannedUpdates(version=1))
+    assert max(engine.gaps(1, again)) < TOLERANCE
+    assert max(engine.gaps(1, again, weights=0)) > 10 * TOLERANCE
+
+
+def test_stopped_and_gone_on_under_newer_weights(engine):
+    stop = PlannedUpdates("go on", engine.once_drawing("stop"))
+    partial = engine.go_on(begun([PROMPT], 6, 3), stop, pace=SLOW)
+    assert [one.finish_reason for one in partial] == [None] * 6
+    assert sorted(bool(one.tokens) for one in partial) == [False] * 2 + [True] * AT_ONCE
+    assert all(set(one.versions) <= {0} for one in partial)
+    engine.change()
+    engine.versions.keep(1)
+    found = engine.go_on(partial, PlannedUpdates(version=1))
+    for one, before in zip(found, partial, strict=True):
+        count = len(before.tokens)
+        assert (one.tokens[:count], one.log_probs[:count]) == (before.tokens, before.log_probs)
+        assert one.versions == (0,) * count + (1,) * (PARAMS.max_length - count)
+        assert one.finish_reason == FINISH_LENGTH
+    for version in (0, 1):
+        assert max(engine.gaps(version, found)) < TOLERANCE
+    assert max(engine.gaps(1, found, weights=0)) > 10 * TOLERANCE
+
+
+def test_a_greedy_response_in_parts_is_that_in_one(engine):
+    """With a penalty for the tokens so far, the prompt's included, and an end token that must not come too early."""
+    params = replace(PARAMS, use_greedy=True, repetition_penalty=1.3)
+    whole = engine.go_on(begun([PROMPT], 2, 3), PlannedUpdates(), params)
+    end = whole[0].tokens[50]
+    params = replace(params, stop_token_ids=(end,), min_length=60)
+    whole = engine.go_on(begun([PROMPT], 2, 3), PlannedUpdates(), params)
+    assert len(whole[0].tokens) >= 60 and len(set(whole[0].tokens)) > 5
+    parts, lengths = begun([PROMPT], 2, 3), []
+    for _ in range(2):
+        parts = engine.go_on(parts, PlannedUpdates("go on", engine.once_drawing("stop", 2)), params, pace=SLOW)
+        lengths.append([len(one.tokens) for one in parts])
+    assert 0 < lengths[0][0] < lengths[1][0] < len(whole[0].tokens)
+    found = engine.go_on(parts, PlannedUpdates(), params)
+    for one, other in zip(found, whole, strict=True):
+        assert (one.tokens, one.versions, one.finish_reason) == (other.tokens, other.versions, other.finish_reason)
+        assert one.log_probs == pytest.approx(other.log_probs, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), [("host", "advance"), ("EngineCore", "pause"), ("Worker", "update"), ("EngineCore", "resume")]
+)
+def test_killed_in_the_middle_it_begins_again_with_the_present_weights(engine, monkeypatch, caplog, name, command):
+    """In the first such command from the pause on."""
+    call, seen = process.EngineProcess.call, []
+
+    def struck(own, told, *arguments, **options):
+        seen.append("update" if told in ("update_weights", "load_adapter") else told)
+        if seen[-1] == command and "pause" in seen and "struck" not in seen:
+            seen.append("struck")
+            processes_of(engine.generator)[name].kill()
+        return call(own, told, *arguments, **options)
+
+    updates = PlannedUpdates("go on", engine.once_drawing("load"), load=engine.load)
+    monkeypatch.setattr(process.EngineProcess, "call", struck)
+    found = engine.go_on(begun([PROMPT], 6, 3), updates, pace=SLOW)
+    assert "struck" in seen and "event=engine_restarted" in caplog.text
+    assert [one.finish_reason for one in found] == [FINISH_LENGTH] * 6
+    assert {version for one in found for version in one.versions} == {updates.version}
+    assert updates.version == (0 if command == "pause" else 1)
+    assert max(engine.gaps(updates.version, found)) < TOLERANCE
+
+
+def test_two_ranks_that_share_matrices_are_told_alike(tmp_path):
+    tiny_llama_folder(tmp_path / "model", vocab_size=32, layers=2, max_positions=128, logit_scale=2.0, **SHAPE)
+    run_ranks(RANKS, 2, tmp_path, timeout=300)
+    first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first["running"][:2] == [4, 4] and first["gap"] < TOLERANCE
+    assert [one["finish_reason"] for one in first["found"]] == [FINISH_LENGTH] * 4
+    assert all(set(one["versions"]) == {0, 1} for one in first["found"])
+    for one, before in zip(first["found"], first["partial"], strict=True):
+        count = len(before["tokens"])
+        assert one["tokens"][:count] == before["tokens"] and one["versions"][:count] == before["versions"]

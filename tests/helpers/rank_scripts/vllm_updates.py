@@ -1,0 +1,67 @@
+"""Two ranks share matrices, and an engine that takes weights within responses. Usage: vllm_updates.py FOLDER.
+
+Below FOLDER there is a model. Each rank writes FOLDER/rank_N.json: what it was told and what it found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from helpers.vllm_engine import PROMPTS, SMALL_BUCKET, change_weights, engine_generator
+from helpers.watched_vllm import watched
+from helpers.weight_updates import Action, PlannedUpdates, Versions, begun
+
+from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.megatron.mesh import parallel_mesh
+
+OVERRIDES = ("trainer.devices=2", "model.tensor_model_parallel_size=2", "model.encoder_seq_length=128")
+PARAMS = SamplingParams(max_length=100)
+SLOW = 0.05
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.distributed.init_process_group("gloo")
+    with parallel_mesh(2) as mesh:
+        lm, generator = engine_generator(folder, mesh, *OVERRIDES)
+        generator._bucket_bytes = SMALL_BUCKET
+        engine = generator._engine
+        generator._adapter = watched(generator._adapter, engine)
+        versions = Versions(lm)
+        versions.keep(0)
+
+        def once_drawing() -> Action:
+            while engine is not None and engine.call("with_tokens") < 4:
+                time.sleep(0.01)
+            return mesh.from_block_leader("load")
+
+        def load() -> None:
+            change_weights(lm)
+            versions.keep(1)
+
+        updates = PlannedUpdates("go on", once_drawing, "go on", "stop", load=load)
+        with generator.awake():
+            if engine is not None:
+                engine.call("set_pace", SLOW)
+            partial = generator.go_on(begun(PROMPTS, 2, 3), PARAMS, updates)
+        with generator.awake():
+            found = generator.go_on(partial, PARAMS, PlannedUpdates(version=1))
+        generator.close()
+        gaps = versions.gaps(0, found)
+        told = {
+            "running": updates.running,
+            "partial": [dataclasses.asdict(one) for one in partial],
+            "found": [dataclasses.asdict(one) for one in found],
+            "gap": max(gap for row, one in zip(gaps, found, strict=True) for gap in row[: one.versions.count(0)]),
+        }
+        (folder / f"rank_{mesh.rank}.json").write_text(json.dumps(told))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

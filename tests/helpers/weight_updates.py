@@ -1,0 +1,81 @@
+"""Updates of the weights that a test plans, and log-probs under each version of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from helpers.policies import all_logits
+from torch import Tensor
+
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.generation.base import PartialResponse
+from reinforce_rl.generation.native.sampling import sample_seeds
+from reinforce_rl.megatron.model.model import CausalLM
+
+Action = Literal["go on", "load", "stop"]
+
+
+class PlannedUpdates:
+    """`WeightUpdates` whose actions are called in turn, and then "go on" for ever.
+
+    Args:
+        load: what `load` does.
+    """
+
+    def __init__(
+        self, *actions: Action | Callable[[], Action], load: Callable[[], object] = lambda: None, version: int = 0
+    ):
+        self._actions, self._load, self.version = list(actions), load, version
+        self.running: list[int] = []  # what `next_action` was told
+
+    def next_action(self, running: int) -> Action:
+        self.running.append(running)
+        action = self._actions.pop(0) if self._actions else "go on"
+        return action if isinstance(action, str) else action()
+
+    def load(self) -> None:
+        self._load()
+        self.version += 1
+
+
+class Versions:
+    """Keeps the weights of each version."""
+
+    def __init__(self, lm: CausalLM):
+        self._lm, self._kept = lm, dict[int, list[Tensor]]()
+
+    def keep(self, version: int) -> None:
+        self._kept[version] = [parameter.detach().clone() for parameter in self._lm.parameters()]
+
+    @torch.no_grad()
+    def gaps(self, version: int, responses: Sequence[PartialResponse], temperature: float = 1.0) -> list[list[float]]:
+        """Return how far each token's log-prob is from that under the weights of a version."""
+        present = [parameter.detach().clone() for parameter in self._lm.parameters()]
+        self.restore(version)
+        found = []
+        for response in responses:
+            prompt, tokens = response.prompt.tokens, torch.tensor(response.tokens)
+            logits = all_logits(self._lm, torch.tensor([*prompt, *response.tokens])[None])[0, len(prompt) - 1 : -1]
+            own = torch.log_softmax(logits.float() / temperature, -1).gather(1, tokens[:, None])[:, 0]
+            found.append((own - torch.tensor(response.log_probs)).abs().tolist())
+        self._put(present)
+        return found
+
+    def restore(self, version: int) -> None:
+        self._put(self._kept[version])
+
+    @torch.no_grad()
+    def _put(self, weights: list[Tensor]) -> None:
+        for parameter, value in zip(self._lm.parameters(), weights, strict=True):
+            parameter.copy_(value)
+
+
+def begun(prompts: Sequence[Prompt], num_samples: int, seed: int) -> list[PartialResponse]:
+    """Return responses without tokens, prompt-major, with the noise of `Generator.generate`."""
+    ids = np.repeat([prompt.id for prompt in prompts], num_samples)
+    keys = sample_seeds(seed, ids, np.tile(np.arange(num_samples), len(prompts))).tolist()
+    every = (prompt for prompt in prompts for _ in range(num_samples))
+    return [PartialResponse(prompt, key) for prompt, key in zip(every, keys, strict=True)]

@@ -1,0 +1,340 @@
+"""Rollouts that are taken as they finish, and new weights for responses under way: what is kept, dropped, resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_run import metrics_of, rollouts_of, tiny_config
+from helpers.trainer_processes import NUM_PROMPTS, RUN_SECONDS, SETTINGS, STEPS, TrainerProcesses
+
+from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.errors import EXIT_STOPPED, ConfigError
+from reinforce_rl.generation.base import PartialResponse
+from reinforce_rl.monitoring.glossary import metric_of
+from reinforce_rl.monitoring.records import read_tokens
+from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.trainer.disaggregated import GeneratorPool, Result, Work
+from reinforce_rl.trainer.generate import GeneratorRank
+
+SLOW = pytest.mark.slow
+FINISHED = ("placement=disaggregated", "generation_ranks=1", "rollout_order=finished")
+INFLIGHT = (*FINISHED, "inflight_updates=true")
+MODES = {
+    "between calls": FINISHED,
+    "in flight": INFLIGHT,
+    "in flight, cache kept": (*INFLIGHT, "inflight_cache=keep"),
+}
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[TrainerProcesses]:
+    processes = TrainerProcesses()
+    yield processes
+    processes.close()
+
+
+def finish(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: int = 2) -> Path:
+    folder.mkdir(exist_ok=True)
+    processes.start(folder, *SETTINGS, *overrides, ranks=ranks)
+    assert processes.wait() == 0, (folder / "log").read_text()
+    return folder
+
+
+def assert_sound(folder: Path, staleness: int = 1) -> None:
+    """Every prompt was trained on once an epoch, and no token is too old."""
+    samples, groups = Counter[int](), 0
+    for step in range(1, STEPS + 1):
+        rows = rollouts_of(folder, step)
+        own = Counter(row["prompt_id"] for row in rows)
+        assert set(own.values()) == {4}, step  # whole groups
+        samples, groups = samples + own, groups + len(own)
+        for one in read_tokens(folder / "run" / "rollouts" / f"step_{step:05d}.parquet"):
+            versions = list(one.weight_versions or [])
+            assert versions == sorted(versions)
+            assert all(step - 1 - staleness <= version < step for version in versions)
+    lines = metrics_of(folder)
+    assert len(lines) == STEPS + 1 and groups == 4 * NUM_PROMPTS
+    assert samples == dict.fromkeys(range(NUM_PROMPTS), 16)
+    assert all(line["train/dropped_groups"] >= 0 for line in lines[1:])
+    assert lines[-1]["train/consumed_prompts"] == 4 * NUM_PROMPTS
+    assert {name for name in lines[-1] if name not in ("step", "time") and not metric_of(name)} == set()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_prompt_once_an_epoch(mode, processes, tmp_path):
+    assert_sound(finish(processes, tmp_path, *MODES[mode]))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(4, (*INFLIGHT, "generation_ranks=2", "max_staleness=2"), id="two and two"),
+        pytest.param(
+            3, (*INFLIGHT, "generation_ranks=2", "generation_tensor_parallel_size=2"), id="TP2 generates", marks=SLOW
+        ),
+        pytest.param(
+            3,
+            (*MODES["in flight, cache kept"], "generation_ranks=2", "generation_tensor_parallel_size=2"),
+            id="TP2 generates, cache kept",
+            marks=SLOW,
+        ),
+    ],
+)
+def test_several_ranks(ranks, overrides, processes, tmp_path):
+    staleness = 2 if "max_staleness=2" in overrides else 1
+    assert_sound(finish(processes, tmp_path, *overrides, ranks=ranks), staleness)
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=SLOW)])
+def test_killed_at_random_moments(kills, processes, tmp_path):
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed of the moments: {seed}")
+    draw, metrics = random.Random(seed), tmp_path / "run" / "metrics.jsonl"
+    for _ in range(kills):
+        before = metrics.stat().st_size if metrics.exists() else 0
+        started = processes.start(tmp_path, *SETTINGS, *INFLIGHT, ranks=2)
+        deadline = time.monotonic() + RUN_SECONDS
+        while not (metrics.exists() and metrics.stat().st_size != before) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0.0, 3.0))
+        for process in draw.choice([started, started[:1], started[1:]]):
+            with contextlib.suppress(ProcessLookupError):  # the run was faster than the one before
+                os.kill(process, signal.SIGKILL)
+        processes.wait()
+    assert_sound(finish(processes, tmp_path, *INFLIGHT))
+
+
+def test_a_signal_keeps_what_is_finished(processes, tmp_path):
+    act = {"rank": 0, "phase": "train_time", "step": 5, "signal": signal.SIGTERM}
+    processes.start(tmp_path, *SETTINGS, *FINISHED, "max_staleness=2", ranks=2, patience=60, act=act)
+    processes.wait()
+    assert processes.statuses[0] == EXIT_STOPPED, (tmp_path / "log").read_text()
+    assert_sound(finish(processes, tmp_path, *FINISHED, "max_staleness=2"), staleness=2)
+
+
+@pytest.mark.parametrize("other", ["colocated", pytest.param("in the prompts' order", marks=SLOW)])
+def test_another_order_goes_on_with_the_prompts_under_way(other, processes, tmp_path):
+    processes.start(tmp_path, *SETTINGS, *FINISHED, die_before="rollouts/step_00008", ranks=2)
+    processes.wait()
+    overrides, ranks = ((), 1) if other == "colocated" else (FINISHED[:2], 2)
+    finish(processes, tmp_path, *overrides, "resume_with_changes=true", ranks=ranks)
+    drawn = sum((Counter(row["prompt_id"] for row in rollouts_of(tmp_path, step)) for step in range(1, 13)), Counter())
+    assert drawn == dict.fromkeys(range(NUM_PROMPTS), 16)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout_order=finished"], ["rollout_order", "placement", "disaggregated"]),
+        ([*FINISHED, "max_staleness=0"], ["rollout_order", "max_staleness"]),
+        ([*FINISHED[:2], "inflight_updates=true"], ["inflight_updates", "rollout_order", "finished"]),
+        ([*FINISHED, "inflight_cache=keep"], ["inflight_cache", "inflight_updates"]),
+        ([*FINISHED, "trainer.reinforce.dynamic_filtering=true"], ["dynamic_filtering", "max_staleness"]),
+    ],
+)
+def test_what_cannot_work_is_told(overrides, words, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        tiny_config(tmp_path, "trainer.devices=2", *overrides)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def work_of(number: int, prompt: int) -> Work:
+    return Work(number, 1, 0, (Prompt(prompt, "", (3,)),), 2, 0, or_newer=True)
+
+
+def result_of(work: Work, *versions: int) -> Result:
+    tokens = torch.ones(1, len(versions), dtype=torch.long)
+    lengths = torch.tensor([len(versions)])
+    found = Completions(tokens, lengths, ("stop",), weight_versions=torch.tensor([versions]))
+    return Result(work.number, (work.prompts[0].id,), found)
+
+
+class Sent:
+    def __init__(self) -> None:
+        self.works: list[int] = []
+
+    def send(self, rank: int, content: bytes) -> None:
+        import pickle
+
+        self.works += [work.number for work in pickle.loads(content)]
+
+
+def pool_of(works: list[Work], results: list[Result]) -> tuple[Any, Sent]:
+    """A pool without connections, whose only generator has no room."""
+    pool: Any = object.__new__(GeneratorPool)
+    pool._changed, pool._links = threading.Condition(), Sent()
+    pool._waiting, pool._room, pool._given_again = deque(), {1: 0}, set()
+    pool._given = {work.number: work for work in works}
+    pool._results = {result.number: result for result in results}
+    pool._failure, pool._lost = None, None
+    return pool, pool._links
+
+
+def stopped() -> StopRequest:
+    stop = StopRequest()
+    stop.reason = "a test"
+    return stop
+
+
+def numbers_of(taken: tuple[list[Result], int] | None) -> tuple[list[int], int] | None:
+    return None if taken is None else ([result.number for result in taken[0]], taken[1])
+
+
+WORKS = [work_of(number, prompt) for number, prompt in enumerate([10, 11, 12, 11, 14])]
+
+
+class TestWhatAStepTakes:
+    def test_what_is_finished_first_in_the_order_of_numbers(self):
+        pool, _ = pool_of(WORKS, [result_of(WORKS[n], 3) for n in (4, 0, 2)])
+        assert numbers_of(pool.take([(range(5), 2)], 3, StopRequest())) == ([0, 4], 0)
+
+    def test_it_waits_for_as_many_as_it_needs(self):
+        pool, _ = pool_of(WORKS, [result_of(WORKS[n], 3) for n in (4, 0)])
+        assert pool.take([(range(5), 3)], 3, stopped()) is None
+
+    def test_each_share_has_its_own(self):
+        pool, _ = pool_of(WORKS, [result_of(WORKS[n], 3) for n in (4, 0, 2)])
+        assert pool.take([([0, 1], 1), ([2, 3, 4], 3)], 3, stopped()) is None
+        assert numbers_of(pool.take([([0, 1], 1), ([2, 3, 4], 2)], 3, StopRequest())) == ([0, 2, 4], 0)
+        assert numbers_of(pool.take([([0, 1], 1), ([], 0)], 3, StopRequest())) == ([0], 0)
+
+    def test_a_prompt_of_two_epochs_is_taken_once(self):
+        pool, _ = pool_of(WORKS, [result_of(WORKS[n], 3) for n in (3, 1, 2)])
+        assert numbers_of(pool.take([(range(5), 2)], 3, StopRequest())) == ([2, 3], 0)
+
+    def test_the_rest_is_taken_where_there_is_no_more(self):
+        pool, _ = pool_of(WORKS[:2], [result_of(work, 3) for work in WORKS[:2]])
+        assert numbers_of(pool.take([(range(2), 4)], 3, StopRequest())) == ([0, 1], 0)
+
+    def test_one_token_that_is_too_old_is_enough_to_be_drawn_again(self):
+        """At once, before prompts that wait; this call does not wait for it, and the next does."""
+        results = [result_of(WORKS[0], 2, 3), result_of(WORKS[1], 3, 4), result_of(WORKS[2], 4)]
+        pool, sent = pool_of(WORKS, results)
+        pool.submit([WORKS[4]])
+        assert numbers_of(pool.take([(range(5), 2)], 3, StopRequest())) == ([1, 2], 1)
+        pool.forget([1, 2])
+        pool._room[1] = 2
+        pool._assign()
+        assert sent.works == [0, 4]
+        pool._results[4], pool._results[3] = result_of(WORKS[4], 4), result_of(WORKS[3], 4)
+        assert pool.take([([0, 3, 4], 2)], 4, stopped()) is None
+        pool._results[0] = result_of(WORKS[0], 5)
+        assert numbers_of(pool.take([([0, 3, 4], 2)], 4, StopRequest())) == ([0, 4], 0)
+
+
+class Links:
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def send(self, rank: int, content: bytes) -> None:
+        import pickle
+
+        self.asked.append(pickle.loads(content))
+
+
+class PlannedGenerator:
+    """Draws a token for each response at a time, after asking what to do; ends those of prompt 0 after two."""
+
+    def __init__(self, before: dict[int, Any]):
+        self.before, self.calls, self.steps = before, 0, 0
+
+    def go_on(self, responses: list[PartialResponse], params: Any, updates: Any) -> list[PartialResponse]:
+        from dataclasses import replace
+
+        self.calls += 1
+        found = list(responses)
+        while any(one.finish_reason is None for one in found):
+            self.steps += 1
+            self.before.get(self.steps, lambda: None)()
+            action = updates.next_action(sum(one.finish_reason is None for one in found))
+            if action == "stop":
+                break
+            if action == "load":
+                updates.load()
+            for row, one in enumerate(found):
+                if one.finish_reason is None:
+                    versions = (*one.versions, updates.version)
+                    ends = "stop" if len(versions) == (2 if one.prompt.id == 0 else 6) else None
+                    found[row] = replace(one, tokens=(*one.tokens, 5), versions=versions, finish_reason=ends)
+        return found
+
+
+def rank_of(generator: PlannedGenerator, inflight: str | None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A generator's rank without connections and model, whose results are kept."""
+    rank: Any = object.__new__(GeneratorRank)
+    mesh = SimpleNamespace(from_block_leader=lambda value: value, is_block_leader=True)
+    architecture = SimpleNamespace(vocab_size=10)
+    rank._model = SimpleNamespace(
+        generator=generator, mesh=mesh, pad_id=0, settings=SimpleNamespace(sampling=None), lm=SimpleNamespace()
+    )
+    rank._model.lm.architecture = architecture
+    generator_context = SimpleNamespace(refit=lambda: None)
+    generator.refit = generator_context.refit  # type: ignore[attr-defined]
+    rank._changed, rank._staged, rank._inbox, rank._asked = threading.Condition(), {}, deque(), 0
+    rank.version, rank._is_leader, rank._failure, rank._has_ended = 1, True, None, False
+    rank._groups, rank._inflight, rank._awake, rank._links = 4, inflight, SimpleNamespace(close=lambda: None), Links()
+    rank._wake = lambda: None
+    rank.results = []
+    rank._deliver = lambda result, future: rank.results.append(result)
+    rank._ask_for_scores = lambda work, found: None
+    monkeypatch.setattr("reinforce_rl.trainer.generate.load_weights", lambda lm, found: None)
+    return rank
+
+
+def groups_of(*prompts: int) -> dict[int, Any]:
+    groups = {}
+    for number, prompt in enumerate(prompts):
+        work = work_of(number, prompt)
+        groups[number] = work, [PartialResponse(work.prompts[0], sample) for sample in range(2)]
+    return groups
+
+
+class TestWeightsThatComeWhileResponsesAreDrawn:
+    def versions(self, result: Result) -> list[list[int]]:
+        assert result.completions is not None and result.completions.weight_versions is not None
+        return result.completions.weight_versions.tolist()
+
+    def test_they_wait(self, monkeypatch):
+        rank = rank_of(PlannedGenerator({3: lambda: rank._staged.update({2: {}})}), None, monkeypatch)
+        rank._lengthen(groups := groups_of(0, 7))
+        assert not groups and [self.versions(result) for result in rank.results] == [[[1] * 2] * 2, [[1] * 6] * 2]
+
+    def test_the_call_ends_and_goes_on_with_them(self, monkeypatch):
+        rank = rank_of(PlannedGenerator({4: lambda: rank._staged.update({3: {}})}), "recompute", monkeypatch)
+        rank._lengthen(groups := groups_of(0, 7))
+        assert list(groups) == [1] and [result.number for result in rank.results] == [0]
+        assert [len(one.tokens) for one in groups[1][1]] == [3, 3]
+        rank._advance(3)
+        rank._lengthen(groups)
+        assert not groups and self.versions(rank.results[1]) == [[1, 1, 1, 3, 3, 3]] * 2
+
+    def test_the_call_goes_on_with_them(self, monkeypatch):
+        generator = PlannedGenerator({4: lambda: rank._staged.update({2: {}, 3: {}})})
+        rank = rank_of(generator, "keep", monkeypatch)
+        rank._lengthen(groups := groups_of(7))
+        assert generator.calls == 1 and rank.version == 3 and not rank._staged
+        assert not groups and self.versions(rank.results[0]) == [[1, 1, 1, 3, 3, 3]] * 2
+
+    def test_a_call_with_room_takes_more_prompts(self, monkeypatch):
+        """Once half of its responses are at their end, if there are prompts; it asks for some."""
+        rank = rank_of(PlannedGenerator({4: lambda: rank._inbox.append(work_of(9, 9))}), "recompute", monkeypatch)
+        rank._lengthen(groups := groups_of(0, 7))
+        assert rank._links.asked == [2] and list(groups) == [1]
+        assert [len(one.tokens) for one in groups[1][1]] == [3, 3]
+
+    def test_the_end_of_the_run_ends_the_call(self, monkeypatch):
+        rank = rank_of(PlannedGenerator({2: lambda: setattr(rank, "_has_ended", True)}), None, monkeypatch)
+        rank._lengthen(groups := groups_of(7))
+        assert [len(one.tokens) for one in groups[0][1]] == [1, 1] and not rank.results
