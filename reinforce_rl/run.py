@@ -90,12 +90,8 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
             else:
                 control.activity.begin("waiting for the generators")
                 with mesh.together():
-                    if mesh.is_main and role is None:
-                        pool = stack.enter_context(contextlib.closing(open_pool(cfg, mesh, monitor, control)))
-                    elif mesh.is_main and role is not None:
-                        monitor.note(f"Ranks {role.generators.start} to {role.size - 1} generate")
-                        silence = cfg.trainer.heartbeat_timeout_seconds
-                        pool = stack.enter_context(contextlib.closing(GeneratorPool(role, mesh.device, silence)))
+                    if mesh.is_main:
+                        pool = stack.enter_context(contextlib.closing(open_pool(cfg, mesh, role, monitor, control)))
             trainer = build_trainer(cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint, control, pool)
             trainer.wandb_run_id = wandb_run_id
             with contextlib.closing(trainer.model.generator):
@@ -112,8 +108,13 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
         return trainer
 
 
-def open_pool(cfg: TrainConfig, mesh: Mesh, monitor: RunMonitor, control: RunControl) -> SeparatePool:
-    """Invite generators of their own programs, which come when they come."""
+def open_pool(
+    cfg: TrainConfig, mesh: Mesh, role: RankRole | None, monitor: RunMonitor, control: RunControl
+) -> GeneratorPool:
+    """Meet the generators of the job, or invite those that are programs of their own, which come when they come."""
+    if role is not None:
+        monitor.note(f"Ranks {role.generators.start} to {role.size - 1} generate")
+        return GeneratorPool(role, mesh.device, cfg.trainer.heartbeat_timeout_seconds)
     folder = Path(cfg.exp_manager.explicit_log_dir)
     pool = SeparatePool(
         folder,

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,7 @@ class SeparatePool(GeneratorPool):
             if not is_new:
                 return self.group
             try:
-                self.group.form(self._epoch, 0, 1 + len(ranks), lambda there=set(ranks): there <= self._ranks())
+                self.group.form(self._epoch, 0, 1 + len(ranks), partial(self._are_there, set(ranks)))
                 return self.group
             except RuntimeError as error:
                 self.group.abandon(self.group.epoch, str(error))
@@ -241,6 +242,10 @@ class SeparatePool(GeneratorPool):
                     one.failures += 1
             if self.group.fault or any(answer.fault for answer in self._answers.values()):
                 self._members = ()
+
+    def _are_there(self, ranks: set[int]) -> bool:
+        with self._changed:
+            return ranks <= self._ranks()
 
     def _ranks(self) -> set[int]:
         return {rank for one in self._generators.values() for rank in one.ranks}

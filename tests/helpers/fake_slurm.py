@@ -83,11 +83,11 @@ values = dict(arg.split("=", 1) for arg in sys.argv[1:])
 run_dir = Path(values["exp_manager.explicit_log_dir"])
 print(os.environ["LOCAL_RANK"], sys.argv[1:], flush=True)
 def stop(number, frame):
-    (run_dir / f"drained.{os.getpid()}").touch()
+    (run_dir / f"drained.{time.time_ns()}").touch()
     os._exit(75)
 signal.signal(signal.SIGTERM, stop)
 starts = len(list(run_dir.glob("generates.*")))
-(run_dir / f"generates.{os.getpid()}").touch()
+(run_dir / f"generates.{time.time_ns()}").touch()  # nodes may have the same process ids
 what = os.environ.get("FAKE_GENERATOR", "")
 if what == "always dies" or (what == "dies once" and not starts):
     time.sleep(0.5)

@@ -279,7 +279,8 @@ class Sent:
         self.messages: list[tuple[int, Work]] = []
 
     def send(self, rank: int, content: bytes) -> None:
-        self.messages += [(rank, work) for work in pickle.loads(content)]
+        if isinstance(works := pickle.loads(content), list):
+            self.messages += [(rank, work) for work in works]
 
 
 def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple[Any, Sent]:
