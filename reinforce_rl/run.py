@@ -29,16 +29,19 @@ from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.runtime.control import RunControl
+from reinforce_rl.runtime.guests import INVITATION_FILE
+from reinforce_rl.runtime.links import host_of_rank_0
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.roles import RankRole
-from reinforce_rl.runtime.settings import MEANING, check_changes, record
+from reinforce_rl.runtime.settings import MEANING, check_changes, record, shared_settings
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import RunTimer, StopRequest, first_save_seconds
 from reinforce_rl.trainer.build import build_actor, build_sampler, configured_mesh
 from reinforce_rl.trainer.disaggregated import GeneratorPool, Generators
 from reinforce_rl.trainer.generate import GeneratorRank
 from reinforce_rl.trainer.reinforce import ROLLOUTS_FILE, ReinforceTrainer
+from reinforce_rl.trainer.separate import SeparateGenerators, SeparatePool
 from reinforce_rl.trainer.state import BestCheckpoints
 from reinforce_rl.trainer.updates import total_steps, total_updates
 
@@ -61,7 +64,8 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
     limits["hang_seconds"] = cfg.trainer.collective_timeout_seconds
     with control.running(), contextlib.ExitStack() as job:
         role = None
-        if cfg.placement == "disaggregated":
+        is_separate = cfg.generators == "separate"
+        if cfg.placement == "disaggregated" and not is_separate:
             with before_the_watch(*job_rank()):
                 role = RankRole.of_job(
                     cfg.training_ranks, cfg.generation_tensor_parallel_size, cfg.torch_timeout_seconds
@@ -80,16 +84,14 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
             if mesh.world_size > 1:
                 monitor.note(mesh.layout.grid())
             rm = pool = None
-            if role is None:
+            if cfg.placement == "colocated":
                 control.activity.begin("waiting for the reward server", has_deadline=True)
                 rm = stack.enter_context(contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor)))
             else:
                 control.activity.begin("waiting for the generators")
                 with mesh.together():
                     if mesh.is_main:
-                        monitor.note(f"Ranks {role.generators.start} to {role.size - 1} generate")
-                        silence = cfg.trainer.heartbeat_timeout_seconds
-                        pool = stack.enter_context(contextlib.closing(GeneratorPool(role, mesh.device, silence)))
+                        pool = stack.enter_context(contextlib.closing(open_pool(cfg, mesh, role, monitor, control)))
             trainer = build_trainer(cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint, control, pool)
             trainer.wandb_run_id = wandb_run_id
             with contextlib.closing(trainer.model.generator):
@@ -104,6 +106,31 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
                     monitor.note(f"PEFT adapter: {trainer.model.export_adapter(source, folder / 'adapter')}")
             monitor.note(f"Report: {monitor.report()}")
         return trainer
+
+
+def open_pool(
+    cfg: TrainConfig, mesh: Mesh, role: RankRole | None, monitor: RunMonitor, control: RunControl
+) -> GeneratorPool:
+    """Meet the generators of the job, or invite those that are programs of their own, which come when they come."""
+    if role is not None:
+        monitor.note(f"Ranks {role.generators.start} to {role.size - 1} generate")
+        return GeneratorPool(role, mesh.device, cfg.trainer.heartbeat_timeout_seconds)
+    folder = Path(cfg.exp_manager.explicit_log_dir)
+    pool = SeparatePool(
+        folder,
+        cfg.generator_host or host_of_rank_0(),
+        mesh.device,
+        shared_settings(cfg),
+        silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
+        wait_seconds=cfg.generator_timeout_seconds,
+        staleness=cfg.staleness,
+        activity=control.activity,
+        status=control.status,
+        stop=control.stop,
+        note=monitor.note,
+    )
+    monitor.note(f"Generators are invited by {folder / INVITATION_FILE}")
+    return pool
 
 
 def generate(
@@ -232,7 +259,8 @@ def build_trainer(
     cut = partial(DefaultBatchIterator, rollout.rollout_micro_batch_size, rollout.val_rollout_micro_batch_size)
     stop, generators = control.stop if control else StopRequest(), None
     if cfg.placement == "disaggregated":
-        generators = Generators(model, pool, cut, stop, cfg.rollout_order == "finished")
+        kind = SeparateGenerators if cfg.generators == "separate" else Generators
+        generators = kind(model, pool, cut, stop, cfg.rollout_order == "finished")
 
     def fixed(prompts: PromptDataset | None, count: int | None) -> Callable[..., list[Any]] | None:
         return None if prompts is None else partial(fixed_prompts, prompts, count, mesh.dp_rank, mesh.dp_size)

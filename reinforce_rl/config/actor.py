@@ -340,6 +340,19 @@ class TrainConfig(Section):
     generation_tensor_parallel_size: Count = key(
         1, "of placement=disaggregated: ranks that share each weight matrix of a generator", "ranks"
     )
+    generators: Literal["joined", "separate"] = key(
+        "joined",
+        "of placement=disaggregated: joined, generation_ranks of this job, which fail with it; separate, programs of "
+        "their own, each started by `reinforce-rl generate`, which may come and go",
+    )
+    generator_host: Text | None = key(
+        None, "of generators=separate: the trainers' address, as generators reach it; null: as torchrun's, or loopback"
+    )
+    generator_timeout_seconds: Positive = key(
+        600.0,
+        "of generators=separate: how long trainers wait where there is no generator, and it for them",
+        "s",
+    )
     max_staleness: Natural | None = key(
         None,
         "rollouts may be of weights this many steps old; null: 1 with placement=disaggregated, else 0",

@@ -30,6 +30,7 @@ def _placement(cfg: TrainConfig) -> Iterator[str]:
         )
     if cfg.placement == "colocated":
         of_others = {"generation_ranks": 0, "generation_tensor_parallel_size": 1, "rollout_order": "prompts"}
+        of_others |= {"generators": "joined"}
         for key, unused in of_others.items():
             if getattr(cfg, key) != unused:
                 yield told(f"{key} placement", f"only disaggregated reads the former: expected {unused}")
@@ -39,7 +40,13 @@ def _placement(cfg: TrainConfig) -> Iterator[str]:
             )
         return
     tensor, ranks = cfg.generation_tensor_parallel_size, cfg.trainer.world_size
-    if not 1 <= cfg.generation_ranks < ranks or cfg.generation_ranks % tensor:
+    if cfg.generators == "separate":
+        if cfg.generation_ranks:
+            advice = "no rank of this job generates then: expected 0; start programs by `reinforce-rl generate`"
+            yield told("generation_ranks generators", advice)
+        if cfg.rollout_order == "finished":
+            yield told("rollout_order generators", "generators that come and go take prompts in order: set joined")
+    elif not 1 <= cfg.generation_ranks < ranks or cfg.generation_ranks % tensor:
         expected = f"a multiple of {tensor} (generation_tensor_parallel_size), at least {tensor} and " * (tensor > 1)
         least = "" if expected else "at least 1 and "
         yield told("generation_ranks", f"expected {expected}{least}fewer than the {ranks} ranks of this job")

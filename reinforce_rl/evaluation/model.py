@@ -107,7 +107,7 @@ def inference_config(
     prompts = OmegaConf.select(cfg, f"{DATA}.validation") if data is None else str(data)
     values = {MODEL: str(path), "trainer.reinforce.initial_policy_kl_penalty": 0.0}
     values |= {f"{DATA}.validation": prompts, f"{DATA}.test": None, "placement": "colocated", "max_staleness": None}
-    values |= {"generation_ranks": 0, "generation_tensor_parallel_size": 1}
+    values |= {"generation_ranks": 0, "generation_tensor_parallel_size": 1, "generators": "joined"}
     values |= {"rollout_order": "prompts", "inflight_updates": False, "inflight_cache": "recompute"}
     if prompts is not None:
         values[f"{DATA}.train"] = list(itertools.chain(*sets_of(prompts).values()))

@@ -90,5 +90,20 @@ def load_weights(lm: CausalLM, found: Mapping[str, Tensor]) -> None:
     own = parameters_of(lm)
     for name, tensor in found.items():
         own[name].copy_(tensor)  # in place: a CUDA graph holds the addresses
+    _wait_for_copies(lm)
+
+
+@torch.no_grad()
+def exchange_weights(lm: CausalLM, found: Mapping[str, Tensor]) -> None:
+    """Use what `receive_weights` returned, as `load_weights`, and leave the weights so far in its place."""
+    own = parameters_of(lm)
+    for name, tensor in found.items():
+        before = own[name].clone()
+        own[name].copy_(tensor)
+        tensor.copy_(before)
+    _wait_for_copies(lm)
+
+
+def _wait_for_copies(lm: CausalLM) -> None:
     if lm.mesh.device.type == "cuda":
         torch.cuda.current_stream().synchronize()  # what came is of another stream, which reuses what is freed

@@ -94,6 +94,29 @@ def train(cfg: DictConfig) -> None:
     train(config, stop)
 
 
+@with_config("train_reinforce_actor")
+def generate(cfg: DictConfig) -> None:
+    sys.path.append(os.path.abspath(str(OmegaConf.select(cfg, "exp_manager.explicit_log_dir", default="."))))
+    from reinforce_rl.rewards.function_pool import with_functions
+
+    ranks = os.environ.pop("WORLD_SIZE", None)  # of this generator, and the rules compare it with the trainers'
+    config = with_functions(*read_config(cfg))
+    size = config.generation_tensor_parallel_size
+    if config.generators != "separate":
+        fail(f"generators is {config.generators}; expected generators=separate, and placement=disaggregated")
+    if ranks is not None:
+        os.environ["WORLD_SIZE"] = ranks
+        if int(ranks) != size:
+            fail(
+                f"{ranks} ranks were started (WORLD_SIZE), but generation_tensor_parallel_size is {size}; start {size}"
+            )
+    start_ranks(size, 1, "generation_tensor_parallel_size")
+    stop = StopRequest.on_signals()
+    from reinforce_rl.trainer.separate_program import generate
+
+    generate(config, stop)
+
+
 @with_config("serve_reward_model")
 def serve(cfg: DictConfig) -> None:
     config = load_config(cfg, ServeRewardModelConfig)

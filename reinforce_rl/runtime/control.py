@@ -286,10 +286,10 @@ def _verdict(lost: Sequence[Report], what: str, why: str) -> Verdict:
 
 
 class RunControl:
-    def __init__(self, folder: str | Path, stop: StopRequest):
+    def __init__(self, folder: str | Path, stop: StopRequest, status: StatusFile | None = None):
         self.activity = Activity()
         self.stop = stop
-        self.status = StatusFile(Path(folder), enabled=os.environ.get("RANK", "0") == "0")
+        self.status = status or StatusFile(Path(folder), enabled=os.environ.get("RANK", "0") == "0")
         self._watchdog: Watchdog | None = None
 
     @contextlib.contextmanager

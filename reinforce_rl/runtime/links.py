@@ -236,13 +236,22 @@ class LinkThread:
     """Sends and receives on its own thread, and detects lost and silent peers.
 
     After `timeout` seconds of silence a peer counts as lost. Called on the thread: `on_message` with the sender's rank
-    and the message's parts, `on_lost`, once per lost peer, with its rank and the reason.
+    and the message's parts, `on_lost`, once per lost peer, with its rank and the reason. With `is_open` peers may come
+    later, and a lost one is forgotten; else the thread ends with the last peer.
     """
 
-    def __init__(self, links: Links, timeout: float, on_message: OnMessage, on_lost: Callable[[int, str], object]):
+    def __init__(
+        self,
+        links: Links,
+        timeout: float,
+        on_message: OnMessage,
+        on_lost: Callable[[int, str], object],
+        *,
+        is_open: bool = False,
+    ):
         self.stopping = threading.Event()  # set when a peer's end is no loss any more
         self._links, self._timeout = links, timeout
-        self._on_message, self._on_lost = on_message, on_lost
+        self._on_message, self._on_lost, self._is_open = on_message, on_lost, is_open
         self._end = threading.Event()
         links.set_beat(timeout / BEATS_A_TIMEOUT)
         self._thread = threading.Thread(target=self._run, daemon=True, name="links")
@@ -251,7 +260,7 @@ class LinkThread:
     def wait_closed(self, seconds: float) -> list[int]:
         """Return the ranks that have not closed their connection within `seconds`."""
         self._thread.join(seconds)
-        return [peer.rank for peer in self._links.peers.values() if not peer.closed]
+        return [peer.rank for peer in list(self._links.peers.values()) if not peer.closed]
 
     def close(self) -> None:
         self.stopping.set()
@@ -262,13 +271,15 @@ class LinkThread:
 
     def _run(self) -> None:
         watched = set(self._links.peers.values())
-        while watched and not self._end.is_set():
+        while (watched or self._is_open) and not self._end.is_set():
             for rank, parts in self._links.poll(self._links.beat_seconds):
                 self._on_message(rank, parts)
-            for peer in list(watched):
+            for peer in list(self._links.peers.values() if self._is_open else watched):
                 stopping, is_silent = self.stopping.is_set(), peer.silence > self._timeout
                 if peer.closed or (is_silent and not stopping):
                     watched.discard(peer)
+                    if self._is_open:
+                        del self._links.peers[peer.rank]
                     silent = f"hangs: it gave no sign of life for {peer.silence:.0f} s"
                     if not stopping:
                         self._on_lost(peer.rank, "died: its connection is closed" if peer.closed else silent)

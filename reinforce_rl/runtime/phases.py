@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -33,7 +33,11 @@ _COLLECTIVES = (
 )
 
 # Whose waits on a condition are for the ranks of another role.
-_OF_ROLES = ("reinforce_rl/trainer/disaggregated.py", "reinforce_rl/trainer/generate.py")
+_OF_ROLES = (
+    "reinforce_rl/trainer/disaggregated.py",
+    "reinforce_rl/trainer/generate.py",
+    "reinforce_rl/trainer/separate.py",
+)
 
 _FRAMES_LOCK = threading.Lock()
 
@@ -64,6 +68,15 @@ class Activity:
         self.phase = Phase(name, self.step, self.phase.number + 1, time.monotonic(), has_deadline)
         for listener in self._listeners:
             listener(name)
+
+    @contextlib.contextmanager
+    def having_deadline(self) -> Iterator[None]:
+        """Let the current phase have a deadline during the block."""
+        before, self.phase = self.phase, replace(self.phase, has_deadline=True)
+        try:
+            yield
+        finally:
+            self.phase = before
 
 
 class StepClock:

@@ -37,7 +37,8 @@ MEANING = re.compile(
 LENGTH = re.compile(r"trainer\.reinforce\.max_(steps|epochs)$")
 # Keys that may differ at every start and do not affect results.
 SILENT = re.compile(
-    r"resume_with_changes$|preflight|trainer\.profile\.|remote_rm\.reward_model\.(ip|port|replicas|token_file)$"
+    r"resume_with_changes$|preflight|trainer\.profile\.|generator_host$"
+    r"|remote_rm\.reward_model\.(ip|port|replicas|token_file)$"
 )
 
 
@@ -100,6 +101,12 @@ def check_changes(cfg: TrainConfig) -> dict[str, str]:
         advice = "Set them back, or choose another exp_manager.explicit_log_dir for a new run"
         raise ConfigError([f"{found_here}. {advice}, or resume_with_changes=true"])
     return found
+
+
+def shared_settings(cfg: TrainConfig) -> dict[str, Any]:
+    """Return what programs that work on one run must have in common, by key."""
+    own = {key: value for key, value in flatten(cfg.model_dump()) if MEANING.match(key)}
+    return {**own, "trainer.precision": cfg.trainer.precision}
 
 
 def record(cfg: TrainConfig) -> None:

@@ -27,7 +27,7 @@ _STATES: dict[int, State] = {EXIT_FINISHED: "finished", EXIT_STOPPED: "stopped",
 @dataclass(frozen=True)
 class Status:
     state: State = "running"  # finished: all steps done; stopped: saved, the same command resumes it
-    reason: str = ""  # why it was stopped or failed
+    reason: str = ""  # why it was stopped or failed, or what it waits for
     step: int = 0  # last complete one
     max_steps: int = 0  # 0 until known
     exit_code: int | None = None  # None while it runs
@@ -60,6 +60,10 @@ class StatusFile:
     def progress(self, step: int, max_steps: int) -> None:
         self._write(replace(self._status, step=step, max_steps=max_steps))
 
+    def waiting(self, reason: str) -> None:
+        """Say what a run that goes on waits for; empty for nothing."""
+        self._write(replace(self._status, reason=reason))
+
     def speak_for_first(self) -> None:
         """Write from now on, since rank 0 is lost."""
         self._status = read_status(self.path.parent) or self._status
@@ -75,6 +79,16 @@ class StatusFile:
         self._status = replace(status, time=time.time())
         if self.enabled:
             write_atomically(self.path, json.dumps(asdict(self._status), indent=1) + "\n")
+
+
+class NoStatus(StatusFile):
+    """Of a program that has no part in the run's status."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, enabled=False)
+
+    def _write(self, status: Status) -> None:
+        self._status = status
 
 
 def read_status(folder: str | Path) -> Status | None:

@@ -23,7 +23,7 @@ from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.lora import LoraSettings, add_lora
-from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
+from reinforce_rl.megatron.mesh import Mesh, World, parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM, ModelOptions
 from reinforce_rl.runtime.roles import RankRole
 
@@ -67,12 +67,7 @@ def configured_mesh(cfg: TrainConfig, role: RankRole | None = None) -> AbstractC
     """Return a context in which the process groups of the configured layout exist; see `parallel_mesh`."""
     model = cfg.model
     if role is not None and role.generates:
-        return parallel_mesh(
-            cfg.generation_tensor_parallel_size,
-            seed=model.seed,
-            timeout_seconds=cfg.torch_timeout_seconds,
-            world=role.world,
-        )
+        return generator_mesh(cfg, role.world)
     return parallel_mesh(
         model.tensor_model_parallel_size,
         model.pipeline_model_parallel_size,
@@ -81,6 +76,16 @@ def configured_mesh(cfg: TrainConfig, role: RankRole | None = None) -> AbstractC
         seed=model.seed,
         timeout_seconds=cfg.torch_timeout_seconds,
         world=None if role is None else role.world,
+    )
+
+
+def generator_mesh(cfg: TrainConfig, world: World | None = None) -> AbstractContextManager[Mesh]:
+    """Return that of a generator, by default of all ranks of this program."""
+    return parallel_mesh(
+        cfg.generation_tensor_parallel_size,
+        seed=cfg.model.seed,
+        timeout_seconds=cfg.torch_timeout_seconds,
+        world=world,
     )
 
 

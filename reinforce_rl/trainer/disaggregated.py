@@ -357,10 +357,10 @@ class Generators:
             stored = ticket.stored
             if stored is None:
                 try:
-                    results = pool.wait(list(chain.from_iterable(ticket.numbers))) or []
+                    results = pool.wait(list(chain.from_iterable(ticket.numbers)))
                 except ReinforceError:  # the one that ends the run, which is saved without these
                     break
-                if any(result.failure is not None for result in results):
+                if results is None or any(result.failure is not None for result in results):
                     break
                 stored = {prompt: packed for result in results for prompt, packed in _packed(result).items()}
             steps.append({"step": step, "version": ticket.version, "stored": stored})

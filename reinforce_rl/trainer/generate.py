@@ -21,6 +21,7 @@ from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.generation.responses import completions_of, unbegun
 from reinforce_rl.generation.weight_sync import load_weights, receive_weights
 from reinforce_rl.rewards.base import RewardFuture, RewardSource
+from reinforce_rl.runtime.guests import Guest
 from reinforce_rl.runtime.links import Links, LinkThread
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.roles import RankRole
@@ -49,7 +50,7 @@ class GeneratorRank:
 
     def __init__(
         self,
-        role: RankRole,
+        role: RankRole | Guest,
         device: torch.device,
         *,
         silence_seconds: float,

@@ -118,7 +118,7 @@ class RolloutMaker:
         self.ahead.popleft()  # not before: a run that is stopped saves what was generated for this step
         if self.generators is not None and drawn.ticket is not None:
             self.generators.forget(drawn.ticket)
-            for number in drawn.ticket.numbers[self.model.mesh.dp_rank]:
+            for number in drawn.ticket.numbers[self.model.mesh.dp_rank] if self.takes_finished else ():
                 self.under_way.pop(number, None)
         means = rollout_means(batch)
         if self.staleness and batch.weight_versions is not None:

@@ -33,13 +33,13 @@ def encode(text: str) -> bytes:
     return text.encode("utf-8", errors="replace")
 
 
-def write_atomically(path: Path, text: str | bytes) -> None:
+def write_atomically(path: Path, text: str | bytes, mode: int = 0o644) -> None:
     """Write `text` to `path`; readers see either the old file or the complete new one, even after a kill."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)  # mkstemp's 0600 would keep the group from reading
+            os.fchmod(file.fileno(), mode)  # mkstemp's 0600 would keep the group from reading
             file.write(encode(text) if isinstance(text, str) else text)
             file.flush()
             os.fsync(file.fileno())

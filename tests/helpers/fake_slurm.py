@@ -76,6 +76,25 @@ else:
     time.sleep(60)
 """
 
+GENERATOR = """
+import os, signal, sys, time
+from pathlib import Path
+values = dict(arg.split("=", 1) for arg in sys.argv[1:])
+run_dir = Path(values["exp_manager.explicit_log_dir"])
+print(os.environ["LOCAL_RANK"], sys.argv[1:], flush=True)
+def stop(number, frame):
+    (run_dir / f"drained.{time.time_ns()}").touch()
+    os._exit(75)
+signal.signal(signal.SIGTERM, stop)
+starts = len(list(run_dir.glob("generates.*")))
+(run_dir / f"generates.{time.time_ns()}").touch()  # nodes may have the same process ids
+what = os.environ.get("FAKE_GENERATOR", "")
+if what == "always dies" or (what == "dies once" and not starts):
+    time.sleep(0.5)
+    os.kill(os.getpid(), 9)
+time.sleep(60)
+"""
+
 
 def write_commands(folder: Path) -> Path:
     """Write the scripts; return the folder for PATH."""
@@ -92,6 +111,7 @@ def write_repository(folder: Path) -> Path:
     (folder / "examples").mkdir(parents=True)
     (folder / "examples" / "serve_reward_model.py").write_text(SERVER)
     (folder / "examples" / "train_reinforce_actor.py").write_text(ACTOR)
+    (folder / "examples" / "generate.py").write_text(GENERATOR)
     return folder
 
 

@@ -18,11 +18,14 @@ slow_rank: with a work queue this rank ends its first micro-batch once the other
     rank prints what it took.
 engine: folder; TensorRT-LLM is the fake, and what the engine of rank N is given lies in folder/N.
 engine_fault: [rank, options of `install_fake`]: what goes wrong with the engine of this rank.
+generates: this is a generator of generators=separate, beside what is started next. Its log ends with its exit status.
+die_receiving: a generator kills itself as it is about to receive its Nth weights.
 torch_timeout: seconds, in place of `TrainConfig.torch_timeout_seconds`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -33,6 +36,7 @@ from pathlib import Path
 from typing import NoReturn
 
 SCRIPT = Path(__file__).resolve()
+GENERATES: list[bool] = []
 LONG = 600.0  # seconds, longer than any test waits
 sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parents[2])]
 
@@ -48,10 +52,13 @@ def main(cfg: DictConfig) -> None:
     from reinforce_rl.config.load import load_config
     from reinforce_rl.runtime.settings import may_start
 
+    ranks = os.environ.pop("WORLD_SIZE", None) if GENERATES else None
     config = load_config(cfg)
-    if not may_start(config):
+    os.environ.update({} if ranks is None else {"WORLD_SIZE": ranks})
+    if not GENERATES and not may_start(config):
         return
-    start_ranks(config.trainer.devices, config.trainer.num_nodes)
+    if not GENERATES:
+        start_ranks(config.trainer.devices, config.trainer.num_nodes)
     stop = StopRequest.on_signals()
 
     from helpers.rewards import FunctionReward
@@ -63,7 +70,12 @@ def main(cfg: DictConfig) -> None:
     # With prompts whose samples are all alike where those are left out.
     reward = SOME_ALIKE if config.trainer.reinforce.dynamic_filtering else FunctionReward(odd_share, PROMPT_TOKENS)
     connection._connect_to_reward_server = lambda *_: reward  # type: ignore[assignment]
-    train(config, stop)
+    if GENERATES:
+        from reinforce_rl.trainer.separate_program import generate
+
+        generate(config, stop)
+    else:
+        train(config, stop)
 
 
 def die_before(suffix: str) -> None:
@@ -75,6 +87,19 @@ def die_before(suffix: str) -> None:
         move(source, destination)
 
     os.replace = replace  # type: ignore[assignment]
+
+
+def die_receiving(transfer: int) -> None:
+    from reinforce_rl.runtime.reformed_group import ReformedGroup
+
+    broadcast, calls = ReformedGroup.broadcast, itertools.count(1)
+
+    def die(group: ReformedGroup, tensor):
+        if next(calls) == transfer:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return broadcast(group, tensor)
+
+    ReformedGroup.broadcast = die  # type: ignore[method-assign]
 
 
 def limit_collectives(seconds: float) -> None:
@@ -196,6 +221,10 @@ def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides:
             use_fake_engine(Path(options["engine"]), environment.get("RANK", "0"), options.get("engine_fault"))
         if options.get("torch_timeout"):
             limit_collectives(options["torch_timeout"])
+        if options.get("generates"):
+            GENERATES.append(True)
+        if options.get("die_receiving"):
+            die_receiving(options["die_receiving"])
         if options.get("die_before"):
             die_before(options["die_before"])
         if options.get("act", {}).get("rank") == int(environment.get("RANK", 0)):
@@ -206,6 +235,8 @@ def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides:
         status = int(end.code or 0)
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    if GENERATES:
+        print(f"exit status {status}")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -224,6 +255,8 @@ def serve() -> None:
             places = [{**address, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         processes = [run_in_fork(log, options, place, overrides) for place in places]
         print(*processes, flush=True)
+        if options.get("generates"):
+            continue
         print(*wait_for(processes, options.get("patience", 0.0)), flush=True)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from reinforce_rl.errors import EXIT_DIVERGED, EXIT_ERROR, EXIT_FINISHED, EXIT_STOPPED, ConfigError
 from reinforce_rl.launch.slurm import outcome, steps
+from reinforce_rl.launch.slurm.generators import Generators
 from reinforce_rl.launch.slurm.outcome import Attempt, Outcome, judge
 from reinforce_rl.launch.slurm.rendezvous import Endpoint, health_fault, read_endpoint
 from reinforce_rl.launch.slurm.settings import REPOSITORY, Allocation, Settings, read_allocation, read_settings
@@ -49,7 +50,7 @@ class Job:
 
     def run(self) -> int:
         settings, job, restart = self._settings, self._allocation.job_id, self._allocation.restart
-        jobs = (self._allocation.server.job_id, self._allocation.actor.job_id)
+        jobs = [component.job_id for component in self._allocation.components]
         steps.end_stale_steps(jobs, settings.grace_seconds, self._log)
         attempts = outcome.read_attempts(settings.slurm_folder)
         args = (settings.actor_args, settings.server_args)
@@ -87,7 +88,7 @@ class Job:
         settings, allocation = self._settings, self._allocation
         nodes = [
             call(["scontrol", "show", "hostnames", self._environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"]]).split()
-            for group in (0, 1)
+            for group in range(len(allocation.components))
         ]
         servers = [
             self._start(steps.server_plan(settings, allocation, number, nodes[0], self._folder, nodes[1][:1]))
@@ -97,16 +98,25 @@ class Job:
         if isinstance(endpoints, Outcome):
             return endpoints
         actor = self._start(steps.actor_plan(settings, allocation, endpoints, nodes[0][:1]))
+        generators = None
+        if (component := allocation.generator) is not None:
+
+            def start(number: int, restart: int) -> Step:
+                place = (number, restart, nodes[2], endpoints, nodes[1][:1])
+                return self._start(steps.generator_plan(settings, allocation, *place))
+
+            count = component.nodes * (component.devices // allocation.generator_ranks)
+            generators = Generators(count, settings.generator_restarts, start, self._log)
         if self._never_began(actor):
             # Seen of Slurm 22.05 after a node came back: its step is there, and no node was asked to start a task.
             text = f"no task of {actor.name} has begun within {settings.ready_seconds:.0f} s of its step's start"
             actor.end(signal.SIGTERM, time.monotonic() + LEAST_SECONDS)
-            self._end_servers(servers)
+            self._end_servers([*(generators.running if generators else ()), *servers])
             return Outcome(EXIT_ERROR, text, never_began=True)
-        unasked = self._watch(servers, actor)
-        by_itself = self._end_all(servers, actor, unasked)
+        unasked = self._watch(servers, actor, generators)
+        by_itself = self._end_all(servers, actor, unasked, generators)
         ends = [end for server in servers for end in server.ends()]
-        lost = [end for step in self._steps for end in step.lost()]
+        lost = [end for step in (*servers, actor) for end in step.lost()]
         return judge(actor.ends(), ends, lost, unasked=unasked, signalled=self._stop.number, killed=not by_itself)
 
     def _make_token(self) -> None:
@@ -192,7 +202,7 @@ class Job:
             time.sleep(POLL_SECONDS)
         return False
 
-    def _watch(self, servers: Sequence[Step], actor: Step) -> str:
+    def _watch(self, servers: Sequence[Step], actor: Step, generators: Generators | None) -> str:
         """Wait for the actor's end, a signal, or the last server's end; return that server's name."""
         left = list(servers)
         while not actor.has_ended and self._stop.number is None:
@@ -202,11 +212,15 @@ class Job:
                     return server.name
                 names = ", ".join(other.name for other in left)
                 self._log(f"{server.name} has ended without being asked to; the run goes on with {names}")
+            if generators is not None:
+                generators.look()
             time.sleep(POLL_SECONDS)
         return ""
 
-    def _end_all(self, servers: Sequence[Step], actor: Step, unasked: str) -> bool:
-        """End the actor, then the servers that it may still wait for; return True if the actor ended by itself."""
+    def _end_all(
+        self, servers: Sequence[Step], actor: Step, unasked: str, generators: Generators | None = None
+    ) -> bool:
+        """End the actor, then what it may still wait for; return True if the actor ended by itself."""
         by_itself = True
         for node in self._failed_nodes():
             step = saved_step(self._settings.run_dir)
@@ -220,6 +234,8 @@ class Job:
             by_itself = actor.end(number, self._deadline())
             # Log it before the servers end: Slurm may kill a cancelled job meanwhile.
             self._log(f"the actor has ended; the newest checkpoint is of step {saved_step(self._settings.run_dir)}")
+        # Generators, too, wait for servers.
+        self._end_servers(generators.running if generators else ())
         self._end_servers(servers)
         return by_itself
 

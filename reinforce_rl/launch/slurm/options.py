@@ -10,7 +10,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from reinforce_rl.launch.slurm import settings as names
-from reinforce_rl.launch.slurm.settings import ACTOR, SERVER, VARIABLES, Variable, count_from, split_arguments
+from reinforce_rl.launch.slurm.settings import (
+    ACTOR,
+    GENERATOR,
+    SERVER,
+    VARIABLES,
+    Variable,
+    count_from,
+    split_arguments,
+)
 from reinforce_rl.launch.terminal import program_name
 
 UNLIMITED = ("UNLIMITED", "INFINITE", "INFINITY", "-1")
@@ -44,7 +52,7 @@ def parse_gpus(text: str) -> int:
 
 
 class ComponentOption(NamedTuple):
-    """`--actor-NAME` and `--server-NAME`, and `--BOTH` for both components."""
+    """`--actor-NAME`, `--server-NAME` and `--generator-NAME`, and `--BOTH` for all components."""
 
     both: str  # empty for no such option
     metavar: str
@@ -79,7 +87,8 @@ COMPONENT_OPTIONS: dict[str, ComponentOption] = {
 JOB_VARIABLES = (
     Variable("REINFORCE_TIME", "04:00:00", "time limit of a job, as sbatch reads it"),
     Variable("REINFORCE_SIGNAL_LEAD", "", "seconds before the limit at which the run gets the signal to save"),
-    Variable("REINFORCE_JOB_NAME", "", "components are NAME-rm and NAME-actor; else exp_manager.name"),
+    Variable("REINFORCE_JOB_NAME", "", "components are NAME-rm, NAME-actor and NAME-gen; else exp_manager.name"),
+    Variable("REINFORCE_GENERATOR_NODES", "1", "nodes of generators=separate, which are component 2"),
 )
 # Set by the plan; every other job variable has an option of the same name.
 PLANNED = (names.RUN_DIR, names.ACTOR_DEVICES, names.SERVER_DEVICES, names.REPOSITORY)
@@ -91,6 +100,8 @@ class Options:
     server_args: tuple[str, ...]  # Hydra overrides
     actor: ComponentOptions
     server: ComponentOptions
+    generator: ComponentOptions
+    generator_nodes: int
     time: str  # limit, as written
     seconds: int | None  # limit; None for none
     lead: int | None  # seconds before the limit; None if not given
@@ -140,6 +151,8 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
         chain=parsed("--chain", args.chain, count_from(1)) or 1,
         actor=component(ACTOR),
         server=component(SERVER),
+        generator=component(GENERATOR),
+        generator_nodes=parsed("--generator-nodes", text("generator-nodes"), count_from(1)) or 1,
         job_name=text("job-name"),
         dry_run=args.dry_run,
         variables=variables,
@@ -150,7 +163,8 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program_name(),
-        description="Plan, check and submit a Slurm job of reward servers (component 0) and actor (component 1).",
+        description="Plan, check and submit a Slurm job of reward servers (component 0), actor (component 1) and, "
+        "with generators=separate, generators (component 2).",
         usage="%(prog)s [options] ACTOR_OVERRIDE... [-- SERVER_OVERRIDE...]",
         epilog="Overrides are Hydra's, as `reinforce-rl train` and `reinforce-rl serve` take them. An option "
         "that is not given is read from the variable REINFORCE_OPTION, such as REINFORCE_PARTITION or "
@@ -161,15 +175,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="check and print the plan; make and submit nothing")
     parser.add_argument("--chain", default="1", metavar="N", help="number of jobs, each after the end of the last")
     _add_variables(parser, JOB_VARIABLES)
-    sbatch = parser.add_argument_group("nodes; --actor-X and --server-X are for one component")
+    sbatch = parser.add_argument_group("nodes; --actor-X, --server-X and --generator-X are for one component")
     for name, option in COMPONENT_OPTIONS.items():
         if option.both:
             sbatch.add_argument(f"--{option.both}", metavar=option.metavar, help=option.meaning)
-        for component in (ACTOR, SERVER):
+        for component in (ACTOR, SERVER, GENERATOR):
             help = argparse.SUPPRESS if option.both == name else option.meaning
             sbatch.add_argument(f"--{component}-{name}", metavar=option.metavar, help=help)
     sbatch.add_argument("--sbatch-arg", action="append", metavar="ARG", help="as in --sbatch-arg=--reservation=X")
-    for component in (ACTOR, SERVER):
+    for component in (ACTOR, SERVER, GENERATOR):
         sbatch.add_argument(f"--{component}-sbatch-arg", action="append", metavar="ARG", help=argparse.SUPPRESS)
     _add_variables(parser.add_argument_group("the job"), [v for v in VARIABLES if v.name not in PLANNED])
     return parser

@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -20,7 +20,17 @@ from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.options import ComponentOptions, Options, parse_gpus, parse_memory
-from reinforce_rl.launch.slurm.settings import ACTOR, SEPARATOR, SERVER, TORCHRUN, Settings, override_of, read_settings
+from reinforce_rl.launch.slurm.settings import (
+    ACTOR,
+    GENERATOR,
+    SEPARATOR,
+    SERVER,
+    TORCHRUN,
+    Settings,
+    override_of,
+    read_settings,
+    with_missing,
+)
 from reinforce_rl.preflight.run import examine, host_memory_of_node
 from reinforce_rl.rewards.wire import DEFAULT_NAME
 from reinforce_rl.runtime.status import read_status
@@ -60,6 +70,15 @@ class JobPlan:
     settings: Settings
     lead: int  # seconds from the save signal to the limit
     variables: Mapping[str, str]  # environment of the job
+    generator: Component | None = None  # of generators=separate
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        return (self.server, self.actor, *filter(None, [self.generator]))
+
+    def option_name(self, component: Component) -> str:
+        """Return what the options of a component begin with."""
+        return {self.server: SERVER, self.actor: ACTOR}.get(component, GENERATOR)
 
     @property
     def batch_file(self) -> str:
@@ -75,9 +94,11 @@ class JobPlan:
             first.append(f"--dependency=afterany:{after}")
         server_args = self.settings.server_args
         overrides = [*self.settings.actor_args, *([SEPARATOR, *server_args] if server_args else [])]
-        # Otherwise component 1 would inherit component 0's --exclude.
-        reset = ["--exclude="] if self.server.options.exclude and not self.actor.options.exclude else []
-        components = [*self._arguments(self.server), ":", *reset, *self._arguments(self.actor)]
+        components = self._arguments(self.server)
+        for component in self.components[1:]:
+            # Otherwise it would inherit component 0's --exclude.
+            reset = ["--exclude="] if self.server.options.exclude and not component.options.exclude else []
+            components += [":", *reset, *self._arguments(component)]
         return ["sbatch", *first, *components, self.batch_file, *overrides]
 
     def test_command(self, component: Component, exclude: str = "") -> list[str]:
@@ -141,6 +162,13 @@ def make_request(options: Options, environment: Mapping[str, str], repository: P
     actor = examine(actor_cfg, console, here=False)
     cfg = actor.config
     faults += [*actor.faults, *_actor_faults(cfg, options), *_gpu_faults(ACTOR, options.actor, cfg.trainer.devices)]
+    if cfg.generators == "separate":
+        size = cfg.generation_tensor_parallel_size
+        ranks = settings.generator_devices or size
+        faults += _gpu_faults(GENERATOR, options.generator, ranks)
+        if ranks % size:
+            found = f"--generator-devices is {ranks}, and generation_tensor_parallel_size {size}"
+            faults.append(f"{found}; expected a multiple, as a generator has one node")
     megabytes = math.ceil(host_memory_of_node(cfg, actor.memory) / 2**20) if actor.memory else 0
     plan = None if server is None else _plan(options, lead, cfg, server, settings, variables)
     return Request(plan, run_dir, megabytes, faults, list(_warnings(cfg, options, megabytes)))
@@ -212,7 +240,9 @@ def _plan(
 
     def component(name: str, job: str, nodes: int, ranks: int, own: ComponentOptions, needs_gpus: bool) -> Component:
         cpus = int(own.cpus_per_task) if own.cpus_per_task else None
-        tasks, cpus = (1, cpus or ranks) if settings.launcher == TORCHRUN else (ranks, cpus)
+        # Generators have a task a rank, whatever starts the actor's: several may share a node.
+        is_one = settings.launcher == TORCHRUN and job != "gen"
+        tasks, cpus = (1, cpus or ranks) if is_one else (ranks, cpus)
         gpus = own.gpus or (str(ranks) if needs_gpus else "0")
         gpus = gpus if parse_gpus(gpus) else None
         return Component(name, f"{base}-{job}", nodes, ranks, tasks, cpus, gpus, own)
@@ -222,7 +252,16 @@ def _plan(
     variables |= {names.ACTOR_DEVICES: str(actor_layout[1]), names.SERVER_DEVICES: str(ranks)}
     of_server = component(servers, "rm", nodes, ranks, options.server, on_gpus and not server.serves_function)
     of_actor = component(ACTOR, ACTOR, *actor_layout, options.actor, on_gpus)
-    return JobPlan(of_server, of_actor, options, settings, lead, variables)
+    of_generator = None
+    if cfg.generators == "separate":
+        size = cfg.generation_tensor_parallel_size
+        ranks = settings.generator_devices or size
+        variables |= {names.GENERATOR_DEVICES: str(ranks)}
+        of_generator = component(f"{GENERATOR}s", "gen", options.generator_nodes, ranks, options.generator, on_gpus)
+        # The supervisor reads no YAML.
+        own = {"generators": "separate", **({"generation_tensor_parallel_size": size} if size > 1 else {})}
+        settings = replace(settings, actor_args=tuple(with_missing(settings.actor_args, own)))
+    return JobPlan(of_server, of_actor, options, settings, lead, variables, of_generator)
 
 
 def _warnings(cfg: TrainConfig, options: Options, megabytes: int) -> Iterator[str]:
@@ -231,5 +270,7 @@ def _warnings(cfg: TrainConfig, options: Options, megabytes: int) -> Iterator[st
     limit = parse_memory(options.actor.mem or "0")
     if megabytes and limit and megabytes > limit:
         yield f"the actor's ranks need up to {megabytes} MB of host memory a node, and --mem gives them {limit} MB"
-    if options.server.mem and not options.actor.mem:
-        yield f"sbatch gives the actor the server's --mem={options.server.mem}, since it has no --actor-mem"
+    others = {ACTOR: options.actor, **({GENERATOR: options.generator} if cfg.generators == "separate" else {})}
+    for name, own in others.items():
+        if options.server.mem and not own.mem:
+            yield f"sbatch gives the {name} the server's --mem={options.server.mem}, since it has no --{name}-mem"

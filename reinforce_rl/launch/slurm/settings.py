@@ -16,10 +16,11 @@ RUN_DIR = "REINFORCE_RUN_DIR"
 PYTHON = "REINFORCE_PYTHON"
 ACTOR_DEVICES = "REINFORCE_ACTOR_DEVICES"
 SERVER_DEVICES = "REINFORCE_SERVER_DEVICES"
+GENERATOR_DEVICES = "REINFORCE_GENERATOR_DEVICES"
 CONTAINER_IMAGE = "REINFORCE_CONTAINER_IMAGE"
 SERVER_CONTAINER_IMAGE = "REINFORCE_SERVER_CONTAINER_IMAGE"
 REPOSITORY = "REINFORCE_REPO"
-ACTOR, SERVER = "actor", "server"
+ACTOR, SERVER, GENERATOR = "actor", "server", "generator"
 SRUN, TORCHRUN = "srun", "torchrun"
 SEPARATOR = "--"
 # Keys set by the job itself.
@@ -112,10 +113,14 @@ class Settings:
     launcher: str = _variable("srun: a task per rank; torchrun: a task per node", SRUN, _one_of(SRUN, TORCHRUN))
     actor_devices: int | None = _variable("ranks a node of the actor; else component 1's tasks", parse=count_from(1))
     server_devices: int | None = _variable("ranks a node of a server; else component 0's tasks", parse=count_from(1))
+    generator_devices: int | None = _variable(
+        "ranks a node of generators=separate; else component 2's tasks", parse=count_from(1)
+    )
     servers: int = _variable("reward servers of one model, which share component 0's nodes", "1", count_from(1))
     ready_seconds: float = _variable("for the servers to become healthy, model loading included", "600", _seconds)
     grace_seconds: float = _variable("between the signal that asks a task to end and SIGKILL", "600", _seconds)
     max_restarts: int = _variable("how often a job may be requeued; 0: never", "10", count_from(0))
+    generator_restarts: int = _variable("how often an attempt starts a generator that died again", "5", count_from(0))
     restart_after_crash: str = _variable("true: requeue after a task has died", "false", _one_of("false", "true"))
     mpi: str = _variable("for srun --mpi, such as pmix")
     container_image: str = _variable("for srun --container-image (pyxis), of all tasks")
@@ -210,17 +215,35 @@ class Allocation:
     restart: int  # number of requeues
     server: Component
     actor: Component
+    generator: Component | None = None  # of generators=separate
+    generator_ranks: int = 1  # of each generator
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        return (self.server, self.actor, *filter(None, [self.generator]))
 
 
 def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Allocation:
     """Read the variables that Slurm sets for the batch step; ConfigError if the numbers contradict the settings."""
-    if (size := environment.get("SLURM_HET_SIZE")) != "2":
+    kind = override_of(settings.actor_args, "generators")
+    if (size := environment.get("SLURM_HET_SIZE")) not in (("3",) if kind == "separate" else ("2", "3")):
         what = f"a heterogeneous job of {size} components" if size else "no heterogeneous job"
-        expected = "sbatch [OPTIONS of the reward servers] : [OPTIONS of the actor] slurm/train_hetjob.sbatch ..."
-        raise ConfigError([f"this is {what}; expected two: {expected}"])
+        number, more = ("three", " : [those of the generators]") if kind == "separate" else ("two", "")
+        expected = f"sbatch [OPTIONS of the reward servers] : [OPTIONS of the actor]{more} slurm/train_hetjob.sbatch"
+        raise ConfigError([f"this is {what}; expected {number}: {expected} ..."])
     server = _component(0, settings.server_devices, environment)
     actor = _component(1, settings.actor_devices, environment)
+    generator, each = None, 1
     faults = []
+    if size == "3":
+        generator = _component(2, settings.generator_devices, environment)
+        text = override_of(settings.actor_args, "generation_tensor_parallel_size") or "1"
+        each = int(text) if text.isdecimal() and int(text) else 1  # the program says what is wrong with another
+        if kind not in (None, "separate"):
+            faults.append(f"generators is {kind}, but the job has component 2; expected separate, or two components")
+        if generator.devices % each:
+            found = f"generation_tensor_parallel_size is {each}, and component 2 has {generator.devices} ranks a node"
+            faults.append(f"{found} ({GENERATOR_DEVICES}); expected a multiple, as a generator has one node")
     nodes = server.nodes // settings.servers
     if server.nodes % settings.servers:
         found = f"REINFORCE_SERVERS is {settings.servers}, and component 0 has {server.nodes} nodes"
@@ -240,7 +263,8 @@ def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Alloc
         faults.append(f"{found}; expected one node a server and {SERVER_DEVICES}=1")
     if faults:
         raise ConfigError(faults)
-    return Allocation(environment["SLURM_JOB_ID"], int(environment.get("SLURM_RESTART_COUNT", "0")), server, actor)
+    restart = int(environment.get("SLURM_RESTART_COUNT", "0"))
+    return Allocation(environment["SLURM_JOB_ID"], restart, server, actor, generator, each)
 
 
 def _component(group: int, devices: int | None, environment: Mapping[str, str]) -> Component:

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reinforce_rl.launch.slurm.outcome import TaskEnd, read_ends
@@ -25,7 +25,7 @@ RETRY_SECONDS = 5.0
 KILL_SECONDS = 60.0  # from SIGKILL of a step to SIGKILL of its srun
 STALE_POLL_SECONDS = 1.0
 KILLED = 128 + signal.SIGKILL
-OUR_STEPS = re.compile(rf"{ACTOR}|rm-\d+")
+OUR_STEPS = re.compile(rf"{ACTOR}|rm-\d+|gen-\d+(\.\d+)?")
 LOST_REASON = "it left no record: its wrapper was killed, its node is gone, or the run's folder is full"
 # Not `python -m`: a container image may override PYTHONPATH.
 START_TASK = (
@@ -104,7 +104,7 @@ def signal_step(step: str, number: int) -> None:
 
 @dataclass(frozen=True)
 class StepPlan:
-    name: str  # for `srun -J` and file names: actor, or rm-0, rm-1, ...
+    name: str  # for `srun -J` and file names: actor, rm-0, rm-1, ..., or gen-0, gen-0.1 after its first restart, ...
     component: Component
     nodes: tuple[str, ...]  # names; empty for all of the component's
     tasks_per_node: int
@@ -112,6 +112,8 @@ class StepPlan:
     serves: bool  # it is a reward server
     image: str  # of the container; empty for none
     peers: tuple[str, ...]  # a node of the other component
+    listens: bool = False  # for generators, at its first task's address
+    first_local: int | None = None  # of a generator, which may share its node: rank there of its first task
 
     @property
     def num_nodes(self) -> int:
@@ -141,8 +143,45 @@ def actor_plan(
 ) -> StepPlan:
     """Plan the actor's step, with the servers' addresses."""
     actor = allocation.actor
+    program = (*settings.program("train_reinforce_actor", "train"), *_actor_args(settings, allocation, servers))
+    tasks = actor.devices if settings.launcher == SRUN else 1
+    listens, image = allocation.generator is not None, settings.container_image
+    return StepPlan(ACTOR, actor, (), tasks, program, False, image, tuple(peers), listens=listens)
+
+
+def generator_plan(
+    settings: Settings,
+    allocation: Allocation,
+    number: int,
+    restart: int,
+    nodes: Sequence[str],
+    servers: Sequence[Endpoint],
+    peers: Sequence[str],
+) -> StepPlan:
+    """Plan the step of a generator, which has a part of one of component 2's `nodes`, with the actor's arguments."""
+    assert allocation.generator is not None
+    each = allocation.generator_ranks
+    node, place = divmod(number, allocation.generator.devices // each)
+    name = f"gen-{number}.{restart}" if restart else f"gen-{number}"
+    return StepPlan(
+        name,
+        replace(allocation.generator, devices=each),
+        (nodes[node],),
+        each,
+        (*settings.program("generate", "generate"), *_actor_args(settings, allocation, servers)),
+        False,
+        settings.container_image,
+        tuple(peers),
+        first_local=place * each,
+    )
+
+
+def _actor_args(settings: Settings, allocation: Allocation, servers: Sequence[Endpoint]) -> list[str]:
+    actor = allocation.actor
     first, *others = servers
     own: dict[str, object] = {"trainer.num_nodes": actor.nodes, "trainer.devices": actor.devices}
+    if allocation.generator is not None:
+        own |= {"placement": "disaggregated", "generators": "separate"}
     own["exp_manager.explicit_log_dir"] = settings.run_dir
     server: dict[str, object] = {"ip": first.address, "port": first.http_port, "token_file": settings.token_file}
     if others:
@@ -150,9 +189,7 @@ def actor_plan(
     if (name := override_of(settings.server_args, "inference.name")) is not None:
         server["name"] = name
     own |= {f"remote_rm.reward_model.{key}": value for key, value in server.items()}
-    program = (*settings.program("train_reinforce_actor", "train"), *with_missing(settings.actor_args, own))
-    tasks = actor.devices if settings.launcher == SRUN else 1
-    return StepPlan(ACTOR, actor, (), tasks, program, False, settings.container_image, tuple(peers))
+    return with_missing(settings.actor_args, own)
 
 
 def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
@@ -160,6 +197,9 @@ def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
     component = plan.component
     line = ["srun", f"--job-name={plan.name}", f"--het-group={component.group}"]
     line += [f"--nodes={plan.num_nodes}", f"--ntasks={plan.tasks}", f"--ntasks-per-node={plan.tasks_per_node}"]
+    is_generator = plan.first_local is not None
+    if is_generator:
+        line.append("--overlap")
     if plan.nodes:
         line.append(f"--nodelist={','.join(plan.nodes)}")
     if component.cpus_per_task is not None:  # srun does not inherit it from the job
@@ -176,8 +216,11 @@ def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
     if settings.setup:
         line += ["bash", "-c", _with_setup(settings.setup), "bash"]
     task = {"component": plan.name, "folder": str(folder), "repository": str(settings.repository)}
-    task |= {"launcher": settings.launcher, "devices": component.devices, "seconds": settings.ready_seconds}
+    launcher = SRUN if is_generator else settings.launcher
+    task |= {"launcher": launcher, "devices": component.devices, "seconds": settings.ready_seconds}
     task |= {"peers": plan.peers, "serves": plan.serves, "script": plan.program}
+    task |= {"listens": True} if plan.listens else {}
+    task |= {"first_local": plan.first_local} if is_generator else {}
     return [*line, settings.interpreter(plan.image), "-c", START_TASK, str(settings.repository), json.dumps(task)]
 
 

@@ -7,6 +7,7 @@ does not look at: hence each component is also tested without the nodes that the
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from rich.text import Text
 from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError
 from reinforce_rl.launch.slurm.options import PLANNED, parse_memory, parse_options, parse_time
 from reinforce_rl.launch.slurm.outcome import finished, read_attempts
-from reinforce_rl.launch.slurm.plan import JobPlan, make_request
+from reinforce_rl.launch.slurm.plan import Component, JobPlan, make_request
 from reinforce_rl.launch.slurm.steps import SlurmCallError, call
 from reinforce_rl.preflight.report import print_rows, print_warnings
 from reinforce_rl.preflight.run import wide_console
@@ -86,7 +87,7 @@ class Start:
 
 @dataclass
 class Answer:
-    starts: tuple[Start | None, Start | None] = (None, None)  # of server and actor; None if unknown
+    starts: tuple[Start | None, ...] = (None, None, None)  # of the components; None if unknown
     faults: list[str] = field(default_factory=list)  # one sentence each, as the warnings
     warnings: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)  # what could not be checked, and why
@@ -164,7 +165,7 @@ def partition_faults(plan: JobPlan, sinfo: str) -> Iterator[str]:
             reasons[name] = f"partition {name} is not up"
         elif most is not None and (plan.options.seconds is None or plan.options.seconds > most):
             reasons[name] = f"partition {name} allows {most} s, the job asks for {plan.options.seconds or 'no limit'}"
-    for component in (plan.server, plan.actor):
+    for component in plan.components:
         wanted = (component.options.partition or default).split(",")
         unknown = [name for name in wanted if name not in reasons]
         if unknown:
@@ -175,16 +176,13 @@ def partition_faults(plan: JobPlan, sinfo: str) -> Iterator[str]:
 
 
 def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None:
-    """Run `sbatch --test-only` for each component, the job, and each component without the other's nodes."""
-    server, actor = plan.server, plan.actor
-    (of_server, no_server), (of_actor, no_actor) = (
-        _test_only(plan.test_command(component), environment) for component in (server, actor)
-    )
+    """Run `sbatch --test-only` for each component, the job, and each component without the others' nodes."""
+    tested = {component.name: _test_only(plan.test_command(component), environment) for component in plan.components}
     refused = {
-        f"the component of the {component.name} ({' '.join(component.requirements())})": refusal
-        for component, refusal in ((server, no_server), (actor, no_actor))
+        f"the component of the {component.name} ({' '.join(component.requirements())})": tested[component.name][1]
+        for component in plan.components
     }
-    if not no_server and not no_actor:
+    if not any(refused.values()):
         refused["the job"] = _test_only(plan.command(test_only=True), environment)[1]
     for what, refusal in refused.items():
         if "node configuration is not available" in refusal:
@@ -193,22 +191,35 @@ def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None
             answer.faults.append(f"sbatch --test-only refuses {what}: {refusal}")
     if answer.faults:
         return
-    answer.starts = of_server, of_actor
-    if of_server is None or of_actor is None:
-        answer.warnings.append("whether both components fit together is not known: sbatch --test-only names no nodes")
+    answer.starts = tuple(start for start, _ in tested.values())
+    starts = [start for start in answer.starts if start is not None]
+    if len(starts) < len(answer.starts):
+        answer.warnings.append("whether the components fit together is not known: sbatch --test-only names no nodes")
         return
-    _, refusal = _test_only(plan.test_command(actor, exclude=of_server.nodes), environment)
-    if not refusal:
-        return
-    alone = f"alone, the {server.name} would get {of_server.nodes} and the {actor.name} {of_actor.nodes}"
-    alone += f"; without {of_server.nodes}, sbatch says of the {actor.name}: {refusal}"
-    if _test_only(plan.test_command(server, exclude=of_actor.nodes), environment)[1]:
+    for place, (first, second) in enumerate(itertools.pairwise(plan.components)):
+        before = ",".join(start.nodes for start in starts[: place + 1])
+        _, refusal = _test_only(plan.test_command(second, exclude=before), environment)
+        if refusal:
+            answer.faults.append(
+                _do_not_fit(plan, first, second, before, starts[place + 1].nodes, refusal, environment)
+            )
+            return
+
+
+def _do_not_fit(
+    plan: JobPlan, first: Component, second: Component, before: str, after: str, refusal: str, env: Mapping[str, str]
+) -> str:
+    """Say why `second` cannot be there with what is before it, of which `first` is the last."""
+    alone = f"alone, the {first.name} would get {before} and the {second.name} {after}"
+    alone += f"; without {before}, sbatch says of the {second.name}: {refusal}"
+    if _test_only(plan.test_command(first, exclude=after), env)[1]:
         found = "the components fit singly, but not together"
-        use = f"expected {server.nodes} + {actor.nodes} different nodes: use fewer, or another partition or nodelist"
+        use = f"expected {first.nodes} + {second.nodes} different nodes: use fewer, or another partition or nodelist"
     else:
-        found = f"the {server.name} may be put on nodes that the {actor.name} cannot do without"
-        use = "use --server-partition, --server-constraint, --server-exclude or --server-nodelist"
-    answer.faults.append(f"{found} ({alone}), and the job would wait for ever; {use}")
+        found = f"the {first.name} may be put on nodes that the {second.name} cannot do without"
+        one = plan.option_name(first)
+        use = f"use --{one}-partition, --{one}-constraint, --{one}-exclude or --{one}-nodelist"
+    return f"{found} ({alone}), and the job would wait for ever; {use}"
 
 
 def _test_only(command: Sequence[str], environment: Mapping[str, str]) -> tuple[Start | None, str]:
@@ -260,17 +271,17 @@ def _submit(plan: JobPlan, environment: Mapping[str, str], console: Console, err
 
 def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -> None:
     """Print components, times and folders; `starts` are Slurm's estimates, None if unknown."""
-    both, options, settings = (plan.server, plan.actor), plan.options, plan.settings
-    places = [f"{start.time} on {start.nodes}" if start else "not known" for start in starts]
+    all_of_them, options, settings = plan.components, plan.options, plan.settings
+    places = [f"{start.time} on {start.nodes}" if start else "not known" for start in starts[: len(all_of_them)]]
     components = [
-        ("", *(f"{number}: {c.name}" for number, c in enumerate(both))),
-        ("name", *(c.job_name for c in both)),
-        ("partition", *(c.options.partition or "the default one" for c in both)),
-        ("nodes", *(str(c.nodes) for c in both)),
-        ("ranks", *(f"{c.nodes} x {c.ranks_per_node} = {c.nodes * c.ranks_per_node}" for c in both)),
-        ("tasks a node", *(str(c.tasks_per_node) for c in both)),
-        ("CPUs a node", *(str(c.tasks_per_node * (c.cpus_per_task or 1)) for c in both)),
-        ("GPUs a node", *(c.gpus or "none" for c in both)),
+        ("", *(f"{number}: {c.name}" for number, c in enumerate(all_of_them))),
+        ("name", *(c.job_name for c in all_of_them)),
+        ("partition", *(c.options.partition or "the default one" for c in all_of_them)),
+        ("nodes", *(str(c.nodes) for c in all_of_them)),
+        ("ranks", *(f"{c.nodes} x {c.ranks_per_node} = {c.nodes * c.ranks_per_node}" for c in all_of_them)),
+        ("tasks a node", *(str(c.tasks_per_node) for c in all_of_them)),
+        ("CPUs a node", *(str(c.tasks_per_node * (c.cpus_per_task or 1)) for c in all_of_them)),
+        ("GPUs a node", *(c.gpus or "none" for c in all_of_them)),
         ("could start", *places),
     ]
     is_limited = options.seconds is not None

@@ -40,6 +40,8 @@ class Task:
     node: int  # index of its node in the step
     nodes: int  # number of nodes
     serves: bool = False  # it is a reward server, which needs an HTTP port
+    listens: bool = False  # for generators, at its first task's address
+    first_local: int | None = None  # of a generator, which may share its node: rank there of its first task
     seconds: float = 0.0  # for the first task to publish its endpoint
     peers: Sequence[str] = ()  # names of other nodes
     script: Sequence[str] = ()  # arguments of Python: a file, or -m and a name, and what follows
@@ -64,6 +66,8 @@ def command_of(task: Task, first: Endpoint) -> list[str]:
     command += task.script
     if task.serves:
         command += [f"inference.host={first.address}", f"inference.port={first.http_port}"]
+    if task.listens:
+        command.append(f"generator_host={first.address}")
     return command
 
 
@@ -77,7 +81,7 @@ def environment_of(task: Task, first: Endpoint, environment: Mapping[str, str]) 
         result |= {
             "RANK": str(task.number),
             "WORLD_SIZE": str(task.nodes * task.devices),
-            "LOCAL_RANK": str(task.local_number),
+            "LOCAL_RANK": str((task.first_local or 0) + task.local_number),
             "LOCAL_WORLD_SIZE": str(task.devices),
             "MASTER_ADDR": first.address,
             "MASTER_PORT": str(first.rank_port),
@@ -126,13 +130,13 @@ def run(task: Task) -> tuple[TaskEnd, bool]:
             publish(task.folder, task.component, first)
         if first is None or stop.number is not None:
             return task.end(128 + (stop.number or signal.SIGTERM), "stopped before the program began"), True
-        # The program must not outlive a killed wrapper: other ranks would wait for it. Servers ignore SIGUSR1:
-        # Slurm signals every process, and it is meant for the actor.
+        # The program must not outlive a killed wrapper: other ranks would wait for it. Others than the actor ignore
+        # SIGUSR1: Slurm signals every process, and it is meant for the actor.
         child = Child(
             command_of(task, first),
             own_session=False,
             death_signal=signal.SIGKILL,
-            ignored_signals=[signal.SIGUSR1] if task.serves else [],
+            ignored_signals=[signal.SIGUSR1] if task.serves or task.first_local is not None else [],
             env=environment_of(task, first, os.environ),
         )
         stop.pass_to(child)

@@ -43,8 +43,9 @@ class Job:
                 f"SLURM_JOB_NUM_NODES_HET_GROUP_{group}": "1",
                 f"SLURM_NTASKS_PER_NODE_HET_GROUP_{group}": tasks,
             }
+        arguments = ["a=1", *variables.pop("FAKE_ARGUMENTS", "").split()]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "reinforce_rl.launch.slurm.job", "a=1", "--", "b=2"],
+            [sys.executable, "-m", "reinforce_rl.launch.slurm.job", *arguments, "--", "b=2"],
             env={
                 **os.environ,
                 "PYTHONPATH": str(REPOSITORY),
@@ -224,6 +225,60 @@ def test_a_run_goes_on_while_one_of_its_servers_lives(started: type[Job]) -> Non
     assert code == 0, lines
     assert "rm-1 has ended without being asked to; the run goes on with rm-0" in lines
     assert lines[-2] == "the run has finished"
+
+
+GENERATORS = {
+    "SLURM_HET_SIZE": "3",
+    "SLURM_JOB_ID_HET_GROUP_2": "9",
+    "SLURM_JOB_NODELIST_HET_GROUP_2": "gen0",
+    "SLURM_JOB_NUM_NODES_HET_GROUP_2": "1",
+    "SLURM_NTASKS_PER_NODE_HET_GROUP_2": "2",
+}
+
+
+def test_a_generator_that_dies_is_started_again_and_all_are_drained(started: type[Job]) -> None:
+    job = started(FAKE_ACTOR="trains", FAKE_GENERATOR="dies once", **GENERATORS)
+    job.wait_until_training()
+    deadline = time.monotonic() + SECONDS
+    while len(list(job.run_dir.glob("generates.*"))) < 3:
+        assert job.process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.3)
+    job.process.send_signal(signal.SIGUSR1)
+    code, lines = job.finish()
+    assert code == 75, lines
+    again = [line for line in lines if line.endswith("; it is started again, 1 of 5")]
+    assert len(again) == 1 and "was ended by SIGKILL (exit code 137)" in again[0], lines
+    name = again[0].partition(" ")[0]
+    assert f"{name}.1: 1 rank, log {job.run_dir}/slurm/7-0/{name}.1.log" in lines
+    assert len(list(job.run_dir.glob("drained.*"))) == 2
+    assert job.requeued and "; requeued: from step 0 to step 7" in lines[-1]
+    logs = [(job.run_dir / "slurm" / "7-0" / f"gen-{number}.log").read_text() for number in (0, 1)]
+    assert [log.split()[0] for log in logs] == ["0", "1"], "devices of one node"
+    assert all("'generators=separate'" in log and "remote_rm.reward_model.port=" in log for log in logs)
+    assert "generator_host" not in logs[0]
+
+
+def test_a_generator_that_always_dies_is_left_out_and_the_run_goes_on(started: type[Job]) -> None:
+    more = {"SLURM_NTASKS_PER_NODE_HET_GROUP_2": "1", "REINFORCE_GENERATOR_RESTARTS": "1"}
+    job = started(FAKE_ACTOR="trains", FAKE_GENERATOR="always dies", **{**GENERATORS, **more})
+    said: list[str] = []
+    assert job.process.stdout is not None
+    for line in job.process.stdout:
+        said.append(line[9:].strip())
+        if said[-1].startswith("no generator is left"):
+            job.process.send_signal(signal.SIGTERM)
+    assert job.process.wait(SECONDS) == 75, said
+    assert [line for line in said if "it was started 2 times (REINFORCE_GENERATOR_RESTARTS), and is left out" in line]
+    assert len(list(job.run_dir.glob("generates.*"))) == 2
+    assert [line for line in said if line.startswith("the actor has ended in good order, after SIGTERM")]
+
+
+def test_generators_and_components_belong_together(started: type[Job]) -> None:
+    job = started(**{**GENERATORS, "SLURM_HET_SIZE": "2", "FAKE_ARGUMENTS": "generators=separate"})
+    output, _ = job.process.communicate(timeout=SECONDS)
+    assert job.process.returncode == 1
+    assert "a heterogeneous job of 2 components; expected three" in output
 
 
 @pytest.mark.parametrize(

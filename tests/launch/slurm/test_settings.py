@@ -53,6 +53,8 @@ def test_all_variables_are_read() -> None:
         "REINFORCE_LAUNCHER": "torchrun",
         names.ACTOR_DEVICES: "8",
         names.SERVER_DEVICES: "4",
+        names.GENERATOR_DEVICES: "6",
+        "REINFORCE_GENERATOR_RESTARTS": "3",
         "REINFORCE_SERVERS": "2",
         "REINFORCE_READY_SECONDS": "30.5",
         "REINFORCE_GRACE_SECONDS": "7",
@@ -163,7 +165,7 @@ def test_devices_are_the_tasks_a_node_unless_they_are_set() -> None:
 
 
 def test_a_job_of_another_shape_is_refused() -> None:
-    for environment, found in (({}, "no heterogeneous job"), ({"SLURM_HET_SIZE": "3"}, "of 3 components")):
+    for environment, found in (({}, "no heterogeneous job"), ({"SLURM_HET_SIZE": "4"}, "of 4 components")):
         with pytest.raises(ConfigError, match=found):
             read_allocation(settings_with(), environment)
 

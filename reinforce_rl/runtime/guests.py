@@ -1,0 +1,84 @@
+"""How programs outside of a job join it: rank 0's invitation in a file of the run's folder, and a guest's role."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from reinforce_rl.runtime.links import Invitation
+from reinforce_rl.runtime.reformed_group import ReformedGroup
+from reinforce_rl.utils.files import write_atomically
+
+INVITATION_FILE = "generators.json"
+_KEYS = ("server_key", "public_key", "secret_key")
+
+
+@dataclass(frozen=True)
+class OpenInvitation:
+    """How to reach rank 0; whoever can read it is let in."""
+
+    links: Invitation
+    store_port: int  # of torch's store, by which weight groups are formed
+
+    def write(self, folder: Path) -> None:
+        """Put it into a run's folder, where its owner alone can read it."""
+        values = {**vars(self.links), "store_port": self.store_port}
+        values |= {key: values[key].decode() for key in _KEYS}
+        write_atomically(folder / INVITATION_FILE, json.dumps(values) + "\n", mode=0o600)
+
+    @classmethod
+    def read(cls, folder: Path) -> OpenInvitation | None:
+        """Return a run's invitation; None where there is none, or one of another version."""
+        try:
+            values = json.loads((folder / INVITATION_FILE).read_text(encoding="utf-8"))
+            values |= {key: values[key].encode() for key in _KEYS}
+            port = values.pop("store_port")
+            return cls(Invitation(**values), port)
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A rank of a program that joins the trainers, in the place of a `RankRole`."""
+
+    rank: int  # a number that nobody else has
+    invitation: OpenInvitation
+    timeout: timedelta  # of a transfer of weights
+
+    def shared(self, name: str) -> Any:
+        """Return the invitation to rank 0's links, the only thing that is shared."""
+        return self.invitation.links
+
+    def weight_group(self, device: torch.device) -> ReformedGroup:
+        """Return the group, which has to be formed. Raises ConnectionError: rank 0 is not there."""
+        host, port = self.invitation.links.host, self.invitation.store_port
+        try:
+            store = TCPStore(host, port, is_master=False, timeout=self.timeout)
+        except RuntimeError as error:
+            raise ConnectionError(f"cannot reach rank 0's store at {host}:{port}: {error}") from error
+        return ReformedGroup(store, _own_address(host), device, self.timeout)
+
+
+def host_store(host: str, timeout: timedelta) -> tuple[Any, int]:
+    """Return a store that guests reach on this machine, and its port; on the loopback if `host` is that."""
+    listener = socket.create_server((host if host == "127.0.0.1" else "", 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        *(host, port), is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+def _own_address(host: str) -> str:
+    """Return the address by which this machine reaches `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return probe.getsockname()[0]

@@ -1,0 +1,403 @@
+"""The trainers' side of generators that are programs of their own, which come and go while a run goes on.
+
+Work is given to a generator that has its version of the weights: one that came later has those since. What a lost
+generator had under way goes back to its place in the queue, with its number, seed and version, so that the numbers of
+a run do not depend on who is lost. Only where nobody has a version any more its work is done with a newer one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.errors import GenerationError, ReinforceError
+from reinforce_rl.generation.weight_sync import send_weights
+from reinforce_rl.runtime.guests import INVITATION_FILE, OpenInvitation, host_store
+from reinforce_rl.runtime.links import Links, LinkThread
+from reinforce_rl.runtime.phases import Activity
+from reinforce_rl.runtime.reformed_group import ReformedGroup
+from reinforce_rl.runtime.status import StatusFile
+from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.trainer.disaggregated import GeneratorPool, Generators, Result, Ticket, Work
+
+RANKS = 4096  # ranks of a generator have the numbers from RANKS times its own on
+HELLO = b"generator"
+_POLL_SECONDS = 0.2
+_MOST_FAILURES = 3  # to receive weights, after which a generator is sent away
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A generator's rank has come."""
+
+    size: int  # ranks of this generator
+    name: str  # host and process
+    settings: Mapping[str, Any]  # those that must be the trainers'
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """A rank is to receive a version in an epoch's group."""
+
+    epoch: int
+    version: int
+    place: int  # rank in the group
+    size: int
+
+
+@dataclass(frozen=True)
+class Received:
+    """What has become of `NewWeights`."""
+
+    epoch: int
+    version: int
+    fault: str = ""  # empty: the weights are there
+
+
+@dataclass(frozen=True)
+class Abandoned:
+    """An epoch's transfer is not going on."""
+
+    epoch: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Dismissed:
+    """A rank is not a generator of this run any more."""
+
+    why: str
+
+
+@dataclass(eq=False)
+class _Generator:
+    """A generator that has come: the ranks that share one copy of the model."""
+
+    number: int
+    size: int
+    name: str
+    ranks: set[int] = field(default_factory=set)
+    is_ready: bool = False  # it has loaded the model
+    version: int = -1  # of the newest weights that it has
+    since: int = -1  # version of the first ones
+    failures: int = 0  # to receive weights, since the last success
+    under_way: dict[int, Work] = field(default_factory=dict)
+
+    @property
+    def leader(self) -> int:
+        return self.number * RANKS
+
+
+class SeparatePool(GeneratorPool):
+    """Rank 0's connections to the generators that are there, and the queue between them.
+
+    Args:
+        folder: of the run, where the invitation is.
+        host: address of this machine, as the generators reach it.
+        settings: that the generators must have, too.
+        silence_seconds: after which a generator is lost, and for a transfer of weights.
+        wait_seconds: for a generator where there is none.
+        note: told what happens, on the thread that calls the methods.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        host: str,
+        device: torch.device,
+        settings: Mapping[str, Any],
+        *,
+        silence_seconds: float,
+        wait_seconds: float,
+        staleness: int,
+        activity: Activity,
+        status: StatusFile,
+        stop: StopRequest,
+        note: Callable[[str], object],
+    ):
+        self._changed = threading.Condition()
+        self._waiting: deque[Work] = deque()
+        self._idle: deque[int] = deque()  # numbers of generators that have asked for work
+        self._given: dict[int, Work] = {}  # of rollout_order=finished, which is not for these
+        self._given_again = set[int]()
+        self._results: dict[int, Result] = {}
+        self._failure: ReinforceError | None = None
+        self._folder, self._settings = folder, settings
+        self._silence_seconds, self._wait_seconds, self._staleness = silence_seconds, wait_seconds, staleness
+        self._activity, self._status, self._stop, self._note = activity, status, stop, note
+        self._generators: dict[int, _Generator] = {}
+        self._newest = 0  # version that generators are to have
+        self._sent: tuple[NewWeights, tuple[int, ...]] | None = None  # the last transfer and its ranks
+        self._members: tuple[int, ...] = ()  # of the group
+        self._answers: dict[int, Received] = {}  # to the last transfer, by rank
+        self._epoch = 0
+        self._notes: deque[str] = deque()
+        self._told: set[int] = set()  # versions that nobody has any more
+        self._last_loss = ""
+        self._alone_since: float | None = None  # while the trainers wait and there is no generator
+        timeout = timedelta(seconds=silence_seconds)
+        self._links, invitation = Links.listen(host)
+        store, port = host_store(invitation.host, timeout)
+        self.group = ReformedGroup(store, invitation.host, device, timeout)
+        self._thread = LinkThread(self._links, silence_seconds, self._on_message, self._on_lost, is_open=True)
+        OpenInvitation(invitation, port).write(folder)
+
+    def close(self) -> None:
+        (self._folder / INVITATION_FILE).unlink(missing_ok=True)
+        super().close()
+        self.group.close()
+
+    def await_results(self, numbers: Sequence[int], stop: StopRequest | None = None) -> bool:
+        """Wait for results; return True where a generator lacks weights meanwhile, False at the end or with a stop.
+
+        Without a generator a stopped run does not wait. Raises GenerationError: none has come in time.
+        """
+        with self._activity.having_deadline(), self._changed:
+            while not all(number in self._results for number in numbers):
+                self._tell()
+                is_alone = not any(one.is_ready for one in self._generators.values())
+                self._look_for_anybody(is_alone)
+                if self._lacking():
+                    return True
+                if (stop is not None and stop.reason) or (is_alone and self._stop.reason):
+                    return False
+                self._check()
+                self._changed.wait(_POLL_SECONDS)
+            self._tell()
+            self._look_for_anybody(False)
+            return False
+
+    def wait(self, numbers: Sequence[int], stop: StopRequest | None = None) -> list[Result] | None:
+        """Return results after `await_results`; None if a stop came before them."""
+        with self._changed:
+            if all(number in self._results for number in numbers):
+                return [self._results[number] for number in numbers]
+            self._check()
+            return None
+
+    def group_for(self, version: int) -> ReformedGroup | None:
+        """Return the group through which these weights are to be sent next; None once no generator lacks them.
+
+        Generators that are lost meanwhile are left out, and those that are left get the weights again.
+        """
+        self._newest = version
+        while True:
+            self._settle()
+            with self._changed:
+                self._assign()
+                self._tell()
+                ranks = tuple(self._lacking())
+                if not ranks:
+                    return None
+                is_new = ranks != self._members or self.group.fault
+                self._epoch += bool(is_new)
+                self._members, self._answers = ranks, {}
+                for place, rank in enumerate(ranks, 1):
+                    offer = NewWeights(self._epoch, version, place, 1 + len(ranks))
+                    self._links.send(rank, pickle.dumps(offer))
+                    self._sent = offer, ranks
+            if not is_new:
+                return self.group
+            try:
+                self.group.form(self._epoch, 0, 1 + len(ranks), partial(self._are_there, set(ranks)))
+                return self.group
+            except RuntimeError as error:
+                self.group.abandon(self.group.epoch, str(error))
+
+    def _settle(self) -> None:
+        """Wait for what the ranks of the last transfer say of it; those that say nothing in time are sent away."""
+        if self._sent is None:
+            return
+        (offer, ranks), self._sent = self._sent, None
+        deadline = time.monotonic() + self._silence_seconds
+        if self.group.fault:
+            self.group.close()  # so that the others' transfers end, too
+        with self._changed:
+            while set(ranks) & self._ranks() - self._answers.keys() and time.monotonic() < deadline:
+                self._changed.wait(_POLL_SECONDS)
+            for one in [one for one in self._generators.values() if one.ranks & set(ranks)]:
+                answers = [self._answers.get(rank) for rank in one.ranks]
+                faults = [answer.fault for answer in answers if answer is not None and answer.fault]
+                if None in answers:
+                    self._drop(one, f"said nothing of new weights for {self._silence_seconds:.0f} s", dismiss=True)
+                elif not faults:
+                    one.version, one.failures = offer.version, 0
+                    one.since = offer.version if one.since < 0 else one.since
+                elif one.failures + 1 == _MOST_FAILURES:
+                    self._drop(one, f"could not receive weights {_MOST_FAILURES} times: {faults[0]}", dismiss=True)
+                else:
+                    one.failures += 1
+            if self.group.fault or any(answer.fault for answer in self._answers.values()):
+                self._members = ()
+
+    def _are_there(self, ranks: set[int]) -> bool:
+        with self._changed:
+            return ranks <= self._ranks()
+
+    def _ranks(self) -> set[int]:
+        return {rank for one in self._generators.values() for rank in one.ranks}
+
+    def _lacking(self) -> list[int]:
+        """Return the ranks that have to get the newest weights."""
+        lacking = (one.ranks for one in self._generators.values() if one.is_ready and one.version < self._newest)
+        return sorted(chain.from_iterable(lacking))
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _look_for_anybody(self, is_alone: bool) -> None:
+        if is_alone == (self._alone_since is None):
+            self._alone_since = time.monotonic() if is_alone else None
+            text = f"Waiting for a generator, up to {self._wait_seconds:.0f} s" if is_alone else ""
+            self._status.waiting(text)
+            self._note(text or "The wait for a generator is over")
+        elif self._alone_since is not None and time.monotonic() - self._alone_since > self._wait_seconds:
+            last = f"; the last one: {self._last_loss}" if self._last_loss else ""
+            self._failure = GenerationError(
+                f"no generator was there for {self._wait_seconds:.0f} s (generator_timeout_seconds){last}. "
+                "Start `reinforce-rl generate` with the trainers' keys, and the trainers again"
+            )
+
+    def _tell(self) -> None:
+        while self._notes:
+            self._note(self._notes.popleft())
+
+    def _assign(self) -> None:
+        """Give the work that comes first to whoever has its weights."""
+        able = [one for one in self._generators.values() if one.is_ready and one.version >= 0]
+        left: deque[Work] = deque()
+        for work in self._waiting:
+            oldest = min((max(one.since, one.version - self._staleness) for one in able), default=0)
+            if able and work.version < oldest:
+                if work.version not in self._told:
+                    self._told.add(work.version)
+                    what = f"No generator has the weights after step {work.version} any more"
+                    self._notes.append(f"{what}: prompts of step {work.step} are answered with those after {oldest}")
+                work = replace(work, version=oldest)
+            chosen = next((n for n in self._idle if self._can_do(self._generators[n], work)), None)
+            if chosen is None:
+                left.append(work)
+                continue
+            self._idle.remove(chosen)
+            self._generators[chosen].under_way[work.number] = work
+            self._links.send(self._generators[chosen].leader, pickle.dumps([work]))
+        self._waiting = left
+
+    def _can_do(self, one: _Generator, work: Work) -> bool:
+        return max(one.since, one.version - self._staleness) <= work.version <= one.version
+
+    def _drop(self, one: _Generator, why: str, *, dismiss: bool = False) -> None:
+        """Forget a generator, and put its work back to its place."""
+        self._generators.pop(one.number, None)
+        self._idle = deque(number for number in self._idle if number != one.number)
+        if one.ranks & set(self._members):
+            self.group.abandon(self._epoch, f"{one.name} was lost")
+        for rank in set(self._members) - one.ranks:
+            self._links.send(rank, pickle.dumps(Abandoned(self._epoch, f"{one.name} was lost")))
+        self._waiting = deque(sorted([*self._waiting, *one.under_way.values()], key=lambda work: work.number))
+        self._last_loss = f"{one.name} {why}"
+        again = f"; {len(one.under_way)} of its micro-batches go to others" if one.under_way else ""
+        self._notes.append(f"Generator {self._last_loss}{again}")
+        for rank in one.ranks if dismiss else ():
+            self._links.send(rank, pickle.dumps(Dismissed(why)))
+        self._assign()
+        self._changed.notify_all()
+
+    def _on_message(self, rank: int, parts: list[memoryview]) -> None:
+        if bytes(parts[0]) == HELLO:
+            return
+        message = pickle.loads(parts[0])
+        with self._changed:
+            one = self._generators.get(rank // RANKS)
+            if isinstance(message, Arrival):
+                self._arrive(rank, message)
+            elif one is None:
+                self._links.send(rank, pickle.dumps(Dismissed("the trainers have taken it for lost")))
+            elif isinstance(message, int):  # works that it asks for: one
+                one.is_ready = one.is_ready or len(one.ranks) == one.size
+                self._idle.append(one.number)
+                self._assign()
+            elif isinstance(message, Received):
+                if message.epoch == self._epoch:
+                    self._answers[rank] = message
+            elif isinstance(message, Result):
+                if one.under_way.pop(message.number, None) is not None:
+                    self._results[message.number] = message
+            else:
+                self._drop(one, f"cannot go on: {message}")
+            self._changed.notify_all()
+
+    def _arrive(self, rank: int, arrival: Arrival) -> None:
+        keys = self._settings.keys() | arrival.settings.keys()
+        if wrong := sorted(key for key in keys if self._settings.get(key) != arrival.settings.get(key)):
+            found = f"{wrong[0]} is {arrival.settings.get(wrong[0])!r}, the trainers' {self._settings.get(wrong[0])!r}"
+            self._notes.append(f"Generator {arrival.name} was refused: {found}")
+            self._links.send(rank, pickle.dumps(Dismissed(f"{found}: give it the trainers' keys")))
+            return
+        number = rank // RANKS
+        one = self._generators.setdefault(number, _Generator(number, arrival.size, arrival.name))
+        one.ranks.add(rank)
+        if len(one.ranks) == one.size:
+            self._notes.append(f"Generator {one.name} has come")
+
+    def _on_lost(self, rank: int, reason: str) -> None:
+        with self._changed:
+            if (one := self._generators.get(rank // RANKS)) is not None:
+                self._drop(one, reason, dismiss=True)
+
+
+class SeparateGenerators(Generators):
+    """As `Generators`, and sends weights to generators that come while the trainers wait."""
+
+    def collect(self, ticket: Ticket, prompts: Sequence[Prompt]) -> list[Result]:
+        if ticket.stored is None:
+            self._await([ticket], self._stop)
+        return super().collect(ticket, prompts)
+
+    def state(self, tickets: Mapping[int, Ticket]) -> bytes:
+        """As of `Generators`; a collective call, and without the rollouts that nobody is there to make."""
+        waited = [one for one in tickets.values() if one.stored is None and one.version != self.version]
+        with contextlib.suppress(ReinforceError):  # the one that ends the run
+            self._await(waited)
+        return super().state(tickets)
+
+    def publish(self, version: int, *, as_oldest: bool = False) -> None:
+        self.version, self._oldest = version, version if as_oldest else self._oldest
+        self._send()
+
+    def _await(self, tickets: Iterable[Ticket], stop: StopRequest | None = None) -> None:
+        numbers = [number for ticket in tickets for number in chain.from_iterable(ticket.numbers)]
+        while True:
+            is_wanted = False
+            with self._mesh.together():
+                if isinstance(self._pool, SeparatePool):
+                    is_wanted = self._pool.await_results(numbers, stop)
+            if not self._mesh.from_main(is_wanted):
+                return
+            self._send()
+
+    def _send(self) -> None:
+        """Send the newest weights to all generators that lack them; a collective call."""
+        while True:
+            group = None
+            with self._mesh.together():
+                if isinstance(self._pool, SeparatePool):
+                    group = self._pool.group_for(self.version)
+            if not self._mesh.from_main(group is not None):
+                return
+            if self._mesh.dp_rank == 0:
+                send_weights(self._model.lm, group)

@@ -1,0 +1,149 @@
+"""A rank of a generator that is a program of its own; the trainers' side is `separate.py`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from reinforce_rl.errors import EXIT_LOST_RANK, LostRankError, ReinforceError
+from reinforce_rl.generation.weight_sync import exchange_weights, receive_weights
+from reinforce_rl.rewards.base import RewardFuture
+from reinforce_rl.runtime.guests import Guest
+from reinforce_rl.runtime.phases import Activity, PlaceWatcher
+from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.trainer.disaggregated import Result, Work
+from reinforce_rl.trainer.generate import GeneratorRank
+from reinforce_rl.trainer.separate import Abandoned, Arrival, Dismissed, NewWeights, Received
+
+
+class SeparateGeneratorRank(GeneratorRank):
+    """A generator's rank, which keeps older weights as long as they may be asked for, and leaves when it is stopped.
+
+    Args:
+        arrival: how it presents itself.
+        hang_seconds: after which it ends where generation stands still.
+        silence_seconds, staleness: as of `GeneratorRank`.
+    """
+
+    def __init__(
+        self,
+        guest: Guest,
+        device: torch.device,
+        arrival: Arrival,
+        stop: StopRequest,
+        activity: Activity,
+        *,
+        silence_seconds: float,
+        hang_seconds: float,
+        staleness: int,
+    ):
+        self._offers: deque[NewWeights] = deque()
+        self._newest_received = -1  # version
+        self._stop, self._own_activity, self._hang_seconds = stop, activity, hang_seconds
+        self._place = PlaceWatcher(threading.get_ident())
+        try:
+            super().__init__(guest, device, silence_seconds=silence_seconds, staleness=staleness)
+        except ConnectionError:
+            if hasattr(self, "_thread"):  # the links were there, and the store was not
+                self.close()
+            raise
+        self.version = -1  # none but those of a file
+        self._links.set_beat(self._links.beat_seconds, self._beat)
+        self._links.send(0, pickle.dumps(arrival))
+
+    @property
+    def formed(self) -> Any:
+        return self._group
+
+    def fail(self, error: ReinforceError) -> None:
+        """Tell the trainers why this generator ends, and raise it."""
+        self._links.send(0, pickle.dumps(error))
+        raise error
+
+    def _beat(self) -> list[bytes]:
+        phase, place = self._own_activity.phase, self._place.look()
+        if (
+            phase.name == "generate"
+            and (seconds := time.monotonic() - max(place.still_since, phase.since)) > self._hang_seconds
+        ):
+            print(f"error: generation stands still at {place.line} for {seconds:.0f} s", file=sys.stderr, flush=True)
+            os._exit(EXIT_LOST_RANK)  # the main thread cannot end
+        return [b""]
+
+    def _wait(self, condition: Callable[[], bool], phase: str = "") -> None:
+        """As of `GeneratorRank`; where it waits for prompts and is stopped, it ends with what it has under way."""
+        super()._wait(lambda: condition() or bool(phase and self._stop.reason), phase)
+        if phase and self._stop.reason:
+            super()._wait(lambda: not self._unscored, phase)
+            self._has_ended = True
+
+    def _load(self, version: int) -> None:
+        with self._changed:
+            self._wait(lambda: version in self._staged)
+            found = self._staged.pop(version)
+        exchange_weights(self._model.lm, found)
+        with self._changed:
+            if self.version >= 0:
+                self._staged[self.version] = found
+            self.version = version
+            self._forget_old()
+
+    def _answer(self, work: Work) -> tuple[Result, RewardFuture | None]:
+        result, future = super()._answer(work)
+        if result.completions is None and result.failure is not None:
+            raise result.failure  # the work goes to another one
+        return result, future
+
+    def _receive(self) -> None:
+        """Receive weights as they are offered, in groups that are formed for it; on a thread of its own."""
+        try:
+            while (offer := self._next_offer()) is not None:
+                fault, group = "", self.formed
+                try:
+                    if group.epoch != offer.epoch or group.fault:
+                        group.form(offer.epoch, offer.place, offer.size)
+                    found = receive_weights(self._model.lm, group)
+                    with self._changed:
+                        self._staged[offer.version] = found
+                        self._newest_received = max(self._newest_received, offer.version)
+                        self._forget_old()
+                        self._changed.notify_all()
+                except RuntimeError as error:
+                    fault = str(error) or type(error).__name__
+                    group.close()
+                self._links.send(0, pickle.dumps(Received(offer.epoch, offer.version, fault)))
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+
+    def _next_offer(self) -> NewWeights | None:
+        with self._changed:
+            self._wait(lambda: bool(self._offers) or self._has_ended)
+            return self._offers.popleft() if self._offers else None
+
+    def _forget_old(self) -> None:
+        for old in [one for one in self._staged if one < self._newest_received - self._staleness]:
+            del self._staged[old]
+
+    def _on_message(self, rank: int, parts: list[memoryview]) -> None:
+        message = pickle.loads(parts[0])
+        if isinstance(message, Abandoned):
+            self.formed.abandon(message.epoch, message.why)
+        elif isinstance(message, NewWeights | Dismissed):
+            with self._changed:
+                if isinstance(message, NewWeights):
+                    self._offers.append(message)
+                else:
+                    self._failure = self._failure or LostRankError(f"the trainers sent it away: {message.why}")
+                self._changed.notify_all()
+        else:
+            super()._on_message(rank, parts)

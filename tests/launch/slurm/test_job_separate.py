@@ -1,0 +1,72 @@
+"""Generators as a third component of a job on a real Slurm, with programs that are played."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers.fake_slurm import write_repository
+from helpers.slurm_lab import Job, SlurmLab, assert_nothing_left, processes_of
+from helpers.toy_server import wait_for
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
+ROOT = Path(__file__).parents[3]
+SECONDS = 180.0
+
+
+def submit(lab: SlurmLab, folder: Path, **variables: str) -> Job:
+    """A job with a server, two ranks of an actor, and two generators that share a node."""
+    repository = write_repository(folder / "repository")
+    (repository / "reinforce_rl").symlink_to(ROOT / "reinforce_rl")
+    nodes = [("rm0", 1), ("act0", 2), ("act1", 2)]
+    components = [[f"--nodelist={node}", "--nodes=1", f"--ntasks-per-node={tasks}"] for node, tasks in nodes]
+    return lab.submit(
+        *(*components[0], ":", *components[1], ":", *components[2]),
+        *(str(ROOT / "slurm" / "train_hetjob.sbatch"), "a=1", "generators=separate", "--", "b=2"),
+        log=folder / "job.out",
+        env={
+            **os.environ,
+            "REINFORCE_RUN_DIR": str(folder / "run"),
+            "REINFORCE_REPO": str(repository),
+            "REINFORCE_PYTHON": sys.executable,
+            "REINFORCE_GRACE_SECONDS": "60",
+            "FAKE_ACTOR": "trains",
+            **variables,
+        },
+        cwd=ROOT,
+    )
+
+
+def generators_of(lab: SlurmLab, job: Job) -> list[psutil.Process]:
+    found = []
+    for process in processes_of(lab, job):
+        with contextlib.suppress(psutil.Error):
+            if any(Path(word).name == "generate.py" for word in process.cmdline()[1:3]):
+                found.append(process)
+    return found
+
+
+def test_a_generator_dies_alone_is_started_again_and_all_are_drained(lab: SlurmLab, tmp_path: Path) -> None:
+    job, run_dir = submit(lab, tmp_path), tmp_path / "run"
+    assert wait_for(lambda: len(list(run_dir.glob("generates.*"))) == 2, SECONDS), job.output
+    assert {"gen-0", "gen-1"} <= set(lab.steps(job)), "both at once on one node"
+    victim = next(one for one in generators_of(lab, job) if one.environ()["LOCAL_RANK"] == "1")
+    victim.send_signal(signal.SIGKILL)
+    assert wait_for(lambda: "gen-1.1" in lab.steps(job), SECONDS), job.output
+    assert wait_for(lambda: len(list(run_dir.glob("generates.*"))) == 3, SECONDS), job.output
+    assert {"actor", "gen-0", "rm-0"} <= set(lab.steps(job))
+    lab.signal(job, "USR1")
+    assert wait_for(lambda: "requeued: from step 0 to step 7" in job.output, SECONDS), job.output
+    lab.cancel(job)
+    lab.wait(job, SECONDS)
+    said = job.output
+    assert "gen-1 rank 0 on act1 was ended by SIGKILL (exit code 137)" in said
+    assert "it is started again, 1 of 5" in said
+    assert "the actor has ended in good order, after SIGUSR1" in said
+    assert len(list(run_dir.glob("drained.*"))) == 2
+    assert_nothing_left(lab, job, run_dir)

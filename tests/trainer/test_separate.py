@@ -1,0 +1,323 @@
+"""Generators that are programs of their own: whoever dies, stands still, leaves or comes changes no number."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers.tiny_run import metrics_of, rollouts_of, tiny_config, tiny_overrides
+from helpers.trainer_processes import NUM_PROMPTS, RUN_SECONDS, SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
+
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.monitoring.records import read_tokens
+from reinforce_rl.runtime.guests import INVITATION_FILE
+from reinforce_rl.runtime.status import read_status
+from reinforce_rl.trainer.disaggregated import Work
+from reinforce_rl.trainer.separate import SeparatePool, _Generator
+
+SLOW = pytest.mark.slow
+JOINED = ("placement=disaggregated", "generation_ranks=1")
+SEPARATE = ("placement=disaggregated", "generators=separate", "generator_timeout_seconds=60")
+BUSY: dict[str, Any] = {"generate_seconds": 0.3}  # so that each of two has something to do at each step
+PATIENT = "trainer.heartbeat_timeout_seconds=60"
+
+
+class Programs:
+    """Trainers and generators of one folder, as processes."""
+
+    def __init__(self, folder: Path, processes: TrainerProcesses, others: TrainerProcesses):
+        self.folder = folder
+        self._processes, self._others = processes, others
+        self.generators: list[int] = []
+        self.trainers: list[int] = []
+
+    def generate(self, *overrides: str, ranks: int = 1, **options: object) -> Path:
+        """Start a generator; return its log."""
+        self.folder.mkdir(exist_ok=True)
+        log = self.folder / f"generator-{len(self.generators)}"
+        base = tiny_overrides(self.folder, num_prompts=NUM_PROMPTS)
+        command = [str(log), {"generates": True, **options}, ranks, *base, *SETTINGS, *SEPARATE, *overrides]
+        self._others._process.stdin.write(json.dumps(command) + "\n")  # type: ignore[union-attr]
+        self.generators += map(int, self._others._answer().split())
+        return log
+
+    def train(self, *overrides: str, ranks: int = 1, **options: Any) -> list[int]:
+        self.trainers = self._processes.start(self.folder, *SETTINGS, *SEPARATE, *overrides, ranks=ranks, **options)
+        return self.trainers
+
+    def wait(self) -> int:
+        self.trainers = []
+        return self._processes.wait()
+
+    @property
+    def said(self) -> str:
+        log = self.folder / "log"
+        return log.read_text() if log.is_file() else ""
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + RUN_SECONDS / 2
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}:\n{self.said}"
+            time.sleep(0.02)
+
+    def wait_for_step(self, step: int) -> None:
+        metrics = self.folder / "run" / "metrics.jsonl"
+        self.wait_for(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") > step, f"no step {step}")
+
+    def wait_for_loss(self) -> None:
+        def waits() -> bool:
+            before, _, after = self.said.rpartition(" died: ")
+            return bool(before) and "Waiting for a generator" in after
+
+        self.wait_for(waits, "it does not wait")
+
+    def close(self) -> None:
+        for process in [*self.generators, *self.trainers]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        if self.trainers:
+            self.wait()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[tuple[TrainerProcesses, TrainerProcesses]]:
+    with contextlib.closing(TrainerProcesses()) as trainers, contextlib.closing(TrainerProcesses()) as generators:
+        yield trainers, generators
+
+
+@pytest.fixture
+def programs(processes: tuple[TrainerProcesses, TrainerProcesses], tmp_path: Path) -> Iterator[Programs]:
+    programs = Programs(tmp_path / "separate", *processes)
+    yield programs
+    programs.close()
+
+
+@pytest.fixture(scope="module")
+def joined(processes: tuple[TrainerProcesses, TrainerProcesses], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run whose generator is a rank of its job."""
+    folder = tmp_path_factory.mktemp("joined")
+    processes[0].start(folder, *SETTINGS, *JOINED, ranks=2)
+    assert processes[0].wait() == 0, (folder / "log").read_text()
+    return folder
+
+
+def ended(log: Path, status: int) -> bool:
+    return log.read_text().endswith(f"exit status {status}\n")
+
+
+def test_one_is_killed_another_comes_and_no_number_changes(programs, joined):
+    """The first dies at step 4. The third comes, and is alone from step 10 on, when the second dies too."""
+    programs.generate(act={"rank": 0, "phase": "generate", "step": 4, "signal": signal.SIGKILL}, **BUSY)
+    programs.generate(act={"rank": 0, "phase": "generate", "step": 10, "signal": signal.SIGKILL}, **BUSY)
+    (process,) = programs.train(step_seconds=0.5)
+    programs.wait_for_step(4)
+    third = programs.generate(**BUSY)
+    assert programs.wait() == 0, programs.said
+    said = programs.said
+    assert said.count(" has come\n") == 3
+    for lost in programs.generators[:2]:
+        assert f"process {lost} died: its connection is closed; 1 of its micro-batches go to others" in said
+    assert "No generator has the weights" not in said
+    assert f"process {programs.generators[2]} died" not in said
+    programs.wait_for(lambda: ended(third, 0), third.read_text())
+    assert not (programs.folder / "run" / INVITATION_FILE).exists()
+    status = read_status(programs.folder / "run")
+    assert status is not None and status.pid == process  # the same one to the end
+    assert_equal_runs(programs.folder, joined)
+
+
+@pytest.mark.parametrize("transfer", [1, 3])
+def test_a_death_as_weights_come(transfer, programs, joined):
+    """The trainers go on at once, and those that are left get the weights again."""
+    programs.generate(PATIENT)
+    programs.generate(PATIENT, die_receiving=transfer)
+    programs.train(PATIENT)
+    began = time.monotonic()
+    assert programs.wait() == 0, programs.said
+    assert time.monotonic() - began < 50, "no timeout was waited for"
+    assert f"process {programs.generators[1]} died" in programs.said
+    assert_equal_runs(programs.folder, joined)
+
+
+def test_one_that_stands_still_is_lost_and_leaves_when_it_wakes(programs, joined):
+    silent = "trainer.heartbeat_timeout_seconds=5"
+    act = {"rank": 0, "phase": "generate", "step": 3, "signal": signal.SIGSTOP}
+    log = programs.generate(silent, act=act, **BUSY)
+    programs.generate(silent, **BUSY)
+    programs.train(silent, step_seconds=1.0)
+    programs.wait_for(lambda: "gave no sign of life" in programs.said, "nobody noticed it")
+    os.kill(programs.generators[0], signal.SIGCONT)
+    programs.wait_for(lambda: ended(log, 76), log.read_text())
+    assert "the trainers" in log.read_text() and "Traceback" not in log.read_text()
+    assert programs.wait() == 0, programs.said
+    assert_equal_runs(programs.folder, joined)
+
+
+def test_one_that_is_stopped_ends_what_it_has_under_way(programs, joined):
+    log = programs.generate(generate_seconds=0.3)
+    programs.generate()
+    programs.train(step_seconds=0.3)
+    programs.wait_for_step(2)
+    os.kill(programs.generators[0], signal.SIGTERM)
+    programs.wait_for(lambda: ended(log, 75), log.read_text())
+    assert "this generator was stopped by SIGTERM" in log.read_text()
+    assert programs.wait() == 0, programs.said
+    assert "Traceback" not in log.read_text()
+    assert_equal_runs(programs.folder, joined)
+
+
+def test_without_a_generator_the_run_is_saved_and_goes_on_later(programs, joined):
+    """All weights of the step before are gone, so one step is drawn with newer ones than else."""
+    short = "generator_timeout_seconds=4"
+    programs.generate(act={"rank": 0, "phase": "generate", "step": 5, "signal": signal.SIGKILL})
+    programs.train(short, step_seconds=0.3)
+    programs.wait_for_loss()
+    status = read_status(programs.folder / "run")
+    assert status is not None and (status.state, status.reason) == ("running", "Waiting for a generator, up to 4 s")
+    assert programs.wait() == 1
+    assert "no generator was there for 4 s (generator_timeout_seconds); the last one: " in programs.said
+    assert "Traceback" not in programs.said
+    saved = int((programs.folder / "run" / "checkpoints" / "latest").read_text().strip()[5:])
+    assert 3 <= saved < 5 and saved == len(metrics_of(programs.folder)) - 1
+    programs.generate()
+    programs.train()
+    assert programs.wait() == 0, programs.said
+    ages = [line["train/staleness"] for line in metrics_of(programs.folder)[1:]]
+    assert ages == [0.0] + [1.0] * (saved - 1) + [0.0] + [1.0] * (STEPS - saved - 1)
+
+
+def test_a_lone_newcomer_answers_with_the_oldest_weights_that_there_are(programs):
+    programs.generate(act={"rank": 0, "phase": "generate", "step": 5, "signal": signal.SIGKILL})
+    programs.train(step_seconds=0.3)
+    programs.wait_for_loss()
+    done = len(metrics_of(programs.folder)) - 1
+    programs.generate()
+    assert programs.wait() == 0, programs.said
+    assert f"No generator has the weights after step {done - 1} any more: prompts of step " in programs.said
+    assert "The wait for a generator is over" in programs.said
+    lines = metrics_of(programs.folder)[1:]
+    assert len(lines) == STEPS and all(line["train/staleness"] <= 1.0 for line in lines)
+    for line in lines:
+        tokens = read_tokens(programs.folder / "run" / "rollouts" / f"step_{line['step']:05d}.parquet")
+        versions = {version for one in tokens for version in one.weight_versions or []}
+        assert versions <= {max(0, line["step"] - 2), line["step"] - 1}
+    assert {rollouts_of(programs.folder, STEPS)[0]["step"]} == {STEPS}
+
+
+def test_a_signal_to_the_trainers_saves_the_rollouts_under_way(programs, joined):
+    programs.generate(generate_seconds=0.2)
+    (process,) = programs.train(patience=60)
+    programs.wait_for_step(4)
+    os.kill(process, signal.SIGTERM)
+    assert programs.wait() == 75, programs.said
+    newest = programs.folder / "run" / "checkpoints"
+    assert (newest / (newest / "latest").read_text().strip() / "rollouts.pt").is_file()
+    programs.generate()
+    programs.train()
+    assert programs.wait() == 0, programs.said
+    assert_equal_runs_but_saves(programs.folder, joined)
+
+
+def assert_equal_runs_but_saves(folder: Path, other: Path) -> None:
+    from test_disaggregated import assert_same_training
+
+    assert_same_training(folder, other)
+
+
+@SLOW
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_a_generator_of_two_ranks_dies_as_a_whole(trainers, programs, joined):
+    shared = ("generation_tensor_parallel_size=2", f"trainer.devices={trainers}")
+    act = {"rank": 1, "phase": "generate", "step": 4, "signal": signal.SIGKILL}
+    log = programs.generate(*shared, ranks=2, act=act, **BUSY)
+    programs.generate(*shared, ranks=2, **BUSY)
+    programs.train(*shared, ranks=trainers)
+    assert programs.wait() == 0, programs.said
+    assert " died" in programs.said and programs.said.count(" has come\n") == 2
+    assert "rank 1 (host " in log.read_text() or "the trainers sent it away" in log.read_text()
+    assert [line["step"] for line in metrics_of(programs.folder)] == list(range(STEPS + 1))
+
+
+def test_other_settings_are_refused(programs):
+    log = programs.generate("model.seed=77")
+    programs.generate()
+    programs.train("trainer.reinforce.max_steps=2")
+    assert programs.wait() == 0, programs.said
+    assert ended(log, 76) and "model.seed is 77, the trainers' " in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["generators=separate"], ["generators", "placement", "joined"]),
+        ([*SEPARATE, "generation_ranks=1"], ["generation_ranks", "generators", "expected 0"]),
+        ([*SEPARATE, "rollout_order=finished"], ["rollout_order", "generators", "joined"]),
+        ([*SEPARATE, "generator_timeout_seconds=0"], ["generator_timeout_seconds"]),
+    ],
+)
+def test_what_cannot_work_is_told(overrides, words, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        tiny_config(tmp_path, *overrides)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+class Sent:
+    """Links that keep what is sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[int, Work]] = []
+
+    def send(self, rank: int, content: bytes) -> None:
+        if isinstance(works := pickle.loads(content), list):
+            self.messages += [(rank, work) for work in works]
+
+
+def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple[Any, Sent]:
+    """A pool without connections, of idle generators (number, first version, newest version)."""
+    pool: Any = object.__new__(SeparatePool)
+    sent = Sent()
+    pool._links, pool._changed, pool._staleness = sent, threading.Condition(), staleness
+    pool._waiting, pool._notes, pool._told, pool._members, pool._epoch = deque(), deque(), set(), (), 0
+    pool.group = SimpleNamespace(abandon=lambda *_: None)
+    pool._generators = {
+        n: _Generator(n, 1, f"g{n}", {n * 4096}, is_ready=True, version=version, since=since)
+        for n, since, version in generators
+    }
+    pool._idle = deque(pool._generators)
+    return pool, sent
+
+
+def works(*versions: int) -> list[Work]:
+    return [Work(number, number + 1, version, (), 1, 7) for number, version in enumerate(versions)]
+
+
+def test_work_goes_to_who_has_its_weights():
+    pool, sent = pool_of(1, [(1, 3, 3), (2, 0, 3)])
+    pool.submit(works(2, 3, 3))
+    assert [(rank // 4096, work.number, work.version) for rank, work in sent.messages] == [(2, 0, 2), (1, 1, 3)]
+    pool._on_message(4096, [memoryview(pickle.dumps(1))])
+    assert [(rank // 4096, work.number) for rank, work in sent.messages[2:]] == [(1, 2)]
+    pool._on_lost(2 * 4096, "died")
+    assert [work.number for work in pool._waiting] == [0]
+    assert "1 of its micro-batches go to others" in pool._notes[-1] or "any more" in pool._notes[-1]
+    pool._on_message(4096, [memoryview(pickle.dumps(1))])
+    rank, work = sent.messages[-1]
+    assert (rank, work.number, work.version, work.seed) == (4096, 0, 3, 7), "nobody has version 2 any more"
+    assert [note for note in pool._notes if "No generator has the weights after step 2 any more" in note]
+
+
+def test_work_of_weights_that_are_on_their_way_waits():
+    pool, sent = pool_of(1, [(1, 0, 2)])
+    pool.submit(works(3))
+    assert not sent.messages and [work.version for work in pool._waiting] == [3]
