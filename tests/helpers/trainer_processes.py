@@ -15,7 +15,7 @@ from helpers.tiny_run import metrics_of, rollouts_of, tiny_overrides, without_ti
 from safetensors.torch import load_file
 
 DRIVER = Path(__file__).with_name("train_tiny.py")
-RUN_SECONDS = 100.0
+RUN_SECONDS = 480.0
 NUM_PROMPTS = 10  # in steps of 4, so that the third step of an epoch has fewer
 STEPS = 12
 SETTINGS = [

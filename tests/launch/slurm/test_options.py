@@ -76,6 +76,7 @@ def test_values_that_are_none_of_their_kind():
     options = parse_options([*words, "--server-cpus-per-task=1.5"], {})
     starts = ["--time is 'soon'", "--signal-lead is '0'", "--chain is 'few'", "--actor-gpus is 'many'"]
     starts += ["--actor-mem is 'much'", "--server-cpus-per-task is '1.5'", "--server-mem is 'much'"]
+    starts += ["--generator-mem is 'much'"]
     for fault, start in zip(options.faults, starts, strict=True):
         assert fault.startswith(f"{start}; expected "), fault
     assert (options.seconds, options.lead, options.chain) == (None, None, 1)

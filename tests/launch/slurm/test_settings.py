@@ -69,7 +69,7 @@ def test_all_variables_are_read() -> None:
     }
     assert {*given, names.REPOSITORY} == {variable.name for variable in VARIABLES}
     assert read_settings([], given, REPOSITORY) == Settings(
-        *(Path("/shared/run"), REPOSITORY, "/opt/python", "torchrun", 8, 4, 2, 30.5, 7.0, 0, "true", "pmix"),
+        *(Path("/shared/run"), REPOSITORY, "/opt/python", "torchrun", 8, 4, 6, 2, 30.5, 7.0, 0, 3, "true", "pmix"),
         *("a.sqsh", "b.sqsh", ("/data:/data", "/models:/models"), ("--cpu-bind=none", "--gres=gpu:a b")),
         setup="module load cuda",
     )
