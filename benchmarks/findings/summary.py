@@ -109,8 +109,8 @@ def difference_rows(outcomes: Outcomes) -> list[list[str]]:
 def lag_rows(outcomes: Outcomes) -> list[list[str]]:
     """Head, and a row for each cell with rollouts some steps old and for what it is compared with.
 
-    "broke" counts runs that end below `BROKEN`. The last three columns are of the time when half of the colocated steps
-    are done: steps, reward, less colocated.
+    "broke" counts runs that end below `BROKEN`. The last three columns are of the time when half of the colocated
+    steps are done: steps, reward, less colocated.
     """
     head = ["cell", "seeds", "broke", "moved, nats", "capped", "s a step", "of colocated"]
     rows = [[*head, "steps", "reward", "less colocated"]]
