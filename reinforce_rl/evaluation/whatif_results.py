@@ -76,9 +76,7 @@ class WhatIf:
         """Return a row a step, the samples whose advantages changed most, and what differs."""
         changes = [f"{key}: {json.dumps(old)} -> {json.dumps(new)}" for key, (old, new) in self.settings.items()]
         head = changes or ["no setting differs: the record alone was checked"]
-        head.append(
-            f"the run's own settings give the recorded advantages, but for {self.largest_difference:.1e} at most"
-        )
+        head.append(f"recomputed with the run's own settings: differences of {self.largest_difference:.0e} at most")
         if self.checkpoint is not None:
             head.append(f"gradients on the weights after step {self.checkpoint}")
         return Group(*map(Text, head), "", self._of_steps(), "", self._of_samples(), *map(Text, self.notes))

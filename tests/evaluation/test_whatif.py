@@ -125,6 +125,23 @@ def test_a_state_is_that_of_the_recorded_steps(overrides: list[str], tmp_path: P
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        [f"{RL}.advantage_estimator=running_mean", f"{SHAPING}.standardisation=running", f"{RL}.kl_target=1"],
+        [f"{RL}.generator_log_probs=false"],
+        [f"{RL}.reinforce_epochs=2", f"{RL}.importance_ratio=token"],
+    ],
+    ids=["state", "log-probs of a pass", "two updates"],
+)
+def test_a_record_of_a_run_that_went_on_with_other_settings(folder: Path, changes: list[str], tmp_path: Path) -> None:
+    shutil.copytree(folder / "start", tmp_path / "run")
+    run = train(folder, str(tmp_path / "run"), f"{RL}.max_steps=2", "resume_with_changes=true", *changes)
+    found = whatif(run, "1:2", [f"{RL}.advantage_estimator=none"])
+    assert found.largest_difference < 1e-6
+    assert [sample.advantage[0] for sample in found.steps[1].samples] == pytest.approx(advantages(run, 2), abs=1e-6)
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
         [f"{RL}.kl_placement=loss", f"{RL}.kl_loss_weights=token", f"{RL}.loss_aggregation=token_mean"],
