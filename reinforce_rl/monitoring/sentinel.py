@@ -9,7 +9,7 @@ import itertools
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -162,9 +162,8 @@ def number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def spread(values: Iterable[float]) -> float:
+def spread(values: Sequence[float]) -> float:
     """Return the deviation of a normal distribution with the values' median absolute deviation."""
-    values = list(values)
     middle = statistics.median(values)
     return 1.4826 * statistics.median(abs(value - middle) for value in values)
 
@@ -198,7 +197,7 @@ def unscored_length(run: History) -> str | None:
 @rule("nothing can be learnt from it", "is the reward source what you think it is, and alive? read samples", steps=3)
 def constant_reward(run: History) -> str | None:
     reward, deviation = run.now("train/rewards"), run.now("train/reward_deviation")
-    limit = max(1e-4 * abs(reward), 0.02 * number(run.first("train/reward_deviation")), 1e-12)
+    limit = max(1e-4 * abs(reward), 0.02 * run.first("train/reward_deviation"), 1e-12)
     if not deviation <= limit or solved(run):
         return None
     return f"the rewards of all samples are {reward:.4g} ± {deviation:.1g}"
@@ -210,15 +209,17 @@ def equal_groups(run: History) -> str | None:
     return text if equal >= 0.9 else None
 
 
-@rule("little is left to learn", "take harder prompts, or stop; or has the policy collapsed? read samples", steps=3)
-def solved(run: History) -> str | None:
-    rise = run.now("train/rewards") - run.initial("train/rewards")
-    return equal_groups(run) if rise > 3 * run.now("train/reward_deviation") else None
-
-
 @rule("there is little to learn from", "take other prompts, more samples each, or dynamic_filtering=true", steps=3)
 def no_spread(run: History) -> str | None:
     return None if solved(run) else equal_groups(run)
+
+
+@rule("little is left to learn", "take harder prompts, or stop; or has the policy collapsed? read samples", steps=3)
+def solved(run: History) -> str | None:
+    reward, deviation = run.now("train/rewards"), run.now("train/reward_deviation")
+    rise = reward - run.initial("train/rewards")
+    has_risen = rise > max(3 * deviation, 0.5 * run.initial("train/reward_deviation"))
+    return equal_groups(run) if has_risen and reward >= run.middle("train/rewards", 20) else None
 
 
 @rule("the weights do not change", "see train/fraction_of_samples_trained and train/reward_group_deviation", steps=2)
@@ -229,15 +230,15 @@ def zero_gradient(run: History) -> str | None:
 @rule("no policy changes that much in a step", "did the reward server restart, with another model, or fail?")
 def changed_scorer(run: History) -> str | None:
     rewards, deviations = run.past("train/rewards", 20), run.past("train/reward_deviation", 20)
-    if not rewards or not deviations:
+    kl, before = run.now("train/init_policy_kl"), run.past("train/init_policy_kl", 1 + FEWEST)[-1:]
+    if not rewards or not any(deviations) or (before and kl > 1.5 * before[0] + 1):  # then it was the policy
         return None
-    now, usual = run.now("train/reward_deviation"), statistics.median(deviations)
-    usual_move = spread(new - old for old, new in itertools.pairwise(rewards))
-    jump = abs(run.now("train/rewards") - rewards[-1])
-    if not usual or (jump <= max(usual, 6 * usual_move) and 0.2 < now / usual < 5):
+    now, moves = run.now("train/reward_deviation"), [new - old for old, new in itertools.pairwise(rewards)]
+    jumps = abs(run.now("train/rewards") - rewards[-1]) > max(*deviations, 6 * spread(moves))
+    if not jumps and 0.2 * min(deviations) <= now <= 5 * max(deviations):
         return None
-    before = f"{rewards[-1]:.3f} ± {deviations[-1]:.3f}"
-    return f"the rewards went from {before} to {run.now('train/rewards'):.3f} ± {now:.3f}"
+    was = f"{rewards[-1]:.3f} ± {deviations[-1]:.3f}"
+    return f"the rewards went from {was} to {run.now('train/rewards'):.3f} ± {now:.3f}"
 
 
 @rule("the policy leaves the initial one ever faster", "lower model.optim.lr or raise initial_policy_kl_penalty")
@@ -272,7 +273,8 @@ def length(run: History) -> str | None:
     if len(run.lines) < FEWEST or not rise > 0.5 * run.first("train/reward_deviation"):
         return None
     if now > 1.5 * first or (now > 1.2 * first and pays > 0.5):
-        return f"responses have {now:.1f} tokens, {first:.1f} at first; within a group length and reward go {pays:.2f}"
+        pair = f"; within a group the correlation with the reward is {pays:.2f}" if math.isfinite(pays) else ""
+        return f"responses have {now:.1f} tokens, {first:.1f} at first{pair}"
     return None
 
 
