@@ -27,7 +27,7 @@ class RulesConfig(Section):
     zero_gradient: Action = key("warn", "the gradient is zero")
     changed_scorer: Action = key("warn", "level or spread of the rewards jumps from one step to the next")
     kl: Action = key("warn", "the KL runs away from its own past")
-    entropy: Action = key("warn", "the entropy has collapsed")
+    entropy: Action = key("warn", "the entropy has collapsed, or doubled")
     cut: Action = key("warn", "most responses are cut at max_length, or ever more are")
     length: Action = key("warn", "responses grow along with the reward")
     repetition: Action = key("warn", "responses repeat themselves more and more")

@@ -230,12 +230,12 @@ def zero_gradient(run: History) -> str | None:
 @rule("no policy changes that much in a step", "did the reward server restart, with another model, or fail?")
 def changed_scorer(run: History) -> str | None:
     rewards, deviations = run.past("train/rewards", 20), run.past("train/reward_deviation", 20)
-    kl, before = run.now("train/init_policy_kl"), run.past("train/init_policy_kl", 1 + FEWEST)[-1:]
-    if not rewards or not any(deviations) or (before and kl > 1.5 * before[0] + 1):  # then it was the policy
+    distance, before = run.now("train/init_policy_kl"), max(run.past("train/init_policy_kl", 10), default=math.nan)
+    if not rewards or not any(deviations) or distance > 1.5 * before + 1:  # then it was the policy
         return None
     now, moves = run.now("train/reward_deviation"), [new - old for old, new in itertools.pairwise(rewards)]
     jumps = abs(run.now("train/rewards") - rewards[-1]) > max(*deviations, 6 * spread(moves))
-    if not jumps and 0.2 * min(deviations) <= now <= 5 * max(deviations):
+    if not jumps and 0.2 * min(deviations) <= now <= 5 * max(*deviations, run.first("train/reward_deviation")):
         return None
     was = f"{rewards[-1]:.3f} ± {deviations[-1]:.3f}"
     return f"the rewards went from {was} to {run.now('train/rewards'):.3f} ± {now:.3f}"
@@ -249,11 +249,12 @@ def kl(run: History) -> str | None:
     return f"the KL is {now:.3g} nats, {usual:.3g} in the steps before" if now > max(5 * usual, usual + 10) else None
 
 
-@rule("samples of a prompt are alike", "go on from an older checkpoint with a lower lr, or set entropy_bonus")
+@rule("it writes always the same, or noise", "read samples; go on from an older checkpoint with a lower learning rate")
 def entropy(run: History) -> str | None:
     key = "train/entropy" if math.isfinite(run.now("train/entropy")) else "train/entropy_sampled"
     now, first = run.middle(key), run.initial(key)
-    return f"the entropy is {now:.3f} nats a token, {first:.3f} at first" if now < 0.2 * first else None
+    is_usual = not (now < 0.2 * first or now > 2 * first)
+    return None if is_usual else f"the entropy is {now:.3f} nats a token, {first:.3f} at first"
 
 
 @rule("their ends are never scored", "raise max_length, or see truncated_samples and reward_shaping.length_penalty")
@@ -318,7 +319,7 @@ def overfitting(run: History) -> str | None:
     best, then = max(run.validations)
     (before, _), (last, now) = list(run.validations)[-2:]
     margin = 0.25 * run.middle("train/reward_deviation", WINDOW)
-    if max(before, last) < best - margin and now > then + 0.1 * margin:
+    if max(before, last) < best - margin and now > then + margin:
         return f"validation fell from {best:.3f} to {last:.3f}, while training rose from {then:.3f} to {now:.3f}"
     return None
 

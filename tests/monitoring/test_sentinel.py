@@ -87,6 +87,7 @@ FAULTS: list[tuple[str, Change, int]] = [
     ("changed_scorer", becomes(reward_deviation=9.0), 1),
     ("kl", lambda i, line: {"train/init_policy_kl": 1.5**i}, 10),
     ("entropy", lambda i, line: {"train/entropy_sampled": 0.1}, 2),
+    ("entropy", lambda i, line: {"train/entropy_sampled": 5.0}, 2),
     ("entropy", lambda i, line: {"train/entropy": 2.0 if line["step"] < START else 0.1}, 2),
     ("cut", lambda i, line: {"train/fraction_of_samples_properly_ended": 0.95 - 0.05 * i}, 10),
     ("length", lambda i, line: {"train/response_lengths": 100 + 10 * i, "train/rewards": 0.3 + 0.1 * i}, 9),
@@ -104,7 +105,11 @@ FAULTS: list[tuple[str, Change, int]] = [
     *[("generator_gap", becomes(**{name: 1.01 * limit}), 2) for name, limit in GAP_LIMITS.items()],
     ("generator_gap", lambda i, line: {"train/generator_gap": 0.002 * 1.5**i}, 8),
     ("gradient_spikes", lambda i, line: {"train/grad_norm": 30.0 if i % 2 == 0 else 1.0}, 7),
-    ("overfitting", lambda i, line: {"val/rewards": -0.6} if "val/rewards" in line else {}, 11),
+    (
+        "overfitting",
+        lambda i, line: {"train/rewards": 0.3 + 0.1 * i} | ({"val/rewards": -0.6} if "val/rewards" in line else {}),
+        11,
+    ),
     ("prompts_seen", becomes(prompts_seen_before=0.1), 1),
     ("straggler", lambda i, line: {"timing/x/max": 9.0}, 1),
 ]
