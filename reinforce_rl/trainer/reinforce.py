@@ -26,6 +26,7 @@ from reinforce_rl.monitoring.metrics import (
     gap_quantiles,
     of_this_rank,
     reinforce_means,
+    sampled_entropy,
     take_means,
     update_metrics,
 )
@@ -140,7 +141,8 @@ class ReinforceTrainer:
     def fit(self) -> None:
         """Train until steps, epochs or time run out, validating and saving at intervals.
 
-        Raises, after the last complete step is saved: StoppedEarly out of time or at a signal, RewardServerError if
+        Raises, after the last complete step is saved: StoppedEarly out of time, at a signal or by the
+        sentinel, RewardServerError if
         the reward server missed its deadline or failed too many samples, GenerationError if the engine cannot go on.
         Raises DivergedError if training has diverged; nothing is saved.
         """
@@ -181,7 +183,7 @@ class ReinforceTrainer:
             text = f"{error} after step {self.step} of {self.max_steps}"
             self.logger.note(f"{text}; saving")
             self._save_last_step()
-            raise StoppedEarly(f"{text}; the same command goes on from there") from None
+            raise type(error)(f"{text}; the same command goes on from there") from None
 
     def generate_rollouts(self) -> tuple[RolloutBatch, Metrics, Timings]:
         """Sample and score the next prompts and take log-probs.
@@ -228,6 +230,7 @@ class ReinforceTrainer:
         self._log_probs, kept = log_probs, mask & batch.trains[:, None]
         gaps = torch.zeros(0) if generator is None else (log_probs - generator[:, : rollouts.width])[kept]
         metrics |= gap_quantiles(gaps, mesh.sum_over_dp)
+        metrics |= take_means(sampled_entropy(log_probs[kept]), mesh.gather_over_dp)
         if self._rollouts.staleness and rollouts.weight_versions is not None and generator is not None:
             ages = self.step - rollouts.weight_versions[:, : rollouts.width][kept]
             metrics |= take_means(gap_by_age(gaps, ages), mesh.gather_over_dp)
@@ -368,7 +371,7 @@ class ReinforceTrainer:
         if self._is_over():
             self._divergence.check_end(self.step)
             return False
-        self._stop.check(self.model.mesh)
+        self._stop.check(self.model.mesh, self.logger.verdict)
         if self._outlook.shortage is not None:
             raise StoppedEarly(self._outlook.shortage)
         self.run_timer.begin_step()
