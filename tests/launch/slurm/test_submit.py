@@ -95,6 +95,19 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(submit):
     assert not submit.run_dir.exists()
 
 
+def test_generators_of_their_own_are_a_third_component(submit):
+    apart = ("placement=disaggregated", "generators=separate", "generation_tensor_parallel_size=2")
+    text = submit("--dry-run", "--job-name=night", "--generator-nodes=2", "--generator-devices=4", *apart)
+    assert submit.code == 0, text
+    for words in ("night-gen", "2 x 4 = 8", "2: generators", "REINFORCE_GENERATOR_DEVICES=4"):
+        assert words in text, text
+    command = " ".join(text.partition("Command")[2].replace("\\", " ").split())
+    assert command.count(" : ") == 2 and "--job-name=night-gen --nodes=2 --ntasks-per-node=4" in command
+    text = submit("--dry-run", "--generator-devices=3", *apart)
+    assert submit.code == 1
+    assert "--generator-devices is 3, and generation_tensor_parallel_size 2; expected a multiple" in text
+
+
 def test_every_fault_is_in_one_message(submit):
     (submit.run_dir / "slurm").mkdir(parents=True)
     line = {"job": "7", "name": "reinforce-rm", "time": 1.0}
@@ -386,4 +399,4 @@ def test_nodes_with_too_little_memory(slurm):
 def test_an_sbatch_that_names_no_nodes(slurm):
     slurm.answer("test-actor", error="sbatch: something else")
     answer = ask(component(1, "server"), component(1))
-    assert answer.faults == [] and "whether both components fit together is not known" in answer.warnings[0]
+    assert answer.faults == [] and "whether the components fit together is not known" in answer.warnings[0]
