@@ -23,6 +23,7 @@ from reinforce_rl.monitoring.backends import start_loggers
 from reinforce_rl.monitoring.loggers import Detached, JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import drop_later_samples
+from reinforce_rl.monitoring.responses import repeated_texts
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.sentinel import Sentinel
@@ -195,10 +196,13 @@ def build_monitor(
     if resume_step is not None:
         drop_later_samples(folder, resume_step)
     tables = cfg.exp_manager.sample_table_interval
+    held_out = [text for part in (datasets.validation, datasets.test) if part is not None for text in part.texts]
     tokens, sentinel = cfg.exp_manager.record_tokens_every, Sentinel(cfg.sentinel.rules.model_dump(), factor)
     for line in RunFolder(folder).lines:  # of a run that goes on
         sentinel.look(line)
-    monitor = RunMonitor(folder, Loggers([jsonl, *others]), progress, status, factor, tables, tokens, sentinel)
+    monitor = RunMonitor(
+        folder, Loggers([jsonl, *others]), progress, status, factor, tables, tokens, sentinel, repeated
+    )
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
         for key, values in changes.items():

@@ -34,7 +34,7 @@ class RulesConfig(Section):
     generator_gap: Action = key("warn", "trainer and generator differ, or part from each other")
     gradient_spikes: Action = key("warn", "the gradient's norm jumps again and again")
     overfitting: Action = key("warn", "the validation's reward falls while training's rises")
-    prompts_seen: Action = key("warn", "a training prompt occurs twice in the data, or in validation")
+    prompts_repeated: Action = key("warn", "a training prompt occurs twice in the data, or in validation")
     straggler: Action = key("warn", "a rank is slow, by trainer.straggler_factor")
 
 

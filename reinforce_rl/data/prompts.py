@@ -57,6 +57,10 @@ class PromptDataset(Dataset[Prompt]):
     def __getitem__(self, index: int) -> Prompt:
         return self._prompts[index]
 
+    @property
+    def texts(self) -> Iterator[str]:
+        return (prompt.text for prompt in self._prompts)
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256 (hex) of the texts in order; detects a resume on other data."""

@@ -62,7 +62,7 @@ compression | share | size of these responses, each compressed by zlib | steady;
   repeat themselves
 length_reward_correlation | correlation | of a response's length and its reward, within groups | near 0; towards 1: the
   reward pays for length
-prompts_seen_before | share | prompts on several lines of the data, or in validation | 0
+prompts_repeated | share | prompts on several lines of the data, or in validation | 0
 unscored_longer | share | pairs of a sample without a score and one with it in which the first is longer | near 0.5;
   near 1: long responses fail
 generator_gap | nats a token | mean size of the difference between the trainer's and its log-probs | below 0.05;

@@ -1,51 +1,36 @@
-"""Metrics of a step's samples: repetition, compression, failures by length, prompts seen before."""
+"""Metrics of a step's samples: repetition, compression, failures by length, repeated prompts."""
 
 from __future__ import annotations
 
 import math
 import zlib
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Sequence
-from hashlib import blake2b
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 
 from reinforce_rl.monitoring.records import RolloutRow
 
 WORDS = 3  # of an n-gram
 MOST_RESPONSES, MOST_CHARACTERS = 128, 8192  # whose texts are looked at in a step
-MOST_PROMPTS = 500_000  # remembered
 
 
-class SampleMetrics:
-    """Holds the prompts that have been seen, as hashes."""
+def repeated_texts(train: Iterable[str], held_out: Iterable[str]) -> frozenset[str]:
+    """Return the texts of training prompts that are on several lines of the data, or held out for validation."""
+    lines, held = Counter(train), set(held_out)
+    return frozenset(text for text, count in lines.items() if count > 1 or text in held)
 
-    def __init__(self) -> None:
-        self._seen: dict[bytes, tuple[str, int]] = {}
 
-    def of_validation(self, rows: Sequence[RolloutRow]) -> None:
-        """Remember the prompts of a validation: training must not see them."""
-        for row in rows:
-            self._first_seen("validation", row.prompt_id, row.prompt)
-
-    def of_step(self, rows: Sequence[RolloutRow]) -> dict[str, float]:
-        """Return the metrics of a training step; the same whatever the order of the rows."""
-        if not rows:
-            return {}
-        texts = [
-            row.response[:MOST_CHARACTERS] for row in sorted(rows, key=lambda row: (row.prompt_id, row.sample_id))
-        ]
-        prompts = sorted({(row.prompt_id, row.prompt) for row in rows})
-        again = sum(self._first_seen("train", *prompt) != ("train", prompt[0]) for prompt in prompts)
-        found = {**text_metrics(texts[:MOST_RESPONSES]), "prompts_seen_before": again / len(prompts)}
-        found["length_reward_correlation"] = length_reward_correlation(rows)
-        longer = longer_if_unscored(rows)
-        return found if math.isnan(longer) else found | {"unscored_longer": longer}
-
-    def _first_seen(self, kind: str, prompt_id: int, prompt: str) -> tuple[str, int]:
-        key = blake2b(prompt.encode(errors="replace"), digest_size=8).digest()
-        if len(self._seen) >= MOST_PROMPTS:
-            return self._seen.get(key, (kind, prompt_id))
-        return self._seen.setdefault(key, (kind, prompt_id))
+def sample_metrics(rows: Sequence[RolloutRow], repeated: frozenset[str] = frozenset()) -> dict[str, float]:
+    """Return the metrics of a training step; the same whatever the order of the rows. `repeated` are prompts."""
+    if not rows:
+        return {}
+    texts = [row.response[:MOST_CHARACTERS] for row in sorted(rows, key=lambda row: (row.prompt_id, row.sample_id))]
+    prompts = {(row.prompt_id, row.prompt) for row in rows}
+    found = text_metrics(texts[:MOST_RESPONSES])
+    found["prompts_repeated"] = sum(text in repeated for _, text in prompts) / len(prompts)
+    found["length_reward_correlation"] = length_reward_correlation(rows)
+    longer = longer_if_unscored(rows)
+    return found if math.isnan(longer) else found | {"unscored_longer": longer}
 
 
 def text_metrics(texts: Sequence[str]) -> dict[str, float]:

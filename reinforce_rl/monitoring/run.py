@@ -13,7 +13,7 @@ from reinforce_rl.monitoring.metrics import RankSeconds, slowest_of_phases, timi
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import Kind, Samples, rollout_files, worst_tokens, write_samples
 from reinforce_rl.monitoring.report import write_report
-from reinforce_rl.monitoring.responses import SampleMetrics
+from reinforce_rl.monitoring.responses import sample_metrics
 from reinforce_rl.monitoring.sentinel import Sentinel, is_training
 from reinforce_rl.runtime.status import StatusFile
 
@@ -34,8 +34,8 @@ class RunMonitor:
     table_interval: int = 0  # steps between tables of training samples for the loggers; 0 for none
     tokens_every: int = 0  # `exp_manager.record_tokens_every`
     sentinel: Sentinel = field(default_factory=Sentinel)
+    repeated: frozenset[str] = frozenset()  # training prompts that are in the data more than once
     verdict: str | None = None  # why the sentinel stops the run; on the first rank
-    _samples: SampleMetrics = field(default_factory=SampleMetrics, init=False)
     _step: int = field(default=0, init=False)
     _line: dict[str, float] = field(default_factory=dict, init=False)  # metrics of the step, as in metrics.jsonl
     _said: dict[str, int] = field(default_factory=dict, init=False)  # last step by what was wrong
@@ -55,7 +55,7 @@ class RunMonitor:
         memory: Mapping[str, float],
     ) -> None:
         """Log metrics, samples, seconds and peak gigabytes per phase; `commit` stores the metrics."""
-        metrics = {**metrics, **self._samples.of_step(samples.rows)}
+        metrics = {**metrics, **sample_metrics(samples.rows, self.repeated)}
         self._log(metrics, step, "train/")
         self._log(timings, step, "timers/")
         self._log(memory, step, "memory/")
@@ -77,7 +77,6 @@ class RunMonitor:
         return self.tokens_every > 0 and step % self.tokens_every == 0
 
     def log_validation(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
-        self._samples.of_validation(samples.rows)
         self._log(metrics, step, "val/")
         self._write(step, samples, "validation")
         self._log_table("validation", samples, step)

@@ -325,8 +325,8 @@ def overfitting(run: History) -> str | None:
 
 
 @rule("what was trained on is no test, and counts twice", "drop them from the data")
-def prompts_seen(run: History) -> str | None:
-    share = run.now("train/prompts_seen_before")
+def prompts_repeated(run: History) -> str | None:
+    share = run.now("train/prompts_repeated")
     return f"{share:.0%} of the prompts are on another line of the data, too, or in validation" if share > 0 else None
 
 

@@ -20,9 +20,10 @@ from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import RolloutRow
 from reinforce_rl.monitoring.responses import (
-    SampleMetrics,
     length_reward_correlation,
     longer_if_unscored,
+    repeated_texts,
+    sample_metrics,
     text_metrics,
 )
 from reinforce_rl.monitoring.run import RunMonitor
@@ -52,7 +53,7 @@ def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
             "repetition": abs(draw(0.02, 0.01)),
             "compression": 0.8 + draw(0, 0.02),
             "length_reward_correlation": draw(0, 0.2),
-            "prompts_seen_before": 0.0,
+            "prompts_repeated": 0.0,
             "generator_gap": 0.002 * math.exp(draw(0, 0.3)),
             "grad_norm": math.exp(draw(0, 0.3)),
             "actor_loss": draw(0, 1),
@@ -110,7 +111,7 @@ FAULTS: list[tuple[str, Change, int]] = [
         lambda i, line: {"train/rewards": 0.3 + 0.1 * i} | ({"val/rewards": -0.6} if "val/rewards" in line else {}),
         11,
     ),
-    ("prompts_seen", becomes(prompts_seen_before=0.1), 1),
+    ("prompts_repeated", becomes(prompts_repeated=0.1), 1),
     ("straggler", lambda i, line: {"timing/x/max": 9.0}, 1),
 ]
 
@@ -196,15 +197,14 @@ def test_the_correlation_is_that_within_groups():
     assert math.isnan(length_reward_correlation(rows[:1])) and math.isnan(length_reward_correlation([]))
 
 
-def test_prompts_that_are_seen_again():
-    seen = SampleMetrics()
-    of = lambda *rows: seen.of_step(rows)["prompts_seen_before"]  # noqa: E731
-    assert of(row(0, 0, "x"), row(0, 1, "x"), row(1, 0, "x")) == 0.0
-    assert of(row(0, 0, "x"), row(2, 0, "x")) == 0.0, "the next epoch"
-    assert of(row(3, 0, "x", text="prompt 0"), row(4, 0, "x")) == 0.5, "another line, the same text"
-    assert of(row(5, 0, "x", text="twice"), row(6, 0, "x", text="twice")) == 0.5
-    seen.of_validation([row(0, 0, "x", text="held out")])
-    assert of(row(0, 0, "x", text="held out")) == 1.0 and seen.of_step([]) == {}
+def test_prompts_that_are_repeated():
+    """By the data alone, so that a resumed run says the same."""
+    repeated = repeated_texts(["once", "twice", "also held out", "twice"], ["held out", "also held out"])
+    assert repeated == {"twice", "also held out"}
+    of = lambda *rows: sample_metrics(rows, repeated)["prompts_repeated"]  # noqa: E731
+    assert of(row(0, 0, "x", text="once"), row(0, 1, "x", text="once"), row(1, 0, "x", text="other")) == 0.0
+    assert of(row(0, 0, "x", text="once"), row(1, 0, "x", text="twice"), row(1, 1, "x", text="twice")) == 0.5
+    assert of(row(2, 0, "x", text="also held out")) == 1.0 and sample_metrics([]) == {}
 
 
 def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
@@ -268,7 +268,7 @@ class TestARun:
 
     def test_a_run_logs_what_the_rules_read(self, tmp_path, mesh):
         lines = run(tmp_path, mesh, f"{RL}.max_steps=1")
-        read = {"repetition", "compression", "entropy_sampled", "prompts_seen_before", "length_reward_correlation"}
+        read = {"repetition", "compression", "entropy_sampled", "prompts_repeated", "length_reward_correlation"}
         assert {f"train/{name}" for name in read} <= lines[-1].keys()
         assert 0 < lines[-1]["train/entropy_sampled"] < math.log(32) + 0.5
         assert json.dumps(lines[-1])
