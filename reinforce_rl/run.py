@@ -200,9 +200,8 @@ def build_monitor(
     tokens, sentinel = cfg.exp_manager.record_tokens_every, Sentinel(cfg.sentinel.rules.model_dump(), factor)
     for line in RunFolder(folder).lines:  # of a run that goes on
         sentinel.look(line)
-    monitor = RunMonitor(
-        folder, Loggers([jsonl, *others]), progress, status, factor, tables, tokens, sentinel, repeated
-    )
+    loggers, repeated = Loggers([jsonl, *others]), repeated_texts(datasets.train.texts, held_out)
+    monitor = RunMonitor(folder, loggers, progress, status, factor, tables, tokens, sentinel, repeated)
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
         for key, values in changes.items():
