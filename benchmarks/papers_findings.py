@@ -6,6 +6,11 @@ A policy of 1M parameters is pre-trained, then trained by the project's own trai
 without a baseline at equal numbers of samples, several beta, a constant and noise added to the reward. Each method's
 learning rate is chosen with seeds of its own. A run that has been made is not made again, so a stopped benchmark goes
 on where it was.
+
+python benchmarks/papers_findings.py --staleness --processes 1
+
+What rollouts that are k steps old cost RLOO in learning and give in time: runs with a generator of their own, which
+are two processes each, beside the same run in one process. Each `--out` has one kind of runs.
 """
 
 from __future__ import annotations
@@ -28,12 +33,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 from findings.pool import run_all  # noqa: E402
 from findings.pretraining import STEPS as PRETRAINING_STEPS  # noqa: E402
 from findings.pretraining import prepare  # noqa: E402
-from findings.runs import CELLS, LEARNING_RATES, STEPS, Job, Outcome  # noqa: E402
+from findings.runs import CELLS, LEARNING_RATES, PAPERS, STALENESS, STEPS, Job, Outcome  # noqa: E402
 from findings.summary import (  # noqa: E402
     best_rates,
     cell_rows,
     charts,
     difference_rows,
+    lag_rows,
     markdown_table,
     rich_table,
     tuning_rows,
@@ -43,6 +49,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 TUNING_SEEDS = (1, 2, 3)
 FIRST_SEED = 101  # of the evaluation
+SLEEPING_SEEDS = 3  # of cells that sleep: for seconds alone, as they learn what those without sleep do
 JOB_SECONDS = 300.0
 QUICK_STEPS, QUICK_PRETRAINING = 4, 12
 
@@ -50,13 +57,15 @@ QUICK_STEPS, QUICK_PRETRAINING = 4, 12
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=10, help="evaluation seeds a cell (10)")
-    parser.add_argument(
-        "--cells", nargs="+", choices=CELLS, default=list(CELLS), metavar="CELL", help=", ".join(CELLS)
-    )
-    parser.add_argument("--out", type=Path, default=Path("results/papers_findings"), help="folder (%(default)s)")
-    parser.add_argument("--processes", type=int, default=2, help="runs at once, one core each (2)")
+    parser.add_argument("--staleness", action="store_true", help="the cells with a generator of their own instead")
+    parser.add_argument("--cells", nargs="+", choices=CELLS, metavar="CELL", help=", ".join(CELLS))
+    parser.add_argument("--out", type=Path, help="folder (results/papers_findings; results/staleness)")
+    parser.add_argument("--processes", type=int, default=2, help="runs at once, of one core or two each (2)")
     parser.add_argument("--quick", action="store_true", help="2 seeds, few steps, no tuning: does it work at all?")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.cells = args.cells or list(STALENESS if args.staleness else PAPERS)
+    args.out = args.out or Path("results", "staleness" if args.staleness else "papers_findings")
+    return args
 
 
 def main() -> int:
@@ -78,6 +87,7 @@ def main() -> int:
         for seed in seeds  # outermost, so that a run that is stopped has all cells
         for cell in args.cells
         if (rate := CELLS[cell].lr or rates.get(CELLS[cell].tuned_as or cell)) is not None
+        and (not CELLS[cell].sleep or seed < FIRST_SEED + SLEEPING_SEEDS)
     ]
     evaluation, failed = finish("evaluation", jobs, args, console)
     for job, reason in [*failures, *failed]:
@@ -123,6 +133,7 @@ def write_up(out: Path, tuning: list[Outcome], evaluation: list[Outcome], consol
         "Tuning: reward less beta times KL": tuning_rows(tuning) if tuning else [],
         "Means over seeds, with standard errors": cell_rows(outcomes),
         "Paired differences, with standard errors": difference_rows(outcomes),
+        "How far behind, how fast, and where it is when half of the colocated steps are done": lag_rows(outcomes),
     }
     text = "# The papers' findings at small scale\n"
     for title, rows in tables.items():

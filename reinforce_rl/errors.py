@@ -7,6 +7,7 @@ EXIT_ERROR = 1
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 EXIT_LOST_RANK = 76
 EXIT_DIVERGED = 77
+EXIT_SENTINEL = 78
 
 
 class ReinforceError(Exception):
@@ -19,6 +20,12 @@ class StoppedEarly(ReinforceError):
     """The run was asked to stop or its time is up. Its state is saved; the same command resumes it."""
 
     exit_code = EXIT_STOPPED
+
+
+class SentinelStop(StoppedEarly):
+    """A rule of the sentinel that may stop the run spoke. Its state is saved; the same command goes on from there."""
+
+    exit_code = EXIT_SENTINEL
 
 
 class LostRankError(ReinforceError):

@@ -25,6 +25,7 @@ from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import drop_later_samples
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
+from reinforce_rl.monitoring.sentinel import Sentinel
 from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers
@@ -194,8 +195,10 @@ def build_monitor(
     if resume_step is not None:
         drop_later_samples(folder, resume_step)
     tables = cfg.exp_manager.sample_table_interval
-    tokens, first = cfg.exp_manager.record_tokens_every, RunFolder(folder).first_reward  # of a run that goes on
-    monitor = RunMonitor(folder, Loggers([jsonl, *others]), progress, status, factor, tables, tokens, first)
+    tokens, sentinel = cfg.exp_manager.record_tokens_every, Sentinel(cfg.sentinel.rules.model_dump(), factor)
+    for line in RunFolder(folder).lines:  # of a run that goes on
+        sentinel.look(line)
+    monitor = RunMonitor(folder, Loggers([jsonl, *others]), progress, status, factor, tables, tokens, sentinel)
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
         for key, values in changes.items():

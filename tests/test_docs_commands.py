@@ -1,4 +1,4 @@
-"""Every command of README, of five minutes and of the tutorial: run on a tiny model, or planned for a cluster."""
+"""Every command of README, five minutes, debugging and the tutorial: run on a tiny model, or planned for a cluster."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from reinforce_rl.launch.main import app
 
 ROOT = Path(__file__).parents[1]
 START = ROOT / "docs" / "start.md"
+DEBUGGING = ROOT / "docs" / "debugging.md"
 TUTORIAL = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
-PAGES = [ROOT / "README.md", START, *TUTORIAL, *sorted((ROOT / "docs").glob("migration-*.md"))]
+PAGES = [ROOT / "README.md", START, DEBUGGING, *TUTORIAL, *sorted((ROOT / "docs").glob("migration-*.md"))]
 COMMANDS: Any = get_command(app)
 PROGRAMS: dict[str, tuple[str, type[Section]]] = {
     "train": ("train_reinforce_actor", TrainConfig),
@@ -158,6 +159,18 @@ def test_five_minutes_ends_with_a_trained_model(place):
     run = place.folder / "results" / "first"
     assert steps(run) == [0, 1, 2, 3, 4]  # 0: the validation before
     assert (run / "report.html").is_file() and (run / "hf" / "config.json").is_file()
+
+
+@pytest.mark.timeout(600)
+def test_debugging_says_what_would_have_been(place):
+    results = place.folder / "results"
+    if not (results / "first").exists():
+        place.follow(START, slice(2))
+    place.follow(DEBUGGING)
+    found = json.loads((place.folder / "whatif.json").read_text())
+    assert [step["step"] for step in found["steps"]] == [1, 2, 3, 4]
+    assert all(0 < step["cosine"] < 1 for step in found["steps"]) and found["largest_difference"] < 1e-6
+    assert (place.folder / "whatif.html").stat().st_size > 1e5
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from helpers.ranks import kill_tree
+
 from findings.runs import Job, Outcome
 
 START_SECONDS = 120.0  # imports, on a busy machine
@@ -21,7 +23,7 @@ class Worker:
     def __init__(self, folder: Path):
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, folder), daemon=True)
+        self.process = context.Process(target=_work, args=(theirs, folder))  # no daemon, as it may have processes
         self.process.start()
         theirs.close()
         self.job: Job | None = None
@@ -49,7 +51,7 @@ class Worker:
             self.connection.send(None)
             self.process.join(30)
         if self.process.is_alive():
-            self.process.kill()
+            kill_tree(self.process.pid or 0)
         self.process.join()
         self.connection.close()
 
@@ -95,15 +97,13 @@ def _work(connection: Connection, folder: Path) -> None:
 
     torch.set_num_threads(1)
 
-    from findings.runs import run
-    from reinforce_rl.megatron.mesh import parallel_mesh
+    from findings.forked import run_forked
 
-    with parallel_mesh() as mesh:
-        while (job := _next(connection)) is not None:
-            try:
-                connection.send(run(job, mesh, folder))
-            except Exception:
-                connection.send(traceback.format_exc())
+    while (job := _next(connection)) is not None:
+        try:
+            connection.send(run_forked(job, folder))
+        except Exception:
+            connection.send(traceback.format_exc())
 
 
 def _next(connection: Connection) -> Job | None:

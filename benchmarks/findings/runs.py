@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from helpers.rewards import ReadyRewards
@@ -16,6 +18,8 @@ from helpers.tiny_run import compose
 
 from findings.language import reward
 from findings.pretraining import MAX_POSITIONS, MAX_RESPONSE, NUM_VALIDATION
+from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.mesh import Mesh
@@ -23,7 +27,9 @@ from reinforce_rl.monitoring.records import RolloutRow, Samples
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import STATUS_OK, RewardRequest, Rewards
 from reinforce_rl.run import build_trainer
+from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.trainer.build import build_datasets
+from reinforce_rl.trainer.disaggregated import GeneratorPool
 
 BETA = 0.05
 SAMPLES_PER_STEP = 32
@@ -46,6 +52,9 @@ class Cell:
         spread: standard deviation over prompts of a constant that is added to all rewards of a prompt in training.
         tuned_as: the cell whose learning rate it takes; empty: it is tuned itself.
         lr: a learning rate that is given instead; 0: none is.
+        staleness: `max_staleness` of a run with a generator of its own; None: one process does both in turn.
+        correction: `trainer.reinforce.generator_correction`; empty: the default.
+        sleep: seconds that the generation of a step sleeps besides, and its update too.
         against: cells that it is compared with, seed by seed.
     """
 
@@ -59,6 +68,9 @@ class Cell:
     spread: float = 0.0
     tuned_as: str = ""
     lr: float = 0.0
+    staleness: int | None = None
+    correction: str = ""
+    sleep: float = 0.0
     against: tuple[str, ...] = ()
 
 
@@ -99,7 +111,28 @@ SAME_RATE = [
     Cell("rloo2_lr", "RLOO, G=2, lr 3e-4", "rloo", 2, lr=3e-4, against=("rloo4_lr", "vanilla")),
     Cell("rloo4_noise2_lr", "RLOO, G=4, noise 2, lr 3e-4", "rloo", 4, noise=2.0, lr=3e-4, against=("raft4_noise2",)),
 ]
-CELLS = {cell.name: cell for cell in [*METHODS, *OFFSETS, *BETAS, *NOISES, *SAME_RATE]}
+PAPERS = {cell.name: cell for cell in [*METHODS, *OFFSETS, *BETAS, *NOISES, *SAME_RATE]}
+LAGS = (0, 1, 2, 4)
+
+
+def lagging(lr: float, sleep: float = 0.0) -> list[Cell]:
+    """RLOO in one process, and with rollouts that a generator draws k steps ahead."""
+    name, title = (f"_{lr:g}_sleep", f", lr {lr:g}, sleeping") if sleep else (f"_{lr:g}", f", lr {lr:g}")
+    base = Cell(f"colocated{name}", f"colocated{title}", "rloo", 4, lr=lr, sleep=sleep)
+    kept = replace(base, against=(base.name,))
+    found = [base, *(replace(kept, name=f"k{k}{name}", title=f"k = {k}{title}", staleness=k) for k in LAGS)]
+    if not sleep:
+        last = found[-1]
+        uncorrected = replace(kept, name=f"k4_none{name}", title=f"k = 4, no correction{title}", staleness=4)
+        found.append(replace(uncorrected, correction="none", against=(base.name, last.name)))
+    return found
+
+
+# RLOO's own rate of the papers' cells and two below. Sleeping takes longer than what is computed, so that seconds show
+# the overlap and not how two processes share the cores.
+LAGGING = [lagging(1.5e-4), lagging(3e-4), lagging(6e-4), lagging(6e-4, sleep=0.5)]
+STALENESS = {cell.name: cell for cells in LAGGING for cell in cells}
+CELLS = PAPERS | STALENESS
 
 
 @dataclass(frozen=True)
@@ -128,7 +161,10 @@ class Outcome:
         validation: (samples drawn so far, mean reward of the validation prompts).
         training: mean reward of the samples of each step.
         kl: nats a response from the first policy, of the samples of each step.
-        seconds: the run took, on one core.
+        seconds: the run took, on one core; on two processes with a generator.
+        steps: seconds of each step, without validation.
+        moved: nats a response from the policy that sampled to the one that trains, of each step.
+        capped: share of the tokens of each step whose weight reached the cap.
     """
 
     job: Job
@@ -136,6 +172,9 @@ class Outcome:
     training: list[float]
     kl: list[float]
     seconds: float
+    steps: list[float] = field(default_factory=list)
+    moved: list[float] = field(default_factory=list)
+    capped: list[float] = field(default_factory=list)
 
     @property
     def final_reward(self) -> float:
@@ -145,6 +184,22 @@ class Outcome:
     def mean_reward(self) -> float:
         """Over the validations after the first: how fast it learnt."""
         return statistics.fmean(value for _, value in self.validation[1:])
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the median step: the first ones wait for the generator to begin."""
+        return statistics.median(self.steps) if self.steps else math.nan
+
+    def reward_after(self, seconds: float) -> float:
+        """By then, at the pace of the median step, on a line between two validations."""
+        found = self.validation[0]
+        for samples, value in self.validation[1:]:
+            missing = seconds - found[0] / SAMPLES_PER_STEP * self.step_seconds
+            whole = (samples - found[0]) / SAMPLES_PER_STEP * self.step_seconds
+            if missing < whole:
+                return found[1] + (value - found[1]) * missing / whole
+            found = samples, value
+        return found[1]
 
     @property
     def fell(self) -> bool:
@@ -189,6 +244,9 @@ class Recorder(SilentMonitor):
         self.validation: list[tuple[int, float]] = []
         self.training: list[float] = []
         self.kl: list[float] = []
+        self.steps: list[float] = []
+        self.moved: list[float] = []
+        self.capped: list[float] = []
 
     def log_step(
         self,
@@ -200,6 +258,9 @@ class Recorder(SilentMonitor):
     ) -> None:
         self.training.append(true_mean(samples.rows))
         self.kl.append(metrics["init_policy_kl"])
+        self.steps.append(round(timings["step_time"], 4))
+        self.moved.append(metrics.get("generator_kl", 0.0) * metrics["response_lengths"])
+        self.capped.append(metrics.get("generator_capped", 0.0))
 
     def log_validation(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
         self.validation.append((step * SAMPLES_PER_STEP, true_mean(samples.rows)))
@@ -210,7 +271,7 @@ class NoCheckpoints:
 
     is_writing = False
 
-    def save(self, step: int, state: dict, *, keep: Sequence[int]) -> None:
+    def save(self, step: int, state: dict, **options: Any) -> None:
         pass
 
     def poll(self) -> None:
@@ -224,27 +285,58 @@ def true_mean(rows: Sequence[RolloutRow]) -> float:
     return statistics.fmean(reward(row.response) for row in rows)
 
 
-def run(job: Job, mesh: Mesh, folder: Path) -> Outcome:
+def run(job: Job, mesh: Mesh, folder: Path, role: RankRole | None = None) -> Outcome:
     """Train once.
 
     Args:
         job: what to run.
         mesh: of this process.
         folder: that `pretraining.prepare` has filled.
+        role: of this process, which trains, beside a generator; None: it generates too.
     """
     started = time.perf_counter()
-    cell = CELLS[job.cell]
-    config = load_config(compose(*overrides(job, folder)))
+    config = configuration(job, folder)
     tokenizer = load_tokenizer(config.pretrained_checkpoint.restore_from_path)
     recorder = Recorder(folder)
-    source = ReviewReward(cell, job.seed)
-    trainer = build_trainer(config, mesh, tokenizer, build_datasets(config, tokenizer), source, recorder)
-    trainer.ckpt_callback = NoCheckpoints()  # type: ignore[assignment]
-    trainer.fit()
+    source, pool = ReviewReward(CELLS[job.cell], job.seed), None
+    with contextlib.ExitStack() as stack:
+        if role is not None:
+            silence = config.trainer.heartbeat_timeout_seconds
+            pool = stack.enter_context(contextlib.closing(GeneratorPool(role, mesh.device, silence)))
+        trainer = build_trainer(
+            config, mesh, tokenizer, build_datasets(config, tokenizer), source, recorder, pool=pool
+        )
+        trainer.ckpt_callback = NoCheckpoints()  # type: ignore[assignment]
+        lengthen_generation(trainer.model, job)
+        trainer.run_training = _after(CELLS[job.cell].sleep, trainer.run_training)  # type: ignore[method-assign]
+        trainer.fit()
     seconds = round(time.perf_counter() - started, 2)
     if not all(map(math.isfinite, [*recorder.kl, *recorder.training])):
         raise FloatingPointError(f"{job} gave a KL or a reward that is not finite")
-    return Outcome(job, recorder.validation, recorder.training, recorder.kl, seconds)
+    found = recorder.validation, recorder.training, recorder.kl
+    return Outcome(job, *found, seconds, recorder.steps, recorder.moved, recorder.capped)
+
+
+def lengthen_generation(model: MegatronGPTReinforceActorModel, job: Job) -> None:
+    """Let each generation of a step sleep first, as the cell says."""
+    infer, slow_infer = model.infer, _after(CELLS[job.cell].sleep, model.infer)
+
+    def infer_at_a_pace(*args: Any, validation: bool = False) -> Any:
+        return (infer if validation else slow_infer)(*args, validation=validation)
+
+    model.infer = infer_at_a_pace  # type: ignore[method-assign]
+
+
+def _after(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+    def later(*args: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return function(*args, **options)
+
+    return later if seconds else function
+
+
+def configuration(job: Job, folder: Path) -> TrainConfig:
+    return load_config(compose(*overrides(job, folder)))
 
 
 def overrides(job: Job, folder: Path) -> list[str]:
@@ -273,4 +365,16 @@ def overrides(job: Job, folder: Path) -> list[str]:
         "model.reinforce.val_sampling_params.use_greedy=false",
         f"model.optim.lr={job.lr}",
         "model.optim.weight_decay=0",
+        *_of_generator(cell),
     ]
+
+
+def _of_generator(cell: Cell) -> list[str]:
+    if cell.staleness is None:
+        return []
+    found = ["trainer.devices=2", "placement=disaggregated", "generation_ranks=1", f"max_staleness={cell.staleness}"]
+    if cell.correction:
+        found.append(f"trainer.reinforce.generator_correction={cell.correction}")
+    if cell.correction == "none":
+        found.append("model.reinforce.allow_biased_sampling=true")
+    return found

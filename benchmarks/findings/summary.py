@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from findings.charts import Curve, Panel, Point, figure
-from findings.runs import BETAS, CELLS, METHODS, NOISES, OFFSETS, Cell, Outcome
+from findings.runs import BETAS, CELLS, LAGGING, METHODS, NOISES, OFFSETS, SAMPLES_PER_STEP, Cell, Outcome
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,14 @@ class Estimate:
         return cls(statistics.fmean(found), error, len(found))
 
     def __str__(self) -> str:
-        return f"{self.mean:.2f} ± {self.error:.2f}"
+        return f"{self:.2f}"
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.mean:{spec or '.2f'}} ± {self.error:{spec or '.2f'}}"
 
 
+BROKEN = 0.5  # a reward at the end below this
+SAMPLES_LABEL = "true reward of the validation prompts against samples"
 Outcomes = dict[str, list[Outcome]]  # of each cell, one a seed
 
 
@@ -96,8 +101,36 @@ def difference_rows(outcomes: Outcomes) -> list[list[str]]:
             run = difference(outcomes, name, other, lambda o: o.mean_reward)
             aim = difference(outcomes, name, other, lambda o: o.objective)
             if end:
-                ratio = end.mean / end.error if end.error else math.nan
-                rows.append([cell.title, CELLS[other].title, str(end), str(run), str(aim), f"{ratio:+.1f}"])
+                ratio = f"{end.mean / end.error:+.1f}" if end.error else ""
+                rows.append([cell.title, CELLS[other].title, str(end), str(run), str(aim), ratio])
+    return rows
+
+
+def lag_rows(outcomes: Outcomes) -> list[list[str]]:
+    """Head, and a row for each cell with rollouts some steps old and for what it is compared with.
+
+    "broke" counts runs that end below `BROKEN`. The last three columns are of the time when half of the colocated
+    steps are done: steps, reward, less colocated.
+    """
+    head = ["cell", "seeds", "broke", "moved, nats", "capped", "s a step", "of colocated"]
+    rows = [[*head, "steps", "reward", "less colocated"]]
+    for base, *cells in LAGGING:
+        if not (of_base := outcomes.get(base.name)):
+            continue
+        pace = statistics.fmean(o.step_seconds for o in of_base)
+        half = pace * len(of_base[0].training) / 2
+        for cell in [base, *cells]:
+            if found := outcomes.get(cell.name):
+                seconds = Estimate.of(o.step_seconds for o in found)
+                by_then = Estimate.of(o.reward_after(half) for o in found)
+                less = difference(outcomes, cell.name, base.name, lambda o, at=half: o.reward_after(at))
+                drift = ("", "")  # of runs that did not keep it
+                if moved := [nats for o in found for nats in o.moved]:
+                    capped = statistics.fmean(share for o in found for share in o.capped)
+                    drift = f"{statistics.median(moved):.2g}", f"{capped:.1%}"
+                figures = f"{seconds:.2f}", f"{seconds.mean / pace:.2f}", f"{half / seconds.mean:.0f}", str(by_then)
+                counts = str(len(found)), str(sum(o.final_reward < BROKEN for o in found))
+                rows.append([cell.title, *counts, *drift, *figures, "" if cell is base else str(less)])
     return rows
 
 
@@ -126,7 +159,14 @@ def charts(outcomes: Outcomes) -> str:
     for title, cells in families.items():
         curves = [_curve(cell, outcomes[cell.name]) for cell in cells if outcomes.get(cell.name)]
         if curves:
-            panels.append(Panel(title, "true reward of the validation prompts against samples", curves))
+            panels.append(Panel(title, SAMPLES_LABEL, curves))
+    for cells in LAGGING:
+        there = [cell for cell in cells if outcomes.get(cell.name)]
+        if there:
+            title = f"Rollouts that are k steps old, lr {there[0].lr:g}" + ", sleeping" * bool(there[0].sleep)
+            panels.append(Panel(title, SAMPLES_LABEL, [_curve(cell, outcomes[cell.name]) for cell in there]))
+            paced = [_curve(cell, outcomes[cell.name], of_time=True) for cell in there]
+            panels.append(Panel(title, "the same against seconds of steps", paced))
     frontier = [
         Curve(cell.title, [_end(outcomes[cell.name])]) for cell in [base, raft, *BETAS] if outcomes.get(cell.name)
     ]
@@ -139,11 +179,13 @@ def charts(outcomes: Outcomes) -> str:
     return figure(panels)
 
 
-def _curve(cell: Cell, found: Sequence[Outcome]) -> Curve:
+def _curve(cell: Cell, found: Sequence[Outcome], *, of_time: bool = False) -> Curve:
+    scale = statistics.fmean(o.step_seconds for o in found) / SAMPLES_PER_STEP if of_time else 1.0
     points = []
     for column in zip(*(outcome.validation for outcome in found), strict=True):
         estimate = Estimate.of(value for _, value in column)
-        points.append(Point(column[0][0], estimate.mean, 0.0 if math.isnan(estimate.error) else estimate.error))
+        error = 0.0 if math.isnan(estimate.error) else estimate.error
+        points.append(Point(column[0][0] * scale, estimate.mean, error))
     return Curve(cell.title, points)
 
 

@@ -23,6 +23,7 @@ from reinforce_rl.config.base import (
 from reinforce_rl.config.engines import EngineConfig, TensorRTLLMConfig, VLLMConfig
 from reinforce_rl.config.model import ModelConfig
 from reinforce_rl.config.rewards import RemoteRMConfig, RewardFunctionConfig
+from reinforce_rl.config.sentinel import SentinelConfig
 
 
 def _registered(name: str) -> str:
@@ -380,6 +381,7 @@ class TrainConfig(Section):
     reward_function: RewardFunctionConfig = key(RewardFunctionConfig(), "see docs/reward-functions.md")
     remote_rm: RemoteRMConfig = RemoteRMConfig()
     exp_manager: ExpManagerConfig = ExpManagerConfig()
+    sentinel: SentinelConfig = SentinelConfig()
     pretrained_checkpoint: PretrainedConfig = PretrainedConfig()
     model: ModelConfig = ModelConfig()
     resume_with_changes: bool = key(

@@ -330,6 +330,25 @@ def records(
         print(line, end="")
 
 
+@app.command()
+def whatif(
+    run: RunFolder,
+    overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
+    steps: Annotated[str | None, typer.Option(help="such as 12 or 10:20 (default: the last one recorded)")] = None,
+    gradient: Annotated[bool, typer.Option("--gradient", help="compare the gradients on a checkpoint, too")] = False,
+    json: Annotated[Path | None, typer.Option(help="file for all numbers, of each sample too")] = None,
+    html: Annotated[Path | None, typer.Option(help="file for the run's page with plots of them")] = None,
+) -> None:
+    """Recompute the advantages of recorded steps under other settings or rewards, without a GPU, and compare them."""
+    from rich.console import Console
+
+    from reinforce_rl.evaluation.whatif import whatif, write
+
+    found = whatif(run, steps, overrides or (), gradient=gradient)
+    write(found, run, json, html)
+    Console().print(found.table())
+
+
 app.command("check-generation")(check_generation)
 app.add_typer(convert, name="convert")
 app.command()(demo)

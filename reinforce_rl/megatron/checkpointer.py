@@ -74,6 +74,15 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
     return Checkpoint(checkpoint, state)
 
 
+def checkpoint_up_to(folder: str | Path, step: int) -> Checkpoint | None:
+    """Return the newest complete checkpoint of this step or an earlier one; None without any."""
+    paths = _complete_checkpoints(Path(folder)) if Path(folder).is_dir() else []
+    found = [path for path in paths if path.name <= folder_name(step) and (path / STATE_FILE).is_file()]
+    if not found:
+        return None
+    return Checkpoint(found[-1], json.loads((found[-1] / STATE_FILE).read_text(encoding="utf-8")))
+
+
 def _way_out(damaged: Path) -> str:
     pointer = damaged.parent / LATEST_FILE
     others = [path.name for path in _complete_checkpoints(damaged.parent) if path != damaged]

@@ -55,6 +55,16 @@ clip_fraction | share | response tokens whose gradient the ratio's clipping stop
 effective_sample_size | share | how many tokens the importance weights leave, of all | 1 on-policy; below 0.5: too far
   off-policy, fewer reinforce_epochs or larger global_batch_size
 entropy | nats a token | of the policy's distribution, with entropy_bonus | falls slowly; towards 0: it has collapsed
+entropy_sampled | nats a token | mean of -log p of the sampled tokens, an estimate of entropy | as entropy
+repetition | share | three words in a row that their response had before, in up to 128 responses | low; rises with
+  the reward: it pays for repetition
+compression | share | size of these responses, each compressed by zlib | steady; short ones may exceed 1; falls: they
+  repeat themselves
+length_reward_correlation | correlation | of a response's length and its reward, within groups | near 0; towards 1: the
+  reward pays for length
+prompts_seen_before | share | prompts on several lines of the data, or in validation | 0
+unscored_longer | share | pairs of a sample without a score and one with it in which the first is longer | near 0.5;
+  near 1: long responses fail
 generator_gap | nats a token | mean size of the difference between the trainer's and its log-probs | below 0.05;
   else other weights, precision or sampling
 generator_gap_median | nats a token | the same, of the median token | far below generator_gap: few tokens make it
@@ -102,6 +112,8 @@ PHASE | 10^9 bytes | peak on rank 0, of the device or the resident set | steady;
 PHASE/max | s | own work of the slowest rank, without waits for others | near the median
 PHASE/median | s | own work of the median rank | steady
 PHASE/rank | rank | the slowest one | changes; always the same one: look at its machine""",
+    "alerts": """
+RULE | 1 | a rule of the sentinel holds in this step; absent otherwise | absent; docs/sentinel.md has the rules""",
 }
 
 
@@ -115,7 +127,7 @@ def _read(prefixes: str, text: str) -> dict[str, Metric]:
 METRICS: dict[str, Metric] = {name: found for group in _GROUPS.items() for name, found in _read(*group).items()}
 _PHASE, _WORD = "(generate|logprobs|init_logprobs|reward_wait|train_time|send_weights)", r"[\w.-]+"
 _PATTERNS = {
-    name: re.compile(re.sub("[A-Z]{5,}", lambda word: _PHASE if word[0] == "PHASE" else _WORD, name))
+    name: re.compile(re.sub("[A-Z]{4,}", lambda word: _PHASE if word[0] == "PHASE" else _WORD, name))
     for name in METRICS
     if name != name.lower()
 }

@@ -175,6 +175,11 @@ def gap_by_age(gaps: Tensor, ages: Tensor) -> Statistics:
     return {f"generator_gap_age_{age}": Mean.of(gaps[ages == age].abs()) for age in ages.unique().tolist()}
 
 
+def sampled_entropy(log_probs: Tensor) -> Statistics:
+    """Return the mean of -log p of sampled tokens, float32 [tokens], which estimates the entropy; NaN is left out."""
+    return {"entropy_sampled": Mean.of(-log_probs, torch.isfinite(log_probs))}
+
+
 # Noise thresholds of stragglers: seconds, and share of the step.
 LEAST_SECONDS, LEAST_SHARE = 0.1, 0.05
 

@@ -14,7 +14,8 @@ from typing import Any
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.progress import clock, formatted
 from reinforce_rl.monitoring.records import RolloutRow, rollout_files, worst_tokens
-from reinforce_rl.monitoring.run_folder import GAP_LIMITS, RunFolder, is_training, mean, open_run
+from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
+from reinforce_rl.monitoring.sentinel import GAP_LIMITS, is_training
 from reinforce_rl.monitoring.view import curves, frozen_page
 from reinforce_rl.utils.files import write_atomically
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,8 @@ from reinforce_rl.monitoring.metrics import RankSeconds, slowest_of_phases, timi
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import Kind, Samples, rollout_files, worst_tokens, write_samples
 from reinforce_rl.monitoring.report import write_report
-from reinforce_rl.monitoring.run_folder import GAP, alerts_of
+from reinforce_rl.monitoring.responses import SampleMetrics
+from reinforce_rl.monitoring.sentinel import Sentinel, is_training
 from reinforce_rl.runtime.status import StatusFile
 
 TABLE_ROWS = 16  # samples sent to back ends that show tables
@@ -33,7 +33,9 @@ class RunMonitor:
     straggler_factor: float = 1.5  # ranks slower than this multiple of a phase's median are reported
     table_interval: int = 0  # steps between tables of training samples for the loggers; 0 for none
     tokens_every: int = 0  # `exp_manager.record_tokens_every`
-    first_reward: float = math.nan  # mean reward of the run's first step; NaN before it
+    sentinel: Sentinel = field(default_factory=Sentinel)
+    verdict: str | None = None  # why the sentinel stops the run; on the first rank
+    _samples: SampleMetrics = field(default_factory=SampleMetrics, init=False)
     _step: int = field(default=0, init=False)
     _line: dict[str, float] = field(default_factory=dict, init=False)  # metrics of the step, as in metrics.jsonl
     _said: dict[str, int] = field(default_factory=dict, init=False)  # last step by what was wrong
@@ -53,6 +55,7 @@ class RunMonitor:
         memory: Mapping[str, float],
     ) -> None:
         """Log metrics, samples, seconds and peak gigabytes per phase; `commit` stores the metrics."""
+        metrics = {**metrics, **self._samples.of_step(samples.rows)}
         self._log(metrics, step, "train/")
         self._log(timings, step, "timers/")
         self._log(memory, step, "memory/")
@@ -74,7 +77,8 @@ class RunMonitor:
         return self.tokens_every > 0 and step % self.tokens_every == 0
 
     def log_validation(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
-        self.metrics.log_metrics(metrics, step, "val/")
+        self._samples.of_validation(samples.rows)
+        self._log(metrics, step, "val/")
         self._write(step, samples, "validation")
         self._log_table("validation", samples, step)
         self.progress.validation(step, metrics)
@@ -85,20 +89,24 @@ class RunMonitor:
         self.progress.validation(step, metrics, "test")
 
     def commit(self, step: int) -> None:
-        """Force everything of this step, which is complete, to disk; send what is wrong in it as alerts."""
-        if math.isnan(self.first_reward):
-            self.first_reward = self._line.get("train/rewards", math.nan)
-        for title, text in alerts_of(self._line, self.straggler_factor, self.first_reward):
-            if self._is_due(title, step):
-                path = rollout_files(self.folder).get(step) if title == GAP and self.progress.enabled else None
-                if path is not None:
-                    text = "; ".join([text, *(_TOKEN.format(*one) for one in worst_tokens(path, 3))])
-                    self.note(f"warning: step {step}: {text}")
-                self.metrics.alert(title, text, step)
+        """Force everything of this step, which is complete, to disk; say what the sentinel sees in it."""
+        for alert in self.sentinel.look({"step": step, **self._line}):
+            text = alert.text
+            path = rollout_files(self.folder).get(step) if alert.kind == "generator_gap" else None
+            if path is not None and self.progress.enabled:
+                text = "; ".join([text, *(_TOKEN.format(*one) for one in worst_tokens(path, 3))])
+            self.note(f"warning: step {step}: {text}")
+            self.metrics.alert(alert.kind, text, step)
+            if self.sentinel.stops(alert):
+                self.verdict = f"stopped by the sentinel's rule {alert.kind} ({text})"
+        found = self.sentinel.now
+        if found and is_training(self._line):
+            self.metrics.log_metrics({alert.kind: 1.0 for alert in found}, step, "alerts/")
         self._line = {}
         self.metrics.commit(step)
         if self.status is not None:
-            self.status.progress(step, self.progress.total_steps)
+            texts = {alert.kind: alert.text for alert in found}
+            self.status.progress(step, self.progress.total_steps, texts)
 
     def _is_due(self, what: str, step: int) -> bool:
         is_due = step >= self._said.get(what, -REPEAT_STEPS) + REPEAT_STEPS

@@ -6,7 +6,7 @@ import functools
 import math
 import statistics
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, get_args
@@ -18,29 +18,15 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import METRICS_FILE, read_metrics
-from reinforce_rl.monitoring.metrics import Slowest
 from reinforce_rl.monitoring.records import Kind, RolloutRow, SampleTokens, read_rows, read_tokens, rollout_files
+from reinforce_rl.monitoring.sentinel import STRAGGLER_FACTOR, Alert, Sentinel, number
 from reinforce_rl.runtime.settings import CONFIG_FILE, Setting, set_keys, settings_of
 from reinforce_rl.runtime.status import STATUS_FILE, Status, run_status
 from reinforce_rl.utils.files import json_line, parse_json_lines
 
-STRAGGLER_FACTOR: float = TrainConfig().trainer.straggler_factor  # the default
-GAP = "generator gap"  # kind of an alert
-GAP_LIMITS = {"generator_gap": 0.05, "generator_gap_p99": 0.5, "generator_gap_max": 5.0}  # nats a token
 _TAIL = 4096  # bytes before the end of what was read that must be unchanged; each line holds its time
 _NAMED_RUNS = 3  # in a message
 _KEPT_SAMPLES = 8  # sample files held in memory
-
-
-@dataclass(frozen=True)
-class Alert:
-    """What a person should look at; `count` steps of `first` .. `last` have it."""
-
-    kind: str
-    first: int
-    last: int
-    count: int
-    text: str  # of the last step
 
 
 @dataclass(frozen=True)
@@ -140,11 +126,6 @@ class RunFolder:
             return None
         return self.samples(steps[0], "validation"), self.samples(steps[-1], "validation")
 
-    @property
-    def first_reward(self) -> float:
-        """The mean reward of the run's first step; NaN before it."""
-        return next((reward for _, reward in self.series("train/rewards") if math.isfinite(reward)), math.nan)
-
     def state(self) -> Status:
         """Return the run's status, of the last line of metrics.jsonl where there is no status.json."""
         status = run_status(self.path)
@@ -165,24 +146,17 @@ class RunFolder:
         return Configuration(text, set_keys(tree, schema), changes)
 
     def alerts(self) -> list[Alert]:
-        """Return what a person should look at, the latest first; alike ones of successive lines are one."""
-        found: dict[str, Alert] = {}
-        done = []
+        """Return what the sentinel says of the run's lines, the latest first, and why the run failed."""
         settings = {setting.key: setting.value for setting in self.configuration().settings}
-        factor = settings.get("trainer.straggler_factor", STRAGGLER_FACTOR)
-        first_reward = self.first_reward
+        rules = {key.rpartition(".")[2]: found for key, found in settings.items() if key.startswith("sentinel.rules.")}
+        sentinel = Sentinel(rules, settings.get("trainer.straggler_factor", STRAGGLER_FACTOR))
         for line in self.lines:
-            now = dict(alerts_of(line, factor, first_reward))
-            if is_training(line):
-                done += [found.pop(kind) for kind in found.keys() - now.keys()]
-            for kind, text in now.items():
-                past = found.get(kind, Alert(kind, line["step"], 0, 0, ""))
-                found[kind] = replace(past, last=line["step"], count=past.count + 1, text=text)
-        state = self.state()
+            sentinel.look(line)
+        found, state = sentinel.alerts, self.state()
         if state.state in ("failed", "lost"):
             text = state.reason or "the run's process is gone and has left no reason; see its log"
-            done.append(Alert(state.state, state.step, state.step, 1, text))
-        return sorted([*done, *found.values()], key=lambda alert: (-alert.last, alert.kind))
+            found.append(Alert(state.state, state.step, state.step, 1, text))
+        return sorted(found, key=lambda alert: (-alert.last, alert.kind))
 
 
 def open_run(path: str | Path) -> RunFolder:
@@ -205,56 +179,6 @@ def runs_below(folder: str | Path, depth: int = 3) -> list[Path]:
     except PermissionError:
         return []
     return [run for path in below for run in runs_below(path, depth - 1)] if depth else []
-
-
-def alerts_of(
-    line: Mapping[str, Any], straggler_factor: float = STRAGGLER_FACTOR, first_reward: float = math.nan
-) -> Iterator[tuple[str, str]]:
-    """Yield (kind, sentence) of what a person should know of one line of metrics.jsonl.
-
-    `first_reward` is the mean reward of the run's first step.
-    """
-    for kind, key in (("loss", "train/actor_loss"), ("loss", "train/loss"), ("reward", "train/rewards")):
-        if key in line and not math.isfinite(number(line[key])):
-            yield kind, f"{key} is not finite"
-    if number(line.get("train/skipped_step")) > 0:
-        yield "skipped", "the gradient was not finite, so the optimizer step was skipped"
-    if (scored := number(line.get("train/fraction_of_samples_scored"))) < 1:
-        yield "unscored", f"{1 - scored:.1%} of the samples have no score"
-    if (equal := number(line.get("train/fraction_of_groups_without_spread"))) >= 0.9:
-        reward, deviation = (number(line.get(f"train/{name}")) for name in ("rewards", "reward_deviation"))
-        text = f"in {equal:.0%} of the groups all rewards are equal, {reward:.3f} on average"
-        if reward - first_reward > 3 * deviation:
-            # What the best reward is, nobody has said.
-            advice = "if none is higher, take harder prompts, or stop; else the policy has collapsed: read samples"
-            yield "solved", f"{text}, up from {first_reward:.3f}: {advice}"
-        else:
-            yield "no spread", f"{text}: there is little to learn from; the prompts are too easy or too hard"
-    if (ended := number(line.get("train/fraction_of_samples_properly_ended"))) < 0.5:
-        yield "cut", f"{1 - ended:.0%} of the responses were cut at max_length"
-    gaps = {name: number(line.get(f"train/{name}")) for name in GAP_LIMITS}
-    is_older = number(line.get("train/staleness")) > 0  # then they differ by the weights, too
-    if not is_older and (
-        over := [f"{name} is {gaps[name]:.3g}" for name, limit in GAP_LIMITS.items() if gaps[name] > limit]
-    ):
-        text = f"trainer and generator differ on the same tokens: {', '.join(over)} nats; the gradient is biased"
-        advice = "see where they part with reinforce-rl check-generation MODEL, or set generator_correction"
-        yield GAP, f"{text}: {advice}; docs/algorithms.md#engine-and-trainer has what to look for"
-    for key in [key for key in line if key.startswith("timing/") and key.endswith("/rank")]:
-        phase = key.split("/")[1]
-        most, median = (number(line.get(f"timing/{phase}/{name}")) for name in ("max", "median"))
-        if Slowest(phase, 0, "", most, median).stands_out(straggler_factor, number(line.get("timers/step_time"))):
-            text = f"{phase} took {most:.1f} s on rank {line[key]}, {median:.1f} s on the median rank"
-            yield f"straggler in {phase}", text
-
-
-def is_training(line: Mapping[str, Any]) -> bool:
-    return any(key.startswith("train/") for key in line)
-
-
-def number(value: float | None) -> float:
-    """Return a metric's value; null and absence are NaN."""
-    return math.nan if value is None else float(value)
 
 
 def mean(values: Iterable[float]) -> float:

@@ -23,7 +23,8 @@ from jinja2 import Environment, FileSystemLoader
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.progress import PHASES
 from reinforce_rl.monitoring.records import Kind
-from reinforce_rl.monitoring.run_folder import RunFolder, number
+from reinforce_rl.monitoring.run_folder import RunFolder
+from reinforce_rl.monitoring.sentinel import number
 from reinforce_rl.utils.files import plain_number
 
 PAGE = Path(__file__).parent / "page"

@@ -77,7 +77,7 @@ class RewardModelMonitor(RunMonitor):
     def log_update(self, step: int, metrics: dict[str, float], update: OptimizerUpdate, seconds: float) -> None:
         """Log a training step; stored by `commit`."""
         values = {**metrics, "grad_norm": update.grad_norm, "lr": update.lr, "skipped_step": float(update.skipped)}
-        self.metrics.log_metrics(values, step, "train/")
+        self._log(values, step, "train/")
         self.metrics.log_metrics({"train_time": seconds}, step, "timers/")
         self.progress.update(step, values, {"train_time": seconds, "step_time": seconds})
 

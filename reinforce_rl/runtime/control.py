@@ -19,7 +19,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
-from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, LostRankError, ReinforceError, StoppedEarly
+from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, LostRankError, ReinforceError, SentinelStop, StoppedEarly
 from reinforce_rl.runtime.links import Invitation, Links, host_of_rank_0
 from reinforce_rl.runtime.phases import Activity, PlaceWatcher
 from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile, refuse_second_run, saved_step
@@ -194,7 +194,7 @@ class Watchdog:
             self._stop.relay(message["stop"])
         if "end" in message:
             sender.ended, sender.ended_at = (message["end"], message["text"]), time.monotonic()
-            if sender.ended[0] == StoppedEarly.exit_code:
+            if sender.ended[0] in (StoppedEarly.exit_code, SentinelStop.exit_code):
                 self._stop.relay("a signal to another rank")
         if "timed_out" in message:
             self._timed_out[sender.report.rank] = message["timed_out"]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from reinforce_rl.errors import EXIT_FINISHED, EXIT_STOPPED, ConfigError
+from reinforce_rl.errors import EXIT_FINISHED, EXIT_SENTINEL, EXIT_STOPPED, ConfigError
 from reinforce_rl.utils.files import write_atomically
 
 EXIT_INTERRUPTED = 130  # as of a shell after Ctrl-C
@@ -21,7 +21,12 @@ STATUS_FILE = "status.json"
 RESULTS_FILE = "results.json"  # of `eval`, beside the folders of its models
 # Of a reader only: lost, its process ended without a word; evaluation (of `eval`) and unknown, no status.json.
 State = Literal["running", "finished", "stopped", "interrupted", "failed", "lost", "evaluation", "unknown"]
-_STATES: dict[int, State] = {EXIT_FINISHED: "finished", EXIT_STOPPED: "stopped", EXIT_INTERRUPTED: "interrupted"}
+_STATES: dict[int, State] = {
+    EXIT_FINISHED: "finished",
+    EXIT_STOPPED: "stopped",
+    EXIT_SENTINEL: "stopped",
+    EXIT_INTERRUPTED: "interrupted",
+}
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class Status:
     max_steps: int = 0  # 0 until known
     exit_code: int | None = None  # None while it runs
     save_seconds: float | None = None  # of the last save, also of the run it resumes; None before
+    alerts: dict[str, str] = field(default_factory=dict)  # what the last step has, by rule of the sentinel
     time: float = field(default_factory=time.time)  # unix seconds of this entry
     pid: int = field(default_factory=os.getpid)  # of the writer
     host: str = field(default_factory=socket.gethostname)
@@ -57,8 +63,8 @@ class StatusFile:
     def saved(self, seconds: float) -> None:
         self._write(replace(self._status, save_seconds=seconds))
 
-    def progress(self, step: int, max_steps: int) -> None:
-        self._write(replace(self._status, step=step, max_steps=max_steps))
+    def progress(self, step: int, max_steps: int, alerts: dict[str, str] | None = None) -> None:
+        self._write(replace(self._status, step=step, max_steps=max_steps, alerts=alerts or {}))
 
     def waiting(self, reason: str) -> None:
         """Say what a run that goes on waits for; empty for nothing."""

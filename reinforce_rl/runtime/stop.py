@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import psutil
 
 from reinforce_rl.config.rules import END_VARIABLE, Allocation
-from reinforce_rl.errors import StoppedEarly
+from reinforce_rl.errors import SentinelStop, StoppedEarly
 from reinforce_rl.utils.process import STOP_SIGNALS, active_stop_signals
 
 if TYPE_CHECKING:
@@ -94,9 +94,15 @@ class StopRequest:
         asked = self.reason is not None
         return asked if mesh.dp_size == mesh.world_size else mesh.from_block_leader(asked)
 
-    def check(self, mesh: Mesh) -> None:
-        """Raise StoppedEarly, naming the signal, on all ranks if one was asked; collective."""
-        if mesh.any_rank(self.reason is not None):
+    def check(self, mesh: Mesh, verdict: str | None = None) -> None:
+        """Raise StoppedEarly, naming the signal, on all ranks if one was asked; collective.
+
+        `verdict` is the sentinel's on the first rank, for which SentinelStop is raised.
+        """
+        if mesh.any_rank(self.reason is not None or verdict is not None):
+            verdict = mesh.from_main(verdict)
+            if verdict is not None:
+                raise SentinelStop(verdict)
             raise StoppedEarly(f"stopped by {self.reason or 'a signal to another rank'}")
 
 

@@ -19,10 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, RewardGroups, assign_credit, whiten
-from reinforce_rl.algorithm.kl import reduce_over_tokens, token_kl
-from reinforce_rl.algorithm.loss import Denominators
-from reinforce_rl.algorithm.rewards import less_kl, shape_rewards
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerError, StoppedEarly
 from reinforce_rl.monitoring.metrics import (
@@ -30,6 +26,7 @@ from reinforce_rl.monitoring.metrics import (
     gap_quantiles,
     of_this_rank,
     reinforce_means,
+    sampled_entropy,
     take_means,
     update_metrics,
 )
@@ -38,10 +35,11 @@ from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.phases import Activity, StepClock
 from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.stop import Outlook, RunTimer, StopRequest
+from reinforce_rl.trainer.advantages import reinforce_batch
 from reinforce_rl.trainer.disaggregated import Generators
 from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.trainer.state import BestCheckpoints, Divergence, PastSteps
-from reinforce_rl.trainer.updates import mini_batches, reward_shaping, total_steps
+from reinforce_rl.trainer.updates import denominators_of, mini_batches, total_steps
 
 if TYPE_CHECKING:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
@@ -143,7 +141,8 @@ class ReinforceTrainer:
     def fit(self) -> None:
         """Train until steps, epochs or time run out, validating and saving at intervals.
 
-        Raises, after the last complete step is saved: StoppedEarly out of time or at a signal, RewardServerError if
+        Raises, after the last complete step is saved: StoppedEarly out of time, at a signal or by the
+        sentinel, RewardServerError if
         the reward server missed its deadline or failed too many samples, GenerationError if the engine cannot go on.
         Raises DivergedError if training has diverged; nothing is saved.
         """
@@ -184,7 +183,7 @@ class ReinforceTrainer:
             text = f"{error} after step {self.step} of {self.max_steps}"
             self.logger.note(f"{text}; saving")
             self._save_last_step()
-            raise StoppedEarly(f"{text}; the same command goes on from there") from None
+            raise type(error)(f"{text}; the same command goes on from there") from None
 
     def generate_rollouts(self) -> tuple[RolloutBatch, Metrics, Timings]:
         """Sample and score the next prompts and take log-probs.
@@ -196,36 +195,18 @@ class ReinforceTrainer:
         return made.batch, made.metrics, self._clock.seconds
 
     def generate_reinforce_data(self, rollout_batch: RolloutBatch) -> tuple[ReinforceBatch, Metrics]:
-        """Shape rewards, apply the KL and compute advantages; return this rank's batch and means over all ranks.
-
-        Advantages use the global batch, so that they do not depend on its distribution over ranks.
-        """
-        batch, cfg, mesh = rollout_batch, self.cfg, self.model.mesh
-        mask = batch.response_mask
-        kl_tokens = torch.zeros(mask.shape)
-        if batch.log_probs is not None and batch.init_log_probs is not None:
-            kl_tokens = token_kl(batch.log_probs, batch.init_log_probs, mask, estimator=cfg.kl_estimator_used)
-        kl = reduce_over_tokens(kl_tokens, mask, cfg.kl_reduction)
-
-        own_columns = (batch.rewards, kl, batch.response_lengths, batch.is_end, batch.group_ids, batch.valid)
-        parts = mesh.gather_over_dp(own_columns)
-        start = sum(len(part[0]) for part in parts[: mesh.dp_rank])
-        own = slice(start, start + len(batch.rewards))
-        scores, all_kl, lengths, is_end, group_ids, valid = (torch.cat(c) for c in zip(*parts, strict=True))
-        shaping = reward_shaping(cfg, self.model.settings.sampling.max_length)
-        rewards = shape_rewards(scores, valid, lengths, is_end, shaping, self._past.scores)
-        in_reward = self._past.beta.value if cfg.kl_placement == "reward" else 0.0
-        with_kl = less_kl(rewards, all_kl, in_reward, valid, self.step + 1)
-        groups = RewardGroups.of(with_kl, group_ids, valid, self._past.reward_mean(cfg.advantage_estimator))
-        found = ADVANTAGE_ESTIMATORS[cfg.advantage_estimator].function(groups).select(own)
-
-        trains = found.trains & (batch.is_end if cfg.truncated_samples == "mask" else True)
-        counted = mask & trains[:, None]
-        how = {"kl_placement": cfg.kl_placement, "assignment": cfg.credit_assignment, "discount": cfg.discount_factor}
-        advantages = assign_credit(found, rewards[own], kl, kl_tokens, counted, beta=self._past.beta.value, **how)
-        if cfg.advantage_whitening != "none":
-            advantages = whiten(advantages, counted, unit=cfg.advantage_whitening, total=mesh.sum_over_dp)
-        data = ReinforceBatch(batch, kl, groups.rewards[own], found.baseline, advantages, trains, rewards[own])
+        """Return the `reinforce_batch` of this rank, and means over all ranks."""
+        mesh = self.model.mesh
+        data = reinforce_batch(
+            rollout_batch,
+            self.cfg,
+            self._past,
+            step=self.step + 1,
+            max_length=self.model.settings.sampling.max_length,
+            gather_over_ranks=mesh.gather_over_dp,
+            rank=mesh.dp_rank,
+            sum_over_ranks=mesh.sum_over_dp,
+        )
         return data, take_means(reinforce_means(data), mesh.gather_over_dp)
 
     def run_training(self, batch: ReinforceBatch) -> Metrics:
@@ -236,9 +217,7 @@ class ReinforceTrainer:
         in_loss = self._past.beta.value if self.cfg.kl_placement == "loss" else 0.0
         seed, ids = self.model.settings.seed * 1_000_003 + self.step, mesh.gather_over_dp(batch.rollouts.group_ids)
         for rows in mini_batches(ids, mesh.dp_rank, self._prompts_per_update, self.cfg.reinforce_epochs, seed):
-            tokens = torch.where(batch.trains, batch.rollouts.response_lengths, 0)[rows].sum()
-            counts = mesh.sum_over_dp(torch.stack((batch.trains[rows].sum(), tokens)).double()).tolist()
-            denominators = Denominators(*counts, fixed_length=float(self.model.settings.sampling.max_length))
+            denominators = denominators_of(batch, rows, self.model.settings.sampling.max_length, mesh.sum_over_dp)
             # The ratio is exactly 1 until the first optimizer step on this batch.
             share = self.model.get_loss_and_metrics(
                 batch, denominators, rows=rows, kl_coefficient=in_loss, on_policy=not updates
@@ -251,6 +230,7 @@ class ReinforceTrainer:
         self._log_probs, kept = log_probs, mask & batch.trains[:, None]
         gaps = torch.zeros(0) if generator is None else (log_probs - generator[:, : rollouts.width])[kept]
         metrics |= gap_quantiles(gaps, mesh.sum_over_dp)
+        metrics |= take_means(sampled_entropy(log_probs[kept]), mesh.gather_over_dp)
         if self._rollouts.staleness and rollouts.weight_versions is not None and generator is not None:
             ages = self.step - rollouts.weight_versions[:, : rollouts.width][kept]
             metrics |= take_means(gap_by_age(gaps, ages), mesh.gather_over_dp)
@@ -345,7 +325,10 @@ class ReinforceTrainer:
     def _samples(self, batch: ReinforceBatch) -> Samples:
         """Return the samples of all ranks on the first, none on the others."""
         mesh, cfg, tokenizer = self.model.mesh, self.cfg, self.model.tokenizer
-        rollouts = replace(batch.rollouts, log_probs=self._log_probs)
+        rollouts = batch.rollouts
+        # The trainer's own from before the update, which the KL and the ratios were taken from; else the update's.
+        if rollouts.log_probs is None or rollouts.log_probs is rollouts.generator_log_probs:
+            rollouts = replace(rollouts, log_probs=self._log_probs)
         parts: list[Samples] = []
         if mesh.is_block_leader:
             rows, tokens = sample_rows(self.step, self._prompts, rollouts, tokenizer, batch), None
@@ -388,7 +371,7 @@ class ReinforceTrainer:
         if self._is_over():
             self._divergence.check_end(self.step)
             return False
-        self._stop.check(self.model.mesh)
+        self._stop.check(self.model.mesh, self.logger.verdict)
         if self._outlook.shortage is not None:
             raise StoppedEarly(self._outlook.shortage)
         self.run_timer.begin_step()

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from reinforce_rl.data.batches import FINISH_STOP, Completions, Prompt, join_prompts_and_responses
+from reinforce_rl.data.batches import (
+    FINISH_OUTSIDE,
+    FINISH_STOP,
+    Completions,
+    Prompt,
+    RolloutBatch,
+    join_prompts_and_responses,
+)
+from reinforce_rl.data.tokenizer import pad_id_of
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards.base import (
     STATUS_NOT_FINITE,
@@ -20,6 +28,8 @@ from reinforce_rl.rewards.base import (
 )
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 
 
@@ -27,19 +37,29 @@ def reward_request(
     model: MegatronGPTReinforceActorModel, prompts: Sequence[Prompt], completions: Completions
 ) -> RewardRequest:
     """Return what a reward source is asked about an actor's responses."""
+    return request_about(prompts, completions, model.tokenizer, model.settings.sampling.stop_token_ids)
+
+
+def request_about(
+    prompts: Sequence[Prompt],
+    completions: Completions,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+) -> RewardRequest:
+    """Return what a reward source is asked about responses; `stop_token_ids` are those that end one."""
     repeated = completions.repeat_to_samples(prompts)
-    sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, model.pad_id)
+    sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, pad_id_of(tokenizer))
     # Without the stop token, which a tokenizer may not treat as special.
     tokens = torch.nn.functional.pad(completions.tokens, (0, 1))  # a column even where all responses are empty
     last = tokens.gather(1, (completions.lengths - 1).clamp(min=0)[:, None])[:, 0]
-    stop_ids = torch.tensor(model.settings.sampling.stop_token_ids, dtype=torch.long)
+    stop_ids = torch.tensor(stop_token_ids, dtype=torch.long)
     text_lengths = completions.lengths - ((completions.lengths > 0) & torch.isin(last, stop_ids)).long()
     texts = [row[:length] for row, length in zip(completions.tokens.tolist(), text_lengths.tolist(), strict=True)]
     return RewardRequest(
         tokens=sequences,
         lengths=prompt_lengths + completions.lengths,
         prompts=tuple(prompt.text for prompt in repeated),
-        responses=tuple(model.tokenizer.batch_decode(texts, skip_special_tokens=True)),
+        responses=tuple(tokenizer.batch_decode(texts, skip_special_tokens=True)),
         messages=tuple(prompt.messages for prompt in repeated),
         metadata=tuple(prompt.metadata for prompt in repeated),
         finished=tuple(reason == FINISH_STOP for reason in completions.finish_reasons),
@@ -63,3 +83,10 @@ def faults_of(answer: Rewards) -> list[str | None]:
     texts = {code: STATUS_TEXT.get(code, f"status {code}") for code in set(answer.status.tolist()) - {STATUS_OK}}
     codes = enumerate(answer.status.tolist())
     return [None if code == STATUS_OK else answer.faults.get(row, texts[code]) for row, code in codes]
+
+
+def with_valid(batch: RolloutBatch, truncated_samples: str) -> RolloutBatch:
+    """Set which samples of a scored batch count; with `drop`, truncated ones do not."""
+    valid = torch.isfinite(batch.rewards) & (batch.response_lengths > 0)
+    valid &= torch.tensor([reason != FINISH_OUTSIDE for reason in batch.finish_reasons], dtype=torch.bool)
+    return replace(batch, valid=valid & batch.is_end if truncated_samples == "drop" else valid)

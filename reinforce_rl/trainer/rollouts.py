@@ -15,7 +15,6 @@ import torch
 
 from reinforce_rl.algorithm.rewards import in_group_with_spread
 from reinforce_rl.data.batches import (
-    FINISH_OUTSIDE,
     Completions,
     Prompt,
     RolloutBatch,
@@ -35,7 +34,7 @@ from reinforce_rl.rewards.base import (
 from reinforce_rl.runtime.phases import Activity, StepClock
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.disaggregated import Generators, Known, Result, Ticket
-from reinforce_rl.trainer.reward_requests import faults_of, reward_request, scores_of
+from reinforce_rl.trainer.reward_requests import faults_of, reward_request, scores_of, with_valid
 from reinforce_rl.trainer.work_queue import WorkQueue
 
 if TYPE_CHECKING:
@@ -252,11 +251,8 @@ class RolloutMaker:
             sources = {name: torch.cat([answer.by_source[name] for answer in own]) for name in own[0].by_source}
         rewards, faults, sources = mesh.from_block_leader((rewards, faults, sources))
         self._check_failures(Counter(fault for fault in faults if fault is not None), len(rewards), name)
-        valid = torch.isfinite(rewards) & (batch.response_lengths > 0)
-        valid &= torch.tensor([reason != FINISH_OUTSIDE for reason in batch.finish_reasons], dtype=torch.bool)
-        if self.cfg.truncated_samples == "drop":
-            valid &= batch.is_end
-        return replace(batch, rewards=rewards, valid=valid, source_rewards=sources, score_faults=tuple(faults))
+        scored = replace(batch, rewards=rewards, source_rewards=sources, score_faults=tuple(faults))
+        return with_valid(scored, self.cfg.truncated_samples)
 
     def _draw(self, step: int) -> Drawn:
         """Return the prompts of a step, after drawing and submitting those of `staleness` steps after it."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, past_mean
 from reinforce_rl.algorithm.kl import KLCoefficient
 from reinforce_rl.algorithm.rewards import RunningMoments
 from reinforce_rl.data.batches import ReinforceBatch
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from reinforce_rl.config.actor import ReinforceConfig
     from reinforce_rl.megatron.mesh import Mesh
     from reinforce_rl.megatron.optimizer import OptimizerUpdate
+
+
+def depends_on_past(cfg: ReinforceConfig) -> bool:
+    """Return True if the advantages of a step depend on `PastSteps`."""
+    is_past_mean = ADVANTAGE_ESTIMATORS[cfg.advantage_estimator].function is past_mean
+    return is_past_mean or cfg.reward_shaping.standardisation == "running" or cfg.kl_target is not None
 
 
 class PastSteps:

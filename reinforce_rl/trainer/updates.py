@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from reinforce_rl.algorithm.loss import Denominators
 from reinforce_rl.algorithm.rewards import RewardShaping
+from reinforce_rl.data.batches import ReinforceBatch
 
 if TYPE_CHECKING:
     from reinforce_rl.config.actor import ReinforceConfig
@@ -37,6 +39,15 @@ def mini_batches(
     for _ in range(epochs):
         for chosen in groups[torch.randperm(len(groups), generator=generator)].split(prompts_per_update):
             yield torch.isin(own, chosen).nonzero()[:, 0]
+
+
+def denominators_of(
+    batch: ReinforceBatch, rows: Tensor, max_length: int, sum_over_ranks: Callable[[Tensor], Tensor]
+) -> Denominators:
+    """Return what normalises the loss of these rows of each rank; a collective call."""
+    tokens = torch.where(batch.trains, batch.rollouts.response_lengths, 0)[rows].sum()
+    counts = sum_over_ranks(torch.stack((batch.trains[rows].sum(), tokens)).double()).tolist()
+    return Denominators(*counts, fixed_length=float(max_length))
 
 
 def total_steps(cfg: ReinforceConfig, steps_per_epoch: int) -> int:

@@ -10,14 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.models import tiny_llama_folder
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from findings.charts import Curve, Panel, Point, figure  # noqa: E402
 from findings.language import SCALE, all_prompts, raw_score, reward, vocabulary, write_review  # noqa: E402
-from findings.runs import CELLS, SAMPLES_PER_STEP, Job, Outcome, ReviewReward  # noqa: E402
-from findings.summary import Estimate, best_rates, difference  # noqa: E402
+from findings.runs import CELLS, LAGGING, SAMPLES_PER_STEP, Job, Outcome, ReviewReward, configuration  # noqa: E402
+from findings.summary import Estimate, best_rates, difference, lag_rows  # noqa: E402
 
 from reinforce_rl.rewards.base import RewardRequest  # noqa: E402
 
@@ -106,6 +107,56 @@ def test_rate_is_chosen_by_reward_less_beta_times_kl():
     assert best_rates(outcomes) == {"rloo4": 1e-3}
 
 
+def test_cells_with_a_generator_differ_from_the_colocated_one_in_their_staleness_alone(tmp_path):
+    tiny_llama_folder(tmp_path / "model", max_positions=32)
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a"}\n')
+    for base, *cells in LAGGING:
+        plain = configuration(Job(base.name, 1, base.lr), tmp_path)
+        assert (plain.placement, plain.staleness) == ("colocated", 0)
+        for cell in cells:
+            config = configuration(Job(cell.name, 1, cell.lr), tmp_path)
+            assert (config.placement, config.training_ranks, config.staleness) == ("disaggregated", 1, cell.staleness)
+            correction = cell.correction or ("sequence" if cell.staleness else "none")
+            assert config.trainer.reinforce.generator_correction == correction
+            assert config.model.optim == plain.model.optim
+            assert base.name in cell.against
+
+
+def paced(cell: str, seed: int, values: tuple[float, ...], seconds: float, moved: float = 0.0) -> Outcome:
+    """Steps in all as many as `values` less one."""
+    validation = [(step * SAMPLES_PER_STEP, value) for step, value in enumerate(values)]
+    nothing = [0.0] * (len(values) - 1)
+    paces, drifts = [[value] * len(nothing) for value in (seconds, moved)]
+    return Outcome(Job(cell, seed, 1e-3), validation, nothing, nothing, 1.0, paces, drifts, nothing)
+
+
+def test_reward_after_some_seconds_lies_on_a_line_between_validations():
+    found = paced("rloo4", 1, (0.0, 1.0, 3.0), 2.0)
+    assert [found.reward_after(seconds) for seconds in (0.0, 1.0, 2.0, 3.0, 4.0, 9.0)] == [
+        0.0,
+        0.5,
+        1.0,
+        2.0,
+        3.0,
+        3.0,
+    ]
+
+
+def test_times_are_compared_at_half_of_the_colocated_run():
+    base, cell = LAGGING[0][0], LAGGING[0][2]
+    outcomes = {
+        base.name: [paced(base.name, seed, (0.0, 1.0, 2.0, 3.0, 4.0), 1.0) for seed in (1, 2)],
+        cell.name: [paced(cell.name, seed, (0.0, 1.0, 2.0, 3.0, 3.0 + seed), 0.5, 0.25) for seed in (1, 2)],
+    }
+    head, *rows = lag_rows(outcomes)
+    assert len(head) == len(rows[0])
+    assert rows == [
+        [base.title, "2", "0", "0", "0.0%", "1.00 ± 0.00", "1.00", "2", "2.00 ± 0.00", ""],
+        [cell.title, "2", "0", "0.25", "0.0%", "0.50 ± 0.00", "0.50", "4", "4.50 ± 0.50", "2.50 ± 0.50"],
+    ]
+
+
 def test_figure_is_well_formed():
     from xml.etree import ElementTree
 
@@ -114,18 +165,33 @@ def test_figure_is_well_formed():
     assert "a < b" in "".join(root.itertext())
 
 
+def quick(folder: Path, *cells: str) -> tuple[str, list[dict]]:
+    command = [sys.executable, BENCHMARKS / "papers_findings.py", "--quick", "--processes", "1", "--out", folder]
+    done = subprocess.run([*command, "--cells", *cells], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (folder / "quick" / "evaluation.jsonl").read_text().splitlines()
+    return (folder / "quick" / "summary.md").read_text(), [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+def test_quick_form_runs_with_a_generator_of_its_own(tmp_path):
+    base, of_now, older = (cell.name for cell in LAGGING[2][:3])
+    summary, lines = quick(tmp_path, base, of_now, older)
+    assert CELLS[older].title in summary and "of colocated" in summary
+    for colocated, apart, one_old in zip(*[iter(lines)] * 3, strict=True):
+        assert [line["job"]["cell"] for line in (colocated, apart, one_old)] == [base, of_now, older]
+        for name in ("validation", "training", "kl"):
+            assert apart[name] == colocated[name]  # bit for bit
+        assert one_old["training"][0] == colocated["training"][0]
+        assert max(apart["moved"]) < 1e-9 < min(one_old["moved"][1:])  # the first two steps have the initial weights
+        assert len(one_old["steps"]) == 4
+
+
 @pytest.mark.slow
 def test_quick_form_runs_and_goes_on_where_it_was(tmp_path):
-    def quick(*cells: str) -> tuple[str, list[dict]]:
-        command = [sys.executable, BENCHMARKS / "papers_findings.py", "--quick", "--processes", "1", "--out", tmp_path]
-        done = subprocess.run([*command, "--cells", *cells], capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
-        lines = (tmp_path / "quick" / "evaluation.jsonl").read_text().splitlines()
-        return (tmp_path / "quick" / "summary.md").read_text(), [json.loads(line) for line in lines]
-
-    summary, first = quick("rloo4", "vanilla_plus4")
+    summary, first = quick(tmp_path, "rloo4", "vanilla_plus4")
     assert CELLS["vanilla_plus4"].title in summary
-    summary, lines = quick("rloo4", "vanilla_plus4", "raft4_noise2", "running_mean")
+    summary, lines = quick(tmp_path, "rloo4", "vanilla_plus4", "raft4_noise2", "running_mean")
     assert lines[:4] == first
     assert [line["job"]["cell"] for line in lines[4:]] == ["raft4_noise2", "running_mean"] * 2
     for line in lines:

@@ -14,11 +14,13 @@ import torch
 from helpers.fake_cuda import check_collectives
 from helpers.policies import megatron_model
 from helpers.public_configs import LLAMA_3_1_8B, LLAMA_3_1_70B
+from helpers.weight_updates import PlannedUpdates
 
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
+from reinforce_rl.generation.responses import unbegun
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
@@ -82,6 +84,26 @@ def test_a_graph_is_one_launch(machine, folders):
     assert graphed.launches == 1
     assert eager.launches == eager.kernels == graphed.kernels > 100
     assert graphed.syncs == eager.syncs == 1 / 8
+
+
+def test_new_weights_between_graphed_steps(machine, folders):
+    """They are copied into place, where the graphs read them; then the call stops, and a later one goes on."""
+    prompts, params = [Prompt(i, "", tuple(range(4, 7 + i))) for i in range(3)], SamplingParams(max_length=30)
+    with machine.rank(0, 1), parallel_mesh() as mesh:
+        lm = megatron_model(folders[4], mesh, torch.bfloat16)
+        newer = [parameter.detach() + 1 for parameter in lm.parameters()]
+
+        @torch.no_grad()
+        def load() -> None:
+            for parameter, value in zip(lm.parameters(), newer, strict=True):
+                parameter.copy_(value)
+
+        engine = NativeGenerator(lm, load_tokenizer(folders[4]), is_static=True, use_graphs=True)
+        updates = PlannedUpdates("go on", "load", "stop", load=load, version=5)
+        stopped = engine.go_on(unbegun(prompts, 2, 0), params, updates)
+        ended = engine.go_on(stopped, params, PlannedUpdates(version=7))
+    assert updates.version == 6 and updates.running == [6, 6, 6]
+    assert [one.prompt.id for one in ended] == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("stages", [2, 4])

@@ -70,8 +70,8 @@ def test_an_end_string_may_begin_in_old_tokens():
     """What comes behind it is cut, also where the response was not at its end."""
 
     def cut(whole: Answer) -> Answer:
-        assert whole.tokens == (9, 4, 5, 6) and whole.log_probs == (-1.0, -2.0, -3.0, -4.0)
-        return Answer(whole.tokens[:3], whole.log_probs[:3], stopped=True)
+        assert (whole.tokens, whole.log_probs) == ((9, 4, 5, 6), (-1.0, -2.0, -3.0, -4.0))
+        return Answer(whole.tokens[:3], (-1.0, -2.0, -3.0), stopped=True)
 
     found = extended(DRAWN, Answer((5, 6), (-3.0, -4.0), fault=TAKEN_BACK, updates=(1, 1)), {1: 9}, cut)
     assert (found.tokens, found.log_probs, found.versions) == ((9, 4, 5), (-1.0, -2.0, -3.0), (3, 4, 9))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.engine_fake import install_fake
 from helpers.vllm_engine import NUM_SAMPLES, PARAMS, PROMPTS, draw, generator_of, vllm_model, vllm_overrides
-from helpers.weight_updates import PlannedUpdates, begun
+from helpers.weight_updates import PlannedUpdates
 
 from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.errors import GenerationError
@@ -20,6 +20,7 @@ from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.generation.engine import Answer, process
 from reinforce_rl.generation.engine import generator as of_engine
 from reinforce_rl.generation.engine.generator import EngineGenerator
+from reinforce_rl.generation.responses import unbegun
 from reinforce_rl.generation.trtllm import adapter as of_tensorrt_llm
 
 pytestmark = pytest.mark.timeout(600)
@@ -141,7 +142,7 @@ def test_one_that_refuses_them_always_ends_the_run(engine, expected, monkeypatch
 class TestResponsesThatGoOn:
     def go_on(self, engine: EngineGenerator, responses=None, updates: PlannedUpdates | None = None):
         with engine.awake():
-            responses = begun(PROMPTS, NUM_SAMPLES, 3) if responses is None else responses
+            responses = unbegun(PROMPTS, NUM_SAMPLES, 3) if responses is None else responses
             return engine.go_on(responses, PARAMS, PlannedUpdates() if updates is None else updates)
 
     def check(self, found: list[PartialResponse], expected: torch.Tensor, version: int = 0) -> None:
@@ -169,7 +170,7 @@ class TestResponsesThatGoOn:
         monkeypatch.setattr(process.EngineProcess, "advance", noted)
         ended, shorter = self.go_on(engine), len(expected) - 3
         del asked[:]
-        found = self.go_on(engine, [*ended[:shorter], *begun(PROMPTS, NUM_SAMPLES, 3)[shorter:]])
+        found = self.go_on(engine, [*ended[:shorter], *unbegun(PROMPTS, NUM_SAMPLES, 3)[shorter:]])
         assert found == ended and asked == list(range(shorter, len(expected)))
         del asked[:]
         long = PartialResponse(PROMPTS[0], 1, (4,) * PARAMS.max_length, (-1.0,) * PARAMS.max_length, (0,) * 8)

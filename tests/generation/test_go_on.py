@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from helpers.flash import decode_statically
 from helpers.policies import megatron_model, transformers_model
+from helpers.weight_updates import PlannedUpdates
 
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import PartialResponse, SamplingParams
@@ -26,28 +26,10 @@ KINDS = {
     "rules": replace(PARAMS, min_length=7, repetition_penalty=1.3, temperature=0.8, top_k=20, top_p=0.9),
     "end strings": replace(PARAMS, end_strings=("e", "th"), min_length=5),
 }
-Action = Literal["go on", "load", "stop"]
-
-
-class Planned:
-    """Actions by the number of times that it was asked; `change` gives the model its next weights."""
-
-    def __init__(self, actions: dict[int, Action], change: Callable[[], None] = lambda: None):
-        self.version, self.asked, self._actions, self._change = 3, 0, actions, change
-        self.running: list[int] = []
-
-    def next_action(self, running: int) -> Action:
-        self.asked += 1
-        self.running.append(running)
-        return self._actions.get(self.asked, "go on")
-
-    def load(self) -> None:
-        self._change()
-        self.version += 1
 
 
 def whole(engine: NativeGenerator, begun: list[PartialResponse], params: SamplingParams) -> list[PartialResponse]:
-    return engine.go_on(begun, params, Planned({}))
+    return engine.go_on(begun, params, PlannedUpdates(version=3))
 
 
 def assert_same(found: list[PartialResponse], expected: list[PartialResponse]) -> None:
@@ -90,7 +72,7 @@ def test_stopped_and_gone_on(kind, max_tokens, decoder, lm, folder, prompts):
     expected = whole(engine, unbegun(prompts, 4, 3), params)
     found, calls, was_partial = unbegun(prompts, 4, 3), 0, False
     while any(one.finish_reason is None for one in found):
-        found = engine.go_on(found, params, Planned({1 + calls % 3: "stop"}))
+        found = engine.go_on(found, params, PlannedUpdates(*["go on"] * (calls % 3), "stop"))
         was_partial |= any(one.finish_reason is None and one.tokens for one in found)
         calls += 1
     assert_same(found, expected)
@@ -155,7 +137,9 @@ LONG = SamplingParams(max_length=20)
 
 
 def test_weights_that_change_with_the_cache_kept(decoder, policy, folder, prompts):
-    found = engine_of(policy.lm, folder).go_on(unbegun(prompts, 2, 3), LONG, Planned({2: "load"}, policy.change))
+    found = engine_of(policy.lm, folder).go_on(
+        unbegun(prompts, 2, 3), LONG, PlannedUpdates("go on", "load", load=policy.change, version=3)
+    )
     for one in found:
         count = one.versions.index(4)
         assert one.versions == (3,) * count + (4,) * (20 - count) and 0 < count < 20
@@ -166,11 +150,9 @@ def test_weights_that_change_with_the_cache_kept(decoder, policy, folder, prompt
 
 def test_weights_that_change_with_the_cache_made_anew(decoder, policy, folder, prompts):
     engine = engine_of(policy.lm, folder)
-    stopped = engine.go_on(unbegun(prompts, 2, 3), LONG, Planned({2: "stop"}))
+    stopped = engine.go_on(unbegun(prompts, 2, 3), LONG, PlannedUpdates("go on", "stop", version=3))
     policy.change()
-    later = Planned({})
-    later.version = 4
-    for one in engine.go_on(stopped, LONG, later):
+    for one in engine.go_on(stopped, LONG, PlannedUpdates(version=4)):
         count = one.versions.index(4)
         assert 0 < count < 20
         assert one.log_probs[:count] == pytest.approx(policy.log_probs(one, 0)[:count], abs=1e-5)
@@ -180,7 +162,7 @@ def test_weights_that_change_with_the_cache_made_anew(decoder, policy, folder, p
 def test_samples_that_wait_are_of_the_new_weights_alone(decoder, policy, folder, prompts):
     """A prompt of which some samples wait is read again."""
     engine = engine_of(policy.lm, folder, max_tokens=75)
-    updates = Planned({1: "load"}, policy.change)
+    updates = PlannedUpdates("load", load=policy.change, version=3)
     found = engine.go_on(unbegun(prompts, 4, 3), LONG, updates)
     late = [one for one in found if set(one.versions) == {4}]
     assert len(late) > 10 and max(updates.running) < len(found)
@@ -191,5 +173,5 @@ def test_samples_that_wait_are_of_the_new_weights_alone(decoder, policy, folder,
 @pytest.mark.parametrize("is_lean", [True, False])
 def test_copies_of_the_weights_are_made_anew(is_lean, policy, folder, prompts):
     engine = NativeGenerator(policy.lm, load_tokenizer(folder), 30, is_lean=is_lean)
-    found = engine.go_on(unbegun(prompts[:1], 3, 3), LONG, Planned({1: "load"}, policy.change))
+    found = engine.go_on(unbegun(prompts[:1], 3, 3), LONG, PlannedUpdates("load", load=policy.change, version=3))
     assert found[-1].log_probs == pytest.approx(policy.log_probs(found[-1], 1), abs=1e-5)

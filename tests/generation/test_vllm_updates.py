@@ -16,9 +16,9 @@ from helpers.models import tiny_llama_folder
 from helpers.policies import random_tokens
 from helpers.ranks import run_ranks
 from helpers.tiny_run import compose, tiny_overrides
-from helpers.vllm_engine import SHAPE, TOLERANCE, change_weights, processes_of, vllm_overrides
+from helpers.vllm_engine import PROMPTS, SHAPE, TOLERANCE, change_weights, processes_of, vllm_overrides
 from helpers.watched_vllm import watched
-from helpers.weight_updates import Action, PlannedUpdates, Versions, begun
+from helpers.weight_updates import Action, PlannedUpdates, Versions
 
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import FINISH_LENGTH, Prompt
@@ -26,6 +26,7 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import PartialResponse, SamplingParams
 from reinforce_rl.generation.engine import process
 from reinforce_rl.generation.engine.generator import EngineGenerator
+from reinforce_rl.generation.responses import unbegun
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
 from reinforce_rl.megatron.lora import add_lora, updates_of
@@ -140,7 +141,7 @@ def test_weights_that_change_within_responses(engine, monkeypatch):
     updates = PlannedUpdates("go on", engine.once_drawing("load"), load=engine.load)
     with engine.generator.awake():
         engine.call("set_pace", SLOW)
-        found = engine.generator.go_on(begun([PROMPT], 6, 3), PARAMS, updates)
+        found = engine.generator.go_on(unbegun([PROMPT], 6, 3), PARAMS, updates)
         last = engine.call("passes")
     assert paused[0] == paused[1] < last, "tokens were drawn while the weights changed"
     assert [one.finish_reason for one in found] == [FINISH_LENGTH] * 6
@@ -154,14 +155,14 @@ def test_weights_that_change_within_responses(engine, monkeypatch):
     assert max(engine.gaps(1, across, weights=0)) > 10 * TOLERANCE, "the weights did not change"
     assert max(engine.gaps(1, across)) > 10 * TOLERANCE, "the cache was computed anew"
     assert max(engine.gaps(1, new)) < TOLERANCE
-    again = engine.go_on(begun([PROMPT], 2, 4), PlannedUpdates(version=1))
+    again = engine.go_on(unbegun([PROMPT], 2, 4), PlannedUpdates(version=1))
     assert max(engine.gaps(1, again)) < TOLERANCE
     assert max(engine.gaps(1, again, weights=0)) > 10 * TOLERANCE
 
 
 def test_stopped_and_gone_on_under_newer_weights(engine):
     stop = PlannedUpdates("go on", engine.once_drawing("stop"))
-    partial = engine.go_on(begun([PROMPT], 6, 3), stop, pace=SLOW)
+    partial = engine.go_on(unbegun([PROMPT], 6, 3), stop, pace=SLOW)
     assert [one.finish_reason for one in partial] == [None] * 6
     assert sorted(bool(one.tokens) for one in partial) == [False] * 2 + [True] * AT_ONCE
     assert all(set(one.versions) <= {0} for one in partial)
@@ -180,17 +181,17 @@ def test_stopped_and_gone_on_under_newer_weights(engine):
 
 def test_a_greedy_response_in_parts_is_that_in_one(engine):
     """With a penalty for the tokens so far, the prompt's included, and an end token that must not come too early."""
-    params = replace(PARAMS, use_greedy=True, repetition_penalty=1.3)
-    whole = engine.go_on(begun([PROMPT], 2, 3), PlannedUpdates(), params)
-    end = whole[0].tokens[50]
-    params = replace(params, stop_token_ids=(end,), min_length=60)
-    whole = engine.go_on(begun([PROMPT], 2, 3), PlannedUpdates(), params)
-    assert len(whole[0].tokens) >= 60 and len(set(whole[0].tokens)) > 5
-    parts, lengths = begun([PROMPT], 2, 3), []
+    params = SamplingParams(60, 30, use_greedy=True, repetition_penalty=2.0, stop_token_ids=(19, 5))
+    whole = engine.go_on(unbegun(PROMPTS, 1, 3), PlannedUpdates(), params)
+    early = engine.go_on(unbegun(PROMPTS, 1, 3), PlannedUpdates(), replace(params, min_length=0))
+    for one, other in zip(whole, early, strict=True):
+        assert len(other.tokens) < 12 and len(one.tokens) >= 30, "the least length changes nothing"
+        assert len(set(one.tokens[:8])) > 4, "the penalty changes nothing"
+    parts, lengths = unbegun(PROMPTS, 1, 3), []
     for _ in range(2):
         parts = engine.go_on(parts, PlannedUpdates("go on", engine.once_drawing("stop", 2)), params, pace=SLOW)
         lengths.append([len(one.tokens) for one in parts])
-    assert 0 < lengths[0][0] < lengths[1][0] < len(whole[0].tokens)
+    assert all(0 < first < second for first, second in zip(*lengths, strict=True))
     found = engine.go_on(parts, PlannedUpdates(), params)
     for one, other in zip(found, whole, strict=True):
         assert (one.tokens, one.versions, one.finish_reason) == (other.tokens, other.versions, other.finish_reason)
@@ -198,7 +199,14 @@ def test_a_greedy_response_in_parts_is_that_in_one(engine):
 
 
 @pytest.mark.parametrize(
-    ("name", "command"), [("host", "advance"), ("EngineCore", "pause"), ("Worker", "update"), ("EngineCore", "resume")]
+    ("made", "name", "command"),
+    [
+        ("whole", "host", "advance"),
+        ("whole", "EngineCore", "pause"),
+        ("whole", "EngineCore", "resume"),
+        ("lora", "Worker", "update"),
+    ],
+    indirect=["made"],
 )
 def test_killed_in_the_middle_it_begins_again_with_the_present_weights(engine, monkeypatch, caplog, name, command):
     """In the first such command from the pause on."""
@@ -213,7 +221,7 @@ def test_killed_in_the_middle_it_begins_again_with_the_present_weights(engine, m
 
     updates = PlannedUpdates("go on", engine.once_drawing("load"), load=engine.load)
     monkeypatch.setattr(process.EngineProcess, "call", struck)
-    found = engine.go_on(begun([PROMPT], 6, 3), updates, pace=SLOW)
+    found = engine.go_on(unbegun([PROMPT], 6, 3), updates, pace=SLOW)
     assert "struck" in seen and "event=engine_restarted" in caplog.text
     assert [one.finish_reason for one in found] == [FINISH_LENGTH] * 6
     assert {version for one in found for version in one.versions} == {updates.version}

@@ -140,7 +140,7 @@ def rollouts_of(folder: Path, step: int, kind: Kind = "rollouts") -> list[dict]:
 
 def without_times(line: dict) -> dict:
     """Drop metrics that depend on the clock or the process."""
-    of_clock = ("timers/", "timing/", "memory/")
+    of_clock = ("timers/", "timing/", "memory/", "alerts/straggler")
     return {key: value for key, value in line.items() if key != "time" and not key.startswith(of_clock)}
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 from helpers.policies import all_logits
 from torch import Tensor
 
-from reinforce_rl.data.batches import Prompt
 from reinforce_rl.generation.base import PartialResponse
-from reinforce_rl.generation.native.sampling import sample_seeds
 from reinforce_rl.megatron.model.model import CausalLM
 
 Action = Literal["go on", "load", "stop"]
@@ -34,7 +31,7 @@ class PlannedUpdates:
     def next_action(self, running: int) -> Action:
         self.running.append(running)
         action = self._actions.pop(0) if self._actions else "go on"
-        return action if isinstance(action, str) else action()
+        return action() if callable(action) else action
 
     def load(self) -> None:
         self._load()
@@ -71,11 +68,3 @@ class Versions:
     def _put(self, weights: list[Tensor]) -> None:
         for parameter, value in zip(self._lm.parameters(), weights, strict=True):
             parameter.copy_(value)
-
-
-def begun(prompts: Sequence[Prompt], num_samples: int, seed: int) -> list[PartialResponse]:
-    """Return responses without tokens, prompt-major, with the noise of `Generator.generate`."""
-    ids = np.repeat([prompt.id for prompt in prompts], num_samples)
-    keys = sample_seeds(seed, ids, np.tile(np.arange(num_samples), len(prompts))).tolist()
-    every = (prompt for prompt in prompts for _ in range(num_samples))
-    return [PartialResponse(prompt, key) for prompt, key in zip(every, keys, strict=True)]

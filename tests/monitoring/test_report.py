@@ -208,7 +208,7 @@ def test_a_run_that_has_just_begun(tmp_path):
     logger.commit(1)
     page = read(write_report(tmp_path))
     assert "needs a validation before and one after" in page["verdict"] and page["charts"] == []
-    assert [alert["kind"] for alert in page["alerts"]] == ["reward"]
+    assert [alert["kind"] for alert in page["alerts"]] == ["not_finite"]
 
 
 def test_the_report_that_a_run_writes_last_says_that_it_is_finished(tmp_path):

@@ -280,7 +280,7 @@ class TestGeneratorCorrection:
         found = RunFolder(tmp_path / "run")
         texts = found.tokens(step, [5])[5, 2].token_texts or []
         assert f"token 1 {texts[1]!r} after {row['prompt'] + texts[0]!r}: " in said
-        assert ("generator gap", step) in [(alert.kind, alert.first) for alert in found.alerts()]
+        assert ("generator_gap", step) in [(alert.kind, alert.first) for alert in found.alerts()]
         tables = [table for table in overview(found)["tables"] if "largest gap" in table["title"]]
         assert [table["rows"][0][:3] for table in tables] == [["5", "2", "1"]]
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from reinforce_rl.errors import EXIT_DIVERGED, EXIT_ERROR, EXIT_FINISHED, EXIT_STOPPED, ConfigError
+from reinforce_rl.errors import EXIT_DIVERGED, EXIT_ERROR, EXIT_FINISHED, EXIT_SENTINEL, EXIT_STOPPED, ConfigError
 from reinforce_rl.launch.slurm import outcome, steps
 from reinforce_rl.launch.slurm.generators import Generators
 from reinforce_rl.launch.slurm.outcome import Attempt, Outcome, judge
@@ -286,6 +286,8 @@ class Job:
             return False, f"not requeued after {self._stop.name}; {go_on}"
         if result.code == EXIT_DIVERGED:
             return False, "not requeued: the policy has diverged, and would again from the same checkpoint"
+        if result.code == EXIT_SENTINEL:
+            return False, f"not requeued: the sentinel has stopped the run, see its alerts; {go_on}"
         restart, max_restarts = self._allocation.restart, self._settings.max_restarts
         if result.never_began and restart < max_restarts:  # `_refusal` ends what never gets further
             return True, "requeued, as another attempt may begin"

@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 from helpers.vllm_engine import PROMPTS, SMALL_BUCKET, change_weights, engine_generator
 from helpers.watched_vllm import watched
-from helpers.weight_updates import Action, PlannedUpdates, Versions, begun
+from helpers.weight_updates import Action, PlannedUpdates, Versions
 
 from reinforce_rl.generation.base import SamplingParams
+from reinforce_rl.generation.responses import unbegun
 from reinforce_rl.megatron.mesh import parallel_mesh
 
 OVERRIDES = ("trainer.devices=2", "model.tensor_model_parallel_size=2", "model.encoder_seq_length=128")
@@ -48,7 +49,7 @@ def main() -> None:
         with generator.awake():
             if engine is not None:
                 engine.call("set_pace", SLOW)
-            partial = generator.go_on(begun(PROMPTS, 2, 3), PARAMS, updates)
+            partial = generator.go_on(unbegun(PROMPTS, 2, 3), PARAMS, updates)
         with generator.awake():
             found = generator.go_on(partial, PARAMS, PlannedUpdates(version=1))
         generator.close()

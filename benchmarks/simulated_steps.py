@@ -1,0 +1,244 @@
+"""Steps of training in simulated time: generation and training in turn, or on GPUs of their own.
+
+Any number will do for times, so that tests can be exact.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+STEPS, WARM = 16, 4  # simulated, and left out before the mean
+Number = Any  # float, or Fraction in the tests
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step's work.
+
+    Attributes:
+        prompts: of a step.
+        lengths: of the n-th prompt that is handed out, the response tokens of each sample.
+        decode, row: seconds of a decode step of an engine, and what each row in it adds.
+        training: GPU-seconds a token of prompt and response: log-probs, the reference's, the update.
+        prompt: tokens of a prompt.
+        fixed: seconds of the trainers' step however many they are.
+        reward: seconds from a response's end to its score, as far as no log-prob pass hides them.
+        refit, send: seconds to hand weights over, colocated and apart; trainers wait.
+        engine, trainer: GPUs of an engine, and of a copy of the model that trains.
+        slots: rows that an engine decodes together at most.
+    """
+
+    prompts: int
+    lengths: Callable[[int], Sequence[int]]
+    decode: Number
+    row: Number
+    training: Number
+    prompt: int = 0
+    fixed: Number = 0
+    reward: Number = 0
+    refit: Number = 0
+    send: Number = 0
+    engine: int = 1
+    trainer: int = 1
+    slots: int = 256
+
+    def train_seconds(self, gpus: int, groups: Sequence[Sequence[int]]) -> Number:
+        tokens = sum(self.prompt + length for group in groups for length in group)
+        return self.training * tokens / gpus + self.fixed
+
+    def groups(self, step: int) -> list[Sequence[int]]:
+        """Of the step, from 0, in order."""
+        return [self.lengths(step * self.prompts + i) for i in range(self.prompts)]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Means over the steps after the first `WARM`."""
+
+    seconds: Number  # a step
+    waiting: Number = 0  # share of them in which trainers wait
+    age: Number = 0  # steps
+    dropped: Number = 0  # groups that got too old, a group that trained
+
+
+class Engine:
+    """Continuous batching: all rows get a token a decode step, and those that are too many wait."""
+
+    def __init__(self, job: Job):
+        self._job, self._time, self._tokens, self._count = job, 0, 0, itertools.count()
+        self._active: list[tuple[Number, int, Any]] = []
+        self._waiting = deque[tuple[int, Any]]()
+
+    @property
+    def rows(self) -> int:
+        return len(self._active) + len(self._waiting)
+
+    @property
+    def end(self) -> Number:
+        """When the next row ends; infinite without rows."""
+        return self._time + (self._active[0][0] - self._tokens) * self._pace if self._active else math.inf
+
+    @property
+    def _pace(self) -> Number:
+        return self._job.decode + self._job.row * len(self._active)
+
+    def add(self, time: Number, lengths: Sequence[int], tag: Any = None) -> None:
+        if self._active:
+            self._tokens += (time - self._time) / self._pace
+        self._time = time
+        self._waiting.extend((length, tag) for length in lengths)
+        self._fill()
+
+    def pop(self) -> Any:
+        """Go on until the next row's end; return its tag."""
+        self._time, (self._tokens, _, tag) = self.end, self._active[0]
+        heapq.heappop(self._active)
+        self._fill()
+        return tag
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._active) < self._job.slots:
+            length, tag = self._waiting.popleft()
+            heapq.heappush(self._active, (self._tokens + length, next(self._count), tag))
+
+
+def call_seconds(job: Job, groups: Sequence[Sequence[int]]) -> Number:
+    """Of groups that an engine generates in one call."""
+    engine, end = Engine(job), 0
+    engine.add(0, [length for group in groups for length in group])
+    while engine.rows:
+        end = engine.end
+        engine.pop()
+    return end
+
+
+def generate_seconds(job: Job, gpus: int, step: int) -> Number:
+    """Of a colocated step: each engine has its share of the prompts."""
+    engines, groups = gpus // job.engine, job.groups(step)
+    return max(call_seconds(job, groups[i::engines]) for i in range(min(engines, len(groups))))
+
+
+def colocated(job: Job, gpus: int, steps: int = STEPS) -> Found:
+    handed = job.reward + job.refit
+    seconds = [
+        generate_seconds(job, gpus, step) + handed + job.train_seconds(gpus, job.groups(step))
+        for step in range(WARM, steps)
+    ]
+    return Found(sum(seconds) / len(seconds))
+
+
+def in_order(job: Job, trainers: int, generators: int, k: int, steps: int = STEPS) -> Found:
+    """Step s, from 1, is drawn with version max(0, s - 1 - k); micro-batches go to whoever is free, in order."""
+    engines = generators // job.engine
+    size = -(-job.prompts // engines)
+    free: list[Number] = [0] * engines
+    versions, waits, ages = list[Number]([0]), list[Number](), list[Number]()  # versions: when each is there
+    for step in range(1, steps + 1):
+        groups, version, ready = job.groups(step - 1), max(0, step - 1 - k), 0
+        for start in range(0, job.prompts, size):
+            end = max(heapq.heappop(free), versions[version]) + call_seconds(job, groups[start : start + size])
+            heapq.heappush(free, end)
+            ready = max(ready, end + job.reward)
+        waits.append(max(0, ready - versions[-1]))
+        ages.append(step - 1 - version)
+        versions.append(versions[-1] + waits[-1] + job.train_seconds(trainers, groups) + job.send)
+    return _after_warm(versions, waits, ages, 0)
+
+
+def _after_warm(versions: list[Number], waits: list[Number], ages: list[Number], dropped: Number) -> Found:
+    count, whole = len(waits) - WARM, versions[-1] - versions[WARM]
+    return Found(whole / count, sum(waits[WARM:]) / whole, sum(ages[WARM:]) / count, dropped)
+
+
+@dataclass
+class Group:
+    """The samples of a prompt, drawn as they finish."""
+
+    lengths: Sequence[int]
+    version: int  # of the weights that it began with
+    running: int  # samples that are not at their end
+    scored: Number = math.inf  # when
+
+
+class Generators:
+    """Engines that are given whole groups, the emptiest first."""
+
+    def __init__(self, job: Job, count: int):
+        self._slots, self._engines = job.slots, [Engine(job) for _ in range(count)]
+        self._ends: list[tuple[Number, int]] = []  # of engines; some are out of date
+
+    @property
+    def end(self) -> Number:
+        """When the next row ends."""
+        while self._ends and self._engines[self._ends[0][1]].end != self._ends[0][0]:
+            heapq.heappop(self._ends)
+        return self._ends[0][0] if self._ends else math.inf
+
+    def give(self, time: Number, group: Group) -> bool:
+        """Whether there is room for it."""
+        at = min(range(len(self._engines)), key=lambda i: self._engines[i].rows)
+        if self._engines[at].rows and self._engines[at].rows + group.running > self._slots:
+            return False
+        self._engines[at].add(time, group.lengths, group)
+        heapq.heappush(self._ends, (self._engines[at].end, at))
+        return True
+
+    def pop(self) -> Group:
+        """The group whose row ends next."""
+        _, at = heapq.heappop(self._ends)
+        group = self._engines[at].pop()
+        heapq.heappush(self._ends, (self._engines[at].end, at))
+        return group
+
+
+def as_finished(job: Job, trainers: int, generators: int, k: int, steps: int = STEPS) -> Found:
+    """Responses that run when the weights change go on; a group is as old as the weights that it began with."""
+    pool, ready, taken = Generators(job, generators // job.engine), deque[Group](), list[Group]()
+    time, trained, drawn, under_way, dropped = 0, math.inf, 0, 0, 0
+    versions, waits, ages = list[Number]([0]), list[Number](), list[Number]()
+    while len(versions) <= steps:
+        version = len(versions) - 1
+        while under_way < (k + 1) * job.prompts:
+            lengths = job.lengths(drawn)
+            if not pool.give(time, Group(lengths, version, len(lengths))):
+                break
+            drawn, under_way = drawn + 1, under_way + 1
+        scored = ready[job.prompts - 1].scored if not taken and len(ready) >= job.prompts else math.inf
+        if scored <= time:
+            taken = [ready.popleft() for _ in range(job.prompts)]
+            waits.append(time - versions[-1])
+            ages.append(sum(version - group.version for group in taken) / len(taken))
+            trained = time + job.train_seconds(trainers, [group.lengths for group in taken]) + job.send
+            continue
+        time = min(trained, scored, pool.end)
+        if time == trained:
+            versions.append(time)
+            under_way, taken, trained = under_way - len(taken), [], math.inf
+            fresh = deque(group for group in ready if version + 1 - group.version <= k)
+            dropped, under_way = dropped + len(ready) - len(fresh), under_way - len(ready) + len(fresh)
+            ready = fresh
+        elif time == pool.end:
+            group = pool.pop()
+            group.running -= 1
+            if not group.running and version - group.version <= k:
+                group.scored = time + job.reward
+                ready.append(group)
+            elif not group.running:
+                dropped, under_way = dropped + 1, under_way - 1
+    return _after_warm(versions, waits, ages, dropped / (steps * job.prompts))
+
+
+def best_split(
+    job: Job, gpus: int, simulate: Callable[..., Found], k: int, steps: int = STEPS
+) -> tuple[int, int, Found]:
+    """The numbers of trainers and generators, of at most 15 splits, with the shortest step."""
+    unit = math.lcm(job.engine, job.trainer, max(1, gpus // 16))
+    splits = [(trainers, gpus - trainers) for trainers in range(unit, gpus, unit)]
+    found = [(*split, simulate(job, *split, k, steps)) for split in splits]
+    return min(found, key=lambda one: one[2].seconds)

@@ -1,0 +1,84 @@
+"""Other rewards for stored rollouts, asked for as the trainer does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.data.batches import Completions, Prompt, RolloutBatch
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.errors import ReinforceError
+from reinforce_rl.evaluation.stored import StoredStep
+from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.monitoring.run import SilentMonitor
+from reinforce_rl.rewards.sources import connect_to_reward_servers
+from reinforce_rl.trainer.build import build_datasets, stop_token_ids
+from reinforce_rl.trainer.reward_requests import faults_of, request_about, scores_of
+
+logger = logging.getLogger(__name__)
+
+
+class Rescorer:
+    """The configured reward functions and servers, for stored rollouts; close it at the end.
+
+    Raises as `connect_to_reward_servers`.
+    """
+
+    def __init__(self, cfg: TrainConfig, mesh: Mesh):
+        model = cfg.pretrained_checkpoint.restore_from_path
+        self._tokenizer = load_tokenizer(model)
+        self._stop_ids = stop_token_ids(Architecture.from_folder(model), self._tokenizer)
+        self._size = cfg.model.reinforce.rollout_micro_batch_size * cfg.trainer.reinforce.num_rollouts_per_prompt
+        self._data: list[Prompt] = []  # for the messages, which are not recorded
+        try:
+            train = build_datasets(cfg, self._tokenizer, splits=["train"]).train
+            self._data = [train[i] for i in range(len(train))]
+        except ReinforceError as error:
+            logger.warning("the run's prompts cannot be read, so rewards get no messages, only texts: %s", error)
+        self._source = connect_to_reward_servers(cfg, mesh, self._tokenizer, SilentMonitor("."))
+
+    def __call__(self, stored: StoredStep) -> RolloutBatch:
+        """Return a step's rollouts with these rewards. Raises RewardServerError if no answer comes in time."""
+        stored.needs_tokens("a reward source reads them")
+        answers = [scores_of(*asked) for asked in list(self._asked(stored))]
+        return replace(
+            stored.batch,
+            rewards=torch.cat([answer.values for answer in answers]),
+            source_rewards={
+                name: torch.cat([answer.by_source[name] for answer in answers]) for name in answers[0].by_source
+            },
+            score_faults=tuple(fault for answer in answers for fault in faults_of(answer)),
+        )
+
+    def close(self) -> None:
+        with contextlib.suppress(ReinforceError):
+            self._source.close()
+
+    def _asked(self, stored: StoredStep) -> Iterator[tuple]:
+        """Ask for all samples, as many at a time as the trainer does."""
+        batch = stored.batch
+        for rows in torch.arange(len(stored.rows)).split(self._size):
+            part = batch.select(rows)
+            starts, lengths = part.prompt_lengths.tolist(), part.response_lengths.tolist()
+            ids = zip(part.sequences.tolist(), starts, lengths, strict=True)
+            cut = [(row[:start], row[start : start + length]) for row, start, length in ids]
+            tokens = torch.zeros((len(rows), part.width), dtype=torch.long)
+            for i, (_, response) in enumerate(cut):
+                tokens[i, : len(response)] = torch.tensor(response, dtype=torch.long)
+            prompts = [self._prompt(stored, i, own) for i, (own, _) in zip(rows.tolist(), cut, strict=True)]
+            completions = Completions(tokens, part.response_lengths, part.finish_reasons)
+            request = request_about(prompts, completions, self._tokenizer, self._stop_ids)
+            yield self._source.infer_rm(request), len(rows)
+
+    def _prompt(self, stored: StoredStep, row: int, tokens: list[int]) -> Prompt:
+        of = stored.rows[row]
+        known = self._data[of.prompt_id % len(self._data)] if self._data else None
+        messages = known.messages if known is not None and known.text == of.prompt else ()
+        return Prompt(of.prompt_id, of.prompt, tuple(tokens), json.loads(of.record or "{}"), messages)

@@ -1,0 +1,119 @@
+"""Rollouts as a run recorded them, rebuilt for the trainer's functions, and the settings of each step."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
+from reinforce_rl.config.load import read_config
+from reinforce_rl.data.batches import RolloutBatch
+from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring.records import RolloutRow, read_tokens, rollout_files
+from reinforce_rl.monitoring.run_folder import open_run
+from reinforce_rl.runtime.settings import CONFIG_FILE, settings_of
+from reinforce_rl.trainer.advantages import response_kl
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    step: int
+    rows: list[RolloutRow]
+    batch: RolloutBatch  # without tokens, where they were not recorded; log-probs as the KL was taken from
+
+    def needs(self, cfg: ReinforceConfig) -> None:
+        """Raise DataError if the record lacks what these settings' KL is computed from."""
+        if cfg.initial_policy_kl_penalty == 0 or self.batch.init_log_probs is not None:
+            return
+        if not self.batch.sequences.numel():
+            self.needs_tokens("the KL is computed from them")
+        raise DataError(
+            f"step {self.step}: its record has no log-probs of the reference, as the run had "
+            "trainer.reinforce.initial_policy_kl_penalty=0, and a KL was asked for; set that key to 0, or take a run "
+            "that had a KL"
+        )
+
+    def needs_tokens(self, why: str) -> None:
+        if not self.batch.sequences.numel():
+            raise DataError(
+                f"step {self.step}: its samples were recorded without tokens, and {why}; expected a step that "
+                "exp_manager.record_tokens_every divides, of a run of this version"
+            )
+
+
+class StoredRun:
+    """A run's recorded training steps.
+
+    Raises DataError if the folder holds no run; its methods, if a file is absent, damaged or of another version.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.run = open_run(folder)
+        self.path = self.run.path
+        self._settings: dict[str, tuple[TrainConfig, list[str]]] = {}
+        sys.path.append(os.path.abspath(folder))  # a function that `reinforce_rl.train` has copied lies there
+
+    def settings(self, step: int) -> tuple[TrainConfig, list[str]]:
+        """Return the settings of a step, the same object for all with the same, and what is wrong with them here."""
+        text, _ = settings_of(self.path, step)
+        if not text:
+            raise DataError(
+                f"{self.path} has no {CONFIG_FILE}; expected the settings that its steps were made with. Copy it from "
+                "where the run was"
+            )
+        if text not in self._settings:
+            self._settings[text] = read_config(OmegaConf.create(text))  # type: ignore[arg-type]
+        return self._settings[text]
+
+    def step(self, step: int) -> StoredStep:
+        """Rebuild the rollouts of a step, in their order over all ranks."""
+        cfg, rows = self.settings(step)[0], self.run.samples(step)
+        tokens = read_tokens(rollout_files(self.path)[step])
+        has_tokens = len(tokens) == len(rows) and len(rows) > 0
+
+        def table(name: str) -> Tensor | None:
+            found = [getattr(one, name) for one in tokens] if has_tokens else [None]
+            return None if None in found else pad_sequence([torch.tensor(one) for one in found], True)
+
+        prompts = [one.prompt_tokens or [] for one in tokens] if has_tokens else [[] for _ in rows]
+        responses = [one.response_tokens or [] for one in tokens] if has_tokens else [[] for _ in rows]
+        joined = [torch.tensor(p + r, dtype=torch.long) for p, r in zip(prompts, responses, strict=True)]
+        sources = dict.fromkeys(name for row in rows for name in row.source_rewards)
+        versions = table("weight_versions")
+        batch = RolloutBatch(
+            sequences=pad_sequence(joined, True) if joined else torch.zeros((0, 0), dtype=torch.long),
+            prompt_lengths=torch.tensor([len(one) for one in prompts]),
+            response_lengths=torch.tensor([row.response_length for row in rows]),
+            group_ids=torch.tensor([row.prompt_id for row in rows]),
+            sample_ids=torch.tensor([row.sample_id for row in rows]),
+            finish_reasons=tuple(row.finish_reason for row in rows),
+            rewards=torch.tensor([row.reward for row in rows], dtype=torch.float32),
+            valid=torch.tensor([row.valid for row in rows]),
+            generator_log_probs=table("generator_log_probs"),
+            weight_versions=None if versions is None else versions.long(),
+            log_probs=table("policy_log_probs"),
+            init_log_probs=table("reference_log_probs"),
+            source_rewards={name: torch.tensor([row.source_rewards[name] for row in rows]) for name in sources},
+            score_faults=tuple(row.score_fault for row in rows),
+        )
+        return StoredStep(step, rows, _with_log_probs_of_kl(batch, cfg.trainer.reinforce, rows))
+
+
+def _with_log_probs_of_kl(batch: RolloutBatch, cfg: ReinforceConfig, rows: list[RolloutRow]) -> RolloutBatch:
+    """Choose between the trainer's log-probs and the generator's: the recorded KL was taken from one of them."""
+    if batch.init_log_probs is None:
+        return batch
+    recorded, found = torch.tensor([row.kl for row in rows], dtype=torch.float64), []
+    for log_probs in (batch.log_probs, batch.generator_log_probs):
+        if log_probs is not None:
+            one = replace(batch, log_probs=log_probs)
+            gaps = (response_kl(one, cfg)[0].double() - recorded)[batch.valid].nan_to_num(torch.inf)
+            found.append((float(gaps.abs().max()) if len(gaps) else 0.0, one))
+    return min(found, key=lambda pair: pair[0])[1] if found else batch

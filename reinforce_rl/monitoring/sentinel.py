@@ -1,0 +1,340 @@
+"""The sentinel: rules that watch the steps of a run, or read them afterwards; docs/sentinel.md has the thresholds.
+
+Every rule compares with the run's own past, so that it needs neither the scale of a reward nor the length of a task.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.monitoring.metrics import Slowest
+
+STRAGGLER_FACTOR: float = TrainConfig().trainer.straggler_factor  # the default
+GAP_LIMITS = {"generator_gap": 0.05, "generator_gap_p99": 0.5, "generator_gap_max": 5.0}  # nats a token
+WINDOW = 50  # steps that are remembered
+FEWEST = 8  # earlier steps that a comparison with the past needs
+QUIET = 5  # steps without it after which a rule may speak again
+_PAGE = "docs/sentinel.md"
+
+
+@dataclass(frozen=True)
+class Alert:
+    """What a person should look at; `count` steps of `first` .. `last` have it."""
+
+    kind: str  # a rule's name, or a run's state
+    first: int
+    last: int
+    count: int
+    text: str  # of the last step
+
+
+class History:
+    """The last `WINDOW` training steps, the first values of each metric, and the last validations."""
+
+    def __init__(self, straggler_factor: float):
+        self.straggler_factor = straggler_factor
+        self.lines: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
+        self.validations: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # reward of validation, of training
+        self._first: dict[str, list[float]] = {}
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        if is_training(line):
+            self.lines.append(line)
+            for key in line:
+                if key.startswith("train/") and math.isfinite(value := number(line[key])):
+                    self._first.setdefault(key, []).append(value)
+                    del self._first[key][3:]
+        if math.isfinite(value := number(line.get("val/rewards"))):
+            self.validations.append((value, self.middle("train/rewards", 5)))
+
+    def now(self, key: str) -> float:
+        return number(self.lines[-1].get(key))
+
+    def last(self, key: str, count: int = WINDOW) -> list[float]:
+        """Return the finite values of the last `count` steps, this one included."""
+        values = (number(line.get(key)) for line in list(self.lines)[-count:])
+        return [value for value in values if math.isfinite(value)]
+
+    def past(self, key: str, count: int = WINDOW) -> list[float]:
+        """Return the finite values of the `count` steps before this one; none if there are fewer than `FEWEST`."""
+        values = (number(line.get(key)) for line in list(self.lines)[-count - 1 : -1])
+        found = [value for value in values if math.isfinite(value)]
+        return found if len(found) >= FEWEST else []
+
+    def middle(self, key: str, count: int = 3) -> float:
+        return statistics.median(self.last(key, count) or [math.nan])
+
+    def first(self, key: str) -> float:
+        """Return the median of the run's first three values; NaN before."""
+        found = self._first.get(key, [])
+        return statistics.median(found) if len(found) == 3 else math.nan
+
+    def initial(self, key: str) -> float:
+        return next(iter(self._first.get(key, ())), math.nan)
+
+
+See = Callable[[History], str | None]  # what is wrong in the last step; None: nothing
+
+
+@dataclass(frozen=True)
+class Rule:
+    name: str  # key of `sentinel.rules`
+    see: See
+    why: str
+    advice: str
+    steps: int  # in a row that have it before the rule speaks
+
+
+RULES: list[Rule] = []
+
+
+def rule(why: str, advice: str, *, steps: int = 1) -> Callable[[See], See]:
+    """Register a function of the history, under its name, as a rule."""
+
+    def register(see: See) -> See:
+        RULES.append(Rule(see.__name__, see, why, advice, steps))
+        return see
+
+    return register
+
+
+class Sentinel:
+    """Is fed the lines of metrics.jsonl in order; speaks once of a fault, until it has been gone for `QUIET` steps.
+
+    `rules` is what `sentinel.rules` says, by name; a rule that is missing warns.
+    """
+
+    def __init__(self, rules: Mapping[str, str] = MappingProxyType({}), straggler_factor: float = STRAGGLER_FACTOR):
+        self._rules = [rule for rule in RULES if rules.get(rule.name) != "off"]
+        self._stopping = {name for name, action in rules.items() if action == "stop"}
+        self._history = History(straggler_factor)
+        self._held = Counter[str]()  # steps in a row
+        self._spoken: dict[str, Alert] = {}
+        self._over: deque[Alert] = deque(maxlen=1000)
+
+    def look(self, line: Mapping[str, Any]) -> list[Alert]:
+        """Return what has to be said of a line now, and was not said before."""
+        self._history.add(line)
+        if not is_training(line):
+            return []
+        step, new = line["step"], []
+        for rule in self._rules:
+            seen = rule.see(self._history)
+            self._held[rule.name] = self._held[rule.name] + 1 if seen else 0
+            past = self._spoken.get(rule.name)
+            if seen and (past or self._held[rule.name] >= rule.steps):
+                text = f"{seen}: {rule.why}; {rule.advice}; {_PAGE}#{rule.name}"
+                past = past or Alert(rule.name, step, step, 0, "")
+                self._spoken[rule.name] = replace(past, last=step, count=past.count + 1, text=text)
+                new += [self._spoken[rule.name]] if past.count == 0 else []
+            elif past and step - past.last >= QUIET:
+                self._over.append(self._spoken.pop(rule.name))
+        return new
+
+    def stops(self, alert: Alert) -> bool:
+        return alert.kind in self._stopping
+
+    @property
+    def now(self) -> list[Alert]:
+        """Return what the last step has."""
+        lines = self._history.lines
+        return [alert for alert in self._spoken.values() if lines and alert.last == lines[-1]["step"]]
+
+    @property
+    def alerts(self) -> list[Alert]:
+        return [*self._over, *self._spoken.values()]
+
+
+def is_training(line: Mapping[str, Any]) -> bool:
+    return any(key.startswith("train/") for key in line)
+
+
+def number(value: float | None) -> float:
+    """Return a metric's value; null and absence are NaN."""
+    return math.nan if value is None else float(value)
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the deviation of a normal distribution with the values' median absolute deviation."""
+    middle = statistics.median(values)
+    return 1.4826 * statistics.median(abs(value - middle) for value in values)
+
+
+@rule("one such step spoils the weights", "look for the first such number in metrics.jsonl; lower model.optim.lr")
+def not_finite(run: History) -> str | None:
+    keys = ("train/actor_loss", "train/loss", "train/rewards")
+    wrong = [key for key in keys if key in run.lines[-1] and not math.isfinite(run.now(key))]
+    return f"{' and '.join(wrong)} {'are' if wrong[1:] else 'is'} not finite" if wrong else None
+
+
+@rule("the optimizer step was skipped", "harmless now and then in bf16; else lower model.optim.lr")
+def skipped(run: History) -> str | None:
+    return "the gradient was not finite" if run.now("train/skipped_step") > 0 else None
+
+
+@rule("they are left out of the loss", "score_fault in the records, and the reward source's log, say why")
+def unscored(run: History) -> str | None:
+    scored = run.now("train/fraction_of_samples_scored")
+    return f"{1 - scored:.1%} of the samples have no score" if scored < 1 else None
+
+
+@rule("long responses that fail cost nothing", "raise the reward source's limits, or lower max_length")
+def unscored_length(run: History) -> str | None:
+    longer = run.last("train/unscored_longer", 10)
+    if len(longer) < 3 or math.isnan(run.now("train/unscored_longer")) or statistics.median(longer) < 0.8:
+        return None
+    return f"a sample without a score is longer than one with it in {statistics.median(longer):.0%} of the pairs"
+
+
+@rule("nothing can be learnt from it", "is the reward source what you think it is, and alive? read samples", steps=3)
+def constant_reward(run: History) -> str | None:
+    reward, deviation = run.now("train/rewards"), run.now("train/reward_deviation")
+    limit = max(1e-4 * abs(reward), 0.02 * run.first("train/reward_deviation"), 1e-12)
+    if not deviation <= limit or solved(run):
+        return None
+    return f"the rewards of all samples are {reward:.4g} ± {deviation:.1g}"
+
+
+def equal_groups(run: History) -> str | None:
+    equal = run.now("train/fraction_of_groups_without_spread")
+    text = f"in {equal:.0%} of the groups all rewards are equal, {run.now('train/rewards'):.3f} on average"
+    return text if equal >= 0.9 else None
+
+
+@rule("there is little to learn from", "take other prompts, more samples each, or dynamic_filtering=true", steps=3)
+def no_spread(run: History) -> str | None:
+    return None if solved(run) else equal_groups(run)
+
+
+@rule("little is left to learn", "take harder prompts, or stop; or has the policy collapsed? read samples", steps=3)
+def solved(run: History) -> str | None:
+    reward, deviation = run.now("train/rewards"), run.now("train/reward_deviation")
+    rise = reward - run.initial("train/rewards")
+    has_risen = rise > max(3 * deviation, 0.5 * run.initial("train/reward_deviation"))
+    return equal_groups(run) if has_risen and reward >= run.middle("train/rewards", 20) else None
+
+
+@rule("the weights do not change", "see train/fraction_of_samples_trained and train/reward_group_deviation", steps=2)
+def zero_gradient(run: History) -> str | None:
+    return "the norm of the gradient is zero" if run.now("train/grad_norm") <= 1e-12 else None
+
+
+@rule("no policy changes that much in a step", "did the reward server restart, with another model, or fail?")
+def changed_scorer(run: History) -> str | None:
+    rewards, deviations = run.past("train/rewards", 20), run.past("train/reward_deviation", 20)
+    distance, before = run.now("train/init_policy_kl"), max(run.past("train/init_policy_kl", 10), default=math.nan)
+    if not rewards or not any(deviations) or distance > 1.5 * before + 1:  # then it was the policy
+        return None
+    now, moves = run.now("train/reward_deviation"), [new - old for old, new in itertools.pairwise(rewards)]
+    jumps = abs(run.now("train/rewards") - rewards[-1]) > max(*deviations, 6 * spread(moves))
+    if not jumps and 0.2 * min(deviations) <= now <= 5 * max(*deviations, run.first("train/reward_deviation")):
+        return None
+    was = f"{rewards[-1]:.3f} ± {deviations[-1]:.3f}"
+    return f"the rewards went from {was} to {run.now('train/rewards'):.3f} ± {now:.3f}"
+
+
+@rule("the policy leaves the initial one ever faster", "lower model.optim.lr or raise initial_policy_kl_penalty")
+def kl(run: History) -> str | None:
+    past, now = run.last("train/init_policy_kl", 13)[:-3], run.middle("train/init_policy_kl")
+    usual = statistics.median(past) if len(past) >= 3 else math.nan
+    # Early in a run it grows with the square of the steps: not 5 times.
+    return f"the KL is {now:.3g} nats, {usual:.3g} in the steps before" if now > max(5 * usual, usual + 10) else None
+
+
+@rule("it writes always the same, or noise", "read samples; go on from an older checkpoint with a lower learning rate")
+def entropy(run: History) -> str | None:
+    key = "train/entropy" if math.isfinite(run.now("train/entropy")) else "train/entropy_sampled"
+    now, first = run.middle(key), run.initial(key)
+    is_usual = not (now < 0.2 * first or now > 2 * first)
+    return None if is_usual else f"the entropy is {now:.3f} nats a token, {first:.3f} at first"
+
+
+@rule("their ends are never scored", "raise max_length, or see truncated_samples and reward_shaping.length_penalty")
+def cut(run: History) -> str | None:
+    key = "train/fraction_of_samples_properly_ended"
+    now, first = 1 - run.middle(key, 5), 1 - run.first(key)
+    if now > 0.5 or now > first + 0.25:
+        return f"{now:.0%} of the responses are cut at max_length" + (f", {first:.0%} at first" if first < now else "")
+    return None
+
+
+@rule("the reward may pay for length alone", "read samples; see reward_shaping.length_penalty")
+def length(run: History) -> str | None:
+    now, first = run.middle("train/response_lengths", 5), run.first("train/response_lengths")
+    pays = run.middle("train/length_reward_correlation", 5)
+    rise = run.middle("train/rewards", 5) - run.first("train/rewards")
+    if len(run.lines) < FEWEST or not rise > 0.5 * run.first("train/reward_deviation"):
+        return None
+    if now > 1.5 * first or (now > 1.2 * first and pays > 0.5):
+        pair = f"; within a group the correlation with the reward is {pays:.2f}" if math.isfinite(pays) else ""
+        return f"responses have {now:.1f} tokens, {first:.1f} at first{pair}"
+    return None
+
+
+@rule("the reward may pay for it", "read samples; change the reward, or raise initial_policy_kl_penalty")
+def repetition(run: History) -> str | None:
+    now, first = run.middle("train/repetition"), run.first("train/repetition")
+    size, at_first = run.middle("train/compression"), run.first("train/compression")
+    if now > first + 0.2:
+        return f"{now:.0%} of three words in a row were in the response before, {first:.0%} at first"
+    text = f"responses compress to {size:.0%} of their size, to {at_first:.0%} at first"
+    return text if size < 0.6 * at_first else None
+
+
+@rule("the gradient is biased", "see reinforce-rl check-generation MODEL, or set generator_correction")
+def generator_gap(run: History) -> str | None:
+    if run.now("train/staleness") > 0:  # then they differ by the weights, too
+        return None
+    gaps = {name: run.now(f"train/{name}") for name in GAP_LIMITS}
+    over = [f"{name} is {gaps[name]:.3g}" for name, limit in GAP_LIMITS.items() if gaps[name] > limit]
+    now, first = run.middle("train/generator_gap"), run.first("train/generator_gap")
+    if not over and now > max(0.01, 5 * first):
+        over = [f"generator_gap is {now:.3g}, {first:.3g} at first, and grows"]
+    return f"trainer and generator differ on the same tokens: {', '.join(over)} nats" if over else None
+
+
+@rule("single batches move the policy far", "lower model.optim.lr or gradient_clip_val; read their samples")
+def gradient_spikes(run: History) -> str | None:
+    past, last = run.past("train/grad_norm", 20), run.last("train/grad_norm", 10)
+    usual = statistics.median(past) if past else 0.0
+    limit = max(5 * usual, usual + 6 * spread(past)) if usual else math.inf
+    spikes = [value for value in last if value > limit]
+    if len(spikes) < 4:
+        return None
+    return f"the gradient's norm was {max(spikes):.3g}, {usual:.3g} as a rule, in {len(spikes)} of the last 10 steps"
+
+
+@rule("the policy learns these prompts alone", "go on from the best checkpoint; more prompts, or more KL penalty")
+def overfitting(run: History) -> str | None:
+    if len(run.validations) < 3:
+        return None
+    best, then = max(run.validations)
+    (before, _), (last, now) = list(run.validations)[-2:]
+    margin = 0.25 * run.middle("train/reward_deviation", WINDOW)
+    if max(before, last) < best - margin and now > then + margin:
+        return f"validation fell from {best:.3f} to {last:.3f}, while training rose from {then:.3f} to {now:.3f}"
+    return None
+
+
+@rule("what was trained on is no test, and counts twice", "drop them from the data")
+def prompts_seen(run: History) -> str | None:
+    share = run.now("train/prompts_seen_before")
+    return f"{share:.0%} of the prompts are on another line of the data, too, or in validation" if share > 0 else None
+
+
+@rule("all ranks wait for it", "look at that machine (docs/operations.md#stragglers)")
+def straggler(run: History) -> str | None:
+    line, found = run.lines[-1], []
+    for phase in [key.split("/")[1] for key in line if key.startswith("timing/") and key.endswith("/rank")]:
+        rank, most, median = (number(line.get(f"timing/{phase}/{name}")) for name in ("rank", "max", "median"))
+        if Slowest(phase, 0, "", most, median).stands_out(run.straggler_factor, run.now("timers/step_time")):
+            found.append(f"{phase} took {most:.1f} s on rank {rank:.0f}, {median:.1f} s on the median rank")
+    return "; ".join(found) or None

@@ -1,0 +1,69 @@
+"""From scored rollouts to the batch that the loss consumes: shaped rewards, KL, baselines, advantages.
+
+The trainer calls it on a step's rollouts, `reinforce-rl whatif` on stored ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, RewardGroups, assign_credit, whiten
+from reinforce_rl.algorithm.kl import reduce_over_tokens, token_kl
+from reinforce_rl.algorithm.rewards import less_kl, shape_rewards
+from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
+from reinforce_rl.trainer.updates import reward_shaping
+
+if TYPE_CHECKING:
+    from reinforce_rl.config.actor import ReinforceConfig
+    from reinforce_rl.trainer.state import PastSteps
+
+
+def response_kl(batch: RolloutBatch, cfg: ReinforceConfig) -> tuple[Tensor, Tensor]:
+    """Return the KL of each response [N] and of each token [N, T]; zeros without log-probs of the reference."""
+    mask = batch.response_mask
+    kl_tokens = torch.zeros(mask.shape)
+    if batch.log_probs is not None and batch.init_log_probs is not None:
+        kl_tokens = token_kl(batch.log_probs, batch.init_log_probs, mask, estimator=cfg.kl_estimator_used)
+    return reduce_over_tokens(kl_tokens, mask, cfg.kl_reduction), kl_tokens
+
+
+def reinforce_batch(
+    batch: RolloutBatch,
+    cfg: ReinforceConfig,
+    past: PastSteps,
+    *,
+    step: int,
+    max_length: int,
+    gather_over_ranks: Callable[[Any], list[Any]] = lambda own: [own],
+    rank: int = 0,
+    sum_over_ranks: Callable[[Tensor], Tensor] = lambda own: own,
+) -> ReinforceBatch:
+    """Shape rewards, apply the KL and compute advantages; return this data-parallel rank's batch.
+
+    Advantages use the global batch, so that they do not depend on its distribution over ranks. `max_length` is a
+    response's maximum tokens. Raises as `less_kl`.
+    """
+    mask = batch.response_mask
+    kl, kl_tokens = response_kl(batch, cfg)
+    own_columns = (batch.rewards, kl, batch.response_lengths, batch.is_end, batch.group_ids, batch.valid)
+    parts = gather_over_ranks(own_columns)
+    start = sum(len(part[0]) for part in parts[:rank])
+    own = slice(start, start + len(batch.rewards))
+    scores, all_kl, lengths, is_end, group_ids, valid = (torch.cat(c) for c in zip(*parts, strict=True))
+    rewards = shape_rewards(scores, valid, lengths, is_end, reward_shaping(cfg, max_length), past.scores)
+    in_reward = past.beta.value if cfg.kl_placement == "reward" else 0.0
+    with_kl = less_kl(rewards, all_kl, in_reward, valid, step)
+    groups = RewardGroups.of(with_kl, group_ids, valid, past.reward_mean(cfg.advantage_estimator))
+    found = ADVANTAGE_ESTIMATORS[cfg.advantage_estimator].function(groups).select(own)
+
+    trains = found.trains & (batch.is_end if cfg.truncated_samples == "mask" else True)
+    counted = mask & trains[:, None]
+    how = {"kl_placement": cfg.kl_placement, "assignment": cfg.credit_assignment, "discount": cfg.discount_factor}
+    advantages = assign_credit(found, rewards[own], kl, kl_tokens, counted, beta=past.beta.value, **how)
+    if cfg.advantage_whitening != "none":
+        advantages = whiten(advantages, counted, unit=cfg.advantage_whitening, total=sum_over_ranks)
+    return ReinforceBatch(batch, kl, groups.rewards[own], found.baseline, advantages, trains, rewards[own])

@@ -1,0 +1,143 @@
+"""The simulation of asynchronous steps: in exact numbers where theory knows the answer, and fed by a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import async_simulation
+from async_simulation import LLAMA_8B, TAILS, Drawn, read_run
+from helpers import tiny_run
+from simulated_steps import (
+    STEPS,
+    WARM,
+    Job,
+    as_finished,
+    best_split,
+    call_seconds,
+    colocated,
+    generate_seconds,
+    in_order,
+)
+
+COUNTED = STEPS - WARM
+LENGTH, PROMPTS = 6, 4
+APART = pytest.mark.parametrize("simulate", [in_order, as_finished])
+
+
+def job(lengths: Callable[[int], Sequence[int]] = lambda number: [LENGTH], **settings) -> Job:
+    """Generation takes 6 s for rows of one length; training 12 GPU-seconds."""
+    known = {"decode": Fraction(1), "row": Fraction(0), "training": Fraction(12, PROMPTS * LENGTH), "slots": 64}
+    return Job(PROMPTS, lengths, **{**known, **settings})
+
+
+def test_a_call_lasts_as_its_rows_say():
+    paid = job(decode=Fraction(1), row=Fraction(1, 2))
+    assert call_seconds(paid, [[1, 3]]) == 1 * 2 + 2 * Fraction(3, 2)  # two rows for a token, then one for two
+    assert call_seconds(replace(paid, slots=1), [[1], [3]]) == 4 * Fraction(3, 2)  # one after the other
+    assert call_seconds(replace(paid, slots=2), [[1], [3], [2]]) == 3 * 2  # the third takes the place of the first
+
+
+def test_colocated_is_the_sum():
+    found = colocated(job(fixed=Fraction(1), reward=Fraction(2), refit=Fraction(3)), 4)
+    assert found.seconds == LENGTH + 2 + 3 + 1 + Fraction(12, 4)
+
+
+@APART
+@pytest.mark.parametrize("trainers", [1, 3])
+def test_of_constant_lengths_k_0_is_the_sum_and_k_1_the_longer_one(simulate, trainers):
+    """Two generators that a step's prompts fill."""
+    constant = job(send=Fraction(1), reward=Fraction(1, 3), slots=PROMPTS // 2)
+    train = Fraction(12, trainers) + 1
+    assert simulate(constant, trainers, 2, 0).seconds == LENGTH + Fraction(1, 3) + train
+    for k in (1, 2, 4):
+        found = simulate(constant, trainers, 2, k)
+        assert found.seconds == max(LENGTH, train)
+        assert found.waiting == 1 - train / found.seconds
+        assert found.dropped == 0
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_one_long_response_holds_up_those_in_order_alone(engines):
+    def lengths(number: int) -> list[int]:
+        return [long if number == 8 * PROMPTS + 1 else LENGTH]  # of the ninth step
+
+    long, train, k = 10 * LENGTH, 12, 2  # generation has room beside it, so that the trainer never waits else
+    constant, tail = job(), job(lengths)
+    assert in_order(constant, 1, engines, k).seconds == as_finished(constant, 1, engines, k).seconds == train
+    found = as_finished(tail, 1, engines, k)
+    assert found.seconds == train
+    assert found.dropped == Fraction(1, STEPS * PROMPTS)  # it got too old, and another one took its place
+    found = in_order(tail, 1, engines, k)
+    assert found.waiting * found.seconds * COUNTED == long - k * train  # it began when the trainer had k steps to do
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_no_rollout_is_older_than_k(k):
+    drawn = job(Drawn(40, 400, 3), row=Fraction(1, 8))
+    found = as_finished(drawn, 1, 3, k)
+    assert found.age <= k
+    assert found.dropped == 0 if k == 0 else found.age > 0
+    assert in_order(drawn, 1, 3, k).age == k
+
+
+def test_the_best_split_is_the_best():
+    drawn = job(Drawn(40, 400, 3), row=Fraction(1, 8))
+    trainers, generators, found = best_split(drawn, 6, in_order, 1)
+    assert trainers + generators == 6
+    assert found.seconds == min(in_order(drawn, each, 6 - each, 1).seconds for each in range(1, 6))
+    paired = replace(drawn, trainer=2, engine=2)
+    assert best_split(paired, 6, in_order, 1)[0] in (2, 4)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_the_measured_step_is_simulated_as_it_was_measured(tail):
+    small = replace(LLAMA_8B, prompts=16, group=4)
+    job = small.job(tail=tail)
+    parts = small.generate, small.training, small.fixed, small.refit
+    assert colocated(job, small.gpus).seconds == pytest.approx(sum(parts))
+    steps = range(WARM, STEPS)
+    generate = sum(generate_seconds(job, small.gpus, step) for step in steps) / len(steps)
+    assert generate == pytest.approx(small.generate)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_lengths_have_their_mean_and_their_bound(tail):
+    drawn = Drawn(50, 100_000, 4, tail)
+    found = [length for number in range(4000) for length in drawn(number)]
+    assert sum(found) / len(found) == pytest.approx(50, rel=0.05)
+    assert max(length for number in range(1000) for length in Drawn(50, 60, 4, tail)(number)) <= 60
+    assert drawn(7) == drawn(7) != drawn(8) or tail == "constant"
+
+
+def test_a_run_of_ones_own(tmp_path, mesh, monkeypatch, capsys):
+    lines = tiny_run.run(tmp_path, mesh, "trainer.reinforce.max_steps=4", "trainer.reinforce.max_epochs=4")
+    measured, lengths = read_run(tmp_path / "run", 0.5)
+    assert (measured.gpus, measured.prompts, measured.group, measured.send) == (1, 4, 4, 0.5)
+    generate = sorted(line["timers/generate"] for line in lines if line["step"] > 1)
+    assert measured.generate == generate[1]
+    rows = tiny_run.rollouts_of(tmp_path, 2)
+    first = [row["response_length"] for row in rows if row["prompt_id"] == rows[0]["prompt_id"]]
+    assert first in [lengths(number) for number in range(16)]
+
+    out = tmp_path / "rows.json"
+    command = ["x", "--run", str(tmp_path / "run"), "--gpus", "4", "--lags", "0", "1", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    async_simulation.main()
+    assert "colocated" in capsys.readouterr().out
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["placement"], row["k"]) for row in rows] == [
+        ("colocated", None),
+        *((name, k) for name in ("in order", "as finished") for k in (0, 1)),
+    ]
+    for row in rows[1:]:
+        assert row["gain"] == pytest.approx(rows[0]["found"]["seconds"] / row["found"]["seconds"])
+        assert row["trainers"] + row["generators"] == 4

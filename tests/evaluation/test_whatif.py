@@ -1,0 +1,280 @@
+"""What-if against real runs that go on with other settings from the same checkpoint, hence from the same rollouts."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.tiny_run import tiny_config, tiny_trainer
+from rich.console import Console
+
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.evaluation import whatif as module
+from reinforce_rl.evaluation.whatif import whatif, write
+from reinforce_rl.evaluation.whatif_results import SampleChange, StepChange
+from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.monitoring import records
+from reinforce_rl.monitoring.run import SilentMonitor
+from reinforce_rl.monitoring.run_folder import RunFolder
+from reinforce_rl.rewards.sources import connect_to_reward_servers
+
+RL = "trainer.reinforce"
+SHAPING = f"{RL}.reward_shaping"
+FUNCTION = ["reward=function", "reward_function.name=helpers.reward_functions.share_of_letters"]
+
+
+def train(folder: Path, name: str, *overrides: str, source: bool = False, base: str | None = None) -> Path:
+    """Train in `folder`/`name`; go on from a copy of the run `base` if given."""
+    path = folder / name
+    if base is not None:
+        shutil.copytree(folder / base, path)
+    cfg = tiny_config(folder, f"exp_manager.explicit_log_dir={path}", *overrides)
+    with parallel_mesh() as mesh:
+        rm = {}
+        if source:
+            tokenizer = load_tokenizer(folder / "model")
+            rm = {"rm": connect_to_reward_servers(cfg, mesh, tokenizer, SilentMonitor(folder))}
+        try:
+            with tiny_trainer(cfg, mesh, **rm) as trainer:
+                trainer.fit()
+        finally:
+            for one in rm.values():
+                one.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of one step (`start`), and of a second one with the same settings (`mine`)."""
+    folder = tmp_path_factory.mktemp("whatif")
+    train(folder, "start", f"{RL}.max_steps=1", "model.optim.lr=0.05")
+    train(folder, "mine", f"{RL}.max_steps=2", "model.optim.lr=0.05", base="start")
+    return folder
+
+
+def advantages(run: Path, step: int) -> list[float]:
+    return [row.advantage for row in RunFolder(run).samples(step)]
+
+
+def test_a_record_gives_its_own_advantages(folder: Path) -> None:
+    found = whatif(folder / "mine", "1:2")
+    assert found.settings == {} and found.largest_difference < 1e-6
+    assert [one.step for one in found.steps] == [1, 2]
+    for one in found.steps:
+        assert [sample.advantage[0] for sample in one.samples] == pytest.approx(advantages(folder / "mine", one.step))
+        assert (one.sign_changes, one.clipped) == (0, (0.0, 0.0)) and one.correlation == pytest.approx(1.0)
+    assert any(abs(row.kl) > 0.01 for row in RunFolder(folder / "mine").samples(2)), "or no placement is tested"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{RL}.advantage_estimator=grpo", f"{RL}.initial_policy_kl_penalty=0.01"],
+        [f"{RL}.advantage_estimator=raft", f"{RL}.initial_policy_kl_penalty=0"],
+        [f"{RL}.kl_placement=advantage", f"{RL}.kl_estimator=k2", f"{RL}.kl_reduction=mean"],
+        [f"{RL}.credit_assignment=token", f"{RL}.discount_factor=0.9", f"{RL}.advantage_estimator=batch_mean"],
+        [f"{RL}.kl_placement=loss", f"{RL}.advantage_whitening=token", f"{RL}.truncated_samples=drop"],
+        [f"{SHAPING}.scale=3", f"{SHAPING}.clip=1.5", f"{SHAPING}.length_penalty=0.1", f"{RL}.truncated_samples=mask"],
+        [f"{RL}.truncated_samples=penalise", f"{RL}.truncation_penalty=0.5", f"{RL}.overlong_buffer=2"],
+    ],
+    ids=lambda overrides: overrides[0].partition("=")[2],
+)
+def test_it_agrees_with_a_real_run_of_these_settings(folder: Path, overrides: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "real"
+    shutil.copytree(folder / "start", run)
+    more = ["resume_with_changes=true", f"{RL}.max_steps=2", "model.optim.lr=0.05"]
+    train(folder, str(run), *more, *overrides)
+    found = whatif(folder / "mine", "2", overrides)
+    real, (step,) = RunFolder(run).samples(2), found.steps
+    assert [row.response for row in real] == [sample.response for sample in step.samples], "the rollouts are the same"
+    assert [sample.advantage[1] for sample in step.samples] == pytest.approx([r.advantage for r in real], abs=1e-6)
+    assert [sample.advantage[0] for sample in step.samples] == pytest.approx(advantages(folder / "mine", 2), abs=1e-6)
+    assert [sample.valid[1] for sample in step.samples] == [row.valid for row in real]
+    assert found.settings.keys() == {one.partition("=")[0] for one in overrides}
+    assert step.correlation < 1 - 1e-6
+    if f"{SHAPING}.clip=1.5" in overrides:
+        assert step.clipped == (0.0, sum(3 * row.reward > 1.5 for row in real) / len(real)) and step.clipped[1] > 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{RL}.advantage_estimator=moving_average", f"{RL}.baseline_window=2", f"{SHAPING}.standardisation=running"],
+        [f"{RL}.advantage_estimator=exponential_moving_average", f"{RL}.kl_target=0.1", f"{RL}.kl_horizon=50"],
+    ],
+    ids=["moving_average", "exponential_moving_average"],
+)
+def test_a_state_is_that_of_the_recorded_steps(overrides: list[str], tmp_path: Path) -> None:
+    """Weights that stand still: both runs draw the same rollouts at every step."""
+    still = [f"{RL}.max_epochs=2", "model.optim.lr=1e-30", "model.optim.weight_decay=0"]
+    mine, real = train(tmp_path, "mine", *still), train(tmp_path, "real", *still, *overrides)
+    (step,) = whatif(mine, "4", overrides).steps
+    assert [sample.advantage[1] for sample in step.samples] == pytest.approx(advantages(real, 4), abs=1e-6)
+    (back,) = whatif(
+        real, "4", [f"{RL}.advantage_estimator=rloo", f"{RL}.kl_target=null", f"{SHAPING}.standardisation=none"]
+    ).steps
+    assert [sample.advantage[1] for sample in back.samples] == pytest.approx(advantages(mine, 4), abs=1e-6)
+    (real / "rollouts" / "step_00002.parquet").unlink()
+    with pytest.raises(DataError, match=r"has no step 2 to begin with; expected all steps from 1 on"):
+        whatif(real, "4")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [f"{RL}.advantage_estimator=running_mean", f"{SHAPING}.standardisation=running", f"{RL}.kl_target=1"],
+        [f"{RL}.generator_log_probs=false"],
+        [f"{RL}.reinforce_epochs=2", f"{RL}.importance_ratio=token"],
+    ],
+    ids=["state", "log-probs of a pass", "two updates"],
+)
+def test_a_record_of_a_run_that_went_on_with_other_settings(folder: Path, changes: list[str], tmp_path: Path) -> None:
+    shutil.copytree(folder / "start", tmp_path / "run")
+    run = train(folder, str(tmp_path / "run"), f"{RL}.max_steps=2", "resume_with_changes=true", *changes)
+    found = whatif(run, "1:2", [f"{RL}.advantage_estimator=none"])
+    assert found.largest_difference < 1e-6
+    assert [sample.advantage[0] for sample in found.steps[1].samples] == pytest.approx(advantages(run, 2), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{RL}.kl_placement=loss", f"{RL}.kl_loss_weights=token", f"{RL}.loss_aggregation=token_mean"],
+        [f"{RL}.advantage_estimator=grpo", f"{RL}.entropy_bonus=0.3"],
+    ],
+    ids=["loss", "grpo"],
+)
+def test_the_gradients_are_those_of_real_updates(
+    folder: Path, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = []
+    for name, more in (("own", []), ("other", [*overrides, "resume_with_changes=true"])):
+        shutil.copytree(folder / "start", tmp_path / name)
+        cfg = tiny_config(folder, f"exp_manager.explicit_log_dir={tmp_path / name}", f"{RL}.max_steps=2", *more)
+        with parallel_mesh() as mesh, tiny_trainer(cfg, mesh) as trainer:
+            rollouts, *_ = trainer.generate_rollouts()
+            batch, _ = trainer.generate_reinforce_data(rollouts)
+            update = trainer.optimizer.step
+            parameters = list(trainer.model.ddp.module.parameters())
+
+            def step(parameters=parameters, update=update):  # before it clips and applies the gradient
+                real.append(torch.cat([one.main_grad.detach().flatten().clone() for one in parameters]))
+                return update()
+
+            monkeypatch.setattr(trainer.optimizer, "step", step)
+            trainer.run_training(batch)
+    taken = []
+    monkeypatch.setattr(module, "cosine", lambda *pair, cosine=module.cosine: taken.append(pair) or cosine(*pair))
+    found = whatif(folder / "mine", "2", overrides, gradient=True)
+    assert found.checkpoint == 1, "step 2 is an update of the weights after step 1"
+    for mine, theirs in zip(taken[0], real, strict=True):
+        assert module.cosine(mine, theirs) == pytest.approx(1.0, abs=5e-5)
+        assert float((mine - theirs).norm()) < 1e-4 * float(theirs.norm())
+    (step,) = found.steps
+    assert step.cosine is not None and step.cosine < 0.9999
+    assert step.cosine == pytest.approx(module.cosine(*real), abs=5e-5)
+    (same,) = whatif(folder / "mine", "1", gradient=True).steps
+    assert same.cosine == pytest.approx(1.0, abs=5e-5)
+
+
+def test_other_rewards_are_those_of_a_real_run(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    lines = [{"prompt": "etaoinshr"[i : i + 2], "letters": "etaoinshr"[i % 4 :: 4]} for i in range(8)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = [f"model.data.data_prefix.train={data}", f"{RL}.max_steps=1"]
+    mine = train(folder, str(tmp_path / "mine"), *options)
+    real = train(folder, str(tmp_path / "real"), *options, *FUNCTION, source=True)
+    (step,) = whatif(mine, "1", FUNCTION).steps
+    rows = RunFolder(real).samples(1)
+    assert [sample.reward[1] for sample in step.samples] == [row.reward for row in rows]
+    assert [sample.advantage[1] for sample in step.samples] == pytest.approx([r.advantage for r in rows], abs=1e-6)
+    assert len({sample.reward[1] for sample in step.samples}) > 2 and step.sign_changes > 0
+
+
+MISTAKES = [
+    ("3", [], r"rollouts: no samples of step 3; the steps are 1 to 2, 2 in all"),
+    ("2:1", [], r"--steps is '2:1', whose first step is after its last"),
+    ("two", [], r"--steps is 'two'; expected a step such as 12, or a range such as 10:20"),
+    ("2", ["model.optim.lr=1"], r"model.optim.lr changes nothing on rollouts that are stored; leave it out"),
+    ("2", [f"{RL}.entropy_bonus=1"], r"entropy_bonus changes the gradient only, no advantage; add --gradient"),
+    ("2", [f"{RL}.advantage_estimatr=grpo"], r"is not a key of the configuration; did you mean .*advantage_estimator"),
+    ("2", ["reward=function", "reward_function.name=nowhere.f"], r"nowhere"),
+]
+
+
+@pytest.mark.parametrize(("steps", "overrides", "said"), MISTAKES, ids=[said[:20] for *_, said in MISTAKES])
+def test_mistakes_are_sentences(folder: Path, steps: str, overrides: list[str], said: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=said):
+        whatif(folder / "mine", steps, overrides)
+
+
+def test_all_faults_of_overrides_are_one_message(folder: Path) -> None:
+    wrong = [f"{RL}.advantage_estimator=mine", f"{RL}.discount_factor=2", "model.seed=5", "trainer.devices=2"]
+    with pytest.raises(ConfigError) as error:
+        whatif(folder / "mine", "2", wrong)
+    assert {fault.partition(" ")[0] for fault in error.value.faults} == {one.partition("=")[0] for one in wrong}
+
+
+def test_what_a_record_lacks_is_a_sentence(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match=r"holds no run"):
+        whatif(tmp_path)
+    bare = train(folder, str(tmp_path / "bare"), f"{RL}.max_steps=1", "exp_manager.record_tokens_every=0")
+    with pytest.raises(DataError, match=r"step 1: its samples were recorded without tokens, and the KL"):
+        whatif(bare)
+    no_kl = [f"{RL}.max_steps=1", f"{RL}.initial_policy_kl_penalty=0"]
+    plain = train(folder, str(tmp_path / "plain"), *no_kl, "exp_manager.record_tokens_every=0")
+    assert whatif(plain, "1", [f"{RL}.advantage_estimator=grpo"]).steps[0].correlation > 0, (
+        "without a KL no token is read"
+    )
+    tokens = train(folder, str(tmp_path / "tokens"), *no_kl)
+    with pytest.raises(DataError, match=r"no log-probs of the reference, as the run had .*kl_penalty=0"):
+        whatif(tokens, "1", [f"{RL}.initial_policy_kl_penalty=0.1"])
+    (plain / "config.yaml").unlink()
+    (plain / "config_history.jsonl").unlink()
+    with pytest.raises(DataError, match=r"has no config.yaml; expected the settings that its steps were made with"):
+        whatif(plain)
+    monkeypatch.setattr(records, "VERSION", 2)
+    with pytest.raises(DataError, match=r"its records have version 1; this reinforce_rl reads version 2"):
+        whatif(folder / "mine")
+
+
+def test_a_record_that_was_changed_is_told(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "mine", tmp_path / "run")
+    for name in ("config.yaml", "config_history.jsonl"):
+        path = tmp_path / "run" / name
+        path.write_text(path.read_text().replace("advantage_estimator: rloo", "advantage_estimator: none"))
+    with pytest.raises(DataError, match=r"step 2: the run's own settings give prompt \d+, sample \d the advantage"):
+        whatif(tmp_path / "run")
+
+
+def test_table_json_and_page(folder: Path, tmp_path: Path) -> None:
+    found = whatif(folder / "mine", "1:2", [f"{RL}.advantage_estimator=none"])
+    write(found, folder / "mine", tmp_path / "out.json", tmp_path / "out.html")
+    read = json.loads((tmp_path / "out.json").read_text())
+    assert read["settings"] == {f"{RL}.advantage_estimator": ["rloo", "none"]}
+    assert [one["step"] for one in read["steps"]] == [1, 2] and len(read["samples"]) == 32
+    both = [one["advantage"] for one in read["samples"] if one["step"] == 2]
+    assert [one for one, _ in both] == pytest.approx(advantages(folder / "mine", 2))
+    assert read["steps"][1]["sign_changes"] == sum(one * other < 0 for one, other in both) > 0
+    expected = torch.corrcoef(torch.tensor(both).T.double())[0, 1]
+    assert read["steps"][1]["correlation"] == pytest.approx(float(expected), abs=1e-6)
+    console = Console(width=160, record=True, file=(tmp_path / "table").open("w"))
+    console.print(found.table())
+    text = console.export_text()
+    assert f'{RL}.advantage_estimator: "rloo" -> "none"' in text and "sign changes" in text
+    page = (tmp_path / "out.html").read_text()
+    assert "Advantages in order of size" in page and "Samples whose advantage changes sign" in page
+
+
+def test_a_step_without_spread_has_no_correlation() -> None:
+    assert math.isnan(module.correlation(torch.zeros(4), torch.arange(4.0)))
+    assert math.isnan(module.cosine(torch.zeros(4), torch.ones(4)))
+    flat = SampleChange(1, 0, 0, "", (True, True), (0.0, 0.0), (0.0, 1e-9))
+    assert not flat.changes_sign
+    assert SampleChange(1, 0, 0, "", (True, True), (0.0, 0.0), (-0.5, 0.5)).changes_sign
+    assert StepChange(1, [flat], 0, math.nan, *[(0.0, 0.0)] * 4).cosine is None

@@ -1,0 +1,274 @@
+"""Every rule of the sentinel on a series with its fault and on a healthy one, and what a run makes of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.tiny_run import metrics_of, odd_share, run, tiny_config, tiny_trainer, weights
+from omegaconf import OmegaConf
+
+from reinforce_rl.config.load import load_config
+from reinforce_rl.config.sentinel import RulesConfig
+from reinforce_rl.errors import EXIT_SENTINEL, ConfigError, SentinelStop
+from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
+from reinforce_rl.monitoring.progress import TrainingProgress
+from reinforce_rl.monitoring.records import RolloutRow
+from reinforce_rl.monitoring.responses import (
+    SampleMetrics,
+    length_reward_correlation,
+    longer_if_unscored,
+    text_metrics,
+)
+from reinforce_rl.monitoring.run import RunMonitor
+from reinforce_rl.monitoring.run_folder import RunFolder
+from reinforce_rl.monitoring.sentinel import GAP_LIMITS, QUIET, RULES, Sentinel
+from reinforce_rl.runtime.status import StatusFile, read_status
+
+RL = "trainer.reinforce"
+START = 20  # the first step with a fault
+PAGE = Path(__file__).parents[2] / "docs" / "sentinel.md"
+
+
+def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """A run that learns, with the noise of 32 samples a step."""
+    draw = random.Random(seed).gauss
+    for step in range(1, steps + 1):
+        done = min(1.0, step / 100)
+        numbers = {
+            "rewards": 1.5 * done + draw(0, 0.18),
+            "reward_deviation": 1 + draw(0, 0.12),
+            "fraction_of_samples_scored": 1.0,
+            "fraction_of_groups_without_spread": 0.1,
+            "fraction_of_samples_properly_ended": 0.95 + draw(0, 0.02),
+            "response_lengths": 100 * (1 + 0.1 * done) + draw(0, 5),
+            "init_policy_kl": 8 * done**2 * (1 + draw(0, 0.1)),
+            "entropy_sampled": 2 - done + draw(0, 0.05),
+            "repetition": abs(draw(0.02, 0.01)),
+            "compression": 0.8 + draw(0, 0.02),
+            "length_reward_correlation": draw(0, 0.2),
+            "prompts_seen_before": 0.0,
+            "generator_gap": 0.002 * math.exp(draw(0, 0.3)),
+            "grad_norm": math.exp(draw(0, 0.3)),
+            "actor_loss": draw(0, 1),
+            "skipped_step": 0.0,
+        }
+        line = {f"train/{name}": value for name, value in numbers.items()}
+        line |= {"timing/x/max": 1.1, "timing/x/median": 1.0, "timing/x/rank": 1, "timers/step_time": 2.0}
+        yield {"step": step, **line, **({"val/rewards": 1.4 * done + draw(0, 0.05)} if step % 10 == 0 else {})}
+
+
+Change = Callable[[int, dict[str, Any]], Mapping[str, Any]]  # (steps since the fault began, from 0), a line
+
+
+def becomes(**values: float | None) -> Change:
+    return lambda _, line: {f"train/{name}": value for name, value in values.items()}
+
+
+# The fault, and the steps within which its rule speaks.
+FAULTS: list[tuple[str, Change, int]] = [
+    ("not_finite", becomes(actor_loss=None), 1),
+    ("not_finite", becomes(rewards=None, fraction_of_samples_scored=0.0), 1),
+    ("skipped", becomes(skipped_step=1.0), 1),
+    ("unscored", becomes(fraction_of_samples_scored=0.97), 1),
+    ("unscored_length", becomes(fraction_of_samples_scored=0.97, unscored_longer=0.95), 3),
+    ("constant_reward", becomes(rewards=0.5, reward_deviation=1e-9), 3),
+    ("no_spread", becomes(fraction_of_groups_without_spread=1.0), 3),
+    ("no_spread", becomes(fraction_of_groups_without_spread=0.96, rewards=0.2, reward_deviation=0.4), 3),
+    ("solved", becomes(fraction_of_groups_without_spread=0.96, rewards=3.0, reward_deviation=0.4), 3),
+    ("zero_gradient", becomes(grad_norm=0.0), 2),
+    ("changed_scorer", becomes(rewards=4.0), 1),
+    ("changed_scorer", becomes(rewards=0.0, reward_deviation=0.0), 1),
+    ("changed_scorer", becomes(reward_deviation=9.0), 1),
+    ("kl", lambda i, line: {"train/init_policy_kl": 1.5**i}, 10),
+    ("entropy", lambda i, line: {"train/entropy_sampled": 0.1}, 2),
+    ("entropy", lambda i, line: {"train/entropy_sampled": 5.0}, 2),
+    ("entropy", lambda i, line: {"train/entropy": 2.0 if line["step"] < START else 0.1}, 2),
+    ("cut", lambda i, line: {"train/fraction_of_samples_properly_ended": 0.95 - 0.05 * i}, 10),
+    ("length", lambda i, line: {"train/response_lengths": 100 + 10 * i, "train/rewards": 0.3 + 0.1 * i}, 9),
+    (
+        "length",
+        lambda i, line: {
+            "train/response_lengths": 100 + 10 * i,
+            "train/rewards": 0.3 + 0.1 * i,
+            "train/length_reward_correlation": 0.9,
+        },
+        6,
+    ),
+    ("repetition", lambda i, line: {"train/repetition": 0.1 * i}, 5),
+    ("repetition", lambda i, line: {"train/compression": 0.8 - 0.1 * i}, 6),
+    *[("generator_gap", becomes(**{name: 1.01 * limit}), 2) for name, limit in GAP_LIMITS.items()],
+    ("generator_gap", lambda i, line: {"train/generator_gap": 0.002 * 1.5**i}, 8),
+    ("gradient_spikes", lambda i, line: {"train/grad_norm": 30.0 if i % 2 == 0 else 1.0}, 7),
+    (
+        "overfitting",
+        lambda i, line: {"train/rewards": 0.3 + 0.1 * i} | ({"val/rewards": -0.6} if "val/rewards" in line else {}),
+        11,
+    ),
+    ("prompts_seen", becomes(prompts_seen_before=0.1), 1),
+    ("straggler", lambda i, line: {"timing/x/max": 9.0}, 1),
+]
+
+
+def with_fault(change: Change, steps: int) -> Iterator[dict[str, Any]]:
+    for line in healthy(steps):
+        since = line["step"] - START
+        is_of_start = change(0, line).keys() == {"train/entropy"}
+        yield {**line, **(change(since, line) if since >= 0 or is_of_start else {})}
+
+
+def said(sentinel: Sentinel, lines: Iterator[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(alert.kind, alert.first) for line in lines for alert in sentinel.look(line)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_healthy_run_is_met_with_silence(seed):
+    assert said(Sentinel(), healthy(200, seed)) == []
+
+
+@pytest.mark.parametrize(("name", "change", "within"), FAULTS, ids=[f"{i}-{f[0]}" for i, f in enumerate(FAULTS)])
+def test_each_fault_is_said_once_and_in_time(name, change, within):
+    sentinel = Sentinel()
+    found = [step for kind, step in said(sentinel, with_fault(change, START + within + 20)) if kind == name]
+    assert len(found) == 1 and START <= found[0] < START + within
+    (alert,) = [alert for alert in sentinel.alerts if alert.kind == name]
+    assert f"docs/sentinel.md#{name}" in alert.text and "nan" not in alert.text
+
+
+def test_every_rule_has_a_fault_a_key_and_a_section():
+    names = [rule.name for rule in RULES]
+    assert names == list(RulesConfig.model_fields) and {name for name, *_ in FAULTS} == set(names)
+    assert [line[4:] for line in PAGE.read_text().splitlines() if line.startswith("### ")] == names
+
+
+def test_what_is_gone_for_a_while_may_be_said_again():
+    sentinel, steps = Sentinel(), [20, 22, 22 + QUIET - 1, 50]
+    lines = [line | {"train/skipped_step": float(line["step"] in steps)} for line in healthy(60)]
+    assert said(sentinel, iter(lines)) == [("skipped", 20), ("skipped", 50)]
+    assert [(alert.first, alert.last, alert.count) for alert in sentinel.alerts] == [(20, 26, 3), (50, 50, 1)]
+
+
+def test_what_is_off_is_not_said():
+    lines = [line | {"train/skipped_step": 1.0} for line in healthy(3)]
+    assert said(Sentinel({"skipped": "off"}), iter(lines)) == []
+
+
+def test_a_gap_of_older_weights_is_none():
+    assert said(Sentinel(), with_fault(becomes(generator_gap=1.0, staleness=1.0), 30)) == []
+
+
+def test_a_step_costs_nothing_measurable():
+    import time
+
+    sentinel, lines = Sentinel(), list(healthy(300))
+    began = time.process_time()
+    said(sentinel, iter(lines))
+    assert (time.process_time() - began) / 300 < 0.01
+
+
+def row(prompt: int, sample: int, response: str, reward: float = 0.0, text: str = "") -> RolloutRow:
+    return RolloutRow(1, prompt, sample, text or f"prompt {prompt}", response, reward, "stop", len(response.split()))
+
+
+def test_metrics_of_texts():
+    assert text_metrics(["a b c d", "e f g h"])["repetition"] == 0.0
+    assert text_metrics(["a b c a b c a b c", "d e f"])["repetition"] == pytest.approx(4 / 8)
+    assert text_metrics(["", "a"])["repetition"] == 0.0 and math.isnan(text_metrics([""])["compression"])
+    prose, again = "".join(map(chr, random.Random(0).choices(range(97, 123), k=400))), "very good " * 40
+    assert text_metrics([again])["compression"] < 0.2 < text_metrics([prose])["compression"]
+    assert text_metrics(["\ud800 lone"])["compression"] > 0
+
+
+def test_failures_by_length():
+    rows = [row(0, i, "a " * (i + 1), math.nan if i > 2 else 1.0) for i in range(4)]
+    assert longer_if_unscored(rows) == 1.0 and longer_if_unscored([*rows, row(0, 4, "a", math.nan)]) == 3.5 / 6
+    assert math.isnan(longer_if_unscored(rows[:3])) and math.isnan(longer_if_unscored(rows[3:]))
+
+
+def test_the_correlation_is_that_within_groups():
+    rows = [row(p, i, "a " * (i + 1 + 9 * p), -5.0 * p + i) for p in (0, 1) for i in range(3)]
+    assert length_reward_correlation(rows) == pytest.approx(1.0)
+    assert math.isnan(length_reward_correlation(rows[:1])) and math.isnan(length_reward_correlation([]))
+
+
+def test_prompts_that_are_seen_again():
+    seen = SampleMetrics()
+    of = lambda *rows: seen.of_step(rows)["prompts_seen_before"]  # noqa: E731
+    assert of(row(0, 0, "x"), row(0, 1, "x"), row(1, 0, "x")) == 0.0
+    assert of(row(0, 0, "x"), row(2, 0, "x")) == 0.0, "the next epoch"
+    assert of(row(3, 0, "x", text="prompt 0"), row(4, 0, "x")) == 0.5, "another line, the same text"
+    assert of(row(5, 0, "x", text="twice"), row(6, 0, "x", text="twice")) == 0.5
+    seen.of_validation([row(0, 0, "x", text="held out")])
+    assert of(row(0, 0, "x", text="held out")) == 1.0 and seen.of_step([]) == {}
+
+
+def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
+    calls = []
+
+    class Listening(Loggers):
+        def alert(self, title, text, step, level="WARN"):
+            calls.append((title, step))
+
+    status = StatusFile(tmp_path, enabled=True)
+    loggers = Listening([JsonlLogger(tmp_path / "metrics.jsonl")])
+    monitor = RunMonitor(tmp_path, loggers, TrainingProgress(9), status)
+    for step in range(1, 10):
+        monitor._log({"skipped_step": float(step in (3, 4)), "rewards": 1.0}, step, "train/")
+        monitor.commit(step)
+        monitor.commit(step)  # as a stop does once more
+        found = read_status(tmp_path)
+        assert found and set(found.alerts) == ({"skipped"} if step in (3, 4) else set())
+    assert calls == [("skipped", 3)]
+    assert capsys.readouterr().out.count("warning: step 3: the gradient was not finite: the optimizer step was") == 1
+    lines = RunFolder(tmp_path).lines
+    assert [line["step"] for line in lines] == [*range(1, 10)]
+    assert [line["step"] for line in lines if line.get("alerts/skipped") == 1] == [3, 4]
+    assert [(alert.kind, alert.first, alert.last) for alert in RunFolder(tmp_path).alerts()] == [("skipped", 3, 4)]
+
+
+def test_unknown_rules_are_faults():
+    with pytest.raises(ConfigError, match=r"sentinel\.rules\.lenght") as raised:
+        load_config(OmegaConf.create({"sentinel": {"rules": {"lenght": "warn", "kl": "loud"}}}))
+    assert "sentinel.rules.kl" in str(raised.value)
+    assert RulesConfig.model_validate({"kl": False}).kl == "off", "YAML's off"
+
+
+class TestARun:
+    STOPS = ("sentinel.rules.constant_reward=stop", f"{RL}.max_epochs=5", f"{RL}.save_interval=0")
+
+    def test_a_planted_failure_stops_it_once_its_state_is_saved(self, tmp_path, mesh, capsys):
+        """The reward dies after two steps; resumed, the run goes on without stopping for the same again."""
+        calls = []
+
+        def dies(ids: list[int]) -> float:
+            calls.append(1)
+            return odd_share(ids) if len(calls) <= 2 * 16 else 0.0
+
+        config = tiny_config(tmp_path, *self.STOPS)
+        with pytest.raises(SentinelStop) as raised, tiny_trainer(config, mesh, dies) as trainer:
+            try:
+                trainer.fit()
+            finally:
+                last = weights(trainer)
+        assert raised.value.exit_code == EXIT_SENTINEL and trainer.step == 5 < trainer.max_steps
+        text = str(raised.value)
+        assert text.startswith("stopped by the sentinel's rule constant_reward (the rewards of all samples are 0 ")
+        assert text.endswith(f"after step 5 of {trainer.max_steps}; the same command goes on from there")
+        assert "warning: step 5: the rewards of all samples" in capsys.readouterr().out
+        assert [line["step"] for line in metrics_of(tmp_path) if "alerts/constant_reward" in line] == [5]
+        with tiny_trainer(config, mesh, lambda ids: 0.0) as trainer:
+            assert trainer.step == 5 and all((a == b).all() for a, b in zip(weights(trainer), last, strict=True))
+            trainer.fit()
+        assert metrics_of(tmp_path)[-1]["step"] == trainer.max_steps
+
+    def test_a_run_logs_what_the_rules_read(self, tmp_path, mesh):
+        lines = run(tmp_path, mesh, f"{RL}.max_steps=1")
+        read = {"repetition", "compression", "entropy_sampled", "prompts_seen_before", "length_reward_correlation"}
+        assert {f"train/{name}" for name in read} <= lines[-1].keys()
+        assert 0 < lines[-1]["train/entropy_sampled"] < math.log(32) + 0.5
+        assert json.dumps(lines[-1])
