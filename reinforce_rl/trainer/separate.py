@@ -160,13 +160,15 @@ class SeparatePool(GeneratorPool):
         super().close()
         self.group.close()
 
-    def await_results(self, numbers: Sequence[int], stop: StopRequest | None = None) -> bool:
-        """Wait for results; return True where a generator lacks weights meanwhile, False at the end or with a stop.
+    def await_results(self, numbers: Sequence[int], stop: StopRequest | None = None, anybody: bool = False) -> bool:
+        """Wait for results, or for `anybody` who has the newest weights.
+
+        Returns True where a generator lacks weights meanwhile, False at the end or with a stop.
 
         Without a generator a stopped run does not wait. Raises GenerationError: none has come in time.
         """
         with self._activity.having_deadline(), self._changed:
-            while not all(number in self._results for number in numbers):
+            while not all(number in self._results for number in numbers) or (anybody and not self._has_newest()):
                 self._tell()
                 is_alone = not any(one.is_ready for one in self._generators.values())
                 self._look_for_anybody(is_alone)
@@ -242,6 +244,9 @@ class SeparatePool(GeneratorPool):
                     one.failures += 1
             if self.group.fault or any(answer.fault for answer in self._answers.values()):
                 self._members = ()
+
+    def _has_newest(self) -> bool:
+        return any(one.version == self._newest for one in self._generators.values())
 
     def _are_there(self, ranks: set[int]) -> bool:
         with self._changed:
@@ -364,8 +369,8 @@ class SeparateGenerators(Generators):
     """As `Generators`, and sends weights to generators that come while the trainers wait."""
 
     def collect(self, ticket: Ticket, prompts: Sequence[Prompt]) -> list[Result]:
-        if ticket.stored is None:
-            self._await([ticket], self._stop)
+        # A run that goes on has stored rollouts: later ones may need the weights that this step trains away.
+        self._await([ticket], self._stop, anybody=ticket.stored is not None)
         return super().collect(ticket, prompts)
 
     def state(self, tickets: Mapping[int, Ticket]) -> bytes:
@@ -379,13 +384,13 @@ class SeparateGenerators(Generators):
         self.version, self._oldest = version, version if as_oldest else self._oldest
         self._send()
 
-    def _await(self, tickets: Iterable[Ticket], stop: StopRequest | None = None) -> None:
+    def _await(self, tickets: Iterable[Ticket], stop: StopRequest | None = None, anybody: bool = False) -> None:
         numbers = [number for ticket in tickets for number in chain.from_iterable(ticket.numbers)]
         while True:
             is_wanted = False
             with self._mesh.together():
                 if isinstance(self._pool, SeparatePool):
-                    is_wanted = self._pool.await_results(numbers, stop)
+                    is_wanted = self._pool.await_results(numbers, stop, anybody)
             if not self._mesh.from_main(is_wanted):
                 return
             self._send()
