@@ -178,9 +178,14 @@ def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokeniz
         )
     if cfg.generation not in ENGINES:
         try:
-            return pkgutil.resolve_name(cfg.generation)(cfg, lm, tokenizer)
+            kind = pkgutil.resolve_name(cfg.generation)
         except (ImportError, AttributeError) as error:
             raise ConfigError([f"generation is {cfg.generation!r}, which cannot be imported: {error}"]) from error
+        own = kind(cfg, lm, tokenizer)
+        if cfg.rollout_order == "finished" and not hasattr(own, "go_on"):
+            found = f"rollout_order is finished, but {cfg.generation} has no method go_on"
+            raise ConfigError([f"{found}; expected one (reinforce_rl/generation/base.py), or rollout_order=prompts"])
+        return own
     from reinforce_rl.generation.engine.generator import EngineGenerator
     from reinforce_rl.generation.trtllm.adapter import TensorRTLLM
     from reinforce_rl.generation.vllm.adapter import VLLM

@@ -25,6 +25,7 @@ from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.trainer.build import build_generator
 from reinforce_rl.trainer.disaggregated import GeneratorPool, Result, Work
 from reinforce_rl.trainer.generate import GeneratorRank
 
@@ -148,6 +149,18 @@ def test_what_cannot_work_is_told(overrides, words, tmp_path):
     with pytest.raises(ConfigError) as error:
         tiny_config(tmp_path, "trainer.devices=2", *overrides)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+class WholeAnswersOnly:
+    def __init__(self, *given: object):
+        pass
+
+
+def test_a_generator_that_cannot_go_on_is_told(tmp_path):
+    name = f"{__name__}.WholeAnswersOnly"
+    cfg = tiny_config(tmp_path, "trainer.devices=2", *FINISHED, f"generation={name}")
+    with pytest.raises(ConfigError, match=r"WholeAnswersOnly has no method go_on; expected one .* or rollout_order"):
+        build_generator(cfg, None, None)  # type: ignore[arg-type]
 
 
 def work_of(number: int, prompt: int) -> Work:
