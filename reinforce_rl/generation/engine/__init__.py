@@ -53,6 +53,4 @@ class Answer:
     log_probs: tuple[float, ...] | None = None  # per token; None if the engine reports none
     stopped: bool = False  # ended by a stop token rather than by length
     fault: str | None = None  # error if there is no response
-    updates: tuple[
-        int, ...
-    ] = ()  # per token, the number of the update whose weights drew it; () if unknown
+    updates: tuple[int, ...] = ()  # per token, the number of the update whose weights drew it; () if unknown
