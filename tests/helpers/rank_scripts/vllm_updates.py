@@ -20,7 +20,12 @@ from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.responses import unbegun
 from reinforce_rl.megatron.mesh import parallel_mesh
 
-OVERRIDES = ("trainer.devices=2", "model.tensor_model_parallel_size=2", "model.encoder_seq_length=128")
+OVERRIDES = (
+    "trainer.devices=2",
+    "model.tensor_model_parallel_size=2",
+    "engine.tensor_parallel_size=1",
+    "model.encoder_seq_length=128",
+)
 PARAMS = SamplingParams(max_length=100)
 SLOW = 0.05
 
