@@ -24,7 +24,7 @@ import torch
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import ReinforceError, StoppedEarly
 from reinforce_rl.generation.weight_sync import send_weights
-from reinforce_rl.rewards.base import Rewards
+from reinforce_rl.rewards.base import STATUS_OK, Rewards
 from reinforce_rl.runtime.links import Links, LinkThread, host_of_rank_0
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.runtime.stop import StopRequest
@@ -142,7 +142,10 @@ class GeneratorPool:
             again = set(self._given_again)
             while True:
                 dropped += self._give_again(oldest)
-                found = [self._first(numbers, count, again) for numbers, count in shares]
+                found, prompts = [], set[tuple[int, ...]]()
+                for numbers, count in shares:
+                    found.append(self._first(numbers, count, again, prompts))
+                    prompts |= {result.prompt_ids for result in found[-1] or ()}
                 if all(one is not None for one in found):
                     return [result for one in found for result in one or ()], dropped
                 if stop.reason is not None:
@@ -159,15 +162,26 @@ class GeneratorPool:
         self._assign()
         return len(late)
 
-    def _first(self, numbers: Sequence[int], count: int, again: set[int]) -> list[Result] | None:
-        """Return the results to take, those given `again` among them; None while more are to come."""
-        own, is_there = set(numbers), self._results.keys()
-        again = own & again
-        order = sorted(again) + [number for number in self._results if number in own - again]
-        chosen = {self._results[number].prompt_ids: number for number in reversed(order) if number in is_there}
-        taken = sorted(sorted(chosen.values(), key=order.index)[:count])
-        is_whole = len(taken) == min(count, len(own)) or own <= is_there
-        return [self._results[number] for number in taken] if is_whole and again <= is_there else None
+    def _first(
+        self, numbers: Sequence[int], count: int, again: set[int], prompts: set[tuple[int, ...]]
+    ) -> list[Result] | None:
+        """Return the results to take, those given `again` among them, but no others of `prompts`; None: not yet.
+
+        Where a share has no more to come, a prompt of two epochs is taken twice rather than left at the run's end.
+        """
+        own, count = set(numbers), min(count, len(numbers))
+        missing = own - self._results.keys()
+        if missing & again:
+            return None
+        order = sorted(own & again) + [number for number in self._results if number in own - again]
+        chosen, known = list[int](), set(prompts)
+        for number in order:
+            if self._results[number].prompt_ids not in known:
+                known.add(self._results[number].prompt_ids)
+                chosen.append(number)
+        if len(chosen) < count and not missing:
+            chosen += [number for number in order if number not in set(chosen)]
+        return [self._results[number] for number in sorted(chosen[:count])] if len(chosen) >= count else None
 
     def forget(self, numbers: Iterable[int]) -> None:
         with self._changed:
@@ -182,9 +196,9 @@ class GeneratorPool:
             self._given[work.number], self._results[work.number] = work, result
 
     def finished(self) -> list[Result]:
-        """Return the results to take that are there and have no failure."""
+        """Return the results to take that are there, without failures."""
         with self._changed:
-            found = [result for result in self._results.values() if result.failure is None]
+            found = [result for result in self._results.values() if _is_sound(result)]
             return [result for result in found if self._given[result.number].or_newer]  # not a validation's
 
     def announce(self, version: int) -> None:
@@ -360,7 +374,7 @@ class Generators:
                     results = pool.wait(list(chain.from_iterable(ticket.numbers)))
                 except ReinforceError:  # the one that ends the run, which is saved without these
                     break
-                if results is None or any(result.failure is not None for result in results):
+                if results is None or not all(map(_is_sound, results)):
                     break
                 stored = {prompt: packed for result in results for prompt, packed in _packed(result).items()}
             steps.append({"step": step, "version": ticket.version, "stored": stored})
@@ -412,6 +426,11 @@ def _unpacked(prompt: int, stored: dict[str, Any], number: int = -1) -> Result:
     completions = Completions(**tensors, finish_reasons=tuple(stored["finish_reasons"]))
     rewards = None if stored["scores"] is None else Rewards(**stored["scores"])
     return Result(number, (prompt,), completions, rewards)
+
+
+def _is_sound(result: Result) -> bool:
+    """Return False after a failure, of scores too, which a run that goes on may be spared."""
+    return result.failure is None and (result.rewards is None or bool((result.rewards.status == STATUS_OK).all()))
 
 
 def _age(result: Result, unknown: int) -> int:

@@ -143,7 +143,14 @@ class GeneratorRank:
     def _answer_groups(self, count: int) -> None:
         """Answer prompts as they come, this many at once, until the trainers end."""
         groups: dict[int, tuple[Work, list[PartialResponse]]] = {}
-        while (works := self._take(count - len(groups), waits=not groups)) is not None:
+        while True:
+            rows = [one for _, responses in groups.values() for one in responses]
+            running = sum(one.finish_reason is None for one in rows)
+            room = count - -(-running * len(groups) // max(len(rows), 1))  # all groups have as many samples
+            # Without updates in flight, the responses under way are of one version, and new ones wait.
+            works = self._take(room if self._inflight or not groups else 0, waits=not groups)
+            if works is None:
+                return
             for work in works:
                 if not work.or_newer:  # a validation
                     self._respond(work)
@@ -151,7 +158,8 @@ class GeneratorRank:
                 groups[work.number] = work, unbegun(work.prompts, work.num_samples, work.seed)
                 if work.version > self.version:
                     self._advance(work.version)
-            if (newest := self._newest()) > self.version:
+            is_free = self._inflight is not None or not running
+            if (newest := self._newest()) > self.version and is_free:
                 self._advance(newest)
             if groups:
                 self._activity.step = max(work.step for work, _ in groups.values())
@@ -161,7 +169,7 @@ class GeneratorRank:
     def _lengthen(self, groups: dict[int, tuple[Work, list[PartialResponse]]]) -> None:
         """Go on with the responses of all groups, until their end or an interruption; remove what is finished."""
         begun = [one for _, responses in groups.values() for one in responses]
-        updates = InFlight(self, few=len(begun) // 2)
+        updates = InFlight(self, few=sum(one.finish_reason is None for one in begun) // 2)
         try:
             self._wake()
             found = iter(self._model.generator.go_on(begun, self._model.settings.sampling, updates))
@@ -181,7 +189,10 @@ class GeneratorRank:
                 self._deliver(Result(number, (work.prompts[0].id,), whole), self._ask_for_scores(work, whole))
 
     def next_action(self, running: int, few: int) -> Literal["go on", "load", "stop"]:
-        """Return what is to happen before the next token of `running` responses; `few` leave room for others."""
+        """Return what is to happen before the next token of `running` responses.
+
+        With `few` of them the call ends, so that groups that are whole are given back, and there is room for others.
+        """
         action: Literal["go on", "load", "stop"] = "go on"
         if self._is_leader:
             with self._changed:
@@ -192,10 +203,11 @@ class GeneratorRank:
                 elif self._inflight is not None:
                     if any(version > self.version for version in self._staged):
                         action = "load" if self._inflight == "keep" else "stop"
-                    elif running <= few:
-                        self._ask(max((self._groups or 0) // 2, 1))
-                        action = "stop" if self._inbox else "go on"
-        return self._model.mesh.from_block_leader(action)
+                    elif self._inbox:
+                        action = "stop"
+            if running <= few:
+                action = "stop"
+        return action if self._is_alone else self._model.mesh.from_block_leader(action)
 
     def load_newest(self) -> None:
         self._load(self._newest())
@@ -214,7 +226,11 @@ class GeneratorRank:
 
     def _load(self, version: int) -> None:
         with self._changed:
-            self._wait(lambda: version in self._staged)
+            # A newer one may have taken its place; on the ranks of a block all are kept, and come in order.
+            self._wait(lambda: self._has_ended or any(one >= version for one in self._staged))
+            if not (there := [one for one in self._staged if one >= version]):
+                return  # the trainers have ended, and nothing is drawn with these any more
+            version = min(there)
             found = self._staged.pop(version)
             for old in [one for one in self._staged if one < version]:
                 del self._staged[old]

@@ -153,7 +153,7 @@ class RolloutMaker:
             position = {**self.loader.state_dict(), "under_way": under_way[start + size :]}
             share = self.loader.share(under_way[start : start + size])
             self._add(Drawn(share, position), step + 1 + len(self.ahead))
-        for number in sorted(tickets):
+        for number in sorted(tickets)[len(self.ahead) :]:  # those of the chunks are asked for anew
             if self.loader.finished:
                 return  # of fewer epochs than before
             self.ahead.append(Drawn(next(self.loader), self.loader.state_dict(), tickets[number]))
@@ -338,15 +338,18 @@ class RolloutMaker:
         mesh, wanted = self.model.mesh, self.loader.prompts_per_step
         epoch = self.loader.state_dict()["epoch"]
         all_prompts, drawn, with_spread = [], [], []
+        position = self.loader.state_dict()
         for _ in range(1 + self.cfg.max_resampling_rounds):
-            prompts = next(self.loader)
+            # First those that an earlier start of the run had under way.
+            next_ones = self.ahead.popleft() if self.ahead else Drawn(next(self.loader), self.loader.state_dict())
+            prompts, position = next_ones.prompts, next_ones.position
             batch = self._score_step(self._sample_step(prompts, step), step)
             all_prompts += prompts
             drawn.append(batch)
             differs = in_group_with_spread(batch.rewards, batch.group_ids, batch.valid)
             for ids in mesh.gather_over_dp(batch.group_ids[differs].tolist()):
                 with_spread += dict.fromkeys(ids)  # each once, in order
-            if len(with_spread) >= wanted or self.loader.state_dict()["epoch"] != epoch:
+            if len(with_spread) >= wanted or self.loader.state_dict()["epoch"] != epoch or self.is_over:
                 break
         batch = join_rollouts(drawn, self.model.pad_id)
         kept = torch.isin(batch.group_ids, torch.tensor(with_spread[:wanted], dtype=torch.long))
@@ -358,7 +361,6 @@ class RolloutMaker:
             "groups_trained": min(len(with_spread), wanted),
             "resampling_rounds": len(drawn) - 1,
         }
-        position = self.loader.state_dict()
         return StepRollouts(all_prompts, position, batch.select(kept.nonzero()[:, 0]), {**metrics, **counts})
 
     def _check_failures(self, reasons: Counter[str], count: int, name: str) -> None:

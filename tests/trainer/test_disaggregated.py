@@ -366,7 +366,7 @@ def test_an_engine_that_failed_wakes_before_new_weights_count(monkeypatch):
     engine = EngineThatFails()
     rank: Any = object.__new__(GeneratorRank)  # without its connections
     rank._model = SimpleNamespace(generator=engine, infer=engine.infer, lm=None)
-    rank._awake, rank._is_leader, rank.version = None, False, 0
+    rank._awake, rank._is_leader, rank.version, rank._has_ended = None, False, 0, False
     rank._changed, rank._staged = threading.Condition(), {1: {}}
     monkeypatch.setattr("reinforce_rl.trainer.generate.load_weights", lambda lm, found: None)
     work = Work(0, 1, 0, (Prompt(0, "", (3,)),), 1, 0)

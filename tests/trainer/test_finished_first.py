@@ -297,6 +297,7 @@ def rank_of(generator: PlannedGenerator, inflight: str | None, monkeypatch: pyte
     generator.refit = generator_context.refit  # type: ignore[attr-defined]
     rank._changed, rank._staged, rank._inbox, rank._asked = threading.Condition(), {}, deque(), 0
     rank.version, rank._is_leader, rank._failure, rank._has_ended = 1, True, None, False
+    rank._is_alone = True
     rank._groups, rank._inflight, rank._awake, rank._links = 4, inflight, SimpleNamespace(close=lambda: None), Links()
     rank._wake = lambda: None
     rank.results = []
@@ -320,18 +321,22 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         return result.completions.weight_versions.tolist()
 
     def test_they_wait(self, monkeypatch):
-        rank = rank_of(PlannedGenerator({3: lambda: rank._staged.update({2: {}})}), None, monkeypatch)
+        """A group that is whole is given back all the same, once half of the responses have ended."""
+        rank = rank_of(PlannedGenerator({2: lambda: rank._staged.update({2: {}})}), None, monkeypatch)
         rank._lengthen(groups := groups_of(0, 7))
-        assert not groups and [self.versions(result) for result in rank.results] == [[[1] * 2] * 2, [[1] * 6] * 2]
+        assert list(groups) == [1] and self.versions(rank.results[0]) == [[1] * 2] * 2
+        rank._lengthen(groups)
+        assert not groups and self.versions(rank.results[1]) == [[1] * 6] * 2
 
     def test_the_call_ends_and_goes_on_with_them(self, monkeypatch):
         rank = rank_of(PlannedGenerator({4: lambda: rank._staged.update({3: {}})}), "recompute", monkeypatch)
-        rank._lengthen(groups := groups_of(0, 7))
-        assert list(groups) == [1] and [result.number for result in rank.results] == [0]
-        assert [len(one.tokens) for one in groups[1][1]] == [3, 3]
+        rank._lengthen(groups := groups_of(7, 8))
+        assert list(groups) == [0, 1] and not rank.results
+        assert [len(one.tokens) for _, own in groups.values() for one in own] == [3] * 4
         rank._advance(3)
         rank._lengthen(groups)
-        assert not groups and self.versions(rank.results[1]) == [[1, 1, 1, 3, 3, 3]] * 2
+        assert not groups
+        assert [self.versions(result) for result in rank.results] == [[[1, 1, 1, 3, 3, 3]] * 2] * 2
 
     def test_the_call_goes_on_with_them(self, monkeypatch):
         generator = PlannedGenerator({4: lambda: rank._staged.update({2: {}, 3: {}})})
@@ -340,12 +345,18 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         assert generator.calls == 1 and rank.version == 3 and not rank._staged
         assert not groups and self.versions(rank.results[0]) == [[1, 1, 1, 3, 3, 3]] * 2
 
-    def test_a_call_with_room_takes_more_prompts(self, monkeypatch):
-        """Once half of its responses are at their end, if there are prompts; it asks for some."""
+    def test_prompts_that_come_are_drawn_beside_them(self, monkeypatch):
         rank = rank_of(PlannedGenerator({4: lambda: rank._inbox.append(work_of(9, 9))}), "recompute", monkeypatch)
-        rank._lengthen(groups := groups_of(0, 7))
-        assert rank._links.asked == [2] and list(groups) == [1]
-        assert [len(one.tokens) for one in groups[1][1]] == [3, 3]
+        rank._lengthen(groups := groups_of(7))
+        assert list(groups) == [0] and [len(one.tokens) for one in groups[0][1]] == [3, 3]
+
+    def test_weights_that_newer_ones_have_replaced_are_not_waited_for(self, monkeypatch):
+        """While an engine falls asleep the next version may come, and the one before is dropped."""
+        rank = rank_of(PlannedGenerator({}), "recompute", monkeypatch)
+        rank._staged = {5: {}}
+        rank._awake = SimpleNamespace(close=lambda: (rank._staged.clear(), rank._staged.update({6: {}})))
+        rank._advance(5)
+        assert rank.version == 6 and not rank._staged
 
     def test_the_end_of_the_run_ends_the_call(self, monkeypatch):
         rank = rank_of(PlannedGenerator({2: lambda: setattr(rank, "_has_ended", True)}), None, monkeypatch)
