@@ -29,8 +29,8 @@ def sample_metrics(rows: Sequence[RolloutRow], repeated: frozenset[str] = frozen
     found = text_metrics(texts[:MOST_RESPONSES])
     found["prompts_repeated"] = sum(text in repeated for _, text in prompts) / len(prompts)
     found["length_reward_correlation"] = length_reward_correlation(rows)
-    longer = longer_if_unscored(rows)
-    return found if math.isnan(longer) else found | {"unscored_longer": longer}
+    found["unscored_longer"] = longer_if_unscored(rows)
+    return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
 def text_metrics(texts: Sequence[str]) -> dict[str, float]:

@@ -271,19 +271,19 @@ class TestRuns:
         }
         folder = Path(found.info.artifact_uri.removeprefix("file://"))
         assert sorted(path.name for path in (folder / "rollouts").iterdir()) == ["step_00001.json", "step_00003.json"]
-        alerts = sorted(path.name for path in (folder / "alerts").glob("*no spread*"))
-        assert alerts == ["step_00001 no spread.txt", "step_00002 no spread.txt"], "once in each start, not every step"
+        alerts = sorted(path.name for path in (folder / "alerts").glob("*no_spread*"))
+        assert alerts == ["step_00003 no_spread.txt"], "once, in the third such step over both starts"
 
     def test_a_resumed_run_compares_with_its_first_step(self, tmp_path, mesh):
         mlflow = pytest.importorskip("mlflow")
         keys = (f"{MANAGER}.loggers=[mlflow]", f"{RL}.max_epochs=2")
         run(tmp_path, mesh, *keys, f"{RL}.max_steps=1", rm=lambda ids: 0.0)
-        run(tmp_path, mesh, *keys, f"{RL}.max_steps=2", rm=lambda ids: 1.0)
+        run(tmp_path, mesh, *keys, f"{RL}.max_steps=4", rm=lambda ids: 1.0)
         client = mlflow.MlflowClient((tmp_path / "run" / "mlruns").as_uri())
         (found,) = client.search_runs([client.get_experiment_by_name("reinforce_rl").experiment_id])
         alerts = Path(found.info.artifact_uri.removeprefix("file://")) / "alerts"
-        names = sorted(path.name for path in alerts.iterdir() if path.stem.endswith(("no spread", "solved")))
-        assert names == ["step_00001 no spread.txt", "step_00002 solved.txt"]
+        names = sorted(path.name for path in alerts.iterdir() if path.stem.endswith(("no_spread", "solved")))
+        assert names == ["step_00004 solved.txt"], "the third such step"
 
     def test_an_error_is_an_alert(self, tmp_path, mesh):
         mlflow = pytest.importorskip("mlflow")
