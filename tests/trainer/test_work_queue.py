@@ -69,6 +69,9 @@ class ThreadMesh:
     def from_block_leader(self, value: Any) -> Any:
         return value
 
+    def from_main(self, value: Any) -> Any:
+        return self.gather_over_dp(value)[0]
+
     def check_together(self, error: Exception | None) -> None:
         for failure in self.gather_over_dp(error):
             if failure is not None:
