@@ -284,7 +284,7 @@ class Decoding:
         limits = [params.max_length - count for count in before]
         self._schedule = Schedule(lengths, samples, max(limits), max_tokens, limits)
         self._sizes = self._schedule.slots, max(lengths), self._schedule.rows, max(limits)
-        self._limits = torch.tensor(limits, device=self._device)
+        self._limits, self._is_mixed = torch.tensor(limits, device=self._device), len(set(limits)) > 1
         keys = position_keys(np.array([one.key for one in begun], dtype=np.uint64), params.max_length)
         for row, count in enumerate(before):
             if count:

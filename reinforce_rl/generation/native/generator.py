@@ -277,7 +277,8 @@ class StaticDecoding(Decoding):
         alive = self._alive[samples]
         at = samples.where(alive, self._nobody)
         stopped = self._responses.record(at, written, tokens, log_probs)
-        self._alive[at] = alive & ~stopped & (written + 1 < self._limits[samples])
+        limits = self._limits[samples] if self._is_mixed else self._sizes[-1]  # usually without a kernel
+        self._alive[at] = alive & ~stopped & (written + 1 < limits)
 
     def _on_device(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers).to(self._device, non_blocking=True)
