@@ -40,8 +40,9 @@ from reinforce_rl.runtime.settings import MEANING, check_changes, record, shared
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import RunTimer, StopRequest, first_save_seconds
 from reinforce_rl.trainer.build import build_actor, build_sampler, configured_mesh
-from reinforce_rl.trainer.disaggregated import GeneratorPool, Generators
+from reinforce_rl.trainer.disaggregated import Generators
 from reinforce_rl.trainer.generate import GeneratorRank
+from reinforce_rl.trainer.generator_pool import GeneratorPool
 from reinforce_rl.trainer.reinforce import ROLLOUTS_FILE, ReinforceTrainer
 from reinforce_rl.trainer.separate import SeparateGenerators, SeparatePool
 from reinforce_rl.trainer.state import BestCheckpoints

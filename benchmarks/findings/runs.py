@@ -29,7 +29,7 @@ from reinforce_rl.rewards.base import STATUS_OK, RewardRequest, Rewards
 from reinforce_rl.run import build_trainer
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.trainer.build import build_datasets
-from reinforce_rl.trainer.disaggregated import GeneratorPool
+from reinforce_rl.trainer.generator_pool import GeneratorPool
 
 BETA = 0.05
 SAMPLES_PER_STEP = 32

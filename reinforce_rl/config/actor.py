@@ -22,8 +22,8 @@ from reinforce_rl.config.base import (
 )
 from reinforce_rl.config.engines import EngineConfig, TensorRTLLMConfig, VLLMConfig
 from reinforce_rl.config.model import ModelConfig
+from reinforce_rl.config.monitoring import ExpManagerConfig, SentinelConfig
 from reinforce_rl.config.rewards import RemoteRMConfig, RewardFunctionConfig
-from reinforce_rl.config.sentinel import SentinelConfig
 
 
 def _registered(name: str) -> str:
@@ -242,79 +242,6 @@ class TrainerConfig(RanksConfig):
     )
     profile: ProfileConfig = ProfileConfig()
     reinforce: ReinforceConfig = ReinforceConfig()
-
-
-LOGGERS = ("tensorboard", "wandb", "swanlab", "mlflow")  # also the extras that bring them
-
-
-class WandbConfig(Section):
-    project: Text = key("reinforce_rl", "project in wandb and swanlab")
-    name: Text = key("reinforce", "the run's name in them", follows="exp_manager.name")
-    mode: Literal["online", "offline"] = key("online", "online or offline")
-
-
-class MlflowConfig(Section):
-    experiment_name: Text = key("reinforce_rl", "MLflow's experiment")
-    tracking_uri: Text | None = key(
-        None, "address of MLflow's server, such as http://host:5000; null: files in explicit_log_dir/mlruns"
-    )
-
-
-class CheckpointConfig(Section):
-    keep_last: Count = key(2, "newest checkpoints to keep")
-    keep_best: Natural = key(
-        0,
-        "best checkpoints to keep besides; a validation that is among them is saved at once",
-        more=", whatever `save_interval` is",
-    )
-    best_metric: Text = key("val/rewards", "metric of validation that ranks them")
-    best_mode: Literal["max", "min"] = key("max", "max or min: which values are better")
-    async_save: bool = key(
-        False, "write during training, from a copy in host memory", more="; see [checkpoints.md](checkpoints.md)"
-    )
-    save_hf_on_train_end: bool = key(True, "write the trained model as a Hugging Face folder, explicit_log_dir/hf")
-
-
-class ExpManagerConfig(Section):
-    explicit_log_dir: Text = key(
-        "results/reinforce", "folder of the run: checkpoints, metrics, rollouts and the report", kind="path"
-    )
-    name: Text = key("reinforce", "the run's name")
-    resume_if_exists: bool = key(
-        True,
-        "resume from the newest checkpoint in explicit_log_dir",
-        more=". With false, a folder that holds metrics is refused",
-    )
-    max_time_per_run: Text | None = key(
-        None,
-        "DD:HH:MM:SS from the allocation's start, else the process's; saved by then; null: no bound",
-        kind="`DD:HH:MM:SS`",
-        more=(
-            ". The allocation's start is `SLURM_JOB_START_TIME`. The run validates, saves and ends with exit code "
-            "75; see [operations.md](operations.md#a-run-that-ends-in-time-by-itself)"
-        ),
-    )
-    record_tokens_every: Natural = key(
-        1,
-        "steps between those whose samples are recorded with token ids and values per token; 0 for never",
-        "steps",
-        more=". See [records.md](records.md)",
-    )
-    loggers: list[Text] = key(
-        [], f"besides metrics.jsonl: {', '.join(LOGGERS)}", more=". See [loggers.md](loggers.md)"
-    )
-    create_tensorboard_logger: bool = key(False, "the same as loggers=[tensorboard]")
-    create_wandb_logger: bool = key(False, "the same as loggers=[wandb]")
-    wandb_logger_kwargs: WandbConfig = WandbConfig()
-    mlflow_logger_kwargs: MlflowConfig = MlflowConfig()
-    sample_table_interval: Natural = key(10, "steps between tables of samples in these loggers; 0 for none", "steps")
-    checkpoint_callback_params: CheckpointConfig = CheckpointConfig()
-
-    @property
-    def used_loggers(self) -> list[str]:
-        """Names of `LOGGERS`, each once."""
-        switches = {"tensorboard": self.create_tensorboard_logger, "wandb": self.create_wandb_logger}
-        return list(dict.fromkeys([*self.loggers, *(name for name, is_on in switches.items() if is_on)]))
 
 
 class PretrainedConfig(Section):

@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
-from reinforce_rl.config.actor import LOGGERS, TrainConfig
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import NOT_SET, key_fault
 from reinforce_rl.config.generation_rules import generation_faults, is_importable
 from reinforce_rl.config.model import LoraTuningConfig
 from reinforce_rl.config.model_folder import MODEL, model_values, no_model
+from reinforce_rl.config.monitoring import LOGGERS
 from reinforce_rl.config.parallelism import model_faults, ranks_faults, recomputation_faults
 from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.data.data_prefix import resolve_data_prefix

@@ -127,7 +127,7 @@ class _Side:
             batch.rewards, batch.valid, batch.response_lengths, batch.is_end, shaping, self.past.scores
         )
         assert data.shaped_rewards is not None
-        return _share((free != data.shaped_rewards)[batch.valid])
+        return _mean((free != data.shaped_rewards)[batch.valid])
 
 
 def _chosen(stored: StoredRun, steps: str | None) -> range:
@@ -213,8 +213,8 @@ def _compared(
         sign_changes=sum(one.changes_sign for one in samples),
         correlation=correlation(*(one[valid] for one in advantages)),
         group_spread=(_mean(spread[0][0]), _mean(spread[1][0])),
-        groups_without_spread=(_share(spread[0][1]), _share(spread[1][1])),
-        without_advantage=(_share(advantages[0].abs() <= ZERO), _share(advantages[1].abs() <= ZERO)),
+        groups_without_spread=(_mean(spread[0][1]), _mean(spread[1][1])),
+        without_advantage=(_mean(advantages[0].abs() <= ZERO), _mean(advantages[1].abs() <= ZERO)),
         clipped=(clipped[0], clipped[1]),
         capped=(before.capped, now.capped) if before and now else None,
         cosine=cosine(before.values, now.values) if before and now else None,
@@ -232,7 +232,3 @@ def _notes(steps: Sequence[StepChange], settings: Settings) -> list[str]:
 
 def _mean(values: torch.Tensor) -> float:
     return float(values.double().mean()) if len(values) else math.nan
-
-
-def _share(where: torch.Tensor) -> float:
-    return _mean(where)

@@ -43,7 +43,7 @@ class WeightUpdates(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights that the model has."""
+        """Version of the weights in the model."""
         ...
 
     def next_action(self, running: int) -> Literal["go on", "load", "stop"]:

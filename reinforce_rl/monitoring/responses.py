@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from reinforce_rl.monitoring.records import RolloutRow
 
 WORDS = 3  # of an n-gram
-MOST_RESPONSES, MOST_CHARACTERS = 128, 8192  # whose texts are looked at in a step
+MOST_RESPONSES, MOST_CHARACTERS = 128, 8192  # read per step, per response
 
 
 def repeated_texts(train: Iterable[str], held_out: Iterable[str]) -> frozenset[str]:

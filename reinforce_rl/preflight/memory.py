@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reinforce_rl.config.parallelism import Layout
-from reinforce_rl.generation.native.decoding import Schedule
+from reinforce_rl.generation.native.schedule import Schedule
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.lora import LoraSettings, lora_map
 from reinforce_rl.megatron.weight_map import EMBEDDING, Row, weight_map

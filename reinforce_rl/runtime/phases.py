@@ -34,7 +34,7 @@ _COLLECTIVES = (
 
 # Whose waits on a condition are for the ranks of another role.
 _OF_ROLES = (
-    "reinforce_rl/trainer/disaggregated.py",
+    "reinforce_rl/trainer/generator_pool.py",
     "reinforce_rl/trainer/generate.py",
     "reinforce_rl/trainer/separate.py",
 )

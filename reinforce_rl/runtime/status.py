@@ -88,7 +88,7 @@ class StatusFile:
 
 
 class NoStatus(StatusFile):
-    """Of a program that has no part in the run's status."""
+    """Status of a program that does not write the run's status file."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, enabled=False)

@@ -25,7 +25,7 @@ from reinforce_rl.runtime.guests import Guest
 from reinforce_rl.runtime.links import Links, LinkThread
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.roles import RankRole
-from reinforce_rl.trainer.disaggregated import INVITATION, Result, Work
+from reinforce_rl.trainer.generator_pool import INVITATION, Result, Work
 from reinforce_rl.trainer.reward_requests import reward_request
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class GeneratorRank:
     def _take(self, count: int, *, waits: bool = True) -> list[Work] | None:
         """Ask for this many works; return those that there are, after waiting for one. Same on all ranks of the block.
 
-        None: the trainers have ended.
+        Returns none at a count of 0. None: the trainers have ended.
         """
         works: list[Work] | None = None
         if self._is_leader:
@@ -119,8 +119,9 @@ class GeneratorRank:
                 if waits:
                     self._wait(lambda: bool(self._inbox) or self._has_ended, "waiting for prompts")
                 if not self._has_ended:
-                    works = list(self._inbox)
-                    self._inbox.clear()
+                    works = list(self._inbox) if count else []
+                    if count:
+                        self._inbox.clear()
         elif waits:
             self._activity.begin("waiting for prompts")
         return self._model.mesh.from_block_leader(works)
@@ -147,8 +148,9 @@ class GeneratorRank:
             rows = [one for _, responses in groups.values() for one in responses]
             running = sum(one.finish_reason is None for one in rows)
             room = count - -(-running * len(groups) // max(len(rows), 1))  # all groups have as many samples
-            # Without updates in flight, the responses under way are of one version, and new ones wait.
-            works = self._take(room if self._inflight or not groups else 0, waits=not groups)
+            # Without updates in flight, the responses under way keep their version, and other works wait.
+            is_free = self._inflight is not None or not running
+            works = self._take(max(room, 1) if is_free else 0, waits=not groups)
             if works is None:
                 return
             for work in works:
@@ -158,7 +160,6 @@ class GeneratorRank:
                 groups[work.number] = work, unbegun(work.prompts, work.num_samples, work.seed)
                 if work.version > self.version:
                     self._advance(work.version)
-            is_free = self._inflight is not None or not running
             if (newest := self._newest()) > self.version and is_free:
                 self._advance(newest)
             if groups:

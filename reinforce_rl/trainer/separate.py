@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,55 +30,12 @@ from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.reformed_group import ReformedGroup
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.disaggregated import GeneratorPool, Generators, Result, Ticket, Work
+from reinforce_rl.trainer.disaggregated import Generators, Ticket
+from reinforce_rl.trainer.generator_pool import GeneratorPool, Result, Work
+from reinforce_rl.trainer.separate_messages import HELLO, RANKS, Abandoned, Arrival, Dismissed, NewWeights, Received
 
-RANKS = 4096  # ranks of a generator have the numbers from RANKS times its own on
-HELLO = b"generator"
 _POLL_SECONDS = 0.2
 _MOST_FAILURES = 3  # to receive weights, after which a generator is sent away
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A generator's rank has come."""
-
-    size: int  # ranks of this generator
-    name: str  # host and process
-    settings: Mapping[str, Any]  # those that must be the trainers'
-
-
-@dataclass(frozen=True)
-class NewWeights:
-    """A rank is to receive a version in an epoch's group."""
-
-    epoch: int
-    version: int
-    place: int  # rank in the group
-    size: int
-
-
-@dataclass(frozen=True)
-class Received:
-    """What has become of `NewWeights`."""
-
-    epoch: int
-    version: int
-    fault: str = ""  # empty: the weights are there
-
-
-@dataclass(frozen=True)
-class Abandoned:
-    """An epoch's transfer is not going on."""
-
-    epoch: int
-    why: str
-
-
-@dataclass(frozen=True)
-class Dismissed:
-    """A rank is not a generator of this run any more."""
-
-    why: str
 
 
 @dataclass(eq=False)
@@ -128,13 +84,8 @@ class SeparatePool(GeneratorPool):
         stop: StopRequest,
         note: Callable[[str], object],
     ):
-        self._changed = threading.Condition()
-        self._waiting: deque[Work] = deque()
+        self._begin_empty()
         self._idle: deque[int] = deque()  # numbers of generators that have asked for work
-        self._given: dict[int, Work] = {}  # of rollout_order=finished, which is not for these
-        self._given_again = set[int]()
-        self._results: dict[int, Result] = {}
-        self._failure: ReinforceError | None = None
         self._folder, self._settings = folder, settings
         self._silence_seconds, self._wait_seconds, self._staleness = silence_seconds, wait_seconds, staleness
         self._activity, self._status, self._stop, self._note = activity, status, stop, note

@@ -19,9 +19,9 @@ from reinforce_rl.rewards.base import RewardFuture
 from reinforce_rl.runtime.guests import Guest
 from reinforce_rl.runtime.phases import Activity, PlaceWatcher
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.disaggregated import Result, Work
 from reinforce_rl.trainer.generate import GeneratorRank
-from reinforce_rl.trainer.separate import Abandoned, Arrival, Dismissed, NewWeights, Received
+from reinforce_rl.trainer.generator_pool import Result, Work
+from reinforce_rl.trainer.separate_messages import Abandoned, Arrival, Dismissed, NewWeights, Received
 
 
 class SeparateGeneratorRank(GeneratorRank):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from reinforce_rl.generation.native.decoding import Schedule
+from reinforce_rl.generation.native.schedule import Schedule
 
 
 def run(schedule: Schedule, lengths: list[int], num_samples: int, ends: list[int], max_length: int) -> list[int]:

@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from helpers.ranks import kill_tree
@@ -56,6 +57,13 @@ class TrainerProcesses:
         """Return the run's exit status, negative for a signal; sets `statuses` of the ranks."""
         status, *self.statuses = [int(text) for text in self._answer().split()]
         return status
+
+    def finish(self, folder: Path, *overrides: str, **options: Any) -> Path:
+        """Run to the end, which must be a good one; return the folder. Options as of `start`."""
+        folder.mkdir(exist_ok=True)
+        self.start(folder, *overrides, **options)
+        assert self.wait() == 0, (folder / "log").read_text()
+        return folder
 
     def _answer(self) -> str:
         assert self._process.stdout is not None

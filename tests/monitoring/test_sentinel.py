@@ -14,7 +14,7 @@ from helpers.tiny_run import metrics_of, odd_share, run, tiny_config, tiny_train
 from omegaconf import OmegaConf
 
 from reinforce_rl.config.load import load_config
-from reinforce_rl.config.sentinel import RulesConfig
+from reinforce_rl.config.monitoring import RulesConfig
 from reinforce_rl.errors import EXIT_SENTINEL, ConfigError, SentinelStop
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress

@@ -30,8 +30,9 @@ from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.runtime.status import read_status
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.disaggregated import Generators, Ticket, Work
+from reinforce_rl.trainer.disaggregated import Generators, Ticket
 from reinforce_rl.trainer.generate import GeneratorRank
+from reinforce_rl.trainer.generator_pool import Work
 
 SLOW = pytest.mark.slow
 APART = ("placement=disaggregated", "generation_ranks=1")
@@ -53,10 +54,7 @@ def processes() -> Iterator[TrainerProcesses]:
 
 
 def finish(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: int = 2) -> Path:
-    folder.mkdir(exist_ok=True)
-    processes.start(folder, *SETTINGS, *STATEFUL, *overrides, ranks=ranks)
-    assert processes.wait() == 0, (folder / "log").read_text()
-    return folder
+    return processes.finish(folder, *SETTINGS, *STATEFUL, *overrides, ranks=ranks)
 
 
 def finish_two_layers(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: int) -> Path:

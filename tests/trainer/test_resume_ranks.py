@@ -43,8 +43,7 @@ def processes() -> Iterator[TrainerProcesses]:
 
 
 def finish(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: int = 2) -> None:
-    processes.start(folder, *STATEFUL, *overrides, ranks=ranks)
-    assert processes.wait() == 0, (folder / "log").read_text()
+    processes.finish(folder, *STATEFUL, *overrides, ranks=ranks)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.runtime.guests import INVITATION_FILE
 from reinforce_rl.runtime.status import read_status
-from reinforce_rl.trainer.disaggregated import Work
+from reinforce_rl.trainer.generator_pool import Work
 from reinforce_rl.trainer.separate import SeparatePool, _Generator
 
 SLOW = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The decoder for any device, and what it shares with a GPU's: schedule, response buffers, pipeline passes, sampling.
+"""The decoder for any device, and what it shares with a GPU's: response buffers, pipeline passes, sampling.
 
 Notation: R rows of a step, b sequences per pass, s positions, h hidden, V vocabulary, N responses, T maximum response
 tokens.
@@ -6,8 +6,8 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from reinforce_rl.generation.native.sampling import (
     position_keys,
     token_log_probs,
 )
+from reinforce_rl.generation.native.schedule import Schedule
 from reinforce_rl.megatron.model.model import CausalLM
 
 if TYPE_CHECKING:
@@ -33,99 +34,6 @@ if TYPE_CHECKING:
 
 
 Watch = Callable[[list[list[int]]], None]
-
-
-@dataclass
-class Running:
-    """A sequence in flight."""
-
-    sample: int  # index among all responses
-    prompt: int  # index of the prompt
-    slot: int  # location of the prompt's keys and values
-    limit: int  # tokens at most
-    written: int = 0  # tokens of this call so far
-
-
-class Schedule:
-    """Queue of sequences; one that ends makes room for the next.
-
-    Args:
-        num_samples: sequences per prompt, or of each prompt.
-        max_length: maximum response tokens.
-        max_tokens: bound on the tokens of all slots and rows; None for no bound. One sequence always fits.
-        limits: maximum tokens of each sequence; None: `max_length`.
-    """
-
-    def __init__(
-        self,
-        prompt_lengths: Sequence[int],
-        num_samples: int | Sequence[int],
-        max_length: int,
-        max_tokens: int | None,
-        limits: Sequence[int] | None = None,
-    ):
-        counts = [num_samples] * len(prompt_lengths) if isinstance(num_samples, int) else list(num_samples)
-        prompt_of = np.repeat(np.arange(len(counts)), counts)
-        longest, self._total = max(prompt_lengths), len(prompt_of)
-
-        def slots_of(rows: int) -> int:
-            """Return the maximum number of prompts that `rows` consecutive samples span."""
-            return int((prompt_of[rows - 1 :] - prompt_of[: self._total - rows + 1]).max()) + 1
-
-        def fits(rows: int) -> bool:
-            return max_tokens is None or rows * max_length + slots_of(rows) * longest <= max_tokens
-
-        self.rows = next((rows for rows in range(self._total, 1, -1) if fits(rows)), 1)  # maximum in flight
-        self.slots = slots_of(self.rows)  # maximum prompts in memory
-        self.running: list[Running] = []
-        self._begun, self._prompt_of = 0, prompt_of.tolist()
-        self._limits = [max_length] * self._total if limits is None else limits
-        self._free = list(range(self.slots))
-        self.slot_of: dict[int, int] = {}  # of the prompts in memory
-        self._left = dict(enumerate(counts))
-
-    def admit(self) -> list[int]:
-        """Start as many waiting sequences as fit; return the prompts to prefill."""
-        unread = []
-        while self._begun < self._total and len(self.running) < self.rows:
-            prompt = self._prompt_of[self._begun]
-            if prompt not in self.slot_of:
-                if not self._free:
-                    break
-                self.slot_of[prompt] = self._free.pop(0)
-                unread.append(prompt)
-            self.running.append(Running(self._begun, prompt, self.slot_of[prompt], self._limits[self._begun]))
-            self._begun += 1
-        return unread
-
-    def advance(self, stopped: Iterable[int], tokens: int = 1) -> list[int] | None:
-        """Advance every row by `tokens`; end the rows in `stopped` and those at full length.
-
-        The last rows fill the gaps. `written` of a stopped row may be too high.
-
-        Returns:
-            For each remaining row, its former index; None if no row ended.
-        """
-        for one in self.running:
-            one.written += tokens
-        ended = {*stopped, *(row for row, one in enumerate(self.running) if one.written == one.limit)}
-        if not ended:
-            return None
-        for row in sorted(ended):
-            prompt = self.running[row].prompt
-            self._left[prompt] -= 1
-            if not self._left[prompt]:
-                self._free.append(self.slot_of.pop(prompt))
-        count = len(self.running) - len(ended)
-        fillers = iter([row for row in range(count, len(self.running)) if row not in ended])
-        order = [next(fillers) if row in ended else row for row in range(count)]
-        self.running = [self.running[row] for row in order]
-        return order
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest response in flight."""
-        return max((one.written for one in self.running), default=0)
 
 
 class Responses:

@@ -1,0 +1,117 @@
+"""Schema of what a run keeps and tells: folder, checkpoints, loggers, and the sentinel's rules (docs/sentinel.md)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from reinforce_rl.config.base import Count, Natural, Section, Text, key
+
+LOGGERS = ("tensorboard", "wandb", "swanlab", "mlflow")  # also the extras that bring them
+
+
+class WandbConfig(Section):
+    project: Text = key("reinforce_rl", "project in wandb and swanlab")
+    name: Text = key("reinforce", "the run's name in them", follows="exp_manager.name")
+    mode: Literal["online", "offline"] = key("online", "online or offline")
+
+
+class MlflowConfig(Section):
+    experiment_name: Text = key("reinforce_rl", "MLflow's experiment")
+    tracking_uri: Text | None = key(
+        None, "address of MLflow's server, such as http://host:5000; null: files in explicit_log_dir/mlruns"
+    )
+
+
+class CheckpointConfig(Section):
+    keep_last: Count = key(2, "newest checkpoints to keep")
+    keep_best: Natural = key(
+        0,
+        "best checkpoints to keep besides; a validation that is among them is saved at once",
+        more=", whatever `save_interval` is",
+    )
+    best_metric: Text = key("val/rewards", "metric of validation that ranks them")
+    best_mode: Literal["max", "min"] = key("max", "max or min: which values are better")
+    async_save: bool = key(
+        False, "write during training, from a copy in host memory", more="; see [checkpoints.md](checkpoints.md)"
+    )
+    save_hf_on_train_end: bool = key(True, "write the trained model as a Hugging Face folder, explicit_log_dir/hf")
+
+
+class ExpManagerConfig(Section):
+    explicit_log_dir: Text = key(
+        "results/reinforce", "folder of the run: checkpoints, metrics, rollouts and the report", kind="path"
+    )
+    name: Text = key("reinforce", "the run's name")
+    resume_if_exists: bool = key(
+        True,
+        "resume from the newest checkpoint in explicit_log_dir",
+        more=". With false, a folder that holds metrics is refused",
+    )
+    max_time_per_run: Text | None = key(
+        None,
+        "DD:HH:MM:SS from the allocation's start, else the process's; saved by then; null: no bound",
+        kind="`DD:HH:MM:SS`",
+        more=(
+            ". The allocation's start is `SLURM_JOB_START_TIME`. The run validates, saves and ends with exit code "
+            "75; see [operations.md](operations.md#a-run-that-ends-in-time-by-itself)"
+        ),
+    )
+    record_tokens_every: Natural = key(
+        1,
+        "steps between those whose samples are recorded with token ids and values per token; 0 for never",
+        "steps",
+        more=". See [records.md](records.md)",
+    )
+    loggers: list[Text] = key(
+        [], f"besides metrics.jsonl: {', '.join(LOGGERS)}", more=". See [loggers.md](loggers.md)"
+    )
+    create_tensorboard_logger: bool = key(False, "the same as loggers=[tensorboard]")
+    create_wandb_logger: bool = key(False, "the same as loggers=[wandb]")
+    wandb_logger_kwargs: WandbConfig = WandbConfig()
+    mlflow_logger_kwargs: MlflowConfig = MlflowConfig()
+    sample_table_interval: Natural = key(10, "steps between tables of samples in these loggers; 0 for none", "steps")
+    checkpoint_callback_params: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def used_loggers(self) -> list[str]:
+        """Names of `LOGGERS`, each once."""
+        switches = {"tensorboard": self.create_tensorboard_logger, "wandb": self.create_wandb_logger}
+        return list(dict.fromkeys([*self.loggers, *(name for name, is_on in switches.items() if is_on)]))
+
+
+def _off(value: Any) -> Any:
+    return "off" if value is False else value  # YAML's reading of off
+
+
+Action = Annotated[Literal["warn", "stop", "off"], BeforeValidator(_off)]
+
+
+class RulesConfig(Section):
+    not_finite: Action = key("warn", "the loss or the mean reward is not finite")
+    skipped: Action = key("warn", "an optimizer step was skipped, as its gradient was not finite")
+    unscored: Action = key("warn", "samples have no score")
+    unscored_length: Action = key("warn", "long samples fail to be scored more often than short ones")
+    constant_reward: Action = key("warn", "all samples earn the same, or nearly")
+    no_spread: Action = key("warn", "in nearly all groups all rewards are equal")
+    solved: Action = key("warn", "the same, at a reward that is far above the first one")
+    zero_gradient: Action = key("warn", "the gradient is zero")
+    changed_scorer: Action = key("warn", "level or spread of the rewards jumps from one step to the next")
+    kl: Action = key("warn", "the KL runs away from its own past")
+    entropy: Action = key("warn", "the entropy has collapsed, or doubled")
+    cut: Action = key("warn", "most responses are cut at max_length, or ever more are")
+    length: Action = key("warn", "responses grow along with the reward")
+    repetition: Action = key("warn", "responses repeat themselves more and more")
+    generator_gap: Action = key("warn", "trainer and generator differ, or part from each other")
+    gradient_spikes: Action = key("warn", "the gradient's norm jumps again and again")
+    overfitting: Action = key("warn", "the validation's reward falls while training's rises")
+    prompts_repeated: Action = key("warn", "a training prompt occurs twice in the data, or in validation")
+    straggler: Action = key("warn", "a rank is slow, by trainer.straggler_factor")
+
+
+class SentinelConfig(Section):
+    rules: RulesConfig = key(
+        RulesConfig(),
+        "warn: say it once; stop: save, too, and end with exit code 78; off. See docs/sentinel.md",
+    )
