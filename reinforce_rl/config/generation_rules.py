@@ -61,7 +61,8 @@ def _placement(cfg: TrainConfig) -> Iterator[str]:
         advice = "prompts cannot be drawn ahead of a step that may draw more: set one of them to false or 0"
         yield told("trainer.reinforce.dynamic_filtering max_staleness", advice)
     if cfg.rollout_order == "finished" and not cfg.staleness:
-        yield told("rollout_order max_staleness", "without older weights a step waits for all of its prompts: set 1")
+        advice = "without older weights a step waits for all of its prompts: set the latter to 1 or more"
+        yield told("rollout_order max_staleness", advice)
     if cfg.staleness and rl.generator_correction == "none" and not cfg.model.reinforce.allow_biased_sampling:
         advice = "rollouts of older weights bias the gradient: set the latter to sequence or another, or 0 steps"
         yield told("max_staleness trainer.reinforce.generator_correction", advice)
