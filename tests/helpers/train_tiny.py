@@ -13,6 +13,7 @@ act: {rank, phase, step, signal}: this rank sends itself the signal as it comes 
     after a moment, and the rewards would take minutes.
 allocation: from the fork on the batch system's allocation lasts so many seconds, and began hours before.
 step_seconds: that each training lasts longer.
+generators: [N, count]: the Nth training waits until so many separate generators have come.
 generate_seconds: that each call of the generator for a step lasts longer.
 slow_rank: with a work queue this rank ends its first micro-batch once the others have taken all that is left; every
     rank prints what it took.
@@ -120,6 +121,29 @@ def lengthen_steps(seconds: float) -> None:
     ReinforceTrainer.run_training = slow_training  # type: ignore[method-assign]
 
 
+def await_generators(training: int, count: int) -> None:
+    from reinforce_rl.trainer.reinforce import ReinforceTrainer
+    from reinforce_rl.trainer.separate import SeparatePool
+
+    train, arrive = ReinforceTrainer.run_training, SeparatePool._arrive
+    trainings, come = itertools.count(1), []
+
+    def note_arrival(pool: SeparatePool, rank: int, arrival):
+        arrive(pool, rank, arrival)
+        come.append(rank)
+
+    def wait_and_train(*args):
+        deadline = time.monotonic() + LONG
+        is_it = next(trainings) == training
+        while is_it and len(come) < count:
+            assert time.monotonic() < deadline, "they do not come"
+            time.sleep(0.05)
+        return train(*args)
+
+    SeparatePool._arrive = note_arrival  # type: ignore[method-assign]
+    ReinforceTrainer.run_training = wait_and_train  # type: ignore[method-assign]
+
+
 def lengthen_generation(seconds: float) -> None:
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
     from reinforce_rl.generation.native.generator import NativeGenerator
@@ -213,6 +237,8 @@ def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides:
             print("the allocation ends at", times["SLURM_JOB_END_TIME"])
         if options.get("step_seconds"):
             lengthen_steps(options["step_seconds"])
+        if options.get("generators"):
+            await_generators(*options["generators"])
         if options.get("generate_seconds"):
             lengthen_generation(options["generate_seconds"])
         if "slow_rank" in options:

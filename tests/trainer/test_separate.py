@@ -120,7 +120,7 @@ def test_one_is_killed_another_comes_and_no_number_changes(programs, joined):
     """The first dies at step 4. The third comes, and is alone from step 10 on, when the second dies too."""
     programs.generate(act={"rank": 0, "phase": "generate", "step": 4, "signal": signal.SIGKILL}, **BUSY)
     programs.generate(act={"rank": 0, "phase": "generate", "step": 10, "signal": signal.SIGKILL}, **BUSY)
-    (process,) = programs.train(step_seconds=0.5)
+    (process,) = programs.train(step_seconds=0.5, generators=[7, 3])
     programs.wait_for_step(4)
     third = programs.generate(**BUSY)
     assert programs.wait() == 0, programs.said

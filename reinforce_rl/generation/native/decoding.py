@@ -53,7 +53,8 @@ class Responses:
         self._stops = torch.tensor(params.stop_token_ids, dtype=torch.long, device=device)
         self._tokens = torch.full((rows, width), pad_id_of(tokenizer), dtype=torch.long, device=device)
         self._log_probs = torch.zeros((rows, width), dtype=torch.float32, device=device)
-        self._before = torch.tensor([*before, *[0] * spare], device=device)  # tokens of earlier calls
+        # Tokens of earlier calls; usually there are none, and a decode step spends no kernel on them.
+        self._before = torch.tensor([*before, *[0] * spare], device=device) if any(before) else None
         self._lengths = torch.zeros(rows, dtype=torch.long, device=device)  # of this one
         self._stopped = torch.zeros(rows, dtype=torch.bool, device=device)
         self._marks: list[tuple[int, Tensor]] = []
@@ -71,10 +72,13 @@ class Responses:
                     self._seen[row, torch.tensor([*one.prompt.tokens, *one.tokens])] = True
             logits = penalise_repetition(logits, self._seen[samples], self._params.repetition_penalty)
         if self._params.min_length and self._stops.numel():
-            early = (self._before[samples] + written < self._params.min_length)[:, None]
+            early = (self._since_begin(samples, written) < self._params.min_length)[:, None]
             banned = torch.where(early, float("-inf"), logits.index_select(1, self._stops))
             logits = logits.index_copy(1, self._stops, banned)
         return logits
+
+    def _since_begin(self, samples: Tensor, written: Tensor) -> Tensor:
+        return written if self._before is None else self._before[samples] + written
 
     def append(self, samples: Tensor, written: Tensor, tokens: Tensor, log_probs: Tensor) -> list[int]:
         """Write one token per row, int64 [R]; return the rows that ended by a stop token or an end string."""
@@ -105,7 +109,7 @@ class Responses:
         texts = self._tokenizer.batch_decode(whole)
         hits = [any(end in text for end in self._params.end_strings) for text in texts]
         found = torch.tensor(hits, device=lengths.device)
-        found &= self._before[samples] + lengths >= self._params.min_length
+        found &= self._since_begin(samples, lengths) >= self._params.min_length
         self._stopped[samples] |= found
         return found
 
