@@ -27,6 +27,7 @@ from reinforce_rl.monitoring.responses import repeated_texts
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.sentinel import Sentinel
+from reinforce_rl.monitoring.step_record import drop_records
 from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers
@@ -46,6 +47,7 @@ from reinforce_rl.trainer.generator_pool import GeneratorPool
 from reinforce_rl.trainer.reinforce import ROLLOUTS_FILE, ReinforceTrainer
 from reinforce_rl.trainer.separate import SeparateGenerators, SeparatePool
 from reinforce_rl.trainer.state import BestCheckpoints
+from reinforce_rl.trainer.step_recorder import StepRecorder
 from reinforce_rl.trainer.updates import total_steps, total_updates
 
 if TYPE_CHECKING:
@@ -182,8 +184,10 @@ def build_monitor(
     start_step = checkpoint.trainer_state["step"] if checkpoint else 0
     # Without a checkpoint the logs of an earlier run in this folder are overwritten from step 0.
     resume_step = start_step if cfg.exp_manager.resume_if_exists else None
+    record_samples = cfg.exp_manager.record != "off"
+    tokens = cfg.exp_manager.record_tokens_every if record_samples else 0
     if not mesh.is_main:
-        return SilentMonitor(folder, cfg.exp_manager.record_tokens_every), None
+        return SilentMonitor(folder, tokens), None
     folder.mkdir(parents=True, exist_ok=True)
     jsonl = JsonlLogger(folder / "metrics.jsonl", resume_step=resume_step)
     record(cfg)
@@ -196,13 +200,15 @@ def build_monitor(
         others = start_loggers(cfg, run_id, resume_step, progress.note)
     if resume_step is not None:
         drop_later_samples(folder, resume_step)
+        drop_records(folder, after=resume_step)
     tables = cfg.exp_manager.sample_table_interval
     held_out = [text for part in (datasets.validation, datasets.test) if part is not None for text in part.texts]
-    tokens, sentinel = cfg.exp_manager.record_tokens_every, Sentinel(cfg.sentinel.rules.model_dump(), factor)
+    sentinel = Sentinel(cfg.sentinel.rules.model_dump(), factor)
     for line in RunFolder(folder).lines:  # of a run that goes on
         sentinel.look(line)
     loggers, repeated = Loggers([jsonl, *others]), repeated_texts(datasets.train.texts, held_out)
     monitor = RunMonitor(folder, loggers, progress, status, factor, tables, tokens, sentinel, repeated)
+    monitor.records_samples = record_samples
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
         for key, values in changes.items():
@@ -272,6 +278,10 @@ def build_trainer(
     def fixed(prompts: PromptDataset | None, count: int | None) -> Callable[..., list[Any]] | None:
         return None if prompts is None else partial(fixed_prompts, prompts, count, mesh.dp_rank, mesh.dp_size)
 
+    recorder = None
+    if cfg.exp_manager.record == "full":
+        run, keep = cfg.exp_manager.explicit_log_dir, cfg.exp_manager.record_keep
+        recorder = StepRecorder(run, cfg, model, megatron_optimizer, rm, keep)
     trainer = ReinforceTrainer(
         cfg=cfg.trainer.reinforce,
         model=model,
@@ -293,6 +303,7 @@ def build_trainer(
         profiler=profiler,
         generators=generators,
         max_staleness=cfg.staleness,
+        recorder=recorder,
     )
     if checkpoint is not None:
         check_lora_identity(model.lora, checkpoint.folder, checkpoint.trainer_state)

@@ -184,6 +184,14 @@ class MegatronGPTReinforceActorModel:
         with self._as_reference():
             return self.get_inference_log_probs(sequences, prompt_lengths, response_lengths, group_ids)
 
+    def reference_weights(self) -> Iterator[Tensor]:
+        """Yield the reference's weights on this rank, with LoRA the frozen ones; none without a reference."""
+        if self._as_reference is not None:
+            with self._as_reference():
+                own = list(self.lm.parameters())
+                frozen = [one for one in own if not one.requires_grad]
+                yield from (one.data for one in frozen or own)
+
     def get_loss_and_metrics(
         self,
         batch: ReinforceBatch,

@@ -39,6 +39,13 @@ class CheckpointConfig(Section):
     save_hf_on_train_end: bool = key(True, "write the trained model as a Hugging Face folder, explicit_log_dir/hf")
 
 
+def _off(value: Any) -> Any:
+    return "off" if value is False else value  # YAML's reading of off
+
+
+Record = Annotated[Literal["full", "samples", "off"], BeforeValidator(_off)]
+
+
 class ExpManagerConfig(Section):
     explicit_log_dir: Text = key(
         "results/reinforce", "folder of the run: checkpoints, metrics, rollouts and the report", kind="path"
@@ -58,6 +65,12 @@ class ExpManagerConfig(Section):
             "75; see [operations.md](operations.md#a-run-that-ends-in-time-by-itself)"
         ),
     )
+    record: Record = key(
+        "full",
+        "full: every sample, and of each step checksums, versions and loss terms; samples; off",
+        more=". `full` is what `reinforce-rl replay` needs. See [records.md](records.md)",
+    )
+    record_keep: Count = key(100, "newest steps of which more than the samples is kept with record=full", "steps")
     record_tokens_every: Natural = key(
         1,
         "steps between those whose samples are recorded with token ids and values per token; 0 for never",
@@ -79,10 +92,6 @@ class ExpManagerConfig(Section):
         """Names of `LOGGERS`, each once."""
         switches = {"tensorboard": self.create_tensorboard_logger, "wandb": self.create_wandb_logger}
         return list(dict.fromkeys([*self.loggers, *(name for name, is_on in switches.items() if is_on)]))
-
-
-def _off(value: Any) -> Any:
-    return "off" if value is False else value  # YAML's reading of off
 
 
 Action = Annotated[Literal["warn", "stop", "off"], BeforeValidator(_off)]

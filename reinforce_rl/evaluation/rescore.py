@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -56,6 +57,11 @@ class Rescorer:
             },
             score_faults=tuple(fault for answer in answers for fault in faults_of(answer)),
         )
+
+    @property
+    def identity(self) -> Any:
+        """What the source says of itself; None if it says nothing."""
+        return getattr(self._source, "identity", None)
 
     def close(self) -> None:
         with contextlib.suppress(ReinforceError):

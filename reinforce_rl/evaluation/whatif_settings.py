@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ _OF_REWARDS = re.compile(r"(reward|reward_function|remote_rm)(\.|$)")
 _TAKEN = "what-if takes the keys of KL, baseline, credit, shaping and truncated samples, of rewards, and of the loss"
 
 
+def with_overrides(recorded: TrainConfig, overrides: Sequence[str]) -> tuple[TrainConfig, list[str]]:
+    """Return a configuration with KEY=VALUE on top, and all that is wrong with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = OmegaConf.create(recorded.model_dump())
+        OmegaConf.save(tree, Path(folder, "train_reinforce_actor.yaml"))
+        return read_config(compose("train_reinforce_actor", overrides, Path(folder)))
+
+
 class Settings:
     """A run's settings with overrides.
 
@@ -45,11 +54,7 @@ class Settings:
         self, recorded: TrainConfig, own_faults: list[str], overrides: list[str], *, with_gradient: bool = False
     ):
         self.recorded = recorded
-        with tempfile.TemporaryDirectory() as folder:
-            tree = OmegaConf.create(recorded.model_dump())
-            OmegaConf.save(tree, Path(folder, "train_reinforce_actor.yaml"))
-            composed = compose("train_reinforce_actor", overrides, Path(folder))
-        self.cfg, faults = read_config(composed)
+        self.cfg, faults = with_overrides(recorded, overrides)
         before, now = (dict(flatten(cfg.model_dump())) for cfg in (recorded, self.cfg))
         keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         self.changes: dict[str, tuple[Any, Any]] = {key: (before.get(key), now.get(key)) for key in keys}

@@ -349,6 +349,37 @@ def whatif(
     Console().print(found.table())
 
 
+@app.command()
+def replay(
+    run: RunFolder,
+    overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
+    step: Annotated[int | None, typer.Option(help="default: the last one recorded")] = None,
+    phase: Annotated[
+        Literal["generate", "score", "logprobs", "advantages", "update", "all"],
+        typer.Option(help="what to make again"),
+    ] = "all",
+    reward: Annotated[
+        str | None, typer.Option(help="stored, restart, my_rewards.f or http://HOST:PORT; docs/debugging.md#replay")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="file for all that was found")] = None,
+) -> None:
+    """Make a recorded step again, and name the first phase, prompt, token or tensor that differs.
+
+    Exit code 0: nothing differs; 1: something does; 2: nothing does, but not every phase could be made again.
+    """
+    from rich.console import Console
+
+    from reinforce_rl.evaluation.replay import replay, write
+
+    options = {"phase": phase, "reward": reward, "overrides": overrides or (), "start": start_ranks}
+    found = replay(run, step, say=lambda text: print(text, flush=True), **options)
+    if found.phases:  # not on the other ranks
+        if json is not None:
+            write(found, json)
+        Console().print(found.table())
+    raise typer.Exit(found.exit_code)
+
+
 app.command("check-generation")(check_generation)
 app.add_typer(convert, name="convert")
 app.command()(demo)

@@ -341,11 +341,18 @@ def _step_count(inner: Any, tensor: Tensor, step: float) -> Tensor:
 
 def large_states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """Yield moments and fp32 main weights, the states as large as the parameters."""
+    for _, states in states_by_weight(optimizer):
+        yield from states.values()
+
+
+def states_by_weight(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Yield the model's parameters with this rank's `large_states` of each."""
     for main in _main_parameters(optimizer):
         state = main.inner.state.get(main.tensor, {})
-        yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)
+        found = {kind: value for kind, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
         if main.tensor.dtype != main.parameter.dtype:
-            yield main.tensor
+            found[MAIN] = main.tensor
+        yield main.parameter, found
 
 
 def _step_of(optimizer: MegatronOptimizer) -> float:

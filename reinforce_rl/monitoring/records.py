@@ -236,11 +236,12 @@ def write_records(path: Path, samples: Samples) -> None:
         "use_byte_stream_split": floats,  # a third smaller: exponents and mantissas apart
     }
     file = io.BytesIO()
-    pq.write_table(_table(samples), file, compression="zstd", compression_level=_ZSTD_LEVEL, **encodings)
+    pq.write_table(samples_table(samples), file, compression="zstd", compression_level=_ZSTD_LEVEL, **encodings)
     write_atomically(path, file.getvalue())
 
 
-def _table(samples: Samples) -> pa.Table:
+def samples_table(samples: Samples) -> pa.Table:
+    """Return the samples as they are written: all columns, null for what is not known."""
     rows, tokens = samples.rows, samples.tokens
     arrays = {}
     for name, kind in SAMPLE_COLUMNS.items():

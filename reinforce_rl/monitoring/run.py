@@ -35,6 +35,7 @@ class RunMonitor:
     tokens_every: int = 0  # `exp_manager.record_tokens_every`
     sentinel: Sentinel = field(default_factory=Sentinel)
     repeated: frozenset[str] = frozenset()  # training prompts that are in the data more than once
+    records_samples: bool = True  # False writes no files of samples
     verdict: str | None = None  # why the sentinel stops the run; on the first rank
     _step: int = field(default=0, init=False)
     _line: dict[str, float] = field(default_factory=dict, init=False)  # metrics of the step, as in metrics.jsonl
@@ -130,7 +131,8 @@ class RunMonitor:
         self.metrics.log_table(key, rows, step)
 
     def _write(self, step: int, samples: Samples, kind: Kind) -> None:
-        write_samples(self.folder, step, samples, kind)
+        if self.records_samples:
+            write_samples(self.folder, step, samples, kind)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -129,6 +129,12 @@ class RemoteGPTRMClient:
         """
         return self._describe(deadline_seconds, all_probed=True)[0]
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The server's description of its model; waits for a server if none was up yet, and raises as it does."""
+        info = self._describe()[0]
+        return {"name": info.name, "attributes": info.attributes, **info.details}
+
     def missing(self) -> list[str]:
         """Return a sentence for each server that is not up."""
         return [f"The reward server at {trouble}." for trouble in self._replicas.troubles()]

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -58,6 +58,11 @@ class CombinedRewards:
             by_source |= {f"{source.name}/{name}": scores for name, scores in answer.by_source.items()}
         return Rewards(torch.where(status == base.STATUS_OK, values, torch.nan), status, by_source, faults)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What each source says of itself, by name."""
+        return {one.name: getattr(one.source, "identity", None) for one in self.sources}
+
     def close(self) -> None:
         """Close every source, even if one raises; its exception is raised at the end."""
         with ExitStack() as stack:
@@ -83,6 +88,11 @@ class FunctionRewards:
             return Rewards(torch.from_numpy(scores.values), torch.from_numpy(scores.status), faults=faults)
 
         return _Later(result)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The function's name as in logs, and the SHA-256 of its file."""
+        return {"function": self.function, "sha256": self.pool.sources.get(self.function)}
 
     def close(self) -> None:
         """End the pool's processes, also for the other sources that share it."""

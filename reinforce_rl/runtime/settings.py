@@ -153,10 +153,15 @@ def _place(cfg: TrainConfig) -> tuple[Path, int]:
 
 def _line(cfg: TrainConfig, step: int) -> dict[str, Any]:
     """Return a start as a line of the history."""
+    config = OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump()))
+    return {"step": step, "config": config, "files": files_of_functions(cfg)}
+
+
+def files_of_functions(cfg: TrainConfig) -> dict[str, str | None]:
+    """Return a digest of the file of each reward function, by the function's name."""
     own = cfg.reward_function
     names = [own.name if cfg.reward == "function" else None, *(more.name for more in own.more_functions.values())]
-    config = OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump()))
-    return {"step": step, "config": config, "files": {name: _file_digest(name) for name in names if name}}
+    return {name: _file_digest(name) for name in names if name}
 
 
 def _file_digest(function: str) -> str | None:

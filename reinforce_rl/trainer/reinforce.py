@@ -39,6 +39,7 @@ from reinforce_rl.trainer.advantages import reinforce_batch
 from reinforce_rl.trainer.disaggregated import Generators
 from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.trainer.state import BestCheckpoints, Divergence, PastSteps
+from reinforce_rl.trainer.step_recorder import SUM, StepRecorder
 from reinforce_rl.trainer.updates import denominators_of, mini_batches, total_steps
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class ReinforceTrainer:
         best: which validations' checkpoints to keep; None keeps none.
         generators: on ranks of their own, whose rollouts are of weights at most `max_staleness` steps old; None: the
             model generates.
+        recorder: of what each step took and gave; None records samples alone.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class ReinforceTrainer:
         profiler: StepProfiler | None = None,
         generators: Generators | None = None,
         max_staleness: int = 0,
+        recorder: StepRecorder | None = None,
     ):
         self.cfg = cfg
         self.model = model
@@ -120,6 +123,7 @@ class ReinforceTrainer:
         self._divergence = Divergence(cfg.max_skipped_steps)
         self._past = PastSteps(cfg)
         self._activity = activity or Activity()
+        self.recorder = recorder
         several = model.mesh.world_size > 1
         self._clock = StepClock(self._activity, model.mesh.device, among_ranks=several, profiler=profiler)
         self._rollouts = RolloutMaker(
@@ -215,6 +219,9 @@ class ReinforceTrainer:
         mask, log_probs, generator = rollouts.response_mask, rollouts.log_probs, rollouts.generator_log_probs
         log_probs = torch.full(mask.shape, math.nan) if log_probs is None else log_probs[:, : rollouts.width]
         in_loss = self._past.beta.value if self.cfg.kl_placement == "loss" else 0.0
+        past, terms = self._past.state_dict(), []
+        if self.recorder is not None:
+            self.recorder.before_update()
         seed, ids = self.model.settings.seed * 1_000_003 + self.step, mesh.gather_over_dp(batch.rollouts.group_ids)
         for rows in mini_batches(ids, mesh.dp_rank, self._prompts_per_update, self.cfg.reinforce_epochs, seed):
             denominators = denominators_of(batch, rows, self.model.settings.sampling.max_length, mesh.sum_over_dp)
@@ -223,6 +230,7 @@ class ReinforceTrainer:
                 batch, denominators, rows=rows, kl_coefficient=in_loss, on_policy=not updates
             )
             updates.append(self.optimizer.step())
+            terms.append({"loss": share.loss, **vars(updates[-1]), **{SUM + k: v for k, v in share.sums.items()}})
             sums.update({"loss": share.loss, **share.sums})
             if share.log_probs is not None:
                 log_probs = torch.where(share.log_probs.isnan(), log_probs, share.log_probs)
@@ -236,6 +244,8 @@ class ReinforceTrainer:
             metrics |= take_means(gap_by_age(gaps, ages), mesh.gather_over_dp)
         self._divergence.check(self.step + 1, updates, metrics["actor_loss"], mesh, self.logger.note)
         self._past.add(batch, mesh.gather_over_dp)
+        if self.recorder is not None:
+            self.recorder.after_update(self.step + 1, terms, past, self._position)
         return metrics
 
     def validate(self) -> None:
@@ -263,6 +273,8 @@ class ReinforceTrainer:
 
         `wait` waits for background writes too.
         """
+        if self.recorder is not None:
+            self.recorder.finish()
         if self.step not in (0, self._saved_step) and self._divergence.is_sound:
             self._activity.begin("checkpoint")
             began = time.monotonic()
@@ -317,7 +329,8 @@ class ReinforceTrainer:
         drawn, left = self._data_position, self._data_position.get("under_way", ())
         position = {"epoch": drawn["epoch"], "consumed_prompts": drawn["consumed_prompts"] - len(left)}
         numbers, clock, mesh = {**metrics, **position}, self._clock, self.model.mesh
-        self.logger.log_step(self.step, numbers, clock.seconds, self._samples(batch), clock.gigabytes)
+        seconds = {**clock.seconds, **({"record": self.recorder.seconds} if self.recorder else {})}
+        self.logger.log_step(self.step, numbers, seconds, self._samples(batch), clock.gigabytes)
         if mesh.world_size > 1:
             own = of_this_rank(clock.own_seconds, asks_for_rewards=mesh.is_block_leader)
             self.logger.log_ranks(self.step, mesh.gather_on_main(own), clock.seconds["step_time"])

@@ -194,11 +194,12 @@ def act(phase: str, step: int, number: int) -> None:
 
     from reinforce_rl.runtime.phases import Activity
 
-    begin = Activity.begin
+    begin, done = Activity.begin, []
 
     def begin_and_act(activity: Activity, name: str, **options) -> None:
         begin(activity, name, **options)
-        if (name, activity.phase.step) == (phase, step):
+        if name == phase and activity.phase.step >= step and not done:  # a generator may be left out of a step
+            done.append(True)
             if name.endswith("reward_wait"):
                 ReadyRewards.result = wait_for_a_signal  # type: ignore[method-assign]
             elif number == 0:

@@ -60,6 +60,7 @@ def test_a_step_is_predicted_and_better_ones_are_tried(overrides, tmp_path, monk
     assert [change["overrides"] for change in found["changes"]] in ([], ["generation=tensorrt_llm"])
 
 
+@pytest.mark.slow
 def test_a_gpu_too_small_and_a_machine_that_is_unknown_are_faults(overrides, tmp_path, monkeypatch):
     monkeypatch.setattr(deep, "MOST_TRIED", 0)
     machine = tmp_path / "small.yaml"

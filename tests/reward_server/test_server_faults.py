@@ -355,6 +355,7 @@ def test_every_stopped_process_ends_the_server_by_name(tmp_path, which):
 
 
 @pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.slow), "suspend"])
+@pytest.mark.slow
 def test_a_lost_guard_is_replaced_and_the_next_one_cleans_up(tmp_path, how):
     server = ToyServer(tmp_path, "inference.stuck_seconds=3.0").start()
     try:

@@ -51,6 +51,7 @@ def program(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 class TestProgram:
+    @pytest.mark.slow
     def test_runs_what_is_named_and_leaves_a_page(self, tmp_path):
         done = program("--device", "cpu", "--only", "machine", "correctness", "ipc", "--out", str(tmp_path))
         assert done.returncode == 0, done.stdout + done.stderr

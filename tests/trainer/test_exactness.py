@@ -146,6 +146,7 @@ class TestVariance:
         one, two = (gradient_variance(world, Options(advantage_estimator="none"), samples) for samples in (1, 2))
         assert two == pytest.approx(one / 2, rel=1e-12)
 
+    @pytest.mark.slow
     def test_no_baseline_wins_near_a_mean_of_zero_and_loses_far_from_it(self):
         def ratio(mean: float) -> float:
             world = make_world(mean)

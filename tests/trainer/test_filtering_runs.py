@@ -161,6 +161,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, mesh):
         assert rollouts_of(folders[1], step) == rollouts_of(folders[0], step)
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path, mesh):
     overrides = [*tiny_overrides(tmp_path, prompts=PROMPTS[:11]), *FILTERING, "model.optim.lr=0.001"]
     folders = tmp_path / "one", tmp_path / "two"

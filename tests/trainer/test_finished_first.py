@@ -115,6 +115,7 @@ def test_killed_at_random_moments(kills, processes, tmp_path):
     assert_sound(finish(processes, tmp_path, *INFLIGHT))
 
 
+@pytest.mark.slow
 def test_a_signal_keeps_what_is_finished(processes, tmp_path):
     act = {"rank": 0, "phase": "train_time", "step": 5, "signal": signal.SIGTERM}
     processes.start(tmp_path, *SETTINGS, *FINISHED, "max_staleness=2", ranks=2, patience=60, act=act)

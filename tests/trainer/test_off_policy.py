@@ -266,6 +266,7 @@ class TestAgainstBruteForce:
             assert not torch.allclose(trainer.model.get_inference_log_probs(*where), before, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path, mesh):
     """Five prompts in steps of three and optimizer steps of one: a rank has nothing to do in each of them."""
     overrides = [

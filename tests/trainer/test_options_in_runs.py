@@ -244,6 +244,7 @@ class TestGeneratorCorrection:
         [[], pytest.param(["model.pipeline_model_parallel_size=2"], marks=pytest.mark.slow)],
         ids=["data", "pipeline"],
     )
+    @pytest.mark.slow
     def test_the_quantiles_are_those_of_all_ranks(self, cut, tmp_path):
         """Of two, each with half of the prompts or of the layers, with two optimizer steps of which one has ratios."""
         script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "gap.py"

@@ -104,7 +104,7 @@ def test_the_uninterrupted_run_learns_and_takes_every_prompt_once_an_epoch(unint
         "rollouts/step_00005",  # within a step after the first checkpoint
         pytest.param("validation/step_00005", marks=SLOW),  # the step is done, its metrics are not written
         pytest.param("checkpoints/step_00000003", marks=SLOW),  # the first checkpoint is whole, but has no name yet
-        "checkpoints/latest",  # the first checkpoint has its name, and `latest` does not say so
+        pytest.param("checkpoints/latest", marks=SLOW),  # the first checkpoint has its name, and `latest` does not say so
         "run/hf",  # the last checkpoint is there, the export is not
     ],
 )
@@ -205,6 +205,7 @@ def two_rank_settings(folder: Path) -> list[str]:
     ],
     ids=["data parallel", "tensor and sequence parallel", "pipeline", "context parallel"],
 )
+@pytest.mark.slow
 def test_two_ranks_started_by_plain_python_equal_one(one_process, tmp_path, layout):
     write_model_of_two_layers(tmp_path)
     overrides = [

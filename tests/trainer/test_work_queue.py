@@ -359,6 +359,7 @@ def calls_of(folder: Path, name: str) -> list[int]:
     return [sum(line.startswith(f"{name} ") for line in text.splitlines()) for text in texts]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_in_generation_goes_on(processes, tmp_path):
     """Rank 1 is told, saves with the other, and a run without the queue has the same steps."""
     ranks, overrides = TWO

@@ -1,0 +1,325 @@
+"""`reinforce-rl replay`: make a recorded step again by the trainer's own functions, and find where it parts.
+
+Each phase is given what was recorded of the phases before it, so that each is judged by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.data.sampler import shard
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.evaluation.differences import (
+    BF16,
+    COLUMNS,
+    EQUAL_BITS,
+    ROUNDING,
+    Bounds,
+    fact_differences,
+    sample_differences,
+    tensor_differences,
+    update_differences,
+)
+from reinforce_rl.evaluation.evaluate import reward_overrides
+from reinforce_rl.evaluation.replay_results import PhaseResult, Replay
+from reinforce_rl.evaluation.rescore import Rescorer
+from reinforce_rl.evaluation.stored import StoredRun, StoredStep
+from reinforce_rl.evaluation.whatif_settings import with_overrides
+from reinforce_rl.megatron.checkpointer import Checkpoint, checkpoint_up_to
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.monitoring.records import (
+    Samples,
+    join_samples,
+    read_table,
+    rollout_files,
+    sample_rows,
+    samples_table,
+    token_columns,
+)
+from reinforce_rl.monitoring.run import SilentMonitor
+from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
+from reinforce_rl.run import build_trainer
+from reinforce_rl.runtime.settings import set_keys
+from reinforce_rl.trainer.build import build_datasets, build_sampler, configured_mesh
+from reinforce_rl.utils.files import write_atomically
+
+PHASES = ("generate", "score", "logprobs", "advantages", "update")
+
+
+def replay(
+    run: str | Path,
+    step: int | None = None,
+    *,
+    phase: str = "all",
+    reward: str | None = None,
+    overrides: Sequence[str] = (),
+    start: Callable[[int, int], None] = lambda devices, nodes: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Replay:
+    """Make a recorded training step again and compare it phase by phase.
+
+    Args:
+        step: None for the last one recorded.
+        phase: one of `PHASES`, or all.
+        reward: where scores come from: `restart` asks the run's own reward source, `stored` takes the recorded ones,
+            an address or a function's name asks that one. None: `restart` for functions, `stored` for servers.
+        overrides: KEY=VALUE of `train` on top of the run's settings, such as another layout or where the model is now.
+        start: called with devices and nodes once the settings were checked.
+        say: told on the first rank what is about to be done, and how long the run took for it.
+
+    Raises:
+        ConfigError: an override, or the run's settings on this machine, are wrong.
+        DataError: the run has no record of the step, or lacks tokens of the steps since the checkpoint.
+    """
+    if phase not in (*PHASES, "all"):
+        raise ConfigError([f"--phase is {phase!r}; expected one of {', '.join(PHASES)}, all"])
+    stored = StoredRun(run)
+    step = max(record_files(stored.path), default=0) if step is None else step
+    recorded = read_record(stored.path, step)
+    asked = [] if reward in (None, "stored", "restart") else reward_overrides([reward], has_base=True)
+    cfg, faults = with_overrides(stored.settings(step)[0], [*asked, *overrides])
+    if faults:
+        raise ConfigError(faults)
+    if reward is None:
+        reward = "stored" if cfg.reward == "server" or cfg.remote_rm.more_reward_models else "restart"
+    with tempfile.TemporaryDirectory() as scratch:
+        isolated = _isolated(cfg, scratch)
+        start(isolated.trainer.devices, isolated.trainer.num_nodes)
+        checkpoint = checkpoint_up_to(stored.path / "checkpoints", step - 1)
+        first = 0 if checkpoint is None else checkpoint.trainer_state["step"]
+        steps = {number: stored.step(number) for number in range(first + 1, step + 1)}
+        for one in steps.values():
+            one.needs_tokens("a replay reads them")
+        with configured_mesh(isolated) as mesh, contextlib.ExitStack() as stack:
+            if mesh.is_main:
+                say(_plan(stored, first, step))
+            if mesh.device.type == "cpu" and mesh.world_size == 1:
+                torch.set_num_threads(recorded.machine["threads"])  # the order of sums depends on it
+            replayer = _Replayer(cfg, isolated, mesh, checkpoint, stack, scores=None if reward == "stored" else reward)
+            return replayer.run(stored, recorded, steps, PHASES if phase == "all" else (phase,))
+
+
+def write(found: Replay, file: Path) -> None:
+    write_atomically(file, json.dumps(found.as_json(), indent=2, allow_nan=False) + "\n")
+
+
+def _plan(stored: StoredRun, first: int, step: int) -> str:
+    seconds = sum(value for number, value in stored.run.series("timers/train_time") if first < number <= step)
+    begin = f"the checkpoint of step {first}" if first else "the initial model, as there is no checkpoint before it"
+    updates = f"{step - first} update" + "s" * (step - first > 1)
+    return f"Step {step} of {stored.path}: {updates} from {begin}; the run took {seconds:.0f} s for these"
+
+
+def _isolated(cfg: TrainConfig, scratch: str) -> TrainConfig:
+    """Return the settings for ranks that all train and generate, and that write into `scratch` alone."""
+    cfg = cfg.model_copy(deep=True)
+    if cfg.placement == "disaggregated":
+        cfg.trainer.devices, cfg.trainer.num_nodes = cfg.training_ranks, 1
+        cfg.placement, cfg.generators, cfg.rollout_order, cfg.max_staleness = "colocated", "joined", "prompts", 0
+    cfg.generation = "native"
+    cfg.exp_manager.explicit_log_dir, cfg.exp_manager.record = scratch, "full"
+    cfg.trainer.profile.steps = []
+    return cfg
+
+
+class _Replayer:
+    """A trainer that stands after the checkpoint's step; all ranks call it alike, and the first one compares."""
+
+    def __init__(
+        self,
+        asked: TrainConfig,
+        cfg: TrainConfig,
+        mesh: Mesh,
+        checkpoint: Checkpoint | None,
+        stack: contextlib.ExitStack,
+        *,
+        scores: str | None,
+    ):
+        self._asked, self._cfg, self._mesh = asked, cfg, mesh
+        self._tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
+        datasets = build_datasets(cfg, self._tokenizer, splits=["train"])
+        self._data = datasets.train
+        self._start = 0
+        if checkpoint is not None:
+            state = checkpoint.trainer_state
+            self._start = state["step"]
+            # No prompt is drawn. What was changed since is told by name; the trainer would refuse it as a whole.
+            data = {**build_sampler(cfg, self._data).state_dict(), "fingerprint": self._data.fingerprint}
+            checkpoint = replace(checkpoint, trainer_state={**state, "data": data})
+        self._rescorer = stack.enter_context(contextlib.closing(Rescorer(asked, mesh))) if scores else None
+        monitor = SilentMonitor(cfg.exp_manager.explicit_log_dir, 1)
+        self._trainer = build_trainer(cfg, mesh, self._tokenizer, datasets, None, monitor, checkpoint)
+        stack.enter_context(contextlib.closing(self._trainer.model.generator))
+        # Log-probs of older weights are not the trainer's own.
+        self._trainer._rollouts = replace(self._trainer._rollouts, staleness=asked.staleness)
+        recorder = self._trainer.recorder
+        assert recorder is not None
+        self._recorder = recorder
+
+    def run(
+        self, stored: StoredRun, recorded: StepRecord, steps: dict[int, StoredStep], phases: Sequence[str]
+    ) -> Replay:
+        step, mesh, trainer = recorded.step, self._mesh, self._trainer
+        earlier = [self._again(stored, steps[number], number) for number in range(self._start + 1, step)]
+        now = [mesh.gather_on_main(RankState(mesh.rank, self._recorder.present(), {}, {}, ""))]
+        again = replace(
+            self._recorder.record_of(step, {}, trainer.train_dataloader.state_dict()),
+            settings={one.key: one.value for one in set_keys(self._asked.model_dump(), TrainConfig)},
+            scorer=None if self._rescorer is None else self._rescorer.identity,
+        )
+        same_layout = recorded.layout == again.layout
+        bounds = EQUAL_BITS
+        if not same_layout or recorded.machine != again.machine or mesh.device.type != "cpu":
+            bounds = BF16 if self._cfg.trainer.precision == "bf16" else ROUNDING
+        batch, data = self._of_step(steps[step], step)
+        results: dict[str, PhaseResult] = {}
+        then = read_table(rollout_files(stored.path)[step])
+
+        def compare(name: str, batch: RolloutBatch, data: ReinforceBatch | None = None) -> None:
+            table = self._table(step, batch, data)
+            if table is not None:
+                results[name] = PhaseResult.of(name, sample_differences(then, table, COLUMNS[name], bounds))
+
+        if "generate" in phases:
+            why = self._keeps_from_generating(batch, step, same_layout)
+            if why:
+                results["generate"] = PhaseResult("generate", "not replayed", note=why)
+            else:
+                samples = self._cfg.trainer.reinforce.num_rollouts_per_prompt
+                compare("generate", trainer._rollouts.sample(self._prompts(batch), samples, step).batch)
+        if "score" in phases:
+            results["score"] = self._score(steps[step], then, bounds)
+        found = replace(batch, log_probs=None, init_log_probs=None)
+        if "logprobs" in phases:
+            found = trainer._rollouts._with_log_probs(found)
+        if "advantages" in phases:
+            compare("advantages", batch, data)
+        # Those of the update's pass were recorded where no other pass was needed.
+        of_update = found.log_probs is None or found.log_probs is found.generator_log_probs
+        if "update" in phases or ("logprobs" in phases and of_update):
+            self._update(data)
+            self._recorder.finish()
+            found = replace(found, log_probs=trainer._log_probs) if of_update else found
+        if "logprobs" in phases:
+            compare("logprobs", found)
+        if not mesh.is_main:
+            return Replay(stored.run.name, step, self._start, [], [], bounds)
+        before = [self._compare_prompts(stored, steps), *[one for one in earlier if one.differences][:1]]
+        before.append(self._compare_weights(stored, recorded, now[0], bounds))
+        if "update" in phases:
+            made = read_record(self._cfg.exp_manager.explicit_log_dir, step)
+            results["update"] = _compare_update(recorded, made, bounds)
+        order = [results[name] for name in PHASES if name in results]
+        facts = fact_differences(recorded, again)
+        return Replay(stored.run.name, step, self._start, [*before, *order], facts, bounds)
+
+    def _again(self, stored: StoredRun, one: StoredStep, step: int) -> PhaseResult:
+        """Make the update of an earlier step again; compare its advantages."""
+        batch, data = self._of_step(one, step)
+        table = self._table(step, batch, data)
+        self._update(data)
+        found = []
+        if table is not None:
+            found = sample_differences(
+                read_table(rollout_files(stored.path)[step]), table, COLUMNS["advantages"], ROUNDING
+            )
+        return PhaseResult.of(f"advantages of step {step}", found)
+
+    def _of_step(self, stored: StoredStep, step: int) -> tuple[RolloutBatch, ReinforceBatch]:
+        """Return this rank's share of a step's rollouts, and what the loss takes of it."""
+        ids, mesh = list(dict.fromkeys(stored.batch.group_ids.tolist())), self._mesh
+        own = torch.tensor(shard(ids, mesh.dp_rank, mesh.dp_size), dtype=torch.long)
+        batch = stored.batch.select(torch.isin(stored.batch.group_ids, own).nonzero()[:, 0])
+        if self._cfg.trainer.reinforce.initial_policy_kl_penalty == 0:
+            batch = replace(batch, init_log_probs=None)
+        self._trainer.step = step - 1
+        return batch, self._trainer.generate_reinforce_data(batch)[0]
+
+    def _update(self, data: ReinforceBatch) -> None:
+        self._trainer.run_training(data)
+        self._trainer.step += 1
+
+    def _prompts(self, batch: RolloutBatch) -> list[Prompt]:
+        """Return the prompts of a batch as the data has them now."""
+        ids = dict.fromkeys(batch.group_ids.tolist())
+        return [replace(self._data[one % len(self._data)], id=one) for one in ids]
+
+    def _keeps_from_generating(self, batch: RolloutBatch, step: int, same_layout: bool) -> str:
+        versions = batch.weight_versions
+        mask, generation = batch.response_mask, self._asked.generation
+        old = versions is not None and bool((versions[:, : batch.width][mask] != step - 1).any())
+        if self._mesh.sum_over_dp(torch.tensor([int(old)])).item():
+            return "its tokens were drawn with weights of earlier steps; the recorded ones are fed in"
+        if generation != "native":
+            return f"generation={generation} is not started; the recorded tokens are fed in"
+        if not same_layout:
+            return "rounding of another layout may choose another token; the recorded ones are fed in"
+        return ""
+
+    def _score(self, stored: StoredStep, then: pa.Table, bounds: Bounds) -> PhaseResult:
+        if self._rescorer is None:
+            return PhaseResult("score", "not replayed", note="the recorded scores are taken (--reward stored)")
+        if not self._mesh.is_main:
+            return PhaseResult("score", "same")
+        table = samples_table(
+            Samples(sample_rows(stored.step, self._texts(stored), self._rescorer(stored), self._tokenizer))
+        )
+        return PhaseResult.of("score", sample_differences(then, table, COLUMNS["score"], bounds))
+
+    def _texts(self, stored: StoredStep) -> list[Prompt]:
+        return [Prompt(row.prompt_id, row.prompt, ()) for row in stored.rows]
+
+    def _table(self, step: int, batch: RolloutBatch, data: ReinforceBatch | None) -> pa.Table | None:
+        """Return the samples of all ranks as they are recorded; None on all ranks but the first."""
+        cfg, parts = self._cfg.trainer.reinforce, []
+        if self._mesh.is_block_leader:
+            rows = sample_rows(step, self._prompts(batch), batch, self._tokenizer, data)
+            advantages = data.advantages if data is not None and cfg.credit_assignment == "token" else None
+            tokens = token_columns(batch, kl_estimator=cfg.kl_estimator_used, advantages=advantages)
+            parts = self._mesh.gather_over_dp_on_first(Samples(rows, tokens))
+        return samples_table(join_samples(parts, self._tokenizer)) if self._mesh.is_main else None
+
+    def _compare_prompts(self, stored: StoredRun, steps: dict[int, StoredStep]) -> PhaseResult:
+        for step, one in steps.items():
+            then, now = read_table(rollout_files(stored.path)[step]), {p.id: p for p in self._prompts(one.batch)}
+            own = [now[number] for number in then["prompt_id"].to_pylist()]
+            columns = {"prompt_id": then["prompt_id"], "sample_id": then["sample_id"]}
+            columns |= {"prompt": [p.text for p in own], "prompt_tokens": [list(p.tokens) for p in own]}
+            columns |= {"record": [json.dumps(dict(p.metadata), ensure_ascii=False) for p in own]}
+            if found := sample_differences(then, pa.table(columns), COLUMNS["prompts"]):
+                return PhaseResult.of("prompts", found, f"in step {step}")
+        return PhaseResult.of("prompts", [])
+
+    def _compare_weights(
+        self, stored: StoredRun, recorded: StepRecord, now: list[RankState], bounds: Bounds
+    ) -> PhaseResult:
+        if bounds != EQUAL_BITS:
+            return PhaseResult("weights", "same", note="not compared: checksums are of equal bits")
+        scratch = self._cfg.exp_manager.explicit_log_dir
+        known = record_files(stored.path).keys() & record_files(scratch).keys()
+        sides = {step: (read_record(stored.path, step).ranks, read_record(scratch, step).ranks) for step in known}
+        sides[recorded.step] = recorded.ranks, now
+        for step in sorted(one for one in sides if one <= recorded.step):
+            if found := tensor_differences(*sides[step], "before"):
+                note = "as they were read" if step == self._start + 1 else f"since the update of step {step - 1}"
+                return PhaseResult.of("weights", found, note)
+        return PhaseResult.of("weights", [])
+
+
+def _compare_update(recorded: StepRecord, made: StepRecord, bounds: Bounds) -> PhaseResult:
+    found = update_differences(recorded, made, bounds)
+    if bounds != EQUAL_BITS:
+        return PhaseResult.of("update", found, "weights are not compared: checksums are of equal bits")
+    found += tensor_differences(recorded.ranks, made.ranks, "optimizer")
+    return PhaseResult.of("update", found + tensor_differences(recorded.ranks, made.ranks, "after"))

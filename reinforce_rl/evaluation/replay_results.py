@@ -1,0 +1,77 @@
+"""What a replay found, by phase: as a table, a sentence with the likely cause, and JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from pydantic_core import to_json
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from reinforce_rl.evaluation.differences import Bounds, Difference
+
+Verdict = Literal["same", "differs", "not replayed"]
+_UNKNOWN = "No difference of code, data, settings, reward source or machine was found"
+_CAUSES = {
+    "prompts": "the record was changed",
+    "weights": "the checkpoint or the initial model was changed, or an earlier step does not give the same twice",
+    "score": "the reward depends on time, chance or a service besides its inputs, or the record was changed",
+    "advantages": "the record was changed",
+}
+_OF_KERNELS = "the record was changed, or a kernel does not give the same twice"
+
+
+@dataclass(frozen=True)
+class PhaseResult:
+    name: str
+    verdict: Verdict
+    differences: list[Difference] = field(default_factory=list)
+    note: str = ""
+
+    @classmethod
+    def of(cls, name: str, differences: list[Difference], note: str = "") -> PhaseResult:
+        return cls(name, "differs" if differences else "same", differences, note)
+
+
+@dataclass(frozen=True)
+class Replay:
+    run: str
+    step: int
+    start: int  # step of the checkpoint that it began from; 0: the initial model
+    phases: list[PhaseResult]  # empty on all ranks but the first
+    facts: list[str]  # what else is not as it was recorded: code, machine, settings, data, reward source
+    bounds: Bounds
+
+    @property
+    def exit_code(self) -> int:
+        """0: nothing differs; 1: something does; 2: nothing does, but not every phase was replayed."""
+        verdicts = {one.verdict for one in self.phases}
+        return 1 if "differs" in verdicts else 2 if "not replayed" in verdicts else 0
+
+    @property
+    def sentence(self) -> str:
+        """Say what differs first, and the likely cause."""
+        skipped = ", ".join(one.name for one in self.phases if one.verdict == "not replayed")
+        phase = next((one for one in self.phases if one.differences), None)
+        if phase is None:
+            return "Nothing differs" + (f"; not replayed: {skipped}." if skipped else ".")
+        text = f"The first difference is in {phase.name}, recorded and now: {phase.differences[0]}"
+        if self.facts:
+            return "\n".join([text, "Not as it was recorded:", *(f"  {fact}" for fact in self.facts)])
+        return f"{text}\n{_UNKNOWN}: {_CAUSES.get(phase.name.split()[0], _OF_KERNELS)}."
+
+    def table(self) -> RenderableType:
+        table = Table("phase", "verdict", "", box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for one in self.phases:
+            table.add_row(one.name, one.verdict, Text("\n".join([*map(str, one.differences), one.note]).strip()))
+        begin = f"the checkpoint of step {self.start}" if self.start else "the initial model"
+        head = f"Step {self.step} of {self.run}, from {begin}; compared {self.bounds}"
+        return Group(Text(head), "", table, "", Text(self.sentence))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all that was found; what is unknown is null."""
+        found = {"version": 1, **asdict(self), "sentence": self.sentence, "exit_code": self.exit_code}
+        return json.loads(to_json(found, inf_nan_mode="null"))

@@ -1,0 +1,92 @@
+"""What a training step took and gave besides its samples: `record/step_00012.json`; docs/records.md has the fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reinforce_rl.errors import DataError
+from reinforce_rl.utils.files import plain_number, write_atomically
+
+FOLDER, VERSION = "record", 1
+_FILE = re.compile(r"step_(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Checksums of what one rank holds, hexadecimal, by name; of ranks that hold copies, one sum over all."""
+
+    rank: int
+    before: dict[str, str]  # of the trained weights, before the step's first update
+    after: dict[str, str]
+    optimizer: dict[str, str]  # Adam's moments and fp32 main weights after the step, by the weight's name
+    random: str  # of the random state after the step
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    step: int
+    software: dict[str, str]  # versions by package
+    machine: dict[str, Any]  # device and threads of the first rank
+    layout: dict[str, int]
+    settings: dict[str, Any]  # that differ from the schema's defaults
+    files: dict[str, str | None]  # SHA-256 of the file of each reward function
+    data: dict[str, Any]  # fingerprint of the prompts, and the position after this step
+    scorer: Any  # what the reward source says of itself; None if unknown
+    reference: str | None  # checksum over the reference's weights; None without one
+    past: dict[str, Any]  # beta and statistics of earlier rewards that this step's advantages took
+    updates: list[dict[str, float]]  # of each optimizer step: loss, gradient norm, learning rate, sums of the loss
+    ranks: list[RankState] = field(default_factory=list)
+
+    def write(self, run: str | Path) -> None:
+        values = dataclasses.asdict(self)
+        values["updates"] = [{name: plain_number(value) for name, value in one.items()} for one in self.updates]
+        text = json.dumps({"version": VERSION, **values}, ensure_ascii=False)
+        write_atomically(Path(run) / FOLDER / f"step_{self.step:05d}.json", text + "\n")
+
+
+def record_files(run: str | Path) -> dict[int, Path]:
+    """Return the files of recorded steps, in ascending order."""
+    found = ((_FILE.fullmatch(path.name), path) for path in (Path(run) / FOLDER).glob("step_*.json"))
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def drop_records(run: str | Path, *, after: int | None = None, up_to: int = 0) -> None:
+    """Remove the records of steps later than `after`, and of those up to `up_to`."""
+    for step, path in record_files(run).items():
+        if step <= up_to or (after is not None and step > after):
+            path.unlink(missing_ok=True)
+
+
+def read_record(run: str | Path, step: int) -> StepRecord:
+    """Raises DataError: no such step was recorded, or the file is damaged or of another version."""
+    files = record_files(run)
+    if step not in files:
+        known = f"the recorded steps are {min(files)} to {max(files)}" if files else "there are none"
+        raise DataError(
+            f"{Path(run) / FOLDER}: no record of step {step}; {known}. A run with exp_manager.record=full keeps those "
+            "of its last exp_manager.record_keep steps"
+        )
+    path = files[step]
+    try:
+        values: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        version = values.pop("version", None)
+        if version != VERSION:
+            raise DataError(
+                f"{path}: version {version}; this reinforce_rl reads version {VERSION}. Take the reinforce_rl that "
+                "wrote it"
+            )
+        values["updates"] = [_as_floats(one) for one in values["updates"]]
+        values["ranks"] = [RankState(**one) for one in values["ranks"]]
+        return StepRecord(**values)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: not a readable record ({error}); restore it or take it away") from error
+
+
+def _as_floats(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: float("nan") if value is None else value for name, value in values.items()}

@@ -1,0 +1,194 @@
+"""Records what each training step took and gave, off the critical path: checksums while the next rollouts are made."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.megatron.checkpointer import random_state
+from reinforce_rl.megatron.optimizer import states_by_weight
+from reinforce_rl.monitoring.step_record import RankState, StepRecord, drop_records
+from reinforce_rl.rewards.base import RewardSource
+from reinforce_rl.runtime.settings import files_of_functions, set_keys
+
+if TYPE_CHECKING:
+    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+
+_WIDTH = 4096
+_MIX = 0x1E3779B97F4A7C15
+_PACKAGES = ("reinforce_rl", "torch", "megatron-core", "transformers", "numpy")
+
+Sums = dict[str, Tensor]
+Numbers = Mapping[str, float]
+SUM = "sum_"  # prefix of numbers that are added over ranks
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a sum over the bits of 2- or 4-byte elements, int64 [] modulo 2^64, in one pass and without a host sync.
+
+    It tells weights apart that differ anywhere, but not all rows of a matrix that changed places.
+    """
+    words = tensor.detach().contiguous().view(-1).view(torch.int16)
+    if words.data_ptr() % 8:
+        words = words.clone()
+    rows = words.numel() // (4 * _WIDTH)
+    block = words[: rows * 4 * _WIDTH].view(torch.int64).view(rows, _WIDTH).sum(0)
+    rest = words[rows * 4 * _WIDTH :].long()
+    places = torch.arange(1, 4 * _WIDTH + 1, device=tensor.device)
+    return (block * places[:_WIDTH]).sum() * _MIX + (rest * places[: len(rest)]).sum()
+
+
+class StepRecorder:
+    """Writes a `StepRecord` of each step; `seconds` of the last one were spent on the critical path.
+
+    Args:
+        folder: the run's.
+        rm: whose identity is recorded, if it has one.
+        keep: newest steps whose record is kept.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        cfg: TrainConfig,
+        model: MegatronGPTReinforceActorModel,
+        optimizer: MegatronOptimizer,
+        rm: RewardSource | None,
+        keep: int,
+    ):
+        self._folder, self._keep, self._mesh, self._model = Path(folder), keep, model.mesh, model
+        self._weights = {name: p for name, p in model.lm.named_parameters() if p.requires_grad}
+        self._optimizer = optimizer
+        self._thread = ThreadPoolExecutor(1, "step record") if model.mesh.device.type == "cpu" else None
+        self._pending: tuple[StepRecord, Future[RankState] | Callable[[], RankState], list[Numbers]] | None = None
+        self._known: dict[str, str] = {}  # checksums of the present weights
+        self.seconds = 0.0
+        self._facts: dict[str, Any] = {
+            "software": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+            "machine": {"device": _device(model.mesh.device), "threads": torch.get_num_threads()},
+            "layout": {**vars(model.mesh.layout), "world_size": model.mesh.world_size},
+            "settings": {one.key: one.value for one in set_keys(cfg.model_dump(), TrainConfig)},
+            "files": files_of_functions(cfg),
+            "scorer": getattr(rm, "identity", None),
+            "reference": None,
+        }
+
+    def before_update(self) -> None:
+        """Finish the record of the step before; the weights may change from here on."""
+        began = time.perf_counter()
+        self.present()
+        self.seconds = time.perf_counter() - began
+
+    def present(self) -> dict[str, str]:
+        """Return the checksums of this rank's weights, as in `RankState`, after `finish`."""
+        self.finish()
+        if not self._known:  # the first step of this process
+            self._facts["reference"] = self._reference()
+            self._known = _as_hex({name: checksum(one) for name, one in self._weights.items()})
+        return self._of_copy(self._known)
+
+    def record_of(self, step: int, past: Mapping[str, Any], data: Mapping[str, Any]) -> StepRecord:
+        """Return the record of a step without what the step gives."""
+        return StepRecord(step=step, past=dict(past), updates=[], data=dict(data), **self._facts)
+
+    def after_update(
+        self, step: int, updates: Sequence[Numbers], past: Mapping[str, Any], data: Mapping[str, Any]
+    ) -> None:
+        """Begin the record of a step.
+
+        `updates` are this rank's numbers of each optimizer step; those that begin with `SUM` are added over all ranks.
+        `past` is `PastSteps.state_dict` from before the step, `data` the loader's position after it.
+        """
+        began = time.perf_counter()
+        record = self.record_of(step, past, data)
+        taken = self._thread.submit(self._look) if self._thread is not None else self._launch()
+        self._pending = record, taken, list(updates)
+        self.seconds += time.perf_counter() - began
+
+    def finish(self) -> None:
+        """Write the record that was begun; a collective call."""
+        if self._pending is None:
+            return
+        (record, taken, updates), self._pending = self._pending, None
+        own = taken.result() if isinstance(taken, Future) else taken()
+        self._known = own.after
+        own = replace(own, **{name: self._of_copy(getattr(own, name)) for name in ("before", "after", "optimizer")})
+        parts = self._mesh.gather_on_main((own, updates if self._mesh.is_block_leader else None))
+        if parts:
+            of_leaders = [found for _, found in parts if found is not None]
+            replace(record, updates=_added(of_leaders), ranks=[state for state, _ in parts]).write(self._folder)
+            drop_records(self._folder, up_to=record.step - self._keep)
+
+    def _of_copy(self, sums: dict[str, str]) -> dict[str, str]:
+        # Copies of the first data-parallel rank's, but for a distributed optimizer.
+        return _total(sums) if self._mesh.dp_rank else sums
+
+    def _look(self) -> RankState:
+        return self._launch()()
+
+    def _launch(self) -> Callable[[], RankState]:
+        """Start the sums, and return what waits for them."""
+        weights = {name: checksum(one) for name, one in self._weights.items()}
+        names, states = {id(one): name for name, one in self._weights.items()}, Sums()
+        for weight, tensors in states_by_weight(self._optimizer):
+            states |= {f"{names[id(weight)]}.{kind}": checksum(one) for kind, one in tensors.items()}
+        before, random = self._known, _random_digest(self._mesh)
+        return lambda: RankState(self._mesh.rank, before, _as_hex(weights), _as_hex(states), random)
+
+    def _reference(self) -> str | None:
+        sums = {str(i): checksum(one).cpu() for i, one in enumerate(self._model.reference_weights())}
+        return _total(_as_hex(sums)).get("all")
+
+
+def _as_hex(sums: Sums) -> dict[str, str]:
+    values = torch.stack(list(sums.values())).tolist() if sums else []
+    return {name: f"{value % 2**64:016x}" for name, value in zip(sums, values, strict=True)}
+
+
+def _total(sums: Mapping[str, str]) -> dict[str, str]:
+    return {"all": hashlib.sha256("".join(sums.values()).encode()).hexdigest()[:16]} if sums else {}
+
+
+def _added(of_ranks: Sequence[Sequence[Numbers]]) -> list[dict[str, float]]:
+    """Add up the sums of all ranks; the other numbers are the same on each."""
+    found = []
+    for updates in zip(*of_ranks, strict=True):
+        names = dict.fromkeys(name for one in updates for name in one)
+        found.append(
+            {
+                name: sum(one.get(name, 0.0) for one in updates) if name.startswith(SUM) else updates[0][name]
+                for name in names
+            }
+        )
+    return found
+
+
+def _random_digest(mesh: Any) -> str:
+    content = io.BytesIO()
+    torch.save(random_state(mesh), content)
+    return hashlib.sha256(content.getvalue()).hexdigest()[:16]
+
+
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {os.cpu_count()} cores"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,233 @@
+"""A recorded run replayed bit for bit, and planted faults that are named by phase and place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from helpers.tiny_run import tiny_config
+from safetensors.torch import load_file, save_file
+
+from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.evaluation import replay as module
+from reinforce_rl.evaluation.replay import replay
+from reinforce_rl.evaluation.replay_results import PhaseResult, Replay
+from reinforce_rl.monitoring.step_record import read_record, record_files
+from reinforce_rl.run import train
+
+RL = "trainer.reinforce"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "replay.py"
+ALL = ["prompts", "weights", "generate", "score", "logprobs", "advantages", "update"]
+REWARD = """
+def length_or_letters(prompt, response, record):
+    return float(len(response)) + 0.1 * sum(letter in prompt for letter in response)
+"""
+FUNCTION = ["reward=function", "reward_function.name=planted_reward.length_or_letters"]
+SETTINGS = [f"{RL}.max_epochs=3", f"{RL}.save_interval=3", "model.optim.lr=0.01", *FUNCTION]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps of two prompts each, with checkpoints after steps 3 and 6."""
+    folder = tmp_path_factory.mktemp("replay")
+    (folder / "planted_reward.py").write_text(REWARD)
+    sys.path.insert(0, str(folder))
+    try:
+        train(tiny_config(folder, *SETTINGS))
+    finally:
+        sys.path.remove(str(folder))
+        sys.modules.pop("planted_reward", None)
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy that a test may spoil. Its settings name the files of the copy."""
+    copy = tmp_path / "copy"
+    shutil.copytree(original, copy)
+    run = copy / "run"
+    for path in (run / "config.yaml", run / "config_history.jsonl", *(run / "record").iterdir()):
+        path.write_text(path.read_text().replace(str(original), str(copy)))
+    monkeypatch.syspath_prepend(str(copy))
+    return copy
+
+
+def first(found: Replay) -> PhaseResult:
+    return next(one for one in found.phases if one.differences)
+
+
+def verdicts(found: Replay) -> dict[str, str]:
+    return {one.name: one.verdict for one in found.phases}
+
+
+def test_nothing_differs(folder: Path) -> None:
+    said: list[str] = []
+    for step, start, updates in ((2, 0, "2 updates from the initial model"), (5, 3, "2 updates from the checkpoint")):
+        found = replay(folder / "run", step, say=said.append)
+        assert verdicts(found) == dict.fromkeys(ALL, "same"), found.sentence
+        assert (found.exit_code, found.start, str(found.bounds)) == (0, start, "bit for bit")
+        assert found.sentence == "Nothing differs." and found.facts == []
+        assert updates in said[-1] and "the run took" in said[-1]
+    assert not any("replay" in path.name for path in (folder / "run").iterdir()), "nothing is left in the run's folder"
+
+
+def test_a_phase_alone_and_stored_scores(folder: Path) -> None:
+    found = replay(folder / "run", 4, phase="logprobs")
+    assert verdicts(found) == dict.fromkeys(["prompts", "weights", "logprobs"], "same") and found.exit_code == 0
+    found = replay(folder / "run", reward="stored")
+    assert found.step == 6 and found.exit_code == 2
+    assert verdicts(found) == {**dict.fromkeys(ALL, "same"), "score": "not replayed"}
+    assert found.sentence == "Nothing differs; not replayed: score."
+
+
+def change_reward(folder: Path) -> None:
+    (folder / "planted_reward.py").write_text(REWARD.replace("0.1", "0.2"))
+
+
+def change_prompt(folder: Path) -> None:
+    path = folder / "train.jsonl"
+    lines = path.read_text().splitlines()
+    number = read_samples(folder, 5)["prompt_id"][0].as_py()
+    text = json.loads(lines[number])["prompt"]
+    lines[number] = json.dumps({"prompt": text[:-1] + ("s" if text[-1] != "s" else "h")})
+    path.write_text("\n".join(lines) + "\n")
+
+
+def read_samples(folder: Path, step: int) -> pa.Table:
+    return pq.read_table(folder / "run" / "rollouts" / f"step_{step:05d}.parquet")
+
+
+def change_token(folder: Path) -> None:
+    path, table = folder / "run" / "rollouts" / "step_00005.parquet", read_samples(folder, 5)
+    rows = table["response_tokens"].to_pylist()
+    rows[3][1] = (rows[3][1] + 1) % 30
+    place = table.column_names.index("response_tokens")
+    pq.write_table(table.set_column(place, "response_tokens", pa.array(rows, pa.list_(pa.int32()))), path)
+
+
+def swap_reference(folder: Path) -> list[str]:
+    other = folder / "other"
+    shutil.copytree(folder / "model", other)
+    weights = load_file(other / "model.safetensors")
+    name = next(name for name in weights if "gate_proj" in name)
+    weights[name][0] += 0.5
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    return [f"pretrained_checkpoint.restore_from_path={other}"]
+
+
+PLANTED: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
+    "reward function": (change_reward, "score", "reward", "planted_reward.length_or_letters is another one"),
+    "prompt": (change_prompt, "prompts", "prompt", "the prompts of the training data are others"),
+    "token": (change_token, "generate", "response_tokens", ""),
+    "seed": (lambda _: ["model.seed=77"], "generate", "response_tokens", "setting model.seed: 1234 -> 77"),
+    "reference": (swap_reference, "logprobs", "reference_log_probs", "the reference policy's weights are others"),
+    "beta": (
+        lambda _: [f"{RL}.initial_policy_kl_penalty=0.05"],
+        "advantages of step 4",
+        "reward_with_kl",
+        f"setting {RL}.initial_policy_kl_penalty: 0.1 -> 0.05",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_named(name: str, folder: Path) -> None:
+    plant, phase, column, fact = PLANTED[name]
+    found = replay(folder / "run", 5, overrides=plant(folder) or ())
+    assert (found.exit_code, first(found).name) == (1, phase), found.sentence
+    difference = first(found).differences[0]
+    assert difference.what == column and difference.prompt_id is not None
+    assert phase in found.sentence and difference.place in found.sentence
+    if name == "token":
+        ids = read_samples(folder, 5).select(["prompt_id", "sample_id"]).slice(3, 1).to_pylist()[0]
+        assert (difference.prompt_id, difference.sample_id, difference.token) == (*ids.values(), 1)
+        assert difference.count == 1 and "the record was changed" in found.sentence
+    else:
+        assert any(fact in one for one in found.facts), found.facts
+
+
+def test_one_weight_changed_by_a_millionth(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a checkpoint, and in the initial model."""
+    restore = module.build_trainer
+
+    def restore_and_change(*args: Any) -> Any:
+        trainer = restore(*args)
+        with torch.no_grad():
+            dict(trainer.model.lm.named_parameters())["decoder.layers.0.mlp.linear_fc2.weight"][3, 4] += 1e-6
+        return trainer
+
+    monkeypatch.setattr(module, "build_trainer", restore_and_change)
+    for step in (4, 5, 2):
+        found = replay(folder / "run", step)
+        one = first(found)
+        assert (one.name, one.note, one.differences[0].count) == ("weights", "as they were read", 1)
+        assert one.differences[0].what == "tensor decoder.layers.0.mlp.linear_fc2.weight"
+        assert "the checkpoint or the initial model was changed" in found.sentence
+
+
+def test_what_is_missing_is_told(folder: Path) -> None:
+    run = folder / "run"
+    assert list(record_files(run)) == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(DataError, match="no record of step 9; the recorded steps are 1 to 6"):
+        replay(run, 9)
+    with pytest.raises(ConfigError, match="--phase is 'train'"):
+        replay(run, 4, phase="train")
+    with pytest.raises(ConfigError, match=r"model\.sed"):
+        replay(run, 4, overrides=["model.sed=1"])
+    record = run / "record" / "step_00004.json"
+    values = json.loads(record.read_text())
+    record.write_text(json.dumps({**values, "version": 99}))
+    with pytest.raises(DataError, match="version 99; this reinforce_rl reads version 1"):
+        replay(run, 4)
+    record.write_text("{")
+    with pytest.raises(DataError, match="not a readable record"):
+        replay(run, 4)
+    (run / "rollouts" / "step_00004.parquet").unlink()
+    with pytest.raises(DataError, match="no samples of step 4"):
+        replay(run, 5)
+
+
+def test_another_machine_is_compared_within_rounding(folder: Path) -> None:
+    path = folder / "run" / "record" / "step_00004.json"
+    values = json.loads(path.read_text())
+    values["machine"]["device"] = "CPU, 128 cores"
+    path.write_text(json.dumps(values))
+    found = replay(folder / "run", 4)
+    assert found.exit_code == 0 and "rounding" in str(found.bounds) and len(found.facts) == 1
+
+
+@pytest.mark.slow
+def test_on_two_ranks(folder: Path) -> None:
+    """Recorded on one rank: tokens are fed in. A fault that is larger than rounding is seen there, too."""
+
+    def on_two(*overrides: str) -> dict[str, Any]:
+        printed = run_ranks(SCRIPT, 2, "stored", folder, "trainer.devices=2", *overrides)
+        return json.loads(next(line for line in printed.splitlines() if line.startswith("FOUND"))[6:])
+
+    found = on_two()
+    skipped = [one["name"] for one in found["phases"] if one["verdict"] == "not replayed"]
+    assert skipped == ["generate", "score"] and [one["name"] for one in found["phases"]] == ALL
+    assert found["exit_code"] == 2, found["phases"]
+    assert found["bounds"]["absolute"] > 0
+    assert on_two("model.tensor_model_parallel_size=2")["exit_code"] == 2
+    wrong = on_two(*swap_reference(folder))
+    assert wrong["exit_code"] == 1 and wrong["sentence"].startswith("The first difference is in logprobs")
+
+
+def test_recorded_on_two_ranks(tmp_path: Path) -> None:
+    reward = "reward_function.name=helpers.reward_functions.counted"
+    run_ranks(SCRIPT, 2, "train", tmp_path, *SETTINGS, reward, "trainer.devices=2")
+    record = read_record(tmp_path / "run", 4)
+    assert [len(one.after) > 1 for one in record.ranks] == [True, False]
+    printed = run_ranks(SCRIPT, 2, "restart", tmp_path)
+    found = json.loads(next(line for line in printed.splitlines() if line.startswith("FOUND"))[6:])
+    assert {one["name"]: one["verdict"] for one in found["phases"]} == dict.fromkeys(ALL, "same"), found
