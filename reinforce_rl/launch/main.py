@@ -380,6 +380,27 @@ def replay(
     raise typer.Exit(found.exit_code)
 
 
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="a run's folder")],
+    second: Annotated[Path, typer.Argument(help="another run's")],
+    json: Annotated[Path | None, typer.Option(help="file for all that was found")] = None,
+    html: Annotated[Path | None, typer.Option(help="file for a page that overlays the curves")] = None,
+) -> None:
+    """Find where two runs part: the first setting, step, phase, prompt and token that differ.
+
+    Exit code 0 where all recorded steps are the same bit for bit, else 1.
+    """
+    from rich.console import Console
+
+    from reinforce_rl.evaluation.diff import diff, write
+
+    found = diff(first, second)
+    write(found, first, second, json, html)
+    Console().print(found.table())
+    raise typer.Exit(int(found.parts))
+
+
 app.command("check-generation")(check_generation)
 app.add_typer(convert, name="convert")
 app.command()(demo)

@@ -104,7 +104,7 @@ def test_the_uninterrupted_run_learns_and_takes_every_prompt_once_an_epoch(unint
         "rollouts/step_00005",  # within a step after the first checkpoint
         pytest.param("validation/step_00005", marks=SLOW),  # the step is done, its metrics are not written
         pytest.param("checkpoints/step_00000003", marks=SLOW),  # the first checkpoint is whole, but has no name yet
-        pytest.param("checkpoints/latest", marks=SLOW),  # the first checkpoint has its name, and `latest` does not say so
+        pytest.param("checkpoints/latest", marks=SLOW),  # it has its name, and `latest` does not say so
         "run/hf",  # the last checkpoint is there, the export is not
     ],
 )

@@ -1,0 +1,126 @@
+"""Where two runs part: the first setting, step, phase, prompt and token."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from helpers.tiny_run import tiny_config
+from rich.console import Console
+
+from reinforce_rl.errors import DataError
+from reinforce_rl.evaluation.diff import diff, write
+from reinforce_rl.evaluation.differences import EQUAL_BITS, ROUNDING, Bounds, missing_samples, sample_differences
+from reinforce_rl.run import train
+
+RL = "trainer.reinforce"
+SETTINGS = [
+    f"{RL}.max_epochs=2",
+    f"{RL}.val_check_interval=2",
+    "reward=function",
+    "reward_function.name=helpers.reward_functions.counted",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of four steps: `base`, one that is the same, and some with one setting changed."""
+    folder = tmp_path_factory.mktemp("diff")
+    for name, more in {
+        "base": [],
+        "same": [],
+        "beta": [f"{RL}.initial_policy_kl_penalty=0.05"],
+        "lr": ["model.optim.lr=0.011"],
+        "cut": ["model.micro_batch_size=2"],
+        "seed": ["model.seed=77"],
+        "data": ["model.data.shuffle=false"],
+    }.items():
+        train(tiny_config(folder, f"exp_manager.explicit_log_dir={folder / name}", *SETTINGS, *more))
+    return folder
+
+
+def test_the_same_run_twice(folder: Path) -> None:
+    found = diff(folder / "base", folder / "same")
+    assert not found.parts and found.settings == {} and found.facts == []
+    assert found.sentence == "The two runs are the same bit for bit in all 4 steps that both have."
+
+
+@pytest.mark.parametrize(
+    ("other", "step", "phase", "what", "setting"),
+    [
+        ("beta", 2, "advantages", "reward_with_kl", f"{RL}.initial_policy_kl_penalty"),
+        ("lr", 1, "update", "lr", "model.optim.lr"),
+        ("cut", 1, "update", "", "model.micro_batch_size"),
+        ("seed", 1, "generate", "response_tokens", "model.seed"),
+        ("data", 1, "prompts", " of the step", "model.data.shuffle"),
+    ],
+)
+def test_the_first_place_is_named(
+    other: str, step: int, phase: str, what: str, setting: str, folder: Path, tmp_path: Path
+) -> None:
+    found = diff(folder / "base", folder / other)
+    first = min(found.exact.values(), key=lambda one: one.step)
+    assert setting in found.settings
+    assert (first.step, first.phase) == (step, phase) and first.difference.what.endswith(what)
+    assert f"They part at step {step}, in {phase}: " in found.sentence
+    if other == "cut":
+        assert found.beyond_rounding == {} and "within rounding" in found.sentence
+    elif other == "lr":
+        assert found.exact["weights"].step == found.exact["generate"].step == 2
+        assert found.exact["generate"].difference.what in ("generator_log_probs", "response_tokens")
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(found.table())
+    assert found.sentence in capture.get().replace("\n", " ").replace("  ", " ") or len(found.sentence) > 190
+    write(found, folder / "base", folder / other, tmp_path / "diff.json", tmp_path / "diff.html")
+    values = json.loads((tmp_path / "diff.json").read_text())
+    assert values["sentence"] == found.sentence and values["exact"][phase]["step"] == step
+    assert "Where they part" in (tmp_path / "diff.html").read_text()
+    titles = [one["title"] for one in found.tables]
+    assert "Paired difference" in titles
+
+
+def test_runs_without_a_common_step(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metrics.jsonl").write_text('{"step": 1, "time": 0}\n')
+    with pytest.raises(DataError, match=r"no recorded step in common: .*steps 1 to 4; .*rollouts has none"):
+        diff(folder / "base", tmp_path / "empty")
+
+
+def table(**columns: list) -> pa.Table:
+    count = len(next(iter(columns.values())))
+    return pa.table({"prompt_id": list(range(count)), "sample_id": [0] * count, **columns})
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "bounds", "expected"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], EQUAL_BITS, None),
+        ([1.0, 2.0], [1.0, math.nextafter(2.0, 3.0)], EQUAL_BITS, (1, None)),
+        ([1.0, 2.0], [1.0, 2.0001], ROUNDING, None),
+        ([1.0, 2.0], [1.0, 2.1], ROUNDING, (1, None)),
+        ([1.0, None], [1.0, 2.0], ROUNDING, (1, None)),
+        ([math.nan], [math.nan], ROUNDING, None),
+        ([[1, 2, 3]], [[1, 5, 3]], ROUNDING, (0, 1)),
+        ([[1, 2, 3]], [[1, 2]], ROUNDING, (0, 2)),
+        ([[0.5, 0.25]], [[0.5, 0.75]], ROUNDING, (0, 1)),
+        ([[0.5, 0.25]], [None], ROUNDING, (0, None)),
+        (["a", "b"], ["a", "c"], ROUNDING, (1, None)),
+    ],
+)
+def test_columns(one: list, other: list, bounds: Bounds, expected: tuple | None) -> None:
+    found = sample_differences(table(x=one), table(x=other), ["x", "absent"], bounds)
+    places = [(each.prompt_id, each.token) for each in found]
+    assert places == ([] if expected is None else [expected])
+
+
+def test_samples_that_one_lacks() -> None:
+    first, second = table(x=[1, 2, 3]), table(x=[1, 2])
+    assert missing_samples(first, first) is None
+    found = missing_samples(first, second)
+    assert found is not None and (found.what, found.first, found.second, found.count) == (
+        *("sample 2 of the step", "prompt 2, sample 0", "none", 1),
+    )
