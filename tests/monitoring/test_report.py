@@ -21,7 +21,7 @@ from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import RolloutRow
-from reinforce_rl.monitoring.report import compare_validation, overview, run_summary, write_report
+from reinforce_rl.monitoring.report import overview, run_summary, write_report
 from reinforce_rl.monitoring.run import RunMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.view import MAX_POINTS
@@ -120,8 +120,9 @@ def test_a_whole_run(tmp_path, steps):
     path = write_report(make_run(tmp_path / "seed-1", steps))
     assert path == tmp_path / "seed-1" / "report.html"
     page = read(path)
-    assert page["name"] == "seed-1" and page["verdict"].startswith("The mean validation reward rose by 1.0")
-    assert "on 15 prompts" in page["verdict"]
+    assert page["name"] == "seed-1" and page["verdict"].startswith("Validation reward, first and last: -1.0")
+    assert "on the same 15 prompts (p < 0.001): a real gain at the 5 % level; this many prompts" in page["verdict"]
+    assert page["verdict"].endswith("on; 1 left out, not scored on both sides.")
     titles = {chart["title"]: [name for name, _ in chart["lines"]] for chart in page["charts"]}
     assert titles["Reward"] == ["training", "validation"] and titles["Step time by phase"] == [
         "generation",
@@ -191,9 +192,9 @@ def test_errors_of_the_mean_reward(tmp_path):
 
 def test_the_verdict_of_a_loss_and_of_noise(tmp_path):
     fell = read(write_report(make_run(tmp_path / "fell", 4, gain=-1.0)))
-    assert fell["verdict"].startswith("The mean validation reward fell by") and fell["tone"] == "bad"
+    assert "(p < 0.001): a real loss at the 5 % level" in fell["verdict"] and fell["tone"] == "bad"
     still = read(write_report(make_run(tmp_path / "still", 4, gain=0.0)))
-    assert "within noise" in still["verdict"] and still["tone"] == ""
+    assert "not to be told from noise" in still["verdict"] and still["tone"] == ""
 
 
 def test_a_run_that_has_just_begun(tmp_path):
@@ -237,16 +238,20 @@ def test_no_prompt_in_common(tmp_path):
     write_rows(tmp_path, 0, [sample(0, 0, 1.0)], "validation")
     write_rows(tmp_path, 5, [sample(5, 1, 1.0)], "validation")
     StatusFile(tmp_path, enabled=True).begin()
-    assert "cannot be compared" in read(write_report(tmp_path))["verdict"]
+    assert "no prompt was scored on both sides" in read(write_report(tmp_path))["verdict"]
 
 
 def test_the_printed_summary(tmp_path):
     lines = run_summary(make_run(tmp_path, 20), {"checkpoint": tmp_path / "last"}).splitlines()
     assert re.match(
-        r"The mean validation reward rose by 1\.0\d\d ± 0\.0\d\d on 15 prompts, \d+\.\d standard", lines[0]
+        r"Validation reward, first and last: -\d\.\d{3} -> \d\.\d{3}: \+1\.0\d\d ± 0\.0\d\d on the same 15 prompts",
+        lines[0],
     )
     kl = next(line for line in lines if "KL, nats" in line)
-    assert re.search(r"0\.550 +-> +1\.550 +\+1\.000 +\(training, first and last 10 steps\)", kl)
+    assert re.search(r"0\.550 +-> +1\.550 +\+1\.000 +\(training, first and last 10 steps, not paired\)", kl)
+    assert re.search(r"Reward +-.* \+1\.0\d\d ± 0\.0\d\d, p < 0\.001 +\(validation, the same 15 prompts\)", lines[1])
+    lengths = next(line for line in lines if "length, tokens" in line)
+    assert re.search(r"17\.5 -> +17\.5 +\+0\.0 ± 0\.0 +\(validation, the same 16 prompts\)", lengths)
     assert lines[-1].split() == ["checkpoint", str(tmp_path / "last")]
     assert lines[-2].split() == ["run", "folder", str(tmp_path)]
 
@@ -287,50 +292,3 @@ def test_the_page_of_a_reward_model(tmp_path):
 def test_the_package_imports_without_wandb():
     code = "import sys; sys.modules['wandb'] = None; import reinforce_rl.monitoring.run"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def row(prompt_id: int = 0, reward: float = 0.5, **changes) -> RolloutRow:
-    return sample(12, prompt_id, reward, **changes)
-
-
-def test_paired_comparison_by_hand():
-    before = [row(0, 0.0), row(1, 1.0), row(2, 2.0), row(3, 5.0)]
-    after = [row(3, 5.0), row(2, 4.0), row(1, 2.0), row(0, 1.0)]  # another order: pairs go by prompt
-    result = compare_validation(before, after)
-    assert (result.n, result.mean_before, result.mean_after, result.mean_difference) == (4, 2.0, 3.0, 1.0)
-    # differences 1, 1, 2, 0: variance 2 / 3, over 4 prompts
-    assert result.standard_error == pytest.approx(math.sqrt(2 / 3 / 4))
-    assert result.z == pytest.approx(1 / math.sqrt(2 / 3 / 4))
-
-
-def test_pairing_makes_the_error_smaller_than_the_spread_of_prompts():
-    before = [row(i, 10.0 * i) for i in range(50)]
-    after = [row(i, 10.0 * i + 1 + 0.1 * (-1) ** i) for i in range(50)]
-    assert compare_validation(before, after).z > 50
-
-
-def test_failed_and_unpaired_prompts_are_left_out():
-    before = [row(0, 0.0), row(1, math.nan), row(2, 1.0), row(8, 100.0)]
-    after = [row(0, 1.0), row(1, 50.0), row(2, math.nan), row(9, -100.0)]
-    result = compare_validation(before, after)
-    assert (result.n, result.mean_before, result.mean_after, result.mean_difference) == (1, 0.0, 1.0, 1.0)
-    assert math.isnan(result.standard_error) and math.isnan(result.z)
-
-
-def test_several_samples_of_a_prompt_count_once():
-    before = [row(0, 0.0), row(0, 2.0, sample_id=1), row(1, 0.0), row(1, math.nan, sample_id=1), row(2, 0.0)]
-    after = [row(0, 4.0), row(1, 0.0), row(2, 1.0)]
-    result = compare_validation(before, after)
-    assert (result.n, result.mean_difference) == (2, 2.0)
-
-
-@pytest.mark.parametrize(("gain", "z"), [(1.0, math.inf), (-1.0, -math.inf), (0.0, math.nan)])
-def test_equal_differences(gain, z):
-    result = compare_validation([row(0, 1.0), row(1, 2.0)], [row(0, 1.0 + gain), row(1, 2.0 + gain)])
-    assert result.standard_error == 0
-    assert result.z == z or (math.isnan(result.z) and math.isnan(z))
-
-
-def test_nothing_to_compare():
-    result = compare_validation([], [row()])
-    assert result.n == 0 and math.isnan(result.mean_difference)
