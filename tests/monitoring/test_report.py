@@ -20,7 +20,7 @@ from helpers.rows import write_rows
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
-from reinforce_rl.monitoring.records import RolloutRow
+from reinforce_rl.monitoring.records import RolloutRow, Samples
 from reinforce_rl.monitoring.report import overview, run_summary, write_report
 from reinforce_rl.monitoring.run import RunMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
@@ -217,6 +217,42 @@ def test_the_report_that_a_run_writes_last_says_that_it_is_finished(tmp_path):
     assert read(write_report(tmp_path))["state"]["state"] == "running"
     monitor = RunMonitor(tmp_path, Loggers(), TrainingProgress(1, enabled=False))
     assert read(monitor.report())["state"]["state"] == "finished"
+
+
+def test_a_run_says_after_each_validation_whether_its_reward_has_moved(tmp_path, capsys):
+    monitor = RunMonitor(tmp_path, Loggers(), TrainingProgress(4))
+    for step in (0, 2, 4):
+        rows = [sample(step, i, i + step * (0.5 + 0.1 * (i % 3))) for i in range(9)]
+        monitor.log_validation(step, {"rewards": 4.0 + step * 0.6}, Samples(rows))
+    first, *then = capsys.readouterr().out.splitlines()
+    assert first.startswith("validation after step 0:") and len(then) == 4
+    assert then[1].startswith(
+        "reward since the first validation: 4.000 -> 5.200: +1.200 ± 0.058 on the same 9 prompts ("
+    )
+    assert then[3].startswith(
+        "reward since the first validation: 4.000 -> 6.400: +2.400 ± 0.115 on the same 9 prompts ("
+    )
+
+
+def test_every_row_of_two_validations_is_tested(tmp_path):
+    for step in (0, 2):
+        rows = [
+            sample(step, i, 0.5, source_rewards={"tests": i / 4 * step}, response_length=10 + i * step)
+            for i in range(4)
+        ]
+        write_rows(tmp_path, step, rows, "validation")
+    write_json_lines(
+        tmp_path / "metrics.jsonl",
+        [{"step": step, "val/rewards_tests": 9, "val/response_lengths": 9.0} for step in (0, 2)],
+    )
+    (table, *_) = overview(RunFolder(tmp_path))["tables"]
+    basis = "validation, the same 4 prompts"
+    assert table["rows"] == [
+        ["Reward", "0.500", "0.500", "+0.000 ± 0.000", basis],
+        ["  tests", "0.000", "0.750", "+0.750 ± 0.323, p = 0.103", basis],
+        ["Response length, tokens", "10.0", "13.0", "+3.0 ± 1.3, p = 0.103", basis],
+        ["Ended by itself", "50.0%", "50.0%", "+0.0% ± 0.0%", basis],
+    ]
 
 
 def test_the_top_operations_of_a_profile(tmp_path):
