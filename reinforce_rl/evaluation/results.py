@@ -15,8 +15,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from reinforce_rl.evaluation.statistics import Estimate, WinRate, estimate, pass_at_k
+from reinforce_rl.monitoring.paired import Difference, by_prompt, paired
 from reinforce_rl.monitoring.records import RolloutRow
-from reinforce_rl.monitoring.report import compare_validation, rewards_by_prompt
 
 VERSION = 1  # of the JSON
 LENGTH, ENDED, KL = "length", "ended", "KL"
@@ -62,28 +62,27 @@ class Comparison:
     baseline: str
     by: str  # "reward", or "judge NAME"
     wins: WinRate
-    difference: float = math.nan  # of the mean rewards, paired by prompt
-    standard_error: float = math.nan
+    difference: Difference | None = None  # of the mean rewards, paired by prompt
     judgements: Mapping[int, float | str] = field(default_factory=dict)  # by prompt: 1, 0.5 or 0, or why there is none
 
     @classmethod
     def by_reward(
         cls, name: str, rows: Sequence[RolloutRow], baseline: str, first: Sequence[RolloutRow]
     ) -> Comparison:
-        paired, own, other = compare_validation(first, rows), rewards_by_prompt(rows), rewards_by_prompt(first)
-        shared = own.keys() & other.keys()
+        own, other = by_prompt(rows), by_prompt(first)
+        shared = [prompt for prompt in own if math.isfinite(own[prompt] - other.get(prompt, math.nan))]
         preferences = [0.5 + 0.5 * ((own[p] > other[p]) - (own[p] < other[p])) for p in shared]
-        failed = len({row.prompt_id for row in rows}) - len(shared)
-        wins = WinRate.of(preferences, failed)
-        return cls(name, baseline, "reward", wins, paired.mean_difference, paired.standard_error)
+        return cls(name, baseline, "reward", WinRate.of(preferences, len(own) - len(shared)), paired(other, own))
 
     def __str__(self) -> str:
         wins, (low, high) = self.wins, self.wins.interval
         text = f"{self.model} against {self.baseline}, by {self.by}: "
         if wins.count:
             text += f"wins {wins.rate:.1%} ({low:.1%} to {high:.1%}), {wins.wins}:{wins.losses} and {wins.ties} ties"
-        if math.isfinite(self.difference):
-            text += f"; reward {self.difference:+.3f} ± {self.standard_error:.3f}"
+        if self.difference is not None:
+            return f"{text}; reward {self.difference.sentence()}"
+        if wins.count:
+            text += ": not to be told from noise" if low <= 0.5 <= high else ": a real preference at the 5 % level"
         return text + (f"; {wins.failed} prompts without a result" if wins.failed else "")
 
 
@@ -95,7 +94,8 @@ class Results:
     def as_json(self) -> dict[str, Any]:
         """Return all numbers; what is unknown is null."""
         comparisons = [
-            {**asdict(one), "win_rate": one.wins.rate, "interval_95": one.wins.interval} for one in self.comparisons
+            {**asdict(one), "win_rate": one.wins.rate, "interval_95": one.wins.interval, **_tested(one.difference)}
+            for one in self.comparisons
         ]
         found = {"version": VERSION, "models": self.models, "comparisons": comparisons}
         return json.loads(to_json(found, inf_nan_mode="null"))
@@ -109,6 +109,14 @@ class Results:
             table.add_row(one.name, *(_shown(name, one.numbers.get(name)) for name in names))
         failed = [f"{one.name}: {n} not scored: {text}" for one in self.models for text, n in one.failures.items()]
         return Group(table, *map(Text, map(str, self.comparisons)), *(Text(line, style="yellow") for line in failed))
+
+
+def _tested(found: Difference | None) -> dict[str, Any]:
+    if found is None:
+        return {"difference": None, "standard_error": None}
+    tested = {name: getattr(found, name) for name in ("standard_error", "p", "smallest_gain")}
+    of_all = {"difference": found.mean_difference, "difference_interval_95": found.interval, "prompts": found.n}
+    return {**of_all, **tested, "sentence": found.sentence()}
 
 
 def _shown(name: str, found: Estimate | None) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
-import statistics
 import time
 from pathlib import Path
 from typing import Annotated
@@ -69,6 +67,7 @@ def print_answers(out: Path, asked: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from reinforce_rl.monitoring.paired import paired
     from reinforce_rl.monitoring.run_folder import RunFolder
     from reinforce_rl.rewards.functions import instructions
     from reinforce_rl.utils.files import read_json_lines
@@ -86,11 +85,8 @@ def print_answers(out: Path, asked: Path) -> None:
     if not answers:  # other prompts were given
         return
     marks = [[instructions("", text, record, partial=False) == 1.0 for text in pair] for record, *pair in answers]
-    shares = []
-    for found in zip(*marks, strict=True):
-        share = statistics.fmean(found)
-        shares.append(f"{share:.1%} ± {math.sqrt(share * (1 - share) / len(found)):.1%}")
-    print(f"Held-out prompts answered exactly as asked: {shares[0]} before, {shares[1]} after, of {len(answers)}.")
+    before, after = (dict(enumerate(map(float, found))) for found in zip(*marks, strict=True))
+    print(f"Held-out prompts answered exactly as asked: {paired(before, after).sentence('.1%')}.")
     table = Table("asked", "before", "after", title="The first three of them", show_lines=True)
     for (record, *pair), good in list(zip(answers, marks, strict=True))[:3]:
         cells = [f"{'✓' if is_good else '✗'} {text}" for text, is_good in zip(pair, good, strict=True)]

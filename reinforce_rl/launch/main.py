@@ -50,6 +50,21 @@ class _Launch(TyperCommand):
         return super().parse_args(ctx, own)
 
 
+class _Compare(TyperCommand):
+    """Lets one --against be followed by several folders."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        found: list[str] = []
+        is_open = False
+        for word in args:
+            if is_open and not word.startswith("-"):
+                found += [word] if found[-1] == "--against" else ["--against", word]
+            else:
+                is_open = word == "--against"
+                found.append(word)
+        return super().parse_args(ctx, found)
+
+
 def _complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Keys that begin so, with their sentences; for a shell's completion."""
     from reinforce_rl.config.describe import PROGRAMS, keys_of
@@ -261,15 +276,19 @@ def report(run: RunFolder) -> None:
     print(write_report(run))
 
 
-@app.command()
+@app.command(cls=_Compare)
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="folders of two or more runs; the first is the base")],
+    runs: Annotated[list[Path], typer.Argument(help="folders; without --against the first run is the base")],
+    against: Annotated[list[Path] | None, typer.Option(help="folders of the base's runs, such as its seeds")] = None,
     html: Annotated[Path | None, typer.Option(help="also write a page that overlays the runs")] = None,
 ) -> None:
-    """Compare runs: metrics, validation rewards paired by prompt, settings that differ."""
+    """Compare runs: metrics, validation rewards by seed and by prompt, settings that differ.
+
+    Runs with equal settings but for the seed are one side, unless --against says what is.
+    """
     from reinforce_rl.monitoring.compare import compare
 
-    print(compare(runs, html), end="")
+    print(compare(runs, html, against or ()), end="")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Runs side by side: settings that differ, metrics, and validation rewards paired by prompt."""
+"""Runs side by side: metrics, validation rewards by seed and by prompt, settings that differ."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring.paired import compare_validation, paired, unpaired
 from reinforce_rl.monitoring.progress import formatted
-from reinforce_rl.monitoring.report import compare_validation, overview
+from reinforce_rl.monitoring.report import overview
 from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
 from reinforce_rl.monitoring.view import frozen_page
 from reinforce_rl.runtime.settings import SILENT, flatten
@@ -35,26 +37,37 @@ _METRICS = (
     ("ended by themselves", "train/fraction_of_samples_properly_ended", False, ".3f"),
     ("seconds a step", "timers/step_time", False, ".2f"),
 )
+_OF_A_RUN = re.compile(rf"{SILENT.pattern}|model\.seed$|exp_manager\.")  # settings that differ within a side
 _OTHER = re.compile(r"val/(\w+/rewards(_.+)?|rewards_.+)")  # of named sets, and of the sources of a reward
 
-
-def tables(runs: Mapping[str, RunFolder]) -> list[dict[str, Any]]:
-    """Return the tables of a comparison: {title, note, columns, rows}, all texts; the first run is the base."""
-    return [_metrics(runs), _paired(runs), _settings(runs)]
+_Side = list[tuple[str, RunFolder, Any]]  # name, run, seed, which is the name of a run without a configuration
 
 
-def compare(folders: Sequence[str | Path], html: str | Path | None = None) -> str:
+def tables(runs: Mapping[str, RunFolder], num_base: int = 0) -> list[dict[str, Any]]:
+    """Return the tables of a comparison: {title, note, columns, rows}, all texts; the first run is the base.
+
+    A side is `num_base` runs, or all others; if it is 0, runs with equal settings but for the seed.
+    """
+    sides = _sides(runs, num_base)
+    return [_metrics(runs), *_over_seeds(sides), _paired(sides), _settings(runs)]
+
+
+def compare(folders: Sequence[str | Path], html: str | Path | None = None, against: Sequence[str | Path] = ()) -> str:
     """Return a comparison of runs as text; with `html`, also write the page that overlays them.
+
+    Args:
+        against: runs that are the base, such as those of other seeds; () for the first of `folders`.
 
     Raises:
         DataError: fewer than two runs, a folder holds none, or a file of it cannot be read.
     """
-    paths = {Path(folder).resolve(): open_run(folder) for folder in folders}
-    if len(paths) < 2:
-        raise DataError(f"found {len(paths)} run to compare; expected the folders of at least two different runs")
+    paths = {Path(folder).resolve(): open_run(folder) for folder in (*against, *folders)}
+    base = {Path(folder).resolve() for folder in against}
+    if len(paths) < 2 or len(base) == len(paths):
+        raise DataError(f"found {len(paths)} runs to compare; expected folders of two or more, one not in --against")
     above = os.path.commonpath(paths)
     runs = {os.path.relpath(path, above): run for path, run in paths.items()}
-    found = tables(runs)
+    found = tables(runs, len(base))
     if html is not None:
         shown = {name: (run, overview(run)) for name, run in runs.items()}
         write_atomically(Path(html), frozen_page(shown, found))
@@ -92,10 +105,50 @@ def _state(run: RunFolder) -> str:
     return f"{state.state}, step {state.step}" + (f" of {state.max_steps}" if state.max_steps else "")
 
 
-def _paired(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
-    (base, first), *more = runs.items()
+def _sides(runs: Mapping[str, RunFolder], num_base: int) -> list[_Side]:
+    found: dict[Any, _Side] = {}
+    for i, (name, run) in enumerate(runs.items()):
+        config = run.configuration()
+        settings = {one.key: one.value for one in config.settings}
+        side: Any = json.dumps({key: value for key, value in settings.items() if not _OF_A_RUN.match(key)})
+        side = i < num_base if num_base else side if config.text else name
+        seed = settings.get("model.seed", TrainConfig().model.seed) if config.text else name
+        found.setdefault(side, []).append((name, run, seed))
+    return list(found.values())
+
+
+def _over_seeds(sides: Sequence[_Side]) -> list[dict[str, Any]]:
+    """Compare each side with the first over seeds, at the last step that all of their runs have validated."""
+    rows, base = [], sides[0]
+    names = [side[0][0] + (f" and {len(side) - 1} more" if side[1:] else "") for side in sides]
+    for name, side in zip(names[1:], sides[1:], strict=True):
+        series = {one: dict(run.series("val/rewards")) for one, run, _ in (*base, *side)}
+        step = max(set.intersection(*map(set, series.values())), default=0)
+        groups: list[dict[Any, list[float]]] = [{}, {}]
+        for group, runs in zip(groups, (base, side), strict=True):
+            for one, _, seed in runs if step else ():  # before the first step all are equal
+                group.setdefault(seed, []).append(series[one][step])
+        first, last = ({seed: mean(values) for seed, values in group.items()} for group in groups)
+        is_paired = first.keys() == last.keys()
+        found = paired(first, last, "seed") if is_paired else unpaired([*first.values()], [*last.values()])
+        low, high = (formatted("+.3f", end) for end in found.interval)
+        at = f"step {step}" if step else "no step in common"
+        rows.append([f"{name} - {names[0]}", found.change(), f"{low} to {high}", at, found.sentence()])
+    columns = ["validation reward", "difference ± standard error", "95 % interval", "at", "is it real?"]
+    note = "Seeds are the unit: the mean reward of each one's validation, paired where both sides have the same seeds."
+    return (
+        [{"title": "Difference over seeds", "note": note, "columns": columns, "rows": rows}]
+        if rows and any(len(side) > 1 for side in sides)
+        else []
+    )
+
+
+def _paired(sides: Sequence[_Side]) -> dict[str, Any]:
+    base, *others = sides
+    of_seed = {seed: (name, run) for name, run, seed in reversed(base)}
+    pairs = [(name, run, *of_seed.get(seed, base[0][:2])) for side in others for name, run, seed in side]
     rows = []
-    for name, run in more:
+    for name, run, base_name, first in pairs or [(name, run, *base[0][:2]) for name, run, _ in base[1:]]:
         steps, other_steps = first.sample_steps("validation"), run.sample_steps("validation")
         if not steps or not other_steps:
             continue
@@ -104,16 +157,20 @@ def _paired(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
         step, other = (max(shared), max(shared)) if max(shared, default=0) else (steps[-1], other_steps[-1])
         rows_of_first, rows_of_run = first.samples(step, "validation"), run.samples(other, "validation")
         texts = {row.prompt_id: row.prompt for row in rows_of_first}
-        others = {row.prompt_id for row in rows_of_run if texts.get(row.prompt_id, row.prompt) != row.prompt}
-        found = compare_validation(rows_of_first, [row for row in rows_of_run if row.prompt_id not in others])
-        difference = f"{found.mean_difference:+.3f} ± {formatted('.3f', found.standard_error)}" if found.n else "-"
+        changed = {row.prompt_id for row in rows_of_run if texts.get(row.prompt_id, row.prompt) != row.prompt}
+        pair = [[row for row in side if row.prompt_id not in changed] for side in (rows_of_first, rows_of_run)]
+        found = compare_validation(pair[0], pair[1])
         at = f"step {step}" if step == other else f"step {other} against {step}"
-        if others:
-            at += f"; left out: {len(others)} of {len(texts)} prompts, whose texts differ"
-        rows.append([f"{name} - {base}", difference, formatted(".1f", found.z), str(found.n), at])
-    columns = ["validation reward", "difference ± standard error", "standard errors", "prompts", "at"]
+        if changed:
+            at += f"; left out: {len(changed)} of {len(texts)} prompts, whose texts differ"
+        rows.append([f"{name} - {base_name}", found.change(), str(found.n), at, found.sentence()])
+    columns = ["validation reward", "difference ± standard error", "prompts", "at", "is it real?"]
     note = "Paired by prompt; prompts that one of the two lacks are left out."
-    return {"title": "Paired difference", "note": note if rows else "", "columns": columns, "rows": rows}
+    if not others:
+        note += " All settings but the seed are equal, so this is what a seed changes; --against names two sides."
+    elif all(len(side) == 1 for side in sides):
+        note += " One run a side: this says nothing about other seeds."
+    return {"title": "Difference over prompts", "note": note if rows else "", "columns": columns, "rows": rows}
 
 
 def _settings(runs: Mapping[str, RunFolder]) -> dict[str, Any]:

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime, timezone
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring.paired import LEVEL, REWARD, Difference, chance, compare_validation
 from reinforce_rl.monitoring.progress import clock, formatted
-from reinforce_rl.monitoring.records import RolloutRow, rollout_files, worst_tokens
+from reinforce_rl.monitoring.records import rollout_files, worst_tokens
 from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
 from reinforce_rl.monitoring.sentinel import GAP_LIMITS, is_training
 from reinforce_rl.monitoring.view import curves, frozen_page
 from reinforce_rl.utils.files import write_atomically
 
 EVALUATION_FILE = "evaluation.json"  # the best one of reward-model training
+_ENDED = "fraction_of_samples_properly_ended"
 _QUANTITIES = (  # name, metric, form
     ("Reward", "rewards", ".3f"),
     ("Reward with KL", "rewards_with_kl", ".3f"),
     ("KL, nats a response", "init_policy_kl", ".3f"),
     ("Response length, tokens", "response_lengths", ".1f"),
-    ("Ended by itself", "fraction_of_samples_properly_ended", ".1%"),
+    ("Ended by itself", _ENDED, ".1%"),
 )
 _PROFILES, _OPERATIONS = 3, 12  # the last profiled steps that the page shows, and their operations
 _CALIBRATION = (
@@ -34,71 +36,40 @@ _CALIBRATION = (
 )
 
 
-@dataclass(frozen=True)
-class PairedComparison:
-    n: int  # prompts compared
-    mean_before: float  # NaN if n is 0
-    mean_after: float
-    mean_difference: float  # after - before
-    standard_error: float  # of the n differences; NaN if n < 2
-    z: float  # infinite if all differences are equal and not 0; NaN if undefined
-
-
-def compare_validation(before: Sequence[RolloutRow], after: Sequence[RolloutRow]) -> PairedComparison:
-    """Compare two validations' rewards, paired by `prompt_id`.
-
-    Samples of a prompt count as their mean. Prompts absent or failed (NaN) on either side are dropped.
-    """
-    first, last = rewards_by_prompt(before), rewards_by_prompt(after)
-    shared = sorted(first.keys() & last.keys())
-    if not shared:
-        return PairedComparison(0, *[math.nan] * 5)
-    differences = [last[prompt] - first[prompt] for prompt in shared]
-    mean = statistics.fmean(differences)
-    error = statistics.stdev(differences) / math.sqrt(len(shared)) if len(shared) > 1 else math.nan
-    z = mean / error if error else math.copysign(math.inf, mean) if mean else math.nan
-    old, new = (statistics.fmean(rewards[prompt] for prompt in shared) for rewards in (first, last))
-    return PairedComparison(len(shared), old, new, mean, error, z)
-
-
-def rewards_by_prompt(rows: Sequence[RolloutRow]) -> dict[int, float]:
-    """Return the mean reward of each prompt whose samples were all scored."""
-    groups: dict[int, list[float]] = {}
-    for row in rows:
-        groups.setdefault(row.prompt_id, []).append(row.reward)
-    return {prompt: statistics.fmean(found) for prompt, found in groups.items() if all(map(math.isfinite, found))}
-
-
-def comparison(run: RunFolder) -> PairedComparison | None:
-    """Compare the first validation with the last; None with fewer than two."""
-    return None if run.validations is None else compare_validation(*run.validations)
+def comparison(run: RunFolder, key: str = "rewards") -> Difference | None:
+    """Compare a metric of the first and the last validation by prompt; None with fewer than two."""
+    if run.validations is None:
+        return None
+    source = key.removeprefix("rewards_")
+    known = {"rewards": REWARD, "response_lengths": attrgetter("response_length"), _ENDED: attrgetter("is_end")}
+    value = known.get(key, lambda row: row.source_rewards.get(source, math.nan))
+    return compare_validation(*run.validations, value)
 
 
 def summarize(run: RunFolder) -> list[list[str]]:
     """Return quantities before and after, from validations and the first and last training steps.
 
-    Each is a name with its unit, before, after, the change with its standard error, and what it was measured on.
+    Each is a name with its unit, before, after, the change with its standard error and p, and what it was measured on.
     """
     rows: list[list[str]] = []
 
-    def add(name: str, basis: str, before: float, after: float, form: str = ".3f", error: float = math.nan) -> None:
+    def add(name: str, basis: str, before: float, after: float, form: str = ".3f", change: str = "") -> None:
         if math.isfinite(before) or math.isfinite(after):
-            change = formatted(f"+{form}", after - before)
-            change += f" ± {formatted(form, error)}" if math.isfinite(error) else ""
+            change = change or formatted(f"+{form}", after - before)
             rows.append([name, formatted(form, before), formatted(form, after), change, basis])
 
-    if (found := comparison(run)) is not None and found.n:
-        basis, error = f"validation, the same {found.n} prompts", found.standard_error
-        add("Reward", basis, found.mean_before, found.mean_after, error=error)
     sources = dict.fromkeys(key[4:] for line in run.lines for key in line if key.startswith("val/rewards_"))
-    for name, key, form in [(f"  {key[8:]}", key, ".3f") for key in sources] + [*_QUANTITIES]:
+    for name, key, form in (_QUANTITIES[0], *((f"  {key[8:]}", key, ".3f") for key in sources), *_QUANTITIES[1:]):
         validated = [value for _, value in run.series(f"val/{key}")]
-        if len(validated) > 1 and key != "rewards":
+        if (found := comparison(run, key)) is not None and found.n:
+            change = found.change(form) + f", {chance(found.p)}" * (found.p >= 0)
+            add(name, f"validation, the same {found.n} prompts", found.mean_before, found.mean_after, form, change)
+        elif len(validated) > 1 and key != "rewards":
             add(name, "validation", validated[0], validated[-1], form)
         values = [value for _, value in run.series(f"train/{key}")] if key not in sources else []
         window = min(10, len(values) // 2)  # the first and the last steps must not overlap
         if window:
-            basis = f"training, first and last {f'{window} steps' if window > 1 else 'step'}"
+            basis = f"training, first and last {f'{window} steps' if window > 1 else 'step'}, not paired"
             add(name, basis, mean(values[:window]), mean(values[-window:]), form)
         else:
             add(name, "training, one step", mean(values), math.nan, form)
@@ -110,16 +81,7 @@ def verdict(run: RunFolder) -> str:
     found = comparison(run)
     if found is None:
         return "The reward has not been compared: that needs a validation before and one after."
-    if found.n == 0:
-        return "The reward cannot be compared: no validation prompt was scored both before and after."
-    moved = "rose" if found.mean_difference > 0 else "fell" if found.mean_difference < 0 else "changed"
-    text = f"The mean validation reward {moved} by {abs(found.mean_difference):.3f}"
-    if math.isnan(found.standard_error):
-        return f"{text} on the one prompt that was compared."
-    text += f" ± {found.standard_error:.3f} on {found.n} prompts"
-    if math.isfinite(found.z):
-        text += f", {abs(found.z):.1f} standard errors" + (": within noise" if abs(found.z) < 2 else "")
-    return text + "."
+    return f"Validation reward, first and last: {found.sentence()}."
 
 
 def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = None) -> str:
@@ -127,9 +89,9 @@ def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = N
     run = RunFolder(run_dir)
     rows = summarize(run)
     lines = [verdict(run)]
-    name_width = max((len(name) for name, *_ in rows), default=0)
+    name_width, change_width = (max((len(row[i]) for row in rows), default=0) for i in (0, 3))
     for name, before, after, change, basis in rows:
-        lines.append(f"  {name:<{name_width}}  {before:>8} -> {after:>8}  {change:<16} ({basis})")
+        lines.append(f"  {name:<{name_width}}  {before:>8} -> {after:>8}  {change:<{change_width}}  ({basis})")
     named = {"run folder": run_dir, **(places or {})}
     place_width = max(len(name) for name in named)
     lines += [f"  {name:<{place_width}}  {place}" for name, place in named.items()]
@@ -146,7 +108,7 @@ def overview(run: RunFolder) -> dict[str, Any]:
         "state": {name: getattr(state, name) for name in ("state", "reason", "step", "max_steps")},
         "span": _span(run),
         "verdict": verdict(run) if found or run.series("train/rewards") else "",
-        "tone": "" if found is None or not abs(found.z) >= 2 else "good" if found.z > 0 else "bad",
+        "tone": "" if found is None or not found.p < LEVEL else "good" if found.mean_difference > 0 else "bad",
         "tables": [summary, *_gap_tables(run), *_profile_tables(run.path / "profile" / "top_operations.json")],
         "alerts": [asdict(alert) for alert in run.alerts()],
         "config": {

@@ -12,8 +12,9 @@ from reinforce_rl.monitoring.loggers import FAILED, SUCCESS, Loggers
 from reinforce_rl.monitoring.metrics import RankSeconds, slowest_of_phases, timing_metrics
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import Kind, Samples, rollout_files, worst_tokens, write_samples
-from reinforce_rl.monitoring.report import write_report
+from reinforce_rl.monitoring.report import comparison, write_report
 from reinforce_rl.monitoring.responses import sample_metrics
+from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.sentinel import Sentinel, is_training
 from reinforce_rl.runtime.status import StatusFile
 
@@ -82,6 +83,8 @@ class RunMonitor:
         self._write(step, samples, "validation")
         self._log_table("validation", samples, step)
         self.progress.validation(step, metrics)
+        if self.progress.enabled and (found := comparison(RunFolder(self.folder))) is not None and found.n:
+            self.note(f"reward since the first validation: {found.sentence()}")
 
     def log_test(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
         self.metrics.log_metrics(metrics, step, "test/")

@@ -97,19 +97,26 @@ def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(folder: Pat
     differences = [b - a for a, b in zip(means["model"], means["other"], strict=True)]
     other, same = found.comparisons
     assert (other.model, other.baseline, other.by) == ("other", "model", "reward")
-    assert other.difference == pytest.approx(statistics.fmean(differences))
-    assert other.standard_error == pytest.approx(statistics.stdev(differences) / math.sqrt(12))
+    assert other.difference is not None and same.difference is not None
+    assert other.difference.mean_difference == pytest.approx(statistics.fmean(differences))
+    assert other.difference.standard_error == pytest.approx(statistics.stdev(differences) / math.sqrt(12))
     assert (other.wins.wins, other.wins.losses) == (
         sum(d > 1e-9 for d in differences),
         sum(d < -1e-9 for d in differences),
     )
-    assert (same.wins.ties, same.difference) == (12, 0.0), "the same model draws the same samples"
+    assert (same.wins.ties, same.difference.mean_difference) == (12, 0.0), "the same model draws the same samples"
     read_back = json.loads(texts[0])
-    assert read_back["comparisons"][0]["win_rate"] == other.wins.rate
+    first = read_back["comparisons"][0]
+    assert (first["win_rate"], first["prompts"]) == (other.wins.rate, 12)
+    assert (first["difference"], first["p"]) == (other.difference.mean_difference, other.difference.p)
+    assert (first["smallest_gain"], first["sentence"]) == (other.difference.smallest_gain, other.difference.sentence())
+    assert read_back["comparisons"][1]["p"] is None, "there is nothing to test where all differences are 0"
     assert "pass@4" not in found.models[0].numbers, "rewards between 0 and 1 are not right or wrong"
     console = Console(width=160, record=True, file=(tmp_path / "table").open("w"))
     console.print(found.table())
-    assert "other against model, by reward: wins" in console.export_text()
+    said = " ".join(console.export_text().split())
+    assert "other against model, by reward: wins" in said and "on the same 12 prompts (p " in said
+    assert "+0.000 ± 0.000 on the same 12 prompts: all differences are equal" in said
 
 
 def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_path: Path) -> None:
@@ -155,6 +162,7 @@ def test_right_answers_are_counted_and_a_failed_reward_counts_apart(folder: Path
     both = evaluate([folder / "model", folder / "other"], data, rewards=["gsm8k"], overrides=SHORT)
     (compared,) = both.comparisons
     assert (compared.wins.count, compared.wins.failed) == (6, 4)
+    assert str(compared).endswith("; 4 left out, not scored on both sides")
 
 
 def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(folder: Path) -> None:
@@ -175,9 +183,12 @@ def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(fo
             overrides=SHORT,
         )
     (judged,) = found.comparisons
-    assert judged.by == "judge m" and math.isnan(judged.difference)
+    assert judged.by == "judge m" and judged.difference is None
     assert judged.wins.failed == sum(i % 9 == 0 for i in range(12))
     assert "HTTP 400" in str(judged.judgements[0])
+    low, high = judged.wins.interval
+    said = "not to be told from noise" if low <= 0.5 <= high else "a real preference at the 5 % level"
+    assert str(judged).endswith(f"ties: {said}; {judged.wins.failed} prompts without a result")
     assert judged.wins.count == 10 and judged.wins.wins == sum(value == 1.0 for value in judged.judgements.values())
 
 

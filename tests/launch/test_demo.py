@@ -78,7 +78,7 @@ def test_answers_before_and_after_stand_side_by_side_with_what_the_check_says(tm
     write_validation(tmp_path, 9, [good, good, "no", good])
     print_answers(tmp_path, asked)
     said = capsys.readouterr().out
-    assert "25.0% ± 21.7% before, 75.0% ± 21.7% after, of 4." in said
+    assert "exactly as asked: 25.0% -> 75.0%: +50.0% ± 28.9% on the same 4 prompts (p = 0.182): not to be told" in said
     assert (said.count("✓"), said.count("✗"), said.count("[bold]")) == (3, 3, 3)
     assert [said.count(f"Why tea? {i}") for i in range(4)] == [1, 1, 1, 0]
 

@@ -8,21 +8,27 @@ import statistics
 import pytest
 from helpers.rows import write_rows
 from omegaconf import OmegaConf
+from typer.testing import CliRunner
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.errors import DataError
+from reinforce_rl.launch.main import app
 from reinforce_rl.monitoring.compare import compare, tables
 from reinforce_rl.monitoring.loggers import JsonlLogger
 from reinforce_rl.monitoring.records import RolloutRow
 from reinforce_rl.monitoring.run_folder import RunFolder
 
+NAN = math.nan
+LOG_DIR = "exp_manager.explicit_log_dir"
 REWARDS = [0.1, 0.9, 0.4, -0.3]
 
 
-def make_run(folder, lr: float, gains: list[float], validated=(0, 4), prompts=range(4), file="p"):
+def make_run(
+    folder, lr: float, gains: list[float], validated=(0, 4), prompts=range(4), file="p", seed=1234, reward=NAN
+):
     folder.mkdir(parents=True)
     cfg = TrainConfig()
-    cfg.model.optim.lr = lr
+    cfg.model.optim.lr, cfg.model.seed, cfg.exp_manager.explicit_log_dir = lr, seed, str(folder)
     cfg.remote_rm.reward_model.port = 5000 + len(gains)  # says nothing about the run
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump())))
     logger = JsonlLogger(folder / "metrics.jsonl")
@@ -31,7 +37,8 @@ def make_run(folder, lr: float, gains: list[float], validated=(0, 4), prompts=ra
             rewards = [reward + step * gain for reward, gain in zip(REWARDS, gains, strict=True)]
             rows = [RolloutRow(step, i, 0, f"{file}{i}", "r", rewards[i], "stop", 3) for i in prompts]
             write_rows(folder, step, rows, "validation")
-            logger.log_metrics({"rewards": 9.0 if step == 2 else step * lr}, step, "val/")
+            found = reward + step / 10 if reward == reward else 9.0 if step == 2 else step * lr
+            logger.log_metrics({"rewards": found}, step, "val/")
             logger.log_metrics({"rewards_accuracy": step / 4, "hard/rewards": 0.25}, step, "val/")
         logger.log_metrics({"rewards": step * lr}, step, "train/")
         logger.commit(step)
@@ -46,7 +53,7 @@ def test_settings_metrics_and_the_paired_difference(tmp_path):
     make_run(tmp_path / "a", 1.0, [0.0] * 4)
     make_run(tmp_path / "b", 2.0, [0.1, 0.2, 0.3, 0.0], validated=(0, 2, 4))
     metrics, paired, settings = tables({name: RunFolder(tmp_path / name) for name in "ab"})
-    assert settings["rows"] == [["model.optim.lr", "1.0", "2.0"]]
+    assert [row for row in settings["rows"] if row[0] != LOG_DIR] == [["model.optim.lr", "1.0", "2.0"]]
     assert cells(metrics, "training reward, last 10 steps") == ["2.000", "4.000"]
     assert cells(metrics, "validation reward, last") == ["4.000", "8.000"]
     assert cells(metrics, "validation reward, best") == ["4.000 (step 4)", "9.000 (step 2)"]
@@ -55,7 +62,12 @@ def test_settings_metrics_and_the_paired_difference(tmp_path):
     differences = [0.4, 0.8, 1.2, 0.0]
     error = statistics.stdev(differences) / math.sqrt(4)
     mean = statistics.fmean(differences)
-    assert paired["rows"] == [["b - a", f"+{mean:.3f} ± {error:.3f}", f"{mean / error:.1f}", "4", "step 4"]]
+    assert paired["rows"][0][:-1] == ["b - a", f"+{mean:.3f} ± {error:.3f}", "4", "step 4"]
+    assert paired["rows"][0][-1] == (
+        "0.275 -> 0.875: +0.600 ± 0.258 on the same 4 prompts (p = 0.103): not to be told from noise; this many "
+        "prompts can show gains from 1.074 on; one of 0.600 needs about 8"
+    )
+    assert "One run a side: this says nothing about other seeds." in paired["note"]
 
 
 @pytest.mark.parametrize(
@@ -65,8 +77,10 @@ def test_runs_of_other_lengths_are_compared_at_the_last_step_in_common(tmp_path,
     make_run(tmp_path / "a", 1.0, [0.0] * 4, validated=(0, 2, 4) if at == "step 2" else (0, 4))
     make_run(tmp_path / "b", 1.0, [0.1] * 4, validated=validated)
     _, paired, settings = tables({name: RunFolder(tmp_path / name) for name in "ab"})
-    assert paired["rows"][0][-1] == at and paired["rows"][0][1].startswith(difference)
-    assert settings["rows"] == []
+    assert paired["rows"][0][-2] == at and paired["rows"][0][1].startswith(difference)
+    assert [row[0] for row in settings["rows"]] == [
+        "exp_manager.explicit_log_dir"
+    ] and "this is what a seed changes" in paired["note"]
 
 
 def test_runs_without_a_prompt_or_a_validation_in_common(tmp_path):
@@ -74,7 +88,7 @@ def test_runs_without_a_prompt_or_a_validation_in_common(tmp_path):
     make_run(tmp_path / "b", 1.0, [0.0] * 4, prompts=range(2, 4))
     make_run(tmp_path / "c", 1.0, [0.0] * 4, validated=())
     _, paired, _ = tables({name: RunFolder(tmp_path / name) for name in "abc"})
-    assert paired["rows"] == [["b - a", "-", "-", "0", "step 4"]]
+    assert paired["rows"] == [["b - a", "-", "0", "step 4", "no prompt was scored on both sides"]]
 
 
 def test_prompts_of_other_texts_are_not_paired(tmp_path):
@@ -84,10 +98,89 @@ def test_prompts_of_other_texts_are_not_paired(tmp_path):
     rows = RunFolder(changed).samples(4, "validation")
     write_rows(changed, 4, [dataclasses.replace(rows[0], prompt="other"), *rows[1:]], "validation")
     _, paired, _ = tables({name: RunFolder(tmp_path / name) for name in "abc"})
-    assert paired["rows"] == [
-        ["b - a", "-", "-", "0", "step 4; left out: 4 of 4 prompts, whose texts differ"],
-        ["c - a", "+0.400 ± 0.000", "-", "3", "step 4; left out: 1 of 4 prompts, whose texts differ"],
+    assert [row[:-1] for row in paired["rows"]] == [
+        ["b - a", "-", "0", "step 4; left out: 4 of 4 prompts, whose texts differ"],
+        ["c - a", "+0.400 ± 0.000", "3", "step 4; left out: 1 of 4 prompts, whose texts differ"],
     ]
+    assert "all differences are equal" in paired["rows"][1][-1] and "not scored" not in paired["rows"][1][-1]
+
+
+def make_sides(tmp_path, first: dict[int, float], last: dict[int, float], validated=(0, 2, 4)) -> dict[str, RunFolder]:
+    """Runs by seed of two learning rates, with their validation reward before the first step."""
+    found = {}
+    for side, lr, seeds in (("a", 1.0, first), ("b", 2.0, last)):
+        for seed, reward in seeds.items():
+            folder = tmp_path / f"{side}{seed}"
+            found[folder.name] = RunFolder(make_run(folder, lr, [0.1] * 4, validated, seed=seed, reward=reward))
+    return found
+
+
+def test_seeds_are_the_unit_where_runs_differ_in_nothing_else(tmp_path):
+    runs = make_sides(tmp_path, {1: 0.1, 2: 0.3, 3: 0.2}, {1: 0.3, 2: 0.35, 3: 0.4})
+    _, over_seeds, paired, _ = tables(runs)
+    differences = [0.2, 0.05, 0.2]
+    error = statistics.stdev(differences) / math.sqrt(3)
+    (row,) = over_seeds["rows"]
+    low, high = 0.15 - 4.3027 * error, 0.15 + 4.3027 * error
+    assert row[:-1] == [
+        "b1 and 2 more - a1 and 2 more",
+        f"+0.150 ± {error:.3f}",
+        f"{low:+.3f} to {high:+.3f}",
+        "step 4",
+    ]
+    assert row[-1] == (
+        f"0.600 -> 0.750: +0.150 ± {error:.3f} on the same 3 seeds (p = 0.095): not to be told from noise; this many "
+        f"seeds can show gains from {(4.3027 + 1.0607) * error:.3f} on; one of 0.150 needs about 5"
+    )
+    assert [row[0] for row in paired["rows"]] == ["b1 - a1", "b2 - a2", "b3 - a3"], "prompts are paired within a seed"
+    assert "One run a side" not in paired["note"]
+
+
+def test_other_seeds_are_compared_without_pairs_and_runs_of_one_seed_count_once(tmp_path):
+    runs = make_sides(tmp_path, {1: 0.1, 2: 0.3}, {2: 0.7, 3: 0.8, 4: 0.9})
+    runs["a2-again"] = RunFolder(make_run(tmp_path / "a2-again", 1.0, [0.1] * 4, (0, 4), seed=2, reward=0.5))
+    (row,) = tables(runs)[1]["rows"]
+    assert row[0] == "b2 and 2 more - a1 and 2 more"
+    # seeds of 0.1 and (0.3 + 0.5) / 2 at the start
+    assert row[-1].startswith("0.650 -> 1.200: +0.550 ± 0.161 over 2 and 3 seeds (p = ")
+
+
+def test_one_seed_on_a_side_and_no_step_in_common(tmp_path):
+    runs = make_sides(tmp_path, {1: 0.1}, {1: 0.3, 2: 0.4})
+    (row,) = tables(runs)[1]["rows"]
+    assert row[-1] == "0.500 -> 0.750: +0.250 over 1 and 2 seeds: this says nothing about other seeds"
+    runs |= make_sides(tmp_path / "more", {}, {5: 0.1}, validated=(0, 3))
+    (row,) = tables(runs)[1]["rows"]
+    assert row[1:] == ["-", "- to -", "no step in common", "no seed was scored on both sides"]
+
+
+def test_sides_that_are_named_may_have_equal_settings(tmp_path, monkeypatch):
+    """Such as before and after a change of the program."""
+    runs = make_sides(tmp_path, {1: 0.1, 2: 0.3, 3: 0.2}, {})
+    make_sides(tmp_path / "new", {1: 0.6, 2: 0.7, 3: 0.7}, {})
+    old, new = ([folder / name for name in runs] for folder in (tmp_path, tmp_path / "new"))
+    monkeypatch.setenv("COLUMNS", "400")  # no line is folded
+    words = ["compare", *map(str, new), "--against", *map(str, old), "--html", str(tmp_path / "a.html")]
+    said = CliRunner().invoke(app, words)
+    assert said.exit_code == 0, said.output
+    assert "new/a1 and 2 more - a1 and 2 more" in said.output and said.output == compare(new, against=old)
+    assert (
+        "0.600 -> 1.067: +0.467 ± 0.033 on the same 3 seeds (p = 0.005): a real gain at the 5 % level" in said.output
+    )
+    assert (tmp_path / "a.html").is_file()
+    alone = tables({name: RunFolder(path) for name, path in zip(runs, old, strict=True)})
+    assert len(alone) == 3 and "this is what a seed changes" in alone[1]["note"]
+    with pytest.raises(DataError, match="one not in --against"):
+        compare(old, against=old)
+    assert CliRunner().invoke(app, ["compare", str(old[0]), "--against"]).exit_code == 2
+
+
+def test_runs_without_a_configuration_are_sides_of_their_own(tmp_path):
+    runs = make_sides(tmp_path, {1: 0.1, 2: 0.3}, {})
+    for run in runs.values():
+        (run.path / "config.yaml").unlink()
+    assert [table["title"] for table in tables(runs)] == ["Metrics", "Difference over prompts", "Settings that differ"]
+    assert len(tables(runs, 1)[1]["rows"]) == 1
 
 
 def test_as_text_and_as_a_page(tmp_path):
@@ -105,7 +198,7 @@ def test_as_text_and_as_a_page(tmp_path):
 
 def test_faults(tmp_path):
     folder = make_run(tmp_path / "a", 1.0, [0.0] * 4)
-    with pytest.raises(DataError, match="at least two different runs"):
+    with pytest.raises(DataError, match="found 1 runs to compare; expected folders of two or more"):
         compare([folder, f"{folder}/"])
     with pytest.raises(DataError, match="no such folder"):
         compare([folder, tmp_path / "b"])

@@ -20,8 +20,8 @@ from helpers.rows import write_rows
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
-from reinforce_rl.monitoring.records import RolloutRow
-from reinforce_rl.monitoring.report import compare_validation, overview, run_summary, write_report
+from reinforce_rl.monitoring.records import RolloutRow, Samples
+from reinforce_rl.monitoring.report import overview, run_summary, write_report
 from reinforce_rl.monitoring.run import RunMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.view import MAX_POINTS
@@ -120,8 +120,9 @@ def test_a_whole_run(tmp_path, steps):
     path = write_report(make_run(tmp_path / "seed-1", steps))
     assert path == tmp_path / "seed-1" / "report.html"
     page = read(path)
-    assert page["name"] == "seed-1" and page["verdict"].startswith("The mean validation reward rose by 1.0")
-    assert "on 15 prompts" in page["verdict"]
+    assert page["name"] == "seed-1" and page["verdict"].startswith("Validation reward, first and last: -1.0")
+    assert "on the same 15 prompts (p < 0.001): a real gain at the 5 % level; this many prompts" in page["verdict"]
+    assert page["verdict"].endswith("on; 1 left out, not scored on both sides.")
     titles = {chart["title"]: [name for name, _ in chart["lines"]] for chart in page["charts"]}
     assert titles["Reward"] == ["training", "validation"] and titles["Step time by phase"] == [
         "generation",
@@ -191,9 +192,9 @@ def test_errors_of_the_mean_reward(tmp_path):
 
 def test_the_verdict_of_a_loss_and_of_noise(tmp_path):
     fell = read(write_report(make_run(tmp_path / "fell", 4, gain=-1.0)))
-    assert fell["verdict"].startswith("The mean validation reward fell by") and fell["tone"] == "bad"
+    assert "(p < 0.001): a real loss at the 5 % level" in fell["verdict"] and fell["tone"] == "bad"
     still = read(write_report(make_run(tmp_path / "still", 4, gain=0.0)))
-    assert "within noise" in still["verdict"] and still["tone"] == ""
+    assert "not to be told from noise" in still["verdict"] and still["tone"] == ""
 
 
 def test_a_run_that_has_just_begun(tmp_path):
@@ -218,6 +219,42 @@ def test_the_report_that_a_run_writes_last_says_that_it_is_finished(tmp_path):
     assert read(monitor.report())["state"]["state"] == "finished"
 
 
+def test_a_run_says_after_each_validation_whether_its_reward_has_moved(tmp_path, capsys):
+    monitor = RunMonitor(tmp_path, Loggers(), TrainingProgress(4))
+    for step in (0, 2, 4):
+        rows = [sample(step, i, i + step * (0.5 + 0.1 * (i % 3))) for i in range(9)]
+        monitor.log_validation(step, {"rewards": 4.0 + step * 0.6}, Samples(rows))
+    first, *then = capsys.readouterr().out.splitlines()
+    assert first.startswith("validation after step 0:") and len(then) == 4
+    assert then[1].startswith(
+        "reward since the first validation: 4.000 -> 5.200: +1.200 ± 0.058 on the same 9 prompts ("
+    )
+    assert then[3].startswith(
+        "reward since the first validation: 4.000 -> 6.400: +2.400 ± 0.115 on the same 9 prompts ("
+    )
+
+
+def test_every_row_of_two_validations_is_tested(tmp_path):
+    for step in (0, 2):
+        rows = [
+            sample(step, i, 0.5, source_rewards={"tests": i / 4 * step}, response_length=10 + i * step)
+            for i in range(4)
+        ]
+        write_rows(tmp_path, step, rows, "validation")
+    write_json_lines(
+        tmp_path / "metrics.jsonl",
+        [{"step": step, "val/rewards_tests": 9, "val/response_lengths": 9.0} for step in (0, 2)],
+    )
+    (table, *_) = overview(RunFolder(tmp_path))["tables"]
+    basis = "validation, the same 4 prompts"
+    assert table["rows"] == [
+        ["Reward", "0.500", "0.500", "+0.000 ± 0.000", basis],
+        ["  tests", "0.000", "0.750", "+0.750 ± 0.323, p = 0.103", basis],
+        ["Response length, tokens", "10.0", "13.0", "+3.0 ± 1.3, p = 0.103", basis],
+        ["Ended by itself", "50.0%", "50.0%", "+0.0% ± 0.0%", basis],
+    ]
+
+
 def test_the_top_operations_of_a_profile(tmp_path):
     path = tmp_path / "profile" / "top_operations.json"
     path.parent.mkdir()
@@ -237,16 +274,20 @@ def test_no_prompt_in_common(tmp_path):
     write_rows(tmp_path, 0, [sample(0, 0, 1.0)], "validation")
     write_rows(tmp_path, 5, [sample(5, 1, 1.0)], "validation")
     StatusFile(tmp_path, enabled=True).begin()
-    assert "cannot be compared" in read(write_report(tmp_path))["verdict"]
+    assert "no prompt was scored on both sides" in read(write_report(tmp_path))["verdict"]
 
 
 def test_the_printed_summary(tmp_path):
     lines = run_summary(make_run(tmp_path, 20), {"checkpoint": tmp_path / "last"}).splitlines()
     assert re.match(
-        r"The mean validation reward rose by 1\.0\d\d ± 0\.0\d\d on 15 prompts, \d+\.\d standard", lines[0]
+        r"Validation reward, first and last: -\d\.\d{3} -> \d\.\d{3}: \+1\.0\d\d ± 0\.0\d\d on the same 15 prompts",
+        lines[0],
     )
     kl = next(line for line in lines if "KL, nats" in line)
-    assert re.search(r"0\.550 +-> +1\.550 +\+1\.000 +\(training, first and last 10 steps\)", kl)
+    assert re.search(r"0\.550 +-> +1\.550 +\+1\.000 +\(training, first and last 10 steps, not paired\)", kl)
+    assert re.search(r"Reward +-.* \+1\.0\d\d ± 0\.0\d\d, p < 0\.001 +\(validation, the same 15 prompts\)", lines[1])
+    lengths = next(line for line in lines if "length, tokens" in line)
+    assert re.search(r"17\.5 -> +17\.5 +\+0\.0 ± 0\.0 +\(validation, the same 16 prompts\)", lengths)
     assert lines[-1].split() == ["checkpoint", str(tmp_path / "last")]
     assert lines[-2].split() == ["run", "folder", str(tmp_path)]
 
@@ -287,50 +328,3 @@ def test_the_page_of_a_reward_model(tmp_path):
 def test_the_package_imports_without_wandb():
     code = "import sys; sys.modules['wandb'] = None; import reinforce_rl.monitoring.run"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def row(prompt_id: int = 0, reward: float = 0.5, **changes) -> RolloutRow:
-    return sample(12, prompt_id, reward, **changes)
-
-
-def test_paired_comparison_by_hand():
-    before = [row(0, 0.0), row(1, 1.0), row(2, 2.0), row(3, 5.0)]
-    after = [row(3, 5.0), row(2, 4.0), row(1, 2.0), row(0, 1.0)]  # another order: pairs go by prompt
-    result = compare_validation(before, after)
-    assert (result.n, result.mean_before, result.mean_after, result.mean_difference) == (4, 2.0, 3.0, 1.0)
-    # differences 1, 1, 2, 0: variance 2 / 3, over 4 prompts
-    assert result.standard_error == pytest.approx(math.sqrt(2 / 3 / 4))
-    assert result.z == pytest.approx(1 / math.sqrt(2 / 3 / 4))
-
-
-def test_pairing_makes_the_error_smaller_than_the_spread_of_prompts():
-    before = [row(i, 10.0 * i) for i in range(50)]
-    after = [row(i, 10.0 * i + 1 + 0.1 * (-1) ** i) for i in range(50)]
-    assert compare_validation(before, after).z > 50
-
-
-def test_failed_and_unpaired_prompts_are_left_out():
-    before = [row(0, 0.0), row(1, math.nan), row(2, 1.0), row(8, 100.0)]
-    after = [row(0, 1.0), row(1, 50.0), row(2, math.nan), row(9, -100.0)]
-    result = compare_validation(before, after)
-    assert (result.n, result.mean_before, result.mean_after, result.mean_difference) == (1, 0.0, 1.0, 1.0)
-    assert math.isnan(result.standard_error) and math.isnan(result.z)
-
-
-def test_several_samples_of_a_prompt_count_once():
-    before = [row(0, 0.0), row(0, 2.0, sample_id=1), row(1, 0.0), row(1, math.nan, sample_id=1), row(2, 0.0)]
-    after = [row(0, 4.0), row(1, 0.0), row(2, 1.0)]
-    result = compare_validation(before, after)
-    assert (result.n, result.mean_difference) == (2, 2.0)
-
-
-@pytest.mark.parametrize(("gain", "z"), [(1.0, math.inf), (-1.0, -math.inf), (0.0, math.nan)])
-def test_equal_differences(gain, z):
-    result = compare_validation([row(0, 1.0), row(1, 2.0)], [row(0, 1.0 + gain), row(1, 2.0 + gain)])
-    assert result.standard_error == 0
-    assert result.z == z or (math.isnan(result.z) and math.isnan(z))
-
-
-def test_nothing_to_compare():
-    result = compare_validation([], [row()])
-    assert result.n == 0 and math.isnan(result.mean_difference)

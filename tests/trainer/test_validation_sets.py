@@ -59,7 +59,7 @@ def test_each_set_has_the_numbers_that_it_has_alone(tmp_path: Path, mesh: Mesh, 
     records = RunFolder(tmp_path / "sets" / "run")
     assert [row.prompt_id for row in records.samples(0, "validation")] == list(range(10))
     assert [row.set_name for row in records.samples(2, "validation")] == ["one"] * 4 + ["two"] * 6
-    assert "on 10 prompts" in verdict(records)
+    assert "on the same 10 prompts" in verdict(records)
 
 
 def test_prompts_are_numbered_over_all_sets_and_the_first_of_each_are_taken(
