@@ -105,6 +105,7 @@ init_logprobs | s | log-probs under the reference | about a third of train_time
 reward_wait | s | waits for scores when its own work is done | near 0; much: the reward is the bottleneck
 train_time | s | the update | steady; steps with long responses take longer
 send_weights | s | sends the new weights to generators on other ranks | steady; much: is the network the slow one?
+record | s | what record=full adds to the critical path | far below 1 % of step_time
 step_time | s | the whole step, without validation and checkpoint | steady; grows with response_lengths""",
     "memory": """
 PHASE | 10^9 bytes | peak on rank 0, of the device or the resident set | steady; high: model.tokens_per_micro_batch""",

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.megatron.checkpointer import random_state
-from reinforce_rl.megatron.optimizer import states_by_weight
+from reinforce_rl.megatron.optimizer import MegatronOptimizer, states_by_weight
 from reinforce_rl.monitoring.step_record import RankState, StepRecord, drop_records
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.settings import files_of_functions, set_keys
