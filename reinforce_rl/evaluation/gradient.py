@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+from reinforce_rl.actor.policy import LossShare, MegatronGPTReinforceActorModel
 from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
+from reinforce_rl.config.base import Precision
 from reinforce_rl.data.batches import ReinforceBatch
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.checkpointer import checkpoint_up_to
@@ -28,6 +29,20 @@ class StepGradient:
     capped: float  # share of tokens whose weight against the generator is beyond the cap
 
 
+def accumulate(
+    actor: MegatronGPTReinforceActorModel,
+    batch: ReinforceBatch,
+    cfg: ReinforceConfig,
+    beta: float,
+    rows: Tensor | None = None,
+) -> LossShare:
+    """Accumulate the gradient of the whole step's loss; `rows` are this data-parallel rank's, None for all."""
+    rows = torch.arange(len(batch.trains)) if rows is None else rows
+    denominators = denominators_of(batch, rows, actor.settings.sampling.max_length, actor.mesh.sum_over_dp)
+    in_loss = beta if cfg.kl_placement == "loss" else 0.0
+    return actor.get_loss_and_metrics(batch, denominators, rows=rows, kl_coefficient=in_loss)
+
+
 @dataclass(frozen=True)
 class Gradients:
     actor: MegatronGPTReinforceActorModel
@@ -37,10 +52,7 @@ class Gradients:
         """Return the gradient of the whole step's loss; several optimizer steps of it begin with this policy."""
         actor = self.actor
         actor.settings = replace(actor.settings, loss=loss_settings(cfg))
-        rows, max_length = torch.arange(len(batch.trains)), actor.settings.sampling.max_length
-        denominators = denominators_of(batch, rows, max_length, actor.mesh.sum_over_dp)
-        in_loss = beta if cfg.kl_placement == "loss" else 0.0
-        sums = actor.get_loss_and_metrics(batch, denominators, kl_coefficient=in_loss).sums
+        sums = accumulate(actor, batch, cfg, beta).sums
         trained = [one for one in actor.ddp.module.parameters() if one.requires_grad]
         values = torch.cat([one.main_grad.detach().flatten().float().cpu() for one in trained])  # type: ignore
         return StepGradient(values, sums.get("generator_capped", 0.0) / max(sums.get("tokens", 0.0), 1.0))
@@ -49,7 +61,7 @@ class Gradients:
 @contextlib.contextmanager
 def gradients_before(run: Path, cfg: TrainConfig, step: int, mesh: Mesh) -> Iterator[Gradients]:
     """Load the newest weights from before a step, of a checkpoint, or those of the start, on one rank in float32."""
-    cfg, found = _on_one_rank(cfg), checkpoint_up_to(run / "checkpoints", step - 1)
+    cfg, found = on_one_rank(cfg), checkpoint_up_to(run / "checkpoints", step - 1)
     tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
     # The log-probs of the reference are stored.
     actor = build_actor(cfg, mesh, tokenizer, with_reference=False)
@@ -60,11 +72,13 @@ def gradients_before(run: Path, cfg: TrainConfig, step: int, mesh: Mesh) -> Iter
         yield Gradients(actor, 0 if found is None else found.trainer_state["step"])
 
 
-def _on_one_rank(cfg: TrainConfig) -> TrainConfig:
+def on_one_rank(cfg: TrainConfig, precision: Precision = "32") -> TrainConfig:
+    """Return the settings with the native generator and without what concerns several ranks."""
     cfg = cfg.model_copy(deep=True)
     cfg.trainer.num_nodes = cfg.trainer.devices = 1
-    cfg.trainer.precision = "32"
-    cfg.generation, cfg.placement = "native", "colocated"
+    cfg.trainer.precision = precision
+    cfg.generation, cfg.placement, cfg.generators, cfg.rollout_order = "native", "colocated", "joined", "prompts"
+    cfg.generation_ranks, cfg.max_staleness, cfg.inflight_updates = 0, None, False
     model = cfg.model
     model.tensor_model_parallel_size = model.pipeline_model_parallel_size = model.context_parallel_size = 1
     model.sequence_parallel = model.transformer_engine = False

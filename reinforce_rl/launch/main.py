@@ -420,6 +420,25 @@ def diff(
     raise typer.Exit(int(found.parts))
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def verify(
+    words: Words = None,
+    ranks: Annotated[int, typer.Option(min=1, help="above 1: also try the layouts of so many ranks")] = 1,
+    resume: Annotated[bool, typer.Option(help="also kill a run, resume it, and compare")] = True,
+    prompts: Annotated[int, typer.Option(min=1, help="of the step, at most")] = 3,
+    max_length: Annotated[int, typer.Option(min=1, help="response tokens, at most")] = 24,
+) -> None:
+    """Compute one step of `train` with these KEY=VALUE in other ways that must not change it, and compare.
+
+    Micro-batches, padding, packing, decoding, layouts, a resume. Exit code 0 if the step is the same in all of them,
+    else 1; the last lines say what differs, in which phase, where and by how much.
+    """
+    from reinforce_rl.launch import programs
+
+    become("verify", words or [])
+    programs.verify(ranks=ranks, resumes=resume, prompts=prompts, max_length=max_length)
+
+
 app.command("check-generation")(check_generation)
 app.add_typer(convert, name="convert")
 app.command()(demo)

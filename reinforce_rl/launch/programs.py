@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -92,6 +93,25 @@ def train(cfg: DictConfig) -> None:
     from reinforce_rl.run import train
 
     train(config, stop)
+
+
+def verify(**options: Any) -> None:
+    @with_config("train_reinforce_actor")
+    def program(cfg: DictConfig) -> None:
+        sys.path.append(os.path.abspath(str(OmegaConf.select(cfg, "exp_manager.explicit_log_dir", default="."))))
+        from reinforce_rl.rewards.function_pool import with_functions
+
+        config = with_functions(*read_config(cfg))
+        from rich.console import Console
+
+        from reinforce_rl.evaluation.verify import verify
+
+        found = verify(config, say=lambda text: print(text, file=sys.stderr, flush=True), **options)
+        Console().print(found.table())
+        if not found.is_same:
+            sys.exit(1)
+
+    program()
 
 
 @with_config("train_reinforce_actor")

@@ -95,6 +95,12 @@ def load_weights(lm: CausalLM, checkpoint: Path) -> None:
         load_sharded(lm, {"model": trained_state(lm)}, checkpoint / MODEL)
 
 
+def plain_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of a run's checkpoint, whole, by its key; on one rank."""
+    found: Any = dist_checkpointing.load_plain_tensors(str(checkpoint / MODEL))
+    return {name: one for name, one in found.items() if isinstance(one, torch.Tensor)}
+
+
 def _add_lora_of(checkpoint: Path, trainer_state: dict[str, Any], lm: CausalLM, source: Path) -> MergedWeights | None:
     """Load the base of a checkpoint of LoRA updates; return the merged weights, to be read once those are loaded."""
     lora: dict[str, Any] | None = trainer_state.get("lora")

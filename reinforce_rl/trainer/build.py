@@ -125,32 +125,37 @@ def build_actor(
     if lora is not None:
         add_lora(lm, lora)
         identity = lora.identity(weights.fingerprint() if weights else "")
-    rollout, padded = cfg.model.reinforce, cfg.trainer.reinforce.rollout_batch_seq_length
-    can_share = cfg.model.context_parallel_size == 1 and padded is None
-    stop_ids = stop_token_ids(architecture, tokenizer)
     has_engine_elsewhere = trains and cfg.placement == "disaggregated" and cfg.generation != "native"
     return MegatronGPTReinforceActorModel(
         lm,
         tokenizer,
         Elsewhere() if has_engine_elsewhere else build_generator(cfg, lm, tokenizer),
-        ActorSettings(
-            sampling=_sampling_params(cfg, rollout.sampling_params, stop_ids),
-            val_sampling=_sampling_params(cfg, rollout.val_sampling_params, stop_ids),
-            micro_batch_size=cfg.model.micro_batch_size,
-            forward_micro_batch_size=rollout.forward_micro_batch_size,
-            seed=cfg.model.seed,
-            tokens_per_micro_batch=cfg.model.tokens_per_micro_batch,
-            pad_to=padded or 0,
-            shared_prefix=on_cpu and can_share if cfg.model.shared_prefix is None else cfg.model.shared_prefix,
-            logits_chunk_tokens=logits_chunk_tokens(cfg.model, gpu=not on_cpu),
-            offload_optimizer=rollout.offload_adam_states,
-            loss=loss_settings(cfg.trainer.reinforce),
-        ),
+        actor_settings(cfg, lm, tokenizer),
         with_reference=with_reference and cfg.trainer.reinforce.initial_policy_kl_penalty > 0,
         reference_on_device=cfg.model.reference_placement == "device",
         lora=identity,
         optim=cfg.model.optim,
         trains=trains,
+    )
+
+
+def actor_settings(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> ActorSettings:
+    """Read the settings that need no other model."""
+    rollout, padded = cfg.model.reinforce, cfg.trainer.reinforce.rollout_batch_seq_length
+    can_share, on_cpu = cfg.model.context_parallel_size == 1 and padded is None, lm.mesh.device.type == "cpu"
+    stop_ids = stop_token_ids(lm.architecture, tokenizer)
+    return ActorSettings(
+        sampling=_sampling_params(cfg, rollout.sampling_params, stop_ids),
+        val_sampling=_sampling_params(cfg, rollout.val_sampling_params, stop_ids),
+        micro_batch_size=cfg.model.micro_batch_size,
+        forward_micro_batch_size=rollout.forward_micro_batch_size,
+        seed=cfg.model.seed,
+        tokens_per_micro_batch=cfg.model.tokens_per_micro_batch,
+        pad_to=padded or 0,
+        shared_prefix=on_cpu and can_share if cfg.model.shared_prefix is None else cfg.model.shared_prefix,
+        logits_chunk_tokens=logits_chunk_tokens(cfg.model, gpu=not on_cpu),
+        offload_optimizer=rollout.offload_adam_states,
+        loss=loss_settings(cfg.trainer.reinforce),
     )
 
 
