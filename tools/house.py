@@ -37,6 +37,7 @@ FLOORS = (
     "preflight",
     "run",
     "evaluation",
+    "debugging",
     "launch",
 )
 

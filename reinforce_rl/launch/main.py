@@ -361,7 +361,7 @@ def whatif(
     """Recompute the advantages of recorded steps under other settings or rewards, without a GPU, and compare them."""
     from rich.console import Console
 
-    from reinforce_rl.evaluation.whatif import whatif, write
+    from reinforce_rl.debugging.whatif import whatif, write
 
     found = whatif(run, steps, overrides or (), gradient=gradient)
     write(found, run, json, html)
@@ -388,7 +388,7 @@ def replay(
     """
     from rich.console import Console
 
-    from reinforce_rl.evaluation.replay import replay, write
+    from reinforce_rl.debugging.replay import replay, write
 
     options = {"phase": phase, "reward": reward, "overrides": overrides or (), "start": start_ranks}
     found = replay(run, step, say=lambda text: print(text, flush=True), **options)
@@ -412,7 +412,7 @@ def diff(
     """
     from rich.console import Console
 
-    from reinforce_rl.evaluation.diff import diff, write
+    from reinforce_rl.debugging.diff import diff, write
 
     found = diff(first, second)
     write(found, first, second, json, html)

@@ -104,7 +104,7 @@ def verify(**options: Any) -> None:
         config = with_functions(*read_config(cfg))
         from rich.console import Console
 
-        from reinforce_rl.evaluation.verify import verify
+        from reinforce_rl.debugging.verify import verify
 
         found = verify(config, say=lambda text: print(text, file=sys.stderr, flush=True), **options)
         Console().print(found.table())

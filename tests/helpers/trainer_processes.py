@@ -91,7 +91,10 @@ def assert_equal_runs(folder: Path, uninterrupted: Path) -> None:
     found, expected = metrics_of(folder), metrics_of(uninterrupted)
     assert [line["step"] for line in found] == list(range(len(expected))), "each step once"
     for line, other in zip(found, expected, strict=True):
-        assert without_times(line) == without_times(other)
+        own, its = without_times(line), without_times(other)
+        assert own == its, {
+            key: (own.get(key), its.get(key)) for key in own.keys() | its if own.get(key) != its.get(key)
+        }
         of_clock = {"alerts/straggler"}
         assert line.keys() - of_clock == other.keys() - of_clock
     for step in range(1, len(expected)):

@@ -142,7 +142,7 @@ def test_a_death_as_weights_come(transfer, programs, joined):
     """The trainers go on at once, and those that are left get the weights again."""
     programs.generate(PATIENT)
     programs.generate(PATIENT, die_receiving=transfer)
-    programs.train(PATIENT)
+    programs.train(PATIENT, generators=[1, 2])
     began = time.monotonic()
     assert programs.wait() == 0, programs.said
     assert time.monotonic() - began < 50, "no timeout was waited for"
@@ -155,7 +155,7 @@ def test_one_that_stands_still_is_lost_and_leaves_when_it_wakes(programs, joined
     act = {"rank": 0, "phase": "generate", "step": 3, "signal": signal.SIGSTOP}
     log = programs.generate(silent, act=act, **BUSY)
     programs.generate(silent, **BUSY)
-    programs.train(silent, step_seconds=1.0)
+    programs.train(silent, step_seconds=1.0, generators=[1, 2])
     programs.wait_for(lambda: "gave no sign of life" in programs.said, "nobody noticed it")
     os.kill(programs.generators[0], signal.SIGCONT)
     programs.wait_for(lambda: ended(log, 76), log.read_text())
@@ -167,7 +167,7 @@ def test_one_that_stands_still_is_lost_and_leaves_when_it_wakes(programs, joined
 def test_one_that_is_stopped_ends_what_it_has_under_way(programs, joined):
     log = programs.generate(generate_seconds=0.3)
     programs.generate()
-    programs.train(step_seconds=0.3)
+    programs.train(step_seconds=0.3, generators=[1, 2])
     programs.wait_for_step(2)
     os.kill(programs.generators[0], signal.SIGTERM)
     programs.wait_for(lambda: ended(log, 75), log.read_text())

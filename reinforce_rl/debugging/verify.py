@@ -19,9 +19,9 @@ from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.data.prompts import PromptLoader, RLHFDatasets
-from reinforce_rl.evaluation.gradient import on_one_rank
-from reinforce_rl.evaluation.verify_runs import label, layouts, resume, value_of, with_values
-from reinforce_rl.evaluation.verify_step import (
+from reinforce_rl.debugging.gradient import on_one_rank
+from reinforce_rl.debugging.verify_runs import label, layouts, resume, value_of, with_values
+from reinforce_rl.debugging.verify_step import (
     DRAWN,
     LOG_PROBS,
     OF_GENERATION,

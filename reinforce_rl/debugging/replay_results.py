@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reinforce_rl.evaluation.differences import Bounds, Difference
+from reinforce_rl.debugging.differences import Bounds, Difference
 
 Verdict = Literal["same", "differs", "not replayed"]
 _UNKNOWN = "No difference of code, data, settings, reward source or machine was found"

@@ -15,12 +15,12 @@ import torch
 from reinforce_rl.algorithm.rewards import shape_rewards
 from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
+from reinforce_rl.debugging.gradient import Gradients, gradients_before
+from reinforce_rl.debugging.rescore import Rescorer
+from reinforce_rl.debugging.stored import StoredRun, StoredStep
+from reinforce_rl.debugging.whatif_results import ZERO, SampleChange, StepChange, WhatIf, correlation, cosine
+from reinforce_rl.debugging.whatif_settings import Settings
 from reinforce_rl.errors import ConfigError, DataError
-from reinforce_rl.evaluation.gradient import Gradients, gradients_before
-from reinforce_rl.evaluation.rescore import Rescorer
-from reinforce_rl.evaluation.stored import StoredRun, StoredStep
-from reinforce_rl.evaluation.whatif_results import ZERO, SampleChange, StepChange, WhatIf, correlation, cosine
-from reinforce_rl.evaluation.whatif_settings import Settings
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.monitoring.metrics import group_spread
 from reinforce_rl.monitoring.report import overview

@@ -11,9 +11,9 @@ import pytest
 from helpers.tiny_run import tiny_config
 from rich.console import Console
 
+from reinforce_rl.debugging.diff import diff, write
+from reinforce_rl.debugging.differences import EQUAL_BITS, ROUNDING, Bounds, missing_samples, sample_differences
 from reinforce_rl.errors import DataError
-from reinforce_rl.evaluation.diff import diff, write
-from reinforce_rl.evaluation.differences import EQUAL_BITS, ROUNDING, Bounds, missing_samples, sample_differences
 from reinforce_rl.run import train
 
 RL = "trainer.reinforce"
@@ -80,7 +80,7 @@ def test_the_first_place_is_named(
     assert values["sentence"] == found.sentence and values["exact"][phase]["step"] == step
     assert "Where they part" in (tmp_path / "diff.html").read_text()
     titles = [one["title"] for one in found.tables]
-    assert "Paired difference" in titles
+    assert "Difference over prompts" in titles
 
 
 def test_runs_without_a_common_step(folder: Path, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import torch
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Completions, Prompt, RolloutBatch
 from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.debugging.stored import StoredStep
 from reinforce_rl.errors import ReinforceError
-from reinforce_rl.evaluation.stored import StoredStep
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor

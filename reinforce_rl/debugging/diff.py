@@ -14,8 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reinforce_rl.errors import DataError
-from reinforce_rl.evaluation.differences import (
+from reinforce_rl.debugging.differences import (
     COLUMNS,
     EQUAL_BITS,
     ROUNDING,
@@ -27,6 +26,7 @@ from reinforce_rl.evaluation.differences import (
     tensor_differences,
     update_differences,
 )
+from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.compare import tables
 from reinforce_rl.monitoring.records import read_table, rollout_files
 from reinforce_rl.monitoring.report import overview

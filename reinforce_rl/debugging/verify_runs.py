@@ -1,6 +1,6 @@
 """What `verify` tries in processes of their own: layouts of several ranks, and a run that is killed and resumed.
 
-`python -m reinforce_rl.evaluation.verify_runs FOLDER layouts|train NAME...` is such a process.
+`python -m reinforce_rl.debugging.verify_runs FOLDER layouts|train NAME...` is such a process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.rules import find_faults
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.evaluation.verify_step import BOUNDS, GRADIENT, SAMPLES, Check, Measured, Named, Step, check, checks
+from reinforce_rl.debugging.verify_step import BOUNDS, GRADIENT, SAMPLES, Check, Measured, Named, Step, check, checks
 from reinforce_rl.megatron.checkpointer import folder_name, latest_checkpoint
 from reinforce_rl.megatron.convert import plain_tensors
 from reinforce_rl.megatron.mesh import Mesh, job_rank, job_store, parallel_mesh
@@ -127,7 +127,7 @@ def _run(folder: Path, *words: str, ranks: int = 1) -> tuple[int | None, str]:
     if ranks > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
         launcher = ["-m", "reinforce_rl.utils.ranks", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *launcher, "-m", "reinforce_rl.evaluation.verify_runs", str(folder), *words]
+    command = [sys.executable, *launcher, "-m", "reinforce_rl.debugging.verify_runs", str(folder), *words]
     log = folder / "log"
     with log.open("w") as file:
         child = Child(command, death_signal=signal.SIGTERM, env=environment, stdout=file, stderr=file)

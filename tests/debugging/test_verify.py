@@ -18,8 +18,8 @@ from rich.console import Console
 
 from reinforce_rl.actor import policy
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.evaluation.verify import Verification, verify
-from reinforce_rl.evaluation.verify_step import DRAWN, GRADIENT, LOG_PROBS, SAMPLES, UPDATE, WEIGHTS, Check, check
+from reinforce_rl.debugging.verify import Verification, verify
+from reinforce_rl.debugging.verify_step import DRAWN, GRADIENT, LOG_PROBS, SAMPLES, UPDATE, WEIGHTS, Check, check
 
 ROOT = Path(__file__).parents[2]
 REWARD = (

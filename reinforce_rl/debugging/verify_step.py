@@ -14,7 +14,7 @@ from torch import Tensor
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Prompt, ReinforceBatch
-from reinforce_rl.evaluation.gradient import accumulate
+from reinforce_rl.debugging.gradient import accumulate
 from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.lora import MergedWeights, lora_settings_of
 from reinforce_rl.megatron.model.model import CausalLM

@@ -13,10 +13,10 @@ from helpers.tiny_run import tiny_config, tiny_trainer
 from rich.console import Console
 
 from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.debugging import whatif as module
+from reinforce_rl.debugging.whatif import whatif, write
+from reinforce_rl.debugging.whatif_results import SampleChange, StepChange
 from reinforce_rl.errors import ConfigError, DataError
-from reinforce_rl.evaluation import whatif as module
-from reinforce_rl.evaluation.whatif import whatif, write
-from reinforce_rl.evaluation.whatif_results import SampleChange, StepChange
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.monitoring import records
 from reinforce_rl.monitoring.run import SilentMonitor

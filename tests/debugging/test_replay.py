@@ -17,10 +17,10 @@ from helpers.ranks import run_ranks
 from helpers.tiny_run import tiny_config
 from safetensors.torch import load_file, save_file
 
+from reinforce_rl.debugging import replay as module
+from reinforce_rl.debugging.replay import replay
+from reinforce_rl.debugging.replay_results import PhaseResult, Replay
 from reinforce_rl.errors import ConfigError, DataError
-from reinforce_rl.evaluation import replay as module
-from reinforce_rl.evaluation.replay import replay
-from reinforce_rl.evaluation.replay_results import PhaseResult, Replay
 from reinforce_rl.monitoring.step_record import read_record, record_files
 from reinforce_rl.run import train
 

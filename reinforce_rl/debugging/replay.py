@@ -19,8 +19,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.data.sampler import shard
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError
-from reinforce_rl.evaluation.differences import (
+from reinforce_rl.debugging.differences import (
     BF16,
     COLUMNS,
     EQUAL_BITS,
@@ -31,11 +30,12 @@ from reinforce_rl.evaluation.differences import (
     tensor_differences,
     update_differences,
 )
+from reinforce_rl.debugging.replay_results import PhaseResult, Replay
+from reinforce_rl.debugging.rescore import Rescorer
+from reinforce_rl.debugging.stored import StoredRun, StoredStep
+from reinforce_rl.debugging.whatif_settings import with_overrides
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.evaluation.evaluate import reward_overrides
-from reinforce_rl.evaluation.replay_results import PhaseResult, Replay
-from reinforce_rl.evaluation.rescore import Rescorer
-from reinforce_rl.evaluation.stored import StoredRun, StoredStep
-from reinforce_rl.evaluation.whatif_settings import with_overrides
 from reinforce_rl.megatron.checkpointer import Checkpoint, checkpoint_up_to
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.records import (
