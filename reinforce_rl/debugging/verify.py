@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator
@@ -63,7 +64,7 @@ class Verification:
             columns = Column("compared", min_width=28), _right("difference"), _right("bound"), "verdict"
             table = Table(*columns, box=None, padding=(0, 2, 0, 4), show_header=len(parts) == 1, header_style="bold")
             for one in rows:
-                numbers = f"{one.difference:.1e}", f"{one.bound:.0e}"
+                numbers = f"{one.difference:.1e}", f"{one.bound:.2g}"
                 table.add_row(one.compared, *(numbers if one.has_numbers else "--"), one.verdict)
             parts += [Text(setting), table]
         return Group(*parts, "", *map(Text, self.verdict()))
@@ -77,7 +78,7 @@ class Verification:
             if one.failed:
                 said.append(f"{one.setting} cannot be computed: {one.detail}")
             else:
-                how = f"by {one.difference:.1e}, above the bound {one.bound:.0e}: {one.detail}"
+                how = f"by {one.difference:.1e}, above the bound {one.bound:.2g}: {one.detail}"
                 said.append(f"{one.setting} changes the {one.compared} {how}")
         count = len({one.setting for one in tried})
         same = f"The step is the same in all {count} ways that were tried"
@@ -191,12 +192,15 @@ def _on_this_rank(
             base[WEIGHTS] = again[WEIGHTS]
             found.checks += checks("the same once more", base, {phase: again[phase] for phase in OF_UPDATE}, cfg)
     del actor, generator
+    gc.collect()  # megatron's models hold themselves
     for values in _other_models(cfg, mesh):
         own = with_values(cfg, values)
         say(label(values))
         actor = build_actor(own, mesh, tokenizer, with_reference=False)
         with contextlib.closing(actor.generator):
             found.checks += checks(label(values), base, step.measure(own, actor, (*OF_UPDATE, WEIGHTS)), cfg)
+        del actor
+        gc.collect()
     return step, base
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -161,6 +162,7 @@ def main() -> None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=size, store=job_store(size))
     for name in names:
+        gc.collect()  # the model before, which holds itself
         if job == "layouts":
             _compare(with_values(cfg, layouts[name]), step, base, label(layouts[name]), folder / f"{name}.pt")
             continue
