@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import os
@@ -47,8 +48,13 @@ def checksum(tensor: Tensor) -> Tensor:
     rows = words.numel() // (4 * _WIDTH)
     block = words[: rows * 4 * _WIDTH].view(torch.int64).view(rows, _WIDTH).sum(0)
     rest = words[rows * 4 * _WIDTH :].long()
-    places = torch.arange(1, 4 * _WIDTH + 1, device=tensor.device)
+    places = _places(tensor.device)
     return (block * places[:_WIDTH]).sum() * _MIX + (rest * places[: len(rest)]).sum()
+
+
+@functools.cache
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(1, 4 * _WIDTH + 1, device=device)
 
 
 class StepRecorder:
@@ -114,7 +120,8 @@ class StepRecorder:
         """
         began = time.perf_counter()
         record = self.record_of(step, past, data)
-        taken = self._thread.submit(self._look) if self._thread is not None else self._launch()
+        launch = self._launching()
+        taken = self._thread.submit(lambda: launch()()) if self._thread is not None else launch()
         self._pending = record, taken, list(updates)
         self.seconds += time.perf_counter() - began
 
@@ -136,17 +143,20 @@ class StepRecorder:
         # Copies of the first data-parallel rank's, but for a distributed optimizer.
         return _total(sums) if self._mesh.dp_rank else sums
 
-    def _look(self) -> RankState:
-        return self._launch()()
-
-    def _launch(self) -> Callable[[], RankState]:
-        """Start the sums, and return what waits for them."""
-        weights = {name: checksum(one) for name, one in self._weights.items()}
-        names, states = {id(one): name for name, one in self._weights.items()}, Sums()
+    def _launching(self) -> Callable[[], Callable[[], RankState]]:
+        """Return what starts the sums of the present tensors, which returns what waits for them."""
+        # Not the parameters: while the reference computes, they point to its weights.
+        weights = {name: one.detach() for name, one in self._weights.items()}
+        names, states = {id(one): name for name, one in self._weights.items()}, dict[str, Tensor]()
         for weight, tensors in states_by_weight(self._optimizer):
-            states |= {f"{names[id(weight)]}.{kind}": checksum(one) for kind, one in tensors.items()}
-        before, random = self._known, _random_digest(self._mesh)
-        return lambda: RankState(self._mesh.rank, before, _as_hex(weights), _as_hex(states), random)
+            states |= {f"{names[id(weight)]}.{kind}": one.detach() for kind, one in tensors.items()}
+        rank, before, random = self._mesh.rank, self._known, _random_digest(self._mesh)
+
+        def launch() -> Callable[[], RankState]:
+            sums = [{name: checksum(one) for name, one in of.items()} for of in (weights, states)]
+            return lambda: RankState(rank, before, _as_hex(sums[0]), _as_hex(sums[1]), random)
+
+        return launch
 
     def _reference(self) -> str | None:
         sums = {str(i): checksum(one).cpu() for i, one in enumerate(self._model.reference_weights())}

@@ -1,0 +1,107 @@
+"""Checksums tell any changed element; a step's record is of its own moment, whatever happens while it is made."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_run import metrics_of, run, tiny_config, tiny_trainer
+
+from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
+from reinforce_rl.monitoring.step_record import read_record, record_files
+from reinforce_rl.trainer import step_recorder
+from reinforce_rl.trainer.step_recorder import checksum
+
+RL = "trainer.reinforce"
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    with parallel_mesh() as mesh:
+        yield mesh
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3,), (64, 65), (300, 256), (2, 20000)])
+def test_any_element_changes_the_sum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    whole = int(checksum(tensor))
+    assert whole == int(checksum(tensor.clone())) == int(checksum(torch.cat((tensor[:1], tensor))[1:]))
+    flat = tensor.view(-1)
+    for place in torch.randint(flat.numel(), (50,), generator=torch.Generator().manual_seed(2)).tolist():
+        changed = flat.clone()
+        changed[place] = torch.nextafter(changed[place].float(), torch.tensor(9.0)) if dtype == torch.float32 else 7
+        assert int(checksum(changed)) != whole
+    swapped = flat.clone()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    assert int(checksum(swapped)) != whole
+    assert int(checksum(torch.zeros(0, dtype=dtype))) == 0
+
+
+def test_a_record_is_of_its_own_moment(tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums are made late, while the parameters point to the reference's weights; the next update waits."""
+    run(tmp_path / "plain", mesh, f"{RL}.max_steps=2")
+    held = threading.Event()
+    taken = step_recorder.checksum
+
+    def late(tensor: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            assert held.wait(60)
+        return taken(tensor)
+
+    monkeypatch.setattr(step_recorder, "checksum", late)
+    with tiny_trainer(tiny_config(tmp_path / "late", f"{RL}.max_steps=2"), mesh) as trainer:
+        reference = trainer.model.get_init_policy_logprobs
+
+        def swapped(*args: Any) -> Any:
+            with trainer.model._as_reference():  # type: ignore[misc]
+                torch.rand(3)  # moves the random state
+                held.set()
+                if (pending := trainer.recorder._pending) is not None:  # type: ignore[union-attr]
+                    pending[1].result()  # type: ignore[union-attr]
+                held.clear()
+            return reference(*args)
+
+        monkeypatch.setattr(trainer.model, "get_init_policy_logprobs", swapped)
+        before_update = trainer.recorder.before_update  # type: ignore[union-attr]
+        monkeypatch.setattr(trainer.recorder, "before_update", lambda: (held.set(), before_update()))
+        monkeypatch.setattr(trainer.recorder, "finish", _after(held, trainer.recorder.finish))  # type: ignore[union-attr]
+        trainer.fit()
+    for step in (1, 2):
+        one, other = (read_record(tmp_path / name / "run", step) for name in ("plain", "late"))
+        assert one.ranks[0].after == other.ranks[0].after and one.ranks[0].optimizer == other.ranks[0].optimizer
+        assert one.ranks[0].before != one.ranks[0].after and one.updates == other.updates
+
+
+def _after(held: threading.Event, finish: Any) -> Any:
+    def set_and_finish() -> None:
+        held.set()
+        finish()
+
+    return set_and_finish
+
+
+def test_what_is_kept(tmp_path: Path, mesh: Mesh) -> None:
+    settings = (f"{RL}.max_epochs=3", f"{RL}.save_interval=2", "exp_manager.record_keep=2")
+    run(tmp_path, mesh, *settings, f"{RL}.max_steps=4")
+    assert list(record_files(tmp_path / "run")) == [3, 4]
+    lines = metrics_of(tmp_path)
+    assert all(0 <= line["timers/record"] < line["timers/step_time"] for line in lines if line["step"])
+    last = read_record(tmp_path / "run", 4)
+    assert last.ranks[0].before == read_record(tmp_path / "run", 3).ranks[0].after
+    assert last.updates[0]["grad_norm"] == lines[-1]["train/grad_norm"]
+    run(tmp_path, mesh, *settings, f"{RL}.max_steps=5")
+    assert list(record_files(tmp_path / "run")) == [4, 5]
+
+
+@pytest.mark.parametrize(("record", "samples", "records"), [("samples", 2, 0), ("off", 0, 0)])
+def test_less_is_recorded_where_that_is_asked_for(
+    record: str, samples: int, records: int, tmp_path: Path, mesh: Mesh
+) -> None:
+    run(tmp_path, mesh, f"{RL}.max_steps=2", f"exp_manager.record={record}")
+    assert len(list((tmp_path / "run").glob("rollouts/*.parquet"))) == samples
+    assert len(record_files(tmp_path / "run")) == records and len(metrics_of(tmp_path)) == 2
+    assert not any("timers/record" in line for line in metrics_of(tmp_path))
