@@ -66,8 +66,6 @@ def test_a_record_is_of_its_own_moment(tmp_path: Path, mesh: Mesh, monkeypatch: 
             return reference(*args)
 
         monkeypatch.setattr(trainer.model, "get_init_policy_logprobs", swapped)
-        before_update = trainer.recorder.before_update  # type: ignore[union-attr]
-        monkeypatch.setattr(trainer.recorder, "before_update", lambda: (held.set(), before_update()))
         monkeypatch.setattr(trainer.recorder, "finish", _after(held, trainer.recorder.finish))  # type: ignore[union-attr]
         trainer.fit()
     for step in (1, 2):
@@ -80,6 +78,7 @@ def _after(held: threading.Event, finish: Any) -> Any:
     def set_and_finish() -> None:
         held.set()
         finish()
+        held.clear()
 
     return set_and_finish
 
