@@ -24,7 +24,7 @@ from helpers.trainer_processes import (
     assert_equal_runs,
 )
 
-from reinforce_rl.errors import EXIT_STOPPED
+from reinforce_rl.errors import EXIT_SENTINEL, EXIT_STOPPED
 from reinforce_rl.runtime.status import EXIT_INTERRUPTED, Status, read_status
 from reinforce_rl.runtime.stop import LAUNCHER_SECONDS
 
@@ -138,6 +138,17 @@ def test_one_of_two_ranks_is_told(processes, uninterrupted_on_two, tmp_path):
     assert "stopped by" in status(tmp_path).reason
     stop(processes, tmp_path, ranks=2, act=act("train_time", 8, signal.SIGUSR1))
     assert saved_step(tmp_path) == 8
+    finish(processes, tmp_path, ranks=2)
+    assert_equal_runs(tmp_path, uninterrupted_on_two)
+
+
+@pytest.mark.slow
+def test_the_sentinel_stops_every_rank(processes, uninterrupted_on_two, tmp_path):
+    """The first rank's verdict is all ranks'; the run goes on without stopping for the same again."""
+    processes.start(tmp_path, *SETTINGS, "sentinel.rules.prompts_repeated=stop", ranks=2)
+    assert processes.wait() == EXIT_SENTINEL, log(tmp_path)
+    assert processes.statuses == [EXIT_SENTINEL] * 2 and "Traceback" not in log(tmp_path)
+    assert saved_step(tmp_path) == 1 and "prompts_repeated" in status(tmp_path).reason
     finish(processes, tmp_path, ranks=2)
     assert_equal_runs(tmp_path, uninterrupted_on_two)
 
