@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import os
@@ -48,13 +47,8 @@ def checksum(tensor: Tensor) -> Tensor:
     rows = words.numel() // (4 * _WIDTH)
     block = words[: rows * 4 * _WIDTH].view(torch.int64).view(rows, _WIDTH).sum(0)
     rest = words[rows * 4 * _WIDTH :].long()
-    places = _places(tensor.device)
+    places = torch.arange(1, 4 * _WIDTH + 1, device=tensor.device)
     return (block * places[:_WIDTH]).sum() * _MIX + (rest * places[: len(rest)]).sum()
-
-
-@functools.cache
-def _places(device: torch.device) -> Tensor:
-    return torch.arange(1, 4 * _WIDTH + 1, device=device)
 
 
 class StepRecorder:
