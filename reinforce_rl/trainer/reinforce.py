@@ -39,7 +39,7 @@ from reinforce_rl.trainer.advantages import reinforce_batch
 from reinforce_rl.trainer.disaggregated import Generators
 from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.trainer.state import BestCheckpoints, Divergence, PastSteps
-from reinforce_rl.trainer.step_recorder import SUM, StepRecorder
+from reinforce_rl.trainer.step_recorder import LOSS, SUM, StepRecorder
 from reinforce_rl.trainer.updates import denominators_of, mini_batches, total_steps
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class ReinforceTrainer:
                 batch, denominators, rows=rows, kl_coefficient=in_loss, on_policy=not updates
             )
             updates.append(self.optimizer.step())
-            terms.append({"loss": share.loss, **vars(updates[-1]), **{SUM + k: v for k, v in share.sums.items()}})
+            terms.append({LOSS: share.loss, **vars(updates[-1]), **{SUM + k: v for k, v in share.sums.items()}})
             sums.update({"loss": share.loss, **share.sums})
             if share.log_probs is not None:
                 log_probs = torch.where(share.log_probs.isnan(), log_probs, share.log_probs)

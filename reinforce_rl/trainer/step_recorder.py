@@ -33,7 +33,7 @@ _PACKAGES = ("reinforce_rl", "torch", "megatron-core", "transformers", "numpy")
 
 Sums = dict[str, Tensor]
 Numbers = Mapping[str, float]
-SUM = "sum_"  # prefix of numbers that are added over ranks
+LOSS, SUM = "loss", "sum_"  # the number, and the prefix of numbers, that are added over ranks
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -109,8 +109,8 @@ class StepRecorder:
     ) -> None:
         """Begin the record of a step.
 
-        `updates` are this rank's numbers of each optimizer step; those that begin with `SUM` are added over all ranks.
-        `past` is `PastSteps.state_dict` from before the step, `data` the loader's position after it.
+        `updates` are this rank's numbers of each optimizer step; `LOSS` and those that begin with `SUM` are added over
+        all ranks. `past` is `PastSteps.state_dict` from before the step, `data` the loader's position after it.
         """
         began = time.perf_counter()
         record = self.record_of(step, past, data)
@@ -173,7 +173,7 @@ def _added(of_ranks: Sequence[Sequence[Numbers]]) -> list[dict[str, float]]:
         names = dict.fromkeys(name for one in updates for name in one)
         found.append(
             {
-                name: sum(one.get(name, 0.0) for one in updates) if name.startswith(SUM) else updates[0][name]
+                name: sum(one.get(name, 0.0) for one in updates) if name.startswith((LOSS, SUM)) else updates[0][name]
                 for name in names
             }
         )
