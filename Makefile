@@ -27,6 +27,8 @@ GPU_CHECK_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 CONSTRAINTS := constraints/cpu-py311.txt
+ASYNC := tests/trainer/test_disaggregated.py tests/trainer/test_finished_first.py tests/trainer/test_separate.py \
+	tests/generation/test_vllm_updates.py
 # One file of tests stays in one process: its fixtures, often a server or a model, are made once.
 PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 # In CI, what failed runs again, in new processes. Exit status 1: all others have run.
@@ -84,11 +86,11 @@ test-slow: install ## The tests that take minutes, which `make test` leaves out
 	$(call run_tests,-m "slow and not gpu and not engine" $(PYTEST_ARGS))
 
 test-engine: install ## Generation by the real vLLM on this machine's CPU
-	@# Each worker has an engine of its own beside the trainer.
-	$(PYTEST) -m "engine and not gpu" --maxprocesses 2 $(PYTEST_ARGS)
+	@# Each worker has an engine of its own beside the trainer. Classes of a file run beside each other.
+	$(PYTEST) --dist loadscope -m "engine and not gpu" $(ASYNC:%=--ignore %) $(PYTEST_ARGS)
 
-test-async: install ## Generation on ranks of its own, quick tests and slow ones
-	$(PYTEST) tests/trainer/test_disaggregated.py $(PYTEST_ARGS)
+test-async: install ## Generation on ranks of its own, quick tests and slow ones, and updates of an engine in flight
+	$(PYTEST) $(ASYNC) $(PYTEST_ARGS)
 
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .
