@@ -78,6 +78,7 @@ def test_every_layout_of_two_ranks(folder, one_process, tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["untied"], indirect=True)
+@pytest.mark.slow
 def test_layouts_of_four_ranks(folder, one_process, tmp_path):
     run_and_check(QUICK_ON_FOUR, folder, one_process, tmp_path)
 

@@ -233,6 +233,7 @@ def test_an_engine_generates(processes, tmp_path):
 FUNCTION = ("reward=function", "+reward_function.kwargs.target=4", "+reward_function.kwargs.tolerance=4")
 
 
+@pytest.mark.slow
 def test_the_generators_ask_for_the_rewards(processes, tmp_path):
     """A real reward function in processes of the rank that generates; then one that cannot be used there."""
     own = (*FUNCTION, "reward_function.name=reinforce_rl.rewards.functions.length", "max_staleness=0")
@@ -298,6 +299,7 @@ def test_slow_rewards_are_no_hang(processes, tmp_path):
     assert [line["step"] for line in metrics_of(tmp_path)] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_colocated_run_goes_on_with_generators(processes, tmp_path):
     processes.start(tmp_path, *SETTINGS, *STATEFUL, "trainer.reinforce.save_interval=1", die_before="step_00004")
     assert processes.wait() == -signal.SIGKILL

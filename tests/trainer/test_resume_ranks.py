@@ -147,6 +147,7 @@ ONE = (1, ())
     [[ONE, PP2, DP2], pytest.param([ONE, ONE, TP2, TP2, DP2, DP2, PP2, PP2, ONE], marks=pytest.mark.slow)],
     ids=["three", "nine"],
 )
+@pytest.mark.slow
 def test_every_prompt_once_an_epoch_through_kills_and_layouts(layouts, processes, tmp_path):
     """Each is killed within some step, but the last one, which ends the run."""
     tiny_llama_folder(tmp_path / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16)

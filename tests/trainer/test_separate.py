@@ -65,10 +65,14 @@ class Programs:
         log = self.folder / "log"
         return log.read_text() if log.is_file() else ""
 
+    @property
+    def of_generators(self) -> str:
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("generator-*")))
+
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + RUN_SECONDS / 2
         while not condition():
-            assert time.monotonic() < deadline, f"{what}:\n{self.said}"
+            assert time.monotonic() < deadline, f"{what}:\n{self.said}\n{self.of_generators}"
             time.sleep(0.02)
 
     def wait_for_step(self, step: int) -> None:
@@ -138,6 +142,7 @@ def test_one_is_killed_another_comes_and_no_number_changes(programs, joined):
 
 
 @pytest.mark.parametrize("transfer", [1, 3])
+@pytest.mark.slow
 def test_a_death_as_weights_come(transfer, programs, joined):
     """The trainers go on at once, and those that are left get the weights again."""
     programs.generate(PATIENT)
@@ -150,6 +155,7 @@ def test_a_death_as_weights_come(transfer, programs, joined):
     assert_equal_runs(programs.folder, joined)
 
 
+@pytest.mark.slow
 def test_one_that_stands_still_is_lost_and_leaves_when_it_wakes(programs, joined):
     silent = "trainer.heartbeat_timeout_seconds=5"
     act = {"rank": 0, "phase": "generate", "step": 3, "signal": signal.SIGSTOP}
@@ -164,6 +170,7 @@ def test_one_that_stands_still_is_lost_and_leaves_when_it_wakes(programs, joined
     assert_equal_runs(programs.folder, joined)
 
 
+@pytest.mark.slow
 def test_one_that_is_stopped_ends_what_it_has_under_way(programs, joined):
     log = programs.generate(generate_seconds=0.3)
     programs.generate()
