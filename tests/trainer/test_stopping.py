@@ -145,7 +145,7 @@ def test_one_of_two_ranks_is_told(processes, uninterrupted_on_two, tmp_path):
 @pytest.mark.slow
 def test_the_sentinel_stops_every_rank(processes, uninterrupted_on_two, tmp_path):
     """The first rank's verdict is all ranks'; the run goes on without stopping for the same again."""
-    processes.start(tmp_path, *SETTINGS, "sentinel.rules.prompts_repeated=stop", ranks=2)
+    processes.start(tmp_path, *SETTINGS, "sentinel.rules.prompts_repeated=stop", ranks=2, patience=30)
     assert processes.wait() == EXIT_SENTINEL, log(tmp_path)
     assert processes.statuses == [EXIT_SENTINEL] * 2 and "Traceback" not in log(tmp_path)
     assert saved_step(tmp_path) == 1 and "prompts_repeated" in status(tmp_path).reason
