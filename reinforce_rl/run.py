@@ -207,8 +207,7 @@ def build_monitor(
     for line in RunFolder(folder).lines:  # of a run that goes on
         sentinel.look(line)
     loggers, repeated = Loggers([jsonl, *others]), repeated_texts(datasets.train.texts, held_out)
-    monitor = RunMonitor(folder, loggers, progress, status, factor, tables, tokens, sentinel, repeated)
-    monitor.records_samples = record_samples
+    monitor = RunMonitor(folder, loggers, progress, status, factor, tables, tokens, sentinel, repeated, record_samples)
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
         for key, values in changes.items():

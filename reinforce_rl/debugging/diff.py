@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from pydantic_core import to_json
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +17,7 @@ from reinforce_rl.debugging.differences import (
     EQUAL_BITS,
     ROUNDING,
     Bounds,
-    Difference,
+    FirstDifference,
     fact_differences,
     missing_samples,
     sample_differences,
@@ -34,7 +32,7 @@ from reinforce_rl.monitoring.run_folder import RunFolder, open_run
 from reinforce_rl.monitoring.step_record import StepRecord, read_record, record_files
 from reinforce_rl.monitoring.view import frozen_page
 from reinforce_rl.runtime.settings import compare, settings_of
-from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.files import write_atomically, write_json
 
 PHASES = ("prompts", "weights", "generate", "score", "logprobs", "advantages", "update")
 _PLACES = ("exp_manager.explicit_log_dir", "exp_manager.name", "exp_manager.wandb_logger_kwargs.name")
@@ -46,7 +44,7 @@ class Parting:
 
     step: int
     phase: str
-    difference: Difference
+    difference: FirstDifference
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.difference}"
@@ -78,9 +76,6 @@ class RunDiff:
         other = _earliest(self.beyond_rounding)
         more = f". Beyond rounding at step {other.step}, in {other.phase}: {other.difference}"
         return text if other == one else text + more
-
-    def as_json(self) -> dict[str, Any]:
-        return json.loads(to_json({"version": 1, **asdict(self), "sentence": self.sentence}, inf_nan_mode="null"))
 
     def rows(self) -> list[list[str]]:
         """A row a phase: where it first differs, in bits and beyond rounding."""
@@ -140,7 +135,7 @@ def diff(first: str | Path, second: str | Path) -> RunDiff:
 def write(found: RunDiff, first: str | Path, second: str | Path, json_file: Path | None, html: Path | None) -> None:
     """Write the findings as JSON, and a page that overlays the curves with the tables of differences below."""
     if json_file is not None:
-        write_atomically(json_file, json.dumps(found.as_json(), indent=2, allow_nan=False) + "\n")
+        write_json(json_file, {"version": 1, **asdict(found), "sentence": found.sentence})
     if html is not None:
         runs = {found.first: open_run(first), found.second: open_run(second)}
         parting = {"title": "Where they part", "note": found.sentence, "columns": list(_COLUMNS), "rows": found.rows()}
@@ -150,7 +145,7 @@ def write(found: RunDiff, first: str | Path, second: str | Path, json_file: Path
 
 def _differences(
     runs: tuple[RunFolder, RunFolder], step: int, recorded: set[int]
-) -> Iterator[tuple[str, Bounds, Difference]]:
+) -> Iterator[tuple[str, Bounds, FirstDifference]]:
     first, second = (_sorted(read_table(rollout_files(run.path)[step])) for run in runs)
     if (missing := missing_samples(first, second)) is not None:
         yield from (("prompts", bounds, missing) for bounds in (EQUAL_BITS, ROUNDING))
@@ -164,7 +159,7 @@ def _differences(
         yield from _of_records(sides[0], sides[1])
 
 
-def _of_records(one: StepRecord, other: StepRecord) -> Iterator[tuple[str, Bounds, Difference]]:
+def _of_records(one: StepRecord, other: StepRecord) -> Iterator[tuple[str, Bounds, FirstDifference]]:
     for bounds in (EQUAL_BITS, ROUNDING):
         if found := update_differences(one, other, bounds):
             yield "update", bounds, found[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ COLUMNS = {
     "generate": ("response_tokens", "finish_reason", "generator_log_probs", "weight_versions"),
     "score": ("reward", "source_rewards", "score_fault"),
     "logprobs": ("policy_log_probs", "reference_log_probs"),
-    "advantages": (*("valid", "kl", "shaped_reward", "reward_with_kl", "baseline", "advantage", "token_advantages"),),
+    "advantages": ("valid", "kl", "shaped_reward", "reward_with_kl", "baseline", "advantage", "token_advantages"),
 }
 
 
@@ -51,7 +51,7 @@ _OF_CUTS = ("sum_sequence_tokens", "sum_padded_tokens")  # numbers that another 
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """The first of `count` places where one column, tensor or number differs."""
 
     what: str  # column of the samples, number of an update, or tensor
@@ -76,13 +76,10 @@ class Difference:
         size = "" if math.isnan(self.size) else f", by {self.size:.2g} at most"
         return f"{found}{where}; {self.count} of {self.total} differ{size}"
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def sample_differences(
     first: pa.Table, second: pa.Table, columns: Sequence[str], bounds: Bounds = EQUAL_BITS
-) -> list[Difference]:
+) -> list[FirstDifference]:
     """Compare columns of two tables of the same samples in the same order; one that both lack is equal."""
     ids = list(zip(first["prompt_id"].to_pylist(), first["sample_id"].to_pylist(), strict=True))
     found = []
@@ -100,11 +97,11 @@ def sample_differences(
             one, other = (_at(column[row], token) for column in pair)
             sizes = [_size(pair[0][r], pair[1][r]) for r, _ in places]
             prompt, sample = ids[row]
-            found.append(Difference(name, one, other, len(places), len(ids), prompt, sample, token, max(sizes)))
+            found.append(FirstDifference(name, one, other, len(places), len(ids), prompt, sample, token, max(sizes)))
     return found
 
 
-def missing_samples(first: pa.Table, second: pa.Table) -> Difference | None:
+def missing_samples(first: pa.Table, second: pa.Table) -> FirstDifference | None:
     """Return the first sample that one of the tables lacks, or that stands elsewhere in it; None if there is none."""
     columns = [list(zip(t["prompt_id"].to_pylist(), t["sample_id"].to_pylist(), strict=True)) for t in (first, second)]
     if columns[0] == columns[1]:
@@ -118,27 +115,27 @@ def missing_samples(first: pa.Table, second: pa.Table) -> Difference | None:
             break
     one, other = ("none" if one is None else f"prompt {one[0]}, sample {one[1]}" for one in pairs)
     count = len(set(columns[0]) ^ set(columns[1])) or 1
-    return Difference(f"sample {row} of the step", one, other, count, total)
+    return FirstDifference(f"sample {row} of the step", one, other, count, total)
 
 
 def number_differences(
     first: Mapping[str, Any], second: Mapping[str, Any], bounds: Bounds = EQUAL_BITS
-) -> list[Difference]:
+) -> list[FirstDifference]:
     """Compare numbers and texts by name."""
     names = dict.fromkeys((*first, *second))
     pairs = {name: (first.get(name), second.get(name)) for name in names}
     return [
-        Difference(name, one, other, 1, 1, size=_size(one, other))
+        FirstDifference(name, one, other, 1, 1, size=_size(one, other))
         for name, (one, other) in pairs.items()
         if not _equal(one, other, bounds)
     ]
 
 
-def update_differences(first: StepRecord, second: StepRecord, bounds: Bounds = EQUAL_BITS) -> list[Difference]:
+def update_differences(first: StepRecord, second: StepRecord, bounds: Bounds = EQUAL_BITS) -> list[FirstDifference]:
     """Compare the numbers of all optimizer steps of a step."""
     counts = len(first.updates), len(second.updates)
     if counts[0] != counts[1]:
-        return [Difference("optimizer steps", counts[0], counts[1], 1, 1)]
+        return [FirstDifference("optimizer steps", counts[0], counts[1], 1, 1)]
     found = []
     for number, (one, other) in enumerate(zip(first.updates, second.updates, strict=True)):
         prefix = f"optimizer step {number + 1}, " if len(first.updates) > 1 else ""
@@ -149,7 +146,7 @@ def update_differences(first: StepRecord, second: StepRecord, bounds: Bounds = E
     return found
 
 
-def tensor_differences(first: Sequence[RankState], second: Sequence[RankState], kind: str) -> list[Difference]:
+def tensor_differences(first: Sequence[RankState], second: Sequence[RankState], kind: str) -> list[FirstDifference]:
     """Compare checksums of the `RankState` field `kind`; the first tensor of each rank that differs."""
     found = []
     for one, other in zip(first, second, strict=True):
@@ -158,7 +155,9 @@ def tensor_differences(first: Sequence[RankState], second: Sequence[RankState], 
         if names:
             rank = f"rank {one.rank}: " if len(first) > 1 else ""
             values = sums[0].get(names[0], "absent"), sums[1].get(names[0], "absent")
-            found.append(Difference(f"{rank}tensor {names[0]}", values[0], values[1], len(names), max(map(len, sums))))
+            found.append(
+                FirstDifference(f"{rank}tensor {names[0]}", values[0], values[1], len(names), max(map(len, sums)))
+            )
     return found
 
 
@@ -173,7 +172,8 @@ def fact_differences(first: StepRecord, second: StepRecord) -> list[str]:
         pairs = [[_shown(side.get(key, default.get(key))) for side in sides] for key in keys]
         found += [f"{title}{key}: {one} -> {other}" for key, (one, other) in zip(keys, pairs, strict=True)]
     for name in dict.fromkeys((*first.files, *second.files)):
-        if first.files.get(name) != second.files.get(name):
+        digests = first.files.get(name), second.files.get(name)
+        if None not in digests and digests[0] != digests[1]:
             found.append(f"the file of the reward function {name} is another one")
     if first.data.get("fingerprint") != second.data.get("fingerprint"):
         found.append("the prompts of the training data are others")

@@ -34,7 +34,7 @@ from reinforce_rl.debugging.replay_results import PhaseResult, Replay
 from reinforce_rl.debugging.rescore import Rescorer
 from reinforce_rl.debugging.stored import StoredRun, StoredStep
 from reinforce_rl.debugging.whatif_settings import with_overrides
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.evaluation.evaluate import reward_overrides
 from reinforce_rl.megatron.checkpointer import Checkpoint, checkpoint_up_to
 from reinforce_rl.megatron.mesh import Mesh
@@ -52,7 +52,6 @@ from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_reco
 from reinforce_rl.run import build_trainer
 from reinforce_rl.runtime.settings import set_keys
 from reinforce_rl.trainer.build import build_datasets, build_sampler, configured_mesh
-from reinforce_rl.utils.files import write_atomically
 
 PHASES = ("generate", "score", "logprobs", "advantages", "update")
 
@@ -80,7 +79,8 @@ def replay(
 
     Raises:
         ConfigError: an override, or the run's settings on this machine, are wrong.
-        DataError: the run has no record of the step, or lacks tokens of the steps since the checkpoint.
+        DataError: the run has no record of the step, or lacks tokens of the steps since the checkpoint, or these had
+            other settings.
     """
     if phase not in (*PHASES, "all"):
         raise ConfigError([f"--phase is {phase!r}; expected one of {', '.join(PHASES)}, all"])
@@ -99,8 +99,13 @@ def replay(
         checkpoint = checkpoint_up_to(stored.path / "checkpoints", step - 1)
         first = 0 if checkpoint is None else checkpoint.trainer_state["step"]
         steps = {number: stored.step(number) for number in range(first + 1, step + 1)}
-        for one in steps.values():
+        for number, one in steps.items():
             one.needs_tokens("a replay reads them")
+            if stored.settings(number)[0] is not stored.settings(step)[0]:
+                raise DataError(
+                    f"step {number} was made with other settings than step {step}, and there is no checkpoint between "
+                    f"them; expected one set of settings since step {first}. Replay a step before the change"
+                )
         with configured_mesh(isolated) as mesh, contextlib.ExitStack() as stack:
             if mesh.is_main:
                 say(_plan(stored, first, step))
@@ -108,10 +113,6 @@ def replay(
                 torch.set_num_threads(recorded.machine["threads"])  # the order of sums depends on it
             replayer = _Replayer(cfg, isolated, mesh, checkpoint, stack, scores=None if reward == "stored" else reward)
             return replayer.run(stored, recorded, steps, PHASES if phase == "all" else (phase,))
-
-
-def write(found: Replay, file: Path) -> None:
-    write_atomically(file, json.dumps(found.as_json(), indent=2, allow_nan=False) + "\n")
 
 
 def _plan(stored: StoredRun, first: int, step: int) -> str:
@@ -154,7 +155,7 @@ class _Replayer:
         if checkpoint is not None:
             state = checkpoint.trainer_state
             self._start = state["step"]
-            # No prompt is drawn. What was changed since is told by name; the trainer would refuse it as a whole.
+            # The loader is not used. Changed prompts are reported one by one; the trainer would refuse to resume.
             data = {**build_sampler(cfg, self._data).state_dict(), "fingerprint": self._data.fingerprint}
             checkpoint = replace(checkpoint, trainer_state={**state, "data": data})
         self._rescorer = stack.enter_context(contextlib.closing(Rescorer(asked, mesh))) if scores else None
@@ -172,7 +173,7 @@ class _Replayer:
     ) -> Replay:
         step, mesh, trainer = recorded.step, self._mesh, self._trainer
         earlier = [self._again(stored, steps[number], number) for number in range(self._start + 1, step)]
-        now = [mesh.gather_on_main(RankState(mesh.rank, self._recorder.present(), {}, {}, ""))]
+        now = mesh.gather_on_main(RankState(mesh.rank, self._recorder.present(), {}, {}, ""))
         again = replace(
             self._recorder.record_of(step, {}, trainer.train_dataloader.state_dict()),
             settings={one.key: one.value for one in set_keys(self._asked.model_dump(), TrainConfig)},
@@ -189,7 +190,9 @@ class _Replayer:
         def compare(name: str, batch: RolloutBatch, data: ReinforceBatch | None = None) -> None:
             table = self._table(step, batch, data)
             if table is not None:
-                results[name] = PhaseResult.of(name, sample_differences(then, table, COLUMNS[name], bounds))
+                # A record without versions is of weights of the step before; what is older is not generated.
+                columns = [column for column in COLUMNS[name] if column != "weight_versions"]
+                results[name] = PhaseResult.of(name, sample_differences(then, table, columns, bounds))
 
         if "generate" in phases:
             why = self._keeps_from_generating(batch, step, same_layout)
@@ -216,7 +219,7 @@ class _Replayer:
         if not mesh.is_main:
             return Replay(stored.run.name, step, self._start, [], [], bounds)
         before = [self._compare_prompts(stored, steps), *[one for one in earlier if one.differences][:1]]
-        before.append(self._compare_weights(stored, recorded, now[0], bounds))
+        before.append(self._compare_weights(stored, recorded, now, bounds))
         if "update" in phases:
             made = read_record(self._cfg.exp_manager.explicit_log_dir, step)
             results["update"] = _compare_update(recorded, made, bounds)
@@ -272,13 +275,9 @@ class _Replayer:
             return PhaseResult("score", "not replayed", note="the recorded scores are taken (--reward stored)")
         if not self._mesh.is_main:
             return PhaseResult("score", "same")
-        table = samples_table(
-            Samples(sample_rows(stored.step, self._texts(stored), self._rescorer(stored), self._tokenizer))
-        )
+        prompts = [Prompt(row.prompt_id, row.prompt, ()) for row in stored.rows]
+        table = samples_table(Samples(sample_rows(stored.step, prompts, self._rescorer(stored), self._tokenizer)))
         return PhaseResult.of("score", sample_differences(then, table, COLUMNS["score"], bounds))
-
-    def _texts(self, stored: StoredStep) -> list[Prompt]:
-        return [Prompt(row.prompt_id, row.prompt, ()) for row in stored.rows]
 
     def _table(self, step: int, batch: RolloutBatch, data: ReinforceBatch | None) -> pa.Table | None:
         """Return the samples of all ranks as they are recorded; None on all ranks but the first."""
@@ -305,7 +304,8 @@ class _Replayer:
         self, stored: StoredRun, recorded: StepRecord, now: list[RankState], bounds: Bounds
     ) -> PhaseResult:
         if bounds != EQUAL_BITS:
-            return PhaseResult("weights", "same", note="not compared: checksums are of equal bits")
+            why = "checksums are compared bit for bit only; the log-probs show what the weights compute"
+            return PhaseResult("weights", "not replayed", note=why)
         scratch = self._cfg.exp_manager.explicit_log_dir
         known = record_files(stored.path).keys() & record_files(scratch).keys()
         sides = {step: (read_record(stored.path, step).ranks, read_record(scratch, step).ranks) for step in known}
@@ -320,6 +320,6 @@ class _Replayer:
 def _compare_update(recorded: StepRecord, made: StepRecord, bounds: Bounds) -> PhaseResult:
     found = update_differences(recorded, made, bounds)
     if bounds != EQUAL_BITS:
-        return PhaseResult.of("update", found, "weights are not compared: checksums are of equal bits")
+        return PhaseResult.of("update", found, "numbers only: checksums of the weights are compared bit for bit")
     found += tensor_differences(recorded.ranks, made.ranks, "optimizer")
     return PhaseResult.of("update", found + tensor_differences(recorded.ranks, made.ranks, "after"))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from pydantic_core import to_json
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reinforce_rl.debugging.differences import Bounds, Difference
+from reinforce_rl.debugging.differences import Bounds, FirstDifference
 
 Verdict = Literal["same", "differs", "not replayed"]
 _UNKNOWN = "No difference of code, data, settings, reward source or machine was found"
@@ -28,11 +26,11 @@ _OF_KERNELS = "the record was changed, or a kernel does not give the same twice"
 class PhaseResult:
     name: str
     verdict: Verdict
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[FirstDifference] = field(default_factory=list)
     note: str = ""
 
     @classmethod
-    def of(cls, name: str, differences: list[Difference], note: str = "") -> PhaseResult:
+    def of(cls, name: str, differences: list[FirstDifference], note: str = "") -> PhaseResult:
         return cls(name, "differs" if differences else "same", differences, note)
 
 
@@ -72,6 +70,4 @@ class Replay:
         return Group(Text(head), "", table, "", Text(self.sentence))
 
     def as_json(self) -> dict[str, Any]:
-        """Return all that was found; what is unknown is null."""
-        found = {"version": 1, **asdict(self), "sentence": self.sentence, "exit_code": self.exit_code}
-        return json.loads(to_json(found, inf_nan_mode="null"))
+        return {"version": 1, **asdict(self), "sentence": self.sentence, "exit_code": self.exit_code}

@@ -102,7 +102,7 @@ def verify(
 
     Args:
         cfg: checked settings of `train`; nothing is written to its run's folder.
-        ranks: above 1 also tries layouts of so many.
+        ranks: number of ranks whose layouts are checked too; 1 for none.
         resumes: also kill a run and resume it.
         prompts, max_length: bounds on the step's prompts and response tokens.
         say: called with each way that is about to be tried.

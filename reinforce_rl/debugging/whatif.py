@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from reinforce_rl.trainer.advantages import reinforce_batch
 from reinforce_rl.trainer.reward_requests import with_valid
 from reinforce_rl.trainer.state import PastSteps, depends_on_past
 from reinforce_rl.trainer.updates import reward_shaping
-from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.files import write_atomically, write_json
 
 TOLERANCE = 1e-6  # of recomputed advantages: rounding
 
@@ -94,7 +93,7 @@ def whatif(
 def write(found: WhatIf, run: str | Path, json_file: Path | None, html: Path | None) -> None:
     """Write the numbers as JSON, and the run's page with figures of them."""
     if json_file is not None:
-        write_atomically(json_file, json.dumps(found.as_json(), indent=2, allow_nan=False) + "\n")
+        write_json(json_file, found.as_json())
     if html is not None:
         of = StoredRun(run).run
         write_atomically(html, frozen_page({of.name: (of, overview(of) | {"figures": found.figures()})}))

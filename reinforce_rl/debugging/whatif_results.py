@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from pydantic_core import to_json
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
@@ -66,11 +65,10 @@ class WhatIf:
         return [sample for step in self.steps for sample in step.samples]
 
     def as_json(self) -> dict[str, Any]:
-        """Return all numbers; what is unknown is null."""
+        """Return all numbers."""
         samples = [{**asdict(one), "changes_sign": one.changes_sign} for one in self.samples]
         steps = [{name: value for name, value in vars(one).items() if name != "samples"} for one in self.steps]
-        found = {"version": VERSION, **vars(self), "steps": steps, "samples": samples}
-        return json.loads(to_json(found, inf_nan_mode="null"))
+        return {"version": VERSION, **vars(self), "steps": steps, "samples": samples}
 
     def table(self) -> RenderableType:
         """Return a row a step, the samples whose advantages changed most, and what differs."""

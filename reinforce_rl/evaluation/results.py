@@ -82,7 +82,7 @@ class Comparison:
         if self.difference is not None:
             return f"{text}; reward {self.difference.sentence()}"
         if wins.count:
-            text += ": not to be told from noise" if low <= 0.5 <= high else ": a real preference at the 5 % level"
+            text += ": indistinguishable from noise" if low <= 0.5 <= high else ": a real preference at the 5 % level"
         return text + (f"; {wins.failed} prompts without a result" if wins.failed else "")
 
 

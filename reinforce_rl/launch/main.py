@@ -18,6 +18,7 @@ from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.check_generation import check_generation
 from reinforce_rl.launch.convert import convert
 from reinforce_rl.launch.demo import demo
+from reinforce_rl.launch.recorded import RunFolder, diff, records, replay, whatif
 from reinforce_rl.launch.terminal import become, fail, plain_errors, start_ranks
 
 
@@ -75,7 +76,6 @@ def _complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 
 Words = Annotated[list[str] | None, typer.Argument(autocompletion=_complete)]
-RunFolder = Annotated[Path, typer.Argument(help="the run's folder")]
 Rewards = Annotated[list[str] | None, typer.Option(help="my_rewards.f, or a server's http://HOST:PORT; repeatable")]
 
 app = typer.Typer(
@@ -335,95 +335,10 @@ def check_server(
     print("OK: it can be used")
 
 
-@app.command()
-def records(
-    run: RunFolder,
-    step: Annotated[int | None, typer.Option(help="default: the last one recorded")] = None,
-    kind: Annotated[Literal["rollouts", "validation", "test"], typer.Option(help="which samples")] = "rollouts",
-    tokens: Annotated[bool, typer.Option("--tokens", help="with the ids, texts and values of each token")] = False,
-) -> None:
-    """Print a step's samples as JSON, one a line: prompt, response, rewards, KL, advantage, ..."""
-    from reinforce_rl.monitoring.run_folder import open_run
-
-    for line in open_run(run).sample_lines(step, kind, tokens=tokens):
-        print(line, end="")
-
-
-@app.command()
-def whatif(
-    run: RunFolder,
-    overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
-    steps: Annotated[str | None, typer.Option(help="such as 12 or 10:20 (default: the last one recorded)")] = None,
-    gradient: Annotated[bool, typer.Option("--gradient", help="compare the gradients on a checkpoint, too")] = False,
-    json: Annotated[Path | None, typer.Option(help="file for all numbers, of each sample too")] = None,
-    html: Annotated[Path | None, typer.Option(help="file for the run's page with plots of them")] = None,
-) -> None:
-    """Recompute the advantages of recorded steps under other settings or rewards, without a GPU, and compare them."""
-    from rich.console import Console
-
-    from reinforce_rl.debugging.whatif import whatif, write
-
-    found = whatif(run, steps, overrides or (), gradient=gradient)
-    write(found, run, json, html)
-    Console().print(found.table())
-
-
-@app.command()
-def replay(
-    run: RunFolder,
-    overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
-    step: Annotated[int | None, typer.Option(help="default: the last one recorded")] = None,
-    phase: Annotated[
-        Literal["generate", "score", "logprobs", "advantages", "update", "all"],
-        typer.Option(help="what to make again"),
-    ] = "all",
-    reward: Annotated[
-        str | None, typer.Option(help="stored, restart, my_rewards.f or http://HOST:PORT; docs/debugging.md#replay")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="file for all that was found")] = None,
-) -> None:
-    """Make a recorded step again, and name the first phase, prompt, token or tensor that differs.
-
-    Exit code 0: nothing differs; 1: something does; 2: nothing does, but not every phase could be made again.
-    """
-    from rich.console import Console
-
-    from reinforce_rl.debugging.replay import replay, write
-
-    options = {"phase": phase, "reward": reward, "overrides": overrides or (), "start": start_ranks}
-    found = replay(run, step, say=lambda text: print(text, flush=True), **options)
-    if found.phases:  # not on the other ranks
-        if json is not None:
-            write(found, json)
-        Console().print(found.table())
-    raise typer.Exit(found.exit_code)
-
-
-@app.command()
-def diff(
-    first: Annotated[Path, typer.Argument(help="a run's folder")],
-    second: Annotated[Path, typer.Argument(help="another run's")],
-    json: Annotated[Path | None, typer.Option(help="file for all that was found")] = None,
-    html: Annotated[Path | None, typer.Option(help="file for a page that overlays the curves")] = None,
-) -> None:
-    """Find where two runs part: the first setting, step, phase, prompt and token that differ.
-
-    Exit code 0 where all recorded steps are the same bit for bit, else 1.
-    """
-    from rich.console import Console
-
-    from reinforce_rl.debugging.diff import diff, write
-
-    found = diff(first, second)
-    write(found, first, second, json, html)
-    Console().print(found.table())
-    raise typer.Exit(int(found.parts))
-
-
 @app.command(context_settings={"ignore_unknown_options": True})
 def verify(
     words: Words = None,
-    ranks: Annotated[int, typer.Option(min=1, help="above 1: also try the layouts of so many ranks")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="also check the layouts of this many ranks; 1 for none")] = 1,
     resume: Annotated[bool, typer.Option(help="also kill a run, resume it, and compare")] = True,
     prompts: Annotated[int, typer.Option(min=1, help="of the step, at most")] = 3,
     max_length: Annotated[int, typer.Option(min=1, help="response tokens, at most")] = 24,
@@ -439,6 +354,8 @@ def verify(
     programs.verify(ranks=ranks, resumes=resume, prompts=prompts, max_length=max_length)
 
 
+for command in (records, whatif, replay, diff):
+    app.command()(command)
 app.command("check-generation")(check_generation)
 app.add_typer(convert, name="convert")
 app.command()(demo)

@@ -42,12 +42,12 @@ class Difference:
 
     @property
     def p(self) -> float:
-        """Of the two-sided test."""
+        """The p-value of the two-sided test."""
         return two_sided_p(self.mean_difference / self._error, self.degrees)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of 95 %, around the difference."""
+        """The 95 % confidence interval of the difference."""
         half = quantile(1 - LEVEL / 2, self.degrees) * self._error
         return self.mean_difference - half, self.mean_difference + half
 
@@ -84,13 +84,13 @@ class Difference:
             return f"{text}: this says nothing about other {one}s{left}"
         if not self.standard_error:
             return f"{text}: all differences are equal, so there is no spread to test them by{left}"
-        can = f"this many {one}s can show gains from {self.smallest_gain:{form}} on"
+        can = f"this many {one}s can detect gains of {self.smallest_gain:{form}} or more"
         if self.p < LEVEL:
             kind = "gain" if self.mean_difference > 0 else "loss"
             return f"{text} ({chance(self.p)}): a real {kind} at the 5 % level; {can}{left}"
         about = f"about {float(f'{math.ceil(self.needed):.2g}'):,.0f}" if self.needed < 1e6 else "more than a million"
-        can += f"; one of {abs(self.mean_difference):{form}} needs {about}{' in all' if m else ''}"
-        return f"{text} ({chance(self.p)}): not to be told from noise; {can}{left}"
+        can += f"; detecting {abs(self.mean_difference):{form}} needs {about}{' in all' if m else ''}"
+        return f"{text} ({chance(self.p)}): indistinguishable from noise; {can}{left}"
 
 
 def chance(p: float) -> str:

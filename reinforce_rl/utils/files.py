@@ -49,6 +49,13 @@ def write_atomically(path: Path, text: str | bytes, mode: int = 0o644) -> None:
         raise
 
 
+def write_json(path: Path, values: Any) -> None:
+    """Write `values` atomically as JSON; NaN and infinity become null."""
+    from pydantic_core import to_json  # not at hand where a Slurm job is only supervised
+
+    write_atomically(path, to_json(values, indent=2, inf_nan_mode="null") + b"\n")
+
+
 def folder_faults(key: str, folder: str) -> Iterator[str]:
     """Yield an error if a folder cannot be made or written to; makes none, but tests the nearest existing parent."""
     out = existing = Path(folder).absolute()

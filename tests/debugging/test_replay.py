@@ -196,13 +196,23 @@ def test_what_is_missing_is_told(folder: Path) -> None:
         replay(run, 5)
 
 
+def test_settings_that_changed_on_the_way(folder: Path) -> None:
+    history = folder / "run" / "config_history.jsonl"
+    line = json.loads(history.read_text().splitlines()[0])
+    changed = {**line, "step": 4, "config": line["config"].replace("lr: 0.01", "lr: 0.02")}
+    history.write_text(json.dumps(line) + "\n" + json.dumps(changed) + "\n")
+    with pytest.raises(DataError, match="step 4 was made with other settings than step 5"):
+        replay(folder / "run", 5)
+
+
 def test_another_machine_is_compared_within_rounding(folder: Path) -> None:
     path = folder / "run" / "record" / "step_00004.json"
     values = json.loads(path.read_text())
     values["machine"]["device"] = "CPU, 128 cores"
     path.write_text(json.dumps(values))
     found = replay(folder / "run", 4)
-    assert found.exit_code == 0 and "rounding" in str(found.bounds) and len(found.facts) == 1
+    assert found.exit_code == 2 and "rounding" in str(found.bounds) and len(found.facts) == 1
+    assert found.sentence == "Nothing differs; not replayed: weights."
 
 
 @pytest.mark.slow
@@ -215,7 +225,7 @@ def test_on_two_ranks(folder: Path) -> None:
 
     found = on_two()
     skipped = [one["name"] for one in found["phases"] if one["verdict"] == "not replayed"]
-    assert skipped == ["generate", "score"] and [one["name"] for one in found["phases"]] == ALL
+    assert skipped == ["weights", "generate", "score"] and [one["name"] for one in found["phases"]] == ALL
     assert found["exit_code"] == 2, found["phases"]
     assert found["bounds"]["absolute"] > 0
     assert on_two("model.tensor_model_parallel_size=2")["exit_code"] == 2
@@ -231,3 +241,14 @@ def test_recorded_on_two_ranks(tmp_path: Path) -> None:
     printed = run_ranks(SCRIPT, 2, "restart", tmp_path)
     found = json.loads(next(line for line in printed.splitlines() if line.startswith("FOUND"))[6:])
     assert {one["name"]: one["verdict"] for one in found["phases"]} == dict.fromkeys(ALL, "same"), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("staleness", "generates"), [(0, "same"), (1, "not replayed")])
+def test_recorded_with_generators_of_its_own(staleness: int, generates: str, tmp_path: Path) -> None:
+    """One rank trains and one generates; replayed on one rank, which generates only what present weights drew."""
+    apart = ["placement=disaggregated", "generation_ranks=1", f"max_staleness={staleness}", "trainer.devices=2"]
+    reward = "reward_function.name=helpers.reward_functions.counted"
+    run_ranks(SCRIPT, 2, "train", tmp_path, *SETTINGS, reward, *apart)
+    found = replay(tmp_path / "run", 5)
+    assert verdicts(found) == {**dict.fromkeys(ALL, "same"), "generate": generates}, found.sentence

@@ -187,7 +187,7 @@ def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(fo
     assert judged.wins.failed == sum(i % 9 == 0 for i in range(12))
     assert "HTTP 400" in str(judged.judgements[0])
     low, high = judged.wins.interval
-    said = "not to be told from noise" if low <= 0.5 <= high else "a real preference at the 5 % level"
+    said = "indistinguishable from noise" if low <= 0.5 <= high else "a real preference at the 5 % level"
     assert str(judged).endswith(f"ties: {said}; {judged.wins.failed} prompts without a result")
     assert judged.wins.count == 10 and judged.wins.wins == sum(value == 1.0 for value in judged.judgements.values())
 

@@ -78,7 +78,9 @@ def test_answers_before_and_after_stand_side_by_side_with_what_the_check_says(tm
     write_validation(tmp_path, 9, [good, good, "no", good])
     print_answers(tmp_path, asked)
     said = capsys.readouterr().out
-    assert "exactly as asked: 25.0% -> 75.0%: +50.0% ± 28.9% on the same 4 prompts (p = 0.182): not to be told" in said
+    assert (
+        "exactly as asked: 25.0% -> 75.0%: +50.0% ± 28.9% on the same 4 prompts (p = 0.182): indistinguishable" in said
+    )
     assert (said.count("✓"), said.count("✗"), said.count("[bold]")) == (3, 3, 3)
     assert [said.count(f"Why tea? {i}") for i in range(4)] == [1, 1, 1, 0]
 
@@ -127,14 +129,14 @@ def test_two_steps_of_the_real_demo(tmp_path):
         assert (out / "hf" / "tokenizer_config.json").is_file()
         assert list((out / "checkpoints").iterdir())
         assert (out / "logs" / "server.log").is_file()
-        held_out = re.search(r"answered exactly as asked: .* before, .* after, of 4\.", done.stdout)
+        held_out = re.search(r"answered exactly as asked: .* -> .* on the same 4 prompts", done.stdout)
         assert held_out, done.stdout
         server = json_lines(out / "metrics.jsonl")[-1]
         names = ("reward_model", "instructions", "accuracy")
         assert all(f"{part}/rewards_{name}" in server for part in ("train", "val") for name in names)
         total = 0.1 * server["val/rewards_reward_model"] + server["val/rewards_instructions"]
         assert server["val/rewards"] == pytest.approx(total + server["val/rewards_accuracy"], abs=1e-5)
-        last_lines = done.stdout[done.stdout.index("\nThe mean validation reward") :].strip().splitlines()
+        last_lines = done.stdout[done.stdout.index("\nValidation reward, first and last") :].strip().splitlines()
         for name in ("report.html", "rollouts", "checkpoints", "hf"):
             assert any(line.endswith(str(out / name)) for line in last_lines), done.stdout
         assert "minutes" in last_lines[-1]

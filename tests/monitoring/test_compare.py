@@ -64,8 +64,8 @@ def test_settings_metrics_and_the_paired_difference(tmp_path):
     mean = statistics.fmean(differences)
     assert paired["rows"][0][:-1] == ["b - a", f"+{mean:.3f} ± {error:.3f}", "4", "step 4"]
     assert paired["rows"][0][-1] == (
-        "0.275 -> 0.875: +0.600 ± 0.258 on the same 4 prompts (p = 0.103): not to be told from noise; this many "
-        "prompts can show gains from 1.074 on; one of 0.600 needs about 8"
+        "0.275 -> 0.875: +0.600 ± 0.258 on the same 4 prompts (p = 0.103): indistinguishable from noise; this many "
+        "prompts can detect gains of 1.074 or more; detecting 0.600 needs about 8"
     )
     assert "One run a side: this says nothing about other seeds." in paired["note"]
 
@@ -129,8 +129,8 @@ def test_seeds_are_the_unit_where_runs_differ_in_nothing_else(tmp_path):
         "step 4",
     ]
     assert row[-1] == (
-        f"0.600 -> 0.750: +0.150 ± {error:.3f} on the same 3 seeds (p = 0.095): not to be told from noise; this many "
-        f"seeds can show gains from {(4.3027 + 1.0607) * error:.3f} on; one of 0.150 needs about 5"
+        f"0.600 -> 0.750: +0.150 ± {error:.3f} on the same 3 seeds (p = 0.095): indistinguishable from noise; "
+        f"this many seeds can detect gains of {(4.3027 + 1.0607) * error:.3f} or more; detecting 0.150 needs about 5"
     )
     assert [row[0] for row in paired["rows"]] == ["b1 - a1", "b2 - a2", "b3 - a3"], "prompts are paired within a seed"
     assert "One run a side" not in paired["note"]

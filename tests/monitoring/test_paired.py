@@ -184,11 +184,11 @@ def test_sentences():
     error = statistics.stdev(values) / 8
     assert found.sentence() == (
         f"0.000 -> 0.050: +0.050 ± {error:.3f} on the same 64 prompts (p < 0.001): a real gain at the 5 % level; "
-        f"this many prompts can show gains from {(1.9983 + 0.8474) * error:.3f} on"
+        f"this many prompts can detect gains of {(1.9983 + 0.8474) * error:.3f} or more"
     )
     assert ": a real loss at the 5 % level" in of([value - 0.05 for value in values]).sentence()
     assert of([0.02 + value for value in values]).sentence(".1%") == (
-        "0.0% -> 2.0%: +2.0% ± 1.3% on the same 64 prompts (p = 0.117): not to be told from noise; this many prompts "
-        "can show gains from 3.6% on; one of 2.0% needs about 200"
+        "0.0% -> 2.0%: +2.0% ± 1.3% on the same 64 prompts (p = 0.117): indistinguishable from noise; this many "
+        "prompts can detect gains of 3.6% or more; detecting 2.0% needs about 200"
     )
-    assert of(values).sentence().endswith("one of 0.000 needs more than a million")
+    assert of(values).sentence().endswith("detecting 0.000 needs more than a million")

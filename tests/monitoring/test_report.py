@@ -122,7 +122,7 @@ def test_a_whole_run(tmp_path, steps):
     page = read(path)
     assert page["name"] == "seed-1" and page["verdict"].startswith("Validation reward, first and last: -1.0")
     assert "on the same 15 prompts (p < 0.001): a real gain at the 5 % level; this many prompts" in page["verdict"]
-    assert page["verdict"].endswith("on; 1 left out, not scored on both sides.")
+    assert page["verdict"].endswith("or more; 1 left out, not scored on both sides.")
     titles = {chart["title"]: [name for name, _ in chart["lines"]] for chart in page["charts"]}
     assert titles["Reward"] == ["training", "validation"] and titles["Step time by phase"] == [
         "generation",
@@ -194,7 +194,7 @@ def test_the_verdict_of_a_loss_and_of_noise(tmp_path):
     fell = read(write_report(make_run(tmp_path / "fell", 4, gain=-1.0)))
     assert "(p < 0.001): a real loss at the 5 % level" in fell["verdict"] and fell["tone"] == "bad"
     still = read(write_report(make_run(tmp_path / "still", 4, gain=0.0)))
-    assert "not to be told from noise" in still["verdict"] and still["tone"] == ""
+    assert "indistinguishable from noise" in still["verdict"] and still["tone"] == ""
 
 
 def test_a_run_that_has_just_begun(tmp_path):

@@ -1,0 +1,94 @@
+"""Commands about what a run has recorded; each imports what it needs by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from reinforce_rl.launch.terminal import start_ranks
+
+RunFolder = Annotated[Path, typer.Argument(help="the run's folder")]
+
+
+def records(
+    run: RunFolder,
+    step: Annotated[int | None, typer.Option(help="default: the last one recorded")] = None,
+    kind: Annotated[Literal["rollouts", "validation", "test"], typer.Option(help="which samples")] = "rollouts",
+    tokens: Annotated[bool, typer.Option("--tokens", help="with the ids, texts and values of each token")] = False,
+) -> None:
+    """Print a step's samples as JSON, one a line: prompt, response, rewards, KL, advantage, ..."""
+    from reinforce_rl.monitoring.run_folder import open_run
+
+    for line in open_run(run).sample_lines(step, kind, tokens=tokens):
+        print(line, end="")
+
+
+def whatif(
+    run: RunFolder,
+    overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
+    steps: Annotated[str | None, typer.Option(help="such as 12 or 10:20 (default: the last one recorded)")] = None,
+    gradient: Annotated[bool, typer.Option("--gradient", help="compare the gradients on a checkpoint, too")] = False,
+    json: Annotated[Path | None, typer.Option(help="file for all numbers, of each sample too")] = None,
+    html: Annotated[Path | None, typer.Option(help="file for the run's page with plots of them")] = None,
+) -> None:
+    """Recompute the advantages of recorded steps under other settings or rewards, without a GPU, and compare them."""
+    from rich.console import Console
+
+    from reinforce_rl.debugging.whatif import whatif, write
+
+    found = whatif(run, steps, overrides or (), gradient=gradient)
+    write(found, run, json, html)
+    Console().print(found.table())
+
+
+def replay(
+    run: RunFolder,
+    overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
+    step: Annotated[int | None, typer.Option(help="default: the last one recorded")] = None,
+    phase: Annotated[
+        Literal["generate", "score", "logprobs", "advantages", "update", "all"],
+        typer.Option(help="what to make again"),
+    ] = "all",
+    reward: Annotated[
+        str | None, typer.Option(help="stored, restart, my_rewards.f or http://HOST:PORT; docs/debugging.md#replay")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="file for all that was found")] = None,
+) -> None:
+    """Make a recorded step again, and name the first phase, prompt, token or tensor that differs.
+
+    Exit code 0: nothing differs; 1: something does; 2: nothing does, but not every phase could be made again.
+    """
+    from rich.console import Console
+
+    from reinforce_rl.debugging.replay import replay
+    from reinforce_rl.utils.files import write_json
+
+    options = {"phase": phase, "reward": reward, "overrides": overrides or (), "start": start_ranks}
+    found = replay(run, step, say=lambda text: print(text, flush=True), **options)
+    if found.phases:  # not on the other ranks
+        if json is not None:
+            write_json(json, found.as_json())
+        Console().print(found.table())
+    raise typer.Exit(found.exit_code)
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(help="a run's folder")],
+    second: Annotated[Path, typer.Argument(help="another run's")],
+    json: Annotated[Path | None, typer.Option(help="file for all that was found")] = None,
+    html: Annotated[Path | None, typer.Option(help="file for a page that overlays the curves")] = None,
+) -> None:
+    """Find where two runs part: the first setting, step, phase, prompt and token that differ.
+
+    Exit code 0 where all recorded steps are the same bit for bit, else 1.
+    """
+    from rich.console import Console
+
+    from reinforce_rl.debugging.diff import diff, write
+
+    found = diff(first, second)
+    write(found, first, second, json, html)
+    Console().print(found.table())
+    raise typer.Exit(int(found.parts))
