@@ -40,7 +40,7 @@ from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.runtime.settings import MEANING, check_changes, record, shared_settings
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import RunTimer, StopRequest, first_save_seconds
-from reinforce_rl.trainer.build import build_actor, build_sampler, configured_mesh
+from reinforce_rl.trainer.build import build_actor, build_sampler, configured_mesh, generator_options
 from reinforce_rl.trainer.disaggregated import Generators
 from reinforce_rl.trainer.generate import GeneratorRank
 from reinforce_rl.trainer.generator_pool import GeneratorPool
@@ -147,9 +147,7 @@ def generate(
         role,
         mesh.device,
         silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
-        staleness=cfg.staleness,
-        groups=cfg.model.reinforce.rollout_micro_batch_size if cfg.rollout_order == "finished" else None,
-        inflight=cfg.inflight_cache if cfg.inflight_updates else None,
+        **generator_options(cfg),
     )
     with contextlib.ExitStack() as stack:
         stack.callback(rank.close)

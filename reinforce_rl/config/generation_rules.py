@@ -44,8 +44,6 @@ def _placement(cfg: TrainConfig) -> Iterator[str]:
         if cfg.generation_ranks:
             advice = "no rank of this job generates then: expected 0; start programs by `reinforce-rl generate`"
             yield told("generation_ranks generators", advice)
-        if cfg.rollout_order == "finished":
-            yield told("rollout_order generators", "generators that come and go take prompts in order: set joined")
     elif not 1 <= cfg.generation_ranks < ranks or cfg.generation_ranks % tensor:
         expected = f"a multiple of {tensor} (generation_tensor_parallel_size), at least {tensor} and " * (tensor > 1)
         least = "" if expected else "at least 1 and "

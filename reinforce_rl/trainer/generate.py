@@ -232,6 +232,11 @@ class GeneratorRank:
             if not (there := [one for one in self._staged if one >= version]):
                 return  # the trainers have ended, and nothing is drawn with these any more
             version = min(there)
+        self._use(version)
+
+    def _use(self, version: int) -> None:
+        """Load a version that has come, and forget older ones."""
+        with self._changed:
             found = self._staged.pop(version)
             for old in [one for one in self._staged if one < version]:
                 del self._staged[old]
@@ -298,15 +303,18 @@ class GeneratorRank:
                 found = receive_weights(self._model.lm, self._group)
                 with self._changed:
                     self._staged[version] = found
-                    # No rollout of a step that is still to come is of older ones. Ranks of a block load the same.
-                    kept = self._staleness if self._groups is None else 0 if self._is_alone else sys.maxsize
-                    for old in [one for one in self._staged if one < version - kept]:
+                    for old in [one for one in self._staged if one < version - self._kept]:
                         del self._staged[old]
                     self._changed.notify_all()
         except BaseException as error:
             with self._changed:
                 self._failure = self._failure or error
                 self._changed.notify_all()
+
+    @property
+    def _kept(self) -> int:
+        """How many versions besides the newest are kept: those that may be asked for, or that another rank has."""
+        return self._staleness if self._groups is None else 0 if self._is_alone else sys.maxsize
 
     def _wait(self, condition: Callable[[], bool], phase: str = "") -> None:
         """Wait with the lock held; raise what has gone wrong meanwhile.

@@ -85,6 +85,8 @@ class GeneratorPool:
         self._given: dict[int, Work] = {}  # and not forgotten
         self._given_again = set[int]()  # as their rollouts were too old
         self._results: dict[int, Result] = {}
+        self._again: set[int] | None = None  # while `take` waits: works that were given again before
+        self._dropped = 0  # since then
         self._failure: ReinforceError | None = None  # of a generator that cannot go on
 
     def submit(self, work: Iterable[Work]) -> None:
@@ -116,30 +118,36 @@ class GeneratorPool:
         Returns:
             The results, and how many were dropped.
         """
-        dropped = 0
         with self._changed:
-            again = set(self._given_again)
-            while True:
-                dropped += self._give_again(oldest)
-                found, prompts = [], set[tuple[int, ...]]()
-                for numbers, count in shares:
-                    found.append(self._first(numbers, count, again, prompts))
-                    prompts |= {result.prompt_ids for result in found[-1] or ()}
-                if all(one is not None for one in found):
-                    return [result for one in found for result in one or ()], dropped
+            while (found := self._to_take(shares, oldest)) is None:
                 if stop.reason is not None:
                     return None
                 self._check()
                 self._changed.wait(_POLL_SECONDS)
+            dropped, self._dropped, self._again = self._dropped, 0, None
+            return found, dropped
 
-    def _give_again(self, oldest: int) -> int:
+    def _to_take(self, shares: Sequence[tuple[Sequence[int], int]], oldest: int) -> list[Result] | None:
+        """Return what `take` does, once it is there."""
+        self._again = set(self._given_again) if self._again is None else self._again
+        self._give_again(oldest)
+        found, prompts = list[Result](), set[tuple[int, ...]]()
+        for numbers, count in shares:
+            own = self._first(numbers, count, self._again, prompts)
+            if own is None:
+                return None
+            found += own
+            prompts |= {result.prompt_ids for result in own}
+        return found
+
+    def _give_again(self, oldest: int) -> None:
         late = [number for number, result in self._results.items() if _age(result, oldest) < oldest]
         for number in late:
             del self._results[number]
             self._given_again.add(number)
         self._waiting.extendleft(self._given[number] for number in reversed(late))
+        self._dropped += len(late)
         self._assign()
-        return len(late)
 
     def _first(
         self, numbers: Sequence[int], count: int, again: set[int], prompts: set[tuple[int, ...]]

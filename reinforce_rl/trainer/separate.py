@@ -112,14 +112,24 @@ class SeparatePool(GeneratorPool):
         self.group.close()
 
     def await_results(self, numbers: Sequence[int], stop: StopRequest | None = None, anybody: bool = False) -> bool:
-        """Wait for results, or for `anybody` who has the newest weights.
+        """Wait for results, and for `anybody` who has the newest weights; see `_await`."""
 
-        Returns True where a generator lacks weights meanwhile, False at the end or with a stop.
+        def are_there() -> bool:
+            return all(number in self._results for number in numbers) and (self._has_newest() or not anybody)
+
+        return self._await(are_there, stop)
+
+    def await_first(self, shares: Sequence[tuple[Sequence[int], int]], oldest: int, stop: StopRequest) -> bool:
+        """Wait for what `take` returns; see `_await`."""
+        return self._await(lambda: self._to_take(shares, oldest) is not None, stop)
+
+    def _await(self, is_there: Callable[[], bool], stop: StopRequest | None) -> bool:
+        """Return True where a generator lacks weights meanwhile, False at the end or with a stop.
 
         Without a generator a stopped run does not wait. Raises GenerationError: none has come in time.
         """
         with self._activity.having_deadline(), self._changed:
-            while not all(number in self._results for number in numbers) or (anybody and not self._has_newest()):
+            while not is_there():
                 self._tell()
                 is_alone = not any(one.is_ready for one in self._generators.values())
                 self._look_for_anybody(is_alone)
@@ -238,23 +248,25 @@ class SeparatePool(GeneratorPool):
         left: deque[Work] = deque()
         for work in self._waiting:
             oldest = min((max(one.since, one.version - self._staleness) for one in able), default=0)
-            if able and work.version < oldest:
+            if able and work.version < oldest and not work.or_newer:
                 if work.version not in self._told:
                     self._told.add(work.version)
                     what = f"No generator has the weights after step {work.version} any more"
                     self._notes.append(f"{what}: prompts of step {work.step} are answered with those after {oldest}")
                 work = replace(work, version=oldest)
-            chosen = next((n for n in self._idle if self._can_do(self._generators[n], work)), None)
+            able_now = (n for n in self._idle if self._can_do(self._generators[n], work))
+            chosen = min(able_now, key=lambda n: len(self._generators[n].under_way), default=None)
             if chosen is None:
                 left.append(work)
                 continue
             self._idle.remove(chosen)
-            self._generators[chosen].under_way[work.number] = work
+            self._given[work.number] = self._generators[chosen].under_way[work.number] = work
             self._links.send(self._generators[chosen].leader, pickle.dumps([work]))
         self._waiting = left
 
     def _can_do(self, one: _Generator, work: Work) -> bool:
-        return max(one.since, one.version - self._staleness) <= work.version <= one.version
+        has_older = work.or_newer or max(one.since, one.version - self._staleness) <= work.version
+        return has_older and work.version <= one.version
 
     def _drop(self, one: _Generator, why: str, *, dismiss: bool = False) -> None:
         """Forget a generator, and put its work back to its place."""
@@ -283,9 +295,9 @@ class SeparatePool(GeneratorPool):
                 self._arrive(rank, message)
             elif one is None:
                 self._links.send(rank, pickle.dumps(Dismissed("the trainers have taken it for lost")))
-            elif isinstance(message, int):  # works that it asks for: one
+            elif isinstance(message, int):  # works that it asks for
                 one.is_ready = one.is_ready or len(one.ranks) == one.size
-                self._idle.append(one.number)
+                self._idle.extend([one.number] * message)
                 self._assign()
             elif isinstance(message, Received):
                 if message.epoch == self._epoch:
@@ -324,6 +336,11 @@ class SeparateGenerators(Generators):
         self._await([ticket], self._stop, anybody=ticket.stored is not None)
         return super().collect(ticket, prompts)
 
+    def collect_first(self, numbers: Sequence[int], count: int, oldest: int) -> tuple[list[Result], int]:
+        shares = self._mesh.gather_over_dp((list(numbers), count))
+        self._send_until(lambda pool: not pool.await_first(shares, oldest, self._stop))
+        return super().collect_first(numbers, count, oldest)
+
     def state(self, tickets: Mapping[int, Ticket]) -> bytes:
         """As of `Generators`; a collective call, and without the rollouts that nobody is there to make."""
         waited = [one for one in tickets.values() if one.stored is None and one.version != self.version]
@@ -337,11 +354,15 @@ class SeparateGenerators(Generators):
 
     def _await(self, tickets: Iterable[Ticket], stop: StopRequest | None = None, anybody: bool = False) -> None:
         numbers = [number for ticket in tickets for number in chain.from_iterable(ticket.numbers)]
+        self._send_until(lambda pool: not pool.await_results(numbers, stop, anybody))
+
+    def _send_until(self, is_over: Callable[[SeparatePool], bool]) -> None:
+        """Send weights to generators that lack them, each time that a wait is interrupted, until it is over."""
         while True:
             is_wanted = False
             with self._mesh.together():
                 if isinstance(self._pool, SeparatePool):
-                    is_wanted = self._pool.await_results(numbers, stop, anybody)
+                    is_wanted = not is_over(self._pool)
             if not self._mesh.from_main(is_wanted):
                 return
             self._send()

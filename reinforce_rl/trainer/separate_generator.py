@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,7 +20,7 @@ from reinforce_rl.runtime.guests import Guest
 from reinforce_rl.runtime.phases import Activity, PlaceWatcher
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.generate import GeneratorRank
-from reinforce_rl.trainer.generator_pool import Result, Work
+from reinforce_rl.trainer.generator_pool import Result
 from reinforce_rl.trainer.separate_messages import Abandoned, Arrival, Dismissed, NewWeights, Received
 
 
@@ -30,7 +30,7 @@ class SeparateGeneratorRank(GeneratorRank):
     Args:
         arrival: how it presents itself.
         hang_seconds: after which it ends where generation stands still.
-        silence_seconds, staleness: as of `GeneratorRank`.
+        silence_seconds, staleness, groups, inflight: as of `GeneratorRank`.
     """
 
     def __init__(
@@ -44,13 +44,16 @@ class SeparateGeneratorRank(GeneratorRank):
         silence_seconds: float,
         hang_seconds: float,
         staleness: int,
+        groups: int | None = None,
+        inflight: Literal["recompute", "keep"] | None = None,
     ):
         self._offers: deque[NewWeights] = deque()
         self._newest_received = -1  # version
         self._stop, self._own_activity, self._hang_seconds = stop, activity, hang_seconds
         self._place = PlaceWatcher(threading.get_ident())
         try:
-            super().__init__(guest, device, silence_seconds=silence_seconds, staleness=staleness)
+            options = {"staleness": staleness, "groups": groups, "inflight": inflight}
+            super().__init__(guest, device, silence_seconds=silence_seconds, **options)
         except ConnectionError:
             if hasattr(self, "_thread"):  # the links were there, and the store was not
                 self.close()
@@ -85,7 +88,24 @@ class SeparateGeneratorRank(GeneratorRank):
             super()._wait(lambda: not self._unscored, phase)
             self._has_ended = True
 
+    def _ask(self, count: int) -> None:
+        if self._stop.reason:
+            self._inbox.clear()  # others answer these
+        else:
+            super()._ask(count)
+
+    def _newest(self) -> int:
+        """Return the newest version that all ranks of this generator have: a transfer may fail on one of them."""
+        with self._changed:
+            own = {self.version, *self._staged}
+        of_ranks = self._model.mesh.gather_on_block_leader(own)
+        return self._model.mesh.from_block_leader(max(set.intersection(*of_ranks)) if of_ranks else None)
+
     def _load(self, version: int) -> None:
+        if self._groups is not None:  # a work is given once all ranks have a version for it
+            if (newest := self._newest()) > self.version:
+                self._use(newest)
+            return
         with self._changed:
             self._wait(lambda: version in self._staged)
             found = self._staged.pop(version)
@@ -96,11 +116,10 @@ class SeparateGeneratorRank(GeneratorRank):
             self.version = version
             self._forget_old()
 
-    def _answer(self, work: Work) -> tuple[Result, RewardFuture | None]:
-        result, future = super()._answer(work)
+    def _deliver(self, result: Result, future: RewardFuture | None) -> None:
         if result.completions is None and result.failure is not None:
             raise result.failure  # the work goes to another one
-        return result, future
+        super()._deliver(result, future)
 
     def _receive(self) -> None:
         """Receive weights as they are offered, in groups that are formed for it; on a thread of its own."""
@@ -131,7 +150,7 @@ class SeparateGeneratorRank(GeneratorRank):
             return self._offers.popleft() if self._offers else None
 
     def _forget_old(self) -> None:
-        for old in [one for one in self._staged if one < self._newest_received - self._staleness]:
+        for old in [one for one in self._staged if one < self._newest_received - self._kept]:
             del self._staged[old]
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:

@@ -22,7 +22,7 @@ from reinforce_rl.runtime.guests import INVITATION_FILE, Guest, OpenInvitation
 from reinforce_rl.runtime.settings import shared_settings
 from reinforce_rl.runtime.status import NoStatus
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.build import build_actor, generator_mesh
+from reinforce_rl.trainer.build import build_actor, generator_mesh, generator_options
 from reinforce_rl.trainer.separate_generator import SeparateGeneratorRank
 from reinforce_rl.trainer.separate_messages import RANKS, Arrival
 
@@ -84,7 +84,7 @@ def _join(cfg: TrainConfig, mesh: Mesh, control: RunControl) -> SeparateGenerato
             control.activity,
             silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
             hang_seconds=cfg.trainer.collective_timeout_seconds,
-            staleness=cfg.staleness,
+            **generator_options(cfg),
         )
 
     rank = found = None

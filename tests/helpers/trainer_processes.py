@@ -7,6 +7,7 @@ import os
 import select
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 from helpers.ranks import kill_tree
 from helpers.tiny_run import metrics_of, rollouts_of, tiny_overrides, without_times
 from safetensors.torch import load_file
+
+from reinforce_rl.monitoring.glossary import metric_of
+from reinforce_rl.monitoring.records import read_tokens
 
 DRIVER = Path(__file__).with_name("train_tiny.py")
 RUN_SECONDS = 480.0
@@ -108,3 +112,24 @@ def assert_equal_runs(folder: Path, uninterrupted: Path) -> None:
     assert kept[-1] == others[-1], "the one after the last step"
     # That of a stop between two intervals may be among the newest; none is older than it would have been.
     assert len(kept) == len(others) and all(one >= other for one, other in zip(kept, others, strict=True))
+
+
+def assert_sound(folder: Path, staleness: int = 1, *, one_version: bool = False) -> None:
+    """Assert of rollout_order=finished that every prompt was trained on once an epoch, and no token is too old."""
+    samples, groups = Counter[int](), 0
+    for step in range(1, STEPS + 1):
+        rows = rollouts_of(folder, step)
+        own = Counter(row["prompt_id"] for row in rows)
+        assert set(own.values()) == {4}, step  # whole groups
+        samples, groups = samples + own, groups + len(own)
+        for one in read_tokens(folder / "run" / "rollouts" / f"step_{step:05d}.parquet"):
+            versions = list(one.weight_versions or [])
+            assert versions == sorted(versions)
+            assert len(set(versions)) <= 1 or not one_version
+            assert all(step - 1 - staleness <= version < step for version in versions)
+    lines = metrics_of(folder)
+    assert len(lines) == STEPS + 1 and groups == 4 * NUM_PROMPTS
+    assert samples == dict.fromkeys(range(NUM_PROMPTS), 16)
+    assert all(line["train/dropped_groups"] >= 0 for line in lines[1:])
+    assert lines[-1]["train/consumed_prompts"] == 4 * NUM_PROMPTS
+    assert {name for name in lines[-1] if name not in ("step", "time") and not metric_of(name)} == set()

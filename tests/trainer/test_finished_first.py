@@ -16,14 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_run import metrics_of, rollouts_of, tiny_config
-from helpers.trainer_processes import NUM_PROMPTS, RUN_SECONDS, SETTINGS, STEPS, TrainerProcesses
+from helpers.tiny_run import rollouts_of, tiny_config
+from helpers.trainer_processes import NUM_PROMPTS, RUN_SECONDS, SETTINGS, TrainerProcesses, assert_sound
 
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError
 from reinforce_rl.generation.base import PartialResponse
-from reinforce_rl.monitoring.glossary import metric_of
-from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.build import build_generator
 from reinforce_rl.trainer.generate import GeneratorRank
@@ -48,27 +46,6 @@ def processes() -> Iterator[TrainerProcesses]:
 
 def finish(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: int = 2) -> Path:
     return processes.finish(folder, *SETTINGS, *overrides, ranks=ranks)
-
-
-def assert_sound(folder: Path, staleness: int = 1, *, one_version: bool = False) -> None:
-    """Every prompt was trained on once an epoch, and no token is too old."""
-    samples, groups = Counter[int](), 0
-    for step in range(1, STEPS + 1):
-        rows = rollouts_of(folder, step)
-        own = Counter(row["prompt_id"] for row in rows)
-        assert set(own.values()) == {4}, step  # whole groups
-        samples, groups = samples + own, groups + len(own)
-        for one in read_tokens(folder / "run" / "rollouts" / f"step_{step:05d}.parquet"):
-            versions = list(one.weight_versions or [])
-            assert versions == sorted(versions)
-            assert len(set(versions)) <= 1 or not one_version
-            assert all(step - 1 - staleness <= version < step for version in versions)
-    lines = metrics_of(folder)
-    assert len(lines) == STEPS + 1 and groups == 4 * NUM_PROMPTS
-    assert samples == dict.fromkeys(range(NUM_PROMPTS), 16)
-    assert all(line["train/dropped_groups"] >= 0 for line in lines[1:])
-    assert lines[-1]["train/consumed_prompts"] == 4 * NUM_PROMPTS
-    assert {name for name in lines[-1] if name not in ("step", "time") and not metric_of(name)} == set()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -190,7 +167,7 @@ def pool_of(works: list[Work], results: list[Result]) -> tuple[Any, Sent]:
     pool._waiting, pool._room, pool._given_again = deque(), {1: 0}, set()
     pool._given = {work.number: work for work in works}
     pool._results = {result.number: result for result in results}
-    pool._failure, pool._lost = None, None
+    pool._failure, pool._lost, pool._again, pool._dropped = None, None, None, 0
     return pool, pool._links
 
 

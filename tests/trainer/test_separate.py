@@ -11,13 +11,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers.tiny_run import metrics_of, rollouts_of, tiny_config, tiny_overrides, without_times
-from helpers.trainer_processes import NUM_PROMPTS, RUN_SECONDS, SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
+from helpers.trainer_processes import (
+    NUM_PROMPTS,
+    RUN_SECONDS,
+    SETTINGS,
+    STEPS,
+    TrainerProcesses,
+    assert_equal_runs,
+    assert_sound,
+)
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.monitoring.records import read_tokens
@@ -29,6 +38,7 @@ from reinforce_rl.trainer.separate import SeparatePool, _Generator
 SLOW = pytest.mark.slow
 JOINED = ("placement=disaggregated", "generation_ranks=1")
 SEPARATE = ("placement=disaggregated", "generators=separate", "generator_timeout_seconds=60")
+FINISHED = ("rollout_order=finished",)
 BUSY: dict[str, Any] = {"generate_seconds": 0.3}  # so that each of two has something to do at each step
 PATIENT = "trainer.heartbeat_timeout_seconds=60"
 
@@ -253,6 +263,54 @@ def test_a_generator_of_two_ranks_dies_as_a_whole(trainers, programs, joined):
     assert [line["step"] for line in metrics_of(programs.folder)] == list(range(STEPS + 1))
 
 
+class TestWhatIsFinishedFirst:
+    """With generators that come and go, each prompt is trained on once an epoch, and no token is too old."""
+
+    IN_FLIGHT = (*FINISHED, "inflight_updates=true")
+
+    @pytest.mark.parametrize("settings", [FINISHED, pytest.param((*IN_FLIGHT, "inflight_cache=keep"), marks=SLOW)])
+    def test_one_is_killed_and_another_comes(self, settings, programs):
+        programs.generate(*settings, act={"rank": 0, "phase": "generate", "step": 4, "signal": signal.SIGKILL}, **BUSY)
+        programs.generate(*settings, **BUSY)
+        programs.train(*settings, step_seconds=0.5, generators=[1, 2])
+        programs.wait_for_step(4)
+        third = programs.generate(*settings)
+        assert programs.wait() == 0, programs.said
+        assert f"process {programs.generators[0]} died" in programs.said
+        programs.wait_for(lambda: ended(third, 0), third.read_text())
+        assert_sound(programs.folder, one_version="inflight_updates=true" not in settings)
+
+    def test_alone_when_it_dies_the_next_one_goes_on(self, programs):
+        programs.generate(*self.IN_FLIGHT, act={"rank": 0, "phase": "generate", "step": 5, "signal": signal.SIGKILL})
+        programs.train(*self.IN_FLIGHT, step_seconds=0.3)
+        programs.wait_for_loss()
+        programs.generate(*self.IN_FLIGHT)
+        assert programs.wait() == 0, programs.said
+        assert_sound(programs.folder)
+
+    @SLOW
+    def test_one_that_is_stopped_gives_back_what_is_finished(self, programs):
+        log = programs.generate(*self.IN_FLIGHT, **BUSY)
+        programs.generate(*self.IN_FLIGHT, **BUSY)
+        programs.train(*self.IN_FLIGHT, step_seconds=0.3, generators=[1, 2])
+        programs.wait_for_step(2)
+        os.kill(programs.generators[0], signal.SIGTERM)
+        programs.wait_for(lambda: ended(log, 75), log.read_text())
+        assert programs.wait() == 0, programs.said
+        assert_sound(programs.folder)
+
+    @SLOW
+    def test_a_generator_of_two_ranks(self, programs):
+        shared = (*self.IN_FLIGHT, "generation_tensor_parallel_size=2")
+        act = {"rank": 1, "phase": "generate", "step": 4, "signal": signal.SIGKILL}
+        programs.generate(*shared, ranks=2, act=act, **BUSY)
+        programs.generate(*shared, ranks=2, **BUSY)
+        programs.train(*shared, generators=[1, 4])
+        assert programs.wait() == 0, programs.said
+        assert " died" in programs.said
+        assert_sound(programs.folder)
+
+
 def test_other_settings_are_refused(programs):
     log = programs.generate("model.seed=77")
     programs.generate()
@@ -266,7 +324,6 @@ def test_other_settings_are_refused(programs):
     [
         (["generators=separate"], ["generators", "placement", "joined"]),
         ([*SEPARATE, "generation_ranks=1"], ["generation_ranks", "generators", "expected 0"]),
-        ([*SEPARATE, "rollout_order=finished"], ["rollout_order", "generators", "joined"]),
         ([*SEPARATE, "generator_timeout_seconds=0"], ["generator_timeout_seconds"]),
     ],
 )
@@ -292,6 +349,7 @@ def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple
     pool: Any = object.__new__(SeparatePool)
     sent = Sent()
     pool._links, pool._changed, pool._staleness = sent, threading.Condition(), staleness
+    pool._given = {}
     pool._waiting, pool._notes, pool._told, pool._members, pool._epoch = deque(), deque(), set(), (), 0
     pool.group = SimpleNamespace(abandon=lambda *_: None)
     pool._generators = {
@@ -325,3 +383,16 @@ def test_work_of_weights_that_are_on_their_way_waits():
     pool, sent = pool_of(1, [(1, 0, 2)])
     pool.submit(works(3))
     assert not sent.messages and [work.version for work in pool._waiting] == [3]
+
+
+def test_a_prompt_in_any_order_goes_to_who_has_the_least_to_do():
+    """With weights that are new enough, however new; and a generator may ask for several at once."""
+    pool, sent = pool_of(1, [(1, 5, 5), (2, 0, 1), (3, 0, 3)])
+    pool._idle = deque()
+    for number, room in ((1, 3), (2, 1), (3, 2)):
+        pool._on_message(number * 4096, [memoryview(pickle.dumps(room))])
+    pool.submit([replace(work, or_newer=True) for work in works(2, 2, 2, 2, 2, 2)])
+    assert [(rank // 4096, work.version) for rank, work in sent.messages] == [(1, 2), (3, 2), (1, 2), (3, 2), (1, 2)]
+    assert len(pool._waiting) == 1 and set(pool._given) == set(range(5))
+    pool._on_lost(3 * 4096, "died")
+    assert [work.number for work in pool._waiting] == [1, 3, 5]
