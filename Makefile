@@ -46,7 +46,7 @@ export PIP_ARGS
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export DEMO_STEPS
 
-.PHONY: help install demo docs bench test test-fake-cuda gpu-check test-slow test-engine test-async lint types format clean
+.PHONY: help install demo docs bench test test-fake-cuda gpu-check test-slow test-engine test-engine-slow test-async lint types format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -87,7 +87,10 @@ test-slow: install ## The tests that take minutes, which `make test` leaves out
 
 test-engine: install ## Generation by the real vLLM on this machine's CPU
 	@# Each worker has an engine of its own beside the trainer. Classes of a file run beside each other.
-	$(PYTEST) --dist loadscope -m "engine and not gpu" $(ASYNC:%=--ignore %) $(PYTEST_ARGS)
+	$(PYTEST) --dist loadscope -m "engine and not slow and not gpu" $(ASYNC:%=--ignore %) $(PYTEST_ARGS)
+
+test-engine-slow: install ## The tests with vLLM that `make test-engine` leaves out
+	$(PYTEST) --dist loadscope -m "engine and slow and not gpu" $(ASYNC:%=--ignore %) $(PYTEST_ARGS)
 
 test-async: install ## Generation on ranks of its own, quick tests and slow ones, and updates of an engine in flight
 	$(PYTEST) $(ASYNC) $(PYTEST_ARGS)

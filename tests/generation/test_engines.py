@@ -24,6 +24,10 @@ from reinforce_rl.generation.responses import unbegun
 from reinforce_rl.generation.trtllm import adapter as of_tensorrt_llm
 
 pytestmark = pytest.mark.timeout(600)
+# Each of these starts vLLM once or twice more; test_vllm.py and test_vllm_weights.py have another of the kind.
+vllm_is_slow = pytest.mark.parametrize(
+    "engine", ["tensorrt_llm", pytest.param("vllm", marks=[pytest.mark.engine, pytest.mark.slow])], indirect=True
+)
 
 
 @pytest.fixture(scope="module", params=["tensorrt_llm", pytest.param("vllm", marks=pytest.mark.engine)])
@@ -94,6 +98,7 @@ def test_one_that_dies_is_started_anew(engine, expected, monkeypatch, caplog, co
     assert f"event=engine_restarted reason=the engine ended in {command} (status -9)" in caplog.text
 
 
+@vllm_is_slow
 def test_one_that_hangs_is_ended_and_started_anew(engine, expected, monkeypatch, caplog):
     monkeypatch.setattr(process, "ABORT_SECONDS", 0.0)
     strike(engine, monkeypatch, "generate", lambda child: child.send_signal(signal.SIGSTOP))
@@ -102,6 +107,7 @@ def test_one_that_hangs_is_ended_and_started_anew(engine, expected, monkeypatch,
     assert f"no answer to generate within {seconds:g} s (engine.request_timeout_seconds)" in caplog.text
 
 
+@vllm_is_slow
 def test_the_second_time_the_run_ends(engine, expected, monkeypatch):
     strike(engine, monkeypatch, "generate", kill_soon, times=2)
     with pytest.raises(GenerationError, match="failed again after it had been started anew: the engine ended in gen"):
@@ -133,6 +139,7 @@ def test_one_that_refuses_its_weights_is_started_anew(engine, expected, monkeypa
     assert "event=engine_restarted reason=the engine's update_weights failed" in caplog.text
 
 
+@vllm_is_slow
 def test_one_that_refuses_them_always_ends_the_run(engine, expected, monkeypatch):
     misdirect(engine, monkeypatch, times=99)
     with pytest.raises(GenerationError, match=f"failed again after .* {REFUSED}"):
@@ -212,6 +219,7 @@ class TestResponsesThatGoOn:
         assert "event=requests_lost count=2 reason=it is lost" in caplog.text
         assert "engine_restarted" not in caplog.text
 
+    @vllm_is_slow
     def test_lost_twice_it_ends_the_run_and_the_engine(self, engine, expected, monkeypatch, caplog):
         self.lose(monkeypatch, {1: 2, 6: 1})
         with pytest.raises(GenerationError, match=r"lost 1 of 2 requests twice, of the prompts \[7\]: it is lost"):
@@ -220,6 +228,7 @@ class TestResponsesThatGoOn:
         assert torch.equal(draw(engine).tokens, expected), "another is started with the next weights"
         assert "engine_restarted" not in caplog.text
 
+    @vllm_is_slow
     def test_all_lost_the_engine_is_started_anew(self, engine, expected, monkeypatch, caplog):
         self.lose(monkeypatch, dict.fromkeys(range(len(expected)), 1))
         self.check(self.go_on(engine), expected)

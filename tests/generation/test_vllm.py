@@ -158,7 +158,13 @@ class Killer:
             threading.Timer(0.5, victim.kill).start()
 
 
-@pytest.mark.parametrize("names", [("EngineCore", "Worker", "host"), ("Worker", "EngineCore", "Worker")], ids="-".join)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("EngineCore", "Worker", "host"), id="EngineCore-Worker-host"),
+        pytest.param(("Worker", "EngineCore", "Worker"), id="Worker-EngineCore-Worker", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_engine_is_started_anew_with_the_present_weights(tmp_path, mesh, undisturbed, monkeypatch, names):
     """See test_engines.py for a host that is killed while it works."""
     folder, killers = beside(tmp_path / "run", undisturbed / "model"), []
@@ -212,7 +218,7 @@ class TestHung:
     @pytest.mark.parametrize(
         ("name", "command", "reason"),
         [
-            ("host", "generate", "no answer to generate within"),
+            pytest.param("host", "generate", "no answer to generate within", marks=pytest.mark.slow),
             ("Worker", "generate", "the engine lost all 8 requests: no answer within 20 s"),
             ("Worker", "update_weights", "no answer to update_weights within"),
         ],
@@ -269,24 +275,25 @@ def test_without_memory_for_its_cache_the_run_saves_and_says_what_to_lower(tmp_p
 class TestLayouts:
     """Two ranks that share matrices, layers or prompts, and engines with one worker or two."""
 
-    NAMES = ("tp2_engine1", "tp2_engine2", "pp2_engine1", "pp2_engine2", "dp2")
-
-    @pytest.fixture(scope="class")
-    def runs(self, tmp_path_factory, undisturbed) -> Path:
-        folder = tmp_path_factory.mktemp("layouts")
-        for name in self.NAMES:
-            beside(folder / name, undisturbed / "model")
-        run_ranks(LAYOUTS, 2, folder, *self.NAMES, timeout=500)
-        return folder
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_trains_as_one_rank_does(self, runs, undisturbed, name):
-        check_log_probs(runs / name)
-        for step in (1, 2, 3):
-            rows, others = (by_sample(folder, step) for folder in (runs / name, undisturbed))
-            assert rows == others
-        for line, other in zip(metrics_of(runs / name), metrics_of(undisturbed), strict=True):
-            assert largest_difference(however_cut(line), however_cut(other)) < 1e-4
+    @pytest.mark.parametrize(
+        "names",
+        [
+            ("tp2_engine2", "pp2_engine1"),
+            pytest.param(("tp2_engine1", "pp2_engine2", "dp2"), marks=pytest.mark.slow),
+        ],
+        ids=" ".join,
+    )
+    def test_train_as_one_rank_does(self, tmp_path, undisturbed, names):
+        for name in names:
+            beside(tmp_path / name, undisturbed / "model")
+        run_ranks(LAYOUTS, 2, tmp_path, *names, timeout=500)
+        for name in names:
+            check_log_probs(tmp_path / name)
+            for step in (1, 2, 3):
+                rows, others = (by_sample(folder, step) for folder in (tmp_path / name, undisturbed))
+                assert rows == others, name
+            for line, other in zip(metrics_of(tmp_path / name), metrics_of(undisturbed), strict=True):
+                assert largest_difference(however_cut(line), however_cut(other)) < 1e-4, name
 
 
 def by_sample(folder: Path, step: int) -> dict[Any, str]:

@@ -28,9 +28,13 @@ from reinforce_rl.errors import GenerationError
 from reinforce_rl.megatron.hf_weights import export_hf_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+QUICK = ("output layer lost", "exchanged")  # of the faults; each starts an engine
 
 
-@pytest.mark.parametrize("kind", NAMED)
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in NAMED],
+)
 def test_an_engine_that_computes_with_other_weights_is_refused_by_name(tmp_path, mesh, kind):
     """That the proof of an update can fail."""
     vllm_model(tmp_path, tied=kind == "output layer lost")
@@ -45,8 +49,16 @@ def test_an_engine_that_computes_with_other_weights_is_refused_by_name(tmp_path,
     generator.close()
 
 
+# Each family, tied and untied output layers, both precisions; the other pairs are slow.
+OF_EACH = [("llama", True), ("mistral", False), ("qwen2", False), ("qwen3", True)]
 FAMILIES = [
-    pytest.param(family, tied, dtype, id=f"{family}-{'tied' if tied else 'untied'}-{str(dtype)[6:]}")
+    pytest.param(
+        family,
+        tied,
+        dtype,
+        id=f"{family}-{'tied' if tied else 'untied'}-{str(dtype)[6:]}",
+        marks=[] if (family, tied) in OF_EACH or dtype == torch.bfloat16 else [pytest.mark.slow],
+    )
     for family, tied, dtype in [
         *(
             (family, tied, torch.float32)

@@ -56,7 +56,7 @@ def kl(left: Tensor, right: Tensor) -> float:
     [
         pytest.param("native", 1.0, marks=pytest.mark.slow),
         ("native", 1.6),
-        pytest.param("vllm", 1.6, marks=[pytest.mark.engine, pytest.mark.timeout(600)]),
+        pytest.param("vllm", 1.6, marks=[pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]),
     ],
 )
 def test_it_converges_to_the_closed_form(tmp_path, mesh: Mesh, generation, temperature):
