@@ -268,7 +268,8 @@ class TestWhatIsFinishedFirst:
 
     IN_FLIGHT = (*FINISHED, "inflight_updates=true")
 
-    @pytest.mark.parametrize("settings", [FINISHED, pytest.param((*IN_FLIGHT, "inflight_cache=keep"), marks=SLOW)])
+    @SLOW
+    @pytest.mark.parametrize("settings", [FINISHED, (*IN_FLIGHT, "inflight_cache=keep")])
     def test_one_is_killed_and_another_comes(self, settings, programs):
         programs.generate(*settings, act={"rank": 0, "phase": "generate", "step": 4, "signal": signal.SIGKILL}, **BUSY)
         programs.generate(*settings, **BUSY)
