@@ -133,6 +133,7 @@ def misdirect(engine: EngineGenerator, monkeypatch, times: int) -> None:
 REFUSED = r"update_weights failed: .*(no weights came for cpu, but for GPU-9|Device UUID cpu:0 not found)"
 
 
+@vllm_is_slow
 def test_one_that_refuses_its_weights_is_started_anew(engine, expected, monkeypatch, caplog):
     misdirect(engine, monkeypatch, times=1)
     assert torch.equal(draw(engine).tokens, expected)

@@ -220,7 +220,7 @@ class TestHung:
         [
             pytest.param("host", "generate", "no answer to generate within", marks=pytest.mark.slow),
             ("Worker", "generate", "the engine lost all 8 requests: no answer within 20 s"),
-            ("Worker", "update_weights", "no answer to update_weights within"),
+            pytest.param("Worker", "update_weights", "no answer to update_weights within", marks=pytest.mark.slow),
         ],
     )
     def test_it_is_started_anew(self, engine, caplog, name, command, reason):
