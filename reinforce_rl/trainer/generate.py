@@ -232,11 +232,6 @@ class GeneratorRank:
             if not (there := [one for one in self._staged if one >= version]):
                 return  # the trainers have ended, and nothing is drawn with these any more
             version = min(there)
-        self._use(version)
-
-    def _use(self, version: int) -> None:
-        """Load a version that has come, and forget older ones."""
-        with self._changed:
             found = self._staged.pop(version)
             for old in [one for one in self._staged if one < version]:
                 del self._staged[old]

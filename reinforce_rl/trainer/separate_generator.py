@@ -104,7 +104,7 @@ class SeparateGeneratorRank(GeneratorRank):
     def _load(self, version: int) -> None:
         if self._groups is not None:  # a work is given once all ranks have a version for it
             if (newest := self._newest()) > self.version:
-                self._use(newest)
+                super()._load(newest)
             return
         with self._changed:
             self._wait(lambda: version in self._staged)
