@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class RunDiff:
     settings: dict[str, str]  # by key, both values; of the first step that has both
     facts: list[str]  # versions, machine, layout, data, reward functions
     steps: list[int]  # compared
+    of_phases: dict[str, int]  # of weights and update: steps in which all that belongs to them could be compared
     exact: dict[str, Parting]  # by phase, in order
     beyond_rounding: dict[str, Parting]
     tables: list[dict[str, Any]]  # of `monitoring.compare`
@@ -66,9 +67,19 @@ class RunDiff:
         return bool(self.exact)
 
     @property
+    def exit_code(self) -> int:
+        """0: all is the same bit for bit; 1: something is not; 2: what was compared is, but not all could be."""
+        return 1 if self.parts else int(min(self.of_phases.values()) < len(self.steps)) * 2
+
+    @property
     def sentence(self) -> str:
         if not self.exact:
-            return f"The two runs are the same bit for bit in all {len(self.steps)} steps that both have."
+            text = f"The two runs are the same bit for bit in all {len(self.steps)} steps that both have"
+            if self.exit_code == 0:
+                return f"{text}."
+            counts = " and ".join(f"{phase} in {count}" for phase, count in self.of_phases.items())
+            why = "both need a record of the step (exp_manager.record=full), and tensors one layout"
+            return f"{text}, as far as they were compared: samples in all, {counts} of these steps ({why})."
         one = _earliest(self.exact)
         text = f"They part at step {one.step}, in {one.phase}: {one.difference}"
         if not self.beyond_rounding:
@@ -81,8 +92,13 @@ class RunDiff:
         """A row a phase: where it first differs, in bits and beyond rounding."""
         found = []
         for phase in PHASES:
-            exact, beyond = self.exact.get(phase), self.beyond_rounding.get(phase)
-            found.append([phase, str(exact) if exact else "same", str(beyond) if beyond else "same"])
+            count = self.of_phases.get(phase, len(self.steps))
+            same = "same" if count == len(self.steps) else f"same in {count} of {len(self.steps)} steps"
+            sides = self.exact.get(phase), self.beyond_rounding.get(phase)
+            texts = [str(one) if one else same if count else "not compared" for one in sides]
+            if phase == "weights" and sides[0]:
+                texts[1] = "-"  # checksums know no rounding
+            found.append([phase, *texts])
         return found
 
     def table(self) -> RenderableType:
@@ -107,25 +123,31 @@ def diff(first: str | Path, second: str | Path) -> RunDiff:
     if not steps:
         texts = [f"{run.path / 'rollouts'} has {_range(run.sample_steps())}" for run in runs]
         raise DataError(f"the two runs have no recorded step in common: {'; '.join(texts)}")
-    records = [record_files(run.path) for run in runs]
-    both = sorted(records[0].keys() & records[1].keys())
-    facts = []
-    if both:
-        facts = fact_differences(*(read_record(run.path, both[0]) for run in runs))
-    before, now = (settings_of(run.path, steps[0])[0] for run in runs)
-    settings = compare(before, now) if before and now else {}
+    files = [record_files(run.path) for run in runs]
+    records = {
+        step: (read_record(runs[0].path, step), read_record(runs[1].path, step))
+        for step in steps
+        if all(step in of for of in files)
+    }
     names = _names(runs)
     exact, beyond = dict[str, Parting](), dict[str, Parting]()
     for step in steps:
-        for phase, bounds, difference in _differences(runs, step, set(both)):
+        for phase, bounds, difference in _differences(runs, step, records.get(step)):
             (exact if bounds == EQUAL_BITS else beyond).setdefault(phase, Parting(step, phase, difference))
         if len(beyond) >= len(PHASES) - 1:  # checksums know no rounding
             break
+    facts = dict[str, str]()
+    for step, pair in records.items():
+        for fact in fact_differences(*pair):
+            if not fact.startswith("setting "):
+                facts.setdefault(fact, fact if step == min(records) else f"{fact}, from step {step} on")
+    of_tensors = sum(_have_same_tensors(*pair) for pair in records.values())
     return RunDiff(
         *names,
-        settings={key: values for key, values in settings.items() if key not in _PLACES},
-        facts=[fact for fact in facts if not fact.startswith("setting ")],
+        settings=_settings(runs, steps),
+        facts=list(facts.values()),
         steps=steps,
+        of_phases={"weights": of_tensors, "update": of_tensors},
         exact={phase: exact[phase] for phase in PHASES if phase in exact},
         beyond_rounding={phase: beyond[phase] for phase in PHASES if phase in beyond},
         tables=tables(dict(zip(names, runs, strict=True))),
@@ -135,7 +157,8 @@ def diff(first: str | Path, second: str | Path) -> RunDiff:
 def write(found: RunDiff, first: str | Path, second: str | Path, json_file: Path | None, html: Path | None) -> None:
     """Write the findings as JSON, and a page that overlays the curves with the tables of differences below."""
     if json_file is not None:
-        write_json(json_file, {"version": 1, **asdict(found), "sentence": found.sentence})
+        more = {"sentence": found.sentence, "exit_code": found.exit_code}
+        write_json(json_file, {"version": 1, **asdict(found), **more})
     if html is not None:
         runs = {found.first: open_run(first), found.second: open_run(second)}
         parting = {"title": "Where they part", "note": found.sentence, "columns": list(_COLUMNS), "rows": found.rows()}
@@ -143,8 +166,27 @@ def write(found: RunDiff, first: str | Path, second: str | Path, json_file: Path
         write_atomically(html, frozen_page(shown, [parting, *found.tables]))
 
 
+def _settings(runs: Sequence[RunFolder], steps: Sequence[int]) -> dict[str, str]:
+    """Return the settings that differ in any step, with both values there."""
+    found, known = dict[str, str](), set[tuple[str, ...]]()
+    for step in steps:
+        before, now = (settings_of(run.path, step)[0] for run in runs)
+        if (before, now) in known or not (before and now):
+            continue
+        known.add((before, now))
+        since = "" if step == steps[0] else f", from step {step} on"
+        for key, values in compare(before, now).items():
+            if key not in _PLACES:
+                found.setdefault(key, values + since)
+    return found
+
+
+def _have_same_tensors(one: StepRecord, other: StepRecord) -> bool:
+    return one.layout == other.layout and len(one.ranks) == len(other.ranks) > 0
+
+
 def _differences(
-    runs: tuple[RunFolder, RunFolder], step: int, recorded: set[int]
+    runs: tuple[RunFolder, RunFolder], step: int, records: tuple[StepRecord, StepRecord] | None
 ) -> Iterator[tuple[str, Bounds, FirstDifference]]:
     first, second = (_sorted(read_table(rollout_files(run.path)[step])) for run in runs)
     if (missing := missing_samples(first, second)) is not None:
@@ -154,16 +196,15 @@ def _differences(
         for phase, columns in COLUMNS.items():
             if found := sample_differences(first, second, columns, bounds):
                 yield phase, bounds, found[0]
-    if step in recorded:
-        sides = [read_record(run.path, step) for run in runs]
-        yield from _of_records(sides[0], sides[1])
+    if records is not None:
+        yield from _of_records(*records)
 
 
 def _of_records(one: StepRecord, other: StepRecord) -> Iterator[tuple[str, Bounds, FirstDifference]]:
     for bounds in (EQUAL_BITS, ROUNDING):
         if found := update_differences(one, other, bounds):
             yield "update", bounds, found[0]
-    if one.layout == other.layout:  # else the tensors are others
+    if _have_same_tensors(one, other):
         for phase, kind in (("weights", "before"), ("update", "after"), ("update", "optimizer")):
             if found := tensor_differences(one.ranks, other.ranks, kind):
                 yield phase, EQUAL_BITS, found[0]

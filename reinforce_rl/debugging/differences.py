@@ -18,7 +18,10 @@ from reinforce_rl.runtime.settings import flatten
 # Columns of samples by the phase that makes them, in order.
 COLUMNS = {
     "prompts": ("prompt", "prompt_tokens", "record"),
-    "generate": ("response_tokens", "finish_reason", "generator_log_probs", "weight_versions"),
+    "generate": (
+        *("response_tokens", "response", "response_length", "finish_reason"),
+        *("generator_log_probs", "weight_versions"),
+    ),
     "score": ("reward", "source_rewards", "score_fault"),
     "logprobs": ("policy_log_probs", "reference_log_probs"),
     "advantages": ("valid", "kl", "shaped_reward", "reward_with_kl", "baseline", "advantage", "token_advantages"),
@@ -71,7 +74,8 @@ class FirstDifference:
         return ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
 
     def __str__(self) -> str:
-        found = f"{self.what}: {_shown(self.first)} and {_shown(self.second)}"
+        one, other = _shown_apart(self.first, self.second)
+        found = f"{self.what}: {one} and {other}"
         where = f" at {self.place}" if self.place else ""
         size = "" if math.isnan(self.size) else f", by {self.size:.2g} at most"
         return f"{found}{where}; {self.count} of {self.total} differ{size}"
@@ -97,7 +101,8 @@ def sample_differences(
             one, other = (_at(column[row], token) for column in pair)
             sizes = [_size(pair[0][r], pair[1][r]) for r, _ in places]
             prompt, sample = ids[row]
-            found.append(FirstDifference(name, one, other, len(places), len(ids), prompt, sample, token, max(sizes)))
+            size = max((size for size in sizes if not math.isnan(size)), default=math.nan)
+            found.append(FirstDifference(name, one, other, len(places), len(ids), prompt, sample, token, size))
     return found
 
 
@@ -179,7 +184,7 @@ def fact_differences(first: StepRecord, second: StepRecord) -> list[str]:
         found.append("the prompts of the training data are others")
     if None not in (first.scorer, second.scorer) and first.scorer != second.scorer:
         found.append(f"the reward source is another one: {_shown(first.scorer)} -> {_shown(second.scorer)}")
-    if first.reference != second.reference:
+    if None not in (first.reference, second.reference) and first.reference != second.reference:
         found.append("the reference policy's weights are others")
     return found
 
@@ -218,6 +223,17 @@ def _size(one: Any, other: Any) -> float:
     if isinstance(one, float) and isinstance(other, float):
         return abs(one - other)
     return math.nan
+
+
+def _shown_apart(one: Any, other: Any) -> tuple[str, str]:
+    """Of long texts, show where they part."""
+    if not (isinstance(one, str) and isinstance(other, str)) or max(len(one), len(other)) <= 80:
+        return _shown(one), _shown(other)
+    place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(0, place - 30)
+    parts = (json.dumps(text[start : start + 60], ensure_ascii=False) for text in (one, other))
+    first, second = (f"{'...' * (start > 0)}{part}" for part in parts)
+    return first, f"{second}, from character {place}"
 
 
 def _shown(value: Any) -> str:

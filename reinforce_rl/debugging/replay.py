@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from reinforce_rl.debugging.differences import (
     ROUNDING,
     Bounds,
     fact_differences,
+    missing_samples,
     sample_differences,
     tensor_differences,
     update_differences,
@@ -50,7 +52,7 @@ from reinforce_rl.monitoring.records import (
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
 from reinforce_rl.run import build_trainer
-from reinforce_rl.runtime.settings import set_keys
+from reinforce_rl.runtime.settings import LENGTH, compare, set_keys, settings_of
 from reinforce_rl.trainer.build import build_datasets, build_sampler, configured_mesh
 
 PHASES = ("generate", "score", "logprobs", "advantages", "update")
@@ -101,10 +103,10 @@ def replay(
         steps = {number: stored.step(number) for number in range(first + 1, step + 1)}
         for number, one in steps.items():
             one.needs_tokens("a replay reads them")
-            if stored.settings(number)[0] is not stored.settings(step)[0]:
+            if changed := _matters(stored, number, step):
                 raise DataError(
                     f"step {number} was made with other settings than step {step}, and there is no checkpoint between "
-                    f"them; expected one set of settings since step {first}. Replay a step before the change"
+                    f"them: {changed}. Expected the same settings since step {first}; replay a step before the change"
                 )
         with configured_mesh(isolated) as mesh, contextlib.ExitStack() as stack:
             if mesh.is_main:
@@ -113,6 +115,19 @@ def replay(
                 torch.set_num_threads(recorded.machine["threads"])  # the order of sums depends on it
             replayer = _Replayer(cfg, isolated, mesh, checkpoint, stack, scores=None if reward == "stored" else reward)
             return replayer.run(stored, recorded, steps, PHASES if phase == "all" else (phase,))
+
+
+def _matters(stored: StoredRun, one: int, other: int) -> str:
+    """Return the changes between the settings of two steps that may change an update."""
+    cfg = stored.settings(other)[0]
+    before, now = (settings_of(stored.path, number)[0] for number in (one, other))
+    harmless = re.compile(r"exp_manager\.|trainer\.reinforce\.(val_check|save)_interval$")
+    has_schedule = cfg.model.optim.sched.name != "constant"
+    return "; ".join(
+        f"{key}: {values}"
+        for key, values in compare(before, now).items()
+        if not harmless.match(key) and (has_schedule or not LENGTH.match(key))
+    )
 
 
 def _plan(stored: StoredRun, first: int, step: int) -> str:
@@ -187,12 +202,14 @@ class _Replayer:
         results: dict[str, PhaseResult] = {}
         then = read_table(rollout_files(stored.path)[step])
 
-        def compare(name: str, batch: RolloutBatch, data: ReinforceBatch | None = None) -> None:
+        def compare_samples(name: str, batch: RolloutBatch, data: ReinforceBatch | None = None) -> None:
             table = self._table(step, batch, data)
             if table is not None:
                 # A record without versions is of weights of the step before; what is older is not generated.
                 columns = [column for column in COLUMNS[name] if column != "weight_versions"]
-                results[name] = PhaseResult.of(name, sample_differences(then, table, columns, bounds))
+                missing = missing_samples(then, table)
+                found = [missing] if missing else sample_differences(then, table, columns, bounds)
+                results[name] = PhaseResult.of(name, found)
 
         if "generate" in phases:
             why = self._keeps_from_generating(batch, step, same_layout)
@@ -200,14 +217,14 @@ class _Replayer:
                 results["generate"] = PhaseResult("generate", "not replayed", note=why)
             else:
                 samples = self._cfg.trainer.reinforce.num_rollouts_per_prompt
-                compare("generate", trainer._rollouts.sample(self._prompts(batch), samples, step).batch)
+                compare_samples("generate", trainer._rollouts.sample(self._prompts(batch), samples, step).batch)
         if "score" in phases:
             results["score"] = self._score(steps[step], then, bounds)
         found = replace(batch, log_probs=None, init_log_probs=None)
         if "logprobs" in phases:
             found = trainer._rollouts._with_log_probs(found)
         if "advantages" in phases:
-            compare("advantages", batch, data)
+            compare_samples("advantages", batch, data)
         # Those of the update's pass were recorded where no other pass was needed.
         of_update = found.log_probs is None or found.log_probs is found.generator_log_probs
         if "update" in phases or ("logprobs" in phases and of_update):
@@ -215,7 +232,7 @@ class _Replayer:
             self._recorder.finish()
             found = replace(found, log_probs=trainer._log_probs) if of_update else found
         if "logprobs" in phases:
-            compare("logprobs", found)
+            compare_samples("logprobs", found)
         if not mesh.is_main:
             return Replay(stored.run.name, step, self._start, [], [], bounds)
         before = [self._compare_prompts(stored, steps), *[one for one in earlier if one.differences][:1]]

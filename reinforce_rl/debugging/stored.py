@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
 from reinforce_rl.config.load import read_config
 from reinforce_rl.data.batches import RolloutBatch
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring.records import RolloutRow, read_tokens, rollout_files
+from reinforce_rl.monitoring.records import RolloutRow, SampleTokens, read_tokens, rollout_files
 from reinforce_rl.monitoring.run_folder import open_run
 from reinforce_rl.runtime.settings import CONFIG_FILE, settings_of
 from reinforce_rl.trainer.advantages import response_kl
@@ -82,6 +83,7 @@ class StoredRun:
             found = [getattr(one, name) for one in tokens] if has_tokens else [None]
             return None if None in found else pad_sequence([torch.tensor(one) for one in found], True)
 
+        _check(rows, tokens, rollout_files(self.path)[step])
         prompts = [one.prompt_tokens or [] for one in tokens] if has_tokens else [[] for _ in rows]
         responses = [one.response_tokens or [] for one in tokens] if has_tokens else [[] for _ in rows]
         joined = [torch.tensor(p + r, dtype=torch.long) for p, r in zip(prompts, responses, strict=True)]
@@ -104,6 +106,17 @@ class StoredRun:
             score_faults=tuple(row.score_fault for row in rows),
         )
         return StoredStep(step, rows, _with_log_probs_of_kl(batch, cfg.trainer.reinforce, rows))
+
+
+def _check(rows: Sequence[RolloutRow], tokens: Sequence[SampleTokens], file: Path) -> None:
+    """Raise DataError if the samples of a prompt have other prompts."""
+    known = dict[int, list[int] | None]()
+    for row, one in zip(rows, tokens, strict=False):
+        if known.setdefault(row.prompt_id, one.prompt_tokens) != one.prompt_tokens:
+            raise DataError(
+                f"{file}: prompt {row.prompt_id}, sample {row.sample_id} has other prompt_tokens than the first "
+                "sample of its prompt; the file was changed or damaged since the run wrote it. Restore it"
+            )
 
 
 def _with_log_probs_of_kl(batch: RolloutBatch, cfg: ReinforceConfig, rows: list[RolloutRow]) -> RolloutBatch:

@@ -141,9 +141,8 @@ def _chosen(stored: StoredRun, steps: str | None) -> range:
     first = int(found[1] or known[0])
     last = int(found[3] or known[-1]) if found[2] else first
     if first > last:
-        raise ConfigError(
-            [f"--steps is {steps!r}, whose first step is after its last; expected such as {last}:{first}"]
-        )
+        has = f"the run has recorded steps {known[0]} to {known[-1]}"
+        raise ConfigError([f"--steps is {steps!r}, whose first step is after its last; {has}"])
     for number in range(first, last + 1):
         if number not in known:
             stored.run.samples(number)  # says which there are

@@ -150,7 +150,8 @@ def _pair(values: Pair, form: str) -> str:
 
 
 def _right(name: str) -> Column:
-    return Column(name, justify="right", no_wrap=True)
+    least = 0 if name in ("step", "prompt", "sample", "samples", "sign changes") else 8  # of a pair: `0.279 ->`
+    return Column(name, justify="right", overflow="fold", min_width=max(least, *map(len, name.split())))
 
 
 def _figure(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.terminal import start_ranks
+from reinforce_rl.utils.files import output_faults
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 RunFolder = Annotated[Path, typer.Argument(help="the run's folder")]
 
@@ -25,6 +31,20 @@ def records(
         print(line, end="")
 
 
+def _show(table: RenderableType) -> None:
+    """Print a table; 160 columns wide where there is no terminal to ask."""
+    from rich.console import Console
+
+    Console(width=max(80, shutil.get_terminal_size((160, 0)).columns)).print(table)
+
+
+def _check(**files: Path | None) -> None:
+    """Raise ConfigError, before the work, if a file that an option names cannot be written."""
+    named = {f"--{option}": path for option, path in files.items() if path is not None}
+    if faults := [fault for option, path in named.items() for fault in output_faults(option, path)]:
+        raise ConfigError(faults)
+
+
 def whatif(
     run: RunFolder,
     overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
@@ -34,13 +54,12 @@ def whatif(
     html: Annotated[Path | None, typer.Option(help="file for the run's page with plots of them")] = None,
 ) -> None:
     """Recompute the advantages of recorded steps under other settings or rewards, without a GPU, and compare them."""
-    from rich.console import Console
-
     from reinforce_rl.debugging.whatif import whatif, write
 
+    _check(json=json, html=html)
     found = whatif(run, steps, overrides or (), gradient=gradient)
+    _show(found.table())
     write(found, run, json, html)
-    Console().print(found.table())
 
 
 def replay(
@@ -58,19 +77,19 @@ def replay(
 ) -> None:
     """Make a recorded step again, and name the first phase, prompt, token or tensor that differs.
 
-    Exit code 0: nothing differs; 1: something does; 2: nothing does, but not every phase could be made again.
+    Exit code 0: nothing differs; 1: something does, or an error; 2: nothing does, but not every phase could be made
+    again.
     """
-    from rich.console import Console
-
     from reinforce_rl.debugging.replay import replay
     from reinforce_rl.utils.files import write_json
 
+    _check(json=json)
     options = {"phase": phase, "reward": reward, "overrides": overrides or (), "start": start_ranks}
     found = replay(run, step, say=lambda text: print(text, flush=True), **options)
     if found.phases:  # not on the other ranks
+        _show(found.table())
         if json is not None:
             write_json(json, found.as_json())
-        Console().print(found.table())
     raise typer.Exit(found.exit_code)
 
 
@@ -82,13 +101,13 @@ def diff(
 ) -> None:
     """Find where two runs part: the first setting, step, phase, prompt and token that differ.
 
-    Exit code 0 where all recorded steps are the same bit for bit, else 1.
+    Exit code 0: all steps that both have are the same bit for bit; 1: they part, or an error; 2: they do not part, as
+    far as they were recorded.
     """
-    from rich.console import Console
-
     from reinforce_rl.debugging.diff import diff, write
 
+    _check(json=json, html=html)
     found = diff(first, second)
+    _show(found.table())
     write(found, first, second, json, html)
-    Console().print(found.table())
-    raise typer.Exit(int(found.parts))
+    raise typer.Exit(found.exit_code)

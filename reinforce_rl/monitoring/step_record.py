@@ -67,14 +67,16 @@ def read_record(run: str | Path, step: int) -> StepRecord:
     """Raises DataError: no such step was recorded, or the file is damaged or of another version."""
     files = record_files(run)
     if step not in files:
-        known = f"the recorded steps are {min(files)} to {max(files)}" if files else "there are none"
+        steps = f"step {step}; the recorded steps are {min(files)} to {max(files)}" if files else "any step"
         raise DataError(
-            f"{Path(run) / FOLDER}: no record of step {step}; {known}. A run with exp_manager.record=full keeps those "
-            "of its last exp_manager.record_keep steps"
+            f"{Path(run) / FOLDER}: no record of {steps}. A run with exp_manager.record=full keeps those of its last "
+            "exp_manager.record_keep steps"
         )
     path = files[step]
     try:
-        values: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        values = json.loads(path.read_text("utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("it is not a JSON object")
         version = values.pop("version", None)
         if version != VERSION:
             raise DataError(
@@ -83,8 +85,13 @@ def read_record(run: str | Path, step: int) -> StepRecord:
             )
         values["updates"] = [_as_floats(one) for one in values["updates"]]
         values["ranks"] = [RankState(**one) for one in values["ranks"]]
+        if values["step"] != step:
+            raise ValueError(f"it holds step {values['step']}")
+        for name in ("software", "machine", "layout", "settings", "files", "data", "past"):
+            if not isinstance(values[name], dict):
+                raise ValueError(f"its {name} is {values[name]!r}")
         return StepRecord(**values)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path}: not a readable record ({error}); restore it or take it away") from error
 
 

@@ -67,6 +67,14 @@ def folder_faults(key: str, folder: str) -> Iterator[str]:
         yield f"{key} is {out}; no folder can be made in {existing}: {error.strerror or error}"
 
 
+def output_faults(key: str, path: Path) -> Iterator[str]:
+    """Yield an error if a file cannot be written."""
+    if path.is_dir():
+        yield f"{key} is {path}, which is a folder; expected a file"
+    else:
+        yield from folder_faults(f"the folder of {key}", str(path.parent))
+
+
 def replace_folder(new: Path, folder: Path) -> None:
     """Move a complete folder to its place; the previous one is deleted only after the new one is in place."""
     old = folder.with_name(folder.name + ".old")

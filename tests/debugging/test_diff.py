@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -81,6 +82,44 @@ def test_the_first_place_is_named(
     assert "Where they part" in (tmp_path / "diff.html").read_text()
     titles = [one["title"] for one in found.tables]
     assert "Difference over prompts" in titles
+
+
+def test_what_was_not_recorded_is_not_called_the_same(folder: Path, tmp_path: Path) -> None:
+    """Their samples are the same in step 1; what the learning rate changed is in the records alone."""
+    for name in ("base", "lr"):
+        shutil.copytree(folder / name, tmp_path / name)
+        for path in (tmp_path / name / "rollouts").iterdir():
+            if "00001" not in path.name:
+                path.unlink()
+    assert diff(tmp_path / "base", tmp_path / "lr").exit_code == 1
+    (tmp_path / "lr" / "record" / "step_00001.json").unlink()
+    found = diff(tmp_path / "base", tmp_path / "lr")
+    assert found.exit_code == 2 and not found.parts
+    assert "as far as they were compared: samples in all, weights in 0 and update in 0" in found.sentence
+    rows = {row[0]: row[1] for row in found.rows()}
+    assert rows["weights"] == rows["update"] == "not compared" and rows["generate"] == "same"
+
+
+def test_what_changed_on_the_way_is_named_with_its_step(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "base", tmp_path / "other")
+    history = tmp_path / "other" / "config_history.jsonl"
+    line = json.loads(history.read_text().splitlines()[0])
+    changed = {**line, "step": 2, "config": line["config"].replace("lr: 0.01", "lr: 0.02")}
+    history.write_text(json.dumps(line) + "\n" + json.dumps(changed) + "\n")
+    record = tmp_path / "other" / "record" / "step_00003.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "scorer": "another"}))
+    record = tmp_path / "other" / "record" / "step_00002.json"
+    values = json.loads(record.read_text())
+    record.write_text(json.dumps({**values, "machine": {**values["machine"], "threads": 99}}))
+    found = diff(folder / "base", tmp_path / "other")
+    assert found.settings == {"model.optim.lr": "0.01 -> 0.02, from step 3 on"}
+    assert any(fact.startswith("machine: threads: ") and fact.endswith("from step 2 on") for fact in found.facts)
+
+
+def test_long_texts_are_shown_where_they_part() -> None:
+    text = "You are a helpful assistant. " * 5
+    found = sample_differences(table(prompt=[text + "Bake bread"]), table(prompt=[text + "Bake breads"]), ["prompt"])
+    assert 'bread" and "...' in str(found[0]).replace('..."', '"...') and "from character 155" in str(found[0])
 
 
 def test_runs_without_a_common_step(folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -114,6 +115,14 @@ def change_token(folder: Path) -> None:
     pq.write_table(table.set_column(place, "response_tokens", pa.array(rows, pa.list_(pa.int32()))), path)
 
 
+def change_prompt_tokens(folder: Path) -> None:
+    path, table = folder / "run" / "rollouts" / "step_00005.parquet", read_samples(folder, 5)
+    rows = table["prompt_tokens"].to_pylist()
+    rows[1][0] = (rows[1][0] + 1) % 30
+    place = table.column_names.index("prompt_tokens")
+    pq.write_table(table.set_column(place, "prompt_tokens", pa.array(rows, pa.list_(pa.int32()))), path)
+
+
 def swap_reference(folder: Path) -> list[str]:
     other = folder / "other"
     shutil.copytree(folder / "model", other)
@@ -188,9 +197,17 @@ def test_what_is_missing_is_told(folder: Path) -> None:
     record.write_text(json.dumps({**values, "version": 99}))
     with pytest.raises(DataError, match="version 99; this reinforce_rl reads version 1"):
         replay(run, 4)
-    record.write_text("{")
-    with pytest.raises(DataError, match="not a readable record"):
-        replay(run, 4)
+    damaged = {"": "", "null": "not a JSON object", json.dumps({**values, "step": 5}): "it holds step 5"}
+    damaged |= {json.dumps({**values, name: None}): "" for name in ("machine", "updates", "ranks", "settings")}
+    damaged[json.dumps({**values, "updates": [None]})] = ""
+    for text, reason in damaged.items():
+        record.write_text(text)
+        with pytest.raises(DataError, match=f"not a readable record .*{reason}"):
+            replay(run, 4)
+    record.write_text(json.dumps(values))
+    change_prompt_tokens(folder)
+    with pytest.raises(DataError, match=r"step_00005\.parquet: prompt \d+, sample \d has other prompt_tokens"):
+        replay(run, 5)
     (run / "rollouts" / "step_00004.parquet").unlink()
     with pytest.raises(DataError, match="no samples of step 4"):
         replay(run, 5)
@@ -201,8 +218,13 @@ def test_settings_that_changed_on_the_way(folder: Path) -> None:
     line = json.loads(history.read_text().splitlines()[0])
     changed = {**line, "step": 4, "config": line["config"].replace("lr: 0.01", "lr: 0.02")}
     history.write_text(json.dumps(line) + "\n" + json.dumps(changed) + "\n")
-    with pytest.raises(DataError, match="step 4 was made with other settings than step 5"):
+    found = r"step 4 was made with other settings than step 5, .*: model\.optim\.lr: 0\.01 -> 0\.02\."
+    with pytest.raises(DataError, match=found):
         replay(folder / "run", 5)
+    longer = {**changed, "config": re.sub(r"max_steps: -?\d+", "max_steps: 100", line["config"])}
+    assert longer["config"] != line["config"]
+    history.write_text(json.dumps(line) + "\n" + json.dumps(longer) + "\n")
+    assert replay(folder / "run", 5).exit_code == 0, "the length changes no step of a constant learning rate"
 
 
 def test_another_machine_is_compared_within_rounding(folder: Path) -> None:

@@ -34,6 +34,7 @@ from reinforce_rl.runtime.guests import INVITATION_FILE
 from reinforce_rl.runtime.status import read_status
 from reinforce_rl.trainer.generator_pool import Work
 from reinforce_rl.trainer.separate import SeparatePool, _Generator
+from reinforce_rl.trainer.separate_generator import SeparateGeneratorRank
 
 SLOW = pytest.mark.slow
 JOINED = ("placement=disaggregated", "generation_ranks=1")
@@ -384,6 +385,16 @@ def test_work_of_weights_that_are_on_their_way_waits():
     pool, sent = pool_of(1, [(1, 0, 2)])
     pool.submit(works(3))
     assert not sent.messages and [work.version for work in pool._waiting] == [3]
+
+
+@pytest.mark.parametrize(("other", "expected"), [({1, 6}, 6), ({1}, 1), ({1, 5}, 5)])
+def test_a_generator_draws_with_weights_that_all_of_its_ranks_have(other, expected):
+    """A transfer may have failed on one of them."""
+    rank: Any = object.__new__(SeparateGeneratorRank)
+    rank._changed, rank.version, rank._staged = threading.Condition(), 1, {5: {}, 6: {}}
+    mesh = SimpleNamespace(gather_on_block_leader=lambda own: [own, other], from_block_leader=lambda value: value)
+    rank._model = SimpleNamespace(mesh=mesh)
+    assert rank._newest() == expected
 
 
 def test_a_prompt_in_any_order_goes_to_who_has_the_least_to_do():
