@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.terminal import start_ranks
 from reinforce_rl.utils.files import output_faults
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 RunFolder = Annotated[Path, typer.Argument(help="the run's folder")]
 
@@ -29,13 +25,6 @@ def records(
 
     for line in open_run(run).sample_lines(step, kind, tokens=tokens):
         print(line, end="")
-
-
-def _show(table: RenderableType) -> None:
-    """Print a table; 160 columns wide where there is no terminal to ask."""
-    from rich.console import Console
-
-    Console(width=max(80, shutil.get_terminal_size((160, 0)).columns)).print(table)
 
 
 def _check(**files: Path | None) -> None:
@@ -55,10 +44,11 @@ def whatif(
 ) -> None:
     """Recompute the advantages of recorded steps under other settings or rewards, without a GPU, and compare them."""
     from reinforce_rl.debugging.whatif import whatif, write
+    from reinforce_rl.utils.console import table_console
 
     _check(json=json, html=html)
     found = whatif(run, steps, overrides or (), gradient=gradient)
-    _show(found.table())
+    table_console().print(found.table())
     write(found, run, json, html)
 
 
@@ -81,13 +71,14 @@ def replay(
     again.
     """
     from reinforce_rl.debugging.replay import replay
+    from reinforce_rl.utils.console import table_console
     from reinforce_rl.utils.files import write_json
 
     _check(json=json)
     options = {"phase": phase, "reward": reward, "overrides": overrides or (), "start": start_ranks}
     found = replay(run, step, say=lambda text: print(text, flush=True), **options)
     if found.phases:  # not on the other ranks
-        _show(found.table())
+        table_console().print(found.table())
         if json is not None:
             write_json(json, found.as_json())
     raise typer.Exit(found.exit_code)
@@ -105,9 +96,10 @@ def diff(
     far as they were recorded.
     """
     from reinforce_rl.debugging.diff import diff, write
+    from reinforce_rl.utils.console import table_console
 
     _check(json=json, html=html)
     found = diff(first, second)
-    _show(found.table())
+    table_console().print(found.table())
     write(found, first, second, json, html)
     raise typer.Exit(found.exit_code)

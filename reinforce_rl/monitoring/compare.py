@@ -6,13 +6,11 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +22,7 @@ from reinforce_rl.monitoring.report import overview
 from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
 from reinforce_rl.monitoring.view import frozen_page
 from reinforce_rl.runtime.settings import SILENT, flatten
+from reinforce_rl.utils.console import table_console
 from reinforce_rl.utils.files import write_atomically
 
 _LAST = 10  # training steps whose mean is a run's final value
@@ -71,7 +70,7 @@ def compare(folders: Sequence[str | Path], html: str | Path | None = None, again
     if html is not None:
         shown = {name: (run, overview(run)) for name, run in runs.items()}
         write_atomically(Path(html), frozen_page(shown, found))
-    console = Console(width=max(80, shutil.get_terminal_size((160, 0)).columns), no_color=True)
+    console = table_console(no_color=True)
     with console.capture() as capture:
         for one in found:
             table = Table(title=one["title"], caption=one["note"], title_justify="left", caption_justify="left")

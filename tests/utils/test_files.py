@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from reinforce_rl.errors import DataError
 from reinforce_rl.utils.files import (
     json_line,
+    output_faults,
     plain_number,
     read_json_lines,
     replace_folder,
@@ -96,3 +98,12 @@ def test_the_old_folder_stays_where_the_new_one_is_missing(tmp_path):
     with pytest.raises(FileNotFoundError):
         replace_folder(tmp_path / "nowhere", folder)
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_an_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert list(output_faults("--json", tmp_path / "new" / "found.json")) == []
+    assert list(output_faults("--json", tmp_path / "file")) == [] and not (tmp_path / "new").exists()
+    assert list(output_faults("--json", tmp_path)) == [f"--json is {tmp_path}, which is a folder; expected a file"]
+    (fault,) = output_faults("--json", tmp_path / "file" / "found.json")
+    assert f"the folder of --json is {tmp_path / 'file'}; no folder can be made in " in fault
