@@ -82,8 +82,8 @@ test-fake-cuda: install ## The GPU path on fake CUDA tensors; part of `make test
 gpu-check: ## The GPU path on this machine's GPU, proven in ten minutes
 	$(or $(PYTHON),$(wildcard $(BIN)/python),python3) tools/gpu_check.py $(GPU_CHECK_ARGS)
 
-test-slow: install ## The tests that take minutes, which `make test` leaves out
-	$(call run_tests,-m "slow and not gpu and not engine" $(PYTEST_ARGS))
+test-slow: install ## The tests that take minutes, which `make test` leaves out, but for those of `make test-async`
+	$(call run_tests,-m "slow and not gpu and not engine" $(ASYNC:%=--ignore %) $(PYTEST_ARGS))
 
 test-engine: install ## Generation by the real vLLM on this machine's CPU
 	@# Each worker has an engine of its own beside the trainer. Classes of a file run beside each other.

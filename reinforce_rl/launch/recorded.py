@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.launch.terminal import start_ranks
+from reinforce_rl.launch.terminal import errors_exit, start_ranks
 from reinforce_rl.utils.files import output_faults
 
 RunFolder = Annotated[Path, typer.Argument(help="the run's folder")]
@@ -67,16 +67,17 @@ def replay(
 ) -> None:
     """Make a recorded step again, and name the first phase, prompt, token or tensor that differs.
 
-    Exit code 0: nothing differs; 1: something does, or an error; 2: nothing does, but not every phase could be made
-    again.
+    Exit code 0: nothing differs; 1: something does; 2: nothing does, but not every phase could be made again, or an
+    error.
     """
     from reinforce_rl.debugging.replay import replay
     from reinforce_rl.utils.console import table_console
     from reinforce_rl.utils.files import write_json
 
-    _check(json=json)
     options = {"phase": phase, "reward": reward, "overrides": overrides or (), "start": start_ranks}
-    found = replay(run, step, say=lambda text: print(text, flush=True), **options)
+    with errors_exit(2):
+        _check(json=json)
+        found = replay(run, step, say=lambda text: print(text, flush=True), **options)
     if found.phases:  # not on the other ranks
         table_console().print(found.table())
         if json is not None:
@@ -92,14 +93,15 @@ def diff(
 ) -> None:
     """Find where two runs part: the first setting, step, phase, prompt and token that differ.
 
-    Exit code 0: all steps that both have are the same bit for bit; 1: they part, or an error; 2: they do not part, as
-    far as they were recorded.
+    Exit code 0: all steps that both have are the same bit for bit; 1: they part; 2: they do not part, as far as they
+    were recorded, or an error.
     """
     from reinforce_rl.debugging.diff import diff, write
     from reinforce_rl.utils.console import table_console
 
-    _check(json=json, html=html)
-    found = diff(first, second)
+    with errors_exit(2):
+        _check(json=json, html=html)
+        found = diff(first, second)
     table_console().print(found.table())
     write(found, first, second, json, html)
     raise typer.Exit(found.exit_code)

@@ -67,6 +67,16 @@ def fail(text: str, code: int = EXIT_ERROR) -> NoReturn:
 
 
 @contextlib.contextmanager
+def errors_exit(code: int) -> Iterator[None]:
+    """Let an error of the block end the program with this code, where 1 is a finding."""
+    try:
+        yield
+    except ReinforceError as error:
+        error.exit_code = code
+        raise
+
+
+@contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
     """End the program with a message and a code where the block raises what is no defect; others pass."""
     try:

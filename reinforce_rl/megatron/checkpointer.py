@@ -75,12 +75,16 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
 
 
 def checkpoint_up_to(folder: str | Path, step: int) -> Checkpoint | None:
-    """Return the newest complete checkpoint of this step or an earlier one; None without any."""
+    """Return the newest complete checkpoint of this step or an earlier one, or None; CheckpointError if damaged."""
     paths = _complete_checkpoints(Path(folder)) if Path(folder).is_dir() else []
     found = [path for path in paths if path.name <= folder_name(step) and (path / STATE_FILE).is_file()]
     if not found:
         return None
-    return Checkpoint(found[-1], json.loads((found[-1] / STATE_FILE).read_text(encoding="utf-8")))
+    file = found[-1] / STATE_FILE
+    try:
+        return Checkpoint(found[-1], json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. Restore it, or move {found[-1]} away") from error
 
 
 def _way_out(damaged: Path) -> str:

@@ -289,6 +289,9 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None, filters: 
                 f"{path}: its records have version {version}; this reinforce_rl reads version {VERSION}. Read them "
                 "with the reinforce_rl that wrote them, or as they are with pyarrow.parquet.read_table"
             )
+        expected = [name for name in (*SAMPLE_COLUMNS, *TOKEN_COLUMNS) if name not in ("record", "weight_versions")]
+        if missing := [name for name in expected if name not in schema.names]:  # earlier files lack these two
+            raise DataError(f"{path}: missing columns {missing}; docs/records.md has all. Restore the file")
         known = None if columns is None else [name for name in columns if name in schema.names]
         return pq.read_table(path, columns=known, filters=filters)
     except (pa.ArrowException, OSError, ValueError) as error:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
 from omegaconf import OmegaConf
-from yaml import YAMLError
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
@@ -20,7 +19,7 @@ from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import METRICS_FILE, read_metrics
 from reinforce_rl.monitoring.records import Kind, RolloutRow, SampleTokens, read_rows, read_tokens, rollout_files
 from reinforce_rl.monitoring.sentinel import STRAGGLER_FACTOR, Alert, Sentinel, number
-from reinforce_rl.runtime.settings import CONFIG_FILE, Setting, set_keys, settings_of
+from reinforce_rl.runtime.settings import Setting, set_keys, settings_of
 from reinforce_rl.runtime.status import STATUS_FILE, Status, run_status
 from reinforce_rl.utils.files import json_line, parse_json_lines
 
@@ -133,14 +132,8 @@ class RunFolder:
 
     def configuration(self) -> Configuration:
         """Return the configuration of the last step."""
-        try:
-            text, changes = settings_of(self.path, self.lines[-1]["step"] if self.lines else 0)
-            tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if text else {}
-        except YAMLError as error:
-            path = self.path / CONFIG_FILE
-            raise DataError(f"{path}: not valid YAML ({error}); restore it or take it away") from error
-        if not isinstance(tree, dict):
-            raise DataError(f"{self.path / CONFIG_FILE}: found a {type(tree).__name__}, expected keys with values")
+        text, changes = settings_of(self.path, self.lines[-1]["step"] if self.lines else 0)
+        tree: Any = OmegaConf.to_container(OmegaConf.create(text)) if text else {}
         schemas = (TrainConfig, TrainRewardModelConfig)
         schema = max(schemas, key=lambda schema: len(schema.model_fields.keys() & tree.keys()))
         return Configuration(text, set_keys(tree, schema), changes)

@@ -6,6 +6,7 @@ then, the configuration from there on, as YAML, and a digest of the file of each
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -17,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import Section
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.runtime.status import read_status, saved_step
 from reinforce_rl.utils.files import read_json_lines, write_atomically, write_json_lines
 
@@ -44,7 +47,7 @@ SILENT = re.compile(
 
 def compare(before: str, now: str, schema: type[Section] = TrainConfig) -> dict[str, str]:
     """Return keys that differ between two YAML texts, with both values; a missing key has its default."""
-    trees = [OmegaConf.to_container(OmegaConf.create(text)) for text in (before, now)]
+    trees = [_tree(text) for text in (before, now)]
     found = {}
     for key, default in flatten(schema().model_dump()):
         old, new = (_value(tree, key, default) for tree in trees)
@@ -184,5 +187,21 @@ def _history(folder: Path, step: int) -> list[dict[str, Any]]:
     path, config = folder / HISTORY_FILE, folder / CONFIG_FILE
     lines = read_json_lines(path) if path.is_file() else []
     if not lines and config.is_file():  # a run from before config_history.jsonl existed
-        lines = [{"step": 0, "config": config.read_text("utf-8")}]
+        path, lines = config, [{"step": 0, "config": config.read_text("utf-8")}]
+    for number, line in enumerate(lines, 1):
+        place = path if path == config else f"{path}, line {number}"
+        if not (isinstance(line.get("step"), int) and isinstance(line.get("config"), str)):
+            raise DataError(f"{place}: expected a step and a config, found {sorted(line)}; restore the file")
+        try:
+            found = type(_tree(line["config"])).__name__
+        except (YAMLError, OmegaConfBaseException) as error:
+            raise DataError(f"{place}: not valid YAML ({error}); restore it or take it away") from error
+        if found != "dict":
+            raise DataError(f"{place}: found a {found}, expected keys with values; restore it or take it away")
     return [line for line in lines if line["step"] < step]
+
+
+@functools.lru_cache(8)
+def _tree(text: str) -> Any:
+    """Read a configuration; the caller does not change what it gets."""
+    return OmegaConf.to_container(OmegaConf.create(text))

@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from reinforce_rl.debugging import replay as module
 from reinforce_rl.debugging.replay import replay
 from reinforce_rl.debugging.replay_results import PhaseResult, Replay
-from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.errors import CheckpointError, ConfigError, DataError
+from reinforce_rl.megatron.checkpointer import checkpoint_up_to
 from reinforce_rl.monitoring.step_record import read_record, record_files
 from reinforce_rl.run import train
 
@@ -210,6 +211,12 @@ def test_what_is_missing_is_told(folder: Path) -> None:
         replay(run, 5)
     (run / "rollouts" / "step_00004.parquet").unlink()
     with pytest.raises(DataError, match="no samples of step 4"):
+        replay(run, 5)
+    checkpoint = checkpoint_up_to(run / "checkpoints", 4)
+    assert checkpoint is not None
+    state = checkpoint.folder / "trainer_state.json"
+    state.write_text(state.read_text()[:20])
+    with pytest.raises(CheckpointError, match=rf"{state} cannot be read: .* move \S+ away"):
         replay(run, 5)
 
 

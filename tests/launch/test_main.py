@@ -56,6 +56,12 @@ def test_every_command_says_what_it_does(name: str) -> None:
     assert len(COMMANDS.commands[name].get_short_help_str(200)) > 20
 
 
+def test_an_error_is_not_taken_for_a_difference(tmp_path: Path) -> None:
+    for words in (["diff", ".", "."], ["diff", "absent", ".", "--json", "."], ["replay", "."]):
+        done = command(tmp_path, *words)
+        assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("error: "), done
+
+
 def test_a_wrong_key_is_one_message_and_a_wrong_command_gets_a_hint(tmp_path: Path) -> None:
     wrong = command(tmp_path, "train", "trainer.devces=2")
     assert wrong.returncode == 1

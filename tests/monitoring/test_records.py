@@ -331,7 +331,7 @@ def test_a_file_from_before_the_record_is_read(tmp_path):
     pq.write_table(pq.read_table(path).drop_columns("record"), path)
     assert read_rows(path)[0].record is None and read_rows(path)[0].prompt == row().prompt
     pq.write_table(pq.read_table(path).drop_columns("reward"), path)
-    with pytest.raises(DataError, match=r"missing fields \['record', 'reward'\]"):
+    with pytest.raises(DataError, match=r"step_00001\.parquet: missing columns \['reward'\]"):
         read_rows(path)
 
 

@@ -89,8 +89,13 @@ def test_damage_is_named(tmp_path):
         with pytest.raises(DataError, match=message):
             RunFolder(tmp_path).refresh()
     (tmp_path / "metrics.jsonl").unlink()
-    (tmp_path / "config.yaml").write_text("a: [")
-    with pytest.raises(DataError, match=r"config.yaml: not valid YAML"):
+    for text, message in (("a: [", "not valid YAML"), ("- 1", "found a list, expected keys with values")):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(DataError, match=f"config.yaml: {message}"):
+            run.configuration()
+    lines = '{"step": 0, "config": "a: 1"}\n{"step": 0}\n'
+    (tmp_path / "config_history.jsonl").write_text(lines)
+    with pytest.raises(DataError, match=r"config_history.jsonl, line 2: expected a step and a config"):
         run.configuration()
 
 
