@@ -1,0 +1,60 @@
+"""One rank of a run that generates on ranks of its own, each rank with a fake GPU of its own; under `utils.ranks`.
+
+Usage: apart_fake_cuda.py FOLDER OVERRIDE... Everything between the ranks is real but the weights on their way: a
+broadcast checks the sender's tensor, and leaves the receiver's as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from reinforce_rl.preflight.fake_cuda.machine import Machine, install
+
+
+def main() -> None:
+    machine = install()  # before anything imports torch
+    from helpers.rewards import FunctionReward
+    from helpers.tiny_run import PROMPT_TOKENS, compose, odd_share, tiny_overrides
+
+    from reinforce_rl import run as build
+    from reinforce_rl.config.load import load_config
+    from reinforce_rl.runtime.roles import RankRole
+
+    folder, overrides = Path(sys.argv[1]), sys.argv[2:]
+    RankRole.weight_group = lambda role, device: Wire(device)  # type: ignore[method-assign, assignment]
+    build.connect_to_reward_servers = lambda *args: FunctionReward(odd_share, PROMPT_TOKENS)  # type: ignore[assignment]
+    on_threads_too(machine)
+    rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    with machine.rank(rank, size):
+        trainer = build.train(load_config(compose(*tiny_overrides(folder), *overrides)))
+        assert (trainer is None) == (rank > 0)
+
+
+class Wire:
+    def __init__(self, device: Any):
+        assert device.type == "cuda"
+
+    def broadcast(self, tensor: Any) -> Any:
+        assert tensor.is_cuda and tensor.is_contiguous()
+        return SimpleNamespace(wait=lambda: None)
+
+
+def on_threads_too(machine: Machine) -> None:
+    """Have the thread that receives weights see the fake GPU; a mode of torch is its own thread's."""
+    from reinforce_rl.trainer.generate import GeneratorRank
+
+    receive = GeneratorRank._receive
+
+    def with_gpu(rank: GeneratorRank) -> None:
+        with machine.gpu:
+            receive(rank)
+
+    GeneratorRank._receive = with_gpu  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()
