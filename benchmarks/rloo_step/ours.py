@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -59,7 +60,7 @@ class NoCheckpoints:
 
     is_writing = False
 
-    def save(self, step: int, state: dict, *, keep: Sequence[int]) -> None:
+    def save(self, step: int, state: dict, **options: Any) -> None:
         pass
 
     def poll(self) -> None:
