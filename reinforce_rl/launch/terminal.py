@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ReinforceError
+from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, LostRankError, ReinforceError
 from reinforce_rl.utils.process import PACKAGE_PARENT
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -81,6 +81,9 @@ def plain_errors() -> Iterator[None]:
     """End the program with a message and a code where the block raises what is no defect; others pass."""
     try:
         yield
+    except LostRankError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        _end(error.exit_code)  # a thread in a collective with the lost rank would abort Python's shutdown
     except ReinforceError as error:
         fail(str(error), error.exit_code)
     except OSError as error:
@@ -93,8 +96,14 @@ def plain_errors() -> Iterator[None]:
         fail(f"{what} cannot be written: {error.strerror}. Free some space, and start the same command again")
     except KeyboardInterrupt as error:
         print(str(error) or "interrupted by Ctrl-C", flush=True)
-        atexit._run_exitfuncs()  # which os._exit would skip
-        os._exit(130)  # a thread that is writing a checkpoint would abort while Python shuts down
+        _end(130)  # a thread that is writing a checkpoint would abort while Python shuts down
+
+
+def _end(code: int) -> NoReturn:
+    """Exit without Python's shutdown, which waits for nothing that other threads do."""
+    atexit._run_exitfuncs()  # which os._exit would skip
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _nobody_reads() -> bool:

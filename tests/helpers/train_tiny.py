@@ -14,7 +14,7 @@ act: {rank, phase, step, signal}: this rank sends itself the signal as it comes 
 allocation: from the fork on the batch system's allocation lasts so many seconds, and began hours before.
 step_seconds: that each training lasts longer.
 generators: [N, count]: the Nth training waits until so many separate generators have come.
-generate_seconds: that each call of the generator for a step lasts longer.
+generate_seconds: that each call of the generator for a step lasts longer; one that may be interrupted, token by token.
 slow_rank: with a work queue this rank ends its first micro-batch once the others have taken all that is left; every
     rank prints what it took.
 engine: folder; TensorRT-LLM is the fake, and what the engine of rank N is given lies in folder/N.
@@ -158,11 +158,24 @@ def lengthen_generation(seconds: float) -> None:
     MegatronGPTReinforceActorModel.infer = slow_infer  # type: ignore[method-assign]
     go_on = NativeGenerator.go_on
 
-    def slow_go_on(*args):
-        time.sleep(seconds)
-        return go_on(*args)
+    def slow_go_on(generator: NativeGenerator, responses, params, updates):
+        return go_on(generator, responses, params, SlowTokens(updates, seconds / params.max_length))
 
     NativeGenerator.go_on = slow_go_on  # type: ignore[method-assign]
+
+
+class SlowTokens:
+    """`WeightUpdates` that sleep before each token, whatever the number of responses, as decoding does."""
+
+    def __init__(self, updates, seconds: float):
+        self._updates, self._seconds = updates, seconds
+
+    def __getattr__(self, name: str):
+        return getattr(self._updates, name)
+
+    def next_action(self, running: int) -> str:
+        time.sleep(self._seconds)
+        return self._updates.next_action(running)
 
 
 def slow_down(slow: int, rank: int) -> None:
