@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 8  # micro-batches whose rewards are waited for
 _POLL_SECONDS = 0.2
+_ON_THEIR_WAY_SECONDS = 0.02
 CONNECT_SECONDS = 60.0
 
 
@@ -118,6 +119,8 @@ class GeneratorRank:
                 self._ask(count)
                 if waits:
                     self._wait(lambda: bool(self._inbox) or self._has_ended, "waiting for prompts")
+                    # A call of few prompts takes as long as one of many: those on their way come along.
+                    self._changed.wait_for(lambda: len(self._inbox) >= count or self._has_ended, _ON_THEIR_WAY_SECONDS)
                 if not self._has_ended:
                     works = list(self._inbox) if count else []
                     if count:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import random
 import signal
 import threading
@@ -341,6 +342,20 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         assert rank._take(0, waits=False) == [] and not rank._links.asked
         assert [work.number for work in rank._take(2, waits=False)] == [9] and rank._links.asked == [1]
         assert not rank._inbox
+
+    def test_those_that_are_on_their_way_come_along(self, monkeypatch):
+        """Else a generator that once had half of its prompts goes on so, in as many seconds a call."""
+        rank = rank_of(PlannedGenerator({}), None, monkeypatch)
+        rank._activity = SimpleNamespace(begin=lambda phase: None)
+        monkeypatch.setattr("reinforce_rl.trainer.generate._ON_THEIR_WAY_SECONDS", 30.0)
+
+        def answer(content: bytes) -> None:
+            works = [work_of(2, 2), work_of(3, 3)]
+            threading.Timer(0.2, lambda: rank._on_message(0, [memoryview(pickle.dumps(works))])).start()
+
+        rank._inbox.extend([work_of(0, 0), work_of(1, 1)])
+        rank._links.send = lambda to, content: answer(content)
+        assert [work.number for work in rank._take(4)] == [0, 1, 2, 3]
 
     def test_the_end_of_the_run_ends_the_call(self, monkeypatch):
         rank = rank_of(PlannedGenerator({2: lambda: setattr(rank, "_has_ended", True)}), None, monkeypatch)
