@@ -47,7 +47,7 @@ class WeightUpdates(Protocol):
         ...
 
     def next_action(self, running: int) -> Literal["go on", "load", "stop"]:
-        """Return what is to be done before the next token of the `running` responses.
+        """Return what is to be done before the next token; `running` responses have not ended, or wait for room.
 
         "load": call `load` and go on, with the cache that there is; "stop": return what there is.
         """

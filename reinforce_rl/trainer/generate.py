@@ -68,6 +68,7 @@ class GeneratorRank:
         self._staged: dict[int, dict[str, Tensor]] = {}  # received and not used yet
         self._has_ended = False
         self._unscored = 0  # results that wait for their scores
+        self._with_room = 0  # with so few unfinished responses there is room for a group more
         self._awake: contextlib.ExitStack | None = None  # the generator's, while the weights stay the same
         self._failure: BaseException | None = None
         self._links = Links.connect(role.shared(INVITATION), role.rank, b"generator", CONNECT_SECONDS)
@@ -96,7 +97,7 @@ class GeneratorRank:
         self._scoring = ThreadPoolExecutor(_AT_ONCE, "rewards")
         try:
             if self._groups is None:
-                while (works := self._take(1)) is not None:
+                while (works := self._take(1, 1)) is not None:
                     self._respond(works[0])
             else:
                 self._answer_groups(self._groups)
@@ -106,10 +107,11 @@ class GeneratorRank:
         finally:
             self._scoring.shutdown(wait=False, cancel_futures=True)  # closing `rm` ends those that wait for scores
 
-    def _take(self, count: int, *, waits: bool = True) -> list[Work] | None:
+    def _take(self, count: int, room: int, *, waits: bool = True) -> list[Work] | None:
         """Ask for this many works; return those that there are, after waiting for one. Same on all ranks of the block.
 
-        Returns none at a count of 0. None: the trainers have ended.
+        Of works for whatever is finished first, at most `room`. Returns none at a count of 0. None: the trainers have
+        ended.
         """
         works: list[Work] | None = None
         if self._is_leader:
@@ -122,9 +124,12 @@ class GeneratorRank:
                     # A call of few prompts takes as long as one of many: those on their way come along.
                     self._changed.wait_for(lambda: len(self._inbox) >= count or self._has_ended, _ON_THEIR_WAY_SECONDS)
                 if not self._has_ended:
-                    works = list(self._inbox) if count else []
-                    if count:
-                        self._inbox.clear()
+                    works = []
+                    for work in list(self._inbox) if count else []:
+                        if not work.or_newer or room > 0:
+                            room -= work.or_newer
+                            works.append(work)
+                            self._inbox.remove(work)
         elif waits:
             self._activity.begin("waiting for prompts")
         return self._model.mesh.from_block_leader(works)
@@ -134,6 +139,13 @@ class GeneratorRank:
         if more > 0:
             self._asked += more
             self._links.send(0, pickle.dumps(more))
+
+    def _withdraw(self) -> None:
+        """Take back what was asked for and has not come, so that others get it; what is on its way is taken later."""
+        with self._changed:
+            asked, self._asked = self._asked, 0
+        if asked:
+            self._links.send(0, pickle.dumps(-asked))
 
     def _respond(self, work: Work) -> None:
         """Answer a work with the weights that it asks for."""
@@ -153,7 +165,8 @@ class GeneratorRank:
             room = count - -(-running * len(groups) // max(len(rows), 1))  # all groups have as many samples
             # Without updates in flight, the responses under way keep their version, and other works wait.
             is_free = self._inflight is not None or not running
-            works = self._take(max(room, 1) if is_free else 0, waits=not groups)
+            # One besides, without which a validation would never come.
+            works = self._take(max(room, 1) if is_free else 0, room, waits=not groups)
             if works is None:
                 return
             for work in works:
@@ -173,6 +186,9 @@ class GeneratorRank:
     def _lengthen(self, groups: dict[int, tuple[Work, list[PartialResponse]]]) -> None:
         """Go on with the responses of all groups, until their end or an interruption; remove what is finished."""
         begun = [one for _, responses in groups.values() for one in responses]
+        self._with_room = ((self._groups or 1) - 1) * (len(begun) // len(groups))
+        if self._inflight is None and self._is_leader:  # nothing new is begun before these are at their end
+            self._withdraw()
         updates = InFlight(self, few=sum(one.finish_reason is None for one in begun) // 2)
         try:
             self._wake()
@@ -207,7 +223,7 @@ class GeneratorRank:
                 elif self._inflight is not None:
                     if any(version > self.version for version in self._staged):
                         action = "load" if self._inflight == "keep" else "stop"
-                    elif self._inbox:
+                    elif any(not work.or_newer or running <= self._with_room for work in self._inbox):
                         action = "stop"
             if running <= few:
                 action = "stop"
@@ -335,7 +351,7 @@ class GeneratorRank:
                 self._announced.append(message)
             else:
                 self._inbox.extend(message)
-                self._asked -= len(message)
+                self._asked = max(self._asked - len(message), 0)
             self._changed.notify_all()
 
     def _on_lost(self, rank: int, reason: str) -> None:

@@ -158,9 +158,10 @@ class GeneratorPool:
         """
         own, count = set(numbers), min(count, len(numbers))
         missing = own - self._results.keys()
-        if missing & again:
+        there = own & again - missing
+        if missing & again and len(there) < count:
             return None
-        order = sorted(own & again) + [number for number in self._results if number in own - again]
+        order = sorted(there) + [number for number in self._results if number in own - again]
         chosen, known = list[int](), set(prompts)
         for number in order:
             if self._results[number].prompt_ids not in known:
@@ -212,9 +213,9 @@ class GeneratorPool:
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
         message: Result | ReinforceError | int = pickle.loads(parts[0])
         with self._changed:
-            if isinstance(message, int):
+            if isinstance(message, int):  # works that it asks for; below 0, that it does not ask for any more
                 self._begun.add(rank)
-                self._room[rank] += message
+                self._room[rank] = max(self._room[rank] + message, 0)
                 self._assign()
             elif isinstance(message, Result):
                 self._results[message.number] = message

@@ -152,8 +152,11 @@ class RolloutMaker:
         size = self.loader.prompts_per_step
         for start in range(0, len(under_way), size):
             position = {**self.loader.state_dict(), "under_way": under_way[start + size :]}
-            share = self.loader.share(under_way[start : start + size])
-            self._add(Drawn(share, position), step + 1 + len(self.ahead))
+            drawn = Drawn(self.loader.share(under_way[start : start + size]), position)
+            if self.cfg.dynamic_filtering:  # which asks for them itself
+                self.ahead.append(drawn)
+            else:
+                self._add(drawn, step + 1 + len(self.ahead))
         for number in sorted(tickets)[len(self.ahead) :]:  # those of the chunks are asked for anew
             if self.loader.finished:
                 return  # of fewer epochs than before

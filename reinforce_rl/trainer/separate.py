@@ -295,9 +295,11 @@ class SeparatePool(GeneratorPool):
                 self._arrive(rank, message)
             elif one is None:
                 self._links.send(rank, pickle.dumps(Dismissed("the trainers have taken it for lost")))
-            elif isinstance(message, int):  # works that it asks for
+            elif isinstance(message, int):  # works that it asks for; below 0, that it does not ask for any more
                 one.is_ready = one.is_ready or len(one.ranks) == one.size
                 self._idle.extend([one.number] * message)
+                for _ in range(min(-message, self._idle.count(one.number))):
+                    self._idle.remove(one.number)
                 self._assign()
             elif isinstance(message, Received):
                 if message.epoch == self._epoch:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,6 +187,19 @@ WORKS = [work_of(number, prompt) for number, prompt in enumerate([10, 11, 12, 11
 
 
 class TestWhatAStepTakes:
+    def test_a_share_that_needs_nothing_waits_for_nothing(self):
+        pool, _ = pool_of(WORKS, [result_of(WORKS[0], 3)])
+        pool._given_again = {4}
+        assert numbers_of(pool.take([([0], 1), ([4], 0)], 3, StopRequest())) == ([0], 0)
+        assert pool.take([([0], 1), ([4], 1)], 3, stopped()) is None
+
+    def test_works_that_are_not_asked_for_any_more(self):
+        pool, _ = pool_of([], [])
+        pool._begun = set()
+        for message in (3, -2, -4, 1):
+            pool._on_message(1, [memoryview(pickle.dumps(message))])
+        assert pool._room == {1: 1}
+
     def test_what_is_finished_first_in_the_order_of_numbers(self):
         pool, _ = pool_of(WORKS, [result_of(WORKS[n], 3) for n in (4, 0, 2)])
         assert numbers_of(pool.take([(range(5), 2)], 3, StopRequest())) == ([0, 4], 0)
@@ -339,8 +353,8 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         """A validation would change the weights under them."""
         rank = rank_of(PlannedGenerator({}), None, monkeypatch)
         rank._inbox.append(work_of(9, 9))
-        assert rank._take(0, waits=False) == [] and not rank._links.asked
-        assert [work.number for work in rank._take(2, waits=False)] == [9] and rank._links.asked == [1]
+        assert rank._take(0, 0, waits=False) == [] and not rank._links.asked
+        assert [work.number for work in rank._take(2, 2, waits=False)] == [9] and rank._links.asked == [1]
         assert not rank._inbox
 
     def test_those_that_are_on_their_way_come_along(self, monkeypatch):
@@ -355,7 +369,26 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
 
         rank._inbox.extend([work_of(0, 0), work_of(1, 1)])
         rank._links.send = lambda to, content: answer(content)
-        assert [work.number for work in rank._take(4)] == [0, 1, 2, 3]
+        assert [work.number for work in rank._take(4, 4)] == [0, 1, 2, 3]
+
+    def test_no_more_groups_than_there_is_room_for(self, monkeypatch):
+        """At an update a generator asks for one more work, which may be a validation."""
+        rank = rank_of(PlannedGenerator({2: lambda: rank._inbox.append(work_of(9, 9))}), "recompute", monkeypatch)
+        rank._groups = 1
+        rank._lengthen(groups := groups_of(7))
+        assert not groups, "the call was not stopped for it"
+        rank._inbox.append(replace(work_of(8, 8), or_newer=False, step=0))
+        assert [work.number for work in rank._take(1, 0, waits=False)] == [8]
+        assert [work.number for work in rank._take(1, 1, waits=False)] == [9] and not rank._inbox
+
+    @pytest.mark.parametrize("inflight", [None, "recompute"])
+    def test_what_it_cannot_begin_soon_is_left_to_others(self, inflight, monkeypatch):
+        rank = rank_of(PlannedGenerator({}), inflight, monkeypatch)
+        rank._asked = 3
+        rank._lengthen(groups_of(7))
+        assert rank._links.asked == ([] if inflight else [-3]) and rank._asked == (3 if inflight else 0)
+        rank._on_message(0, [memoryview(pickle.dumps([work_of(9, 9)]))])  # it was on its way
+        assert len(rank._inbox) == 1 and rank._asked == (2 if inflight else 0)
 
     def test_the_end_of_the_run_ends_the_call(self, monkeypatch):
         rank = rank_of(PlannedGenerator({2: lambda: setattr(rank, "_has_ended", True)}), None, monkeypatch)

@@ -211,7 +211,7 @@ class Decoding:
     def _is_stopped(self) -> bool:
         """Do what `updates` asks for before the next token; return True if that is the end of the call."""
         updates = self._updates
-        if updates is None or (action := updates.next_action(len(self._schedule.running))) == "go on":
+        if updates is None or (action := updates.next_action(self._schedule.unfinished)) == "go on":
             return False
         if action == "stop":
             return True

@@ -57,6 +57,11 @@ class Schedule:
         self.slot_of: dict[int, int] = {}  # of the prompts in memory
         self._left = dict(enumerate(counts))
 
+    @property
+    def unfinished(self) -> int:
+        """Sequences that run or wait for room."""
+        return len(self.running) + self._total - self._begun
+
     def admit(self) -> list[int]:
         """Start as many waiting sequences as fit; return the prompts to prefill."""
         unread = []
