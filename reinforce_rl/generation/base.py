@@ -46,8 +46,8 @@ class WeightUpdates(Protocol):
         """Version of the weights in the model."""
         ...
 
-    def next_action(self, running: int) -> Literal["go on", "load", "stop"]:
-        """Return what is to be done before the next token; `running` responses have not ended, or wait for room.
+    def next_action(self, unfinished: int) -> Literal["go on", "load", "stop"]:
+        """Return what is to be done before the next token; `unfinished` responses run or wait for room.
 
         "load": call `load` and go on, with the cache that there is; "stop": return what there is.
         """

@@ -100,7 +100,7 @@ def plain_errors() -> Iterator[None]:
 
 
 def _end(code: int) -> NoReturn:
-    """Exit without Python's shutdown, which waits for nothing that other threads do."""
+    """Exit without Python's shutdown, in which other threads may abort the process."""
     atexit._run_exitfuncs()  # which os._exit would skip
     sys.stdout.flush()
     os._exit(code)

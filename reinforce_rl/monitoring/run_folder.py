@@ -11,15 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
-from omegaconf import OmegaConf
-
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import METRICS_FILE, read_metrics
 from reinforce_rl.monitoring.records import Kind, RolloutRow, SampleTokens, read_rows, read_tokens, rollout_files
 from reinforce_rl.monitoring.sentinel import STRAGGLER_FACTOR, Alert, Sentinel, number
-from reinforce_rl.runtime.settings import Setting, set_keys, settings_of
+from reinforce_rl.runtime.settings import Setting, read_tree, set_keys, settings_of
 from reinforce_rl.runtime.status import STATUS_FILE, Status, run_status
 from reinforce_rl.utils.files import json_line, parse_json_lines
 
@@ -133,7 +131,7 @@ class RunFolder:
     def configuration(self) -> Configuration:
         """Return the configuration of the last step."""
         text, changes = settings_of(self.path, self.lines[-1]["step"] if self.lines else 0)
-        tree: Any = OmegaConf.to_container(OmegaConf.create(text)) if text else {}
+        tree = read_tree(text) if text else {}
         schemas = (TrainConfig, TrainRewardModelConfig)
         schema = max(schemas, key=lambda schema: len(schema.model_fields.keys() & tree.keys()))
         return Configuration(text, set_keys(tree, schema), changes)

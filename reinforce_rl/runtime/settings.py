@@ -47,7 +47,7 @@ SILENT = re.compile(
 
 def compare(before: str, now: str, schema: type[Section] = TrainConfig) -> dict[str, str]:
     """Return keys that differ between two YAML texts, with both values; a missing key has its default."""
-    trees = [_tree(text) for text in (before, now)]
+    trees = [read_tree(text) for text in (before, now)]
     found = {}
     for key, default in flatten(schema().model_dump()):
         old, new = (_value(tree, key, default) for tree in trees)
@@ -193,7 +193,7 @@ def _history(folder: Path, step: int) -> list[dict[str, Any]]:
         if not (isinstance(line.get("step"), int) and isinstance(line.get("config"), str)):
             raise DataError(f"{place}: expected a step and a config, found {sorted(line)}; restore the file")
         try:
-            found = type(_tree(line["config"])).__name__
+            found = type(read_tree(line["config"])).__name__
         except (YAMLError, OmegaConfBaseException) as error:
             raise DataError(f"{place}: not valid YAML ({error}); restore it or take it away") from error
         if found != "dict":
@@ -201,7 +201,7 @@ def _history(folder: Path, step: int) -> list[dict[str, Any]]:
     return [line for line in lines if line["step"] < step]
 
 
-@functools.lru_cache(8)
-def _tree(text: str) -> Any:
+@functools.lru_cache(32)
+def read_tree(text: str) -> Any:
     """Read a configuration; the caller does not change what it gets."""
     return OmegaConf.to_container(OmegaConf.create(text))

@@ -68,7 +68,6 @@ class GeneratorRank:
         self._staged: dict[int, dict[str, Tensor]] = {}  # received and not used yet
         self._has_ended = False
         self._unscored = 0  # results that wait for their scores
-        self._with_room = 0  # with so few unfinished responses there is room for a group more
         self._awake: contextlib.ExitStack | None = None  # the generator's, while the weights stay the same
         self._failure: BaseException | None = None
         self._links = Links.connect(role.shared(INVITATION), role.rank, b"generator", CONNECT_SECONDS)
@@ -181,15 +180,18 @@ class GeneratorRank:
             if groups:
                 self._activity.step = max(work.step for work, _ in groups.values())
                 self._activity.begin("generate")
-                self._lengthen(groups)
+                self._lengthen(groups, count)
 
-    def _lengthen(self, groups: dict[int, tuple[Work, list[PartialResponse]]]) -> None:
-        """Go on with the responses of all groups, until their end or an interruption; remove what is finished."""
+    def _lengthen(self, groups: dict[int, tuple[Work, list[PartialResponse]]], count: int) -> None:
+        """Go on with the responses of all groups, until their end or an interruption; remove what is finished.
+
+        There is room for `count` groups.
+        """
         begun = [one for _, responses in groups.values() for one in responses]
-        self._with_room = ((self._groups or 1) - 1) * (len(begun) // len(groups))
         if self._inflight is None and self._is_leader:  # nothing new is begun before these are at their end
             self._withdraw()
-        updates = InFlight(self, few=sum(one.finish_reason is None for one in begun) // 2)
+        few, samples = sum(one.finish_reason is None for one in begun) // 2, len(begun) // len(groups)
+        updates = InFlight(self, few, with_room=(count - 1) * samples)
         try:
             self._wake()
             found = iter(self._model.generator.go_on(begun, self._model.settings.sampling, updates))
@@ -208,10 +210,13 @@ class GeneratorRank:
                 whole = completions_of(responses, pad_id).within_vocabulary(lm.architecture.vocab_size, pad_id)
                 self._deliver(Result(number, (work.prompts[0].id,), whole), self._ask_for_scores(work, whole))
 
-    def next_action(self, running: int, few: int) -> Literal["go on", "load", "stop"]:
-        """Return what is to happen before the next token of `running` responses.
+    def next_action(self, unfinished: int, few: int, with_room: int) -> Literal["go on", "load", "stop"]:
+        """Return what is to happen before the next token.
 
-        With `few` of them the call ends, so that groups that are whole are given back, and there is room for others.
+        Args:
+            unfinished: responses of the call.
+            few: so many end the call, so that groups that are whole are given back.
+            with_room: with so many there is room for a group more.
         """
         action: Literal["go on", "load", "stop"] = "go on"
         if self._is_leader:
@@ -223,9 +228,9 @@ class GeneratorRank:
                 elif self._inflight is not None:
                     if any(version > self.version for version in self._staged):
                         action = "load" if self._inflight == "keep" else "stop"
-                    elif any(not work.or_newer or running <= self._with_room for work in self._inbox):
+                    elif any(not work.or_newer or unfinished <= with_room for work in self._inbox):
                         action = "stop"
-            if running <= few:
+            if unfinished <= few:
                 action = "stop"
         return action if self._is_alone else self._model.mesh.from_block_leader(action)
 
@@ -364,15 +369,15 @@ class GeneratorRank:
 class InFlight:
     """See `WeightUpdates`."""
 
-    def __init__(self, rank: GeneratorRank, few: int):
-        self._rank, self._few = rank, few
+    def __init__(self, rank: GeneratorRank, few: int, with_room: int):
+        self._rank, self._few, self._with_room = rank, few, with_room
 
     @property
     def version(self) -> int:
         return self._rank.version
 
-    def next_action(self, running: int) -> Literal["go on", "load", "stop"]:
-        return self._rank.next_action(running, self._few)
+    def next_action(self, unfinished: int) -> Literal["go on", "load", "stop"]:
+        return self._rank.next_action(unfinished, self._few, self._with_room)
 
     def load(self) -> None:
         self._rank.load_newest()

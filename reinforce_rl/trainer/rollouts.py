@@ -152,11 +152,8 @@ class RolloutMaker:
         size = self.loader.prompts_per_step
         for start in range(0, len(under_way), size):
             position = {**self.loader.state_dict(), "under_way": under_way[start + size :]}
-            drawn = Drawn(self.loader.share(under_way[start : start + size]), position)
-            if self.cfg.dynamic_filtering:  # which asks for them itself
-                self.ahead.append(drawn)
-            else:
-                self._add(drawn, step + 1 + len(self.ahead))
+            share = self.loader.share(under_way[start : start + size])
+            self._add(Drawn(share, position), step + 1 + len(self.ahead))
         for number in sorted(tickets)[len(self.ahead) :]:  # those of the chunks are asked for anew
             if self.loader.finished:
                 return  # of fewer epochs than before
@@ -270,8 +267,8 @@ class RolloutMaker:
         return self.ahead[0]
 
     def _add(self, drawn: Drawn, number: int) -> None:
-        """Submit the prompts of a step."""
-        if self.generators is not None:
+        """Submit the prompts of a step, which filtering does by itself."""
+        if self.generators is not None and not self.cfg.dynamic_filtering:
             samples, version = self.cfg.num_rollouts_per_prompt, max(0, number - 1 - self.staleness)
             ticket = self.generators.submit(drawn.prompts, samples, self._seed(number), number, version)
             drawn = replace(drawn, ticket=ticket)

@@ -174,9 +174,9 @@ class SlowTokens:
     def __getattr__(self, name: str):
         return getattr(self._updates, name)
 
-    def next_action(self, running: int) -> str:
+    def next_action(self, unfinished: int) -> str:
         time.sleep(self._seconds)
-        return self._updates.next_action(running)
+        return self._updates.next_action(unfinished)
 
 
 def slow_down(slow: int, rank: int) -> None:

@@ -28,8 +28,8 @@ class PlannedUpdates:
         self._actions, self._load, self.version = list(actions), load, version
         self.running: list[int] = []  # what `next_action` was told
 
-    def next_action(self, running: int) -> Action:
-        self.running.append(running)
+    def next_action(self, unfinished: int) -> Action:
+        self.running.append(unfinished)
         action = self._actions.pop(0) if self._actions else "go on"
         return action() if callable(action) else action
 

@@ -314,31 +314,31 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
     def test_they_wait(self, monkeypatch):
         """A group that is whole is given back all the same, once half of the responses have ended."""
         rank = rank_of(PlannedGenerator({2: lambda: rank._staged.update({2: {}})}), None, monkeypatch)
-        rank._lengthen(groups := groups_of(0, 7))
+        rank._lengthen(groups := groups_of(0, 7), 4)
         assert list(groups) == [1] and self.versions(rank.results[0]) == [[1] * 2] * 2
-        rank._lengthen(groups)
+        rank._lengthen(groups, 4)
         assert not groups and self.versions(rank.results[1]) == [[1] * 6] * 2
 
     def test_the_call_ends_and_goes_on_with_them(self, monkeypatch):
         rank = rank_of(PlannedGenerator({4: lambda: rank._staged.update({3: {}})}), "recompute", monkeypatch)
-        rank._lengthen(groups := groups_of(7, 8))
+        rank._lengthen(groups := groups_of(7, 8), 4)
         assert list(groups) == [0, 1] and not rank.results
         assert [len(one.tokens) for _, own in groups.values() for one in own] == [3] * 4
         rank._advance(3)
-        rank._lengthen(groups)
+        rank._lengthen(groups, 4)
         assert not groups
         assert [self.versions(result) for result in rank.results] == [[[1, 1, 1, 3, 3, 3]] * 2] * 2
 
     def test_the_call_goes_on_with_them(self, monkeypatch):
         generator = PlannedGenerator({4: lambda: rank._staged.update({2: {}, 3: {}})})
         rank = rank_of(generator, "keep", monkeypatch)
-        rank._lengthen(groups := groups_of(7))
+        rank._lengthen(groups := groups_of(7), 4)
         assert generator.calls == 1 and rank.version == 3 and not rank._staged
         assert not groups and self.versions(rank.results[0]) == [[1, 1, 1, 3, 3, 3]] * 2
 
     def test_prompts_that_come_are_drawn_beside_them(self, monkeypatch):
         rank = rank_of(PlannedGenerator({4: lambda: rank._inbox.append(work_of(9, 9))}), "recompute", monkeypatch)
-        rank._lengthen(groups := groups_of(7))
+        rank._lengthen(groups := groups_of(7), 4)
         assert list(groups) == [0] and [len(one.tokens) for one in groups[0][1]] == [3, 3]
 
     def test_weights_that_newer_ones_have_replaced_are_not_waited_for(self, monkeypatch):
@@ -374,8 +374,7 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
     def test_no_more_groups_than_there_is_room_for(self, monkeypatch):
         """At an update a generator asks for one more work, which may be a validation."""
         rank = rank_of(PlannedGenerator({2: lambda: rank._inbox.append(work_of(9, 9))}), "recompute", monkeypatch)
-        rank._groups = 1
-        rank._lengthen(groups := groups_of(7))
+        rank._lengthen(groups := groups_of(7), 1)
         assert not groups, "the call was not stopped for it"
         rank._inbox.append(replace(work_of(8, 8), or_newer=False, step=0))
         assert [work.number for work in rank._take(1, 0, waits=False)] == [8]
@@ -385,12 +384,12 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
     def test_what_it_cannot_begin_soon_is_left_to_others(self, inflight, monkeypatch):
         rank = rank_of(PlannedGenerator({}), inflight, monkeypatch)
         rank._asked = 3
-        rank._lengthen(groups_of(7))
+        rank._lengthen(groups_of(7), 4)
         assert rank._links.asked == ([] if inflight else [-3]) and rank._asked == (3 if inflight else 0)
         rank._on_message(0, [memoryview(pickle.dumps([work_of(9, 9)]))])  # it was on its way
         assert len(rank._inbox) == 1 and rank._asked == (2 if inflight else 0)
 
     def test_the_end_of_the_run_ends_the_call(self, monkeypatch):
         rank = rank_of(PlannedGenerator({2: lambda: setattr(rank, "_has_ended", True)}), None, monkeypatch)
-        rank._lengthen(groups := groups_of(7))
+        rank._lengthen(groups := groups_of(7), 4)
         assert [len(one.tokens) for one in groups[0][1]] == [1, 1] and not rank.results

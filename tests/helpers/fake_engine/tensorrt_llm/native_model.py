@@ -24,7 +24,7 @@ from reinforce_rl.megatron.model.model import CausalLM
 class SameWeights:
     version = 0
 
-    def next_action(self, running: int) -> Literal["go on"]:
+    def next_action(self, unfinished: int) -> Literal["go on"]:
         return "go on"
 
     def load(self) -> None:
