@@ -26,8 +26,10 @@ from reinforce_rl.errors import EXIT_STOPPED, ConfigError
 from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.build import build_generator
+from reinforce_rl.trainer.disaggregated import Ticket
 from reinforce_rl.trainer.generate import GeneratorRank
 from reinforce_rl.trainer.generator_pool import GeneratorPool, Result, Work
+from reinforce_rl.trainer.rollouts import RolloutMaker
 
 SLOW = pytest.mark.slow
 FINISHED = ("placement=disaggregated", "generation_ranks=1", "rollout_order=finished")
@@ -184,6 +186,27 @@ def numbers_of(taken: tuple[list[Result], int] | None) -> tuple[list[int], int] 
 
 
 WORKS = [work_of(number, prompt) for number, prompt in enumerate([10, 11, 12, 11, 14])]
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_prompts_under_way_are_drawn_once_by_filtering_too(filters):
+    submitted = []
+
+    def submit(prompts: Any, *rest: Any) -> Ticket:
+        submitted.append(prompts)
+        return Ticket([[]], 0)
+
+    parts: Any = {
+        "cfg": SimpleNamespace(dynamic_filtering=filters, num_rollouts_per_prompt=2),
+        "model": SimpleNamespace(settings=SimpleNamespace(seed=1)),
+        "loader": SimpleNamespace(prompts_per_step=2, state_dict=dict, share=list),
+        "generators": SimpleNamespace(restore=lambda content: {}, submit=submit, takes_finished=False),
+    }
+    parts |= {"rm": None, "batch_iterator_cls": None, "clock": None, "stop": StopRequest(), "staleness": 2}
+    maker = RolloutMaker(**parts)
+    maker.load_state(4, b"", [3, 5, 7])
+    assert [one.prompts for one in maker.ahead] == [[3, 5], [7]]
+    assert submitted == ([] if filters else [[3, 5], [7]])  # filtering submits them itself
 
 
 class TestWhatAStepTakes:
