@@ -43,7 +43,7 @@ class Rescorer:
             self._data = [train[i] for i in range(len(train))]
         except ReinforceError as error:
             logger.warning("the run's prompts cannot be read, so rewards get no messages, only texts: %s", error)
-        self._source = connect_to_reward_servers(cfg, mesh, self._tokenizer, SilentMonitor("."))
+        self._source = connect_to_reward_servers(cfg, mesh, self._tokenizer, SilentMonitor(".", notes=mesh.is_main))
 
     def __call__(self, stored: StoredStep) -> RolloutBatch:
         """Return a step's rollouts with these rewards. Raises RewardServerError if no answer comes in time."""

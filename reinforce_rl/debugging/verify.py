@@ -166,7 +166,8 @@ def _on_this_rank(
 ) -> tuple[Step, Measured]:
     """Make the step, and try what needs one rank; return the step and what was measured of it as configured."""
     tokenizer, datasets = read_inputs(cfg).checked()
-    with contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, SilentMonitor("."))) as rm:
+    monitor = SilentMonitor(".", notes=True)
+    with contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor)) as rm:
         actor = build_actor(cfg, mesh, tokenizer)
         generator = actor.generator
         with contextlib.closing(generator):

@@ -158,10 +158,10 @@ class RunMonitor:
 
 
 class SilentMonitor(RunMonitor):
-    """Monitor of every rank but the first: shows and writes nothing."""
+    """Monitor of every rank but the first: writes nothing, and shows at most `notes`."""
 
-    def __init__(self, folder: str | Path, tokens_every: int = 0):
-        progress = TrainingProgress(0, enabled=False)
+    def __init__(self, folder: str | Path, tokens_every: int = 0, *, notes: bool = False):
+        progress = TrainingProgress(0, enabled=notes)
         super().__init__(folder, Loggers(), progress, tokens_every=tokens_every)
 
     def report(self) -> Path:

@@ -53,7 +53,9 @@ def generate(cfg: TrainConfig, stop: StopRequest) -> None:
         try:
             control.activity.begin("waiting for the reward server", has_deadline=True)
             rm = stack.enter_context(
-                contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, SilentMonitor(folder)))
+                contextlib.closing(
+                    connect_to_reward_servers(cfg, mesh, tokenizer, SilentMonitor(folder, notes=mesh.is_main))
+                )
             )
             control.activity.begin("loading the model")
             model = build_actor(cfg, mesh, tokenizer, trains=False, with_reference=False)

@@ -16,12 +16,13 @@ import pytest
 import torch
 from helpers.ranks import run_ranks
 from helpers.tiny_run import tiny_config
+from helpers.toy_server import free_port
 from safetensors.torch import load_file, save_file
 
 from reinforce_rl.debugging import replay as module
 from reinforce_rl.debugging.replay import replay
 from reinforce_rl.debugging.replay_results import PhaseResult, Replay
-from reinforce_rl.errors import CheckpointError, ConfigError, DataError
+from reinforce_rl.errors import CheckpointError, ConfigError, DataError, RewardServerError
 from reinforce_rl.megatron.checkpointer import checkpoint_up_to
 from reinforce_rl.monitoring.step_record import read_record, record_files
 from reinforce_rl.run import train
@@ -218,6 +219,15 @@ def test_what_is_missing_is_told(folder: Path) -> None:
     state.write_text(state.read_text()[:20])
     with pytest.raises(CheckpointError, match=rf"{state} cannot be read: .* move \S+ away"):
         replay(run, 5)
+
+
+def test_a_server_that_is_not_there_is_told_while_it_is_waited_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(RewardServerError, match=f"no answer of the reward server at {address}"):
+        replay(folder / "run", 4, reward=f"http://{address}", overrides=["remote_rm.ready_timeout_seconds=1"])
+    assert f"reward server {address} does not answer" in " ".join(capsys.readouterr().out.split())
 
 
 def test_settings_that_changed_on_the_way(folder: Path) -> None:
