@@ -16,9 +16,11 @@ import datetime
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_checks.base import CPU, CUDA, FAKE, SKIP, Finding
 from gpu_checks.fakes import why_no_fakes
@@ -40,6 +42,8 @@ CHECKS = (  # in order of value
     Check("speed", "tokens/s and MFU beside transformers", "gpu_checks.speed:check", 240, 40),
     Check("switches", "what is off by default, on", "gpu_checks.switches:check", 240, 40, ALL, TRAINER),
 )
+# The first minute of a run says which versions and clocks everything after it depends on.
+PRINTED_WHOLE = ("machine",)
 COLOURS = {"PASS": "green", "FAIL": "red", "SKIP": "yellow"}
 
 
@@ -72,18 +76,41 @@ def why_not(mode: str) -> str | None:
     return None
 
 
-def run_all(checks: list[Check], mode: str, out: Path, seconds: float) -> list[Finding]:
-    """Run the checks in order within the time budget, with progress on the terminal."""
+def run_all(
+    checks: list[Check],
+    mode: str,
+    out: Path,
+    seconds: float,
+    write_report: Callable[[list[Finding]], object],
+) -> list[Finding]:
+    """Run the checks in order within the time budget, with progress on the terminal.
+
+    Args:
+        checks: most valuable first.
+        mode: CUDA, CPU or FAKE.
+        out: folder of the report; each check gets a folder below it.
+        seconds: budget of all checks together.
+        write_report: called with the findings so far after each check, so that a run that is
+            cut off has reported all that it saw.
+    """
     from rich.console import Console
 
-    console, end = Console(highlight=False, soft_wrap=True), time.time() + seconds
-    findings = []
+    console = Console(highlight=False, soft_wrap=True)
+    end = time.time() + seconds
+    findings: list[Finding] = []
     for number, check in enumerate(checks, 1):
-        with console.status(f"{number}/{len(checks)} {check.name}: {check.proves} ({end - time.time():.0f} s left)"):
-            found = run(check, mode, out / check.name, end - time.time())
-        findings.append(found)
-        console.print(f"[{COLOURS[found.verdict]}]{found.verdict}[/] {found.name} {found.seconds:.0f} s: ", end="")
-        console.print(found.sentence, markup=False)
+        left = end - time.time()
+        with console.status(f"{number}/{len(checks)} {check.name}: {check.proves} ({left:.0f} s left)"):
+            finding = run(check, mode, out / check.name, left)
+        findings.append(finding)
+        write_report(findings)
+        colour = COLOURS[finding.verdict]
+        console.print(f"[{colour}]{finding.verdict}[/] {finding.name} {finding.seconds:.0f} s: ", end="")
+        console.print(finding.sentence, markup=False)
+        if check.name in PRINTED_WHOLE:
+            for name, value in finding.numbers.items():
+                console.print(f"  {name}: {value}", markup=False)
+        sys.stdout.flush()
     return findings
 
 
@@ -99,12 +126,23 @@ def main() -> int:
     if reason is not None:
         print(f"error: {reason}", file=sys.stderr)
         return 2
-    from gpu_checks.report import verdict, write
+    from gpu_checks.report import REPORT, verdict, write
 
     args.out.mkdir(parents=True, exist_ok=True)
-    began, started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), time.time()
-    findings = run_all(checks, mode, args.out, 60 * args.minutes)
-    print(f"report: {write(args.out, findings, {'mode': mode, 'began': began, 'seconds': time.time() - started})}")
+    began = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    started = time.time()
+
+    def write_report(findings: list[Finding]) -> Path:
+        about = {
+            "mode": mode,
+            "began": began,
+            "seconds": time.time() - started,
+            "checks run": f"{len(findings)} of {len(checks)}",
+        }
+        return write(args.out, findings, about)
+
+    findings = run_all(checks, mode, args.out, 60 * args.minutes, write_report)
+    print(f"report: {args.out / REPORT}")
     skipped = [found.name for found in findings if found.verdict == SKIP]
     if skipped:
         print(f"not run: {', '.join(skipped)}")

@@ -19,7 +19,16 @@ LIBRARIES = (
 )
 LEAST_SHARE = 0.4  # of a data sheet's rate; large products reach 0.7 to 0.8 of it
 PRODUCT_TOLERANCE = 1e-2  # of a bf16 product, relative
-DRIVER = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+# What a GPU's speed depends on: the clocks now and at most, in MHz, its heat and its power.
+SMI_FIELDS = (
+    "driver_version",
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks.mem",
+    "temperature.gpu",
+    "power.draw",
+    "power.limit",
+)
 
 
 def check(context: Context) -> Finding:
@@ -39,14 +48,26 @@ def check(context: Context) -> Finding:
         numbers |= {"capability": f"{found.major}.{found.minor}", "multiprocessors": found.multi_processor_count}
         numbers |= {"GB": found.total_memory / 1e9, "GB free": torch.cuda.mem_get_info()[0] / 1e9}
         numbers["nccl"] = ".".join(map(str, nccl.version()))
-        try:
-            numbers["driver"] = subprocess.run(DRIVER, capture_output=True, text=True, timeout=30).stdout.strip()
-        except OSError:
-            numbers["driver"] = None
+        numbers["nvidia-smi at rest"] = _nvidia_smi()
     numbers |= _rates(context.device, faults)
+    if context.mode == CUDA:
+        numbers["nvidia-smi after it"] = _nvidia_smi()
     missing = ", ".join(name for name, version in numbers["libraries"].items() if version is None) or "nothing"
     rates = f"bf16 products at {numbers['bf16 TFLOP/s']:.3g} TFLOP/s, copies at {numbers['copy GB/s']:.3g} GB/s"
     return judged(faults, f"{numbers['gpu'] or platform.machine()}, {rates}; not installed: {missing}", numbers)
+
+
+def _nvidia_smi() -> dict[str, str] | str:
+    """Driver and clocks by nvidia-smi's names, or why there are none."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{type(error).__name__}: {error}"
+    first_gpu = done.stdout.strip().partition("\n")[0].split(", ")
+    if done.returncode or len(first_gpu) != len(SMI_FIELDS):
+        return f"exit code {done.returncode}: {(done.stdout + done.stderr).strip()[:200]}"
+    return dict(zip(SMI_FIELDS, first_gpu, strict=True))
 
 
 def _version(name: str) -> str | None:

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gpu_checks.base import FAIL, PASS, Finding
+from reinforce_rl.utils.files import write_atomically
+
+REPORT = "report.md"
 
 
 def verdict(found: Sequence[Finding]) -> str:
@@ -19,22 +22,30 @@ def verdict(found: Sequence[Finding]) -> str:
     return PASS if any(one.verdict == PASS for one in found) else "FAIL (no check ran)"
 
 
-def write(folder: Path, found: Sequence[Finding], about: dict[str, Any]) -> Path:
-    """Write report.json and report.md to a folder; `about` is of the whole run. The latter's path."""
-    whole = {"verdict": verdict(found), **about, "checks": [asdict(one) for one in found]}
-    (folder / "report.json").write_text(json.dumps(whole, indent=1) + "\n")
-    lines = [f"# gpu_check: {verdict(found)}", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
-    names = ("name", "verdict", "seconds", "sentence")
-    lines += _table([{name: getattr(one, name) for name in names} for one in found])
-    for one in found:
-        tables = {name: value for name, value in one.numbers.items() if value and _is_table(value)}
-        if one.numbers:
-            lines += ["", f"## {one.name}", ""]
-        lines += [f"- {name}: {_cell(value)}" for name, value in one.numbers.items() if name not in tables]
+def write(folder: Path, findings: Sequence[Finding], about: dict[str, Any]) -> Path:
+    """Write report.json and report.md to a folder, each in one piece, and return the path of the latter.
+
+    Args:
+        folder: exists already.
+        findings: of the checks so far.
+        about: values of the whole run, by name.
+    """
+    whole = {"verdict": verdict(findings), **about, "checks": [asdict(finding) for finding in findings]}
+    write_atomically(folder / "report.json", json.dumps(whole, indent=1) + "\n")
+    lines = [f"# gpu_check: {verdict(findings)}", ""]
+    lines += [f"- {name}: {value}" for name, value in about.items()]
+    lines.append("")
+    columns = ("name", "verdict", "seconds", "sentence")
+    lines += _table([{column: getattr(finding, column) for column in columns} for finding in findings])
+    for finding in findings:
+        tables = {name: value for name, value in finding.numbers.items() if value and _is_table(value)}
+        if finding.numbers:
+            lines += ["", f"## {finding.name}", ""]
+        lines += [f"- {name}: {_cell(value)}" for name, value in finding.numbers.items() if name not in tables]
         for name, rows in tables.items():
             lines += ["", f"**{name}**", "", *_table(rows)]
-    (folder / "report.md").write_text("\n".join(lines) + "\n")
-    return folder / "report.md"
+    write_atomically(folder / REPORT, "\n".join(lines) + "\n")
+    return folder / REPORT
 
 
 def _is_table(value: Any) -> bool:

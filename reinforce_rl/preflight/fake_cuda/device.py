@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
@@ -51,6 +52,10 @@ def replace_device(gpu: FakeCuda) -> None:
         lambda device: CUDA if torch.device(device).type == "cuda" else torch.device(device)
     )
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
+    # torch 2.11 would make a real tensor on the device here, whatever `avoid_device_init` says.
+    fake_tensor.init_gpu_context = lambda device: None
+    # A CUDA build asks the driver's library, which this machine may not have.
+    torch.backends.cudnn.version = lambda: None
     torch._dynamo.config.disable = True  # compiled code runs eagerly: more kernels than on a GPU
 
 

@@ -357,10 +357,21 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
     if formula is None:
         return 0
-    flops = formula(*args, **kwargs, out_val=out)
-    schema = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(schema, args, strict=False)) | kwargs
-    query, key = given.get("query"), given.get("key")
-    if given.get("is_causal") and query is not None and key is not None and query.shape[-2] == key.shape[-2]:
+    names = [argument.name for argument in func._schema.arguments]
+    inputs = dict(zip(names, args, strict=False)) | kwargs
+    if "query" not in inputs or "key" not in inputs:
+        return int(formula(*args, **kwargs, out_val=out))
+    query: Tensor = inputs["query"]
+    key: Tensor = inputs["key"]
+    # torch 2.11's formulas refuse fewer key heads than query heads, which the kernels take.
+    # Shapes are [b, heads, s, d], but with flash's own operator [..., heads, d].
+    heads = 1 if "scaled_dot_product" in func._schema.name else query.dim() - 2
+    for name in ("key", "value"):
+        shape = list(inputs[name].shape)
+        shape[heads] = query.shape[heads]
+        inputs[name] = torch.empty(shape, device="meta")
+    positional = [inputs[name] for name, _ in zip(names, args, strict=False)]
+    flops = formula(*positional, **{name: inputs[name] for name in kwargs}, out_val=out)
+    if inputs.get("is_causal") and query.shape[-2] == key.shape[-2]:
         flops //= 2  # the kernel skips blocks above the diagonal
     return int(flops)
