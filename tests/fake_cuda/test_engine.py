@@ -5,7 +5,6 @@ Small tensors have real values here, so weights are compared bit for bit.
 
 from __future__ import annotations
 
-import base64
 import functools
 import pickle
 from collections.abc import Callable, Sequence
@@ -27,7 +26,6 @@ from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.engine import Answer, EngineArguments, Request, buckets, process
 from reinforce_rl.generation.engine.generator import EngineGenerator
 from reinforce_rl.generation.engine.process import EngineAdapter
-from reinforce_rl.generation.trtllm import adapter as of_tensorrt_llm
 from reinforce_rl.generation.trtllm.adapter import TensorRTLLM
 from reinforce_rl.generation.vllm.adapter import VLLM
 from reinforce_rl.megatron.lora import PREFIX
@@ -54,7 +52,7 @@ ANSWERS = [
 class PlayedEngine:
     """In place of `EngineProcess`: workers on GPU-0, GPU-1, ..., of which the first reads what it is given."""
 
-    def __init__(self, events: list[str], memory: list[Tensor], adapter: EngineAdapter, *rest: Any):
+    def __init__(self, events: list[str], adapter: EngineAdapter, *rest: Any):
         self.arguments: EngineArguments
         self.devices: Sequence[str] | None
         self.arguments, _, log, _, self.devices = rest
@@ -62,7 +60,7 @@ class PlayedEngine:
         self.places: list[set[str]] = []  # the devices of each bucket
         self.weights: list[dict[str, Tensor]] = []  # of each update, on the CPU
         self.adapters: list[tuple[dict[str, Tensor], dict[str, int]]] = []
-        self._name, self._events, self._memory = adapter.name, events, memory
+        self._events = events
         self._arriving: dict[str, Tensor] = {}
 
     def start(self) -> list[str]:
@@ -90,16 +88,10 @@ class PlayedEngine:
             self.weights.append(self._arriving)
             self._arriving = {}
             return
-        self.places.append(set(bucket["places"] if self._name == "vllm" else bucket))
-        for name, tensor in self._tensors_of(bucket):
+        self.places.append(set(bucket["places"]))
+        for name, tensor in buckets.received(bucket, "GPU-0", torch.device("cuda", 0)):
             assert tensor.is_cuda and tensor.dtype == BF16 and name not in self._arriving
             self._arriving[name] = tensor.cpu()
-
-    def _tensors_of(self, bucket: Any) -> list[tuple[str, Tensor]]:
-        if self._name == "vllm":  # compares checksums
-            return list(buckets.received(bucket, "GPU-0", torch.device("cuda", 0)))
-        handles = pickle.loads(base64.b64decode(bucket["GPU-0"]))
-        return [(name, self._memory[function(*arguments)]) for name, (function, arguments) in handles]
 
 
 @pytest.fixture
@@ -119,8 +111,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(buckets, "ipc_place", lambda buffer: pickle.dumps((*[None] * 6, 3, number_of(buffer))))
     monkeypatch.setattr(buckets, "rebuild_cuda_tensor", rebuilt)
-    monkeypatch.setattr(of_tensorrt_llm, "handle_of", lambda tensor: (int, (number_of(tensor),)))
-    monkeypatch.setattr(process, "EngineProcess", functools.partial(PlayedEngine, found, memory))
+    monkeypatch.setattr(process, "EngineProcess", functools.partial(PlayedEngine, found))
     monkeypatch.setattr(torch.cuda.get_device_properties(0), "uuid", "0")
     for name in ("empty_cache", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: found.append(name))

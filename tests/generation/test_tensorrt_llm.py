@@ -107,7 +107,7 @@ class TestRun:
         calls = self.run(runs, "tp1", mesh, fake_engine)
         # It gives its memory back after each time that it was awake, and its weights come in several buckets.
         assert calls.count("AsyncLLM.release") == calls.count("AsyncLLM.resume") // 2 + 1
-        assert calls.count("AsyncLLM.update_weights") > 3 * calls.count("AsyncLLM.release")
+        assert calls.count("WorkerExtension.update_weights") > 3 * calls.count("AsyncLLM.release")
         assert "BaseLLM.shutdown" in calls
 
     @pytest.mark.slow
