@@ -16,10 +16,12 @@ import torch
 from helpers.fake_cuda import check_collectives, take_turns
 from helpers.lora import EVERY, lora_model, random_updates
 from helpers.policies import megatron_model
+from helpers.tiny_run import compose, tiny_overrides, tiny_trainer
 from safetensors.torch import load_file
 from torch import Tensor
 
 from reinforce_rl.config.engines import EngineConfig, TensorRTLLMConfig, VLLMConfig
+from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
@@ -31,6 +33,7 @@ from reinforce_rl.generation.vllm.adapter import VLLM
 from reinforce_rl.megatron.lora import PREFIX
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.optimizer import MOMENTS, states_by_weight
 from reinforce_rl.preflight.fake_cuda.machine import Machine
 
 BF16 = torch.bfloat16
@@ -243,3 +246,16 @@ def test_two_gpus_that_share_a_model_are_given_each_bucket(machine, folders, tmp
     assert check_collectives(ledgers) > 0
     for ledger in ledgers.values():
         assert len([one for one in ledger.collectives if one.kind == "broadcast" and one.on_gpu]) == len(engine.places)
+
+
+@pytest.mark.parametrize(("generation", "there"), [("vllm", True), ("tensorrt_llm", True), ("native", False)])
+def test_adams_moments_have_their_memory_before_an_engine_takes_a_share_of_what_is_free(
+    machine, tmp_path, events, generation, there
+):
+    """TensorRT-LLM sizes its cache as it starts, which is before the first step of the optimizer."""
+    config = load_config(compose(*tiny_overrides(tmp_path), f"generation={generation}", "trainer.precision=bf16"))
+    with machine.rank(), parallel_mesh() as mesh, tiny_trainer(config, mesh) as trainer:
+        optimizer = trainer.optimizer._optimizer
+        moments = [name for _, states in states_by_weight(optimizer) for name in states if name in MOMENTS]
+    assert bool(moments) == there
+    assert events == []
