@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.rules import Allocation, parse_duration
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader, RLHFDatasets, fixed_prompts
@@ -275,6 +276,9 @@ def build_trainer(
     def fixed(prompts: PromptDataset | None, count: int | None) -> Callable[..., list[Any]] | None:
         return None if prompts is None else partial(fixed_prompts, prompts, count, mesh.dp_rank, mesh.dp_size)
 
+    optimizer = ActorOptimizer(megatron_optimizer, scheduler, model.ddp, overlap_restore=rollout.overlap_offload)
+    if cfg.generation in ENGINES and cfg.placement == "colocated" and mesh.device.type == "cuda":
+        optimizer.allocate_moments()
     recorder = None
     if cfg.exp_manager.record == "full":
         run, keep = cfg.exp_manager.explicit_log_dir, cfg.exp_manager.record_keep
@@ -282,7 +286,7 @@ def build_trainer(
     trainer = ReinforceTrainer(
         cfg=cfg.trainer.reinforce,
         model=model,
-        optimizer=ActorOptimizer(megatron_optimizer, scheduler, model.ddp, overlap_restore=rollout.overlap_offload),
+        optimizer=optimizer,
         scheduler=scheduler,
         train_dataloader_builder=partial(PromptLoader, datasets.train, sampler, mesh.dp_rank, mesh.dp_size),
         val_dataloader_builder=fixed(datasets.validation, rollout.num_val_samples),

@@ -237,7 +237,17 @@ def _policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> memory.Policy:
         offload_optimizer=model.reinforce.offload_adam_states,
         fused_adam=model.optim.fused,
         gpu=gpu,
+        engine_copies=_engine_copies(cfg, has_lora=lora is not None),
     )
+
+
+def _engine_copies(cfg: TrainConfig, *, has_lora: bool) -> bool:
+    """Whether the engine moves its weights to host memory while it sleeps."""
+    if cfg.placement != "colocated":
+        return False
+    if cfg.generation == "tensorrt_llm":
+        return True  # 1.2 does; 1.3 drops them, and which it is shows at the start only
+    return cfg.generation == "vllm" and has_lora and cfg.vllm.load_adapters  # the frozen weights, sent once
 
 
 @dataclass(frozen=True)
