@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from reinforce_rl.config.model_folder import no_model
 from reinforce_rl.errors import ConfigError
 
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
@@ -73,7 +74,7 @@ class Architecture:
         """Read `config.json` of a Hugging Face folder. Raises ConfigError: all faults together."""
         path = Path(folder) / "config.json"
         if not path.is_file():
-            raise ConfigError([f"{path} does not exist; expected a Hugging Face model folder with a config.json"])
+            raise ConfigError([f"{folder} {no_model(folder)}"])
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

@@ -24,11 +24,10 @@ from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.weight_files import INDEX_FILE, SINGLE_FILE, find_weight_files
 from reinforce_rl.megatron.weight_map import EMBEDDING, OUTPUT_LAYER, OUTPUT_PARAMETER, SCORE_LAYER, Row, weight_map
 from reinforce_rl.utils.files import replace_folder
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
@@ -45,22 +44,20 @@ class HFFolder:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        index, single = self.folder / INDEX_FILE, self.folder / SINGLE_FILE
-        self._listing = index if index.is_file() else single
-        self._file_of = _file_names(index) if index.is_file() else {}
-        if not self._listing.is_file():
-            advice = "expected a Hugging Face folder with safetensors"
-            if pickled := ", ".join(sorted(file.name for file in self.folder.glob("*.bin"))):
-                why = f"{pickled} is pickled, which is not read, because unpickling can run any code"
-                advice = f"{why}. Where you trust it, load it with transformers and write it with save_pretrained"
-            raise CheckpointError(f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; {advice}")
+        self.files = find_weight_files(self.folder)
         self._entries: dict[str, _Entry] = {}
-        for path in sorted(set(self._file_of.values())) or [single]:
+        self._stored_again: list[tuple[str, Path]] = []  # tensors that another shard holds too
+        for path in self.files.paths:
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 (a file is no dict)
-                    if self._file_of.get(name, path) == path:
-                        header = file.get_slice(name)
-                        self._entries[name] = _Entry(path, tuple(header.get_shape()), header.get_dtype())
+                    if self.files.file_of.get(name, path) != path:
+                        self._stored_again.append((name, path))
+                        continue
+                    if name in self._entries:  # the index does not name it, and two shards hold it
+                        self._stored_again.append((name, path))
+                        continue
+                    header = file.get_slice(name)
+                    self._entries[name] = _Entry(path, tuple(header.get_shape()), header.get_dtype())
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -97,11 +94,16 @@ class HFFolder:
         for name, shape in expected.items():
             entry = self._entries.get(name)
             if entry is None:
-                add(name, f"missing in {self._file_of.get(name, self._listing).name}; expected shape {shape}")
+                expected_in = self.files.file_of.get(name, self.files.listing)
+                add(name, f"missing in {expected_in.name}; expected shape {shape}")
             elif entry.shape != shape:
                 add(name, f"shape {entry.shape} in {entry.file.name}; by config.json it should be {shape}")
             elif entry.dtype not in DTYPES:
                 add(name, f"{entry.dtype} in {entry.file.name}; expected one of {', '.join(DTYPES)}")
+        for name, other in self._stored_again:
+            entry = self._entries.get(name)
+            if name in expected and entry is not None and not self._is_equal_in(name, other):
+                add(name, f"stored in {entry.file.name} and, with other values, in {other.name}; keep one of them")
         for name in sorted(self._entries.keys() - expected.keys()):
             if not ignored.search(name):
                 entry = self._entries[name]
@@ -113,16 +115,9 @@ class HFFolder:
         if faults:
             raise CheckpointError("\n".join(lines))
 
-
-def _file_names(index: Path) -> dict[str, Path]:
-    try:
-        names = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        files = {name: index.parent / file for name, file in names.items()}
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index} cannot be read: {error!r}; expected a JSON object weight_map") from error
-    if missing := sorted({file.name for file in files.values() if not file.is_file()}):
-        raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")
-    return files
+    def _is_equal_in(self, name: str, other: Path) -> bool:
+        with _opened(other) as file:
+            return torch.equal(self.read(name), file.get_tensor(name))
 
 
 @contextlib.contextmanager

@@ -172,7 +172,7 @@ def test_heads_that_do_not_divide_the_hidden_size():
 
 
 def test_missing_folder_and_broken_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere/config\.json does not exist"):
+    with pytest.raises(ConfigError, match="nowhere does not exist; expected a Hugging Face model folder"):
         Architecture.from_folder(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text('{"model_type": "llama"')
     with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
