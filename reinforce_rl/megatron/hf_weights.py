@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from reinforce_rl.config.end_tokens import GENERATION_CONFIG, read_end_tokens, with_end_tokens
+from reinforce_rl.data.tokenizer import load_tokenizer, token_id
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
@@ -304,6 +306,8 @@ def export_hf_folder(
             part.mkdir(parents=True)
             carry_over(source, part)
             _set_config(part / "config.json", dtype, {STEP: step, **(config_values or {})})
+            if lm.architecture.num_labels is None:
+                _keep_end_tokens(part)
             if len(files) > 1:
                 total = sum(size for names in files.values() for size in names.values())
                 file_of = {name: file for file, names in files.items() for name in names}
@@ -347,6 +351,17 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors creates it with mode 0600
+
+
+def _keep_end_tokens(folder: Path) -> None:
+    """Make `generate` of transformers end at every token that ended the responses of training."""
+    tokenizer_eos = None
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer_eos = token_id(load_tokenizer(folder).eos_token_id)
+    end_tokens = read_end_tokens(folder, tokenizer_eos)
+    if end_tokens.ids != end_tokens.of_generate:
+        values = with_end_tokens(folder, end_tokens)
+        (folder / GENERATION_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _set_config(config: Path, dtype: torch.dtype, others: Mapping[str, Any]) -> None:

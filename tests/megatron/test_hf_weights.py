@@ -113,6 +113,35 @@ def test_export_of_a_bf16_checkpoint_trained_in_fp32_loads_as_fp32(mesh, tmp_pat
     assert exported.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("configured", "generation", "expected"),
+    [
+        (2, None, 2),
+        (7, None, [2, 7]),
+        (2, {"eos_token_id": [2, 5], "temperature": 0.7}, [2, 5]),
+        (9, {"eos_token_id": 5, "temperature": 0.7}, [2, 5, 9]),
+        (2, {"temperature": 0.7}, 2),
+        (2, {"eos_token_id": [2, 999]}, [2, 999]),
+    ],
+)
+def test_export_ends_in_generate_where_training_ended(configured, generation, expected, mesh, tmp_path):
+    """The tokenizer's end token is 2; training ends responses at all that the folder names."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_llama_folder(tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": configured}))
+    (folder / "generation_config.json").unlink()
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, **generation}))
+    out = export_hf_folder(megatron_model(folder, mesh), folder, tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(out).generation_config
+    ids = [token for token in torch.tensor(exported.eos_token_id).reshape(-1).tolist() if token < 64]
+    assert ids == [token for token in torch.tensor(expected).reshape(-1).tolist() if token < 64]
+    assert exported.pad_token_id in (0, None)
+    assert exported.temperature == (generation or {}).get("temperature", exported.temperature)
+
+
 def test_export_to_a_full_disk_is_an_error_and_leaves_the_old_folder(mesh, tmp_path):
     folder = tiny_llama_folder(tmp_path / "source")
     lm = megatron_model(folder, mesh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from helpers.tiny_run import tiny_config
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.trainer.build import build_actor, logits_chunk_tokens, stop_token_ids
 
 
@@ -54,12 +55,21 @@ def test_a_reference_only_where_a_penalty_asks_for_it(tmp_path, mesh, beta, has_
         assert actor.get_init_policy_logprobs(*row).shape == (1, 2)
 
 
-def test_every_end_of_the_model_and_its_tokenizer_ends_a_response(tmp_path):
-    folder = tiny_config(tmp_path).pretrained_checkpoint.restore_from_path
-    tokenizer = load_tokenizer(folder)
-    own = tokenizer.eos_token_id
-    path = tmp_path / "model" / "config.json"
-    values = json.loads(path.read_text())
-    for configured, expected in ((None, {own}), (9, {own, 9}), ([9, 11, own], {own, 9, 11})):
-        path.write_text(json.dumps(values | {"eos_token_id": configured}))
-        assert stop_token_ids(Architecture.from_folder(folder), tokenizer) == tuple(sorted(expected))
+def test_every_end_of_the_folder_ends_a_response_and_a_difference_is_said_once(tmp_path, mesh, caplog):
+    cfg = tiny_config(tmp_path)
+    folder = tmp_path / "model"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 9}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [11, 12]}))
+    with caplog.at_level(logging.WARNING):
+        settings = actor_of(cfg, mesh).settings
+        assert stop_token_ids(folder, load_tokenizer(folder)) == (2, 9, 11, 12)
+    assert settings.sampling.stop_token_ids == settings.val_sampling.stop_token_ids == (2, 9, 11, 12)
+    assert [str(folder) in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_end_tokens_that_cannot_be_read_are_said_with_the_other_faults_of_the_start(tmp_path):
+    cfg = tiny_config(tmp_path)
+    (tmp_path / "model" / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json is not valid JSON"):
+        read_inputs(cfg).checked()
