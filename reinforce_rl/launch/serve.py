@@ -52,13 +52,14 @@ def _serve_model(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) 
     from reinforce_rl.trainer.build import DTYPES
 
     own, inference = cfg.reward_model, cfg.inference
-    head = load_head(own.restore_from_path, own.head_path)
+    head = load_head(own.restore_from_path, own.head_path, own.head_name, own.head_activation)
     mean = head.mean if own.mean is None else own.mean
     deviation = head.deviation if own.deviation is None else own.deviation
     merging = Merging.from_names(head.attributes, own.attribute_weights or None, mean, deviation)
     batching = Batching(inference.micro_batch_size, inference.tokens_per_micro_batch, inference.pad_to_multiple)
     dtype = getattr(torch, DTYPES[precision_here(own.precision)])
     options = {"batching": batching, "max_length": own.max_length, "merging": merging, "dtype": dtype}
+    options |= {"head_name": own.head_name, "head_activation": own.head_activation}
     tensor, pipeline = own.tensor_model_parallel_size, own.pipeline_model_parallel_size
     with parallel_mesh(tensor, pipeline, sequence_parallel=own.sequence_parallel) as mesh:
         load = partial(load_reward_model, own.restore_from_path, own.head_path, mesh, **options)

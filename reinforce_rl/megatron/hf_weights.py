@@ -64,6 +64,13 @@ class HFFolder:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._entries)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
     def dtype_of(self, name: str) -> torch.dtype:
         return DTYPES[self._entries[name].dtype]
 
@@ -139,18 +146,22 @@ Track = Callable[[Sequence[T]], Iterable[T]]  # iterates like `iter`; may show p
 # RoPE frequencies, stored in older folders; the model computes them.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 _NOT_OF_A_CLASSIFIER = re.compile(rf"{_COMPUTED.pattern}|^lm_head\.weight$")
+SCORE = SCORE_LAYER.removesuffix(".weight")  # module of a classifier's head
 STEP = "training_step"  # key of an exported config.json
 # Config and tokenizer files copied into an exported folder.
 _CARRIED_OVER = ("*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
 _CARRIED_OVER += ("chat_template*", "*.model")
 
 
-def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> None:
-    """Fill this rank's slice of the model, or all but a head that the folder lacks; faults as in `check_headers`."""
+def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter, heads: Sequence[str] = ()) -> None:
+    """Fill this rank's slice of the model, or all but a head that the folder lacks; faults as in `check_headers`.
+
+    `heads` are modules of heads that the folder may hold besides the model; the first is the one that is used.
+    """
     arch, rank = lm.architecture, lm.mesh.tp_rank
     rows, own = weight_map(arch, lm.mesh.tp_size), parameters_of(lm)
-    check_headers(arch, folder)
-    if _lacks_head(arch, folder):
+    check_headers(arch, folder, heads)
+    if _lacks_head(arch, folder, heads):
         rows = [row for row in rows if row.hf != SCORE_LAYER]
         own.pop(SCORE_LAYER, None)
     if arch.tied_embeddings and OUTPUT_PARAMETER in own:
@@ -172,14 +183,18 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> N
         raise RuntimeError(f"the weight map does not fill {', '.join(sorted(own))}")
 
 
-def check_headers(arch: Architecture, folder: HFFolder) -> None:
+def check_headers(arch: Architecture, folder: HFFolder, heads: Sequence[str] = ()) -> None:
     """Check names, shapes and dtypes of a folder's tensors without reading them; CheckpointError lists differences."""
     shapes = {row.hf: row.shape for row in weight_map(arch, 1)}
-    if _lacks_head(arch, folder):
+    if _lacks_head(arch, folder, heads):
         del shapes[SCORE_LAYER]
     if _holds_tied_output(arch, folder):
         shapes[OUTPUT_LAYER] = shapes[EMBEDDING]
-    folder.check(shapes, _COMPUTED if arch.num_labels is None else _NOT_OF_A_CLASSIFIER)
+    ignored = _COMPUTED if arch.num_labels is None else _NOT_OF_A_CLASSIFIER
+    if heads:
+        modules = "|".join(re.escape(module) for module in (SCORE, *heads))
+        ignored = re.compile(rf"{ignored.pattern}|^(?:{modules})\.")
+    folder.check(shapes, ignored)
 
 
 def _holds_tied_output(arch: Architecture, folder: HFFolder) -> bool:
@@ -187,8 +202,10 @@ def _holds_tied_output(arch: Architecture, folder: HFFolder) -> bool:
     return arch.tied_embeddings and OUTPUT_LAYER in folder
 
 
-def _lacks_head(arch: Architecture, folder: HFFolder) -> bool:
-    return arch.num_labels is not None and SCORE_LAYER not in folder
+def _lacks_head(arch: Architecture, folder: HFFolder, heads: Sequence[str]) -> bool:
+    if arch.num_labels is None:
+        return False
+    return (*heads, SCORE)[0] != SCORE or SCORE_LAYER not in folder
 
 
 def parameters_of(lm: CausalLM) -> dict[str, Tensor]:
