@@ -6,6 +6,7 @@ Each rank reads only its slices; on export rank 0 holds at most one weight file 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -23,7 +24,7 @@ from torch import Tensor
 from reinforce_rl.config.end_tokens import GENERATION_CONFIG, read_end_tokens, with_end_tokens
 from reinforce_rl.data.tokenizer import load_tokenizer, token_id
 from reinforce_rl.errors import CheckpointError
-from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.architecture import UNQUANTISED, Architecture
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weight_files import INDEX_FILE, SINGLE_FILE, find_weight_files
@@ -32,6 +33,11 @@ from reinforce_rl.utils.files import replace_folder
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
+# Tensors of AWQ, GPTQ, FP8, compressed-tensors, bitsandbytes and MLX.
+_OF_QUANTISED = re.compile(
+    r"\.(qweight|qzeros|g_idx|scales|weight_scale(_inv|_2)?|weight_packed|input_scale|SCB)$"
+    r"|\.weight\.(absmax|quant_map|quant_state\..*)$"
+)
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 
 
@@ -71,8 +77,10 @@ class HFFolder:
     def shape_of(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        return DTYPES[self._entries[name].dtype]
+    def common_dtype(self, names: Iterable[str]) -> torch.dtype:
+        """Return a dtype that holds all of these tensors' values."""
+        dtypes = {self._entries[name].dtype for name in names if name in self._entries}
+        return functools.reduce(torch.promote_types, (DTYPES[dtype] for dtype in sorted(dtypes)))
 
     def read(self, name: str, axis: int = 0, part: tuple[int, int] | None = None) -> Tensor:
         """Read a tensor, or the range `part` of `axis`; the rest stays on disk."""
@@ -94,6 +102,12 @@ class HFFolder:
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: re.Pattern[str]) -> None:
         """Compare the headers with the model's shapes; CheckpointError lists all faults but `ignored` names."""
+        quantised = [name for name in self._entries.keys() - expected.keys() if _OF_QUANTISED.search(name)]
+        if quantised:
+            raise CheckpointError(
+                f"the weights in {self.folder} are quantised (it holds {min(quantised)}), and training needs them "
+                f"whole; {UNQUANTISED}"
+            )
         # Merge layers with the same fault, or a wrong config.json would fill the screen.
         faults: dict[tuple[str, str], list[str]] = {}
 
@@ -383,8 +397,9 @@ def _keep_end_tokens(folder: Path) -> None:
 
 def _set_config(config: Path, dtype: torch.dtype, others: Mapping[str, Any]) -> None:
     values = json.loads(config.read_text(encoding="utf-8"))
-    key = "torch_dtype" if "torch_dtype" in values else "dtype"  # its name before transformers 5
-    values |= {key: str(dtype).removeprefix("torch."), **others}
+    # "torch_dtype" before transformers 5, which reads both, "dtype" first.
+    keys = [key for key in ("torch_dtype", "dtype") if key in values] or ["dtype"]
+    values |= dict.fromkeys(keys, str(dtype).removeprefix("torch.")) | dict(others)
     if values[STEP] is None:
         del values[STEP]
     config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -226,11 +226,19 @@ def model_options(model: ParallelConfig) -> ModelOptions:
     )
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, architecture: Architecture, folder: Path) -> None:
-    """Raise ConfigError if the tokenizer of `folder` has more tokens than its model."""
-    if len(tokenizer) > architecture.vocab_size:
-        sizes = f"has {len(tokenizer)} tokens, its model only {architecture.vocab_size} embeddings"
-        raise ConfigError([f"the tokenizer of {folder} {sizes}; is this the tokenizer of another model?"])
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, architecture: Architecture, folder: str | Path) -> None:
+    """Raise ConfigError if the tokenizer of `folder` has tokens that its model has no embedding for."""
+    size = architecture.vocab_size
+    beyond = [(number, token) for token, number in tokenizer.get_vocab().items() if number >= size]
+    if beyond:
+        number, token = min(beyond)
+        raise ConfigError(
+            [
+                f"the tokenizer of {folder} has {len(tokenizer)} tokens, its model only {size} embeddings; the first "
+                f"token without one is {token!r}, id {number}. Is this the tokenizer of another model? If tokens were "
+                "added to it, save the model after resize_token_embeddings"
+            ]
+        )
 
 
 def stop_token_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

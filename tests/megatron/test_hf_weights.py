@@ -103,14 +103,18 @@ def test_exported_folder_has_the_tokenizer_and_replaces_an_older_one(mesh, tmp_p
 
 def test_export_of_a_bf16_checkpoint_trained_in_fp32_loads_as_fp32(mesh, tmp_path):
     """transformers takes the dtype from config.json: left at bfloat16, it would round the trained weights."""
+    from transformers import AutoModelForCausalLM
+
     folder = tiny_llama_folder(tmp_path / "source")
     lm = megatron_model(folder, mesh)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    from transformers import AutoModelForCausalLM
-
-    exported = AutoModelForCausalLM.from_pretrained(export_hf_folder(lm, folder, tmp_path / "out"))
-    assert exported.dtype == torch.float32
+    del config["dtype"]
+    for keys in ({"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {"torch_dtype": "bfloat16", "dtype": "bfloat16"}):
+        (folder / "config.json").write_text(json.dumps({**config, **keys}))
+        out = export_hf_folder(lm, folder, tmp_path / "out")
+        assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.float32
+        written = json.loads((out / "config.json").read_text())
+        assert {key: written[key] for key in keys} == dict.fromkeys(keys, "float32")
 
 
 @pytest.mark.parametrize(
@@ -216,6 +220,18 @@ def test_pickled_weights_are_refused_with_advice(mesh, tmp_path):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is pickled.* with save_pretrained"):
         megatron_model(folder, mesh)
+
+
+@pytest.mark.parametrize("name", ["qweight", "weight_scale", "weight_scale_inv", "scales", "weight.absmax", "SCB"])
+def test_quantised_tensors_are_refused_in_one_sentence(name, mesh, tmp_path):
+    folder = tiny_llama_folder(tmp_path)
+    module = "model.layers.0.self_attn.q_proj"
+    edit_tensors(folder, lambda tensors: tensors.update({f"{module}.{name}": torch.zeros(4)}))
+    with pytest.raises(CheckpointError) as caught:
+        megatron_model(folder, mesh)
+    assert f"{module}.{name}" in str(caught.value)
+    assert "unquantised model" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_all_faults_of_a_folder_in_one_message(mesh, tmp_path):

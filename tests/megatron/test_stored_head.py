@@ -16,6 +16,7 @@ from torch import nn
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.hf_weights import HFFolder
 from reinforce_rl.megatron.model.reward_head import RewardHead
+from reinforce_rl.megatron.model.stored_head import unused_moments
 from reinforce_rl.reward_model.scorer import Merging, load_reward_model, reward_model_identity
 
 HIDDEN = 36
@@ -228,3 +229,15 @@ class TestLabelsWithoutNames:
     def test_names_mean_what_they_say(self):
         assert Merging.from_names(("safety", "LABEL_1"), None).weights == (0.5, 0.5)
         assert Merging.from_names((), None).weights == (1.0,)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_said"),
+    [({"mean": 0.5, "std": 2.0}, True), ({"mean": 0, "std": 1}, False), ({}, False), ({"mean": None}, False)],
+)
+def test_moments_that_openrlhf_would_apply_are_said(config, is_said, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sentence = unused_moments(tmp_path)
+    assert (sentence is not None) == is_said
+    if sentence is not None:
+        assert "reward_model.mean=0.5 reward_model.deviation=2.0" in sentence

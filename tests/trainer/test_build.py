@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.preflight.plan import read_inputs
-from reinforce_rl.trainer.build import build_actor, logits_chunk_tokens, stop_token_ids
+from reinforce_rl.trainer.build import build_actor, check_vocabulary, logits_chunk_tokens, stop_token_ids
 
 
 def actor_of(cfg: TrainConfig, mesh):
@@ -73,3 +74,24 @@ def test_end_tokens_that_cannot_be_read_are_said_with_the_other_faults_of_the_st
     (tmp_path / "model" / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"generation_config\.json is not valid JSON"):
         read_inputs(cfg).checked()
+
+
+@pytest.mark.parametrize("added", [["<new>"], ["<new>", "<newer>"]])
+def test_tokens_without_an_embedding_are_refused_with_the_first_of_them(added, tmp_path):
+    cfg = tiny_config(tmp_path)
+    folder = tmp_path / "model"
+    tokenizer = load_tokenizer(folder)
+    assert len(tokenizer) == 32
+    tokenizer.add_tokens(added)
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ConfigError) as caught:
+        read_inputs(cfg).checked()
+    for part in (f"{32 + len(added)} tokens", "32 embeddings", "'<new>', id 32", "resize_token_embeddings"):
+        assert part in str(caught.value)
+    check_vocabulary(tokenizer, SimpleNamespace(vocab_size=32 + len(added)), folder)  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_with_gaps_in_its_ids_is_measured_by_its_largest(tmp_path):
+    tokenizer = type("Gaps", (), {"get_vocab": lambda self: {"a": 0, "b": 40}, "__len__": lambda self: 2})()
+    with pytest.raises(ConfigError, match="'b', id 40"):
+        check_vocabulary(tokenizer, SimpleNamespace(vocab_size=32), tmp_path)

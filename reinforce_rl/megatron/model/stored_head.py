@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from reinforce_rl.config.model_folder import model_values
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_weights import SCORE, HFFolder
@@ -46,7 +45,7 @@ def module_of(folder: HFFolder, name: str | None) -> str:
     """
     if name is not None:
         return module_name(name)
-    prefix = _config_of(folder).get(_OPENRLHF_KEY)
+    prefix = model_values(str(folder.folder)).get(_OPENRLHF_KEY)
     has_prefix = isinstance(prefix, str) and bool(_tensors_below(folder.names, prefix))
     has_score = bool(_tensors_below(folder.names, SCORE))
     if has_prefix and has_score and prefix != SCORE:
@@ -124,7 +123,8 @@ def activation_of(layers: tuple[Layer, ...], given: str | None, folder: Path, mo
         if given is not None:
             raise CheckpointError(f"{ACTIVATION_KEY} is {given}, but the head {module} has one layer; leave it null")
         return None
-    known = {_ACTIVATION_OF_CLASS.get(name) for name in _architectures(folder)} - {None}
+    classes = model_values(str(folder)).get("architectures") or []
+    known = {_ACTIVATION_OF_CLASS.get(name) for name in classes} - {None}
     activation = given or next(iter(known), None)
     if activation is None:
         raise CheckpointError(
@@ -132,6 +132,20 @@ def activation_of(layers: tuple[Layer, ...], given: str | None, folder: Path, mo
             f"one that it was trained with: {ACTIVATION_KEY}={'|'.join(ACTIVATIONS)}"
         )
     return activation
+
+
+def unused_moments(folder: str | Path) -> str | None:
+    """Return a sentence if config.json has the moments that OpenRLHF applies where it is asked to."""
+    values = model_values(str(folder))
+    mean = values.get("mean")
+    deviation = values.get("std")
+    if not (isinstance(mean, int | float) and isinstance(deviation, int | float)) or (mean, deviation) == (0, 1):
+        return None
+    return (
+        f"config.json in {folder} has mean {mean} and std {deviation}, with which OpenRLHF standardises rewards where "
+        f"it is asked to. They are not applied; reward_model.mean={mean} reward_model.deviation={deviation} does, and "
+        "reward_model.mean=0 says that they are not wanted"
+    )
 
 
 def _advice(folder: HFFolder) -> str:
@@ -189,12 +203,3 @@ def _number(name: str) -> tuple[int, str]:
 def _bias(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     bias = tensors.get(f"{name}bias")
     return torch.zeros(len(tensors[f"{name}weight"])) if bias is None else bias.float()
-
-
-def _config_of(folder: HFFolder) -> dict[str, Any]:
-    return json.loads((folder.folder / "config.json").read_text(encoding="utf-8"))
-
-
-def _architectures(folder: Path) -> list[str]:
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return list(values.get("architectures") or [])
