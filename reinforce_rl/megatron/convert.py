@@ -17,8 +17,8 @@ from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint_files import MANIFEST_FILE, check_files, load_sharded
 from reinforce_rl.megatron.checkpointer import STATE_FILE, latest_checkpoint, reason_of
+from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import (
-    HFFolder,
     Track,
     carry_over,
     check_headers,

@@ -22,7 +22,8 @@ from torch import Tensor
 from reinforce_rl.actor.micro_batches import micro_batches
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_weights import SCORE, HFFolder, load_hf_weights
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import SCORE, load_hf_weights
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.reward_head import RewardHead, counted_lengths, head_scores

@@ -23,7 +23,8 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.base import Elsewhere, Generator, SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import load_hf_weights
 from reinforce_rl.megatron.lora import LoraSettings, add_lora
 from reinforce_rl.megatron.mesh import Mesh, World, parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM, ModelOptions

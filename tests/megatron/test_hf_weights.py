@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron import hf_weights
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_weights import HFFolder, export_hf_folder, load_hf_weights
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import export_hf_folder, load_hf_weights
 from reinforce_rl.megatron.weight_map import EMBEDDING, weight_map
 
 LLAMA3_SCALING = {

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from reinforce_rl.errors import CheckpointError, ConfigError
-from reinforce_rl.megatron.hf_weights import HFFolder
+from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.megatron.model.stored_head import unused_moments
 from reinforce_rl.reward_model.scorer import Merging, load_reward_model, reward_model_identity

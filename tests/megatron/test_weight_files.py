@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from reinforce_rl.config.model_folder import no_model
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_weights import HFFolder
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import export_hf_folder
 from reinforce_rl.megatron.weight_files import find_weight_files
 from reinforce_rl.reward_model.head import sha256_of_trunk
 
@@ -103,6 +104,8 @@ def test_the_file_that_the_config_names_comes_first(mesh, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": "step2.safetensors"}))
     assert_read_as_by_transformers(folder, mesh)
+    exported = export_hf_folder(megatron_model(folder, mesh), folder, tmp_path / "exported")
+    assert_read_as_by_transformers(exported, mesh)
     for named in ("gone.safetensors", "../other/model.safetensors", "tokenizer.json", 5):
         (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": named}))
         with pytest.raises(CheckpointError) as caught:
@@ -208,3 +211,36 @@ class TestAdapters:
         assert "merge_and_unload" in str(caught.value)
         assert str(with_adapter) in str(caught.value), "the model that it was made for"
         assert "PEFT" in no_model(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])
+def test_a_folder_of_the_bare_decoder_has_other_names(tied, max_shard_size, mesh, tmp_path):
+    """As `LlamaModel.save_pretrained` writes them, with the output layer beside them where it is not tied."""
+    folder = tiny_llama_folder(tmp_path, tied=tied, max_shard_size=max_shard_size)
+    for path in folder.glob("*.safetensors"):
+        tensors = {name.removeprefix("model."): value for name, value in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"] = {name.removeprefix("model."): file for name, file in index["weight_map"].items()}
+        (folder / INDEX).write_text(json.dumps(index))
+    assert_read_as_by_transformers(folder, mesh)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
+def test_other_prefixes_are_refused(prefix, mesh, tmp_path):
+    """transformers leaves such tensors out, and draws the weights at random."""
+    folder = tiny_llama_folder(tmp_path)
+    tensors = {prefix + name: value for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{prefix}model\.norm\.weight"):
+        megatron_model(folder, mesh)
+
+
+def test_a_pointer_of_git_lfs(tmp_path):
+    folder = tiny_llama_folder(tmp_path)
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0000\nsize 12345678\n"
+    (folder / "model.safetensors").write_text(text)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read.*git lfs pull"):
+        HFFolder(folder)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.errors import CheckpointError, ConfigError
-from reinforce_rl.megatron.hf_weights import HFFolder
+from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.model.attention import sum_of_shares
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.stored_head import (

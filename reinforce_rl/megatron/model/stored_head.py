@@ -14,7 +14,8 @@ from torch import Tensor
 from reinforce_rl.config.model_folder import model_values
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_weights import SCORE, HFFolder
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import SCORE
 from reinforce_rl.megatron.weight_map import OUTPUT_LAYER, SCORE_LAYER, weight_map
 
 NAME_KEY = "reward_model.head_name"
