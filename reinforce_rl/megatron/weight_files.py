@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from reinforce_rl.config.model_folder import ADAPTER_FILE, MERGE_ADAPTER, model_values
+from reinforce_rl.config.model_folder import ADAPTER_FILE, MERGE_ADAPTER, model_values, no_model
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.utils.console import warn_once
 
@@ -47,6 +47,8 @@ def find_weight_files(folder: Path) -> WeightFiles:
     form, or an adapter lies beside them.
     """
     if (folder / ADAPTER_FILE).is_file():
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"{folder} {no_model(folder)}")
         raise CheckpointError(
             f"{folder} holds {ADAPTER_FILE}, an adapter of PEFT. transformers loads it on top of the weights where "
             f"peft is installed, and the weights alone where it is not. {MERGE_ADAPTER}, or move the adapter's files "
