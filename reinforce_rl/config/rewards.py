@@ -109,10 +109,21 @@ class ServedModelConfig(Section):
         NOT_SET, "Hugging Face folder of the trunk, or of a ...ForSequenceClassification model", kind="path"
     )
     head_path: Text | None = key(
-        None, "safetensors file of the head, from `reinforce-rl train-rm`; null: the folder's own", kind="path"
+        None,
+        "safetensors file of the head, from `reinforce-rl train-rm`, or another with head_name; null: the folder's",
+        kind="path",
+    )
+    head_name: Text | None = key(
+        None,
+        "tensor or module of the head, such as value_head.weight, in the folder or in head_path; null: score.weight, "
+        "or the module that config.json names",
+        more=" ([details](reward-server.md#heads-of-other-frameworks))",
+    )
+    head_activation: Literal["relu", "gelu", "silu", "tanh"] | None = key(
+        None, "between the layers of a head that has two; null: what the model's class says"
     )
     attribute_weights: dict[str, float] | None = key(
-        None, "{NAME: WEIGHT} of a head with several scores, others 0; null: their mean"
+        None, "{NAME: WEIGHT} of a head with several scores, others 0; null: their mean, if they have names"
     )
     mean: float | None = key(None, "the reward is (merged score - mean) / deviation; null: the head's own, else 0")
     deviation: Positive | None = key(None, "null: the head file's own, else 1")

@@ -83,6 +83,7 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
         tokenizer = attempt(lambda: load_tokenizer(folder))
     if architecture is not None and tokenizer is not None:
         attempt(lambda: build.check_vocabulary(tokenizer, architecture, folder))
+        attempt(lambda: build.stop_token_ids(folder, tokenizer))
     if tokenizer is not None and _prompts_can_be_read(cfg):
         datasets = attempt(lambda: build.build_datasets(cfg, tokenizer))
     if architecture is not None and datasets is not None and cfg.model.reinforce.num_rollout_samples > 0:

@@ -26,6 +26,7 @@ from torch import Tensor
 from reinforce_rl.config.reward_model import CutsConfig, HeadConfig
 from reinforce_rl.errors import CheckpointError, DataError
 from reinforce_rl.megatron.model.reward_head import RewardHead, pool
+from reinforce_rl.megatron.weight_files import find_weight_files
 from reinforce_rl.reward_model.data import EncodedPair, prompt_position
 from reinforce_rl.reward_model.objectives import Accuracy, pair_accuracy
 
@@ -150,8 +151,8 @@ def sha256_of_file(path: str | Path) -> str:
 
 
 def sha256_of_trunk(folder: Path) -> str:
-    """Return the sha256 (hex) over the names and hashes of weights and config."""
-    paths = sorted([*folder.glob("*.safetensors"), folder / "config.json"], key=lambda path: path.name)
+    """Return the sha256 (hex) over the names and hashes of the weights that are loaded, and of config.json."""
+    paths = sorted([*find_weight_files(folder).paths, folder / "config.json"], key=lambda path: path.name)
     return hashlib.sha256("".join(f"{sha256_of_file(path)}  {path.name}\n" for path in paths).encode()).hexdigest()
 
 

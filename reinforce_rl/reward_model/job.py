@@ -44,7 +44,7 @@ from reinforce_rl.reward_model.objectives import Best, Objective, Ranking, Regre
 from reinforce_rl.reward_model.scorer import load_trunk
 from reinforce_rl.reward_model.train_full import FullTrainer, RewardModelMonitor, TrainableRewardModel, load_trainable
 from reinforce_rl.runtime.settings import CONFIG_FILE, compare
-from reinforce_rl.trainer.build import DTYPES, model_options
+from reinforce_rl.trainer.build import DTYPES, check_vocabulary, model_options
 from reinforce_rl.utils.files import write_atomically
 
 LINE_EVERY_SECONDS = 30.0
@@ -77,6 +77,7 @@ def train_reward_model(cfg: TrainRewardModelConfig, *, command: str) -> heads.Tr
 def _run_head(cfg: TrainRewardModelConfig, command: str, console: Console) -> heads.TrainedHead:
     start, trunk, cut = time.monotonic(), Path(cfg.model.restore_from_path), cfg.cuts.evaluate_at
     tokenizer = load_tokenizer(trunk)
+    check_vocabulary(tokenizer, Architecture.from_folder(trunk), trunk)
     data = load_examples(cfg, tokenizer)
     train, held_out = data.train_rows, data.held_out_rows
     console.print(
@@ -218,11 +219,7 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh, command: str) -> FullTrai
                 "The tokenizer's padding token is its end-of-sequence token. transformers takes the last token that "
                 "is no padding, so the score is read from the token before the end; full.pooling=mean reads all."
             )
-        vocab_size = Architecture.from_folder(source).vocab_size
-        if len(tokenizer) > vocab_size:
-            raise ConfigError(
-                [f"the tokenizer of {source} has {len(tokenizer)} tokens, its model only {vocab_size} embeddings"]
-            )
+        check_vocabulary(tokenizer, Architecture.from_folder(source), source)
         monitor.phase("loading the model")
         dtype: torch.dtype = getattr(torch, DTYPES[cfg.trainer.precision])
         options = model_options(cfg.model)

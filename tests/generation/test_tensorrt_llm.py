@@ -36,7 +36,8 @@ from reinforce_rl.generation.engine import Answer
 from reinforce_rl.generation.engine.generator import requests_of
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
-from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import load_hf_weights
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.trainer.build import build_generator
 
