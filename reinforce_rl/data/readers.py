@@ -55,8 +55,12 @@ _CSV = rb'("[^"\n]+"|[\w .-]+)([,;\t]("[^"\n]+"|[\w .-]+))+\r?\n'
 _LIKELY = ("question", "instruction", "query", "problem", "input", "user", "prompts", "content")
 
 
-class ColumnMissing(DataError):
-    """A record lacks a column, as all others of its file probably do."""
+class WrongForm(DataError):
+    """A record has another form than the one that is read, as probably all of its file."""
+
+
+class ColumnMissing(WrongForm):
+    """A record lacks a column."""
 
     def __init__(self, value: Mapping[str, Any], expected: str, key: str = ""):
         likely = [column for column in _LIKELY if column in value and key.endswith("prompt")] or ["COLUMN"]
@@ -105,7 +109,7 @@ def read_records(
                     yield parse(Record(f"{path}{place}", columns.of(_record_of(value))))
                 except DataError as error:
                     faults.add(f"{path}{place}", error)
-                    if isinstance(error, ColumnMissing) and not count:
+                    if isinstance(error, WrongForm) and not count:
                         faults.columns += 1
                         break
 
@@ -371,7 +375,7 @@ def _data_set(path: Path, split: str | None) -> Rows:
 def _split_of_dict(splits: Mapping[str, Any], place: str, split: str | None) -> Any:
     if len(splits) == 1:
         return next(iter(splits.values()))
-    if split not in splits:
+    if split is None or split not in splits:
         missing = f"none of them {split}, " if split else ""
         names = ", ".join(splits)
         raise DataError(f"has several splits, {missing}{names}; choose one: {place}:{next(iter(splits))}")

@@ -93,7 +93,7 @@ def _of_split(chosen: Mapping[str, list[Path]], place: str, split: str, default:
             f"has files of the splits {_listed(named)} and others whose names tell no split, such as "
             f"{chosen[''][0].name}; give files of it, or a pattern, or one split: {place}:{named[0]}"
         )
-    if default in chosen:
+    if default is not None and default in chosen:
         return chosen[default]
     missing = f"none of them {default}, " if default else ""
     raise DataError(f"has several splits, {missing}{_listed(named)}; choose one: {place}:{named[0]}")
