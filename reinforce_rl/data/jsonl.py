@@ -20,10 +20,16 @@ from reinforce_rl.utils.files import write_atomically
 Message = dict[str, str]
 
 MAX_LISTED_FAULTS = 10
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _HH_MARKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _HH_ROLES = {"Human": "user", "Assistant": "assistant"}
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "observation": "tool",
+    **{role: role for role in ROLES},
+}
 HH_NAMES = {role: name for name, role in _HH_ROLES.items()}
 
 
@@ -99,7 +105,10 @@ def check_messages(
         raise DataError(f"{key} is empty")
     if all(isinstance(message, dict) and "from" in message and "role" not in message for message in value):
         value = [
-            {"role": _SHAREGPT_ROLES.get(str(message["from"]), message["from"]), "content": message.get("value")}
+            {
+                "role": _SHAREGPT_ROLES.get(str(message["from"]).lower(), message["from"]),
+                "content": message.get("value"),
+            }
             for message in value
         ]
     for index, message in enumerate(value):
@@ -115,7 +124,8 @@ def check_messages(
 def check_prompt(messages: Sequence[Mapping[str, Any]], key: str) -> None:
     """Raise a `DataError` if nothing is asked at the end of a conversation."""
     if messages and messages[-1]["role"] == "assistant":
-        raise DataError(f"{key} ends with an assistant message; a prompt ends where the assistant shall answer")
+        expected = "a prompt ends where the assistant shall answer; reinforce-rl prepare takes the answer off"
+        raise DataError(f"{key} ends with an assistant message; {expected}")
     if not messages or not messages[-1]["content"].strip():
         raise DataError(f"{key} is empty, or its last message is")
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 TooLong = Literal["refuse", "skip"]
 PROMPT_KEYS = ("prompt", "text", "messages")
 SHAREGPT_KEY = "conversations"  # where there is none of the above
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = jsonl.ROLES
 TOKENISE_AT_ONCE = 1024  # prompts; bounds the memory of a batch in the tokenizer
 
 

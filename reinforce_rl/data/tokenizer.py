@@ -94,4 +94,10 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
         text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
     except Exception as error:  # it refuses, for instance, roles that do not alternate, or fails on `tool_calls: 5`
         raise DataError(f"the chat template refuses these messages: {error}") from error
+    for message in messages:
+        # Qwen's templates, for one, leave out a developer's turn without a word.
+        role = message["role"]
+        content = message.get("content")
+        if role in ("system", "developer") and isinstance(content, str) and content.strip() not in text:
+            raise DataError(f"the chat template leaves out the {role} message; give it another role, such as system")
     return cast(str, text)

@@ -65,7 +65,9 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
             try:
                 hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name=name)(run)()
             except (HydraException, OmegaConfBaseException) as error:
-                fail(str(explained(error, name, [arg for arg in words if "=" in arg and arg[0] != "-"])))
+                overrides = [arg for arg in words if "=" in arg and arg[0] != "-"]
+                names_file = any(arg.partition("=")[0] in ("--config-name", "-cn") for arg in words)
+                fail(str(explained(error, name, overrides, is_whole=not names_file)))
             except YAMLError as error:
                 fail(f"a configuration is no YAML: {error}")
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from reinforce_rl.data import jsonl
 from reinforce_rl.data.jsonl import LineFaults, Message, Record
-from reinforce_rl.data.readers import ColumnMissing, Columns, read_records
+from reinforce_rl.data.nemo_aligner import is_nemo_text
+from reinforce_rl.data.readers import ColumnMissing, Columns, WrongForm, read_records
 from reinforce_rl.data.tokenizer import render_prompt
 from reinforce_rl.errors import ConfigError, DataError
 
@@ -198,6 +199,7 @@ def prompt_position(key: str, seed: int) -> float:
 
 def _pair_of(line: Record, tokenizer: Tokenizer, data: PairsConfig) -> EncodedPair | str:
     """Return a line's example, or the reason to skip it."""
+    _refuse_nemo_form(line.value, "pairs")
     value = _without_conversations(line.value)
     messages, answers = _prompt_of(value), [_text_of(value, key) for key in ("chosen", "rejected")]
     if data.single_turn_only and _turns(messages) > 1:
@@ -211,6 +213,7 @@ def _rating_of(
     line: Record, tokenizer: Tokenizer, data: PairsConfig, names: Sequence[str], rated: set[str]
 ) -> EncodedRating | str:
     """Like `_pair_of`; the attributes that the line rates are added to `rated`."""
+    _refuse_nemo_form(line.value, "ratings")
     ratings, messages = _ratings_of(line.value, names), _prompt_of(line.value)
     response = _text_of(line.value, "response")
     given = {name for name, rating in zip(names, ratings, strict=True) if not math.isnan(rating)}
@@ -221,6 +224,17 @@ def _rating_of(
         return SKIP_MULTI_TURN
     tokens = encode_prompt(tokenizer, messages) + encode_answer(tokenizer, response, data.max_answer_tokens)
     return EncodedRating(jsonl.prompt_key(messages), tuple(tokens), ratings)
+
+
+def _refuse_nemo_form(value: dict[str, Any], form: str) -> None:
+    """Raise a WrongForm for a record of NeMo-Aligner's, which would be read as a text that holds its markers."""
+    of_nemo = [key for key in ("prompt", "text") if is_nemo_text(value.get(key))]
+    if "chosen" not in value and "response" not in value:
+        of_nemo += [key for key in ("chosen_response", "label", "mask") if key in value]
+    if of_nemo:
+        keys = ", ".join(value)
+        command = f"reinforce-rl prepare FILE --form {form} --output FOLDER"
+        raise WrongForm(f"found {keys}, in NeMo-Aligner's form by {of_nemo[0]}; convert the file: {command}")
 
 
 def _without_conversations(value: dict[str, Any]) -> dict[str, Any]:

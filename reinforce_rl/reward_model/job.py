@@ -10,6 +10,7 @@ output_dir/ of mode=head                of mode=full
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -29,6 +30,7 @@ from torch import Tensor
 
 import reinforce_rl
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
+from reinforce_rl.data.readers import files_of
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.data.tokenizer import load_tokenizer, token_id
 from reinforce_rl.errors import ConfigError
@@ -120,7 +122,7 @@ def _run_head(cfg: TrainRewardModelConfig, command: str, console: Console) -> he
         "trunk": _folder_name(cfg),
         "trunk_sha256": trunk_sha256,
         "data_file": _data_name(cfg),
-        "data_sha256": heads.sha256_of_file(cfg.data.pairs_path or ""),
+        "data_sha256": _sha256_of_data(cfg, data),
         "train_pairs": str(len(train)),
         "held_out_pairs": str(len(held_out)),
         "held_out_accuracy": accuracies[pooling][1],
@@ -369,6 +371,14 @@ Made by reinforce_rl {reinforce_rl.__version__}:
 
 def _folder_name(cfg: TrainRewardModelConfig) -> str:
     return Path(cfg.model.restore_from_path).resolve().name
+
+
+def _sha256_of_data(cfg: TrainRewardModelConfig, data: Examples[EncodedPair]) -> str:
+    """Return the hash of the file of pairs; of the tokenised pairs, where they come from no single file."""
+    files = files_of(cfg.data.pairs_path or "")
+    if len(files) == 1 and files[0].is_file():
+        return heads.sha256_of_file(files[0])
+    return hashlib.sha256(repr(data.used).encode()).hexdigest()
 
 
 def _data_name(cfg: TrainRewardModelConfig) -> str:

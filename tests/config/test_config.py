@@ -479,8 +479,8 @@ def test_the_script_says_an_unknown_override(folder):
 
 
 def test_the_script_finds_a_key_in_another_group(folder):
-    said = run_script(*right(folder), "trainer.max_steps=5")
-    assert "trainer.max_steps is not a key" in said and "trainer.reinforce.max_steps" in said
+    said = run_script(*right(folder), "trainer.save_interval=5")
+    assert "trainer.save_interval is not a key" in said and "trainer.reinforce.save_interval" in said
 
 
 def test_the_script_says_how_to_fill_a_group_of_free_names(folder):

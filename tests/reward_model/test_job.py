@@ -267,6 +267,29 @@ def trunk(tmp_path_factory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("trunk") / "tiny-llama", vocab_size=128, max_positions=128)
 
 
+def test_a_head_from_one_split_of_a_folder(trunk, tmp_path):
+    """Of several splits, one is to be chosen; the record of the data fits no single file."""
+    rows = [{"prompt": f"question {i}", "chosen": f"please {i}", "rejected": f"XX {i} ZZ"} for i in range(24)]
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for name, part in (("train-0", rows[:12]), ("train-1", rows[12:]), ("test-0", rows[:3])):
+        write_lines(folder / f"{name}.jsonl", part)
+    overrides = [
+        f"model.restore_from_path={trunk}",
+        f"output_dir={tmp_path / 'out'}",
+        "head.folds=2",
+        "num_threads=1",
+        "data.held_out_fraction=0.3",
+    ]
+    with pytest.raises(ConfigError, match=r"data\.pairs_path: .* has several splits, test, train; choose one"):
+        tiny_config(*overrides, f"data.pairs_path={folder}")
+    train_reward_model(tiny_config(*overrides, f"data.pairs_path={folder}:train"), command="a test")
+    with safe_open(tmp_path / "out" / "head.safetensors", framework="pt") as file:
+        about = file.metadata()
+    assert int(about["train_pairs"]) + int(about["held_out_pairs"]) == 24
+    assert about["data_file"] == "pairs:train" and len(about["data_sha256"]) == 64
+
+
 def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
     rows = [
         {"prompt": f"question {i}", "chosen": f"please, {i} is fine", "rejected": f"XX {i} ZZ!!"} for i in range(24)
