@@ -38,7 +38,7 @@ from reinforce_rl.runtime.links import host_of_rank_0
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.roles import RankRole
-from reinforce_rl.runtime.settings import MEANING, check_changes, record, shared_settings
+from reinforce_rl.runtime.settings import MEANING, check_changes, freeze_template_date, record, shared_settings
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import RunTimer, StopRequest, first_save_seconds
 from reinforce_rl.trainer.build import build_actor, build_sampler, configured_mesh, generator_options
@@ -65,6 +65,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
         ReinforceError: see its subclasses; nothing is left half-written.
     """
     folder = Path(cfg.exp_manager.explicit_log_dir)
+    freeze_template_date(cfg)
     control = RunControl(folder, stop or StopRequest())
     limits = {"silence_seconds": cfg.trainer.heartbeat_timeout_seconds}
     limits["hang_seconds"] = cfg.trainer.collective_timeout_seconds

@@ -23,6 +23,7 @@ from reinforce_rl.config.base import (
 )
 from reinforce_rl.config.model_folder import no_model
 from reinforce_rl.config.parallelism import model_faults, ranks_faults
+from reinforce_rl.config.template import TemplateConfig
 from reinforce_rl.utils.net import Address
 
 _NOT_ZERO = "a number other than 0"
@@ -104,7 +105,7 @@ class RewardFunctionConfig(Section):
     )
 
 
-class ServedModelConfig(Section):
+class ServedModelConfig(TemplateConfig):
     restore_from_path: Text = key(
         NOT_SET, "Hugging Face folder of the trunk, or of a ...ForSequenceClassification model", kind="path"
     )

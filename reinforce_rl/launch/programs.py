@@ -25,7 +25,7 @@ from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import EXIT_STOPPED
 from reinforce_rl.launch.terminal import fail, plain_errors, start_ranks, typed
-from reinforce_rl.runtime.settings import may_start
+from reinforce_rl.runtime.settings import freeze_template_date, may_start
 from reinforce_rl.runtime.stop import StopNow, StopRequest
 
 HELP = ("--help", "-h")
@@ -88,6 +88,7 @@ def train(cfg: DictConfig) -> None:
     from reinforce_rl.rewards.function_pool import with_functions
 
     config = with_functions(*read_config(cfg))
+    freeze_template_date(config)
     if not may_start(config):
         return
     start_ranks(config.trainer.devices, config.trainer.num_nodes)
@@ -132,6 +133,7 @@ def generate(cfg: DictConfig) -> None:
             fail(
                 f"{ranks} ranks were started (WORLD_SIZE), but generation_tensor_parallel_size is {size}; start {size}"
             )
+    freeze_template_date(config, joins=True)
     start_ranks(size, 1, "generation_tensor_parallel_size")
     stop = StopRequest.on_signals()
     from reinforce_rl.trainer.separate_program import generate

@@ -92,7 +92,11 @@ def _server_of(
     own = cfg.reward_model
     folder = own.tokenizer_path or own.restore_from_path
     tokenizer = load_tokenizer(folder)
+    own.freeze_date(folder)
+    template = own.template_options("reward_model.")
     details = reward_model_identity(own.restore_from_path, own.head_path, model)
+    details |= template.identity
+    options["template"] = template
     if functions is None:
         return RewardServer(scorer, tokenizer, cfg.inference, details=details, **options)
     if not tokenizer.chat_template:

@@ -64,7 +64,7 @@ class SyntheticNegative:
 
 
 def synthetic_negatives(
-    pairs: Sequence[EncodedPair], fraction: float, cuts: CutsConfig, *, end_id: int, seed: int
+    pairs: Sequence[EncodedPair], fraction: float, cuts: CutsConfig, *, end: Sequence[int], seed: int
 ) -> list[SyntheticNegative]:
     """Make two negatives for a share of the pairs: one that ends early and one that repeats a phrase.
 
@@ -73,24 +73,28 @@ def synthetic_negatives(
     order unaffected.
 
     `fraction` (0 to 1, rounded) is the share of pairs. A repetition has `cuts.min_tokens` to `cuts.max_tokens` tokens,
-    drawn uniformly, and no end-of-turn token (`end_id`).
+    drawn uniformly, and no end of the turn (the tokens `end`).
     """
     rng = random.Random(seed)
     drawn = sorted(rng.sample(range(len(pairs)), round(fraction * len(pairs))))
     made = []
     for number, index in enumerate(drawn):
-        answers = (pairs[index].chosen, pairs[index].rejected)
-        # kept is 0 in two of five draws: the end-of-turn token alone, which a policy finds first.
+        answers = [_without_end(answer, end) for answer in (pairs[index].chosen, pairs[index].rejected)]
+        # kept is 0 in two of five draws: the end of the turn alone, which a policy finds first.
         kept = max(0, rng.randint(-1, MAX_EARLY_TOKENS))
-        early = (*(t for t in rng.choice(answers)[:kept] if t != end_id), end_id)
+        early = (*rng.choice(answers)[:kept], *end)
         made.append(SyntheticNegative(index, early, number % 2))
-        words = tuple(t for t in rng.choice(answers) if t != end_id)
+        words = rng.choice(answers)
         if words:
             start = rng.choice((0, rng.randrange(len(words))))
             phrase = words[start : start + rng.randint(1, MAX_PHRASE_TOKENS)]
             length = rng.randint(cuts.min_tokens, cuts.max_tokens)
             made.append(SyntheticNegative(index, (phrase * length)[:length], (number + 1) % 2))
     return made
+
+
+def _without_end(answer: tuple[int, ...], end: Sequence[int]) -> tuple[int, ...]:
+    return answer[: -len(end)] if end and answer[-len(end) :] == tuple(end) else answer
 
 
 @torch.no_grad()

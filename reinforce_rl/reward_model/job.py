@@ -31,6 +31,7 @@ from torch import Tensor
 import reinforce_rl
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.data.readers import files_of
+from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.data.tokenizer import load_tokenizer, token_id
 from reinforce_rl.errors import ConfigError
@@ -40,12 +41,12 @@ from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.monitoring.report import EVALUATION_FILE
 from reinforce_rl.reward_model import head as heads
-from reinforce_rl.reward_model.data import EncodedPair, Examples, end_of_turn_id, load_examples, longest_example
+from reinforce_rl.reward_model.data import EncodedPair, Examples, end_of_turn_ids, load_examples, longest_example
 from reinforce_rl.reward_model.head import CUT, WHOLE
 from reinforce_rl.reward_model.objectives import Best, Objective, Ranking, Regression, pair_accuracy
 from reinforce_rl.reward_model.scorer import load_trunk
 from reinforce_rl.reward_model.train_full import FullTrainer, RewardModelMonitor, TrainableRewardModel, load_trainable
-from reinforce_rl.runtime.settings import CONFIG_FILE, compare
+from reinforce_rl.runtime.settings import CONFIG_FILE, compare, read_tree
 from reinforce_rl.trainer.build import DTYPES, check_vocabulary, model_options
 from reinforce_rl.utils.files import write_atomically
 
@@ -65,6 +66,10 @@ def train_reward_model(cfg: TrainRewardModelConfig, *, command: str) -> heads.Tr
     """
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
+    recorded = Path(cfg.output_dir) / CONFIG_FILE
+    is_resumed = cfg.mode == "full" and cfg.full.resume_if_exists and recorded.is_file()
+    tree = read_tree(recorded.read_text("utf-8")) if is_resumed else {}
+    cfg.data.freeze_date(cfg.model.restore_from_path, tree.get("data", {}).get("chat_template_date"))
     if cfg.mode == "head":
         return _run_head(cfg, command, Console())
     model = cfg.model
@@ -89,8 +94,8 @@ def _run_head(cfg: TrainRewardModelConfig, command: str, console: Console) -> he
         console.print(line, style="bold yellow" if line.startswith("W") else None, soft_wrap=True)
 
     trunk_sha256 = heads.sha256_of_trunk(trunk)
-    end_id, fraction = end_of_turn_id(tokenizer), cfg.degenerate.fraction
-    made = heads.synthetic_negatives(data.used, fraction, cfg.cuts, end_id=end_id, seed=cfg.seed)
+    end = end_of_turn_ids(ChatRenderer(tokenizer, cfg.data.template_options("data.")))
+    made = heads.synthetic_negatives(data.used, cfg.degenerate.fraction, cfg.cuts, end=end, seed=cfg.seed)
     sequences = heads.cut_sequences(data.used, cfg.cuts, cfg.seed)
     for item in made:
         tokens = (data.used[item.pair].prompt + item.tokens)[: longest_example(cfg)]

@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 
 from reinforce_rl.config.rewards import InferenceConfig
+from reinforce_rl.data.rendering import DEFAULT_OPTIONS, TemplateOptions
 from reinforce_rl.data.tokenizer import TokenizerInfo
 from reinforce_rl.errors import ConfigError, ModelStuckError, RewardServerError
 from reinforce_rl.reward_server.admission import FrontSettings
@@ -59,6 +60,7 @@ class RewardServer:
         tokenizer: the scorer's; None for a reward function.
         details: what else identifies the reward model; part of the handshake.
         check: called periodically; raises a `ReinforceError` once the scorer cannot score any more.
+        template: options of the tokenizer's chat template.
 
     Raises ConfigError if the settings cannot work with this scorer, or a token is needed.
     """
@@ -71,6 +73,7 @@ class RewardServer:
         *,
         details: Mapping[str, Any] | None = None,
         check: Callable[[], None] = lambda: None,
+        template: TemplateOptions = DEFAULT_OPTIONS,
     ):
         self._inference, self._check = inference, check
         self._ready_file = Path(inference.ready_file) if inference.ready_file is not None else None
@@ -80,10 +83,10 @@ class RewardServer:
         if isinstance(scorer, FunctionScorer):
             if scorer.model is None:
                 kind = {"deterministic": True, "add_special_tokens": False}
-            self._requests = FunctionRequestScorer(scorer, tokenizer, **kind)
+            self._requests = FunctionRequestScorer(scorer, tokenizer, template=template, **kind)
             tokenizer = None  # clients send no tokens
         else:
-            self._requests = RequestScorer(scorer, tokenizer, **kind)
+            self._requests = RequestScorer(scorer, tokenizer, template=template, **kind)
         width = inference.max_sequence_length or WIDER_THAN_CONTEXT * (scorer.max_length or WIDTH_OF_TEXTS)
         self._settings = FrontSettings(
             inference=inference,

@@ -50,6 +50,7 @@ def build_datasets(
         add_bos=data.add_bos,
         columns=Columns(data.fields.columns),
         system_prompt=data.system_prompt,
+        template=data.template_options("model.data."),
     )
     if datasets.validation is not None:
         fixed_prompts(datasets.validation, cfg.model.reinforce.num_val_samples)  # raises if the set is smaller

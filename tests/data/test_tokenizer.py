@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from helpers.tiny_tokenizer import write_model_without_weights, write_tiny_tokenizer
 
-from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer, render_prompt
+from reinforce_rl.data.rendering import ChatRenderer, Conversation
+from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError, DataError
 
 
@@ -37,14 +38,16 @@ def test_a_template_that_leaves_out_a_turn_is_a_fault(tmp_path: Path) -> None:
         "{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.role }}: {{ m.content | trim }}\n"
         "{% endif %}{% endfor %}"
     )
+    renderer = ChatRenderer(tokenizer)
     question = {"role": "user", "content": "Hi"}
     for role in ("system", "developer"):
         messages = [{"role": role, "content": " Be brief.\n"}, question]
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         assert ("Be brief." in text) == (role == "system")
         if role == "system":
-            assert render_prompt(tokenizer, messages) == text
+            assert renderer.prompt_text(Conversation(tuple(messages))) == text
             continue
         with pytest.raises(DataError, match="the chat template leaves out the developer message"):
-            render_prompt(tokenizer, messages)
-    assert render_prompt(tokenizer, [{"role": "system", "content": ""}, question]) == "system: \nuser: Hi\n"
+            renderer.prompt_text(Conversation(tuple(messages)))
+    empty = Conversation(({"role": "system", "content": ""}, question))
+    assert renderer.prompt_text(empty) == "system: \nuser: Hi\n"

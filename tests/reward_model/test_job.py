@@ -28,16 +28,18 @@ from safetensors.torch import load_file
 
 from reinforce_rl.config.load import resolve_defaults
 from reinforce_rl.config.reward_model import PairsConfig, TrainRewardModelConfig, TrunkConfig
+from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.monitoring.loggers import read_metrics
 from reinforce_rl.monitoring.report import EVALUATION_FILE, write_report
-from reinforce_rl.reward_model.data import encode_answer, encode_prompt, load_examples
+from reinforce_rl.reward_model.data import encode_sample, load_examples
 from reinforce_rl.reward_model.job import train_reward_model
 from reinforce_rl.reward_model.objectives import Best, Objective, Ranking, Regression
 from reinforce_rl.reward_model.scorer import load_reward_model
+from reinforce_rl.rewards.base import TextSample
 
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).parents[1] / "helpers/tiny_reward_run.py"
@@ -329,8 +331,8 @@ def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
     with parallel_mesh() as mesh:
         model = load_reward_model(trunk, out / "head.safetensors", mesh)
         tokenizer = load_tokenizer(trunk)
-        prompt = encode_prompt(tokenizer, messages)
-        good, bad = model.score([prompt + encode_answer(tokenizer, text) for text in texts])
+        samples = [TextSample("", text, {}, tuple(messages)) for text in texts]
+        good, bad = model.score([encode_sample(ChatRenderer(tokenizer), sample) for sample in samples])
     assert good > bad
 
 
