@@ -38,7 +38,7 @@ _OPENERS: dict[bytes, Callable[[Path], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ\x00": lzma.open,
-    b"\x28\xb5\x2f\xfd": lambda path: importlib.import_module("pyarrow").CompressedInputStream(str(path), "zstd"),
+    b"\x28\xb5\x2f\xfd": lambda path: _zstd(path),
 }
 _SUFFIX = re.compile(r"(\.jsonl|\.ndjson|\.json|\.csv|\.tsv|\.parquet)?(?:\.gz|\.bz2|\.xz|\.zst)?$", re.IGNORECASE)
 # What cannot be read, by how a file begins, with what to do about it.
@@ -200,6 +200,10 @@ def _open(path: Path) -> io.BufferedReader:
     if opened.peek(len(_BOM)).startswith(_BOM):
         opened.read(len(_BOM))
     return opened
+
+
+def _zstd(path: Path) -> Any:
+    return importlib.import_module("pyarrow").CompressedInputStream(path.open("rb"), "zstd")
 
 
 def _form_of(path: Path, start: bytes) -> Callable[[io.BufferedReader], Rows]:

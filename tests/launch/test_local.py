@@ -192,7 +192,7 @@ def test_faults_of_the_actors_configuration_come_before_the_server_starts(tmp_pa
     ],
 )
 def test_the_servers_own_host_is_asked(tmp_path, given, listens, asked):
-    plan = make_plan(tmp_path, [f"inference.host={given}"], [], server=["s"], actor=["a"])
+    plan = make_plan(tmp_path, [f"inference.host={given}"], [], server=("s",), actor=("a",))
     assert plan.address.host == listens
     assert plan.address.local.host == asked
     assert plan.server[2] == f"inference.host={given}"
@@ -201,7 +201,7 @@ def test_the_servers_own_host_is_asked(tmp_path, given, listens, asked):
 
 def test_a_host_that_is_none_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"inference\.host is 'fe80::1%eth0'"):
-        make_plan(tmp_path, ["inference.host=fe80::1%eth0"], [], server=["s"], actor=["a"])
+        make_plan(tmp_path, ["inference.host=fe80::1%eth0"], [], server=("s",), actor=("a",))
 
 
 def test_port_and_token_go_to_both_sides_unless_the_user_chose(tmp_path):

@@ -7,7 +7,7 @@ import socket
 from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from reinforce_rl.runtime.guests import host_store
 from reinforce_rl.runtime.links import Invitation, Links

@@ -40,7 +40,9 @@ def check(context: Context) -> Finding:
         numbers |= {"GB": found.total_memory / 1e9, "GB free": torch.cuda.mem_get_info()[0] / 1e9}
         numbers["nccl"] = ".".join(map(str, nccl.version()))
         try:
-            numbers["driver"] = subprocess.run(DRIVER, capture_output=True, text=True, timeout=30).stdout.strip()
+            numbers["driver"] = subprocess.run(
+                DRIVER, capture_output=True, text=True, timeout=30, encoding="utf-8", errors="replace"
+            ).stdout.strip()
         except OSError:
             numbers["driver"] = None
     numbers |= _rates(context.device, faults)

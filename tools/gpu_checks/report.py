@@ -22,7 +22,7 @@ def verdict(found: Sequence[Finding]) -> str:
 def write(folder: Path, found: Sequence[Finding], about: dict[str, Any]) -> Path:
     """Write report.json and report.md to a folder; `about` is of the whole run. The latter's path."""
     whole = {"verdict": verdict(found), **about, "checks": [asdict(one) for one in found]}
-    (folder / "report.json").write_text(json.dumps(whole, indent=1) + "\n")
+    (folder / "report.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     lines = [f"# gpu_check: {verdict(found)}", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
     names = ("name", "verdict", "seconds", "sentence")
     lines += _table([{name: getattr(one, name) for name in names} for one in found])
@@ -33,7 +33,7 @@ def write(folder: Path, found: Sequence[Finding], about: dict[str, Any]) -> Path
         lines += [f"- {name}: {_cell(value)}" for name, value in one.numbers.items() if name not in tables]
         for name, rows in tables.items():
             lines += ["", f"**{name}**", "", *_table(rows)]
-    (folder / "report.md").write_text("\n".join(lines) + "\n")
+    (folder / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder / "report.md"
 
 

@@ -115,8 +115,9 @@ def _address_of(name: str) -> str | None:
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError):
             for *_, address in socket.getaddrinfo(name, None, family, socket.SOCK_STREAM):
-                if not ipaddress.ip_address(address[0].partition("%")[0]).is_link_local:
-                    return address[0]
+                host = str(address[0])
+                if not ipaddress.ip_address(host.partition("%")[0]).is_link_local:
+                    return host
     return None
 
 
