@@ -31,9 +31,20 @@ def compose(name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER) -> 
 def _compose(name: str, overrides: Sequence[str], folder: Path, is_whole: bool) -> DictConfig:
     try:
         with hydra.initialize_config_dir(str(folder.resolve()), version_base="1.3"):
-            return hydra.compose(name, overrides=list(overrides))
+            return hydra.compose(name, overrides=[with_quotes(override) for override in overrides])
     except (HydraException, OmegaConfBaseException) as error:
         raise explained(error, name, overrides, folder, is_whole=is_whole) from error
+
+
+def with_quotes(override: str) -> str:
+    """Quote a value with letters beyond ASCII, such as a folder's name, which Hydra's grammar has not.
+
+    A value with special letters of Hydra is left as it is.
+    """
+    key, equals, value = override.partition("=")
+    if value.isascii() or re.search(r"""['"\\\[\]{}(),$]""", value):
+        return override
+    return f"{key}{equals}'{value}'"
 
 
 def explained(

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from reinforce_rl.config.base import (
+    HOST,
     NOT_SET,
     Count,
     Fields,
+    Host,
     Natural,
     NonNegative,
     Positive,
@@ -31,7 +33,7 @@ _NOT_ZERO = "a number other than 0"
 
 class RewardServerConfig(Section):
     name: Text = key("reward_model", "the model's name at the server, its `inference.name`")
-    ip: Text = key("localhost", "host name or address of the server")
+    ip: Host = key("localhost", "host name or address of the server", expected=HOST)
     port: int = key(5555, ge=1, le=65535)
     replicas: list[Text] = key(
         [],
@@ -139,7 +141,7 @@ class ServedModelConfig(TemplateConfig):
 
 class InferenceConfig(Section):
     name: Text = key("reward_model", "the model's name in URLs; the actor's remote_rm.reward_model.name")
-    host: Text = key("127.0.0.1", "0.0.0.0 lets other nodes in; then a token is needed")
+    host: Host = key("127.0.0.1", "0.0.0.0 or :: lets other nodes in; then a token is needed", expected=HOST)
     port: int = key(5555, ge=1, le=65535)
     token_file: Text | None = key(
         None, "file with the access token, mode 0600; null: REINFORCE_REWARD_TOKEN, if set", kind="path"

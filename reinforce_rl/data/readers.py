@@ -39,7 +39,7 @@ _OPENERS: dict[bytes, Callable[[Path], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ\x00": lzma.open,
-    b"\x28\xb5\x2f\xfd": lambda path: importlib.import_module("pyarrow").CompressedInputStream(str(path), "zstd"),
+    b"\x28\xb5\x2f\xfd": lambda path: _zstd(path),
 }
 # What cannot be read, by how a file begins, with what to do about it.
 _UNUSABLE = (
@@ -207,6 +207,10 @@ def _open(path: Path) -> io.BufferedReader:
     return opened
 
 
+def _zstd(path: Path) -> Any:
+    return importlib.import_module("pyarrow").CompressedInputStream(path.open("rb"), "zstd")
+
+
 def _form_of(path: Path, start: bytes) -> Callable[[io.BufferedReader], Rows]:
     """Choose by a file's first bytes, unpacked, and by its name."""
     suffix = _suffix(path)
@@ -315,23 +319,41 @@ def _parquet(file: io.BufferedReader) -> Rows:
 
 
 def _of_batches(batches: Iterable[Any]) -> Rows:
-    for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-        yield f", row {number}", _plain(row)
+    number = 0
+    for batch in batches:
+        types = {column.name: column.type for column in batch.schema}
+        for row in batch.to_pylist():
+            number += 1
+            yield f", row {number}", {name: _plain(value, types.get(name)) for name, value in row.items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, arrow_type: Any) -> Any:
     """Return what JSON can say: times and decimals as texts, bytes as text where they are UTF-8, else as null."""
     if isinstance(value, dict):
         # Arrow gives each message of a column the keys of all.
-        return {key: _plain(item) for key, item in value.items() if item is not None or "role" not in value}
+        return {
+            key: _plain(item, _type_within(arrow_type, key))
+            for key, item in value.items()
+            if item is not None or "role" not in value
+        }
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, _type_within(arrow_type)) for item in value]
     if isinstance(value, bytes):
         try:
             return value.decode()
         except UnicodeDecodeError:
             return None
+    if isinstance(value, float) and str(arrow_type) in ("float", "halffloat"):
+        # As its writer saw it: 0.1 in 32 bits, not the 0.10000000149011612 of 64.
+        return float(str(arrow_type.to_pandas_dtype()(value)))
     return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _type_within(arrow_type: Any, key: str = "") -> Any:
+    """Return the type of a struct's field or of a list's items; None of other types."""
+    if key and hasattr(arrow_type, "field"):
+        return arrow_type.field(key).type
+    return getattr(arrow_type, "value_type", None)
 
 
 def _is_data_set(path: Path) -> bool:

@@ -19,7 +19,7 @@ from reinforce_rl.launch.check_generation import check_generation
 from reinforce_rl.launch.convert import convert
 from reinforce_rl.launch.demo import demo
 from reinforce_rl.launch.recorded import RunFolder, diff, records, replay, whatif
-from reinforce_rl.launch.terminal import become, fail, plain_errors, start_ranks
+from reinforce_rl.launch.terminal import become, fail, plain_errors, start_ranks, use_utf8
 
 
 class _Group(TyperGroup):
@@ -104,6 +104,7 @@ def run_script(command: str) -> None:
 
 
 def _prepare() -> None:
+    use_utf8()
     try:
         here = os.getcwd()
     except OSError:

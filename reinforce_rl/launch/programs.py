@@ -18,13 +18,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from reinforce_rl.config.compose import CONF_FOLDER, explained
+from reinforce_rl.config.compose import CONF_FOLDER, explained, with_quotes
 from reinforce_rl.config.describe import PROGRAMS
 from reinforce_rl.config.load import load_config, read_config
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import EXIT_STOPPED
-from reinforce_rl.launch.terminal import fail, plain_errors, start_ranks, typed
+from reinforce_rl.launch.terminal import fail, plain_errors, start_ranks, typed, use_utf8
 from reinforce_rl.runtime.settings import freeze_template_date, may_start
 from reinforce_rl.runtime.stop import StopNow, StopRequest
 
@@ -49,6 +49,7 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 fail("stopped by a signal before the run began", EXIT_STOPPED)
 
         def run_program() -> None:
+            use_utf8()
             words = [arg for arg in sys.argv[1:] if arg not in HELP]
             if len(words) < len(sys.argv) - 1:
                 from reinforce_rl.launch.help import show_help
@@ -58,6 +59,7 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 return
             if any(arg.partition("=")[0] in ("--config-path", "-cp") for arg in words):
                 fail("--config-path hides the configuration that yours builds on; name its folder by --config-dir")
+            sys.argv[1:] = [arg if arg.startswith("-") else with_quotes(arg) for arg in sys.argv[1:]]
             # Have Hydra raise its errors instead of printing them, so that they look like all others.
             os.environ["HYDRA_FULL_ERROR"] = "1"
             # Hydra then adds it at the end, which is what everybody means.

@@ -190,17 +190,20 @@ class RewardServer:
 
     def _announce(self) -> None:
         """Ask the server as a client would, then say that it is ready."""
-        host, port = self._inference.host, self._inference.port
-        local = "127.0.0.1" if host == "0.0.0.0" else host
+        address = Address(self._inference.host, self._inference.port)
+        local = address.local
         try:
-            model = ModelAddress(Address(local, port), self.info.name, self._settings.token)
+            model = ModelAddress(local, self.info.name, self._settings.token)
             transport.wait_for(transport.ask_description(model, 10.0))
         except FailedAttempt as error:
-            raise RewardServerError(f"the server at {host}:{port} started, but {error}") from error
+            raise RewardServerError(f"the server at {address} started, but {error}") from error
         if self._ready_file is not None:
-            write_atomically(self._ready_file, json.dumps({"host": local, "port": port, "pid": os.getpid()}))
-        logger.info("event=ready url=http://%s:%d info=%s", host, port, self.info.to_json())
-        print(f"ready at http://{host}:{port}", flush=True)
+            write_atomically(
+                self._ready_file, json.dumps({"host": local.host, "port": local.port, "pid": os.getpid()})
+            )
+        logger.info("event=ready url=%s info=%s", address.url, self.info.to_json())
+        everywhere = "" if local == address else f", and at every address of {socket.gethostname()}"
+        print(f"ready at {local.url}{everywhere}", flush=True)
 
     def _watch(
         self, triton: PrivateTriton, processes: list[psutil.Process], front: FrontProcess, guard: Guard
@@ -208,7 +211,7 @@ class RewardServer:
         stuck_seconds = self._inference.stuck_seconds
         patience = stuck_seconds + STUCK_GRACE_SECONDS
         setting = f"inference.stuck_seconds is {stuck_seconds:g}"
-        here = f"{self._inference.host}:{self._inference.port}"
+        here = Address(self._inference.host, self._inference.port)
         again = "Clients wait and retry, so start the server again"
         next_sign, next_summary, last_requests = 0.0, time.monotonic() + SUMMARY_SECONDS, 0
         while True:

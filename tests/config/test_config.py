@@ -230,7 +230,11 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ["remote_rm.reward_model.ip=http://node7"],
         ["reward_model.ip is 'http://node7'", "such as node7"],
     ),
-    ("host with a port", ["remote_rm.reward_model.ip='node7:5555'"], ["reward_model.ip is 'node7:5555'", "alone"]),
+    (
+        "host with a port",
+        ["remote_rm.reward_model.ip='node7:5555'"],
+        ["reward_model.ip is 'node7:5555'", "without port"],
+    ),
     ("host with a space", ["remote_rm.reward_model.ip='node 7'"], ["reward_model.ip is 'node 7'"]),
     ("replica without a port", ["remote_rm.reward_model.replicas=[b]"], ["replicas[0] is 'b'", "expected HOST:PORT"]),
     (

@@ -81,7 +81,14 @@ def exchange(lm: CausalLM, adapter: EngineAdapter) -> tuple[dict[str, list[Any]]
     command = [sys.executable, "-c", RECEIVER]
     environment = {**os.environ, "PYTHONPATH": PACKAGE_PARENT}
     receiver = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        env=environment,
+        encoding="utf-8",
+        errors="replace",
     )
     stdin, stdout = receiver.stdin, receiver.stdout
     assert stdin is not None and stdout is not None
