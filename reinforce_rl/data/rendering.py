@@ -253,8 +253,9 @@ class ChatRenderer:
             # Qwen's templates, for one, leave out a developer's turn without a word.
             role = message["role"]
             content = message.get("content")
-            is_instruction = role in ("system", "developer") and isinstance(content, str)
-            if is_instruction and content.strip() not in text:
+            if role not in ("system", "developer") or not isinstance(content, str):
+                continue
+            if content.strip() not in text:
                 raise DataError(
                     f"the chat template leaves out the {role} message; give it another role, such as system"
                 )
