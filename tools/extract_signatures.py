@@ -197,7 +197,7 @@ def _enum_values(owner: ast.ClassDef) -> dict[str, str]:
     if not any(isinstance(base, ast.Name) and base.id.endswith("Enum") for base in owner.bases):
         return {}
     return {
-        target.id: node.value.value
+        target.id: str(node.value.value)
         for node in owner.body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
         for target in node.targets
