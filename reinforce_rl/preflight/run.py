@@ -72,7 +72,8 @@ def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examinat
 
 
 def wide_console() -> Console:
-    return Console(highlight=False, soft_wrap=True, width=max(Console().width, 110))
+    least = 1 if os.environ.get("COLUMNS", "").isdecimal() else 110
+    return Console(highlight=False, soft_wrap=True, width=max(Console().width, least))
 
 
 def planned_for_gpu(cfg: TrainConfig) -> bool:

@@ -97,9 +97,12 @@ class Judge:
         if self.api_key_variable:
             headers["Authorization"] = f"Bearer {os.environ.get(self.api_key_variable, '')}"
         body, place = json.dumps(request).encode(), f"the judge at {self.address.host}"
+        proxy = await asyncio.to_thread(transport.proxy_of, self.address)  # may resolve the host's name
         for attempt in range(self.retries + 1):
             try:
-                answer = await transport.exchange(self.address, self.timeout, body=body, headers=headers)
+                answer = await transport.exchange(
+                    self.address, self.timeout, body=body, headers=headers, proxy=proxy
+                )
                 if answer.code == 200:
                     try:
                         return str(json.loads(answer.body)["choices"][0]["message"]["content"] or "")

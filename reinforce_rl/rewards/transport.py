@@ -18,6 +18,7 @@ from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from urllib.request import getproxies_environment, proxy_bypass_environment
 
 import aiohttp
 import numpy as np
@@ -26,7 +27,7 @@ from yarl import URL
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import Scores, ServerInfo
-from reinforce_rl.utils.net import Address
+from reinforce_rl.utils.net import Address, is_loopback
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0  # for one request about a server's health
@@ -143,10 +144,29 @@ def url_of(place: Address, path: str) -> URL:
     return URL.build(scheme="http", host=place.host, port=place.port, path=path)
 
 
+def proxy_of(url: URL) -> str | None:
+    """Return the proxy for a server outside, as HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY say.
+
+    None for this machine itself, whatever they say.
+    """
+    host = url.host or ""
+    if proxy_bypass_environment(host) or is_loopback(host):
+        return None
+    proxies = getproxies_environment()
+    return proxies.get(url.scheme) or proxies.get("all")
+
+
 async def exchange(
-    url: URL, seconds: float, *, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    url: URL,
+    seconds: float,
+    *,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+    proxy: str | None = None,
 ) -> HttpAnswer:
-    """Send a GET, or a POST if there is a body, over a new connection, without proxies or redirects.
+    """Send a GET, or a POST if there is a body, over a new connection, without redirects.
+
+    Variables such as HTTP_PROXY do not count: reward servers are in the cluster. `proxy_of` reads them.
 
     Raises FailedAttempt if no complete answer came within `seconds`, counted from connecting.
     """
@@ -157,6 +177,7 @@ async def exchange(
             data=None if body is None else io.BytesIO(body),  # in pieces, between which the loop goes on
             headers={"Accept-Encoding": "identity", **(headers or {})},
             allow_redirects=False,
+            proxy=proxy,
             timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),
         ) as answer:
             found = bytearray()

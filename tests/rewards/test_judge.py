@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.fake_judge import FakeJudge
+from helpers.fake_reward_server import FakeRewardServer
 
 from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
+from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.function_host import LoadFault, load_function
-from reinforce_rl.rewards.function_pool import FunctionPool, Scores
+from reinforce_rl.rewards.function_pool import PROXY_VARIABLES, FunctionPool, Scores
 from reinforce_rl.rewards.judge import Judge, JudgeError, llm_judge, preferences, score_in
 
 NAME = "reinforce_rl.rewards.judge.llm_judge"
@@ -35,6 +38,43 @@ def test_the_score_of_the_answer_is_the_reward_and_the_question_has_no_chat_temp
     assert "Capital of France?" in text and "Paris." in text and "1 (worst) to 10\n(best)" in text
     assert "[Question]\nCapital?\n" in second["messages"][0]["content"]
     assert second["seed"] == 3 and "max_tokens" not in second, "options take the place of the defaults"
+
+
+@pytest.fixture
+def no_proxies(monkeypatch):
+    for name in PROXY_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_a_judge_outside_is_asked_through_the_proxy(variable, monkeypatch, no_proxies) -> None:
+    with FakeJudge(lambda text: "Score: 9") as proxy:
+        monkeypatch.setenv(variable, proxy.url.removesuffix("/v1"))
+        outside = {"url": "http://judge.invalid:8000/v1", "model": "m", **ONCE}
+        assert llm_judge("p", "r", {}, **outside) == 9.0
+        pool = FunctionPool({"f": FunctionSpec("reward_function", NAME, outside)}, RewardFunctionConfig())
+        with contextlib.closing(pool):
+            pool.start()
+            assert pool.submit("f", [TextSample("p", "r", {})]).result().values.tolist() == [9.0]
+        monkeypatch.setenv("NO_PROXY", "other.example,.invalid")
+        with pytest.raises(JudgeError, match="host name is unknown"):
+            llm_judge("p", "r", {}, **outside)
+    assert len(proxy.asked) == 2
+
+
+def test_a_judge_of_this_machine_is_asked_directly(monkeypatch, no_proxies) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    with FakeJudge(lambda text: "Score: 9") as judge:
+        assert score_of(judge) == 9.0
+
+
+def test_a_reward_server_is_asked_directly(monkeypatch, no_proxies) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    with FakeRewardServer() as server:
+        client = RemoteGPTRMClient("127.0.0.1", server.port, deadline_seconds=20)
+        assert client.wait_until_ready().name == server.info.name
+        client.close()
 
 
 def test_a_template_of_ones_own_has_fields_of_the_prompts_line(tmp_path) -> None:

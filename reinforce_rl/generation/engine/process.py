@@ -37,6 +37,7 @@ _OF_THE_LAUNCHER = ("TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "ROLE_"
 # What engines say of memory when they do not start.
 _TOO_LITTLE = re.compile("no available memory for the cache blocks|larger than the available KV cache memory", re.I)
 _TOO_MUCH = re.compile("out of memory|can't allocate memory|free memory on device|available memory on node", re.I)
+_LEFT_TO_THE_USER = ("VLLM_NO_USAGE_STATS", "VLLM_CPU_OMP_THREADS_BIND", "RAY_USAGE_STATS_ENABLED")
 _OF_THE_RANK = ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
@@ -141,6 +142,8 @@ class EngineProcess:
             (self._folder / "package" / "reinforce_rl").symlink_to(Path(PACKAGE_PARENT) / "reinforce_rl")
         arguments = replace(self._arguments, model=str(model))
         own = self._adapter.environment(self._folder)
+        # What a person has set for the engine counts, unless a key of the configuration says it.
+        own |= {name: os.environ[name] for name in _LEFT_TO_THE_USER if name in own and os.environ.get(name)}
         environment = engine_environment(os.environ, self._folder, self._devices, self._path) | own
         with self._log.open("ab") as log:
             begin = log.tell()
