@@ -272,7 +272,7 @@ def main() -> None:
     console.print(table_of(rows))
     if args.json is not None:
         content = {"measured": asdict(measured), "tail": args.tail, "rows": [asdict(row) for row in rows]}
-        args.json.write_text(json.dumps(content, indent=1) + "\n")
+        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -136,7 +136,12 @@ def run_pairs(workload: Workload, pairs: int, python: Path, seconds: float, cons
 def machine() -> dict[str, object]:
     """What the numbers depend on."""
     model = next(
-        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ""
+        (
+            line
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            if line.startswith("model name")
+        ),
+        "",
     )
     return {
         "cpu": model.partition(":")[2].strip() or platform.machine(),
@@ -197,7 +202,7 @@ def main() -> int:
         "comparison": {**asdict(found), "speedup": found.speedup, "memory": found.memory},
         "pairs": [asdict(pair) for pair in pairs],
     }
-    args.out.write_text(json.dumps(written, indent=1) + "\n")
+    args.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     show(found, pairs[0], workload, console)
     console.print(f"{before['cpu']}, {before['cores']} cores; load {before['load'][0]:.1f} before", highlight=False)  # type: ignore[index]
     console.print(f"everything: {args.out}", highlight=False)

@@ -40,7 +40,8 @@ from reinforce_rl.generation.engine.generator import EngineGenerator  # noqa: E4
 from reinforce_rl.generation.native.generator import NativeGenerator  # noqa: E402
 from reinforce_rl.generation.vllm.adapter import VLLM  # noqa: E402
 from reinforce_rl.megatron.architecture import Architecture  # noqa: E402
-from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights  # noqa: E402
+from reinforce_rl.megatron.hf_folder import HFFolder  # noqa: E402
+from reinforce_rl.megatron.hf_weights import load_hf_weights  # noqa: E402
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh  # noqa: E402
 from reinforce_rl.megatron.model.model import CausalLM  # noqa: E402
 

@@ -250,7 +250,7 @@ def run(args: argparse.Namespace, mesh: Mesh) -> int:
         "peak": None if peak is None else asdict(peak),
         "shapes": reports,
     }
-    args.out.write_text(json.dumps(written, indent=1) + "\n")
+    args.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     if faults:
         print("\n".join(f"error: {fault}" for fault in faults), file=sys.stderr)
         return 1

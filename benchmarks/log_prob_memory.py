@@ -83,7 +83,9 @@ def run_once(case: Case) -> Result:
 
 def run_in_new_process(case: Case) -> Result:
     command = [sys.executable, "-W", "ignore", __file__, "--case", json.dumps(asdict(case))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, timeout=600, encoding="utf-8", errors="replace"
+    )
     return Result(**json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -51,7 +51,7 @@ def main() -> None:
                 options = {"step_seconds": args.train, "generate_seconds": args.generate}
                 processes.start(Path(folder), *settings, *more, ranks=ranks, **options)
                 if processes.wait() != 0:
-                    sys.exit((Path(folder) / "log").read_text())
+                    sys.exit((Path(folder) / "log").read_text(encoding="utf-8"))
                 # The first steps fill the queue, the last ones have nothing left to generate beside them.
                 lines = metrics_of(Path(folder))[4:-3]
             step, waits, sends = (

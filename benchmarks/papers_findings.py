@@ -104,7 +104,7 @@ def finish(
     done = {outcome.job: outcome for outcome in read_outcomes(path)}
     missing, failed = [job for job in jobs if job not in done], []
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress, path.open("a") as file:
+    with Progress(*columns, console=console) as progress, path.open("a", encoding="utf-8") as file:
         task = progress.add_task(name, total=len(jobs), completed=len(jobs) - len(missing))
         for job, answer in run_all(missing, args.out, args.processes, JOB_SECONDS):
             if isinstance(answer, str):
@@ -118,7 +118,7 @@ def finish(
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     found = []
     for values in map(json.loads, lines):
         validation = [(samples, value) for samples, value in values.pop("validation")]
@@ -143,8 +143,8 @@ def write_up(out: Path, tuning: list[Outcome], evaluation: list[Outcome], consol
     if evaluation:
         seconds = statistics.fmean(o.seconds for o in [*tuning, *evaluation])
         text += f"\n{len(tuning)} runs of tuning, {len(evaluation)} of evaluation; {seconds:.1f} s a run.\n"
-        (out / "curves.svg").write_text(charts(outcomes))
-    (out / "summary.md").write_text(text)
+        (out / "curves.svg").write_text(charts(outcomes), encoding="utf-8")
+    (out / "summary.md").write_text(text, encoding="utf-8")
     console.print(f"Written to {out}: summary.md, curves.svg, tuning.jsonl, evaluation.jsonl", highlight=False)
 
 

@@ -215,11 +215,11 @@ def _sequences(job: PredictedJob) -> int:
 
 def _job(case: Published, folder: Path) -> PredictedJob:
     """The same layout and batches here, with passes of the published length."""
-    (folder / "config.json").write_text(json.dumps(case.model))
+    (folder / "config.json").write_text(json.dumps(case.model), encoding="utf-8")
     tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1}, "<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
-    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "a " * case.prompt_tokens}) + "\n")
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "a " * case.prompt_tokens}) + "\n", encoding="utf-8")
     mean = case.response_tokens if case.pass_tokens is None else case.pass_tokens - case.prompt_tokens
     cfg = load_config(
         compose(

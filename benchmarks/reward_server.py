@@ -143,7 +143,7 @@ def served(
         deadline = time.monotonic() + READY_SECONDS
         while not ready.exists():
             if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not become ready:\n{log.read_text()[-3000:]}")
+                raise RuntimeError(f"the server did not become ready:\n{log.read_text(encoding='utf-8')[-3000:]}")
             time.sleep(0.1)
         processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
         tritonserver = next(process for process in processes if process.name() == "tritonserver")

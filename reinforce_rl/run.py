@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.rules import Allocation, parse_duration
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader, RLHFDatasets, fixed_prompts
@@ -37,7 +38,7 @@ from reinforce_rl.runtime.links import host_of_rank_0
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.roles import RankRole
-from reinforce_rl.runtime.settings import MEANING, check_changes, record, shared_settings
+from reinforce_rl.runtime.settings import MEANING, check_changes, freeze_template_date, record, shared_settings
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import RunTimer, StopRequest, first_save_seconds
 from reinforce_rl.trainer.build import build_actor, build_sampler, configured_mesh, generator_options
@@ -64,6 +65,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
         ReinforceError: see its subclasses; nothing is left half-written.
     """
     folder = Path(cfg.exp_manager.explicit_log_dir)
+    freeze_template_date(cfg)
     control = RunControl(folder, stop or StopRequest())
     limits = {"silence_seconds": cfg.trainer.heartbeat_timeout_seconds}
     limits["hang_seconds"] = cfg.trainer.collective_timeout_seconds
@@ -275,6 +277,9 @@ def build_trainer(
     def fixed(prompts: PromptDataset | None, count: int | None) -> Callable[..., list[Any]] | None:
         return None if prompts is None else partial(fixed_prompts, prompts, count, mesh.dp_rank, mesh.dp_size)
 
+    optimizer = ActorOptimizer(megatron_optimizer, scheduler, model.ddp, overlap_restore=rollout.overlap_offload)
+    if cfg.generation in ENGINES and cfg.placement == "colocated" and mesh.device.type == "cuda":
+        optimizer.allocate_moments()
     recorder = None
     if cfg.exp_manager.record == "full":
         run, keep = cfg.exp_manager.explicit_log_dir, cfg.exp_manager.record_keep
@@ -282,7 +287,7 @@ def build_trainer(
     trainer = ReinforceTrainer(
         cfg=cfg.trainer.reinforce,
         model=model,
-        optimizer=ActorOptimizer(megatron_optimizer, scheduler, model.ddp, overlap_restore=rollout.overlap_offload),
+        optimizer=optimizer,
         scheduler=scheduler,
         train_dataloader_builder=partial(PromptLoader, datasets.train, sampler, mesh.dp_rank, mesh.dp_size),
         val_dataloader_builder=fixed(datasets.validation, rollout.num_val_samples),

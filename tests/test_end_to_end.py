@@ -177,10 +177,17 @@ def test_texts_are_scored_by_the_servers_own_template(servers, world, mesh):
     finally:
         client.close()
     tokenizer = load_tokenizer(world.other_tokenizer)
-    rendered = ["U: hi<eos>A:oh dear<eos>", "U: tell me<eos>A:no"]
+    # Of a plain prompt, the answer's outer spaces are a matter of tokens, and dropped.
+    rendered = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], tokenize=False
+        )
+        for question, answer in (("hi", texts[0]), ("tell me", texts[1].strip()))
+    ]
+    rendered[1] = rendered[1].removesuffix("<eos>")  # it was cut
     direct = load_reward_model(world.trunk, world.head("last"), mesh)
     assert found.status.tolist() == [0, 0]
-    expected = direct.score([tokenizer(text)["input_ids"] for text in rendered])
+    expected = direct.score([tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered])
     assert found.values.tolist() == pytest.approx(expected, abs=1e-5)
 
 

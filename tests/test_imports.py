@@ -87,13 +87,6 @@ def test_every_folder_has_a_floor() -> None:
     assert found == {*house.FLOORS, "__init__", "__main__", "aliases"}
 
 
-def test_no_folder_is_a_heap() -> None:
-    folders = {path.parent for path in source_files(PACKAGE)}
-    sizes = {str(folder.relative_to(PACKAGE)): len(list(folder.glob("*.py"))) - 1 for folder in folders}
-    assert sizes["."] == 4
-    assert {folder: size for folder, size in sizes.items() if size > 16} == {}
-
-
 def test_no_module_imports_itself_through_others() -> None:
     names = {house.module_of(path): path for path in source_files(PACKAGE) if path.name != "__init__.py"}
     edges = {name: {other for _, other in imported_names(path) if other in names} for name, path in names.items()}

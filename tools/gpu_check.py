@@ -28,6 +28,7 @@ from gpu_checks.runner import ROOT, Check, is_installed, run
 
 ALL, REAL = (CUDA, CPU, FAKE), (CUDA, CPU)
 TRAINER = ("megatron.core", "transformers", "hydra", "omegaconf", "tritonclient")
+TRTLLM = (*TRAINER, "tensorrt_llm")
 CUDNN_LAST = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
 CHECKS = (  # in order of value
     Check("machine", "what there is, how fast it is", "gpu_checks.machine:check", 90, 5, ALL, ("torch",)),
@@ -37,6 +38,10 @@ CHECKS = (  # in order of value
     Check("trainer", "whole runs; save, kill, resume; LoRA", "gpu_checks.trainer:check", 240, 40, ALL, TRAINER),
     Check("ipc", "weights reach another process", "gpu_checks.ipc:check", 60, 15),
     Check("generators", "weights reach ranks that only generate", "gpu_checks.generators:check", 60, 10, REAL),
+    Check(
+        "tensorrt-llm", "log-probs at two temperatures", "gpu_checks.engines:check_tensorrt_llm", 300, 60, needs=TRTLLM
+    ),
+    Check("vllm", "log-probs of both model runners", "gpu_checks.engines:check_vllm", 420, 90, needs=TRAINER),
     Check("counts", "kernels and host syncs in budget", "gpu_checks.counts:check", 120, 15, (CUDA, FAKE)),
     Check("memory", "peaks as planned", "gpu_checks.memory:check", 120, 15, (CUDA, FAKE)),
     Check("speed", "tokens/s and MFU beside transformers", "gpu_checks.speed:check", 240, 40),

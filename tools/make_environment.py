@@ -75,18 +75,32 @@ def borrowed_torch() -> str:
 def wanted_stamp(wanted: Environment) -> str:
     """Changes with the pins, with this script, and with the environment that is borrowed from."""
     behind = (sysconfig.get_path("purelib"), borrowed_torch()) if wanted.borrows else ()
-    parts = (str(wanted), wanted.pins.read_text(), Path(__file__).read_text(), sys.version, *behind)
+    parts = (
+        str(wanted),
+        wanted.pins.read_text(encoding="utf-8"),
+        Path(__file__).read_text(encoding="utf-8"),
+        sys.version,
+        *behind,
+    )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def is_complete(wanted: Environment, folder: Path) -> bool:
     stamp = folder / STAMP
-    return stamp.is_file() and stamp.read_text() == wanted_stamp(wanted) and python_of(folder).exists()
+    return stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted_stamp(wanted) and python_of(folder).exists()
 
 
 def run(command: list[str], seconds: int, what: str) -> str:
     try:
-        done = subprocess.run(command, timeout=seconds, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            command,
+            timeout=seconds,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+        )
     except subprocess.TimeoutExpired as expired:
         raise fail(f"{what} took more than {seconds} s: {shlex.join(command)}") from expired
     if done.returncode:
@@ -113,9 +127,9 @@ def build(wanted: Environment, folder: Path) -> None:
         # pip would take a package that it finds behind the path for installed.
         ask = [python, "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
         own = run(ask, CHECK_SECONDS, "starting Python").strip()
-        Path(own, "behind.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        Path(own, "behind.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     run([python, "-I", "-W", "ignore", "-c", wanted.check], CHECK_SECONDS, f"importing {wanted.what}")
-    (folder / STAMP).write_text(wanted_stamp(wanted))
+    (folder / STAMP).write_text(wanted_stamp(wanted), encoding="utf-8")
 
 
 def make(wanted: Environment, folder: Path) -> None:

@@ -31,7 +31,9 @@ def prepare(folder: Path, steps: int = STEPS) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     prompts = all_prompts()
     for name, part in (("validation", prompts[:NUM_VALIDATION]), ("train", prompts[NUM_VALIDATION:])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in part))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"prompt": text}) + "\n" for text in part), encoding="utf-8"
+        )
     tokenizer = write_tokenizer(model)
     pretrained(tokenizer, steps).save_pretrained(model)
     (folder / "done").touch()

@@ -19,7 +19,9 @@ def make_prompts(tokenizer: PreTrainedTokenizerBase, steps: int, prompts: int, t
     Raises:
         ValueError: the source has not so many.
     """
-    words = [word for line in SOURCE.read_text().splitlines() for word in json.loads(line)["prompt"].split()]
+    words = [
+        word for line in SOURCE.read_text(encoding="utf-8").splitlines() for word in json.loads(line)["prompt"].split()
+    ]
     found = list(dict.fromkeys(_cut(tokenizer, words, steps * prompts, tokens)))
     if len(found) < steps * prompts:
         raise ValueError(

@@ -74,7 +74,7 @@ def overrides(workload: w.Workload, folder: Path) -> list[str]:
     """The command line of `examples/train_reinforce_actor.py` that the workload amounts to."""
     prompts = folder / "prompts.jsonl"
     lines = [json.dumps({"prompt": text}) + "\n" for step in workload.prompts for text in step]
-    prompts.write_text("".join(lines))
+    prompts.write_text("".join(lines), encoding="utf-8")
     count, tokens = len(workload.prompts[0]), workload.response_tokens
     return [
         f"pretrained_checkpoint.restore_from_path={workload.model}",

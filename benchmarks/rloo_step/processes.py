@@ -51,6 +51,8 @@ def run_side(python: Path, module: str, workload: Workload, seconds: float) -> S
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                encoding="utf-8",
+                errors="replace",
             )
         except subprocess.TimeoutExpired as error:
             raise SideFailed(

@@ -122,7 +122,7 @@ def peak_resident_bytes(process_ids: Sequence[int]) -> int:
     for process_id in process_ids:
         try:
             # Not getrusage: what it says of a process that was forked begins with its parent's memory.
-            status = Path(f"/proc/{process_id}/status").read_text()
+            status = Path(f"/proc/{process_id}/status").read_text(encoding="utf-8")
         except (FileNotFoundError, ProcessLookupError):
             continue
         total += sum(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
@@ -131,16 +131,16 @@ def peak_resident_bytes(process_ids: Sequence[int]) -> int:
 
 def write(path: Path, what: Workload | SideReport) -> None:
     """As JSON."""
-    path.write_text(json.dumps(asdict(what)))
+    path.write_text(json.dumps(asdict(what)), encoding="utf-8")
 
 
 def read_workload(path: Path) -> Workload:
     """What `write` wrote."""
-    return Workload(**json.loads(path.read_text()))
+    return Workload(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def read_report(path: Path) -> SideReport:
     """What `write` wrote."""
-    found = json.loads(path.read_text())
+    found = json.loads(path.read_text(encoding="utf-8"))
     steps = [Step(**{**step, "samples": [Sample(**sample) for sample in step["samples"]]}) for step in found["steps"]]
     return SideReport(**{**found, "steps": steps})

@@ -9,8 +9,10 @@ from pydantic import AfterValidator
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.config.base import (
     DEEP,
+    HOST,
     NOT_SET,
     Count,
+    Host,
     Natural,
     NonNegative,
     Positive,
@@ -273,8 +275,10 @@ class TrainConfig(Section):
         "of placement=disaggregated: joined, generation_ranks of this job, which fail with it; separate, programs of "
         "their own, each started by `reinforce-rl generate`, which may come and go",
     )
-    generator_host: Text | None = key(
-        None, "of generators=separate: the trainers' address, as generators reach it; null: as torchrun's, or loopback"
+    generator_host: Host | None = key(
+        None,
+        "of generators=separate: the trainers' address, as generators reach it; null: as torchrun's, or loopback",
+        expected=HOST,
     )
     generator_timeout_seconds: Positive = key(
         600.0,

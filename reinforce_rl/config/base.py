@@ -12,8 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from reinforce_rl.utils.net import checked_host
+
 DEEP = "deep"  # value of `preflight`
 NOT_SET = "(not set)"  # default of a required key
+HOST = "a host name or an address, without port and zone, such as node7, 10.0.0.7 or fd00::7"  # what `Host` takes
 
 
 class Section(BaseModel):
@@ -74,6 +77,14 @@ def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _as_host(value: Any) -> Any:
+    """Take the brackets off, `[::1]`, which Hydra reads as a list; refuse what is no host."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    value = _as_text(value)
+    return checked_host(value) if isinstance(value, str) else value
+
+
 def _not_zero(value: Any) -> Any:
     if value == 0:
         raise ValueError("zero")
@@ -81,6 +92,7 @@ def _not_zero(value: Any) -> Any:
 
 
 Text = Annotated[str, BeforeValidator(_as_text)]
+Host = Annotated[str, BeforeValidator(_as_host)]
 Fields = Annotated[dict[str, Any], BeforeValidator(_as_text)]  # names that the user chooses
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]

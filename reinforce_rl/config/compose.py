@@ -12,7 +12,10 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from reinforce_rl.config.load import renamed
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.base import NOT_SET
+from reinforce_rl.config.describe import PROGRAMS
+from reinforce_rl.config.load import read, read_config, renamed
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.places import shipped
 
@@ -22,15 +25,38 @@ _PROGRAMS = {"serve_reward_model": "serve", "demo_server": "serve", "train_rewar
 
 def compose(name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER) -> DictConfig:
     """Compose FOLDER/NAME.yaml with overrides, as the programs do. ConfigError has Hydra's text or a better one."""
+    return _compose(name, overrides, folder, is_whole=True)
+
+
+def _compose(name: str, overrides: Sequence[str], folder: Path, is_whole: bool) -> DictConfig:
     try:
         with hydra.initialize_config_dir(str(folder.resolve()), version_base="1.3"):
-            return hydra.compose(name, overrides=list(overrides))
+            return hydra.compose(name, overrides=[with_quotes(override) for override in overrides])
     except (HydraException, OmegaConfBaseException) as error:
-        raise explained(error, name, overrides, folder) from error
+        raise explained(error, name, overrides, folder, is_whole=is_whole) from error
 
 
-def explained(error: Exception, name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER) -> ConfigError:
-    """Name every unknown key and bare comma. Hydra stops at the first, so retry without it until none is left."""
+def with_quotes(override: str) -> str:
+    """Quote a value with letters beyond ASCII, such as a folder's name, which Hydra's grammar has not.
+
+    A value with special letters of Hydra is left as it is.
+    """
+    key, equals, value = override.partition("=")
+    if value.isascii() or re.search(r"""['"\\\[\]{}(),$]""", value):
+        return override
+    return f"{key}{equals}'{value}'"
+
+
+def explained(
+    error: Exception, name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER, *, is_whole: bool = True
+) -> ConfigError:
+    """Name every unknown key and bare comma. Hydra stops at the first, so retry without it until none is left.
+
+    Then the keys that were given with a plus, and the values, are judged too, so that one message has all.
+
+    Args:
+        is_whole: the shipped file and the overrides are all that is composed, so that rules across keys can be judged.
+    """
     if isinstance(error, OverrideParseException) and error.override:
         expected = "expected KEY=VALUE, with quotes around a text with special letters: \"KEY='a, b'\""
         return ConfigError([f"{error.override} cannot be read as an override; {expected}"])
@@ -49,16 +75,39 @@ def explained(error: Exception, name: str, overrides: Sequence[str], folder: Pat
         faults = [f"{key} is {value}; write a list as {key}='[{value}]', a text as {key}=\"'{value}'\""]
     elif unknown is not None:
         key = unknown.group(1) or unknown.group(2)
-        faults = [_unknown_key(key, folder / f"{name}.yaml")]
+        faults = [_unknown_key(key, folder / f"{name}.yaml", _value_of(key, overrides))]
     else:
         return ConfigError([text])
     rest = [override for override in overrides if override.partition("=")[0] != key]
     if len(rest) < len(overrides):
         try:
-            compose(name, rest, folder)
+            composed = _compose(name, rest, folder, is_whole)
         except ConfigError as further:
             faults += further.faults
+        else:
+            faults += _faults_of_given(composed, name, rest, is_whole)
     return ConfigError(faults)
+
+
+def _faults_of_given(composed: DictConfig, name: str, overrides: Sequence[str], is_whole: bool) -> list[str]:
+    """Return the faults of keys that overrides give; others may be in a file that is not composed here."""
+    if name not in PROGRAMS:
+        return []
+    given = [override.partition("=")[0].lstrip("+~") for override in overrides]
+    schema = PROGRAMS[name]
+    faults = read_config(composed, schema)[1] if is_whole else read(schema, composed)[1]
+    keys = {fault: f"{fault.split(' ')[0]}." for fault in faults}
+    return [
+        fault
+        for fault, key in keys.items()
+        if any(f"{known}.".startswith(key) or key.startswith(f"{known}.") for known in given)
+    ]
+
+
+def _value_of(key: str, overrides: Sequence[str]) -> object:
+    """Return what the overrides give a key; they are `KEY=VALUE`."""
+    values = [override.partition("=")[2] for override in overrides if override.partition("=")[0] == key]
+    return values[-1] if values else NOT_SET
 
 
 def unknown_keys(keys: Iterable[str], name: str) -> list[str]:
@@ -69,12 +118,13 @@ def unknown_keys(keys: Iterable[str], name: str) -> list[str]:
     return [_unknown_key(key, file) for key in own]
 
 
-def _unknown_key(wanted: str, config_file: Path) -> str:
+def _unknown_key(wanted: str, config_file: Path, value: object = NOT_SET) -> str:
     config = OmegaConf.load(config_file)
     known = _dotted_keys(OmegaConf.to_container(config))
     if wanted in known:  # an empty group; Hydra adds keys to it only with a plus
         return f"{wanted} has entries of your own names; give each as +{wanted}.NAME=VALUE"
-    if advice := renamed(wanted):
+    schema = PROGRAMS.get(config_file.stem, TrainConfig)
+    if advice := renamed(wanted, schema, value):
         return advice
     for key in known:
         if wanted.startswith(f"{key}.") and OmegaConf.is_config(OmegaConf.select(config, key)):

@@ -38,10 +38,13 @@ class TensorRTLLMConfig(Section):
         "on the GPUs that train",
         more="; nothing else is built",
         expected=(
-            "colocated. TensorRT-LLM 1.2 takes weights through CUDA IPC only, from a process on the same GPU, so "
+            "colocated. TensorRT-LLM's worker takes weights through CUDA IPC only, from a process on the same GPU, so "
             "engines on GPUs of their own are not built"
         ),
     )
     free_gpu_memory_fraction: float = key(
-        0.5, "share of the memory free at the engine's start that its cache takes", gt=0, lt=1
+        0.5, "share of the memory free at the engine's start that its cache takes, at most", gt=0, lt=1
+    )
+    check_weights: bool = key(
+        True, "after each update compare what the engine's layers hold with what was sent; a difference ends the run"
     )

@@ -147,7 +147,10 @@ def _engine(cfg: TrainConfig) -> Iterator[str]:
         cfg.trainer.reinforce.generator_correction not in (None, "none")
         and cfg.model.reinforce.sampling_params.temperature != 1.0
     ):
-        advice = "whether TensorRT-LLM's log-probs are those at the temperature has not been established: expected 1.0"
+        advice = (
+            "whether TensorRT-LLM's log-probs are those at the temperature was not seen on a GPU yet: expected 1.0; "
+            "the check tensorrt-llm of tools/gpu_check.py shows it"
+        )
         keys = "trainer.reinforce.generator_correction model.reinforce.sampling_params.temperature"
         yield told(keys, advice)
 

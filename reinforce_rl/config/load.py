@@ -13,10 +13,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from reinforce_rl.config import nemo_keys
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import DEEP, NOT_SET, Section
 from reinforce_rl.config.describe import expected_of
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
+from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.config.rules import find_faults
 from reinforce_rl.errors import ConfigError
 
@@ -25,42 +27,12 @@ _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, under WSL
 # Errors of pydantic on values of the right type; their values are kept, so that the rules see what was given.
 _OF_VALUE = {"literal_error", "value_error", "finite_number", "too_short", "too_long"}
 _OF_VALUE |= {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
-_SAVING = "exp_manager.checkpoint_callback_params"
-RENAMED = {  # NeMo-Aligner's names to ours, for the same values
-    "trainer.reinforce.batch_iterator.use_flask": "trainer.reinforce.generation_work_queue",
-    "trainer.max_time": "exp_manager.max_time_per_run",
-    "exp_manager.exp_dir": "exp_manager.explicit_log_dir",
-    f"{_SAVING}.save_top_k": f"{_SAVING}.keep_best",
-    f"{_SAVING}.monitor": f"{_SAVING}.best_metric",
-    f"{_SAVING}.mode": f"{_SAVING}.best_mode",
-    f"{_SAVING}.save_nemo_on_train_end": f"{_SAVING}.save_hf_on_train_end",
-    "model.reinforce.sampling_params.add_BOS": "model.data.add_bos",
+_NEMO_KEYS: dict[type[Section], dict[str, str]] = {
+    TrainConfig: nemo_keys.ACTOR,
+    ServeRewardModelConfig: nemo_keys.SERVER,
+    TrainRewardModelConfig: nemo_keys.REWARD_MODEL,
 }
-_ADVICE = {  # of keys, each with all below it
-    "trainer.reinforce.trt_llm model.reinforce.trt_llm trt_llm": "set generation=tensorrt_llm; see tensorrt_llm",
-    "trainer.reinforce.batch_iterator": "set trainer.reinforce.generation_work_queue; it needs no server and no port",
-    "combine_rm_and_critic_server remote_critic_rm": "there is no critic; the reward server is remote_rm.reward_model",
-    "trainer.ppo model.ppo": "REINFORCE has trainer.reinforce and model.reinforce",
-    "trainer.reinforce.model_gbs trainer.reinforce.model_mbs": "see model.global_batch_size, model.micro_batch_size",
-    "exp_manager.resume_from_checkpoint": "write the checkpoint's name into checkpoints/latest",
-    f"{_SAVING}.save_top_k": f"set {_SAVING}.keep_best, and keep_last for the newest",
-    f"{_SAVING}.always_save_nemo": f"set {_SAVING}.save_hf_on_train_end",
-    "model.peft.restore_from_path model.peft.restore_from_ckpt": "merge the adapter into the model first",
-    "model.max_position_embeddings model.data.seq_length": "set model.encoder_seq_length",
-    "model.precision model.megatron_amp_O2": "set trainer.precision; bf16 keeps fp32 main weights",
-    "rm_model_file": "set reward_model.restore_from_path, a Hugging Face folder",
-    "model.reward_standardization": "set reward_model.mean and reward_model.deviation",
-    "model.regression": "set reward_model.attribute_weights, by name",
-}
-_GONE = (  # at any place
-    "accelerator logger enable_checkpointing use_distributed_sampler create_checkpoint_callback model_parallel_size "
-    "resume_ignore_no_checkpoint filename all_probs compute_logprob adapter_dropout column_init_method "
-    "layer_selection weight_tying position_embedding_strategy mcore_gpt overwrite_base_config bucket_cap_mb data_impl "
-    "contiguous_grad_buffer splits_string index_mapping_dir skip_warmup reset_position_ids reset_attention_mask "
-    "eod_mask_loss row_init_method"
-)
-_BY_KEY = {key: f"set {ours}" for key, ours in RENAMED.items()}
-_BY_KEY |= {key: advice for keys, advice in _ADVICE.items() for key in keys.split()}
+_OFF = ("false", "none", "null", "")
 
 
 def load_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> T:  # type: ignore[assignment]
@@ -86,12 +58,24 @@ def read_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> tuple[T, list
     return config, faults
 
 
-def renamed(key: str) -> str | None:
-    """Describe the replacement of a NeMo-Aligner key that this project lacks; None for any other key."""
-    found = next((advice for known, advice in _BY_KEY.items() if f"{key}.".startswith(f"{known}.")), None)
-    if set(_GONE.split()) & set(key.split(".")):
-        found = "leave it out: there is nothing to choose"
-    return found and f"{key} is a key of NeMo-Aligner; {found} (docs/migration-from-nemo-aligner.md)"
+def renamed(key: str, schema: type[Section] = TrainConfig, value: object = NOT_SET) -> str | None:
+    """Describe the replacement of a NeMo-Aligner key that a program lacks; None for any other key."""
+    advice = advice_for(key, schema, value)
+    return advice and f"{key} is a key of NeMo-Aligner; {advice} (docs/migration-from-nemo-aligner.md)"
+
+
+def advice_for(key: str, schema: type[Section] = TrainConfig, value: object = NOT_SET) -> str | None:
+    """Say what stands in the place of a NeMo-Aligner key; None for any other key."""
+    known = _NEMO_KEYS.get(schema, {})
+    if str(value).lower() in _OFF and key in known and key in nemo_keys.IF_OFF:
+        return nemo_keys.IF_OFF[key]
+    if key in known:
+        return known[key]
+    for name in key.split("."):
+        if name in nemo_keys.GONE:
+            return nemo_keys.GONE[name]
+    above = [name for name in known if key.startswith(f"{name}.")]
+    return known[max(above, key=len)] if above else None
 
 
 def has_gpu() -> bool:
@@ -130,19 +114,22 @@ def read(schema: type[T], node: DictConfig, path: str = "") -> tuple[T, list[str
         out of bounds are kept, so that later rules find more errors.
     """
     config = schema()
-    faults = list(_fill(config, node, path))
+    faults = list(_fill(config, node, path, schema))
     told = {path + fault.removeprefix(path).split(" ")[0] for fault in faults}
     return config, [*faults, *_missing(config, path, told)]
 
 
-def _fill(section: Section, node: DictConfig, path: str) -> Iterator[str]:
+def _fill(section: Section, node: DictConfig, path: str, schema: type[Section]) -> Iterator[str]:
     fields = type(section).model_fields
     for name in map(str, node):
         key = path + name
         if name not in fields:
             close = difflib.get_close_matches(name, fields, n=1)
             advice = f"did you mean {path}{close[0]}?" if close else f"known here: {', '.join(fields)}"
-            yield renamed(key) or f"{key} is not a key of the configuration; {advice}"
+            of_nemo = [renamed(leaf, schema, value) for leaf, value in _leaves(node, name, key)]
+            yield from filter(None, of_nemo)
+            if None in of_nemo:
+                yield f"{key} is not a key of the configuration; {advice}"
             continue
         if OmegaConf.is_missing(node, name):
             continue
@@ -157,19 +144,29 @@ def _fill(section: Section, node: DictConfig, path: str) -> Iterator[str]:
             continue
         default, entries = getattr(section, name), get_args(fields[name].annotation)
         if isinstance(default, Section):
-            yield from _fill_group(default, value, key)
+            yield from _fill_group(default, value, key, schema)
         elif isinstance(value, DictConfig) and isinstance(entries[-1] if entries else None, type(Section)):
             setattr(section, name, {})
             for entry in value:
                 getattr(section, name)[str(entry)] = group = entries[-1]()
-                yield from _fill_group(group, value[entry], f"{key}.{entry}")
+                yield from _fill_group(group, value[entry], f"{key}.{entry}", schema)
         else:
             yield from _set(section, name, value, key)
 
 
-def _fill_group(group: Section, node: Any, key: str) -> Iterator[str]:
+def _leaves(node: DictConfig, name: str, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys below an entry of a node, with their values; the entry itself if nothing is below."""
+    entry = node._get_node(name)
+    if isinstance(entry, DictConfig) and entry._content and not entry._is_interpolation() and not entry._is_missing():
+        for child in map(str, entry):
+            yield from _leaves(entry, child, f"{key}.{child}")
+    else:
+        yield key, OmegaConf.to_container(node, resolve=False).get(name)  # type: ignore[union-attr]
+
+
+def _fill_group(group: Section, node: Any, key: str, schema: type[Section]) -> Iterator[str]:
     if isinstance(node, DictConfig):
-        yield from _fill(group, node, f"{key}.")
+        yield from _fill(group, node, f"{key}.", schema)
     else:
         yield f"{key} is {node!r}; expected a group of keys"
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from reinforce_rl.config.base import NOT_SET, Count, Fields, Natural, NonNegative, Positive, Section, Text, key
+from reinforce_rl.config.template import TemplateConfig
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "all"]
 
@@ -190,7 +191,7 @@ class FieldsConfig(Section):
                 yield f"model.data.fields.rename.{name} is {column!r}; expected the name of a column, for another name"
 
 
-class DataConfig(Section):
+class DataConfig(TemplateConfig):
     data_prefix: DataPrefixConfig = DataPrefixConfig()
     fields: FieldsConfig = FieldsConfig()
     system_prompt: Text | None = key(None, "system message of every conversation that has none")
@@ -199,7 +200,11 @@ class DataConfig(Section):
         "wrap a plain prompt as one user message of the chat template",
         more=". `messages` always go through the template",
     )
-    add_bos: bool = key(False, "put the begin-of-sequence token before a prompt that no template rendered")
+    add_bos: bool | None = key(
+        None,
+        "put the begin-of-sequence token before a prompt that no template rendered; null: where the tokenizer does so",
+        more=" by itself, `tokenizer(text)`. There is never a second one",
+    )
     too_long: Literal["refuse", "skip"] = key(
         "refuse",
         "a prompt above encoder_seq_length - max_length tokens: refuse, or skip with a count",

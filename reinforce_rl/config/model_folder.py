@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 MODEL = "pretrained_checkpoint.restore_from_path"
+ADAPTER_FILE = "adapter_config.json"
+MERGE_ADAPTER = "Merge it into its model (PEFT: merge_and_unload, then save_pretrained) and give that folder"
 
 
 def model_values(folder: str) -> dict[str, Any]:
@@ -28,11 +30,22 @@ def no_model(path: str | Path) -> str:
         return f"is a run without an exported model, {folder / 'hf'}; write it: {export_command(folder)}"
     if (folder / "status.json").is_file():
         return "is a run that ended before its first checkpoint, so it has no model; start its command again"
+    if (folder / ADAPTER_FILE).is_file():
+        base = _adapter_base(folder)
+        return f"is an adapter of PEFT, made for the model {base}, and no model by itself. {MERGE_ADAPTER}"
     if folder.is_dir():
         return f"has no config.json that can be read; {expected}"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not folder.parent.is_dir():
         expected += f"; from the Hugging Face hub: `hf download {path} --local-dir FOLDER`, then give FOLDER"
     return f"does not exist; {expected}"
+
+
+def _adapter_base(folder: Path) -> str:
+    try:
+        values = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
+        return str(values["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"that {ADAPTER_FILE} should name"
 
 
 def export_command(run: Path) -> str:

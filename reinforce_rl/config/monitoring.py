@@ -12,15 +12,23 @@ LOGGERS = ("tensorboard", "wandb", "swanlab", "mlflow")  # also the extras that 
 
 
 class WandbConfig(Section):
-    project: Text = key("reinforce_rl", "project in wandb and swanlab")
+    project: Text | None = key(
+        None, "project in wandb and swanlab; null: WANDB_PROJECT, or SWANLAB_PROJ_NAME, else reinforce_rl"
+    )
     name: Text = key("reinforce", "the run's name in them", follows="exp_manager.name")
-    mode: Literal["online", "offline"] = key("online", "online or offline")
+    mode: Literal["online", "offline"] | None = key(
+        None, "online or offline; null: WANDB_MODE, or SWANLAB_MODE, else online"
+    )
 
 
 class MlflowConfig(Section):
-    experiment_name: Text = key("reinforce_rl", "MLflow's experiment")
+    experiment_name: Text | None = key(
+        None, "MLflow's experiment; null: MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, else reinforce_rl"
+    )
     tracking_uri: Text | None = key(
-        None, "address of MLflow's server, such as http://host:5000; null: files in explicit_log_dir/mlruns"
+        None,
+        "address of MLflow's server, such as http://host:5000; null: MLFLOW_TRACKING_URI, else files in "
+        "explicit_log_dir/mlruns",
     )
 
 

@@ -13,6 +13,7 @@ from reinforce_rl.config.base import NOT_SET, Count, Natural, NonNegative, Posit
 from reinforce_rl.config.model import OptimConfig, ParallelConfig
 from reinforce_rl.config.model_folder import no_model
 from reinforce_rl.config.parallelism import model_faults, ranks_faults, recomputation_faults
+from reinforce_rl.config.template import TemplateConfig
 from reinforce_rl.data.readers import source_fault
 from reinforce_rl.utils.files import folder_faults
 
@@ -61,7 +62,7 @@ class PairFieldsConfig(Section):
     response: Text | None = key(None, "of regression")
 
 
-class PairsConfig(Section):
+class PairsConfig(TemplateConfig):
     fields: PairFieldsConfig = PairFieldsConfig()
     pairs_path: Text | None = key(
         None,

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from reinforce_rl.config.base import (
+    HOST,
     NOT_SET,
     Count,
     Fields,
+    Host,
     Natural,
     NonNegative,
     Positive,
@@ -23,6 +25,7 @@ from reinforce_rl.config.base import (
 )
 from reinforce_rl.config.model_folder import no_model
 from reinforce_rl.config.parallelism import model_faults, ranks_faults
+from reinforce_rl.config.template import TemplateConfig
 from reinforce_rl.utils.net import Address
 
 _NOT_ZERO = "a number other than 0"
@@ -30,7 +33,7 @@ _NOT_ZERO = "a number other than 0"
 
 class RewardServerConfig(Section):
     name: Text = key("reward_model", "the model's name at the server, its `inference.name`")
-    ip: Text = key("localhost", "host name or address of the server")
+    ip: Host = key("localhost", "host name or address of the server", expected=HOST)
     port: int = key(5555, ge=1, le=65535)
     replicas: list[Text] = key(
         [],
@@ -104,15 +107,26 @@ class RewardFunctionConfig(Section):
     )
 
 
-class ServedModelConfig(Section):
+class ServedModelConfig(TemplateConfig):
     restore_from_path: Text = key(
         NOT_SET, "Hugging Face folder of the trunk, or of a ...ForSequenceClassification model", kind="path"
     )
     head_path: Text | None = key(
-        None, "safetensors file of the head, from `reinforce-rl train-rm`; null: the folder's own", kind="path"
+        None,
+        "safetensors file of the head, from `reinforce-rl train-rm`, or another with head_name; null: the folder's",
+        kind="path",
+    )
+    head_name: Text | None = key(
+        None,
+        "tensor or module of the head, such as value_head.weight, in the folder or in head_path; null: score.weight, "
+        "or the module that config.json names",
+        more=" ([details](reward-server.md#heads-of-other-frameworks))",
+    )
+    head_activation: Literal["relu", "gelu", "silu", "tanh"] | None = key(
+        None, "between the layers of a head that has two; null: what the model's class says"
     )
     attribute_weights: dict[str, float] | None = key(
-        None, "{NAME: WEIGHT} of a head with several scores, others 0; null: their mean"
+        None, "{NAME: WEIGHT} of a head with several scores, others 0; null: their mean, if they have names"
     )
     mean: float | None = key(None, "the reward is (merged score - mean) / deviation; null: the head's own, else 0")
     deviation: Positive | None = key(None, "null: the head file's own, else 1")
@@ -127,7 +141,7 @@ class ServedModelConfig(Section):
 
 class InferenceConfig(Section):
     name: Text = key("reward_model", "the model's name in URLs; the actor's remote_rm.reward_model.name")
-    host: Text = key("127.0.0.1", "0.0.0.0 lets other nodes in; then a token is needed")
+    host: Host = key("127.0.0.1", "0.0.0.0 or :: lets other nodes in; then a token is needed", expected=HOST)
     port: int = key(5555, ge=1, le=65535)
     token_file: Text | None = key(
         None, "file with the access token, mode 0600; null: REINFORCE_REWARD_TOKEN, if set", kind="path"

@@ -20,10 +20,19 @@ from reinforce_rl.utils.files import write_atomically
 Message = dict[str, str]
 
 MAX_LISTED_FAULTS = 10
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_TEXT_PART = '{"type": "text", "text": ...}'
+_TOOL_CALL = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
 
 _HH_MARKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _HH_ROLES = {"Human": "user", "Assistant": "assistant"}
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "observation": "tool",
+    **{role: role for role in ROLES},
+}
 HH_NAMES = {role: name for name, role in _HH_ROLES.items()}
 
 
@@ -89,17 +98,28 @@ def check_text(value: object, key: str) -> str:
 
 
 def check_messages(
-    value: object, key: str, roles: Sequence[str], expected: str = "a string or a list of messages"
+    value: object,
+    key: str,
+    roles: Sequence[str],
+    expected: str = "a string or a list of messages",
+    *,
+    texts_only: bool = True,
 ) -> list[dict[str, Any]]:
     """Return a list of `{"role", "content"}`, also made of ShareGPT's `{"from", "value"}`; raise a `DataError` for
-    anything else, or if it is empty."""
+    anything else, or if it is empty.
+
+    Without `texts_only`, a content may be a list of text parts, or null beside `tool_calls`, as in OpenAI's form.
+    """
     if not isinstance(value, list):
         raise DataError(f"{key} is {describe_type(value)}, expected {expected}")
     if not value:
         raise DataError(f"{key} is empty")
     if all(isinstance(message, dict) and "from" in message and "role" not in message for message in value):
         value = [
-            {"role": _SHAREGPT_ROLES.get(str(message["from"]), message["from"]), "content": message.get("value")}
+            {
+                "role": _SHAREGPT_ROLES.get(str(message["from"]).lower(), message["from"]),
+                "content": message.get("value"),
+            }
             for message in value
         ]
     for index, message in enumerate(value):
@@ -108,15 +128,68 @@ def check_messages(
             raise DataError(f"{where} is {describe_type(message)}, expected an object")
         if message.get("role") not in roles:
             raise DataError(f"{where}.role is {message.get('role')!r}, expected one of {', '.join(roles)}")
-        check_text(message.get("content"), f"{where}.content")
+        if texts_only:
+            check_text(message.get("content"), f"{where}.content")
+        else:
+            _check_content(message, where)
+            _check_tool_calls(message.get("tool_calls"), f"{where}.tool_calls")
     return value
+
+
+def _check_content(message: Mapping[str, Any], where: str) -> None:
+    content = message.get("content")
+    if content is None and message["role"] == "assistant" and message.get("tool_calls"):
+        return
+    if not isinstance(content, list):
+        check_text(content, f"{where}.content")
+        return
+    for index, part in enumerate(content):
+        place = f"{where}.content[{index}]"
+        if not isinstance(part, dict):
+            raise DataError(f"{place} is {describe_type(part)}, expected an object such as {_TEXT_PART}")
+        if part.get("type") != "text":
+            raise DataError(f"{place} is a part of type {part.get('type')!r}; expected text alone, {_TEXT_PART}")
+        check_text(part.get("text"), f"{place}.text")
+    if not content:
+        raise DataError(f"{where}.content is an empty list, expected a string or parts such as {_TEXT_PART}")
+
+
+def _check_tool_calls(calls: object, where: str) -> None:
+    """Check calls of OpenAI's form; arguments are an object or its JSON, and `function` may be left out."""
+    if calls is None:
+        return
+    if not isinstance(calls, list):
+        raise DataError(f"{where} is {describe_type(calls)}, expected a list of calls")
+    for index, call in enumerate(calls):
+        place = f"{where}[{index}]"
+        function = call.get("function", call) if isinstance(call, dict) else call
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(f"{place} names no function; expected {_TOOL_CALL}")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and arguments.strip():
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{place}: the arguments {arguments[:60]!r} are no JSON: {error}") from error
+        if arguments and not isinstance(arguments, str | dict):
+            kind = describe_type(arguments)
+            raise DataError(f"{place}: the arguments are {kind}, expected an object, or the JSON of one")
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return a message's text; of several parts one a line, as vLLM joins them, and none of null."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content or ""
 
 
 def check_prompt(messages: Sequence[Mapping[str, Any]], key: str) -> None:
     """Raise a `DataError` if nothing is asked at the end of a conversation."""
     if messages and messages[-1]["role"] == "assistant":
-        raise DataError(f"{key} ends with an assistant message; a prompt ends where the assistant shall answer")
-    if not messages or not messages[-1]["content"].strip():
+        expected = "a prompt ends where the assistant shall answer; reinforce-rl prepare takes the answer off"
+        raise DataError(f"{key} ends with an assistant message; {expected}")
+    if not messages or not (text_of(messages[-1]).strip() or messages[-1]["role"] == "tool"):
         raise DataError(f"{key} is empty, or its last message is")
 
 
@@ -154,4 +227,4 @@ def render_hh_prompt(messages: list[Message]) -> str:
 
 def prompt_key(messages: Sequence[Message]) -> str:
     """Return a key that ignores case and white space."""
-    return json.dumps([(m["role"], " ".join(m["content"].casefold().split())) for m in messages])
+    return json.dumps([(m["role"], " ".join(text_of(m).casefold().split())) for m in messages])

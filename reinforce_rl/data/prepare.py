@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +13,8 @@ from typing import Any, Literal
 from reinforce_rl.data.data_prefix import SPLITS
 from reinforce_rl.data.jsonl import (
     HH_NAMES,
+    ROLES,
     LineFaults,
-    Message,
     Record,
     check_messages,
     check_text,
@@ -23,10 +24,12 @@ from reinforce_rl.data.jsonl import (
     render_hh_prompt,
     write_jsonl,
 )
+from reinforce_rl.data.nemo_aligner import is_nemo_text, messages_of_chat, parse_nemo_text, with_system
 from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns, files_of, read_records
 from reinforce_rl.errors import DataError
 
 _Row = dict[str, Any]
+_Messages = list[dict[str, Any]]
 _PROMPT_KEYS = ("prompt", "text", "messages", "conversations", "chosen", "rejected")
 
 
@@ -63,9 +66,10 @@ def prepare_prompts(
     """Read pairs or conversations and write `train.jsonl` and `validation.jsonl` into `output`.
 
     A record holds `prompt` or `text`, or `messages` or `conversations`, or `chosen` and `rejected`; a value is an HH
-    string or a list of messages, and a prompt may be any other string, taken as one user message. The last assistant
-    turn of `messages`, `chosen` and `rejected` is the answer and is dropped. Other fields are kept. Of prompts that
-    are equal up to case and white space, the first is kept.
+    string, NeMo-Aligner's text, or a list of messages, and a prompt may be any other string, taken as one user
+    message. The last assistant turn of all but a prompt is the answer and is dropped. `system` beside `conversations`,
+    or by a name of `columns`, becomes a system message. Other fields are kept. Of prompts that are equal up to case
+    and white space, the first is kept.
 
     Raises:
         DataError: a file cannot be read or written, invalid lines (all counted, the first listed), or too few prompts.
@@ -78,14 +82,16 @@ def prepare_prompts(
     kept: dict[str, _Row] = {}  # rows to write, by `prompt_key`
 
     def keep(line: Record) -> None:
-        messages, reason = _prompt_of(line.value)
+        messages, reason = _prompt_of(line.value, columns)
         reason = reason or _unfit(messages, options)
-        key = prompt_key(messages)
+        calls = [message.get("tool_calls") for message in messages]
+        key = prompt_key(messages) + json.dumps(calls)
         if reason or key in kept:
             skipped[reason or "duplicate of an earlier prompt"] += 1
             return
         prompt = {"messages": messages} if options.form == "messages" else {"prompt": render_hh_prompt(messages)}
-        kept[key] = {**prompt, **{name: item for name, item in line.value.items() if name not in _PROMPT_KEYS}}
+        read_keys = (*_PROMPT_KEYS, "system", "mask") if _has_system(line.value, columns) else _PROMPT_KEYS
+        kept[key] = {**prompt, **{name: item for name, item in line.value.items() if name not in read_keys}}
 
     faults = LineFaults()
     read = sum(1 for path in paths for _ in read_records(path, keep, faults, columns))
@@ -98,42 +104,79 @@ def prepare_prompts(
     return PrepareCounts(read, train, validation, dict(skipped.most_common()))
 
 
-def _prompt_of(value: dict[str, Any]) -> tuple[list[Message], str]:
+def _prompt_of(value: dict[str, Any], columns: Columns) -> tuple[_Messages, str]:
+    """Return the messages up to the answer, and the reason to skip them or ""."""
+    messages, reason = _messages_of(value)
+    if _has_system(value, columns):
+        messages = with_system(messages, value.get("system"))
+    return messages, reason
+
+
+def _has_system(value: dict[str, Any], columns: Columns) -> bool:
+    return "system" in columns.names or ("conversations" in value and "messages" not in value)
+
+
+def _messages_of(value: dict[str, Any]) -> tuple[_Messages, str]:
     for key in ("prompt", "text"):
         if key in value:
-            return _conversation(value[key], key, messages_of_text), ""
+            messages = _conversation(value[key], key, messages_of_text)
+            if is_nemo_text(value[key]):  # its `text` may be a prompt, or a whole conversation
+                messages = _without_answer(messages)
+            return messages, _turns_fault(value[key], messages)
     for key in ("messages", "conversations"):
+        if key == "conversations" and key in value and "mask" in value:
+            turns = messages_of_chat(value)
+            plain = [{"role": turn["role"], "content": turn["content"].strip()} for turn in turns]
+            return _without_answer(plain), ""
         if key in value:
-            return _without_answer(value, key), ""
+            messages = _without_answer(_conversation(value[key], key, parse_hh_conversation))
+            return messages, _turns_fault(value[key], messages)
     if "chosen" in value and "rejected" in value:
-        chosen, rejected = (_without_answer(value, key) for key in ("chosen", "rejected"))
-        return chosen, "" if chosen == rejected else "chosen and rejected answer different prompts"
+        chosen, rejected = (
+            _without_answer(_conversation(value[key], key, parse_hh_conversation)) for key in ("chosen", "rejected")
+        )
+        if chosen != rejected:
+            return chosen, "chosen and rejected answer different prompts"
+        return chosen, _turns_fault(value["chosen"], chosen)
     raise ColumnMissing(value, "prompt, text, messages, or chosen and rejected", "--field prompt")
 
 
-def _conversation(value: object, key: str, read_text: Callable[[str], list[Message]]) -> list[Message]:
+def _conversation(value: object, key: str, read_text: Callable[[str], Sequence[Any]]) -> _Messages:
     if not isinstance(value, str):
-        messages = check_messages(value, key, tuple(HH_NAMES))
-        return [{"role": message["role"], "content": message["content"].strip()} for message in messages]
+        messages = check_messages(value, key, ROLES)
+        return [{**message, "content": message["content"].strip()} for message in messages]
     check_text(value, key)
     try:
-        return read_text(value)
+        return list(parse_nemo_text(value) if is_nemo_text(value) else read_text(value))
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
 
 
-def _without_answer(value: dict[str, Any], key: str) -> list[Message]:
-    messages = _conversation(value[key], key, parse_hh_conversation)
+def _without_answer(messages: _Messages) -> _Messages:
     return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
 
 
-def _unfit(messages: list[Message], options: PrepareOptions) -> str:
-    roles = [message["role"] for message in messages]
-    if not roles or roles[-1] != "user":
-        return "no user turn at the end"
-    if any(role != ("user", "assistant")[index % 2] for index, role in enumerate(roles)):
+def _turns_fault(value: object, messages: _Messages) -> str:
+    """Say what is wrong with turns that come from one text, whose markers may be a part of what was said."""
+    roles = [message["role"] for message in messages if message["role"] != "system"]
+    if isinstance(value, str) and any(role != ("user", "assistant")[i % 2] for i, role in enumerate(roles)):
         return "user and assistant do not take turns"
-    if not all(message["content"] for message in messages):
+    return ""
+
+
+def _unfit(messages: _Messages, options: PrepareOptions) -> str:
+    roles = [message["role"] for message in messages]
+    if not roles or roles[-1] == "assistant":
+        return "nothing to answer at the end"
+    if options.form == "prompt" and any(
+        message["role"] not in HH_NAMES or message.get("tool_calls") for message in messages
+    ):
+        return "turns other than Human and Assistant, which --form messages keeps"
+    for message in messages:
+        # An assistant's turn may be a call alone, and a system message empty on purpose.
+        if not message["content"] and message["role"] != "system" and not message.get("tool_calls"):
+            return "a turn is empty"
+    if not messages[-1]["content"]:
         return "a turn is empty"
     if options.max_turns is not None and roles.count("user") > options.max_turns:
         return "more than --max-turns user turns"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import Dataset
 
@@ -18,8 +19,15 @@ from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.data_prefix import SPLITS, resolve_data_prefix
 from reinforce_rl.data.jsonl import LineFaults, Record
 from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns
+from reinforce_rl.data.rendering import (
+    DEFAULT_OPTIONS,
+    KWARGS_KEY,
+    ChatRenderer,
+    Conversation,
+    TemplateOptions,
+    encode_plain,
+)
 from reinforce_rl.data.sampler import Blend, PromptSampler, shard
-from reinforce_rl.data.tokenizer import render_prompt
 from reinforce_rl.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -30,7 +38,7 @@ logger = logging.getLogger(__name__)
 TooLong = Literal["refuse", "skip"]
 PROMPT_KEYS = ("prompt", "text", "messages")
 SHAREGPT_KEY = "conversations"  # where there is none of the above
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = jsonl.ROLES
 TOKENISE_AT_ONCE = 1024  # prompts; bounds the memory of a batch in the tokenizer
 
 
@@ -86,27 +94,31 @@ class PromptDataset(Dataset[Prompt]):
         max_prompt_tokens: int | None,
         too_long: TooLong = "refuse",
         apply_chat_template: bool = False,
-        add_bos: bool = False,
+        add_bos: bool | None = None,
         weights: Sequence[float] | None = None,
         columns: Columns = AS_NAMED,
         system_prompt: str | None = None,
         split: str = "train",
+        template: TemplateOptions = DEFAULT_OPTIONS,
     ) -> PromptDataset:
         """Load prompts from anything that `readers` reads.
 
         A record holds exactly one of `prompt`, `text` and `messages`, or else `conversations`: a string, or a list of
         `{"role", "content"}` that does not end with an assistant's, rendered by the chat template with its generation
-        prompt. All other fields become the prompt's metadata. Blank lines are ignored.
+        prompt and the record's `tools` and `chat_template_kwargs`. All other fields become the prompt's metadata.
+        Blank lines are ignored.
 
         Args:
             max_prompt_tokens: None for no limit.
             too_long: "refuse" raises for a longer prompt, "skip" drops it and counts it in `skipped`; none is cut.
             apply_chat_template: render a string as a single user message.
-            add_bos: prepend the begin-of-sequence id to prompts that no chat template rendered, in `tokens` only.
+            add_bos: prepend the begin-of-sequence id to prompts that no chat template rendered, in `tokens` only; None
+                as the tokenizer does by itself.
             weights: one per entry of `files`, see `Blend`; None draws each prompt once per epoch.
             columns: a column `prompt` is then the prompt, whatever else there is; `system` is a system message.
             system_prompt: of conversations without a system message.
             split: of an entry that has several.
+            template: options of the chat template.
 
         Raises:
             ConfigError: the tokenizer lacks what an option needs, or `weights` cannot be met.
@@ -116,14 +128,16 @@ class PromptDataset(Dataset[Prompt]):
             raise ConfigError(["add_bos is true, but the tokenizer has no begin-of-sequence token; set it to false"])
         paths = [files] if isinstance(files, (str, Path)) else list(files)
         faults, advice = LineFaults(), "Correct or remove these lines."
-        render = partial(_render, tokenizer, columns, apply_chat_template, system_prompt)
+        renderer = ChatRenderer(tokenizer, template)
+        unread: Counter[str] = Counter()
+        render = partial(_render, renderer, columns, apply_chat_template, system_prompt, unread)
         prompts: list[Prompt] = []
         sizes: list[int] = []
         skipped: list[tuple[str, int]] = []
         for path in paths:
             before = len(prompts)
             records = readers.read_records(path, render, faults, columns, split)
-            for where, prompt in _tokenise(records, tokenizer, add_bos):
+            for where, prompt in _tokenise(records, renderer, add_bos):
                 length = len(prompt.tokens)
                 if not length:
                     faults.add(where, "the tokenizer makes no token of this prompt")
@@ -140,6 +154,8 @@ class PromptDataset(Dataset[Prompt]):
                     )
             sizes.append(len(prompts) - before)
         faults.raise_if_any(advice)
+        for name, count in unread.items():
+            logger.warning(f"{KWARGS_KEY}.{name} of {count} records has no effect: the chat template does not read it")
         if skipped:
             where, length = skipped[0]
             logger.warning(
@@ -279,13 +295,17 @@ def build_train_valid_test_rlhf_datasets(
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase,
+    renderer: ChatRenderer,
     columns: Columns,
     apply_chat_template: bool,
     system_prompt: str | None,
+    unread: Counter[str],
     record: Record,
 ) -> tuple[str, Prompt]:
-    """Return where a prompt stands, and the prompt without id and tokens."""
+    """Return where a prompt stands, and the prompt without id, and without tokens unless they differ from its text's.
+
+    `unread` counts the template arguments of records that have no effect.
+    """
     value = record.value
     keys = ["prompt"] if "prompt" in columns.names else [key for key in PROMPT_KEYS if key in value]
     keys = keys or [SHAREGPT_KEY] * (SHAREGPT_KEY in value)
@@ -296,7 +316,7 @@ def _render(
     key, content = keys[0], value[keys[0]]
     messages: list[dict[str, Any]] = []
     if isinstance(content, list) or key in ("messages", SHAREGPT_KEY):
-        messages = jsonl.check_messages(content, key, ROLES, "a list of messages")
+        messages = jsonl.check_messages(content, key, ROLES, "a list of messages", texts_only=False)
         jsonl.check_prompt(messages, key)
     elif not jsonl.check_text(content, key).strip():
         raise DataError(f"{key} is empty")
@@ -308,19 +328,33 @@ def _render(
         raise ConfigError([f"{fault}; set model.data.apply_chat_template=true"])
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": jsonl.check_text(system, "system")}, *messages]
-    text = render_prompt(tokenizer, messages) if messages else content
     metadata = {name: item for name, item in value.items() if name != key}
-    return record.where, Prompt(-1, jsonl.check_text(text, key), (), metadata, tuple(messages))
+    if not messages:
+        return record.where, Prompt(-1, str(content), (), metadata)
+    conversation = Conversation.of_record(messages, metadata)
+    unread.update(renderer.unread(conversation.kwargs))
+    text = jsonl.check_text(renderer.prompt_text(conversation), key)
+    tokens: tuple[int, ...] = ()
+    if renderer.options.sanitize_control_tokens:
+        tokens = tuple(renderer.prompt(conversation))
+    return record.where, Prompt(-1, text, tokens, metadata, tuple(messages))
 
 
 def _tokenise(
-    rendered: Iterator[tuple[str, Prompt]], tokenizer: PreTrainedTokenizerBase, add_bos: bool
+    rendered: Iterator[tuple[str, Prompt]], renderer: ChatRenderer, add_bos: bool | None
 ) -> Iterator[tuple[str, Prompt]]:
-    bos = tokenizer.bos_token_id
+    """Tokenise the prompts that have no tokens yet, many at a time."""
     while items := list(islice(rendered, TOKENISE_AT_ONCE)):
-        # Not verbose: transformers would warn about its own length limit; the caller checks ours.
-        encoded = tokenizer([prompt.text for _, prompt in items], add_special_tokens=False, verbose=False)
-        for (where, prompt), ids in zip(items, cast("list[list[int]]", encoded["input_ids"]), strict=True):
-            if add_bos and not prompt.messages and ids[:1] != [bos]:
-                ids = [bos, *ids]
-            yield where, replace(prompt, tokens=tuple(ids))
+        prompts = [prompt for _, prompt in items]
+        plain = [row for row, prompt in enumerate(prompts) if not prompt.messages]
+        chats = [row for row, prompt in enumerate(prompts) if prompt.messages and not prompt.tokens]
+        tokens = [prompt.tokens for prompt in prompts]
+        if plain:
+            encoded = encode_plain(renderer.tokenizer, [prompts[row].text for row in plain], add_bos)
+            for row, ids in zip(plain, encoded, strict=True):
+                tokens[row] = tuple(ids)
+        if chats:
+            for row, ids in zip(chats, renderer.encode_all([prompts[row].text for row in chats]), strict=True):
+                tokens[row] = tuple(ids)
+        for (where, prompt), ids in zip(items, tokens, strict=True):
+            yield where, replace(prompt, tokens=ids)

@@ -26,21 +26,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from reinforce_rl.data.jsonl import LineFaults, Record, describe_type
+from reinforce_rl.data.splits import SUFFIX, card_configurations, choose_files, one_split
 from reinforce_rl.errors import DataError
 
 T = TypeVar("T")
 Rows = Iterator[tuple[str, Any]]  # the place in the file, ":LINE" or ", row N", and what `_record_of` takes
 
-HUB = "hf:"  # hf:OWNER/NAME[/CONFIGURATION][:SPLIT]
+HUB = "hf:"  # hf:OWNER/NAME[/CONFIGURATION][:SPLIT], as FOLDER[/CONFIGURATION][:SPLIT]
 _START_BYTES, _AT_ONCE = 4096, 1024
 _BOM = b"\xef\xbb\xbf"
 _OPENERS: dict[bytes, Callable[[Path], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ\x00": lzma.open,
-    b"\x28\xb5\x2f\xfd": lambda path: importlib.import_module("pyarrow").CompressedInputStream(str(path), "zstd"),
+    b"\x28\xb5\x2f\xfd": lambda path: _zstd(path),
 }
-_SUFFIX = re.compile(r"(\.jsonl|\.ndjson|\.json|\.csv|\.tsv|\.parquet)?(?:\.gz|\.bz2|\.xz|\.zst)?$", re.IGNORECASE)
 # What cannot be read, by how a file begins, with what to do about it.
 _UNUSABLE = (
     (rb"ARROW1|\xff\xff\xff\xff", "an Arrow file", "convert it: pandas.read_feather(IN).to_parquet(OUT)"),
@@ -51,14 +51,16 @@ _UNUSABLE = (
     (rb'\s*\{\s*\n\s*"', "JSON over several lines", "write an object a line, jq -c . IN > OUT, or a list of objects"),
 )
 _CSV = rb'("[^"\n]+"|[\w .-]+)([,;\t]("[^"\n]+"|[\w .-]+))+\r?\n'
-_SPLIT_NAMES = {"valid": "validation", "val": "validation", "dev": "validation", "eval": "test"}
-_SPLIT_IN_NAME = re.compile(r"(?:^|[-_.])(train|validation|valid|val|dev|test|eval)(?![a-z])")
 # Usual names of a column of prompts, for a hint.
 _LIKELY = ("question", "instruction", "query", "problem", "input", "user", "prompts", "content")
 
 
-class ColumnMissing(DataError):
-    """A record lacks a column, as all others of its file probably do."""
+class WrongForm(DataError):
+    """A record has another form than the one that is read, as probably all of its file."""
+
+
+class ColumnMissing(WrongForm):
+    """A record lacks a column."""
 
     def __init__(self, value: Mapping[str, Any], expected: str, key: str = ""):
         likely = [column for column in _LIKELY if column in value and key.endswith("prompt")] or ["COLUMN"]
@@ -93,7 +95,7 @@ def read_records(
     parse: Callable[[Record], T],
     faults: LineFaults,
     columns: Columns = AS_NAMED,
-    split: str = "train",
+    split: str | None = None,
 ) -> Iterator[T]:
     """Parse the records of a source in order; `faults` gets those that cannot be used. `split` is for `files_of`.
 
@@ -107,7 +109,7 @@ def read_records(
                     yield parse(Record(f"{path}{place}", columns.of(_record_of(value))))
                 except DataError as error:
                     faults.add(f"{path}{place}", error)
-                    if isinstance(error, ColumnMissing) and not count:
+                    if isinstance(error, WrongForm) and not count:
                         faults.columns += 1
                         break
 
@@ -125,50 +127,53 @@ def _naming(path: Path) -> Iterator[None]:
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def files_of(source: str | Path, split: str = "train") -> list[Path]:
+def files_of(source: str | Path, split: str | None = None) -> list[Path]:
     """Return the files of a source in order; a data set of `datasets` stays one path.
 
-    A folder gives its files by name: those of `split` if names tell splits apart. A pattern gives what it matches.
+    A folder gives the files of one split of one configuration: FOLDER[/CONFIGURATION][:SPLIT]. Where the source names
+    no split and there are several, `split` is taken. A pattern gives what it matches.
 
     Raises:
-        DataError: there is nothing to read.
+        DataError: there is nothing to read, or something is to be chosen first.
     """
     path = Path(source).expanduser()
     with _naming(path):
-        if not path.exists() and (found := sorted(map(Path, glob.glob(str(path))))):
-            return found
-        if str(path).startswith(HUB) or stat.S_ISREG(path.stat().st_mode):
+        if str(path).startswith(HUB):
             return [path]
+        if not path.exists():
+            return _matches(path, split) or _chosen(path, split)
         if path.is_dir():
-            return _files_in(path, split)
+            return choose_files(path, default=split)
+        if stat.S_ISREG(path.stat().st_mode):
+            return [path]
         raise DataError("is not a file")  # opening a pipe would wait for its writer
 
 
-def _files_in(folder: Path, split: str) -> list[Path]:
-    if (folder / "state.json").exists():  # by `Dataset.save_to_disk`
-        return [folder]
-    found: dict[str, list[Path]] = {}
-    for path in sorted(folder.iterdir()):
-        if (folder / "dataset_dict.json").exists():
-            if (path / "state.json").exists():
-                found[path.name] = [path]
-        elif _suffix(path) and not path.name.startswith((".", "_", "dataset_info")):
-            match = _SPLIT_IN_NAME.search(path.name)
-            named = match[1] if match else ""
-            found.setdefault(_SPLIT_NAMES.get(named, named), []).append(path)
-    if len(found) == 1:
-        return next(iter(found.values()))
-    if split not in found or "" in found:
-        names = ", ".join(paths[0].name for paths in found.values()) or "no file of a known form"
-        raise DataError(f"is a folder of {names}; for the split {split} give files of it, or a pattern")
-    return found[split]
+def _matches(pattern: Path, split: str | None) -> list[Path]:
+    """Return the files that a pattern matches; [] if it is none, or matches nothing."""
+    matches = sorted(map(Path, glob.glob(str(pattern))))
+    root = next(folder for folder in pattern.parents if not glob.has_magic(str(folder)))
+    files = one_split((path for path in matches if not path.is_dir()), root)
+    folders = [path for path in matches if path.is_dir()]
+    return files + [file for folder in folders for file in files_of(folder, split)]
+
+
+def _chosen(path: Path, default: str | None) -> list[Path]:
+    """Return the files of FOLDER/CONFIGURATION, FOLDER:SPLIT or FOLDER/CONFIGURATION:SPLIT."""
+    place, _, split = path.name.rpartition(":")
+    folder = path.parent / place if place else path
+    if place and folder.is_dir():
+        return choose_files(folder, "", split, default)
+    if folder.parent.is_dir() and card_configurations(folder.parent):
+        return choose_files(folder.parent, folder.name, split if place else "", default)
+    raise FileNotFoundError(str(path))
 
 
 def _suffix(path: Path) -> str:
-    return _SUFFIX.findall(path.name)[0].lower()
+    return SUFFIX.findall(path.name)[0].lower()
 
 
-def source_fault(source: str | Path, split: str = "train") -> str | None:
+def source_fault(source: str | Path, split: str | None = None) -> str | None:
     """Say why nothing can be read there, from the first bytes of its files; None if it may be."""
     try:
         for path in files_of(source, split):
@@ -183,7 +188,7 @@ def source_fault(source: str | Path, split: str = "train") -> str | None:
     return None
 
 
-def _rows_of(path: Path, split: str) -> Rows:
+def _rows_of(path: Path, split: str | None) -> Rows:
     if _is_data_set(path):
         yield from _data_set(path, split)
         return
@@ -200,6 +205,10 @@ def _open(path: Path) -> io.BufferedReader:
     if opened.peek(len(_BOM)).startswith(_BOM):
         opened.read(len(_BOM))
     return opened
+
+
+def _zstd(path: Path) -> Any:
+    return importlib.import_module("pyarrow").CompressedInputStream(path.open("rb"), "zstd")
 
 
 def _form_of(path: Path, start: bytes) -> Callable[[io.BufferedReader], Rows]:
@@ -310,23 +319,41 @@ def _parquet(file: io.BufferedReader) -> Rows:
 
 
 def _of_batches(batches: Iterable[Any]) -> Rows:
-    for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-        yield f", row {number}", _plain(row)
+    number = 0
+    for batch in batches:
+        types = {column.name: column.type for column in batch.schema}
+        for row in batch.to_pylist():
+            number += 1
+            yield f", row {number}", {name: _plain(value, types.get(name)) for name, value in row.items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, arrow_type: Any) -> Any:
     """Return what JSON can say: times and decimals as texts, bytes as text where they are UTF-8, else as null."""
     if isinstance(value, dict):
         # Arrow gives each message of a column the keys of all.
-        return {key: _plain(item) for key, item in value.items() if item is not None or "role" not in value}
+        return {
+            key: _plain(item, _type_within(arrow_type, key))
+            for key, item in value.items()
+            if item is not None or "role" not in value
+        }
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, _type_within(arrow_type)) for item in value]
     if isinstance(value, bytes):
         try:
             return value.decode()
         except UnicodeDecodeError:
             return None
+    if isinstance(value, float) and str(arrow_type) in ("float", "halffloat"):
+        # As its writer saw it: 0.1 in 32 bits, not the 0.10000000149011612 of 64.
+        return float(str(arrow_type.to_pandas_dtype()(value)))
     return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _type_within(arrow_type: Any, key: str = "") -> Any:
+    """Return the type of a struct's field or of a list's items; None of other types."""
+    if key and hasattr(arrow_type, "field"):
+        return arrow_type.field(key).type
+    return getattr(arrow_type, "value_type", None)
 
 
 def _is_data_set(path: Path) -> bool:
@@ -341,19 +368,37 @@ def _datasets() -> Any:
         raise DataError(f"needs datasets, which cannot be imported ({error}); {advice}") from error
 
 
-def _data_set(path: Path, split: str) -> Rows:
+def _data_set(path: Path, split: str | None) -> Rows:
     """Read a data set of `datasets`: of the Hugging Face hub, or a `save_to_disk` folder."""
-    datasets, (place, _, part) = _datasets(), str(path).removeprefix(HUB).partition(":")
+    datasets = _datasets()
+    place, _, part = str(path).removeprefix(HUB).partition(":")
     owner, name, configuration = [*place.split("/", 2), "", ""][:3]
     try:
         if path.is_dir():
-            found = datasets.load_from_disk(str(path))
+            data_set = datasets.load_from_disk(str(path))
         else:
-            found = datasets.load_dataset(f"{owner}/{name}".rstrip("/"), configuration or None, split=part or split)
+            repository = f"{owner}/{name}".rstrip("/")
+            data_set = datasets.load_dataset(repository, configuration or None, split=part or None)
     except Exception as error:  # of the library, of the hub's client, of its HTTP client
         advice = "" if path.is_dir() else "; without a network, save it elsewhere (save_to_disk) and give that folder"
         if advice and datasets.config.HF_HUB_OFFLINE:
             advice = f"; HF_HUB_OFFLINE is set: unset it to fetch the data set{advice}"
+        if "Config name is missing" in str(error):
+            advice = f"; choose one: {HUB}{owner}/{name}/CONFIGURATION"
+        elif "Unknown split" in str(error):
+            advice = f"; choose one: {HUB}{place}:SPLIT"
         raise DataError(f"cannot be loaded by datasets: {type(error).__name__}: {error}{advice}") from error
+    if isinstance(data_set, dict):  # a DatasetDict
+        data_set = _split_of_dict(data_set, f"{HUB}{place}", split)
     # As stored: images and sounds are not decoded.
-    yield from _of_batches(found.with_format("arrow").iter(batch_size=_AT_ONCE))
+    yield from _of_batches(data_set.with_format("arrow").iter(batch_size=_AT_ONCE))
+
+
+def _split_of_dict(splits: Mapping[str, Any], place: str, split: str | None) -> Any:
+    if len(splits) == 1:
+        return next(iter(splits.values()))
+    if split is None or split not in splits:
+        missing = f"none of them {split}, " if split else ""
+        names = ", ".join(splits)
+        raise DataError(f"has several splits, {missing}{names}; choose one: {place}:{next(iter(splits))}")
+    return splits[split]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,21 +76,3 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
             return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers also reads config.json, and its errors vary
         raise ConfigError([f"{folder} holds no tokenizer that transformers can load: {error}"]) from error
-
-
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a conversation in the chat template's form, up to where the assistant's answer begins.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template.
-        DataError: the template refuses these messages.
-    """
-    if not tokenizer.chat_template:
-        needed = "which messages and model.data.apply_chat_template=true need"
-        advice = "take the folder of a chat model, or plain prompts without it"
-        raise ConfigError([f"the tokenizer of {tokenizer.name_or_path} has no chat template, {needed}; {advice}"])
-    try:
-        text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # it refuses, for instance, roles that do not alternate, or fails on `tool_calls: 5`
-        raise DataError(f"the chat template refuses these messages: {error}") from error
-    return cast(str, text)

@@ -16,7 +16,6 @@ from reinforce_rl.data.batches import Completions, Prompt, RolloutBatch
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.debugging.stored import StoredStep
 from reinforce_rl.errors import ReinforceError
-from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.sources import connect_to_reward_servers
@@ -35,7 +34,7 @@ class Rescorer:
     def __init__(self, cfg: TrainConfig, mesh: Mesh):
         model = cfg.pretrained_checkpoint.restore_from_path
         self._tokenizer = load_tokenizer(model)
-        self._stop_ids = stop_token_ids(Architecture.from_folder(model), self._tokenizer)
+        self._stop_ids = stop_token_ids(model, self._tokenizer)
         self._size = cfg.model.reinforce.rollout_micro_batch_size * cfg.trainer.reinforce.num_rollouts_per_prompt
         self._data: list[Prompt] = []  # for the messages, which are not recorded
         try:

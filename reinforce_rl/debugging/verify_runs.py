@@ -130,13 +130,13 @@ def _run(folder: Path, *words: str, ranks: int = 1) -> tuple[int | None, str]:
         launcher = ["-m", "reinforce_rl.utils.ranks", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launcher, "-m", "reinforce_rl.debugging.verify_runs", str(folder), *words]
     log = folder / "log"
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         child = Child(command, death_signal=signal.SIGTERM, env=environment, stdout=file, stderr=file)
         try:
             code = child.wait(DEADLINE)
         finally:
             child.stop(10.0)
-    said = ["", *filter(str.strip, log.read_text(errors="replace").splitlines())]
+    said = ["", *filter(str.strip, log.read_text(errors="replace", encoding="utf-8").splitlines())]
     return code, said[-1] if code is not None else f"it was ended after {DEADLINE:.0f} s"
 
 

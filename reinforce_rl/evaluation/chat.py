@@ -20,7 +20,8 @@ from rich.text import Text
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.data.batches import FINISH_LENGTH, Completions, Prompt
-from reinforce_rl.data.tokenizer import load_tokenizer, render_prompt
+from reinforce_rl.data.rendering import DEFAULT_OPTIONS, ChatRenderer, Conversation, TemplateOptions, encode_plain
+from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import DataError, ReinforceError, RewardServerError
 from reinforce_rl.evaluation.evaluate import reward_overrides, short_names
 from reinforce_rl.evaluation.model import inference_config, load_actor
@@ -51,6 +52,11 @@ class Speaker:
     actor: MegatronGPTReinforceActorModel
     messages: list[dict[str, Any]] = field(default_factory=list)
     limit: int | None = None  # tokens of prompt and answer; None for the model's own
+    template: TemplateOptions = DEFAULT_OPTIONS
+    add_bos: bool | None = None  # to plain text; None as the tokenizer does
+
+    def __post_init__(self) -> None:
+        self.renderer = ChatRenderer(self.actor.tokenizer, self.template)
 
     def prompt(self, number: int, longest: int) -> tuple[Prompt, int]:
         """Return the conversation as a prompt, and the tokens that an answer of at most `longest` may have.
@@ -65,8 +71,13 @@ class Speaker:
         messages, is_chat = list(self.messages), bool(self.actor.tokenizer.chat_template)
         first = int(messages[0]["role"] == "system")
         while True:
-            text = render_prompt(tokenizer, messages) if is_chat else messages[-1]["content"]
-            tokens = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+            if is_chat:
+                conversation = Conversation(tuple(messages))
+                text = self.renderer.prompt_text(conversation)
+                tokens = self.renderer.prompt(conversation)
+            else:
+                text = messages[-1]["content"]
+                tokens = encode_plain(tokenizer, [text], self.add_bos)[0]
             room = limit - len(tokens)
             if room >= min(longest, limit // 4) or len(messages) <= first + 2:
                 break
@@ -265,7 +276,11 @@ def chat(
         speakers = []
         for name, cfg in cfgs.items():
             limit = cfg.model.encoder_seq_length if cfg.generation in ENGINES else None
-            speakers.append(Speaker(name, load_actor(cfg, mesh), limit=limit))
+            data = cfg.model.data
+            actor = load_actor(cfg, mesh)
+            speakers.append(
+                Speaker(name, actor, limit=limit, template=data.template_options("model.data."), add_bos=data.add_bos)
+            )
             stack.enter_context(contextlib.closing(speakers[-1].actor.generator))
             stack.enter_context(speakers[-1].actor.generator.awake())
         params = replace(

@@ -88,9 +88,10 @@ def train(
         )
     from reinforce_rl import run
     from reinforce_rl.monitoring.loggers import read_metrics
-    from reinforce_rl.runtime.settings import may_start
+    from reinforce_rl.runtime.settings import freeze_template_date, may_start
     from reinforce_rl.runtime.status import refuse_second_run
 
+    freeze_template_date(config)
     if may_start(config):
         if os.environ.get("RANK", "0") == "0":
             refuse_second_run(folder)

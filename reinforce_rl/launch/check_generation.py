@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
-    from reinforce_rl.data.batches import Prompt
+    from reinforce_rl.data.batches import Completions, Prompt
     from reinforce_rl.generation.base import Generator, SamplingParams
 
 TEXTS = (
@@ -128,8 +128,8 @@ class Comparison:
     common_tokens: int  # before the first difference
     mean_gap: float  # absolute log-prob difference of common tokens, nats; NaN if a generator reports none
     largest_gap: float  # same
-    seconds: tuple[float, ...]  # per generator
     worst: tuple[int, ...]  # the prompt with the largest gap, and its response before a difference
+    seconds: tuple[float, ...] = ()  # per generator
 
     def __str__(self) -> str:
         return (
@@ -144,15 +144,20 @@ def compare(first: Generator, second: Generator, prompts: Sequence[Prompt], para
 
     `params` should be greedy, otherwise the noise makes them differ.
     """
-    import torch
-
-    found, seconds, common = [], [], []
+    found, seconds = [], []
     for generator in (first, second):
         start = time.perf_counter()
         with generator.awake():
             found.append(generator.generate(prompts, 1, params, seed=0))
         seconds.append(time.perf_counter() - start)
-    left, right = found
+    return replace(compare_responses(found[0], found[1], prompts), seconds=tuple(seconds))
+
+
+def compare_responses(left: Completions, right: Completions, prompts: Sequence[Prompt]) -> Comparison:
+    """Compare one response per prompt of each."""
+    import torch
+
+    common = []
     for row in range(len(prompts)):
         count = min(int(left.lengths[row]), int(right.lengths[row]))
         differs = (left.tokens[row, :count] != right.tokens[row, :count]).nonzero()
@@ -165,4 +170,4 @@ def compare(first: Generator, second: Generator, prompts: Sequence[Prompt], para
         gaps, row = torch.cat(each), max(range(len(each)), key=lambda i: float(each[i].sum()))
         mean, largest = (float(gaps.mean()), float(gaps.max())) if len(gaps) else (mean, largest)
     worst = (*prompts[row].tokens, *left.tokens[row, : common[row]].tolist())
-    return Comparison(len(prompts), equal, int(left.lengths.sum()), sum(common), mean, largest, tuple(seconds), worst)
+    return Comparison(len(prompts), equal, int(left.lengths.sum()), sum(common), mean, largest, worst)

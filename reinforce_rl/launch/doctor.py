@@ -74,9 +74,11 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
 def _address_of(url: str) -> Address:
     place = url.removeprefix("http://").rstrip("/")
     try:
-        return Address.parse(place if re.search(r":\d+$", place) else f"{place}:{wire.DEFAULT_PORT}")
+        has_port = re.search(r"[^:]:\d+$", place) is not None
+        return Address.parse(place if has_port else f"{place}:{wire.DEFAULT_PORT}")
     except ValueError as error:
-        raise ConfigError([f"'{url}' is no address of a reward server; expected http://HOST:PORT"]) from error
+        expected = "expected http://HOST:PORT, where an IPv6 address stands in brackets: http://[::1]:5555"
+        raise ConfigError([f"'{url}' is no address of a reward server; {expected}"]) from error
 
 
 def _health(server: Address) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from reinforce_rl.launch.slurm.settings import override_of, with_missing
 from reinforce_rl.launch.slurm.task import StopSignal
 from reinforce_rl.rewards.wire import DEFAULT_NAME
 from reinforce_rl.utils.guard import Guard
-from reinforce_rl.utils.net import check_port, free_port
+from reinforce_rl.utils.net import Address, check_port, checked_host, free_port
 from reinforce_rl.utils.process import STOP_SIGNALS, Child, active_stop_signals
 
 HOST = "127.0.0.1"
@@ -36,7 +36,7 @@ class LaunchPlan:
     server: tuple[str, ...]
     actor: tuple[str, ...]
     server_log: Path
-    port: int
+    address: Address  # where the server listens
     ready_seconds: float = 600.0  # for the server to become ready, model loading included
     grace_seconds: float = 30.0  # from SIGTERM to SIGKILL
 
@@ -52,24 +52,30 @@ def make_plan(
 ) -> LaunchPlan:
     """Choose the port and pass it to both programs as Hydra overrides, unless the caller has set them.
 
-    The server's `inference.port=N` fixes the port and `inference.name=NAME` the model's name; its
-    `inference.token_file=FILE` goes to the actor too. `seconds` are limits of the LaunchPlan.
+    The server's `inference.host=HOST` and `inference.port=N` fix where it is asked, and `inference.name=NAME` the
+    model's name; its `inference.token_file=FILE` goes to the actor too. `seconds` are limits of the LaunchPlan.
     """
+    given_host = (override_of(server_args, "inference.host") or HOST).strip("'\"")
+    try:
+        host = checked_host(given_host)
+    except ValueError as error:
+        raise ConfigError([f"inference.host is '{given_host}'; expected a host name or an address"]) from error
     text = override_of(server_args, "inference.port")
     try:
-        port = int(text) if text else free_port(HOST)
+        port = int(text) if text else free_port(host)
     except ValueError as error:
         raise ConfigError([f"inference.port is '{text}'; expected a number"]) from error
-    for_server = {"inference.host": HOST, "inference.port": port}
+    address = Address(host, port)
+    for_server = {"inference.host": host, "inference.port": port}
     name = override_of(server_args, "inference.name") or DEFAULT_NAME
-    for_actor: dict[str, object] = {"ip": HOST, "port": port, "name": name}
+    for_actor: dict[str, object] = {"ip": address.local.host, "port": port, "name": name}
     token_file = override_of(server_args, "inference.token_file")
     if token_file not in (None, "", "null"):
         for_actor["token_file"] = token_file
     for_actor = {f"remote_rm.reward_model.{key}": value for key, value in for_actor.items()}
     of_server = (sys.executable, *server, *with_missing(server_args, for_server))
     of_actor = (sys.executable, *actor, *with_missing(actor_args, for_actor))
-    return LaunchPlan(of_server, of_actor, run_dir / "logs" / "server.log", port, **seconds)
+    return LaunchPlan(of_server, of_actor, run_dir / "logs" / "server.log", address, **seconds)
 
 
 def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
@@ -82,7 +88,7 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
     stop = StopSignal(tuple(handled))
     try:
         # Otherwise another run's server on this port would be mistaken for ours until ours fails to bind.
-        check_port(HOST, plan.port)
+        check_port(plan.address.host, plan.address.port)
         plan.server_log.parent.mkdir(parents=True, exist_ok=True)
         with (
             contextlib.closing(Guard(grace_seconds=min(plan.grace_seconds, 10.0))) as guard,
@@ -114,14 +120,16 @@ def _start(command: Sequence[str], guard: Guard, log: BinaryIO | None) -> Child:
 
 
 def _wait_until_ready(plan: LaunchPlan, server: Child, stop: StopSignal, say: Callable[[str], None]) -> None:
+    local = plan.address.local
     start = time.monotonic()
     next_report = start + REPORT_SECONDS
     while stop.number is None:
         if server.exit_code is not None:
             raise _server_ended(plan, server, "before it was ready")
-        fault, elapsed = health_fault(Endpoint(HOST, HOST, 0, plan.port)), time.monotonic() - start
+        fault = health_fault(Endpoint(local.host, local.host, 0, local.port))
+        elapsed = time.monotonic() - start
         if fault is None:
-            say(f"reward server: ready at http://{HOST}:{plan.port} after {elapsed:.0f} s")
+            say(f"reward server: ready at {local.url} after {elapsed:.0f} s")
             return
         if elapsed > plan.ready_seconds:
             raise RewardServerError(

@@ -19,7 +19,7 @@ from reinforce_rl.launch.check_generation import check_generation
 from reinforce_rl.launch.convert import convert
 from reinforce_rl.launch.demo import demo
 from reinforce_rl.launch.recorded import RunFolder, diff, records, replay, whatif
-from reinforce_rl.launch.terminal import become, fail, plain_errors, start_ranks
+from reinforce_rl.launch.terminal import become, fail, plain_errors, start_ranks, use_utf8
 
 
 class _Group(TyperGroup):
@@ -104,6 +104,7 @@ def run_script(command: str) -> None:
 
 
 def _prepare() -> None:
+    use_utf8()
     try:
         here = os.getcwd()
     except OSError:
@@ -190,9 +191,13 @@ def launch(
 @app.command()
 def prepare(
     inputs: Annotated[list[Path], typer.Argument(help="files, folders, hf:OWNER/NAME: prompts, messages or pairs")],
-    output: Annotated[Path, typer.Option(help="folder for train.jsonl and validation.jsonl")],
+    output: Annotated[Path, typer.Option(help="folder for what is written")],
     form: Annotated[
-        Literal["messages", "prompt"], typer.Option(help="a list of turns, or one string in the Human/Assistant form")
+        Literal["messages", "prompt", "pairs", "ratings"],
+        typer.Option(
+            help="of prompts: a list of turns, or one string in the Human/Assistant form; "
+            "pairs, ratings: NeMo-Aligner's data for train-rm, as pairs.jsonl or ratings.jsonl"
+        ),
     ] = "messages",
     validation_fraction: Annotated[float | None, typer.Option(help="share to validate (default: 0.1)")] = None,
     num_validation: Annotated[int | None, typer.Option(min=1, help="number of prompts for validation")] = None,
@@ -201,8 +206,13 @@ def prepare(
     max_characters: Annotated[int | None, typer.Option(min=1, help="skip prompts with more, over all turns")] = None,
     limit: Annotated[int | None, typer.Option(min=2, help="number of prompts to keep, drawn by the seed")] = None,
     field: Annotated[list[str] | None, typer.Option(help="NAME=COLUMN renames one: prompt=question")] = None,
+    attributes: Annotated[str | None, typer.Option(help="of ratings: A,B,C, names of a label's numbers")] = None,
 ) -> None:
-    """Turn preference pairs or conversations into prompt-only train.jsonl and validation.jsonl."""
+    """Turn preference pairs or conversations into prompt-only train.jsonl and validation.jsonl.
+
+    With --form pairs or ratings, turn NeMo-Aligner's comparisons, DPO or regression data into what train-rm reads.
+    """
+    from reinforce_rl.data.nemo_aligner import prepare_pairs, prepare_ratings
     from reinforce_rl.data.prepare import PrepareOptions, prepare_prompts
     from reinforce_rl.data.readers import Columns
 
@@ -212,8 +222,27 @@ def prepare(
         raise typer.BadParameter("--num-validation is not allowed with --validation-fraction")
     if validation_fraction is not None and not 0 < validation_fraction < 1:  # typer's bounds include their ends
         raise typer.BadParameter(f"--validation-fraction is {validation_fraction}; expected above 0 and below 1")
-    options = PrepareOptions(form, num_validation, validation_fraction or 0.1, seed, max_turns, max_characters, limit)
     columns = Columns(dict(one.split("=", 1) for one in field or ()), "--field ")
+    of_prompts = {
+        "--validation-fraction": validation_fraction,
+        "--num-validation": num_validation,
+        "--max-turns": max_turns,
+        "--max-characters": max_characters,
+        "--limit": limit,
+    }
+    if attributes is not None and form != "ratings":
+        raise typer.BadParameter("--attributes needs --form ratings")
+    if form in ("pairs", "ratings"):
+        if given := [name for name, value in of_prompts.items() if value is not None]:
+            raise typer.BadParameter(f"{given[0]} is of prompts; train-rm splits {form} by data.held_out_fraction")
+        if form == "pairs":
+            print(prepare_pairs(inputs, output, columns))
+        else:
+            names = [name.strip() for name in (attributes or "").split(",") if name.strip()]
+            print(prepare_ratings(inputs, output, names, columns))
+        print(f"written to {output / f'{form}.jsonl'}")
+        return
+    options = PrepareOptions(form, num_validation, validation_fraction or 0.1, seed, max_turns, max_characters, limit)
     print(prepare_prompts(inputs, output, options, columns))
     print(f"written to {output / 'train.jsonl'} and {output / 'validation.jsonl'}")
 

@@ -13,7 +13,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from reinforce_rl.config.compose import compose
-from reinforce_rl.config.load import RENAMED, read_config, renamed
+from reinforce_rl.config.load import advice_for, read_config
+from reinforce_rl.config.nemo_keys import RENAMED
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.files import write_atomically
 
@@ -69,7 +70,7 @@ def converted(path: str | Path) -> str:
         name = RENAMED.get(key, key)
         if value is None or (name != key and name in keys):  # explicit_log_dir goes before exp_dir
             continue
-        if why := _reason(key, value, given) or ("" if name in known else _unknown(key)):
+        if why := _reason(key, value, given) or ("" if name in known else _unknown(key, value)):
             left_out.setdefault(why, []).append(key)
         else:
             keys[name] = _value(name, value)
@@ -125,9 +126,9 @@ def _reason(key: str, value: Any, given: dict[str, Any]) -> str:
     return _LEFT_OUT.get(key, "")
 
 
-def _unknown(key: str) -> str:
-    if advice := renamed(key):
-        return advice.partition("; ")[2].rpartition(" (")[0].removeprefix("leave it out: ")
+def _unknown(key: str, value: Any) -> str:
+    if advice := advice_for(key, value=value):
+        return advice.removeprefix("leave it out: ")
     own = "; a field of megatron-core's TransformerConfig is +model.megatron_overrides.NAME"
     return "no such key here" + (own if key.startswith("model.") else "")
 

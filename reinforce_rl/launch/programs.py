@@ -18,14 +18,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from reinforce_rl.config.compose import CONF_FOLDER, explained
+from reinforce_rl.config.compose import CONF_FOLDER, explained, with_quotes
 from reinforce_rl.config.describe import PROGRAMS
 from reinforce_rl.config.load import load_config, read_config
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import EXIT_STOPPED
-from reinforce_rl.launch.terminal import fail, plain_errors, start_ranks, typed
-from reinforce_rl.runtime.settings import may_start
+from reinforce_rl.launch.terminal import fail, plain_errors, start_ranks, typed, use_utf8
+from reinforce_rl.runtime.settings import freeze_template_date, may_start
 from reinforce_rl.runtime.stop import StopNow, StopRequest
 
 HELP = ("--help", "-h")
@@ -49,6 +49,7 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 fail("stopped by a signal before the run began", EXIT_STOPPED)
 
         def run_program() -> None:
+            use_utf8()
             words = [arg for arg in sys.argv[1:] if arg not in HELP]
             if len(words) < len(sys.argv) - 1:
                 from reinforce_rl.launch.help import show_help
@@ -58,6 +59,7 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 return
             if any(arg.partition("=")[0] in ("--config-path", "-cp") for arg in words):
                 fail("--config-path hides the configuration that yours builds on; name its folder by --config-dir")
+            sys.argv[1:] = [arg if arg.startswith("-") else with_quotes(arg) for arg in sys.argv[1:]]
             # Have Hydra raise its errors instead of printing them, so that they look like all others.
             os.environ["HYDRA_FULL_ERROR"] = "1"
             # Hydra then adds it at the end, which is what everybody means.
@@ -65,7 +67,9 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
             try:
                 hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name=name)(run)()
             except (HydraException, OmegaConfBaseException) as error:
-                fail(str(explained(error, name, [arg for arg in words if "=" in arg and arg[0] != "-"])))
+                overrides = [arg for arg in words if "=" in arg and arg[0] != "-"]
+                names_file = any(arg.partition("=")[0] in ("--config-name", "-cn") for arg in words)
+                fail(str(explained(error, name, overrides, is_whole=not names_file)))
             except YAMLError as error:
                 fail(f"a configuration is no YAML: {error}")
 
@@ -86,6 +90,7 @@ def train(cfg: DictConfig) -> None:
     from reinforce_rl.rewards.function_pool import with_functions
 
     config = with_functions(*read_config(cfg))
+    freeze_template_date(config)
     if not may_start(config):
         return
     start_ranks(config.trainer.devices, config.trainer.num_nodes)
@@ -130,6 +135,7 @@ def generate(cfg: DictConfig) -> None:
             fail(
                 f"{ranks} ranks were started (WORLD_SIZE), but generation_tensor_parallel_size is {size}; start {size}"
             )
+    freeze_template_date(config, joins=True)
     start_ranks(size, 1, "generation_tensor_parallel_size")
     stop = StopRequest.on_signals()
     from reinforce_rl.trainer.separate_program import generate

@@ -47,18 +47,24 @@ def _serve_model(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) 
 
     from reinforce_rl.config.load import precision_here
     from reinforce_rl.megatron.mesh import parallel_mesh
+    from reinforce_rl.megatron.model.stored_head import unused_moments
     from reinforce_rl.reward_model.scorer import Batching, Merging, load_head, load_reward_model
     from reinforce_rl.reward_server.ranks import end_process, follow_rank_0, lead_ranks
     from reinforce_rl.trainer.build import DTYPES
+    from reinforce_rl.utils.console import warn_once
 
     own, inference = cfg.reward_model, cfg.inference
-    head = load_head(own.restore_from_path, own.head_path)
+    head = load_head(own.restore_from_path, own.head_path, own.head_name, own.head_activation)
+    moments = unused_moments(own.restore_from_path)
+    if moments is not None and own.head_path is None and own.mean is None:
+        warn_once(moments)
     mean = head.mean if own.mean is None else own.mean
     deviation = head.deviation if own.deviation is None else own.deviation
     merging = Merging.from_names(head.attributes, own.attribute_weights or None, mean, deviation)
     batching = Batching(inference.micro_batch_size, inference.tokens_per_micro_batch, inference.pad_to_multiple)
     dtype = getattr(torch, DTYPES[precision_here(own.precision)])
     options = {"batching": batching, "max_length": own.max_length, "merging": merging, "dtype": dtype}
+    options |= {"head_name": own.head_name, "head_activation": own.head_activation}
     tensor, pipeline = own.tensor_model_parallel_size, own.pipeline_model_parallel_size
     with parallel_mesh(tensor, pipeline, sequence_parallel=own.sequence_parallel) as mesh:
         load = partial(load_reward_model, own.restore_from_path, own.head_path, mesh, **options)
@@ -86,7 +92,11 @@ def _server_of(
     own = cfg.reward_model
     folder = own.tokenizer_path or own.restore_from_path
     tokenizer = load_tokenizer(folder)
+    own.freeze_date(folder)
+    template = own.template_options("reward_model.")
     details = reward_model_identity(own.restore_from_path, own.head_path, model)
+    details |= template.identity
+    options["template"] = template
     if functions is None:
         return RewardServer(scorer, tokenizer, cfg.inference, details=details, **options)
     if not tokenizer.chat_template:

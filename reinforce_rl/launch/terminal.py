@@ -34,6 +34,19 @@ def program_name() -> str:
     return sys.argv[0] if _command else f"python {sys.argv[0]}"
 
 
+def use_utf8() -> None:
+    """Start this program again in Python's UTF-8 mode if the locale has another encoding, such as ASCII.
+
+    Files, their names and what is printed are UTF-8. Python's own calls can be told so one by one; pyarrow, tokenizers
+    and Hydra cannot.
+    """
+    if sys.flags.utf8_mode or sys.getfilesystemencoding() == "utf-8" or not sys.executable:
+        return
+    os.environ["PYTHONUTF8"] = "1"  # for the processes that this one starts
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
 def typed() -> str:
     """The command line, as a person would repeat it."""
     return " ".join([program_name(), *map(shlex.quote, sys.argv[1:])])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from reinforce_rl.config.model_folder import no_model
 from reinforce_rl.errors import ConfigError
 
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
@@ -36,14 +37,22 @@ _FAMILIES = {
 
 # Further keys that change what a model of these families computes, with the values under which it does not.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
+    "hidden_act": ("silu", "swish"),  # two names of one function
     "mlp_bias": (False, None),
     "num_experts": (0, 1, None),
     "num_local_experts": (0, 1, None),
     "dual_chunk_attention_config": (None,),
-    "quantization_config": (None,),
     "partial_rotary_factor": (1, None),
 }
+# Keys of quantised folders, with those inside that name the method; `quantization` is MLX's.
+_QUANTISED = {
+    "quantization_config": ("quant_method", "quant_algo"),
+    "compression_config": ("quant_method", "format"),
+    "quantization": ("mode",),
+}
+UNQUANTISED = "take the folder of the unquantised model"
+_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_COUNTS = (*_REQUIRED, "max_position_embeddings")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -73,7 +82,7 @@ class Architecture:
         """Read `config.json` of a Hugging Face folder. Raises ConfigError: all faults together."""
         path = Path(folder) / "config.json"
         if not path.is_file():
-            raise ConfigError([f"{path} does not exist; expected a Hugging Face model folder with a config.json"])
+            raise ConfigError([f"{folder} {no_model(folder)}"])
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -139,9 +148,17 @@ def _faults(values: dict[str, Any], family: _Family) -> list[str]:
     faults = []
     if (model_type := values.get("model_type")) not in _FAMILIES:
         faults.append(f"model_type is {model_type!r}; supported: {', '.join(_FAMILIES)} (dense decoders)")
-    required = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    faults += [f"{key} is missing" for key in required if key not in values]
-    rope: dict[str, Any] = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    faults += [f"{key} is missing" for key in _REQUIRED if key not in values]
+    wrong = [key for key in _COUNTS if key in values and not _is_count(values[key])]
+    wrong += [key for key in ("num_key_value_heads", "head_dim") if not _is_count(values.get(key) or 1)]
+    faults += [f"{key} is {values[key]!r}; expected a whole number of at least 1" for key in wrong]
+    faults += _quantisation_faults(values)
+    rope = _rope_of(values)
+    if rope is None:
+        faults.append(
+            f"rope_scaling is {values.get('rope_scaling') or values['rope_parameters']!r}; expected an object"
+        )
+        rope = {}
     found = {**values, "partial_rotary_factor": rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))}
     faults += [
         f"{key} is {found[key]!r}; only {allowed[0]!r} is supported"
@@ -151,6 +168,8 @@ def _faults(values: dict[str, Any], family: _Family) -> list[str]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _ROPE_TYPES:
         faults.append(f"rope_type is {kind!r}; supported: {', '.join(_ROPE_TYPES)}")
+    if wrong:
+        return faults  # what follows computes with them
     heads = values.get("num_attention_heads", 1)
     groups = values.get("num_key_value_heads") or heads
     if heads % groups:
@@ -160,6 +179,32 @@ def _faults(values: dict[str, Any], family: _Family) -> list[str]:
     if len(_windows(values, family)) > 1:
         some = f"sliding_window is {values['sliding_window']} on some layers only (use_sliding_window, with "
         faults.append(f"{some}max_window_layers or layer_types); supported: on all layers or on none")
+    return faults
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1  # true is an int too
+
+
+def _rope_of(values: dict[str, Any]) -> dict[str, Any] | None:
+    """Return RoPE's settings; None if they are no object. transformers takes the older key where there are both."""
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    return rope if isinstance(rope, dict) else None
+
+
+def _quantisation_faults(values: dict[str, Any]) -> list[str]:
+    faults = []
+    for key, names in _QUANTISED.items():
+        settings = values.get(key)
+        if not settings:
+            continue
+        known = settings if isinstance(settings, dict) else {}
+        method = next((str(known[name]) for name in names if known.get(name)), None)
+        if method is None and (known.get("load_in_4bit") or known.get("load_in_8bit")):
+            method = "bitsandbytes"
+        by = f"with {method} ({key})" if method else f"({key})"
+        faults.append(f"the weights are quantised {by}, and training needs them whole; {UNQUANTISED}")
+        break  # some folders say it twice
     return faults
 
 
@@ -186,7 +231,7 @@ def _round_up(value: int, multiple: int) -> int:
 def with_old_rope_keys(values: dict[str, Any]) -> dict[str, Any]:
     """Add RoPE's keys for transformers 4, which silently ignores version 5's `rope_parameters`."""
     rope = values.get("rope_parameters")
-    if not rope:
+    if not rope or values.get("rope_scaling"):  # version 5 takes the older key where there are both
         return values
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}

@@ -17,11 +17,18 @@ from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint_files import MANIFEST_FILE, check_files, load_sharded
 from reinforce_rl.megatron.checkpointer import STATE_FILE, latest_checkpoint, reason_of
-from reinforce_rl.megatron.hf_weights import HFFolder, Track, carry_over, export_hf_folder, load_hf_weights
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import (
+    Track,
+    carry_over,
+    check_headers,
+    export_hf_folder,
+    load_hf_weights,
+)
 from reinforce_rl.megatron.lora import LoraSettings, MergedWeights, add_lora, check_lora_identity, trained_state
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.weight_map import EMBEDDING
+from reinforce_rl.megatron.weight_map import weight_map
 from reinforce_rl.utils.files import replace_folder
 
 MODEL = "model"
@@ -32,12 +39,16 @@ def to_megatron(
 ) -> Path:
     """Write a Hugging Face folder's weights as a checkpoint, atomically; a collective call.
 
-    `out` is replaced if it exists; `dtype` None is the folder's. Raises ConfigError: the model is not supported;
-    CheckpointError: the folder cannot be read or the checkpoint cannot be written.
+    `out` is replaced if it exists. `dtype` None is the folder's; of several, the one that holds the others' values.
+
+    Raises ConfigError: the model is not supported; CheckpointError: the folder cannot be read or the checkpoint cannot
+    be written.
     """
     source, out = Path(source), Path(out)
     architecture, weights = Architecture.from_folder(source), HFFolder(source)
-    lm = CausalLM(architecture, mesh, dtype or weights.dtype_of(EMBEDDING))
+    check_headers(architecture, weights)
+    stored = weights.common_dtype(row.hf for row in weight_map(architecture, 1))
+    lm = CausalLM(architecture, mesh, dtype or stored)
     load_hf_weights(lm, weights, track=track)
     part = out.with_name(out.name + ".part")
 

@@ -5,8 +5,6 @@ Each rank reads only its slices; on export rank 0 holds at most one weight file 
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
 import json
 import math
@@ -15,126 +13,21 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from reinforce_rl.config.end_tokens import GENERATION_CONFIG, read_end_tokens, with_end_tokens
+from reinforce_rl.data.tokenizer import load_tokenizer, token_id
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.weight_files import INDEX_FILE, NAMED_FILE, SINGLE_FILE
 from reinforce_rl.megatron.weight_map import EMBEDDING, OUTPUT_LAYER, OUTPUT_PARAMETER, SCORE_LAYER, Row, weight_map
 from reinforce_rl.utils.files import replace_folder
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
-
-
-class _Entry(NamedTuple):
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class HFFolder:
-    """Weights of a Hugging Face folder; the constructor reads only the files' headers. Faults are CheckpointErrors."""
-
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
-        index, single = self.folder / INDEX_FILE, self.folder / SINGLE_FILE
-        self._listing = index if index.is_file() else single
-        self._file_of = _file_names(index) if index.is_file() else {}
-        if not self._listing.is_file():
-            advice = "expected a Hugging Face folder with safetensors"
-            if pickled := ", ".join(sorted(file.name for file in self.folder.glob("*.bin"))):
-                why = f"{pickled} is pickled, which is not read, because unpickling can run any code"
-                advice = f"{why}. Where you trust it, load it with transformers and write it with save_pretrained"
-            raise CheckpointError(f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; {advice}")
-        self._entries: dict[str, _Entry] = {}
-        for path in sorted(set(self._file_of.values())) or [single]:
-            with _opened(path) as file:
-                for name in file.keys():  # noqa: SIM118 (a file is no dict)
-                    if self._file_of.get(name, path) == path:
-                        header = file.get_slice(name)
-                        self._entries[name] = _Entry(path, tuple(header.get_shape()), header.get_dtype())
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        return DTYPES[self._entries[name].dtype]
-
-    def read(self, name: str, axis: int = 0, part: tuple[int, int] | None = None) -> Tensor:
-        """Read a tensor, or the range `part` of `axis`; the rest stays on disk."""
-        with _opened(self._entries[name].file) as file:
-            start, end = part or (None, None)
-            return file.get_slice(name)[(slice(None),) * axis + (slice(start, end),)]
-
-    def fingerprint(self) -> str:
-        """Return a digest of every tensor's name, shape, dtype and first row, to tell two folders' weights apart.
-
-        Training changes every row of a matrix, except embeddings of tokens that never occur.
-        """
-        digest = hashlib.sha256()
-        for name in sorted(self._entries):
-            entry = self._entries[name]
-            digest.update(f"{name} {entry.shape} {entry.dtype} ".encode())
-            digest.update(self.read(name, 0, (0, 1)).contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
-
-    def check(self, expected: Mapping[str, tuple[int, ...]], ignored: re.Pattern[str]) -> None:
-        """Compare the headers with the model's shapes; CheckpointError lists all faults but `ignored` names."""
-        # Merge layers with the same fault, or a wrong config.json would fill the screen.
-        faults: dict[tuple[str, str], list[str]] = {}
-
-        def add(name: str, text: str) -> None:
-            faults.setdefault((_LAYER.sub("N", name), text), []).extend(_LAYER.findall(name))
-
-        for name, shape in expected.items():
-            entry = self._entries.get(name)
-            if entry is None:
-                add(name, f"missing in {self._file_of.get(name, self._listing).name}; expected shape {shape}")
-            elif entry.shape != shape:
-                add(name, f"shape {entry.shape} in {entry.file.name}; by config.json it should be {shape}")
-            elif entry.dtype not in DTYPES:
-                add(name, f"{entry.dtype} in {entry.file.name}; expected one of {', '.join(DTYPES)}")
-        for name in sorted(self._entries.keys() - expected.keys()):
-            if not ignored.search(name):
-                entry = self._entries[name]
-                add(name, f"shape {entry.shape} in {entry.file.name}; a model of this config.json has no such tensor")
-        lines = [f"{self.folder} does not hold what its config.json says:"]
-        for (name, text), layers in faults.items():
-            several = f", N = {', '.join(sorted(layers, key=int))}" if len(layers) > 1 else ""
-            lines.append(f"  {name if several else name.replace('.N.', '.'.join(['', *layers, '']))}{several}: {text}")
-        if faults:
-            raise CheckpointError("\n".join(lines))
-
-
-def _file_names(index: Path) -> dict[str, Path]:
-    try:
-        names = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        files = {name: index.parent / file for name, file in names.items()}
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index} cannot be read: {error!r}; expected a JSON object weight_map") from error
-    if missing := sorted({file.name for file in files.values() if not file.is_file()}):
-        raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")
-    return files
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    from safetensors import safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except Exception as error:  # safetensors raises an undocumented type for a damaged file
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-
 
 T = TypeVar("T")
 Track = Callable[[Sequence[T]], Iterable[T]]  # iterates like `iter`; may show progress
@@ -142,18 +35,22 @@ Track = Callable[[Sequence[T]], Iterable[T]]  # iterates like `iter`; may show p
 # RoPE frequencies, stored in older folders; the model computes them.
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 _NOT_OF_A_CLASSIFIER = re.compile(rf"{_COMPUTED.pattern}|^lm_head\.weight$")
+SCORE = SCORE_LAYER.removesuffix(".weight")  # module of a classifier's head
 STEP = "training_step"  # key of an exported config.json
 # Config and tokenizer files copied into an exported folder.
 _CARRIED_OVER = ("*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
 _CARRIED_OVER += ("chat_template*", "*.model")
 
 
-def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> None:
-    """Fill this rank's slice of the model, or all but a head that the folder lacks; faults as in `check_headers`."""
+def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter, heads: Sequence[str] = ()) -> None:
+    """Fill this rank's slice of the model, or all but a head that the folder lacks; faults as in `check_headers`.
+
+    `heads` are modules of heads that the folder may hold besides the model; the first is the one that is used.
+    """
     arch, rank = lm.architecture, lm.mesh.tp_rank
     rows, own = weight_map(arch, lm.mesh.tp_size), parameters_of(lm)
-    check_headers(arch, folder)
-    if _lacks_head(arch, folder):
+    check_headers(arch, folder, heads)
+    if _lacks_head(arch, folder, heads):
         rows = [row for row in rows if row.hf != SCORE_LAYER]
         own.pop(SCORE_LAYER, None)
     if arch.tied_embeddings and OUTPUT_PARAMETER in own:
@@ -175,14 +72,18 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter) -> N
         raise RuntimeError(f"the weight map does not fill {', '.join(sorted(own))}")
 
 
-def check_headers(arch: Architecture, folder: HFFolder) -> None:
+def check_headers(arch: Architecture, folder: HFFolder, heads: Sequence[str] = ()) -> None:
     """Check names, shapes and dtypes of a folder's tensors without reading them; CheckpointError lists differences."""
     shapes = {row.hf: row.shape for row in weight_map(arch, 1)}
-    if _lacks_head(arch, folder):
+    if _lacks_head(arch, folder, heads):
         del shapes[SCORE_LAYER]
     if _holds_tied_output(arch, folder):
         shapes[OUTPUT_LAYER] = shapes[EMBEDDING]
-    folder.check(shapes, _COMPUTED if arch.num_labels is None else _NOT_OF_A_CLASSIFIER)
+    ignored = _COMPUTED if arch.num_labels is None else _NOT_OF_A_CLASSIFIER
+    if heads:
+        modules = "|".join(re.escape(module) for module in (SCORE, *heads))
+        ignored = re.compile(rf"{ignored.pattern}|^(?:{modules})\.")
+    folder.check(shapes, ignored)
 
 
 def _holds_tied_output(arch: Architecture, folder: HFFolder) -> bool:
@@ -190,8 +91,10 @@ def _holds_tied_output(arch: Architecture, folder: HFFolder) -> bool:
     return arch.tied_embeddings and OUTPUT_LAYER in folder
 
 
-def _lacks_head(arch: Architecture, folder: HFFolder) -> bool:
-    return arch.num_labels is not None and SCORE_LAYER not in folder
+def _lacks_head(arch: Architecture, folder: HFFolder, heads: Sequence[str]) -> bool:
+    if arch.num_labels is None:
+        return False
+    return (*heads, SCORE)[0] != SCORE or SCORE_LAYER not in folder
 
 
 def parameters_of(lm: CausalLM) -> dict[str, Tensor]:
@@ -309,6 +212,8 @@ def export_hf_folder(
             part.mkdir(parents=True)
             carry_over(source, part)
             _set_config(part / "config.json", dtype, {STEP: step, **(config_values or {})})
+            if lm.architecture.num_labels is None:
+                _keep_end_tokens(part)
             if len(files) > 1:
                 total = sum(size for names in files.values() for size in names.values())
                 file_of = {name: file for file, names in files.items() for name in names}
@@ -354,10 +259,23 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     path.chmod(0o644)  # safetensors creates it with mode 0600
 
 
+def _keep_end_tokens(folder: Path) -> None:
+    """Make `generate` of transformers end at every token that ended the responses of training."""
+    tokenizer_eos = None
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer_eos = token_id(load_tokenizer(folder).eos_token_id)
+    end_tokens = read_end_tokens(folder, tokenizer_eos)
+    if end_tokens.ids != end_tokens.of_generate:
+        values = with_end_tokens(folder, end_tokens)
+        (folder / GENERATION_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
 def _set_config(config: Path, dtype: torch.dtype, others: Mapping[str, Any]) -> None:
     values = json.loads(config.read_text(encoding="utf-8"))
-    key = "torch_dtype" if "torch_dtype" in values else "dtype"  # its name before transformers 5
-    values |= {key: str(dtype).removeprefix("torch."), **others}
+    # "torch_dtype" before transformers 5, which reads both, "dtype" first.
+    keys = [key for key in ("torch_dtype", "dtype") if key in values] or ["dtype"]
+    values |= dict.fromkeys(keys, str(dtype).removeprefix("torch.")) | dict(others)
     if values[STEP] is None:
         del values[STEP]
+    values.pop(NAMED_FILE, None)  # the exported files have the usual names
     config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

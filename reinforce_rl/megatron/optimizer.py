@@ -131,6 +131,15 @@ class ActorOptimizer:
         self._host = HostCopies(pin=self._on_gpu, overlap_restore=overlap_restore)
         setattr(optimizer, _COPIES, self._host)
 
+    def allocate_moments(self) -> None:
+        """Take the memory of Adam's moments now rather than at the first step; zeros, as Adam begins with.
+
+        For an engine on the same GPU, which takes a share of what is free as it starts.
+        """
+        for main in _main_parameters(self._optimizer):
+            for name in MOMENTS:
+                main.moment(name)
+
     @contextlib.contextmanager
     def offloaded(self) -> Iterator[None]:
         """Move moments and fp32 main weights to host memory inside the block, and drop gradients; no-op on a CPU."""

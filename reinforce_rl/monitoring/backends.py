@@ -6,7 +6,7 @@ import json
 import os
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,24 @@ from reinforce_rl.monitoring.loggers import SUCCESS, Detached, Level, MetricLogg
 from reinforce_rl.utils.files import plain_number
 
 START_SECONDS, FINISH_SECONDS = 60, 50  # of a wandb run, the latter below `CLOSE_SECONDS` of its thread
+PROJECT = "reinforce_rl"
+# Variables of a library by its argument: they count where the configuration is silent.
+_OF_WANDB = {
+    "project": ("WANDB_PROJECT",),
+    "name": ("WANDB_NAME",),
+    "mode": ("WANDB_MODE",),
+    "dir": ("WANDB_DIR",),
+    "id": ("WANDB_RUN_ID",),
+    "resume": ("WANDB_RESUME",),
+}
+_OF_SWANLAB = {
+    "project": ("SWANLAB_PROJ_NAME", "SWANLAB_PROJECT_NAME"),
+    "name": ("SWANLAB_EXP_NAME", "SWANLAB_EXPERIMENT_NAME"),
+    "mode": ("SWANLAB_MODE",),
+    "log_dir": ("SWANLAB_LOG_DIR", "SWANLAB_LOGDIR"),
+    "id": ("SWANLAB_RUN_ID",),
+    "resume": ("SWANLAB_RESUME", "SWANLAB_RUN_RESUME"),
+}
 
 
 def start_loggers(
@@ -82,16 +100,19 @@ class WandbLogger(MetricLogger):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
+        ours = {
+            "init_timeout": START_SECONDS,
+            "finish_timeout": FINISH_SECONDS,
+            "finish_timeout_raises": True,
+            "console": "off",  # its capture of stdout and the live progress display would tear each other
+            "silent": True,
+        }
         settings = wandb.Settings(
-            init_timeout=START_SECONDS,
-            finish_timeout=FINISH_SECONDS,
-            finish_timeout_raises=True,
-            console="off",  # its capture of stdout and the live progress display would tear each other
-            silent=True,
+            **{name: value for name, value in ours.items() if not os.environ.get(f"WANDB_{name.upper()}")}
         )
         folder = Path(cfg.exp_manager.explicit_log_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self._run: Any = wandb.init(dir=str(folder), settings=settings, **_given(cfg, run_id))
+        self._run: Any = wandb.init(settings=settings, **_arguments(cfg, run_id, _OF_WANDB, dir=str(folder)))
         self._table: Callable[..., Any] = partial(wandb.Table, allow_mixed_types=True)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
@@ -121,8 +142,11 @@ class SwanlabLogger(WandbLogger):
         import swanlab
 
         quiet = {"interactive": False, "terminal": {"proxy_type": "none"}, "probe": {"requirements": False}}
-        folder, settings = Path(cfg.exp_manager.explicit_log_dir) / "swanlog", swanlab.Settings(**quiet)
-        self._run = swanlab.init(log_dir=str(folder), settings=settings, **_given(cfg, run_id))
+        # The settings of `swanlab.Settings` beat the variables, such as SWANLAB_TERMINAL_PROXY_TYPE.
+        given = tuple(name for name in quiet if any(v.startswith(f"SWANLAB_{name.upper()}") for v in os.environ))
+        settings = swanlab.Settings(**{name: value for name, value in quiet.items() if name not in given})
+        folder = Path(cfg.exp_manager.explicit_log_dir) / "swanlog"
+        self._run = swanlab.init(settings=settings, **_arguments(cfg, run_id, _OF_SWANLAB, log_dir=str(folder)))
         self._table = lambda columns, data: swanlab.echarts.Table().add(columns, data)
         self._text = swanlab.Text
 
@@ -150,15 +174,26 @@ class MlflowLogger(MetricLogger):
 
         given, folder = cfg.exp_manager.mlflow_logger_kwargs, Path(cfg.exp_manager.explicit_log_dir)
         self._metric, self._pending = Metric, dict[str, float]()
-        self._client = client = MlflowClient(given.tracking_uri or (folder / "mlruns").absolute().as_uri())
-        found = client.get_experiment_by_name(given.experiment_name)
-        place = found.experiment_id if found else client.create_experiment(given.experiment_name)
+        address = given.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = client = MlflowClient(address or (folder / "mlruns").absolute().as_uri())
+        place = self._experiment(given.experiment_name)
         past = client.search_runs([place], filter_string=f"tags.`reinforce_rl.run_id` = '{run_id}'")
         tags = {"reinforce_rl.run_id": run_id}
-        run = past[0] if past else client.create_run(place, run_name=cfg.exp_manager.name, tags=tags)
-        self._id = run.info.run_id
+        self._id = os.environ.get("MLFLOW_RUN_ID") or (past[0].info.run_id if past else "")
+        if not self._id:
+            self._id = client.create_run(place, run_name=cfg.exp_manager.name, tags=tags).info.run_id
         client.update_run(self._id, status="RUNNING")
         client.log_dict(self._id, cfg.model_dump(), "config.yaml")
+
+    def _experiment(self, name: str | None) -> str:
+        """Return the id of the experiment, which is created if it has a name and does not exist."""
+        number = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        name = name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        if name is None and number:
+            return number
+        name = name or PROJECT
+        experiment = self._client.get_experiment_by_name(name)
+        return experiment.experiment_id if experiment else self._client.create_experiment(name)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
         """Hold numbers until `commit`, which sends them at once."""
@@ -181,9 +216,18 @@ class MlflowLogger(MetricLogger):
         self._client.set_terminated(self._id, "FINISHED" if status == SUCCESS else "FAILED")
 
 
-def _given(cfg: TrainConfig, run_id: str) -> dict[str, Any]:
-    given = dict(cfg.exp_manager.wandb_logger_kwargs)
-    return {**given, "config": cfg.model_dump(), "id": run_id, "resume": "allow"}
+def _arguments(cfg: TrainConfig, run_id: str, variables: Mapping[str, Sequence[str]], **folder: str) -> dict[str, Any]:
+    """Return the arguments of `init`: what was configured, and ours where no variable of the library has a value."""
+    section = cfg.exp_manager.wandb_logger_kwargs
+    configured = {"project": section.project, "mode": section.mode, "config": cfg.model_dump()}
+    ours = {"project": PROJECT, "mode": "online", "name": section.name, "id": run_id, "resume": "allow", **folder}
+    if section.name != type(section).model_fields["name"].default:
+        configured["name"] = section.name
+    arguments = {name: value for name, value in configured.items() if value is not None}
+    for name, value in ours.items():
+        if not any(os.environ.get(variable) for variable in variables[name]):
+            arguments.setdefault(name, value)
+    return arguments
 
 
 def _finite(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -19,7 +19,6 @@ import functools
 import ipaddress
 import json
 import math
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +38,7 @@ from reinforce_rl.monitoring.view import MAX_ROWS, PAGE, plotly, render, token_v
 from reinforce_rl.runtime.settings import HISTORY_FILE
 from reinforce_rl.runtime.status import STATUS_FILE, run_status
 from reinforce_rl.utils.files import plain_number
+from reinforce_rl.utils.net import Address, listen
 
 _OPEN_RUNS = 32  # whose metrics are held in memory
 _SCAN_SECONDS = 1.0  # between looks for runs
@@ -194,13 +194,15 @@ def serve(folder: str | Path, host: str = "127.0.0.1", port: int = 6060) -> None
     """
     app = Board(folder, host).application()
     try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener = listen(host, port)
     except OSError as error:
         advice = "choose another with --port, or --port 0 for any free one"
-        raise ReinforceError(f"{host}:{port} cannot be listened on ({error.strerror or error}); {advice}") from error
+        raise ReinforceError(
+            f"{Address(host, port)} cannot be listened on ({error.strerror or error}); {advice}"
+        ) from error
     with listener:
-        shown = f"[{host}]" if ":" in host else host
-        print(f"The runs of {folder} are on http://{shown}:{listener.getsockname()[1]}; Ctrl-C ends", flush=True)
+        address = Address(host, listener.getsockname()[1]).local
+        print(f"The runs of {folder} are on {address.url}; Ctrl-C ends", flush=True)
         if not ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
             print("Everyone who reaches this machine can read them: there is no password", flush=True)
         web.run_app(app, sock=listener, print=None, access_log=None, shutdown_timeout=1.0)

@@ -281,21 +281,27 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None, filters: 
         DataError: the file is damaged, or not of this version.
     """
     try:
-        schema = pq.read_schema(path)
-        found = (schema.metadata or {}).get(FORMAT.encode())
-        version = json.loads(found)["version"] if found else None
-        if version != VERSION:
-            raise DataError(
-                f"{path}: its records have version {version}; this reinforce_rl reads version {VERSION}. Read them "
-                "with the reinforce_rl that wrote them, or as they are with pyarrow.parquet.read_table"
-            )
-        expected = [name for name in (*SAMPLE_COLUMNS, *TOKEN_COLUMNS) if name not in ("record", "weight_versions")]
-        if missing := [name for name in expected if name not in schema.names]:  # earlier files lack these two
-            raise DataError(f"{path}: missing columns {missing}; docs/records.md has all. Restore the file")
-        known = None if columns is None else [name for name in columns if name in schema.names]
-        return pq.read_table(path, columns=known, filters=filters)
+        # Opened here, since Arrow cannot encode every name where the locale is not UTF-8.
+        with Path(path).open("rb") as file:
+            return _read_table(file, path, columns, filters)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error}); restore it or take it away") from error
+
+
+def _read_table(file: Any, path: str | Path, columns: Sequence[str] | None, filters: Any) -> pa.Table:
+    schema = pq.read_schema(file)
+    found = (schema.metadata or {}).get(FORMAT.encode())
+    version = json.loads(found)["version"] if found else None
+    if version != VERSION:
+        raise DataError(
+            f"{path}: its records have version {version}; this reinforce_rl reads version {VERSION}. Read them "
+            "with the reinforce_rl that wrote them, or as they are with pyarrow.parquet.read_table"
+        )
+    expected = [name for name in (*SAMPLE_COLUMNS, *TOKEN_COLUMNS) if name not in ("record", "weight_versions")]
+    if missing := [name for name in expected if name not in schema.names]:  # earlier files lack these two
+        raise DataError(f"{path}: missing columns {missing}; docs/records.md has all. Restore the file")
+    known = None if columns is None else [name for name in columns if name in schema.names]
+    return pq.read_table(file, columns=known, filters=filters)
 
 
 def read_rows(path: str | Path) -> list[RolloutRow]:

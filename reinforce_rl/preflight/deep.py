@@ -99,7 +99,7 @@ class Worker:
         self._tell = tell
 
     def __enter__(self) -> Worker:
-        self._said = tempfile.TemporaryFile("w+")
+        self._said = tempfile.TemporaryFile("w+", encoding="utf-8")
         self._child = ModuleChild("reinforce_rl.preflight.rank", stdout=self._said, stderr=self._said)
         return self
 

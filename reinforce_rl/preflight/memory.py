@@ -73,6 +73,7 @@ class Policy:
     offload_optimizer: bool  # during generation optimizer states go to the host and gradients are freed
     fused_adam: bool  # one kernel without temporaries
     gpu: bool  # device and host memory are separate; on a CPU nothing is moved
+    engine_copies: bool = False  # an engine that sleeps keeps its weights in host memory
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class RankMemory:
     reference_on_device: int
     reference_on_host: int
     phases: tuple[Phase, ...]
+    engine_on_host: int = 0  # this rank's share
 
     @property
     def held(self) -> int:
@@ -119,7 +121,8 @@ class RankMemory:
     def on_host(self) -> int:
         """Peak bytes in host memory, if it is separate from the device's."""
         is_offloaded = any(phase.moved < 0 for phase in self.phases)
-        return self.reference_on_host + (self.optimizer if is_offloaded else 0)
+        # The engine falls asleep before the optimizer's states come back.
+        return self.reference_on_host + self.engine_on_host + (self.optimizer if is_offloaded else 0)
 
 
 def rank_memory(
@@ -136,7 +139,9 @@ def rank_memory(
     if policy.reference != "none":  # the actor's weights stay on the device meanwhile
         phases.append(_log_probs("reference log-probs", shape, policy, forward, on_host if policy.gpu else 0))
     phases += [_training(shape, policy, train), _optimizer_step(shape, policy)]
-    return RankMemory(stage, shape, weights, gradients, optimizer, on_device, on_host, tuple(phases))
+    # Context-parallel ranks hold the same weights, and an engine holds them once.
+    engine = weights // policy.layout.context if policy.engine_copies and policy.gpu else 0
+    return RankMemory(stage, shape, weights, gradients, optimizer, on_device, on_host, tuple(phases), engine)
 
 
 def _kept_by_layer(shape: StageShape, policy: Policy, micro: Pass) -> int:

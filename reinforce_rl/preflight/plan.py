@@ -83,6 +83,7 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
         tokenizer = attempt(lambda: load_tokenizer(folder))
     if architecture is not None and tokenizer is not None:
         attempt(lambda: build.check_vocabulary(tokenizer, architecture, folder))
+        attempt(lambda: build.stop_token_ids(folder, tokenizer))
     if tokenizer is not None and _prompts_can_be_read(cfg):
         datasets = attempt(lambda: build.build_datasets(cfg, tokenizer))
     if architecture is not None and datasets is not None and cfg.model.reinforce.num_rollout_samples > 0:
@@ -237,7 +238,17 @@ def _policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> memory.Policy:
         offload_optimizer=model.reinforce.offload_adam_states,
         fused_adam=model.optim.fused,
         gpu=gpu,
+        engine_copies=_engine_copies(cfg, has_lora=lora is not None),
     )
+
+
+def _engine_copies(cfg: TrainConfig, *, has_lora: bool) -> bool:
+    """Whether the engine moves its weights to host memory while it sleeps."""
+    if cfg.placement != "colocated":
+        return False
+    if cfg.generation == "tensorrt_llm":
+        return True  # 1.2 does; 1.3 drops them, and which it is shows at the start only
+    return cfg.generation == "vllm" and has_lora and cfg.vllm.load_adapters  # the frozen weights, sent once
 
 
 @dataclass(frozen=True)

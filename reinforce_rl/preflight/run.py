@@ -17,7 +17,8 @@ from reinforce_rl.config.base import DEEP
 from reinforce_rl.config.load import read_config
 from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.errors import CheckpointError, ConfigError, RewardServerError
-from reinforce_rl.megatron.hf_weights import HFFolder, check_headers
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import check_headers
 from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import Inputs, gigabytes, layout_of, plan_batches, plan_memory, read_inputs
 from reinforce_rl.preflight.report import print_plan, print_warnings, resident

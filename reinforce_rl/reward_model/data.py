@@ -1,9 +1,8 @@
 """Preference pairs and rated answers (HelpSteer, arXiv:2311.09528): read, tokenise, split by prompt.
 
-The reward server gets the actor's own tokens: the prompt, rendered by the chat template with its generation prompt
-(see `reinforce_rl.data.prompts`); the answer; and the end-of-turn token (`<|im_end|>` for SmolLM2) if the answer is
-complete, not cut at the actor's `max_length`. The newline that the template would add after it is left out: the actor
-stops there. If the reward model's tokenizer differs from the actor's, `encode_sample` renders texts alike.
+A reward model reads what the chat template makes of the whole conversation, the answer as its last message, as in
+transformers and TRL: `apply_chat_template([*prompt, {"role": "assistant", "content": answer}])`. An answer that was
+cut, as by an actor's `max_length`, has no end of turn. `encode_sample` does the same for the reward server.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reinforce_rl.data import jsonl
-from reinforce_rl.data.jsonl import LineFaults, Message, Record
-from reinforce_rl.data.readers import ColumnMissing, Columns, read_records
-from reinforce_rl.data.tokenizer import render_prompt
-from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.data.jsonl import LineFaults, Record
+from reinforce_rl.data.nemo_aligner import is_nemo_text
+from reinforce_rl.data.readers import ColumnMissing, Columns, WrongForm, read_records
+from reinforce_rl.data.rendering import ChatRenderer, Conversation, common_prefix_length
+from reinforce_rl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from reinforce_rl.config.reward_model import PairsConfig, TrainRewardModelConfig
     from reinforce_rl.rewards.base import TextSample
 
+ROLES = ("system", "user", "assistant", "tool")
 SKIP_SAME = "chosen and rejected are the same"
 SKIP_UNRATED = "no attribute is rated"
 SKIP_MULTI_TURN = "more than one user turn"
@@ -51,8 +52,8 @@ class EncodedPair:
     """A tokenised pair. Its repr is part of a checkpoint's `data_digest`."""
 
     prompt_key: str  # see `prompt_key()`
-    prompt: tuple[int, ...]  # up to where the answer begins
-    chosen: tuple[int, ...]  # includes the end-of-turn token unless the answer was cut; so does `rejected`
+    prompt: tuple[int, ...]  # up to where the answers begin
+    chosen: tuple[int, ...]  # includes the end of the turn unless the answer was cut; so does `rejected`
     rejected: tuple[int, ...]
 
     @property
@@ -114,7 +115,7 @@ def load_examples(cfg: TrainRewardModelConfig, tokenizer: Tokenizer) -> Examples
     """Read, tokenise and split pairs, or ratings if the objective is regression.
 
     Raises:
-        ConfigError: the tokenizer has no chat template or no end-of-sequence token.
+        ConfigError: the tokenizer has no chat template.
         DataError: as `read_examples`, or too few prompts to split.
     """
     used, skipped, num_lines = read_examples(cfg, tokenizer)
@@ -127,7 +128,8 @@ def read_examples(cfg: TrainRewardModelConfig, tokenizer: Tokenizer) -> tuple[li
 
     Pairs are lines of `{"prompt", "chosen", "rejected"}`; `prompt`, alias `messages`, is a list of messages, a text in
     HH form ("\\n\\nHuman: ...\\n\\nAssistant:"), or any other text, which becomes one user message. Ratings are
-    `{"prompt", "response", "attributes": {...}}`; attributes may also be top-level keys. Other keys are ignored.
+    `{"prompt", "response", "attributes": {...}}`; attributes may also be top-level keys. `tools` and
+    `chat_template_kwargs` are for the chat template. Other keys are ignored.
 
     `data.max_answer_tokens` cuts answers; then examples above `longest_example` are skipped (of a pair, the longer
     answer counts), and `data.max_pairs` are drawn with the seed.
@@ -147,7 +149,8 @@ def read_examples(cfg: TrainRewardModelConfig, tokenizer: Tokenizer) -> tuple[li
     assert path is not None  # checked
     faults = LineFaults()
     columns = Columns({name: column for name, column in vars(data.fields).items() if column}, "data.fields.")
-    found = list(read_records(path, partial(encode, tokenizer=tokenizer, data=data), faults, columns))
+    renderer = ChatRenderer(tokenizer, data.template_options("data."))
+    found = list(read_records(path, partial(encode, renderer=renderer, data=data), faults, columns))
     faults.raise_if_any(advice)
     if not found:
         raise DataError(f"{path} holds no line; expected {noun}. {advice}")
@@ -196,68 +199,98 @@ def prompt_position(key: str, seed: int) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def _pair_of(line: Record, tokenizer: Tokenizer, data: PairsConfig) -> EncodedPair | str:
+def _pair_of(line: Record, renderer: ChatRenderer, data: PairsConfig) -> EncodedPair | str:
     """Return a line's example, or the reason to skip it."""
+    _refuse_nemo_form(line.value, "pairs")
     value = _without_conversations(line.value)
-    messages, answers = _prompt_of(value), [_text_of(value, key) for key in ("chosen", "rejected")]
+    messages = _prompt_of(value)
+    answers = [_answer_of(value, key) for key in ("chosen", "rejected")]
     if data.single_turn_only and _turns(messages) > 1:
         return SKIP_MULTI_TURN
-    prompt = tuple(encode_prompt(tokenizer, messages))
-    chosen, rejected = (tuple(encode_answer(tokenizer, text, data.max_answer_tokens)) for text in answers)
-    return SKIP_SAME if chosen == rejected else EncodedPair(jsonl.prompt_key(messages), prompt, chosen, rejected)
+    conversation = Conversation.of_record(messages, value)
+    encode = partial(encode_conversation, renderer, conversation, max_answer_tokens=data.max_answer_tokens)
+    chosen, rejected = map(encode, answers)
+    if chosen == rejected:
+        return SKIP_SAME
+    shared = common_prefix_length(_before_answer(renderer, conversation), chosen, rejected)
+    return EncodedPair(
+        jsonl.prompt_key(messages), tuple(chosen[:shared]), tuple(chosen[shared:]), tuple(rejected[shared:])
+    )
 
 
 def _rating_of(
-    line: Record, tokenizer: Tokenizer, data: PairsConfig, names: Sequence[str], rated: set[str]
+    line: Record, renderer: ChatRenderer, data: PairsConfig, names: Sequence[str], rated: set[str]
 ) -> EncodedRating | str:
     """Like `_pair_of`; the attributes that the line rates are added to `rated`."""
+    _refuse_nemo_form(line.value, "ratings")
     ratings, messages = _ratings_of(line.value, names), _prompt_of(line.value)
-    response = _text_of(line.value, "response")
+    answer = _answer_of(line.value, "response")
     given = {name for name, rating in zip(names, ratings, strict=True) if not math.isnan(rating)}
     rated |= given
     if not given:
         return SKIP_UNRATED
     if data.single_turn_only and _turns(messages) > 1:
         return SKIP_MULTI_TURN
-    tokens = encode_prompt(tokenizer, messages) + encode_answer(tokenizer, response, data.max_answer_tokens)
+    conversation = Conversation.of_record(messages, line.value)
+    tokens = encode_conversation(renderer, conversation, answer, data.max_answer_tokens)
     return EncodedRating(jsonl.prompt_key(messages), tuple(tokens), ratings)
 
 
+def _refuse_nemo_form(value: dict[str, Any], form: str) -> None:
+    """Raise a WrongForm for a record of NeMo-Aligner's, which would be read as a text that holds its markers."""
+    of_nemo = [key for key in ("prompt", "text") if is_nemo_text(value.get(key))]
+    if "chosen" not in value and "response" not in value:
+        of_nemo += [key for key in ("chosen_response", "label", "mask") if key in value]
+    if of_nemo:
+        keys = ", ".join(value)
+        command = f"reinforce-rl prepare FILE --form {form} --output FOLDER"
+        raise WrongForm(f"found {keys}, in NeMo-Aligner's form by {of_nemo[0]}; convert the file: {command}")
+
+
 def _without_conversations(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a pair with texts as answers; in TRL and UltraFeedback they are whole conversations, or lists of one."""
+    """Return a pair whose answers are texts or single messages, and whose prompt is apart.
+
+    In TRL and UltraFeedback answers are whole conversations, or the messages that follow a list `prompt`.
+    """
     if not isinstance(value.get("chosen"), list):
         return value
-    roles = ("system", "user", "assistant")
-    sides = {key: jsonl.check_messages(_given(value, key), key, roles) for key in ("chosen", "rejected")}
+    sides = {
+        key: jsonl.check_messages(_given(value, key), key, ROLES, texts_only=False) for key in ("chosen", "rejected")
+    }
     for key, messages in sides.items():
         if messages[-1]["role"] != "assistant":
             raise DataError(f"{key} does not end with an assistant message")
     prompts = [messages[:-1] for messages in sides.values()]
     if prompts[0] != prompts[1]:
         raise DataError("chosen and rejected answer different prompts")
-    prompt = {"prompt": prompts[0]} if prompts[0] else {}
-    return {**value, **prompt, **{key: messages[-1]["content"] for key, messages in sides.items()}}
+    before, given = prompts[0], value.get("prompt")
+    if isinstance(given, list) and before[: len(given)] != given:
+        before = [*given, *before]
+    prompt = {"prompt": before} if before else {}
+    return {**value, **prompt, **{key: messages[-1] for key, messages in sides.items()}}
 
 
-def _turns(messages: Sequence[Message]) -> int:
+def _turns(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(message["role"] == "user" for message in messages)
 
 
-def _prompt_of(value: dict[str, Any]) -> list[Message]:
+def _prompt_of(value: dict[str, Any]) -> list[dict[str, Any]]:
     key = "messages" if "messages" in value and "prompt" not in value else "prompt"
     prompt = _given(value, key)
     if isinstance(prompt, str):
-        messages = jsonl.messages_of_text(jsonl.check_text(prompt, key))
+        messages: list[dict[str, Any]] = [*jsonl.messages_of_text(jsonl.check_text(prompt, key))]
     else:
-        found = jsonl.check_messages(prompt, key, ("system", "user", "assistant"))
-        # Not stripped, like the actor's prompts.
-        messages = [{"role": message["role"], "content": message["content"]} for message in found]
+        messages = jsonl.check_messages(prompt, key, ROLES, texts_only=False)
     jsonl.check_prompt(messages, key)
     return messages
 
 
-def _text_of(value: dict[str, Any], key: str) -> str:
-    return jsonl.check_text(_given(value, key), key)
+def _answer_of(value: dict[str, Any], key: str) -> Mapping[str, Any]:
+    """Return an answer as a message. White space around a text is dropped, as around HH's turns."""
+    answer = _given(value, key)
+    if isinstance(answer, dict):
+        return answer
+    return {"role": "assistant", "content": jsonl.check_text(answer, key).strip()}
 
 
 def _given(value: dict[str, Any], key: str) -> object:
@@ -286,44 +319,47 @@ def _rating(name: str, value: object) -> float:
 # The token format
 
 
-def end_of_turn_id(tokenizer: Tokenizer) -> int:
-    """Return the end-of-sequence token, at which the actor stops.
+def encode_conversation(
+    renderer: ChatRenderer,
+    conversation: Conversation,
+    answer: Mapping[str, Any],
+    max_answer_tokens: int | None = None,
+) -> list[int]:
+    """Tokenise a conversation and its answer; one of more than `max_answer_tokens` is cut, and has no end of turn.
 
-    Raises:
-        ConfigError: the tokenizer has none.
+    The end of a turn counts as one token, as for an actor, which stops at its first one.
     """
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(["the tokenizer has no end-of-sequence token, so an answer's end cannot be marked"])
-    return cast(int, tokenizer.eos_token_id)
+    whole = renderer.answered(conversation, answer)
+    if max_answer_tokens is None:
+        return whole
+    cut = renderer.answered(conversation, answer, is_finished=False)
+    start = common_prefix_length(_before_answer(renderer, conversation), whole)
+    return whole if len(cut) - start < max_answer_tokens else cut[: start + max_answer_tokens]
 
 
-def encode_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Tokenise a conversation up to where the assistant's answer begins; raises as `render_prompt`."""
-    return _ids(tokenizer, render_prompt(tokenizer, messages))
+def _before_answer(renderer: ChatRenderer, conversation: Conversation) -> list[int]:
+    """Tokenise what stands before an answer, which need not be the generation prompt: Qwen3's has no think block."""
+    return renderer.answered(conversation, {"role": "assistant", "content": ""}, is_finished=False)
 
 
-def encode_answer(tokenizer: Tokenizer, answer: str, max_tokens: int | None = None) -> list[int]:
-    """Tokenise an answer and its end-of-turn token, cut to `max_tokens` as an actor's `max_length` does.
-
-    Surrounding white space is dropped: an actor's answer begins directly after the generation prompt.
-    """
-    return [*_ids(tokenizer, answer.strip()), end_of_turn_id(tokenizer)][:max_tokens]
+def end_of_turn_ids(renderer: ChatRenderer) -> list[int]:
+    """Tokenise what the chat template writes behind an answer."""
+    return renderer.encode(renderer.end_of_turn(Conversation(({"role": "user", "content": "hi"},))))
 
 
-def encode_sample(tokenizer: Tokenizer, sample: TextSample) -> list[int]:
+def encode_sample(renderer: ChatRenderer, sample: TextSample) -> list[int]:
     """Tokenise a sample with the chat template. A plain prompt becomes one user message.
 
-    A cut answer gets no end-of-turn token, so that it does not look finished.
+    A cut answer gets no end of turn, so that it does not look finished.
 
     Raises:
-        ConfigError: the tokenizer has no chat template or no end-of-sequence token.
+        ConfigError: the tokenizer has no chat template.
         DataError: the template refuses these messages.
     """
-    messages = sample.messages or ({"role": "user", "content": sample.prompt},)
-    answer = encode_answer(tokenizer, sample.response)
-    return encode_prompt(tokenizer, messages) + (answer if sample.finished else answer[:-1])
-
-
-def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    # Special tokens are in the rendered text already. Verbose is off because callers check lengths by their own limit.
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # type: ignore[arg-type]
+    if sample.messages:
+        conversation = Conversation.of_record(sample.messages, sample.record)
+        response = sample.response
+    else:
+        conversation = Conversation(({"role": "user", "content": sample.prompt},))
+        response = sample.response.strip()
+    return renderer.answered(conversation, {"role": "assistant", "content": response}, is_finished=sample.finished)

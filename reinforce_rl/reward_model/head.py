@@ -26,6 +26,7 @@ from torch import Tensor
 from reinforce_rl.config.reward_model import CutsConfig, HeadConfig
 from reinforce_rl.errors import CheckpointError, DataError
 from reinforce_rl.megatron.model.reward_head import RewardHead, pool
+from reinforce_rl.megatron.weight_files import find_weight_files
 from reinforce_rl.reward_model.data import EncodedPair, prompt_position
 from reinforce_rl.reward_model.objectives import Accuracy, pair_accuracy
 
@@ -63,7 +64,7 @@ class SyntheticNegative:
 
 
 def synthetic_negatives(
-    pairs: Sequence[EncodedPair], fraction: float, cuts: CutsConfig, *, end_id: int, seed: int
+    pairs: Sequence[EncodedPair], fraction: float, cuts: CutsConfig, *, end: Sequence[int], seed: int
 ) -> list[SyntheticNegative]:
     """Make two negatives for a share of the pairs: one that ends early and one that repeats a phrase.
 
@@ -72,24 +73,28 @@ def synthetic_negatives(
     order unaffected.
 
     `fraction` (0 to 1, rounded) is the share of pairs. A repetition has `cuts.min_tokens` to `cuts.max_tokens` tokens,
-    drawn uniformly, and no end-of-turn token (`end_id`).
+    drawn uniformly, and no end of the turn (the tokens `end`).
     """
     rng = random.Random(seed)
     drawn = sorted(rng.sample(range(len(pairs)), round(fraction * len(pairs))))
     made = []
     for number, index in enumerate(drawn):
-        answers = (pairs[index].chosen, pairs[index].rejected)
-        # kept is 0 in two of five draws: the end-of-turn token alone, which a policy finds first.
+        answers = [_without_end(answer, end) for answer in (pairs[index].chosen, pairs[index].rejected)]
+        # kept is 0 in two of five draws: the end of the turn alone, which a policy finds first.
         kept = max(0, rng.randint(-1, MAX_EARLY_TOKENS))
-        early = (*(t for t in rng.choice(answers)[:kept] if t != end_id), end_id)
+        early = (*rng.choice(answers)[:kept], *end)
         made.append(SyntheticNegative(index, early, number % 2))
-        words = tuple(t for t in rng.choice(answers) if t != end_id)
+        words = rng.choice(answers)
         if words:
             start = rng.choice((0, rng.randrange(len(words))))
             phrase = words[start : start + rng.randint(1, MAX_PHRASE_TOKENS)]
             length = rng.randint(cuts.min_tokens, cuts.max_tokens)
             made.append(SyntheticNegative(index, (phrase * length)[:length], (number + 1) % 2))
     return made
+
+
+def _without_end(answer: tuple[int, ...], end: Sequence[int]) -> tuple[int, ...]:
+    return answer[: -len(end)] if end and answer[-len(end) :] == tuple(end) else answer
 
 
 @torch.no_grad()
@@ -150,8 +155,8 @@ def sha256_of_file(path: str | Path) -> str:
 
 
 def sha256_of_trunk(folder: Path) -> str:
-    """Return the sha256 (hex) over the names and hashes of weights and config."""
-    paths = sorted([*folder.glob("*.safetensors"), folder / "config.json"], key=lambda path: path.name)
+    """Return the sha256 (hex) over the names and hashes of the weights that are loaded, and of config.json."""
+    paths = sorted([*find_weight_files(folder).paths, folder / "config.json"], key=lambda path: path.name)
     return hashlib.sha256("".join(f"{sha256_of_file(path)}  {path.name}\n" for path in paths).encode()).hexdigest()
 
 

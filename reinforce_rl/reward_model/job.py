@@ -10,6 +10,7 @@ output_dir/ of mode=head                of mode=full
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -29,6 +30,8 @@ from torch import Tensor
 
 import reinforce_rl
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
+from reinforce_rl.data.readers import files_of
+from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.data.tokenizer import load_tokenizer, token_id
 from reinforce_rl.errors import ConfigError
@@ -38,13 +41,13 @@ from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.monitoring.report import EVALUATION_FILE
 from reinforce_rl.reward_model import head as heads
-from reinforce_rl.reward_model.data import EncodedPair, Examples, end_of_turn_id, load_examples, longest_example
+from reinforce_rl.reward_model.data import EncodedPair, Examples, end_of_turn_ids, load_examples, longest_example
 from reinforce_rl.reward_model.head import CUT, WHOLE
 from reinforce_rl.reward_model.objectives import Best, Objective, Ranking, Regression, pair_accuracy
 from reinforce_rl.reward_model.scorer import load_trunk
 from reinforce_rl.reward_model.train_full import FullTrainer, RewardModelMonitor, TrainableRewardModel, load_trainable
-from reinforce_rl.runtime.settings import CONFIG_FILE, compare
-from reinforce_rl.trainer.build import DTYPES, model_options
+from reinforce_rl.runtime.settings import CONFIG_FILE, compare, read_tree
+from reinforce_rl.trainer.build import DTYPES, check_vocabulary, model_options
 from reinforce_rl.utils.files import write_atomically
 
 LINE_EVERY_SECONDS = 30.0
@@ -63,6 +66,10 @@ def train_reward_model(cfg: TrainRewardModelConfig, *, command: str) -> heads.Tr
     """
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
+    recorded = Path(cfg.output_dir) / CONFIG_FILE
+    is_resumed = cfg.mode == "full" and cfg.full.resume_if_exists and recorded.is_file()
+    tree = read_tree(recorded.read_text("utf-8")) if is_resumed else {}
+    cfg.data.freeze_date(cfg.model.restore_from_path, tree.get("data", {}).get("chat_template_date"))
     if cfg.mode == "head":
         return _run_head(cfg, command, Console())
     model = cfg.model
@@ -77,6 +84,7 @@ def train_reward_model(cfg: TrainRewardModelConfig, *, command: str) -> heads.Tr
 def _run_head(cfg: TrainRewardModelConfig, command: str, console: Console) -> heads.TrainedHead:
     start, trunk, cut = time.monotonic(), Path(cfg.model.restore_from_path), cfg.cuts.evaluate_at
     tokenizer = load_tokenizer(trunk)
+    check_vocabulary(tokenizer, Architecture.from_folder(trunk), trunk)
     data = load_examples(cfg, tokenizer)
     train, held_out = data.train_rows, data.held_out_rows
     console.print(
@@ -86,8 +94,8 @@ def _run_head(cfg: TrainRewardModelConfig, command: str, console: Console) -> he
         console.print(line, style="bold yellow" if line.startswith("W") else None, soft_wrap=True)
 
     trunk_sha256 = heads.sha256_of_trunk(trunk)
-    end_id, fraction = end_of_turn_id(tokenizer), cfg.degenerate.fraction
-    made = heads.synthetic_negatives(data.used, fraction, cfg.cuts, end_id=end_id, seed=cfg.seed)
+    end = end_of_turn_ids(ChatRenderer(tokenizer, cfg.data.template_options("data.")))
+    made = heads.synthetic_negatives(data.used, cfg.degenerate.fraction, cfg.cuts, end=end, seed=cfg.seed)
     sequences = heads.cut_sequences(data.used, cfg.cuts, cfg.seed)
     for item in made:
         tokens = (data.used[item.pair].prompt + item.tokens)[: longest_example(cfg)]
@@ -119,7 +127,7 @@ def _run_head(cfg: TrainRewardModelConfig, command: str, console: Console) -> he
         "trunk": _folder_name(cfg),
         "trunk_sha256": trunk_sha256,
         "data_file": _data_name(cfg),
-        "data_sha256": heads.sha256_of_file(cfg.data.pairs_path or ""),
+        "data_sha256": _sha256_of_data(cfg, data),
         "train_pairs": str(len(train)),
         "held_out_pairs": str(len(held_out)),
         "held_out_accuracy": accuracies[pooling][1],
@@ -218,11 +226,7 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh, command: str) -> FullTrai
                 "The tokenizer's padding token is its end-of-sequence token. transformers takes the last token that "
                 "is no padding, so the score is read from the token before the end; full.pooling=mean reads all."
             )
-        vocab_size = Architecture.from_folder(source).vocab_size
-        if len(tokenizer) > vocab_size:
-            raise ConfigError(
-                [f"the tokenizer of {source} has {len(tokenizer)} tokens, its model only {vocab_size} embeddings"]
-            )
+        check_vocabulary(tokenizer, Architecture.from_folder(source), source)
         monitor.phase("loading the model")
         dtype: torch.dtype = getattr(torch, DTYPES[cfg.trainer.precision])
         options = model_options(cfg.model)
@@ -372,6 +376,14 @@ Made by reinforce_rl {reinforce_rl.__version__}:
 
 def _folder_name(cfg: TrainRewardModelConfig) -> str:
     return Path(cfg.model.restore_from_path).resolve().name
+
+
+def _sha256_of_data(cfg: TrainRewardModelConfig, data: Examples[EncodedPair]) -> str:
+    """Return the hash of the file of pairs; of the tokenised pairs, where they come from no single file."""
+    files = files_of(cfg.data.pairs_path or "")
+    if len(files) == 1 and files[0].is_file():
+        return heads.sha256_of_file(files[0])
+    return hashlib.sha256(repr(data.used).encode()).hexdigest()
 
 
 def _data_name(cfg: TrainRewardModelConfig) -> str:

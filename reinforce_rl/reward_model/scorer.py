@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,16 @@ from torch import Tensor
 from reinforce_rl.actor.micro_batches import micro_batches
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import SCORE, load_hf_weights
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.reward_head import RewardHead, counted_lengths, head_scores
+from reinforce_rl.megatron.model.stored_head import head_modules
 from reinforce_rl.megatron.schedule import forward_passes
 from reinforce_rl.rewards.base import AttributeScores
+
+_UNNAMED = re.compile(r"LABEL_\d+")  # what transformers calls a label without a name
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,8 @@ class Merging:
         `names` is empty for a single score. Missing weights are 0; `weights=None` weights each of K attributes 1 / K.
 
         Raises:
-            ConfigError: unknown names, weights that are all 0, or moments of a head's file that are of no use.
+            ConfigError: unknown names, several scores without names or weights, weights that are all 0, or moments of
+                a head's file that are of no use.
         """
         if not (math.isfinite(mean) and 0 < deviation < math.inf):
             expected = "expected finite numbers, the deviation above 0; set reward_model.mean and deviation"
@@ -57,6 +63,14 @@ class Merging:
         if weights is not None and not any(weights.values()):
             told = "reward_model.attribute_weights has no weight other than 0, so every reward would be 0"
             raise ConfigError([told])
+        if weights is None and len(names) > 1 and all(_UNNAMED.fullmatch(name) for name in names):
+            raise ConfigError(
+                [
+                    f"the head has {len(names)} scores without names ({', '.join(names)}), and their mean may say "
+                    "nothing; choose with reward_model.attribute_weights, for instance {LABEL_0: 1} for the first "
+                    "alone, as TRL does, or {LABEL_1: 1, LABEL_0: -1} for the log-odds of a classifier's second class"
+                ]
+            )
         if weights is None:
             return cls((1 / max(len(names), 1),) * max(len(names), 1), mean, deviation)
         return cls(tuple(float(weights.get(name, 0.0)) for name in names), mean, deviation)
@@ -129,12 +143,14 @@ class MegatronRewardModel:
         merging: Merging | None = None,
     ):
         width, shape, most = lm.architecture.hidden_size, tuple(head.weight.shape), lm.architecture.max_positions
-        if head.rows.shape[1] != width:
+        if head.width != width:
             raise ConfigError([f"the reward head has shape {shape}, its trunk has hidden size {width}"])
         self._lm, self._head, self._weight = lm.eval(), head, head.rows.to(lm.mesh.device)
         self.batching = batching or Batching()
         self.merging = merging or Merging.from_names(head.attributes, None, head.mean, head.deviation)
         self.attributes, self.pooling, self.dtype = head.attributes, head.pooling, lm.config.params_dtype
+        self.head_name = head.name
+        self.head_activation = None if head.hidden is None else head.hidden.activation
         self.vocab_size, self.max_length = lm.architecture.vocab_size, min(max_length or most, most)
 
     def score(self, sequences: list[list[int]]) -> list[float]:
@@ -178,34 +194,67 @@ class MegatronRewardModel:
         head, device = self._head, hidden.device
         tokens, lengths = torch.from_numpy(one.tokens).to(device), torch.from_numpy(one.lengths).to(device)
         counted = counted_lengths(tokens, lengths, head.pad_id)
-        scores = head_scores(hidden, self._lm, self._weight, counted, tokens.shape[1], head.pooling)
+        scores = head_scores(hidden, self._lm, self._weight, counted, tokens.shape[1], head.pooling, head.hidden)
         return (scores + head.bias.to(device)).double().cpu()
 
 
 def load_trunk(
-    folder: str | Path, mesh: Mesh, *, num_scores: int | None = None, dtype: torch.dtype = torch.float32
+    folder: str | Path,
+    mesh: Mesh,
+    *,
+    num_scores: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    heads: Sequence[str] = (),
 ) -> CausalLM:
-    """Load a trunk, with the score layer of a classifier if it has `num_scores`."""
+    """Load a trunk, with the score layer of a classifier if it has `num_scores`; for `heads` see `load_hf_weights`."""
     architecture, weights = Architecture.from_folder(folder), HFFolder(folder)
     lm = CausalLM(architecture if num_scores is None else architecture.as_classifier(num_scores), mesh, dtype)
-    load_hf_weights(lm, weights)
+    load_hf_weights(lm, weights, heads=heads)
     return lm
 
 
-def load_head(trunk_folder: str | Path, head_file: str | Path | None) -> RewardHead:
-    """Load the head of a file, or of a `...ForSequenceClassification` folder; CheckpointError if there is none."""
-    return RewardHead.from_classifier(HFFolder(trunk_folder)) if head_file is None else RewardHead.load(head_file)
+def load_head(
+    trunk_folder: str | Path,
+    head_file: str | Path | None,
+    head_name: str | None = None,
+    head_activation: str | None = None,
+) -> RewardHead:
+    """Load the head of `reinforce-rl train-rm`'s file, of another framework's, or of the trunk's folder.
+
+    `head_name` is its module in the file or folder; see `RewardHead.from_classifier`.
+
+    Raises CheckpointError: there is no such head.
+    """
+    if head_file is None:
+        return RewardHead.from_classifier(HFFolder(trunk_folder), head_name, head_activation)
+    if head_name is None:
+        return RewardHead.load(head_file)
+    return RewardHead.from_file(head_file, head_name, trunk_folder, head_activation)
 
 
 def load_reward_model(
-    folder: str | Path, head_file: str | Path | None, mesh: Mesh, *, dtype: torch.dtype = torch.float32, **options: Any
+    folder: str | Path,
+    head_file: str | Path | None,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype = torch.float32,
+    head_name: str | None = None,
+    head_activation: str | None = None,
+    **options: Any,
 ) -> MegatronRewardModel:
     """Load this rank's part of a reward model; see `load_head`, and `MegatronRewardModel` for the options.
 
     `dtype` is the trunk's. Pooling, head and merging always run in fp32 or better.
     """
-    head = load_head(folder, head_file)  # first: fail on a missing file before loading the trunk
-    lm = load_trunk(folder, mesh, num_scores=len(head.rows) if head_file is None else None, dtype=dtype)
+    # First: fail on a missing file before loading the trunk.
+    head = load_head(folder, head_file, head_name, head_activation)
+    num_scores = len(head.rows) if head_file is None else None
+    heads = []
+    if head_file is None:
+        heads.append(head.name)
+    if head_name is not None:
+        heads += head_modules(HFFolder(folder))  # the choice is made, so the others do not matter
+    lm = load_trunk(folder, mesh, num_scores=num_scores, dtype=dtype, heads=heads)
     return MegatronRewardModel(lm, head, **options)
 
 
@@ -221,6 +270,11 @@ def reward_model_identity(
     else:
         head = {"head_sha256": hashlib.sha256(Path(head_file).read_bytes()).hexdigest()}
     merging = scorer.merging
+    # Omitted for transformers' own head, so that existing identities stay the same.
+    if scorer.head_name != SCORE:
+        head["head_name"] = scorer.head_name
+    if scorer.head_activation is not None:
+        head["head_activation"] = scorer.head_activation
     return {
         "trunk": Path(trunk_folder).resolve().name,
         **head,

@@ -25,7 +25,8 @@ from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.data.sampler import PromptSampler, shard
 from reinforce_rl.errors import CheckpointError, ConfigError, DataError
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_weights import HFFolder, export_hf_folder, load_hf_weights
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import export_hf_folder, load_hf_weights
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS, CausalLM, ModelOptions
 from reinforce_rl.megatron.model.reward_head import POOLING_KEY, RewardHead, counted_lengths, head_scores

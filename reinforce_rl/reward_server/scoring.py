@@ -10,10 +10,12 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from reinforce_rl.data.rendering import DEFAULT_OPTIONS, ChatRenderer, TemplateOptions
 from reinforce_rl.errors import RankLostError
 from reinforce_rl.reward_model.data import encode_sample
 from reinforce_rl.reward_server.health import Progress
@@ -46,6 +48,7 @@ class RequestScorer:
         tokenizer: for `sentences`, and, with its chat template, for requests of texts.
         deterministic: one call per request, so that concurrent ones do not change its last bits; else one per batch.
         add_special_tokens: to `sentences`; False for text with the chat template applied, which holds them already.
+        template: options of the chat template.
     """
 
     def __init__(
@@ -55,19 +58,20 @@ class RequestScorer:
         *,
         deterministic: bool = True,
         add_special_tokens: bool = False,
+        template: TemplateOptions = DEFAULT_OPTIONS,
     ):
         self._scorer = cast(base.Scorer, scorer)
         self._tokenizer = cast("PreTrainedTokenizerBase", tokenizer)
         self._attributes = scorer.attributes if isinstance(scorer, base.AttributeScorer) else ()
         self.attributes = self._attributes  # names of the scores that are sent besides the reward
+        self._renderer = None if tokenizer is None else ChatRenderer(tokenizer, template)
         self._deterministic, self._add_special_tokens = deterministic, add_special_tokens
         self.progress = Progress()  # replaced by the server with one that other processes read
 
     @property
     def input_forms(self) -> tuple[str, ...]:
         """Accepted forms: tokens, and texts if the tokenizer has a chat template."""
-        with_template = bool(self._tokenizer.chat_template) and self._tokenizer.eos_token_id is not None
-        return (wire.TOKENS_FORM, wire.TEXT_FORM) if with_template else (wire.TOKENS_FORM,)
+        return (wire.TOKENS_FORM, wire.TEXT_FORM) if self._tokenizer.chat_template else (wire.TOKENS_FORM,)
 
     def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
         """Return one sample of `length` tokens as JSON inputs, for health checks and warm-up."""
@@ -128,7 +132,8 @@ class RequestScorer:
             rows = [row[:length] if 0 <= length <= len(row) else None for row, length in pairs]
             return self._read_each(rows, lambda row: row[:], base.STATUS_BAD_LENGTH)
         texts, status = wire.read_samples(request)
-        samples = self._read_each(texts, lambda text: encode_sample(self._tokenizer, text), base.STATUS_BAD_PROMPT)
+        assert self._renderer is not None  # there is a model, which has a tokenizer
+        samples = self._read_each(texts, partial(encode_sample, self._renderer), base.STATUS_BAD_PROMPT)
         return Samples(samples.sequences, np.where(status == base.STATUS_OK, samples.status, status), texts)
 
     def _read_each(self, rows: Iterable[Any], read: Callable[[Any], Any], fault: int) -> Samples:
@@ -243,7 +248,7 @@ class FunctionRequestScorer(RequestScorer):
     With several scores the reward is their weighted sum, and each is an attribute.
     """
 
-    def __init__(self, scorer: FunctionScorer, tokenizer: PreTrainedTokenizerBase | None = None, **options: bool):
+    def __init__(self, scorer: FunctionScorer, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any):
         super().__init__(scorer.model, tokenizer, **options)
         self._functions = scorer
         self._canary = {"canary": secrets.token_hex(16)}  # no client's sample is answered without the function

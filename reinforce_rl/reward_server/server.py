@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 
 from reinforce_rl.config.rewards import InferenceConfig
+from reinforce_rl.data.rendering import DEFAULT_OPTIONS, TemplateOptions
 from reinforce_rl.data.tokenizer import TokenizerInfo
 from reinforce_rl.errors import ConfigError, ModelStuckError, RewardServerError
 from reinforce_rl.reward_server.admission import FrontSettings
@@ -59,6 +60,7 @@ class RewardServer:
         tokenizer: the scorer's; None for a reward function.
         details: what else identifies the reward model; part of the handshake.
         check: called periodically; raises a `ReinforceError` once the scorer cannot score any more.
+        template: options of the tokenizer's chat template.
 
     Raises ConfigError if the settings cannot work with this scorer, or a token is needed.
     """
@@ -71,6 +73,7 @@ class RewardServer:
         *,
         details: Mapping[str, Any] | None = None,
         check: Callable[[], None] = lambda: None,
+        template: TemplateOptions = DEFAULT_OPTIONS,
     ):
         self._inference, self._check = inference, check
         self._ready_file = Path(inference.ready_file) if inference.ready_file is not None else None
@@ -80,10 +83,10 @@ class RewardServer:
         if isinstance(scorer, FunctionScorer):
             if scorer.model is None:
                 kind = {"deterministic": True, "add_special_tokens": False}
-            self._requests = FunctionRequestScorer(scorer, tokenizer, **kind)
+            self._requests = FunctionRequestScorer(scorer, tokenizer, template=template, **kind)
             tokenizer = None  # clients send no tokens
         else:
-            self._requests = RequestScorer(scorer, tokenizer, **kind)
+            self._requests = RequestScorer(scorer, tokenizer, template=template, **kind)
         width = inference.max_sequence_length or WIDER_THAN_CONTEXT * (scorer.max_length or WIDTH_OF_TEXTS)
         self._settings = FrontSettings(
             inference=inference,
@@ -187,17 +190,20 @@ class RewardServer:
 
     def _announce(self) -> None:
         """Ask the server as a client would, then say that it is ready."""
-        host, port = self._inference.host, self._inference.port
-        local = "127.0.0.1" if host == "0.0.0.0" else host
+        address = Address(self._inference.host, self._inference.port)
+        local = address.local
         try:
-            model = ModelAddress(Address(local, port), self.info.name, self._settings.token)
+            model = ModelAddress(local, self.info.name, self._settings.token)
             transport.wait_for(transport.ask_description(model, 10.0))
         except FailedAttempt as error:
-            raise RewardServerError(f"the server at {host}:{port} started, but {error}") from error
+            raise RewardServerError(f"the server at {address} started, but {error}") from error
         if self._ready_file is not None:
-            write_atomically(self._ready_file, json.dumps({"host": local, "port": port, "pid": os.getpid()}))
-        logger.info("event=ready url=http://%s:%d info=%s", host, port, self.info.to_json())
-        print(f"ready at http://{host}:{port}", flush=True)
+            write_atomically(
+                self._ready_file, json.dumps({"host": local.host, "port": local.port, "pid": os.getpid()})
+            )
+        logger.info("event=ready url=%s info=%s", address.url, self.info.to_json())
+        everywhere = "" if local == address else f", and at every address of {socket.gethostname()}"
+        print(f"ready at {local.url}{everywhere}", flush=True)
 
     def _watch(
         self, triton: PrivateTriton, processes: list[psutil.Process], front: FrontProcess, guard: Guard
@@ -205,7 +211,7 @@ class RewardServer:
         stuck_seconds = self._inference.stuck_seconds
         patience = stuck_seconds + STUCK_GRACE_SECONDS
         setting = f"inference.stuck_seconds is {stuck_seconds:g}"
-        here = f"{self._inference.host}:{self._inference.port}"
+        here = Address(self._inference.host, self._inference.port)
         again = "Clients wait and retry, so start the server again"
         next_sign, next_summary, last_requests = 0.0, time.monotonic() + SUMMARY_SECONDS, 0
         while True:

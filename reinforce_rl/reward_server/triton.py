@@ -185,7 +185,7 @@ def _tritonservers() -> list[psutil.Process]:
 
 def keep_private(path: Path) -> None:
     """Restrict a regular file to its owner; never follows links, which anyone can put into /dev/shm."""
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         found = os.fstat(file.fileno())
         if stat.S_ISREG(found.st_mode) and (found.st_uid, found.st_nlink) == (os.geteuid(), 1):
             os.fchmod(file.fileno(), 0o600)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # the front door and the processes of functions import this f
     from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., float])
+T = TypeVar("T")
 
 # Status of one sample, int32 on the wire.
 STATUS_OK = 0
@@ -56,6 +57,22 @@ class RewardRequest:
         metadata, messages = self.metadata or ({},) * count, self.messages or ((),) * count
         fields = (self.prompts, self.responses, metadata, messages, self.finished or (True,) * count)
         return [TextSample(*sample) for sample in zip(*fields, strict=True)]
+
+    def select(self, rows: Sequence[int]) -> RewardRequest:
+        """Return the request about these rows, in their order."""
+
+        def of(values: tuple[T, ...]) -> tuple[T, ...]:
+            return tuple(values[row] for row in rows) if values else ()
+
+        return RewardRequest(
+            tokens=self.tokens[rows],
+            lengths=self.lengths[rows],
+            prompts=of(self.prompts),
+            responses=of(self.responses),
+            messages=of(self.messages),
+            metadata=of(self.metadata),
+            finished=of(self.finished),
+        )
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,7 @@ class RemoteGPTRMClient:
         self._pad_id = pad_id
         self._slots = asyncio.Semaphore(max_in_flight * len(models))
         self._form: str | None = None  # what is sent; None: what the server prefers
+        self._sends_chats_as_texts = False  # where the form is tokens
         self._lock = threading.Lock()
         self._closed = False
         self._futures: set[Future[Any]] = set()
@@ -142,10 +143,12 @@ class RemoteGPTRMClient:
     def check_compatible(self, tokenizer_info: TokenizerInfo, vocab_size: int, form: str = wire.AUTO_FORM) -> str:
         """Choose and return the form to send, `tokens` or `text`, as `wire.choose_form` does for the server's info.
 
-        Waits for a server if necessary.
+        With `form=auto`, samples with messages go as texts even so, if the server reads them: a reward model reads its
+        own template's rendering, of which the policy's tokens are only the beginning. Waits for a server if necessary.
         """
         info, model = self._describe()
         self._form = wire.choose_form(info, str(model.place), tokenizer_info, vocab_size, form)
+        self._sends_chats_as_texts = form == wire.AUTO_FORM and wire.TEXT_FORM in info.input_forms
         return self._form
 
     def close(self) -> None:
@@ -183,7 +186,12 @@ class RemoteGPTRMClient:
             return Rewards(torch.zeros(0), torch.zeros(0, dtype=torch.int32))
         info, _ = await self._replicas.describe(call)
         form = self._form or info.input_forms[0]
-        arrays = wire.request_arrays(request, form, self._pad_to_length, self._pad_id)
+        groups = self._rows_by_form(request, form)
+        split = []
+        for form_of_rows, rows in groups.items():
+            part = request if len(groups) == 1 else request.select(rows)
+            arrays = wire.request_arrays(part, form_of_rows, self._pad_to_length, self._pad_id)
+            split += wire.split(arrays, info)
         failed = asyncio.Event()
 
         async def score(number: int, part: dict[str, np.ndarray]) -> Scores:
@@ -196,15 +204,27 @@ class RemoteGPTRMClient:
                     failed.set()  # before the next part gets this slot
                     raise
 
-        tasks = [asyncio.create_task(score(number, part)) for number, part in enumerate(wire.split(arrays, info))]
+        tasks = [asyncio.create_task(score(number, part)) for number, part in enumerate(split)]
         try:
             parts = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        values, status, attributes = (torch.from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True))
+        in_order = np.argsort([row for rows in groups.values() for row in rows])
+        values, status, attributes = (
+            torch.from_numpy(np.concatenate(column)[in_order]) for column in zip(*parts, strict=True)
+        )
         columns = {name: attributes[:, k].contiguous() for k, name in enumerate(info.attributes)}
         return Rewards(values, status, columns)
+
+    def _rows_by_form(self, request: RewardRequest, form: str) -> dict[str, list[int]]:
+        """Return the rows of a request, which is not empty, by the form in which they are sent."""
+        messages = request.messages or ((),) * len(request.lengths)
+        groups: dict[str, list[int]] = {}
+        for row, conversation in enumerate(messages):
+            as_text = self._sends_chats_as_texts and bool(conversation)
+            groups.setdefault(wire.TEXT_FORM if as_text else form, []).append(row)
+        return groups
 
     async def _attempts(self, arrays: dict[str, np.ndarray], attributes: int, call: Call) -> Scores:
         """Ask one server after another until one has scored this part."""

@@ -223,7 +223,9 @@ def _end(pid: int) -> int:
 def _use_of(pid: int) -> str:
     """Return what a process has used, which tells a slow function from one that waits, or a busy machine."""
     with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # man 5 proc, from the third
+        fields = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        )  # man 5 proc, from the third
         seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         return f"it used {seconds:.0f} s of CPU and was in state {fields[0]}"  # rounded: alike ones are counted
     return ""
@@ -338,7 +340,7 @@ def _open_files() -> set[str]:
 
 def _limit(memory: int) -> None:
     """Set the resource limits that samples' processes inherit; this process needs little itself."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
     files = FILE_MEBIBYTES * MEBIBYTE
     limits = {resource.RLIMIT_AS: used + memory, resource.RLIMIT_FSIZE: files, resource.RLIMIT_CORE: 0}
     for kind, limit in limits.items():

@@ -337,7 +337,15 @@ def bubblewrap(folders: Sequence[str]) -> list[str]:
     for folder in sorted(readable | real, key=len, reverse=True):
         command += ["--ro-bind-try", folder, folder]
     command += ["--remount-ro", "/", "--setenv", "TMPDIR", "/tmp", "--setenv", "HOME", "/tmp", "--chdir", os.getcwd()]
-    probe = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    probe = subprocess.run(
+        [*command, "true"],
+        capture_output=True,
+        text=True,
+        timeout=PROBE_SECONDS,
+        check=False,
+        encoding="utf-8",
+        errors="replace",
+    )
     if probe.returncode != 0:
         raise ConfigError([f"{SANDBOX} is true, but bubblewrap cannot work here: {probe.stderr.strip()}"])
     return command

@@ -9,28 +9,12 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
-from fractions import Fraction
 from typing import Any
 
 from reinforce_rl.rewards.base import checked_by
+from reinforce_rl.rewards.numbers import expected_number, final_number
 
 UNITS = ("words", "characters")
-MAX_DIGITS = 400  # Python's conversion of long numbers takes quadratic time
-
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-_DECIMAL = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)"
-# A minus after a letter, a digit or a bracket is an operator or a hyphen: 48-2, pages 5-10, (3)-1.
-_NUMBER = re.compile(
-    rf"(?:(?<![\w.)\]])(?P<sign>[-+\u2212\u2013])\s?)?(?:[$\u20ac\u00a3]\s?(?P<inner>[-\u2212\u2013])?)?"
-    rf"(?<![\w.])(?P<over>{_DECIMAL})(?!\d|\.\d)(?:\s?/\s?(?P<under>{_DECIMAL}))?"
-)
-_MARKED = re.compile(
-    r"(?P<hashes>####[ \t]*)|(?P<boxed>\\boxed\s*\{)|(?P<words>\b(?:final\s+)?answer(?:\s+is|\s*[:=])[ \t]*[:=]?)",
-    re.IGNORECASE,
-)
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_LATEX_WORDS = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}")
-_SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 
 
 def gsm8k(
@@ -48,83 +32,14 @@ def gsm8k(
     Numbers are compared exactly: 5, 5.00 and 10/2 are equal. The last `#### 72`, `\\boxed{72}` or "the answer is
     72" counts; if no answer is marked, `last_number` takes the last number of the response. The record's
     `answer_key` holds the right answer, as a number, a text or a solution that ends in `#### 72`; raises KeyError
-    without it, ValueError if it holds no number.
+    without it, ValueError if it holds no number, or several.
     """
-    expected = _parse_number(str(record[answer_key]).rpartition("####")[2])
-    if expected is None:
-        raise ValueError(f"the record's '{answer_key}' holds no number")
-    return correct if _final_answer(response, last_number=last_number) == expected else wrong
-
-
-def _parse_number(text: str) -> Fraction | None:
-    """Return the first number of a text, exactly, or None.
-
-    Reads signs (Unicode minus too), currency signs, thousands with commas, decimals and fractions of two numbers:
-    `-$1,234.50`, `3/4`, `.5`. Ignores percent signs and other units: 50% is 50. Evaluates nothing.
-    """
-    return _first_value(_NUMBER.finditer(_without_latex(text)))
-
-
-def _first_value(matches: Iterable[re.Match[str]]) -> Fraction | None:
-    return next((number for number in map(_value, matches) if number is not None), None)
-
-
-def _final_answer(text: str, *, last_number: bool = True) -> Fraction | None:
-    """Return the number that a worked solution gives as its answer, or None.
-
-    Takes the last marker with a number: `#### 72`, `\\boxed{72}`, "the answer is 72", "Answer: 72". In "the answer is
-    5 + 3 = 8" the number after the last equals sign counts. `last_number` falls back to the last number of the text.
-    """
-    for match in reversed(list(_MARKED.finditer(text))):
-        number = _parse_number(_marked_part(text, match))
-        if number is not None:
-            return number
-    if not last_number:
-        return None
-    return _first_value(reversed(list(_NUMBER.finditer(_without_latex(text)))))
-
-
-def _marked_part(text: str, match: re.Match[str]) -> str:
-    """Return the text after a marker: the content of the braces, or the rest of the line or sentence."""
-    rest = text[match.end() :]
-    if match.group("boxed"):
-        part = _until_closed(rest)
-    elif match.group("words"):
-        part = _SENTENCE_END.split(rest.lstrip().split("\n", 1)[0], maxsplit=1)[0]
-    else:
-        part = rest.split("\n", 1)[0]
-    before, equals, after = part.rpartition("=")
-    return after if equals and _parse_number(after) is not None else (before or part)
-
-
-def _until_closed(text: str) -> str:
-    depth = 1
-    for index, letter in enumerate(text):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return text[:index]
-    return text
-
-
-def _without_latex(text: str) -> str:
-    if "\\" not in text and "{" not in text:
-        return text
-    text = text.replace("{,}", ",").replace("\\$", "$").replace("\\%", "%")
-    text = re.sub(r"\\[,!;: ]", "", text)
-    text = _LATEX_WORDS.sub(r" \1 ", text)
-    return _LATEX_FRACTION.sub(r" \1/\2 ", text)
-
-
-def _value(match: re.Match[str]) -> Fraction | None:
-    over, under = match.group("over"), match.group("under") or "1"
-    if len(over) + len(under) > MAX_DIGITS:
-        return None
-    divisor = Fraction(under.replace(",", ""))
-    if divisor == 0:
-        return None
-    number = Fraction(over.replace(",", "")) / divisor
-    negative = (match.group("sign") or "+") != "+"
-    return -number if negative != (match.group("inner") is not None) else number
+    try:
+        expected = expected_number(record[answer_key])
+    except ValueError as error:
+        raise ValueError(f"the record's '{answer_key}' {error}") from error
+    answer = final_number(response, last_number=last_number)
+    return correct if answer is not None and expected.equals(answer) else wrong
 
 
 def _check_pattern(*, pattern: str, **others: object) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from yarl import URL
 
+from reinforce_rl.data.jsonl import text_of
 from reinforce_rl.rewards import transport
 from reinforce_rl.rewards.base import checked_by
 from reinforce_rl.rewards.transport import RETRIED_CODES, FailedAttempt
@@ -132,8 +133,14 @@ def question_of(prompt: str, record: Mapping[str, Any]) -> str:
     """Return what was asked, without the chat template where the messages are known."""
     messages = record.get("messages") or ()
     if len(messages) == 1:
-        return str(messages[0]["content"])
-    return "\n\n".join(f"{one['role']}: {one['content']}" for one in messages) or prompt
+        return text_of(messages[0])
+    return "\n\n".join(f"{message['role']}: {_turn_of(message)}" for message in messages) or prompt
+
+
+def _turn_of(message: Mapping[str, Any]) -> str:
+    """Return a turn's text, with its calls of tools as JSON."""
+    calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    return "\n".join(filter(None, [text_of(message), *calls]))
 
 
 def _template_of(file: str | None) -> Template:

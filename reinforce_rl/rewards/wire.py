@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from reinforce_rl.data.jsonl import check_messages
 from reinforce_rl.data.tokenizer import TokenizerInfo
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import RewardRequest, TextSample
 from reinforce_rl.utils.net import Address
@@ -126,7 +127,7 @@ def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_si
     """
     reads_text = TEXT_FORM in info.input_forms
     if form != AUTO_FORM and form not in info.input_forms:
-        no_text = "its tokenizer has no chat template or no end-of-sequence token"
+        no_text = "its tokenizer has no chat template"
         why = "it serves a reward function" if form == TOKENS_FORM else no_text
         raise ConfigError([f"the reward server at {place} does not read {form}, since {why}; set input=auto"])
     if reads_text and (form == TEXT_FORM or info.tokenizer is None):
@@ -232,8 +233,12 @@ def _read(values: Mapping[str, Any]) -> TextSample:
     messages = _json(values.get(MESSAGES), list)
     if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         raise ValueError("a message is no object with a role")
-    if not all(isinstance(m.get("content"), str) for m in messages):
-        raise ValueError("a message has no text as its content")
+    if messages:
+        roles = {message["role"] for message in messages}
+        try:
+            check_messages(messages, MESSAGES, sorted(roles), texts_only=False)
+        except DataError as error:
+            raise ValueError(str(error)) from error
     return TextSample(
         prompt=_text(values[PROMPTS]),
         response=_text(values[RESPONSES]),

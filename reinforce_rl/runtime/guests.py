@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from reinforce_rl.runtime.links import Invitation
 from reinforce_rl.runtime.reformed_group import ReformedGroup
 from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.net import EVERY_ADDRESS, Address, address_towards, listen
 
 INVITATION_FILE = "generators.json"
 _KEYS = ("server_key", "public_key", "secret_key")
@@ -63,22 +63,16 @@ class Guest:
         try:
             store = TCPStore(host, port, is_master=False, timeout=self.timeout)
         except RuntimeError as error:
-            raise ConnectionError(f"cannot reach rank 0's store at {host}:{port}: {error}") from error
-        return ReformedGroup(store, _own_address(host), device, self.timeout)
+            raise ConnectionError(f"cannot reach rank 0's store at {Address(host, port)}: {error}") from error
+        return ReformedGroup(store, address_towards(host), device, self.timeout)
 
 
 def host_store(host: str, timeout: timedelta) -> tuple[Any, int]:
     """Return a store that guests reach on this machine, and its port; on the loopback if `host` is that."""
-    listener = socket.create_server((host if host == "127.0.0.1" else "", 0))
+    # A name may resolve to another address here than there.
+    listener = listen(host if host == "127.0.0.1" else EVERY_ADDRESS, 0)
     port = listener.getsockname()[1]
     store = TCPStore(
         *(host, port), is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
     return store, port
-
-
-def _own_address(host: str) -> str:
-    """Return the address by which this machine reaches `host`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        return probe.getsockname()[0]

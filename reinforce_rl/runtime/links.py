@@ -20,6 +20,8 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
+from reinforce_rl.utils.net import Address
+
 Buffer = bytes | memoryview
 Message = tuple[int, list[memoryview]]  # sender's rank, parts
 OnMessage = Callable[[int, list[memoryview]], object]
@@ -107,13 +109,13 @@ class Links:
         dealer.curve_publickey, dealer.curve_secretkey = invitation.public_key, invitation.secret_key
         links = cls(dealer, rank)
         dealer.ipv6 = invitation.host != "127.0.0.1"
-        host = f"[{invitation.host}]" if ":" in invitation.host else invitation.host
+        address = Address(invitation.host, invitation.port)
         try:
-            dealer.connect(f"tcp://{host}:{invitation.port}")
+            dealer.connect(f"tcp://{address}")
             links._wait_for_handshake(time.monotonic() + seconds)
         except (zmq.ZMQError, ConnectionError) as error:
             links.close()
-            where = f"cannot reach rank 0 at {invitation.host}:{invitation.port}: {error}"
+            where = f"cannot reach rank 0 at {address}: {error}"
             raise ConnectionError(f"{where}; the ranks of a job need open TCP ports between their hosts") from error
         links.peers = {0: Peer(0)}
         links.send(0, hello)

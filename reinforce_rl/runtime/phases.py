@@ -142,14 +142,14 @@ class PeakMemory:
             return
         # Not Linux, or not permitted: the peak is then the whole run's.
         with contextlib.suppress(OSError):
-            CLEAR_REFS.write_text(RESET_PEAK)
+            CLEAR_REFS.write_text(RESET_PEAK, encoding="utf-8")
 
     def gigabytes(self) -> float:
         """Return the peak in 10^9 bytes."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 1e9
         try:
-            line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+            line = next(line for line in STATUS.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM:"))
             return int(line.split()[1]) * 1024 / 1e9
         except (OSError, StopIteration):
             return psutil.Process().memory_info().rss / 1e9

@@ -28,6 +28,7 @@ from reinforce_rl.runtime.status import read_status, saved_step
 from reinforce_rl.utils.files import read_json_lines, write_atomically, write_json_lines
 
 HISTORY_FILE, CONFIG_FILE = "config_history.jsonl", "config.yaml"
+DATE_KEY = "model.data.chat_template_date"
 # Keys that change the meaning of a run: refused on resume without resume_with_changes.
 MEANING = re.compile(
     r"trainer\.reinforce\.(?!(max_epochs|max_steps|val_check_interval|save_interval|gradient_clip_val"
@@ -88,6 +89,21 @@ def _value(tree: Any, key: str, default: Any) -> Any:
         tree = tree[part]
     # Compare weights only, not the servers' addresses.
     return {n: s.get("weight", 1.0) for n, s in tree.items()} if key.endswith("more_reward_models") else tree
+
+
+def freeze_template_date(cfg: TrainConfig, *, joins: bool = False) -> None:
+    """Have chat templates with today's date read the date of the run's first start, as its folder has recorded it.
+
+    `joins` is for a program that works on a run which others have started.
+    """
+    folder, step = _place(cfg)
+    file = folder / CONFIG_FILE
+    if joins:
+        recorded = file.read_text("utf-8") if file.is_file() else ""
+    else:
+        recorded = settings_of(folder, step)[0] if step else ""
+    tree = read_tree(recorded) if recorded else {}
+    cfg.model.data.freeze_date(cfg.pretrained_checkpoint.restore_from_path, _value(tree, DATE_KEY, None))
 
 
 def check_changes(cfg: TrainConfig) -> dict[str, str]:

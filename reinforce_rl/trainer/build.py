@@ -11,21 +11,25 @@ from typing import TYPE_CHECKING, Any
 from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import LossSettings
 from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
+from reinforce_rl.config.end_tokens import read_end_tokens
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.model import ModelConfig, ParallelConfig, SamplingConfig
 from reinforce_rl.data.data_prefix import SPLITS
 from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets, fixed_prompts
 from reinforce_rl.data.readers import Columns
 from reinforce_rl.data.sampler import PromptSampler
+from reinforce_rl.data.tokenizer import token_id
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.base import Elsewhere, Generator, SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import load_hf_weights
 from reinforce_rl.megatron.lora import LoraSettings, add_lora
 from reinforce_rl.megatron.mesh import Mesh, World, parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM, ModelOptions
 from reinforce_rl.runtime.roles import RankRole
+from reinforce_rl.utils.console import warn_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,6 +50,7 @@ def build_datasets(
         add_bos=data.add_bos,
         columns=Columns(data.fields.columns),
         system_prompt=data.system_prompt,
+        template=data.template_options("model.data."),
     )
     if datasets.validation is not None:
         fixed_prompts(datasets.validation, cfg.model.reinforce.num_val_samples)  # raises if the set is smaller
@@ -150,7 +155,7 @@ def actor_settings(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenize
     """Read the settings that need no other model."""
     rollout, padded = cfg.model.reinforce, cfg.trainer.reinforce.rollout_batch_seq_length
     can_share, on_cpu = cfg.model.context_parallel_size == 1 and padded is None, lm.mesh.device.type == "cpu"
-    stop_ids = stop_token_ids(lm.architecture, tokenizer)
+    stop_ids = stop_token_ids(cfg.pretrained_checkpoint.restore_from_path, tokenizer)
     return ActorSettings(
         sampling=_sampling_params(cfg, rollout.sampling_params, stop_ids),
         val_sampling=_sampling_params(cfg, rollout.val_sampling_params, stop_ids),
@@ -223,18 +228,31 @@ def model_options(model: ParallelConfig) -> ModelOptions:
     )
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, architecture: Architecture, folder: Path) -> None:
-    """Raise ConfigError if the tokenizer of `folder` has more tokens than its model."""
-    if len(tokenizer) > architecture.vocab_size:
-        sizes = f"has {len(tokenizer)} tokens, its model only {architecture.vocab_size} embeddings"
-        raise ConfigError([f"the tokenizer of {folder} {sizes}; is this the tokenizer of another model?"])
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, architecture: Architecture, folder: str | Path) -> None:
+    """Raise ConfigError if the tokenizer of `folder` has tokens that its model has no embedding for."""
+    size = architecture.vocab_size
+    beyond = [(number, token) for token, number in tokenizer.get_vocab().items() if number >= size]
+    if beyond:
+        number, token = min(beyond)
+        raise ConfigError(
+            [
+                f"the tokenizer of {folder} has {len(tokenizer)} tokens, its model only {size} embeddings; the first "
+                f"token without one is {token!r}, id {number}. Is this the tokenizer of another model? If tokens were "
+                "added to it, save the model after resize_token_embeddings"
+            ]
+        )
 
 
-def stop_token_ids(architecture: Architecture, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return every id that ends a response: the tokenizer's and all of the model config's."""
-    configured = architecture.raw.get("eos_token_id")
-    several = configured if isinstance(configured, list) else [configured]
-    return tuple(sorted({i for i in (*several, tokenizer.eos_token_id) if isinstance(i, int)}))
+def stop_token_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return every id that ends a response: of generation_config.json, config.json and the tokenizer.
+
+    Logs a warning, once, if `generate` of transformers ends at others. Raises as `read_end_tokens`.
+    """
+    end_tokens = read_end_tokens(folder, token_id(tokenizer.eos_token_id))
+    difference = end_tokens.difference(Path(folder))
+    if difference is not None:
+        warn_once(difference)
+    return end_tokens.ids
 
 
 def _sampling_params(cfg: TrainConfig, sampling: SamplingConfig, stop_ids: tuple[int, ...]) -> SamplingParams:

@@ -1,13 +1,25 @@
-"""A console for tables."""
+"""A console for tables, and warnings that are said once."""
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
 import shutil
 from typing import Any
 
 from rich.console import Console
 
+logger = logging.getLogger(__name__)
+
 
 def table_console(**options: Any) -> Console:
     """Return one as wide as the terminal, and 160 columns wide where there is none."""
     return Console(width=max(80, shutil.get_terminal_size((160, 0)).columns), **options)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log a warning on rank 0, the first time that this process is given the text."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(text)

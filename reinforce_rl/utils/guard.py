@@ -133,7 +133,7 @@ class _Watch:
 
     def _note_files_of(self, process: psutil.Process) -> None:
         # Python's segments have random names; only the maps of a live process show their owner.
-        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
         self.paths.update(Path(path) for path in re.findall(r"(/dev/shm/psm_\w+)", maps))
         if process.name() == "tritonserver":
             self.triton_starts.add(process.create_time())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import os
 import random
+import re
 import socket
 import time
 from dataclasses import dataclass
@@ -18,6 +20,10 @@ PORT_WAIT_SECONDS = 3.0  # a server that was just killed frees its port within a
 BACKLOG = 1024  # a whole cluster may connect at once
 
 
+EVERY_ADDRESS = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where the host itself is asked, by the address of all addresses
+
+
 @dataclass(frozen=True)
 class Address:
     host: str  # name or address; IPv6 without brackets
@@ -26,17 +32,69 @@ class Address:
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
+    @property
+    def url(self) -> str:
+        return f"http://{self}"
+
+    @property
+    def local(self) -> Address:
+        """The address by which this machine reaches a server that listens here."""
+        return Address(LOOPBACKS.get(self.host, self.host), self.port)
+
     @classmethod
     def parse(cls, text: str) -> Address:
         """Parse HOST:PORT, the inverse of `str`; raise ValueError if it is none, with a port of 1 to 65535."""
         try:
             parts = urlsplit(f"//{text}")
-            host, port = parts.hostname, parts.port
+            host = checked_host(parts.hostname or "")
+            port = parts.port
         except ValueError:
             host = port = None
         if not host or not port or parts.netloc != text or "@" in text or text.split() != [text]:
-            raise ValueError(f"{text!r} is no HOST:PORT with a port of 1 to 65535")
+            brackets = ", and an IPv6 address in brackets, such as [::1]:5555" if text.count(":") > 1 else ""
+            zone = ", without a zone (%)" if "%" in text else ""
+            raise ValueError(f"{text!r} is no HOST:PORT with a port of 1 to 65535{brackets}{zone}")
         return cls(host, port)
+
+
+def checked_host(text: str) -> str:
+    """Return a host name, or an address in its usual form: `::1` of `[::1]` and of `0:0:0:0:0:0:0:1`.
+
+    Raises ValueError if it is none, or has a port or a zone: `%eth0` means something on one machine alone.
+    """
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if not host or re.search(r"[\s/@%\[\]?#]", host):
+        raise ValueError(f"{text!r} is no host name and no address")
+    if ":" not in host:
+        return host
+    return str(ipaddress.IPv6Address(host))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on the first address of a host that this machine has. Raises OSError.
+
+    `::` takes IPv4 too.
+    """
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for number, (family, kind, protocol, _, address) in enumerate(addresses, 1):
+        with contextlib.ExitStack() as stack:
+            try:
+                listener = stack.enter_context(socket.socket(family, kind, protocol))
+                # With SO_REUSEADDR two sockets may be bound, but only one listens.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if host == "::":
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                listener.bind(address)
+                listener.listen(BACKLOG)
+            except OSError as error:
+                # /etc/hosts may name ::1 for localhost on a machine without IPv6.
+                is_missing = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+                if not is_missing or number == len(addresses):
+                    raise
+                continue
+            stack.pop_all()  # the caller closes it
+            return listener
+    raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
 
 
 def open_port(host: str, port: int) -> socket.socket:
@@ -44,14 +102,7 @@ def open_port(host: str, port: int) -> socket.socket:
     deadline = time.monotonic() + PORT_WAIT_SECONDS
     while True:
         try:
-            family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            with contextlib.ExitStack() as stack:
-                listener = stack.enter_context(socket.socket(family, kind, number))
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(address)
-                listener.listen(BACKLOG)
-                stack.pop_all()  # the caller closes it
-                return listener
+            return listen(host, port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
                 raise ConfigError([_port_fault(host, port, error)]) from error
@@ -70,15 +121,26 @@ def free_port(host: str) -> int:
     outgoing connection could take an ephemeral port.
     """
     try:
-        first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
     except (OSError, ValueError):
         first_outgoing = 32768
     candidates = range(10240, max(first_outgoing, 10241))
+    reason = ""
     for port in [*random.SystemRandom().sample(candidates, min(100, len(candidates))), 0]:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            return probe.getsockname()[1]
-    raise ConfigError([f"no TCP port of {host} is free"])
+        try:
+            with listen(host, port) as probe:
+                return probe.getsockname()[1]
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+    raise ConfigError([f"no TCP port of {host} is free ({reason}); expected a name or an address of this machine"])
+
+
+def address_towards(host: str) -> str:
+    """Return the address by which this machine reaches `host`. Raises OSError."""
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return probe.getsockname()[0]
 
 
 def is_loopback(host: str) -> bool:
@@ -99,4 +161,4 @@ def _port_fault(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EACCES:
         return f"port {port} of {host} may not be used by this user; choose one above 1023 with inference.port=N"
     reason = (error.strerror or str(error)).lower()
-    return f"cannot listen on {host}:{port} ({reason}); set inference.host to an address of this machine"
+    return f"cannot listen on {Address(host, port)} ({reason}); set inference.host to an address of this machine"

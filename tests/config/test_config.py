@@ -230,7 +230,11 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ["remote_rm.reward_model.ip=http://node7"],
         ["reward_model.ip is 'http://node7'", "such as node7"],
     ),
-    ("host with a port", ["remote_rm.reward_model.ip='node7:5555'"], ["reward_model.ip is 'node7:5555'", "alone"]),
+    (
+        "host with a port",
+        ["remote_rm.reward_model.ip='node7:5555'"],
+        ["reward_model.ip is 'node7:5555'", "without port"],
+    ),
     ("host with a space", ["remote_rm.reward_model.ip='node 7'"], ["reward_model.ip is 'node 7'"]),
     ("replica without a port", ["remote_rm.reward_model.replicas=[b]"], ["replicas[0] is 'b'", "expected HOST:PORT"]),
     (
@@ -479,8 +483,8 @@ def test_the_script_says_an_unknown_override(folder):
 
 
 def test_the_script_finds_a_key_in_another_group(folder):
-    said = run_script(*right(folder), "trainer.max_steps=5")
-    assert "trainer.max_steps is not a key" in said and "trainer.reinforce.max_steps" in said
+    said = run_script(*right(folder), "trainer.save_interval=5")
+    assert "trainer.save_interval is not a key" in said and "trainer.reinforce.save_interval" in said
 
 
 def test_the_script_says_how_to_fill_a_group_of_free_names(folder):

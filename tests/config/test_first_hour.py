@@ -105,8 +105,9 @@ MISTAKES = [
         [
             "use_flask is a key of NeMo-Aligner; set trainer.reinforce.generation_work_queue",
             "rm_model_file is a key of",
+            "trt_llm.enable is a key of NeMo-Aligner; set generation=tensorrt_llm",
         ],
-        faults=2,
+        faults=3,
         marks=(slow,),
     ),
     Mistake("text for a number", ["trainer.devices=two"], ["trainer.devices is 'two'; expected a whole number"]),

@@ -8,8 +8,12 @@ import pytest
 from helpers.tiny_run import compose
 from omegaconf import OmegaConf
 
+from reinforce_rl.config import nemo_keys
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.compose import compose as compose_or_explain
-from reinforce_rl.config.load import _ADVICE, read_config, renamed
+from reinforce_rl.config.load import advice_for, read_config, renamed
+from reinforce_rl.config.reward_model import TrainRewardModelConfig
+from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import ConfigError
 
 # Of gpt_reinforce_actor.yaml and inference_rm.yaml in examples/nlp/gpt/conf of NVIDIA/NeMo-Aligner; none of ours.
@@ -35,9 +39,237 @@ model.optim.contiguous_grad_buffer model.precision model.data.data_impl model.da
 model.data.skip_warmup model.data.reset_position_ids model.data.reset_attention_mask
 model.data.eod_mask_loss model.data.index_mapping_dir model.overwrite_base_config.data.data_prefix
 combine_rm_and_critic_server remote_critic_rm.reward_model.ip trainer.ppo.max_steps model.ppo.num_rollout_samples
-rm_model_file model.reward_standardization.enable model.regression.merge_attributes
+trainer.max_epochs trainer.max_steps model.reinforce.trt_llm.enable model.data.num_workers
 """
 NEMO_ALIGNER = _TEXT.split()
+# Of its inference_rm.yaml and training_rm.yaml, all but those that are ours.
+OF_ITS_SERVER = [
+    "trainer.num_nodes",
+    "trainer.devices",
+    "trainer.accelerator",
+    "trainer.logger",
+    "trainer.precision",
+    "inference.model_name",
+    "inference.max_queue_delay_microseconds",
+    "inference.inference_micro_batch_size",
+    "inference.strip_sequence_length_to_multiple",
+    "rm_model_file",
+    "model.forward_micro_batch_size",
+    "model.sequence_parallel",
+    "model.activations_checkpoint_granularity",
+    "model.activations_checkpoint_method",
+    "model.precision",
+    "model.reward_standardization.enable",
+    "model.reward_standardization.mean",
+    "model.reward_standardization.std",
+    "model.regression.merge_attributes",
+    "model.regression.attribute_weights",
+    "model.global_batch_size",
+]
+OF_ITS_REWARD_MODEL = [
+    "trainer.accelerator",
+    "trainer.rm.max_epochs",
+    "trainer.rm.max_steps",
+    "trainer.rm.val_check_interval",
+    "trainer.rm.save_interval",
+    "trainer.rm.train_random_sampler",
+    "trainer.rm.val_random_sampler",
+    "trainer.rm.limit_val_batches",
+    "trainer.rm.gradient_clip_val",
+    "trainer.logger",
+    "trainer.enable_checkpointing",
+    "trainer.use_distributed_sampler",
+    "trainer.max_time",
+    "trainer.max_epochs",
+    "trainer.max_steps",
+    "exp_manager.explicit_log_dir",
+    "exp_manager.exp_dir",
+    "exp_manager.name",
+    "exp_manager.max_time_per_run",
+    "exp_manager.create_wandb_logger",
+    "exp_manager.wandb_logger_kwargs.project",
+    "exp_manager.wandb_logger_kwargs.name",
+    "exp_manager.resume_from_checkpoint",
+    "exp_manager.resume_if_exists",
+    "exp_manager.resume_ignore_no_checkpoint",
+    "exp_manager.create_checkpoint_callback",
+    "exp_manager.checkpoint_callback_params.monitor",
+    "exp_manager.checkpoint_callback_params.save_top_k",
+    "exp_manager.checkpoint_callback_params.mode",
+    "exp_manager.checkpoint_callback_params.always_save_nemo",
+    "exp_manager.checkpoint_callback_params.save_nemo_on_train_end",
+    "exp_manager.checkpoint_callback_params.filename",
+    "exp_manager.checkpoint_callback_params.model_parallel_size",
+    "pretrained_checkpoint.restore_from_path",
+    "model.mcore_gpt",
+    "model.share_embeddings_and_output_weights",
+    "model.reward_model_type",
+    "model.regression.num_attributes",
+    "model.regression.merge_attributes",
+    "model.regression.attribute_weights",
+    "model.regression.loss_mask_val",
+    "model.regression.loss_func",
+    "model.regression.load_rm_head_weights",
+    "model.output_sequence",
+    "model.use_avg_pool",
+    "model.force_head_dtype",
+    "model.micro_batch_size",
+    "model.global_batch_size",
+    "model.megatron_amp_O2",
+    "model.forward_micro_batch_size",
+    "model.encoder_seq_length",
+    "model.max_position_embeddings",
+    "model.seed",
+    "model.optim.bucket_cap_mb",
+    "model.optim.contiguous_grad_buffer",
+    "model.data.data_impl",
+    "model.data.splits_string",
+    "model.data.seq_length",
+    "model.data.skip_warmup",
+    "model.data.num_workers",
+    "model.data.reset_position_ids",
+    "model.data.reset_attention_mask",
+    "model.data.eod_mask_loss",
+    "model.data.index_mapping_dir",
+    "model.data.data_prefix",
+    "model.precision",
+    "model.overwrite_base_config.data.data_prefix",
+]
+
+# Its own commands: docs/user-guide/reinforce.rst, and tests/functional/reinforce.sh and rm.sh. Files are made up.
+USER_GUIDE = [
+    "model.data.data_prefix={train:[a.jsonl],validation:[b.jsonl],test:[b.jsonl]}",
+    "pretrained_checkpoint.restore_from_path=sft.nemo",
+    "exp_manager.checkpoint_callback_params.save_top_k=1",
+    "exp_manager.explicit_log_dir=results",
+    "trainer.reinforce.max_epochs=1",
+    "trainer.reinforce.max_steps=313",
+    "trainer.reinforce.val_check_interval=4",
+    "trainer.num_nodes=1",
+    "trainer.devices=8",
+    "trainer.reinforce.trt_llm.enable=True",
+    "trainer.reinforce.trt_llm.reshard=True",
+    "trainer.reinforce.trt_llm.unload_engine_train=False",
+    "++model.tensor_model_parallel_size=4",
+    "++model.reinforce.num_rollout_samples=32",
+    "model.global_batch_size=32",
+    "model.micro_batch_size=1",
+    "model.optim.lr=${multiply:1e-6,1.001}",
+    "model.optim.sched.warmup_steps=0",
+    "model.optim.sched.constant_steps=312",
+    "model.optim.sched.min_lr=1e-6",
+    "model.optim.weight_decay=0.01",
+    "model.reinforce.rollout_micro_batch_size=16",
+    "model.reinforce.forward_micro_batch_size=16",
+    "model.reinforce.val_rollout_micro_batch_size=8",
+    "model.data.data_impl=jsonl",
+    "remote_rm.reward_model.ip=localhost",
+    "remote_rm.reward_model.port=5555",
+    "++model.reinforce.length_params.max_length=2048",
+    "trainer.reinforce.initial_policy_kl_penalty=0.01",
+    "++model.optim.bucket_cap_mb=200",
+    "++model.dist_ckpt_format=zarr",
+    "++model.optim.overlap_grad_sync=False",
+    "++model.optim.contiguous_grad_buffer=True",
+    "++model.enable_nge=True",
+    "trainer.reinforce.batch_iterator.use_flask=False",
+    "trainer.reinforce.rollout_batch_seq_length=4096",
+]
+FUNCTIONAL_TEST = [
+    "++model.data.data_prefix={train:[a.jsonl],validation:[a.jsonl],test:[a.jsonl]}",
+    "pretrained_checkpoint.restore_from_path=tiny.nemo",
+    "exp_manager.explicit_log_dir=results",
+    "exp_manager.create_wandb_logger=True",
+    "exp_manager.wandb_logger_kwargs.name=reinforce_test_actor",
+    "exp_manager.wandb_logger_kwargs.project=reinforce_test",
+    "exp_manager.create_checkpoint_callback=True",
+    "trainer.num_nodes=1",
+    "trainer.devices=2",
+    "trainer.reinforce.trt_llm.enable=False",
+    "++model.offload_adam_states=False",
+    "trainer.reinforce.trt_llm.reshard=True",
+    "trainer.reinforce.val_check_interval=2",
+    "++trainer.reinforce.save_interval=2",
+    "++model.micro_batch_size=1",
+    "++model.global_batch_size=2",
+    "++model.tensor_model_parallel_size=1",
+    "++model.pipeline_model_parallel_size=2",
+    "++model.reinforce.entropy_bonus=0.0",
+    "++model.reinforce.ratio_eps=0.2",
+    "++model.encoder_seq_length=64",
+    "++exp_manager.checkpoint_callback_params.save_top_k=10",
+    "++model.reinforce.num_rollout_samples=2",
+    "++model.reinforce.rollout_micro_batch_size=1",
+    "++model.reinforce.length_params.max_length=32",
+    "++model.reinforce.forward_micro_batch_size=1",
+    "trainer.reinforce.initial_policy_kl_penalty=0.03",
+    "trainer.reinforce.rollout_batch_seq_length=32",
+    "++trainer.reinforce.flask_server.enable=True",
+    "++model.optim.lr=9e-7",
+    "++model.optim.sched.min_lr=9e-7",
+    "++model.activations_checkpoint_granularity=full",
+    "++model.activations_checkpoint_method=uniform",
+    "++model.activations_checkpoint_num_layers=1",
+    "++model.optim.bucket_cap_mb=200",
+    "++model.optim.overlap_grad_sync=False",
+    "++model.optim.contiguous_grad_buffer=True",
+    "++model.enable_nge=True",
+    "remote_rm.reward_model.ip=localhost",
+    "remote_rm.reward_model.port=5555",
+    "+model.overwrite_base_config.optim=True",
+    "~model.optim",
+    "++model.optim={name:sgd}",
+    "model.reinforce.sampling_params.use_greedy=True",
+    "trainer.reinforce.save_interval=0",
+    "trainer.reinforce.max_steps=3",
+    "trainer.reinforce.trt_llm.model_type=llama",
+    "++model.dist_ckpt_load_strictness=log_all",
+]
+SERVER_COMMAND = [
+    "trainer.devices=1",
+    "trainer.num_nodes=1",
+    "inference.port=5555",
+    "++model.tensor_model_parallel_size=1",
+    "++model.pipeline_model_parallel_size=1",
+    "++model.dist_ckpt_load_strictness=log_all",
+    "rm_model_file=rm.nemo",
+    "++model.regression.merge_attributes=True",
+    "++model.regression.attribute_weights=[0.3,0.7]",
+    "++model.forward_micro_batch_size=4",
+]
+REWARD_MODEL_COMMAND = [
+    "trainer.num_nodes=1",
+    "trainer.devices=2",
+    "model.global_batch_size=4",
+    "++model.data.data_impl=jsonl",
+    "++model.data.train_ds.shuffle=False",
+    "++model.data.validation_ds.shuffle=False",
+    "++model.data.shuffle_documents=False",
+    "model.data.data_prefix={train:[a.jsonl],validation:[a.jsonl],test:[a.jsonl]}",
+    "trainer.rm.val_check_interval=1",
+    "exp_manager.create_wandb_logger=False",
+    "exp_manager.wandb_logger_kwargs.name=rm_test",
+    "exp_manager.wandb_logger_kwargs.project=rm_test",
+    "exp_manager.explicit_log_dir=results",
+    "exp_manager.checkpoint_callback_params.save_top_k=2",
+    "exp_manager.checkpoint_callback_params.save_nemo_on_train_end=False",
+    "pretrained_checkpoint.restore_from_path=base.nemo",
+    "trainer.rm.save_interval=1",
+    "trainer.rm.max_steps=1",
+    "model.optim.lr=9e-7",
+    "model.optim.sched.min_lr=9e-7",
+    "model.optim.sched.constant_steps=0",
+    "model.optim.sched.warmup_steps=10",
+    "++model.tensor_model_parallel_size=1",
+    "++model.pipeline_model_parallel_size=1",
+    "++model.activations_checkpoint_granularity=full",
+    "++model.activations_checkpoint_method=uniform",
+    "++model.activations_checkpoint_num_layers=1",
+    "++model.sequence_parallel=False",
+    "model.reward_model_type=regression",
+    "++model.dist_ckpt_load_strictness=log_all",
+    "model.regression.num_attributes=9",
+]
 
 
 def dotted(node: object, prefix: str = "") -> set[str]:
@@ -51,16 +283,90 @@ OURS = dotted(OmegaConf.to_container(compose()))
 OF_SERVER = dotted(OmegaConf.to_container(compose(name="serve_reward_model")))
 
 
-def test_every_key_of_nemo_aligner_is_answered_and_none_of_ours():
-    assert [key for key in NEMO_ALIGNER if renamed(key) is None] == []
-    assert [key for key in OURS | OF_SERVER if renamed(key)] == []
-    assert renamed("model.data.shufle") is renamed("trt_llms") is renamed("") is None
+OF_REWARD_MODEL = dotted(OmegaConf.to_container(compose(name="train_reward_model")))
+PROGRAMS = [
+    ("train_reinforce_actor", TrainConfig, NEMO_ALIGNER, OURS),
+    ("serve_reward_model", ServeRewardModelConfig, OF_ITS_SERVER, OF_SERVER),
+    ("train_reward_model", TrainRewardModelConfig, OF_ITS_REWARD_MODEL, OF_REWARD_MODEL),
+]
 
 
-def test_the_answers_name_keys_that_there_are():
-    named = {key for advice in _ADVICE.values() for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", advice)}
-    assert len(named) > 10
-    assert named - OURS - OF_SERVER == set()
+@pytest.mark.parametrize(("name", "schema", "theirs", "ours"), PROGRAMS, ids=[program[0] for program in PROGRAMS])
+def test_every_key_of_nemo_aligner_is_answered_and_none_of_ours(name, schema, theirs, ours):
+    assert [key for key in theirs if renamed(key, schema) is None] == []
+    assert [key for key in ours if key and renamed(key, schema)] == []
+    assert renamed("model.optim.shufle", schema) is renamed("trt_llms", schema) is renamed("", schema) is None
+
+
+@pytest.mark.parametrize(
+    ("table", "keys"),
+    [
+        (nemo_keys.ACTOR, OURS | {"reward_model.restore_from_path"}),
+        (nemo_keys.SERVER, OF_SERVER),
+        (nemo_keys.REWARD_MODEL, OF_REWARD_MODEL),
+        (nemo_keys.IF_OFF, OF_SERVER),
+    ],
+    ids=["actor", "server", "reward model", "if off"],
+)
+def test_the_answers_name_keys_that_there_are(table, keys):
+    named = {key for advice in table.values() for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", advice)}
+    assert named - keys == set()
+    bare = {key for advice in table.values() for key in re.findall(r"set ([a-z_]+)\b(?!\.)", advice)}
+    assert bare - keys == set()
+
+
+@pytest.mark.parametrize("off", ["False", "false", "null", False, None])
+def test_what_is_switched_off_is_left_out(off):
+    key = "trainer.reinforce.trt_llm.enable"
+    assert "generation=native" in str(advice_for(key, value=off))
+    assert "tensorrt_llm" not in str(advice_for(key, value=off))
+    assert advice_for(key, value="True") == advice_for(key) == "set generation=tensorrt_llm"
+    (fault,) = [fault for fault in read_config(compose(f"++{key}={off}"))[1] if "NeMo" in fault]
+    assert fault.startswith(f"{key} is a key of NeMo-Aligner; leave it out: generation=native")
+
+
+COMMANDS = {
+    "user guide": ("train_reinforce_actor", USER_GUIDE),
+    "functional test": ("train_reinforce_actor", FUNCTIONAL_TEST),
+    "server": ("serve_reward_model", SERVER_COMMAND),
+    "reward model": ("train_reward_model", REWARD_MODEL_COMMAND),
+}
+
+
+@pytest.mark.parametrize(("name", "words"), COMMANDS.values(), ids=COMMANDS)
+def test_its_own_commands_are_answered_in_one_round(name, words):
+    """A second round, with what the first one named left out, finds nothing that is new."""
+    with pytest.raises(ConfigError) as raised:
+        compose_or_explain(name, words)
+    faults = raised.value.faults
+    answered = {fault.split(" ")[0].rstrip(":") for fault in faults}
+    assert len(answered) == len(faults), "once each"
+    assert not [fault for fault in faults if "is not a key of the configuration" in fault]
+    ours = dict((program, keys) for program, _, _, keys in PROGRAMS)[name]
+    given = {word.partition("=")[0].lstrip("+") for word in words if word[0] != "~"}
+    deleted = tuple(f"{word[1:]}." for word in words if word[0] == "~")
+    assert {key for key in given if key not in ours and not key.startswith(deleted)} <= answered
+
+    kept = [word for word in words if word.partition("=")[0].lstrip("+") not in answered]
+    composed = compose_or_explain(name, kept)
+    schema = dict((program, schema) for program, schema, _, _ in PROGRAMS)[name]
+    later = [fault.split(" ")[0].rstrip(":") for fault in read_config(composed, schema)[1]]
+    assert [key for key in later if key in given and key not in answered] == []
+
+
+def test_values_are_judged_in_the_same_round_as_keys():
+    words = ["trainer.devces=2", "model.optim.name=distributed_fused_adam", "model.peft.peft_scheme=none"]
+    words += ["trainer.precision=16", "+model.precision=16"]
+    with pytest.raises(ConfigError) as raised:
+        compose_or_explain("train_reinforce_actor", words)
+    faults = raised.value.faults
+    assert sorted(fault.split(" is ")[0] for fault in faults) == [
+        "model.optim.name",
+        "model.peft.peft_scheme",
+        "model.precision",
+        "trainer.devces",
+        "trainer.precision",
+    ]
 
 
 def test_unknown_keys_are_told_together_however_they_are_given():
@@ -72,6 +378,7 @@ def test_unknown_keys_are_told_together_however_they_are_given():
         "trainer.devces",
         "model.optin.lr",
         "trainer.reinforce.trt_llm.enable",
+        "model.precision",
     ]
     assert "did you mean model.optim.lr" in raised.value.faults[1]
     with_plus = [f"++{override}" for override in plain]
@@ -80,7 +387,7 @@ def test_unknown_keys_are_told_together_however_they_are_given():
         "model.optim.lr",
         "model.optin",
         "trainer.devces",
-        "trainer.reinforce.trt_llm",
+        "trainer.reinforce.trt_llm.enable",
     ]
 
 

@@ -16,6 +16,7 @@ from reinforce_rl.data import jsonl
 from reinforce_rl.data.jsonl import parse_hh_conversation, render_hh_prompt
 from reinforce_rl.data.prepare import PrepareOptions, prepare_prompts
 from reinforce_rl.data.prompts import PromptDataset
+from reinforce_rl.data.readers import Columns
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import DataError
 from reinforce_rl.launch.main import app
@@ -127,6 +128,83 @@ def test_what_is_skipped_is_counted_by_reason(tmp_path):
     assert (counts.read, counts.train, counts.validation) == (17, 6, 2)
     assert counts.read == counts.train + counts.validation + sum(counts.skipped.values())
     assert "skipped 1: more than --max-turns user turns" in str(counts)
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+}
+TOOL = {"role": "tool", "content": "2", "name": "f"}
+OF_ROLES = {
+    "a system turn": [SYSTEM, user("a")],
+    "a developer's turn": [{"role": "developer", "content": "Be brief."}, user("a")],
+    "two users": [user("a"), user("b")],
+    "a system turn at the end": [user("a"), {"role": "system", "content": "Answer now."}],
+    "an empty system turn": [{"role": "system", "content": ""}, user("a")],
+    "a tool's answer": [SYSTEM, user("a"), CALL, TOOL],
+    "several turns": [SYSTEM, user("a"), assistant("b"), user("c")],
+}
+
+
+@pytest.mark.parametrize("messages", OF_ROLES.values(), ids=OF_ROLES)
+def test_what_comes_before_the_last_answer_is_kept_and_train_reads_it(tmp_path, messages):
+    """Each with an answer and without one: `train` reads what `prepare` writes, and refuses the answer."""
+    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}\n{% endfor %}"
+    )
+    answered = write(tmp_path / "in.jsonl", {"messages": [*messages, assistant("z")]}, {"messages": [user("other")]})
+    with pytest.raises(DataError, match=r"in.jsonl:1: messages ends with an assistant message.*reinforce-rl prepare"):
+        PromptDataset.from_files(tokenizer, answered, max_prompt_tokens=None)
+    bare = write(tmp_path / "bare.jsonl", {"messages": messages}, {"messages": [user("other")]})
+    for file in (answered, bare):
+        counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(num_validation=1))
+        assert counts.skipped == {}
+        targets = [tmp_path / "out" / f"{name}.jsonl" for name in ("train", "validation")]
+        assert {"messages": messages} in [row for target in targets for row in rows_of(target)]
+        prompts = PromptDataset.from_files(tokenizer, targets, max_prompt_tokens=None)
+        expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert expected in list(prompts.texts)
+
+
+def test_calls_make_prompts_different(tmp_path):
+    other = {**CALL, "tool_calls": [{"type": "function", "function": {"name": "g", "arguments": {}}}]}
+    rows = [{"messages": [user("a"), call, TOOL, assistant("z")]} for call in (CALL, other, CALL)]
+    counts = prepare_prompts([write(tmp_path / "in.jsonl", *rows)], tmp_path / "out", PrepareOptions())
+    assert counts.skipped == {"duplicate of an earlier prompt": 1}
+
+
+def test_roles_that_there_are_not_and_turns_without_a_place(tmp_path):
+    bad = write(tmp_path / "bad.jsonl", {"messages": [{"role": "critic", "content": "x"}, user("a")]})
+    with pytest.raises(DataError, match="role is 'critic', expected one of system, developer, user, assistant, tool"):
+        prepare_prompts([bad], tmp_path / "out", PrepareOptions())
+    rows = [{"messages": messages} for messages in OF_ROLES.values()]
+    file = write(tmp_path / "in.jsonl", *rows, {"messages": [user("x")]}, {"messages": [assistant("x")]})
+    counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(form="prompt"))
+    assert counts.skipped == {
+        "turns other than Human and Assistant, which --form messages keeps": 6,
+        "nothing to answer at the end": 1,
+    }
+
+
+def test_a_system_column_by_its_name(tmp_path):
+    rows = [{"prompt": text, "rules": "Be brief."} for text in "ab"]
+    columns = Columns({"system": "rules"}, "--field ")
+    prepare_prompts([write(tmp_path / "in.jsonl", *rows)], tmp_path / "out", PrepareOptions(), columns)
+    assert rows_of(tmp_path / "out" / "train.jsonl")[0]["messages"][0] == SYSTEM
+
+
+def test_a_folder_of_several_splits_needs_a_choice(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("train", "test"):
+        write(folder / f"{name}.jsonl", *({"prompt": f"{name} {i}"} for i in range(3)))
+    with pytest.raises(DataError, match=r"data has several splits, test, train; choose one: .*data:test"):
+        prepare_prompts([folder], tmp_path / "out", PrepareOptions())
+    assert prepare_prompts([f"{folder}:test"], tmp_path / "out", PrepareOptions()).read == 3
 
 
 def test_the_split_is_by_prompt_and_by_seed(tmp_path):

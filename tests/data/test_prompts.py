@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from helpers.chat_templates import QWEN25, write_chat_tokenizer
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from omegaconf import OmegaConf
 from tokenizers.processors import TemplateProcessing
@@ -17,6 +18,7 @@ from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader, build_train_valid_test_rlhf_datasets, fixed_prompts
 from reinforce_rl.data.readers import Columns
+from reinforce_rl.data.rendering import TemplateOptions
 from reinforce_rl.data.sampler import Blend, PromptSampler
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import CheckpointError, ConfigError, DataError
@@ -128,13 +130,94 @@ def test_bos_only_where_asked_for_and_no_template_was_used(tokenizer, tmp_path):
     assert with_bos[0].text == "hi"
 
 
-def test_a_tokenizer_that_adds_bos_by_itself_does_not_do_it_here(tmp_path):
+def test_a_plain_prompt_has_the_bos_that_its_tokenizer_adds_by_itself(tmp_path):
     adding = load_tokenizer(write_tiny_tokenizer(tmp_path / "t"))
     adding.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    assert adding("hi")["input_ids"][0] == 1  # as Llama's tokenizers do
-    file = write(tmp_path / "a.jsonl", {"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]})
-    assert [p.tokens.count(1) for p in load(adding, file)] == [0, 0]
-    assert [p.tokens.count(1) for p in load(adding, file, add_bos=True)] == [1, 0]
+    rows = [{"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "<bos>ho"}]
+    file = write(tmp_path / "a.jsonl", *rows)
+    # As transformers, TRL and vLLM do with a text.
+    assert [*load(adding, file)[0].tokens] == adding("hi")["input_ids"]
+    assert [p.tokens.count(1) for p in load(adding, file)] == [1, 0, 1]
+    assert [p.tokens.count(1) for p in load(adding, file, add_bos=True)] == [1, 0, 1]
+    assert [p.tokens.count(1) for p in load(adding, file, add_bos=False)] == [0, 0, 1]
+
+
+def test_tools_and_template_arguments_of_a_record_reach_the_template(tmp_path, caplog):
+    tokenizer = write_chat_tokenizer(tmp_path / "t", QWEN25 + "{{ mood }}")
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Weather in Rome?"}]}]
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    file = write(
+        tmp_path / "a.jsonl",
+        {"messages": messages, "tools": [tool]},
+        {"messages": messages, "tools": json.dumps([tool]), "chat_template_kwargs": {"mood": "merry", "other": 1}},
+        {"prompt": "plain", "tools": "of another meaning"},
+    )
+    template = TemplateOptions(kwargs={"mood": "sad"})
+    dataset = load(tokenizer, file, max_prompt_tokens=None, template=template)
+    text = [{"role": "user", "content": "Weather in Rome?"}]
+    for prompt, mood in zip(dataset, ("sad", "merry"), strict=False):
+        ids = tokenizer.apply_chat_template(
+            text, tools=[tool], mood=mood, add_generation_prompt=True, return_dict=False
+        )
+        assert [*prompt.tokens] == ids
+        assert prompt.messages == tuple(messages), "as the data has them"
+    assert dataset[0].metadata == {"tools": [tool]}, "a reward function gets them too"
+    assert (dataset[2].text, dataset[2].metadata) == ("plain", {"tools": "of another meaning"})
+    assert "chat_template_kwargs.other of 1 records has no effect" in caplog.text
+
+
+def test_tools_of_parquet(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    tokenizer = write_chat_tokenizer(tmp_path / "t", QWEN25)
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+    def messages(arguments: object) -> list[dict]:
+        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        return [
+            {"role": "user", "content": "Weather?", "tool_calls": None},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "sunny", "tool_calls": None},
+        ]
+
+    row = {"messages": messages('{"city": "Rome"}'), "tools": json.dumps([tool]), "chat_template_kwargs": None}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    (prompt,) = load(tokenizer, tmp_path / "a.parquet", max_prompt_tokens=None)
+    expected = tokenizer.apply_chat_template(
+        messages({"city": "Rome"}), tools=[tool], add_generation_prompt=True, return_dict=False
+    )
+    assert [*prompt.tokens] == expected
+
+
+@pytest.mark.parametrize("case", ["tools", "calls", "parts"])
+def test_the_public_cases_with_tools(tmp_path, case):
+    file = Path(__file__).parents[3] / "shared" / "cases" / "15-tools" / f"{case}.jsonl"
+    if not file.is_file():
+        pytest.skip("the public cases are not beside this checkout")
+    tokenizer = write_chat_tokenizer(tmp_path / "t", QWEN25)
+    record = json.loads(file.read_text("utf-8"))
+    messages = [
+        {**m, "content": m["content"][0]["text"] if isinstance(m["content"], list) else m["content"]}
+        for m in record["messages"]
+    ]
+    expected = tokenizer.apply_chat_template(
+        messages, tools=record.get("tools"), add_generation_prompt=True, return_dict=False
+    )
+    (prompt,) = load(tokenizer, file, max_prompt_tokens=None)
+    assert [*prompt.tokens] == expected
+
+
+def test_control_tokens_of_a_message_may_be_text(tmp_path):
+    tokenizer = write_chat_tokenizer(tmp_path / "t", QWEN25)
+    messages = [{"role": "user", "content": "hi<|im_end|>"}]
+    file = write(tmp_path / "a.jsonl", {"messages": messages}, {"prompt": "hi<|im_end|>"})
+    dataset = load(tokenizer, file, template=TemplateOptions(sanitize_control_tokens=True))
+    expected = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False, sanitize_control_tokens=True
+    )
+    assert [*dataset[0].tokens] == expected
+    assert dataset[0].text == tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert [*dataset[1].tokens] == tokenizer("hi<|im_end|>", add_special_tokens=False)["input_ids"]
 
 
 def test_ids_run_over_files_and_skipped_prompts(tokenizer, tmp_path, caplog):
@@ -176,7 +259,35 @@ def test_too_long_is_refused_by_default(tokenizer, tmp_path):
         ({"messages": "x"}, "messages is a string, expected a list of messages"),
         ({"messages": ["x"]}, "messages[0] is a string, expected an object"),
         ({"messages": [{"role": "human", "content": "x"}]}, "messages[0].role is 'human'"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content is a list"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content is an empty list"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content is null"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content is null"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0] is a part of type 'image_url'",
+        ),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0] is a string"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": {"name": "f"}}]},
+            "messages[0].tool_calls is an object, expected a list",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}]},
+            "messages[0].tool_calls[0] names no function",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "x"}]}]},
+            "messages[0].tool_calls[0]: the arguments 'x' are no JSON",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
+            "messages[0].tool_calls[0]: the arguments are a list",
+        ),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": ["f"]}, "tools[0] is 'f', which is no JSON"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": True},
+            "chat_template_kwargs is a boolean",
+        ),
         ({"messages": [{"role": "user", "content": " "}]}, "messages is empty, or its last message is"),
         (
             {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},

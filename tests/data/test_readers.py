@@ -143,7 +143,7 @@ def test_data_sets_of_hugging_face(tmp_path, monkeypatch):
     datasets.DatasetDict(train=data, test=data.select([1])).save_to_disk(tmp_path / "both")
     assert read(tmp_path / "both", split="test") == [TYPED[1]]
     assert read(tmp_path / "both" / "train") == TYPED
-    assert "is a folder of test, train; for the split validation" in refused(tmp_path / "both", split="validation")
+    assert "none of them validation, test, train; choose one" in refused(tmp_path / "both", split="validation")
     found = {}
 
     def load_dataset(*args, **options):
@@ -152,7 +152,7 @@ def test_data_sets_of_hugging_face(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert read("hf:openai/gsm8k/main", split="test") == TYPED
-    assert found == {"args": ("openai/gsm8k", "main"), "split": "test"}
+    assert found == {"args": ("openai/gsm8k", "main"), "split": None}
     assert read("hf:some/where:train[:10%]", split="test") == TYPED
     assert found == {"args": ("some/where", None), "split": "train[:10%]"}
     monkeypatch.undo()
@@ -177,7 +177,9 @@ def test_a_folder_gives_its_files_by_name_and_split(tmp_path):
     assert read(splits, split="validation") == [{"prompt": "my_valid.jsonl"}]
     assert read(splits, split="test") == [{"prompt": "eval.jsonl"}]
     (splits / "more.jsonl").write_text("{}")
-    assert "is a folder of " in refused(splits), "whether `more` is for training is not for us to say"
+    assert "whose names tell no split, such as more.jsonl" in refused(splits), (
+        "whether `more` is for training is not for us to say"
+    )
     only = write("only", "train.jsonl")
     assert read(only, split="test") == [{"prompt": "train.jsonl"}], "which was given on purpose"
     assert "is a folder of no file of a known form" in refused(write("nothing", "a.txt"))

@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.tiny_tokenizer import write_model_without_weights
+from helpers.tiny_tokenizer import write_model_without_weights, write_tiny_tokenizer
 
+from reinforce_rl.data.rendering import ChatRenderer, Conversation
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize("change", ["list", "text for a number"])
@@ -28,3 +29,25 @@ def test_vocabulary_hashes_are_compared_whole_and_shown_in_part() -> None:
     other = dataclasses.replace(own, vocab_sha256="a" * 63 + "b")
     assert own.differences(other) == [f"vocabulary hash {'a' * 12} here, {'a' * 12} there"]
     assert own.differences(own) == []
+
+
+def test_a_template_that_leaves_out_a_turn_is_a_fault(tmp_path: Path) -> None:
+    """Qwen2.5's template passes over a developer's turn; transformers gives a prompt without it."""
+    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.role }}: {{ m.content | trim }}\n"
+        "{% endif %}{% endfor %}"
+    )
+    renderer = ChatRenderer(tokenizer)
+    question = {"role": "user", "content": "Hi"}
+    for role in ("system", "developer"):
+        messages = [{"role": role, "content": " Be brief.\n"}, question]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        assert ("Be brief." in text) == (role == "system")
+        if role == "system":
+            assert renderer.prompt_text(Conversation(tuple(messages))) == text
+            continue
+        with pytest.raises(DataError, match="the chat template leaves out the developer message"):
+            renderer.prompt_text(Conversation(tuple(messages)))
+    empty = Conversation(({"role": "system", "content": ""}, question))
+    assert renderer.prompt_text(empty) == "system: \nuser: Hi\n"

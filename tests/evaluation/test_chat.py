@@ -99,6 +99,11 @@ class Bytes:
     """A token a byte, as a tokenizer falls back to for rare characters."""
 
     chat_template = None
+    bos_token_id = None
+
+    def __call__(self, text: str | list[str], **options: Any) -> dict[str, Any]:
+        ids = self.encode(text) if isinstance(text, str) else [self.encode(one) for one in text]
+        return {"input_ids": ids, "special_tokens_mask": [0] * len(ids)}
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return list(text.encode())

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.models import tiny_llama_folder
+from helpers.policies import transformers_model
 from helpers.tiny_run import tiny_config, tiny_overrides
 from omegaconf import OmegaConf
 
+from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.prompts import fixed_prompts
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError
@@ -28,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+NEW_TOKENS = 20
 SHORT = ("model.reinforce.length_params.max_length=5",)
 
 
@@ -137,3 +142,32 @@ def test_a_run_of_before_the_engines_section(folder: Path, tmp_path: Path, monke
     monkeypatch.setattr(sys, "path", [*sys.path])
     cfg = inference_config(folder / "model", ["model.reinforce.num_val_samples=2"], like=tmp_path)
     assert cfg.engine.max_batch_size == 5
+
+
+def test_two_end_tokens_of_the_generation_config_end_responses_as_in_transformers(tmp_path: Path, mesh: Mesh) -> None:
+    """As in Qwen2.5, Qwen3 and Llama 3 Instruct: config.json names one, generation_config.json two."""
+    model = tiny_llama_folder(tmp_path / "model", logit_scale=2.0)
+    prompts = [Prompt(i, "", (1, 5 + i, 9)) for i in range(12)]
+    theirs = transformers_model(model, torch.float32)
+    unended = [theirs_for(theirs, prompt, eos_token_id=None) for prompt in prompts]
+    ends = [unended[0][3], unended[1][6]]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [*ends, 2], "pad_token_id": 0}))
+
+    theirs = transformers_model(model, torch.float32)
+    expected = [theirs_for(theirs, prompt) for prompt in prompts]
+    assert {row[-1] for row in expected} >= set(ends), "both end some response"
+    assert any(len(row) == NEW_TOKENS for row in expected)
+    cfg = inference_config(model, [f"model.reinforce.length_params.max_length={NEW_TOKENS}"])
+    actor = load_actor(cfg, mesh)
+    with contextlib.closing(actor.generator) as generator:
+        params = dataclasses.replace(actor.settings.val_sampling, use_greedy=True)
+        completions = generator.generate(prompts, 1, params, seed=0)
+    lengths = completions.lengths.tolist()
+    assert [row[:n] for row, n in zip(completions.tokens.tolist(), lengths, strict=True)] == expected
+
+
+def theirs_for(model: Any, prompt: Prompt, **options: Any) -> list[int]:
+    tokens = torch.tensor([prompt.tokens])
+    mask = torch.ones_like(tokens)
+    output = model.generate(tokens, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS, **options)
+    return output[0, len(prompt.tokens) :].tolist()

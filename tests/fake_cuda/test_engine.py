@@ -5,7 +5,6 @@ Small tensors have real values here, so weights are compared bit for bit.
 
 from __future__ import annotations
 
-import base64
 import functools
 import pickle
 from collections.abc import Callable, Sequence
@@ -17,22 +16,24 @@ import torch
 from helpers.fake_cuda import check_collectives, take_turns
 from helpers.lora import EVERY, lora_model, random_updates
 from helpers.policies import megatron_model
+from helpers.tiny_run import compose, tiny_overrides, tiny_trainer
 from safetensors.torch import load_file
 from torch import Tensor
 
 from reinforce_rl.config.engines import EngineConfig, TensorRTLLMConfig, VLLMConfig
+from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.engine import Answer, EngineArguments, Request, buckets, process
 from reinforce_rl.generation.engine.generator import EngineGenerator
 from reinforce_rl.generation.engine.process import EngineAdapter
-from reinforce_rl.generation.trtllm import adapter as of_tensorrt_llm
 from reinforce_rl.generation.trtllm.adapter import TensorRTLLM
 from reinforce_rl.generation.vllm.adapter import VLLM
 from reinforce_rl.megatron.lora import PREFIX
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.optimizer import MOMENTS, states_by_weight
 from reinforce_rl.preflight.fake_cuda.machine import Machine
 
 BF16 = torch.bfloat16
@@ -54,7 +55,7 @@ ANSWERS = [
 class PlayedEngine:
     """In place of `EngineProcess`: workers on GPU-0, GPU-1, ..., of which the first reads what it is given."""
 
-    def __init__(self, events: list[str], memory: list[Tensor], adapter: EngineAdapter, *rest: Any):
+    def __init__(self, events: list[str], adapter: EngineAdapter, *rest: Any):
         self.arguments: EngineArguments
         self.devices: Sequence[str] | None
         self.arguments, _, log, _, self.devices = rest
@@ -62,7 +63,7 @@ class PlayedEngine:
         self.places: list[set[str]] = []  # the devices of each bucket
         self.weights: list[dict[str, Tensor]] = []  # of each update, on the CPU
         self.adapters: list[tuple[dict[str, Tensor], dict[str, int]]] = []
-        self._name, self._events, self._memory = adapter.name, events, memory
+        self._events = events
         self._arriving: dict[str, Tensor] = {}
 
     def start(self) -> list[str]:
@@ -90,16 +91,10 @@ class PlayedEngine:
             self.weights.append(self._arriving)
             self._arriving = {}
             return
-        self.places.append(set(bucket["places"] if self._name == "vllm" else bucket))
-        for name, tensor in self._tensors_of(bucket):
+        self.places.append(set(bucket["places"]))
+        for name, tensor in buckets.received(bucket, "GPU-0", torch.device("cuda", 0)):
             assert tensor.is_cuda and tensor.dtype == BF16 and name not in self._arriving
             self._arriving[name] = tensor.cpu()
-
-    def _tensors_of(self, bucket: Any) -> list[tuple[str, Tensor]]:
-        if self._name == "vllm":  # compares checksums
-            return list(buckets.received(bucket, "GPU-0", torch.device("cuda", 0)))
-        handles = pickle.loads(base64.b64decode(bucket["GPU-0"]))
-        return [(name, self._memory[function(*arguments)]) for name, (function, arguments) in handles]
 
 
 @pytest.fixture
@@ -119,8 +114,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(buckets, "ipc_place", lambda buffer: pickle.dumps((*[None] * 6, 3, number_of(buffer))))
     monkeypatch.setattr(buckets, "rebuild_cuda_tensor", rebuilt)
-    monkeypatch.setattr(of_tensorrt_llm, "handle_of", lambda tensor: (int, (number_of(tensor),)))
-    monkeypatch.setattr(process, "EngineProcess", functools.partial(PlayedEngine, found, memory))
+    monkeypatch.setattr(process, "EngineProcess", functools.partial(PlayedEngine, found))
     monkeypatch.setattr(torch.cuda.get_device_properties(0), "uuid", "0")
     for name in ("empty_cache", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: found.append(name))
@@ -252,3 +246,16 @@ def test_two_gpus_that_share_a_model_are_given_each_bucket(machine, folders, tmp
     assert check_collectives(ledgers) > 0
     for ledger in ledgers.values():
         assert len([one for one in ledger.collectives if one.kind == "broadcast" and one.on_gpu]) == len(engine.places)
+
+
+@pytest.mark.parametrize(("generation", "there"), [("vllm", True), ("tensorrt_llm", True), ("native", False)])
+def test_adams_moments_have_their_memory_before_an_engine_takes_a_share_of_what_is_free(
+    machine, tmp_path, events, generation, there
+):
+    """TensorRT-LLM sizes its cache as it starts, which is before the first step of the optimizer."""
+    config = load_config(compose(*tiny_overrides(tmp_path), f"generation={generation}", "trainer.precision=bf16"))
+    with machine.rank(), parallel_mesh() as mesh, tiny_trainer(config, mesh) as trainer:
+        optimizer = trainer.optimizer._optimizer
+        moments = [name for _, states in states_by_weight(optimizer) for name in states if name in MOMENTS]
+    assert bool(moments) == there
+    assert events == []

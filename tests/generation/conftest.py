@@ -39,7 +39,6 @@ def fake_engine(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(adapter, "device_uuid", adapter.device_uuid)
-    monkeypatch.setattr(adapter, "handle_of", adapter.handle_of)
     monkeypatch.setenv("FAKE_ENGINE", "{}")
 
     def install(folder: Path = tmp_path / "engine", **options: object) -> Path:

@@ -6,13 +6,9 @@ That whole runs deliver them is in test_tensorrt_llm.py.
 from __future__ import annotations
 
 import asyncio
-import base64
 import inspect
-import io
 import json
 import math
-import pickle
-import re
 import subprocess
 import sys
 from multiprocessing import Pipe
@@ -30,7 +26,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from reinforce_rl.config.engines import EngineConfig, TensorRTLLMConfig, VLLMConfig
 from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
-from reinforce_rl.generation.engine import EngineArguments, EngineSampling, Request, host, process
+from reinforce_rl.generation.engine import EngineArguments, EngineSampling, Request, buckets, host, process
 from reinforce_rl.generation.engine.process import (
     MAX_FOLDER_CHARACTERS,
     EngineProcess,
@@ -39,16 +35,13 @@ from reinforce_rl.generation.engine.process import (
 )
 from reinforce_rl.generation.engine.weights import elements_of, plan_buckets, send_weights, views_of
 from reinforce_rl.generation.trtllm import adapter
-from reinforce_rl.generation.trtllm.adapter import TensorRTLLM, packed_handles
+from reinforce_rl.generation.trtllm import host as trtllm_host
+from reinforce_rl.generation.trtllm.adapter import TensorRTLLM
 from reinforce_rl.generation.vllm.adapter import VLLM
 from reinforce_rl.megatron.hf_weights import export_hf_folder
 from reinforce_rl.megatron.lora import MergedWeights
 from reinforce_rl.megatron.weight_map import Row
 from reinforce_rl.utils.process import ModuleChild
-
-# What the worker of TensorRT-LLM 1.2 lets a pickle import, by llmapi/rlhf_utils.py and serialization.py.
-BUILTINS = ("list", "tuple", "str", "int", "float", "bool", "bytes", "dict", "NoneType", "type")
-MODULES = r"^torch.*"
 
 
 def process_of(tmp_path: Path, **deadlines: float) -> EngineProcess:
@@ -103,6 +96,43 @@ def test_the_launchers_variables_stay_outside():
     gone.add("CUDA_DEVICE_MAX_CONNECTIONS")
     assert not gone & found.keys()
     assert engine_environment(given, Path("/tmp/rrl-5-1"), None, [])["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+
+
+EXPANDABLE = "expandable_segments:True"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (EXPANDABLE, None),
+        (f" {EXPANDABLE} ,max_split_size_mb:512", "max_split_size_mb:512"),
+        (f"roundup_power2_divisions:[256:1,512:2,>:8],{EXPANDABLE},max_split_size_mb:64", None),
+        ("expandable_segments:False,max_split_size_mb:512", "expandable_segments:False,max_split_size_mb:512"),
+        ("backend:native", "backend:native"),
+        ("", None),
+    ],
+)
+def test_memory_pools_do_not_stand_expandable_segments(name, given, expected):
+    if "[" in given:
+        expected = "roundup_power2_divisions:[256:1,512:2,>:8],max_split_size_mb:64"
+    found = engine_environment({name: given, "PATH": "/bin"}, Path("/tmp/rrl-5-1"), None, [])
+    assert found.get(name) == expected
+    assert found["PATH"] == "/bin"
+
+
+def test_what_is_left_out_of_the_allocators_options_is_logged(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"{EXPANDABLE},max_split_size_mb:512")
+    with pytest.raises(GenerationError):
+        process_of(tmp_path).start()
+    (line,) = [record.getMessage() for record in caplog.records if "engine_allocator" in record.getMessage()]
+    assert "PYTORCH_CUDA_ALLOC_CONF" in line
+    assert line.endswith("engine=max_split_size_mb:512")
+
+
+def test_an_engine_has_longer_to_stop_than_its_own_workers():
+    """TensorRT-LLM's executor waits 30 s for its workers (`RayExecutor.shutdown`)."""
+    assert 30 < trtllm_host.SHUTDOWN_SECONDS < process.STOP_SECONDS
 
 
 def test_an_engines_config_is_one_that_transformers_4_reads_too(tmp_path):
@@ -244,15 +274,15 @@ def rows_of(*sizes: tuple[str, int]) -> list[Row]:
 
 def test_buckets_are_full_but_keep_what_an_engine_fuses():
     rows = rows_of(("a", 64), ("qkv", 64), ("qkv", 64), ("qkv", 64), ("b", 64), ("c", 640), ("d", 1))
-    buckets = plan_buckets(rows, 256)
-    assert [[row.megatron for row in bucket] for bucket in buckets] == [
+    planned = plan_buckets(rows, 256)
+    assert [[row.megatron for row in bucket] for bucket in planned] == [
         ["a", "qkv", "qkv", "qkv"],
         ["b"],
         ["c"],
         ["d"],
     ]
-    assert [row for bucket in buckets for row in bucket] == rows
-    assert [elements_of(bucket) for bucket in buckets] == [256, 64, 640, 64]
+    assert [row for bucket in planned for row in bucket] == rows
+    assert [elements_of(bucket) for bucket in planned] == [256, 64, 640, 64]
 
 
 @pytest.mark.parametrize("limit", [1, 100, 10_000])
@@ -271,44 +301,8 @@ def test_a_device_without_cuda_is_refused():
         adapter.device_uuid(torch.device("cpu"))
 
 
-class AsTheWorker(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        assert re.match(MODULES, module) or (module == "builtins" and name in BUILTINS), f"Import {module} | {name}"
-        return super().find_class(module, name)
-
-
-def handles_in(packed: str) -> list[tuple[str, tuple[Any, tuple[Any, ...]]]]:
-    return AsTheWorker(io.BytesIO(base64.b64decode(packed))).load()
-
-
-def cuda_handle(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """What `reduce_tensor` makes of a tensor on a GPU, with made-up handles."""
-    arguments = inspect.signature(rebuild_cuda_tensor).bind(
-        tensor_cls=type(tensor),
-        tensor_size=tensor.size(),
-        tensor_stride=tensor.stride(),
-        tensor_offset=tensor.storage_offset(),
-        storage_cls=torch.UntypedStorage,
-        dtype=tensor.dtype,
-        storage_device=3,
-        storage_handle=b"handle",
-        storage_size_bytes=tensor.untyped_storage().nbytes(),
-        storage_offset_bytes=0,
-        requires_grad=tensor.requires_grad,
-        ref_counter_handle=b"counter",
-        ref_counter_offset=0,
-        event_handle=b"event",
-        event_sync_required=True,
-    )
-    return rebuild_cuda_tensor, arguments.args
-
-
-def test_a_worker_can_unpickle_the_handles_and_put_its_device_in(monkeypatch):
-    monkeypatch.setattr(adapter, "handle_of", cuda_handle)
-    tensors = {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.zeros(4)}
-    found = handles_in(packed_handles(tensors))
-    assert [(name, function) for name, (function, _) in found] == [(name, rebuild_cuda_tensor) for name in tensors]
-    assert [arguments for _, (_, arguments) in found] == [cuda_handle(tensor)[1] for tensor in tensors.values()]
+def test_the_place_of_the_device_among_the_arguments_of_torchs_handle():
+    """`buckets.received` replaces it by the receiver's number, as TensorRT-LLM's own worker does."""
     assert list(inspect.signature(rebuild_cuda_tensor).parameters)[6] == "storage_device"
 
 
@@ -329,21 +323,16 @@ def test_buckets_hold_the_exported_weights_and_share_one_bounded_buffer(dtype, l
     received: list[tuple[str, Tensor]] = []
     memory = set()
 
-    def handle_of(tensor: Tensor) -> tuple[Any, ...]:
-        memory.add((tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()))
-        return torch.clone, (tensor,)
-
-    def deliver(offers: list[dict[str, str]]) -> None:
-        ((device, packed),) = own.bucket_of(offers).items()
-        assert device == "here"
-        found: list[tuple[str, Any]] = pickle.loads(base64.b64decode(packed))
-        tensors = [(name, function(*arguments)) for name, (function, arguments) in found]
+    def deliver(offers: list[dict[str, Any]]) -> None:
+        bucket = own.bucket_of(offers)
+        (path,) = bucket["places"].values()
+        memory.add((path, bucket["elements"] * dtype.itemsize))
+        tensors = list(buckets.received(bucket, "here", torch.device("cpu")))
         received.extend(tensors)
         sizes.append(sum(tensor.numel() for _, tensor in tensors) * dtype.itemsize)
 
     sizes: list[int] = []
     monkeypatch.setattr(adapter, "device_uuid", lambda _: "here")
-    monkeypatch.setattr(adapter, "handle_of", handle_of)
     limit = 20_000
     own = TensorRTLLM(TensorRTLLMConfig())
     send_weights(

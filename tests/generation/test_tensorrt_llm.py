@@ -36,7 +36,8 @@ from reinforce_rl.generation.engine import Answer
 from reinforce_rl.generation.engine.generator import requests_of
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
-from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import load_hf_weights
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.trainer.build import build_generator
 
@@ -107,7 +108,7 @@ class TestRun:
         calls = self.run(runs, "tp1", mesh, fake_engine)
         # It gives its memory back after each time that it was awake, and its weights come in several buckets.
         assert calls.count("AsyncLLM.release") == calls.count("AsyncLLM.resume") // 2 + 1
-        assert calls.count("AsyncLLM.update_weights") > 3 * calls.count("AsyncLLM.release")
+        assert calls.count("WorkerExtension.update_weights") > 3 * calls.count("AsyncLLM.release")
         assert "BaseLLM.shutdown" in calls
 
     @pytest.mark.slow
@@ -176,6 +177,63 @@ class TestContract:
             engine.generate(PROMPTS, 1, PARAMS, seed=3)
         engine.close()
         assert "tensorrt_llm" not in sys.modules
+
+
+class TestStart:
+    """What the engine is started with, by the record of each version's signatures."""
+
+    def arguments_of(
+        self, folder: Path, mesh, fake_engine, version: str, *overrides: str
+    ) -> dict[str, dict[str, str]]:
+        given = fake_engine(model="scripted", version=version)
+        engine = generator_of(folder, mesh, *overrides)
+        for _ in range(2):
+            assert draw(engine).lengths.tolist() == [3] * 4
+        engine.close()
+        return json.loads((given / "arguments.json").read_text())
+
+    @pytest.mark.parametrize("version", ["1.2", "1.3"])
+    def test_graphs_cache_and_scheduler_are_for_the_whole_batch(self, tmp_path, mesh, fake_engine, version):
+        found = self.arguments_of(tmp_path, mesh, fake_engine, version, "engine.max_batch_size=48")
+        # Of sizes that are not padded there would be 1 to 31, 32, 64 and 128 (llm_args.py, CudaGraphConfig).
+        assert found["cuda_graph_config"] == {"enable_padding": "True", "max_batch_size": "48"}
+        assert found["scheduler_config"]["capacity_scheduler_policy"].endswith("MAX_UTILIZATION")
+        # 16 positions are a block of 32 tokens, and one more a sequence.
+        assert found["kv_cache_config"]["max_tokens"] == str(48 * 64)
+        assert found["kv_cache_config"]["free_gpu_memory_fraction"] == "0.5"
+
+    def test_1_2_keeps_all_memory_but_the_cache_while_it_sleeps(self, tmp_path, mesh, fake_engine):
+        found = self.arguments_of(tmp_path, mesh, fake_engine, "1.2")
+        assert found["enable_sleep"] == "True"
+        assert "sleep_config" not in found
+
+    def test_1_3_drops_the_weights_as_each_waking_brings_them(self, tmp_path, mesh, fake_engine):
+        found = self.arguments_of(tmp_path, mesh, fake_engine, "1.3")
+        assert "enable_sleep" not in found
+        modes = found["sleep_config"]["restore_modes"]
+        assert modes.count("'NONE'") == 2
+        assert "MODEL_WEIGHTS_MAIN" in modes and "KV_CACHE" in modes
+
+    @pytest.mark.parametrize("version", ["1.1.0", "1.4.0rc1", "2.0"])
+    def test_another_version_is_refused(self, tmp_path, mesh, fake_engine, version):
+        fake_engine(model="scripted", version=version)
+        engine = generator_of(tmp_path, mesh)
+        with pytest.raises(GenerationError, match=rf"tensorrt_llm is {version}; expected 1\.2 or 1\.3"):
+            draw(engine)
+        engine.close()
+
+    @pytest.mark.parametrize("checks", [True, False])
+    def test_weights_that_a_module_did_not_take_end_the_run_unless_told_not_to(
+        self, tmp_path, mesh, fake_engine, checks
+    ):
+        fake_engine(model="scripted", fault="unmatched", times=999)
+        engine = generator_of(tmp_path, mesh, f"tensorrt_llm.check_weights={checks}")
+        if checks:
+            with pytest.raises(GenerationError, match=r"old or wrong: model\.layers\.0\.mlp\.gate_up_proj\.weight"):
+                draw(engine)
+        else:
+            assert draw(engine).lengths.tolist() == [3] * 4
+        engine.close()
 
 
 class TestSamples:

@@ -17,7 +17,8 @@ from reinforce_rl.errors import GenerationError
 from reinforce_rl.generation.engine import generator as of_engine
 from reinforce_rl.generation.engine.generator import EngineGenerator
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import load_hf_weights
 from reinforce_rl.megatron.lora import LoraSettings, add_lora, updates_of
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.trainer.build import build_generator

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).with_name("fake_engine")
 
 
 def install_fake(folder: Path, *, rank: int = 0, model: str = "native", **options: object) -> None:
-    """Replace engines of this process by fakes that receive weights through files.
+    """Replace engines of this process by fakes, which need no GPU.
 
     Args:
         folder: for recorded calls and weights.
@@ -27,10 +27,7 @@ def install_fake(folder: Path, *, rank: int = 0, model: str = "native", **option
     os.environ["FAKE_ENGINE"] = json.dumps({"folder": str(folder), "model": model, **options})
     if str(PACKAGE) not in sys.path:
         sys.path.insert(0, str(PACKAGE))
-    from tensorrt_llm.sharing import file_handle  # type: ignore[import-not-found]
-
     adapter.device_uuid = lambda _: f"cpu:{rank}"  # type: ignore[assignment]
-    adapter.handle_of = file_handle if model == "native" else lambda _: ()  # type: ignore[assignment]
 
 
 def in_small_buckets(generator: Generator) -> None:

@@ -162,7 +162,7 @@ class BatchFuzzer:
         if "finished" not in optional:
             finished = [1] * count
         rendered = [
-            f"U: hi<eos>A:{text}" + ("<eos>" if end else "") for text, end in zip(texts, finished, strict=True)
+            f"U: hi<eos>A: {text}" + ("<eos>" if end else "") for text, end in zip(texts, finished, strict=True)
         ]
         kept = [tensors[name] for name in ("prompts", "responses", *optional)]
         return Draft(kept, binary), [self._encode(text) for text in rendered]

@@ -24,6 +24,7 @@ from reinforce_rl.monitoring.records import Kind
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.run import build_monitor, build_trainer
+from reinforce_rl.runtime.settings import freeze_template_date
 from reinforce_rl.trainer.build import build_datasets
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 
@@ -97,6 +98,7 @@ def tiny_trainer(
 
     `rm` is a reward source, or a function of a response's token ids.
     """
+    freeze_template_date(config)
     tokenizer = load_tokenizer(config.pretrained_checkpoint.restore_from_path)
     datasets = build_datasets(config, tokenizer)
     checkpoint = latest_checkpoint(Path(config.exp_manager.explicit_log_dir) / "checkpoints")

@@ -19,7 +19,8 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.engine.generator import EngineGenerator
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import load_hf_weights
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.monitoring.records import read_tokens, rollout_files

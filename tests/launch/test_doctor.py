@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -12,6 +13,7 @@ from helpers.toy_server import free_port, wait_for
 from reinforce_rl.errors import ConfigError, ReinforceError
 from reinforce_rl.launch.doctor import check_server
 from reinforce_rl.reward_server.front import FAILED
+from reinforce_rl.utils.net import listen
 
 
 def told(port: int, token: str | None = None) -> str:
@@ -54,6 +56,11 @@ def test_nobody_and_somebody_else():
         threading.Thread(target=foreign.serve_forever, args=(0.05,), daemon=True).start()
         assert "another program listens" in told(foreign.server_address[1])
         foreign.shutdown()
+    with listen("::1", 0) as silent:
+        port = silent.getsockname()[1]
+    for url in (f"http://[::1]:{port}", f"[::1]:{port}/"):
+        with pytest.raises(ReinforceError, match=re.escape(f"nothing listens on http://[::1]:{port} ")):
+            check_server(url, None, lambda line: None)
     with pytest.raises(ReinforceError, match="cannot be reached"):
         check_server("http://no-such-host.invalid:5555", None, lambda line: None)
 

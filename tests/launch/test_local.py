@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -105,17 +106,20 @@ def gone(processes: list[psutil.Process], seconds: float = 20.0) -> list[psutil.
 
 
 @pytest.mark.slow
-def test_the_real_server_and_an_actor_that_scores(start):
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_real_server_and_an_actor_that_scores(start, host):
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
-    launched = start(
-        TOY_SERVER, SCORING_ACTOR, "--server-args", "inference.max_batch_size=4", "--actor-args", "extra=yes"
-    )
+    server_args = ["inference.max_batch_size=4", f"inference.host={host}"]
+    launched = start(TOY_SERVER, SCORING_ACTOR, "--server-args", *server_args, "--actor-args", "extra=yes")
     assert wait_for(lambda: launched.log.exists() and "ready at http" in launched.log.read_text(), 90)
     seen = psutil.Process(launched.process.pid).children(recursive=True)
     code, output = launched.finish()
     assert code == 7, output
     assert "the actor got [0.5] yes" in output
-    assert "ready at http" in output  # the launcher's own line; the server's lines go to its log
+    # the launcher's own line; the server's lines go to its log
+    place = r"ready at http://(\[::1\]|127\.0\.0\.1):\d+"
+    assert "".join(re.findall(place, output)).strip("[]") == host
+    assert re.search(place, launched.log.read_text())
     assert "tritonserver" not in output
     assert "event=stopped signal=SIGTERM" in launched.log.read_text()
     assert gone(seen) == []
@@ -177,20 +181,49 @@ def test_faults_of_the_actors_configuration_come_before_the_server_starts(tmp_pa
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "listens", "asked"),
+    [
+        ("::1", "::1", "::1"),
+        ("::", "::", "::1"),
+        ("0.0.0.0", "0.0.0.0", "127.0.0.1"),
+        ("localhost", "localhost", "localhost"),
+        ("'::1'", "::1", "::1"),
+    ],
+)
+def test_the_servers_own_host_is_asked(tmp_path, given, listens, asked):
+    plan = make_plan(tmp_path, [f"inference.host={given}"], [], server=("s",), actor=("a",))
+    assert plan.address.host == listens
+    assert plan.address.local.host == asked
+    assert plan.server[2] == f"inference.host={given}"
+    assert f"remote_rm.reward_model.ip={asked}" in plan.actor
+
+
+def test_a_host_that_is_none_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"inference\.host is 'fe80::1%eth0'"):
+        make_plan(tmp_path, ["inference.host=fe80::1%eth0"], [], server=("s",), actor=("a",))
+
+
 def test_port_and_token_go_to_both_sides_unless_the_user_chose(tmp_path):
     scripts = {"server": ["s"], "actor": ["a"]}
     plan = make_plan(tmp_path, ["x=1"], ["y=2"], **scripts, grace_seconds=3.0)
     assert plan.grace_seconds == 3.0
-    assert plan.server == (sys.executable, "s", "x=1", "inference.host=127.0.0.1", f"inference.port={plan.port}")
+    assert plan.server == (
+        sys.executable,
+        "s",
+        "x=1",
+        "inference.host=127.0.0.1",
+        f"inference.port={plan.address.port}",
+    )
     assert plan.actor == (
         *(sys.executable, "a", "y=2"),
         "remote_rm.reward_model.ip=127.0.0.1",
-        f"remote_rm.reward_model.port={plan.port}",
+        f"remote_rm.reward_model.port={plan.address.port}",
         "remote_rm.reward_model.name=reward_model",
     )
     port = free_port()
     chosen = make_plan(tmp_path, [f"inference.port={port}", "inference.name=rm"], [], **scripts)
-    assert chosen.port == port
+    assert chosen.address.port == port
     assert chosen.server[1:] == ("s", f"inference.port={port}", "inference.name=rm", "inference.host=127.0.0.1")
     assert f"remote_rm.reward_model.port={port}" in chosen.actor
     assert "remote_rm.reward_model.name=rm" in chosen.actor

@@ -143,7 +143,15 @@ def test_every_key_is_carried_over_or_named_with_its_reason(theirs):
     ]
     assert "pretrained_checkpoint.restore_from_path is not set" in head
     assert "model.hidden_dropout: no such key here" in head and "+model.megatron_overrides.NAME" in head
-    assert "trainer.reinforce.trt_llm.max_input_len: set generation=tensorrt_llm" in head
+    assert "trainer.reinforce.trt_llm.enable: set generation=tensorrt_llm" in head
+    assert "trainer.reinforce.trt_llm.max_input_len: model.encoder_seq_length bounds" in head
+
+
+def test_an_engine_that_was_switched_off_is_not_advised(theirs):
+    theirs.write_text(theirs.read_text().replace("enable: True", "enable: False"))
+    head = " ".join(line.lstrip("# ") for line in converted(theirs).splitlines() if line.startswith("#"))
+    assert "trainer.reinforce.trt_llm.enable: generation=native" in head
+    assert "set generation=tensorrt_llm" not in head
 
 
 @pytest.mark.parametrize(

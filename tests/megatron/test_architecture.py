@@ -11,7 +11,7 @@ from helpers.public_configs import CONFIGS, PARAMETERS, QWEN2_5_7B
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.megatron.architecture import Architecture
+from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
 from reinforce_rl.megatron.model.model import rope_parameters
 from reinforce_rl.megatron.weight_map import weight_map
 
@@ -165,6 +165,83 @@ def test_what_would_change_the_numbers_is_refused():
         assert part in str(caught.value)
 
 
+QUANTISED = {
+    "AWQ": ({"quantization_config": {"quant_method": "awq", "bits": 4, "zero_point": True}}, "awq"),
+    "GPTQ": ({"quantization_config": {"quant_method": "gptq", "bits": 4, "desc_act": False}}, "gptq"),
+    "FP8": ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "fp8"),
+    "bitsandbytes": ({"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}, "bitsandbytes"),
+    "ModelOpt": ({"quantization_config": {"quant_algo": "NVFP4", "producer": {"name": "modelopt"}}}, "NVFP4"),
+    "compressed-tensors": ({"compression_config": {"format": "pack-quantized"}}, "pack-quantized"),
+    "MLX": ({"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"bits": 4}}, "quantization"),
+}
+
+
+@pytest.mark.parametrize(("keys", "method"), QUANTISED.values(), ids=QUANTISED.keys())
+def test_quantised_folders_are_refused_with_their_method_in_one_sentence(keys, method):
+    with pytest.raises(ConfigError) as caught:
+        Architecture.from_hf({**QWEN2_5_7B, **keys})
+    (fault,) = caught.value.faults
+    assert method in fault
+    assert "unquantised model" in fault
+    assert "{" not in fault, "no printed dictionary"
+
+
+def test_keys_that_say_not_quantised():
+    for nothing in (None, {}, False):
+        keys = {"quantization_config": nothing, "compression_config": nothing, "quantization": nothing}
+        assert Architecture.from_hf({**QWEN2_5_7B, **keys}).num_layers == 28
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vocab_size", None),
+        ("hidden_size", "576"),
+        ("num_hidden_layers", 2.0),
+        ("num_attention_heads", 0),
+        ("num_attention_heads", True),
+        ("num_key_value_heads", -3),
+        ("head_dim", "64"),
+        ("max_position_embeddings", None),
+        ("rope_scaling", "linear"),
+        ("rope_parameters", [4.0]),
+    ],
+)
+def test_values_of_another_type_are_faults_with_their_key(key, value):
+    with pytest.raises(ConfigError) as caught:
+        Architecture.from_hf({**SMOLLM2, key: value})
+    (fault,) = caught.value.faults
+    assert repr(value) in fault
+    assert key.partition("_")[0] in fault
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rms_norm_eps": None},
+        {"rope_theta": None},
+        {"rope_scaling": {"rope_type": "linear", "factor": None}},
+        {"rope_scaling": {"rope_type": "linear"}},
+        {"head_dim": 33},
+    ],
+)
+def test_what_transformers_refuses_is_a_fault_of_the_configuration(keys):
+    architecture = Architecture.from_hf({**SMOLLM2, **keys})
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        rope_parameters(architecture)
+
+
+def test_swish_is_silu():
+    assert Architecture.from_hf({**SMOLLM2, "hidden_act": "swish"}).num_layers == 30
+
+
+def test_head_dim_and_groups_that_are_null_mean_what_they_mean_to_transformers():
+    keys = {**SMOLLM2, "head_dim": None, "num_key_value_heads": None}
+    architecture = Architecture.from_hf(keys)
+    theirs = CONFIG_MAPPING["llama"].from_dict(keys)
+    assert (architecture.head_size, architecture.num_groups) == (theirs.head_dim, theirs.num_key_value_heads)
+
+
 def test_heads_that_do_not_divide_the_hidden_size():
     with pytest.raises(ConfigError, match="hidden_size is 577, which 9 attention heads do not divide"):
         Architecture.from_hf({**SMOLLM2, "hidden_size": 577})
@@ -172,7 +249,7 @@ def test_heads_that_do_not_divide_the_hidden_size():
 
 
 def test_missing_folder_and_broken_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere/config\.json does not exist"):
+    with pytest.raises(ConfigError, match="nowhere does not exist; expected a Hugging Face model folder"):
         Architecture.from_folder(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text('{"model_type": "llama"')
     with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
@@ -219,6 +296,48 @@ def test_rope_of_every_kind_is_that_of_transformers():
         assert torch.equal(frequencies, theirs.inv_freq)
         assert scale == theirs.attention_scaling
         assert (scale != 1) == (kind == "yarn")
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+ROPE_FORMS = {
+    "old names": {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 5e5},
+    "both names of the type": {"rope_scaling": {"type": "dynamic", "rope_type": "linear", "factor": 2.0}},
+    "new names": {"rope_parameters": {**LINEAR, "rope_theta": 5e5}},
+    "theta beside the new names": {"rope_parameters": LINEAR, "rope_theta": 5e5},
+    "two thetas": {"rope_parameters": {**LINEAR, "rope_theta": 5e5}, "rope_theta": 1e4},
+    "no theta": {"rope_parameters": LINEAR},
+    "old and new": {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "old null and new": {"rope_scaling": None, "rope_parameters": {**LINEAR, "rope_theta": 5e5}},
+    "new empty and old": {"rope_scaling": LINEAR, "rope_parameters": {}},
+    "length beside the scaling": {
+        "rope_scaling": {"type": "yarn", "factor": 4.0},
+        "original_max_position_embeddings": 128,
+    },
+    "of type default": {"rope_scaling": {"type": "default"}, "rope_theta": 5e5},
+}
+
+
+@pytest.mark.parametrize("keys", ROPE_FORMS.values(), ids=ROPE_FORMS.keys())
+def test_rope_in_every_spelling_is_that_of_transformers(keys):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    raw = {**SMOLLM2, "max_position_embeddings": 512, **keys}
+    theirs = LlamaRotaryEmbedding(LlamaConfig.from_dict(raw))
+    frequencies, scale = rope_parameters(Architecture.from_hf(raw))
+    assert torch.equal(frequencies, theirs.inv_freq)
+    assert scale == theirs.attention_scaling
+
+
+def test_the_rope_that_transformers_takes_of_two_is_the_one_that_is_checked():
+    """It takes `rope_scaling`: here a kind that is not computed, beside one that is."""
+    raw = {**SMOLLM2, "rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": LINEAR}
+    assert CONFIG_MAPPING["llama"].from_dict(raw).rope_parameters["rope_type"] == "dynamic"
+    with pytest.raises(ConfigError, match="rope_type is 'dynamic'"):
+        Architecture.from_hf(raw)
+    with_old_keys = with_old_rope_keys({**raw, "rope_theta": 5e5})
+    assert with_old_keys["rope_scaling"]["type"] == "dynamic", "for transformers 4 too"
+    assert with_old_keys["rope_theta"] == 5e5
 
 
 @pytest.mark.parametrize("name", OTHERWISE)

@@ -13,7 +13,7 @@ import torch
 from helpers.families import family_folder
 from helpers.models import tiny_family_folder
 from helpers.policies import megatron_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.errors import CheckpointError, ConfigError
@@ -55,6 +55,17 @@ def assert_same_weights(one: Path, other: Path) -> None:
     for name, weight in weights.items():
         assert weight.dtype == others[name].dtype
         assert torch.equal(weight, others[name]), name
+
+
+def test_tensors_of_several_dtypes_lose_nothing(mesh, tmp_path):
+    """transformers' `auto` would round the fp32 norms to the embedding's bf16."""
+    folder = tiny_family_folder(tmp_path / "model", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    mixed = {name: value if "norm" in name else value.bfloat16() for name, value in tensors.items()}
+    save_file(mixed, folder / "model.safetensors", metadata={"format": "pt"})
+    back = to_hf(to_megatron(folder, tmp_path / "megatron", mesh), tmp_path / "hf", mesh)
+    for name, value in load_file(back / "model.safetensors").items():
+        assert torch.equal(value, mixed[name].float()), name
 
 
 @pytest.mark.parametrize("name", MODELS)

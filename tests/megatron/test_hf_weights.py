@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron import hf_weights
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_weights import HFFolder, export_hf_folder, load_hf_weights
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import export_hf_folder, load_hf_weights
 from reinforce_rl.megatron.weight_map import EMBEDDING, weight_map
 
 LLAMA3_SCALING = {
@@ -103,14 +104,47 @@ def test_exported_folder_has_the_tokenizer_and_replaces_an_older_one(mesh, tmp_p
 
 def test_export_of_a_bf16_checkpoint_trained_in_fp32_loads_as_fp32(mesh, tmp_path):
     """transformers takes the dtype from config.json: left at bfloat16, it would round the trained weights."""
+    from transformers import AutoModelForCausalLM
+
     folder = tiny_llama_folder(tmp_path / "source")
     lm = megatron_model(folder, mesh)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    del config["dtype"]
+    for keys in ({"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {"torch_dtype": "bfloat16", "dtype": "bfloat16"}):
+        (folder / "config.json").write_text(json.dumps({**config, **keys}))
+        out = export_hf_folder(lm, folder, tmp_path / "out")
+        assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.float32
+        written = json.loads((out / "config.json").read_text())
+        assert {key: written[key] for key in keys} == dict.fromkeys(keys, "float32")
+
+
+@pytest.mark.parametrize(
+    ("configured", "generation", "expected"),
+    [
+        (2, None, 2),
+        (7, None, [2, 7]),
+        (2, {"eos_token_id": [2, 5], "temperature": 0.7}, [2, 5]),
+        (9, {"eos_token_id": 5, "temperature": 0.7}, [2, 5, 9]),
+        (2, {"temperature": 0.7}, 2),
+        (2, {"eos_token_id": [2, 999]}, [2, 999]),
+    ],
+)
+def test_export_ends_in_generate_where_training_ended(configured, generation, expected, mesh, tmp_path):
+    """The tokenizer's end token is 2; training ends responses at all that the folder names."""
     from transformers import AutoModelForCausalLM
 
-    exported = AutoModelForCausalLM.from_pretrained(export_hf_folder(lm, folder, tmp_path / "out"))
-    assert exported.dtype == torch.float32
+    folder = tiny_llama_folder(tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": configured}))
+    (folder / "generation_config.json").unlink()
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, **generation}))
+    out = export_hf_folder(megatron_model(folder, mesh), folder, tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(out).generation_config
+    ids = [token for token in torch.tensor(exported.eos_token_id).reshape(-1).tolist() if token < 64]
+    assert ids == [token for token in torch.tensor(expected).reshape(-1).tolist() if token < 64]
+    assert exported.pad_token_id in (0, None)
+    assert exported.temperature == (generation or {}).get("temperature", exported.temperature)
 
 
 def test_export_to_a_full_disk_is_an_error_and_leaves_the_old_folder(mesh, tmp_path):
@@ -187,6 +221,18 @@ def test_pickled_weights_are_refused_with_advice(mesh, tmp_path):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is pickled.* with save_pretrained"):
         megatron_model(folder, mesh)
+
+
+@pytest.mark.parametrize("name", ["qweight", "weight_scale", "weight_scale_inv", "scales", "weight.absmax", "SCB"])
+def test_quantised_tensors_are_refused_in_one_sentence(name, mesh, tmp_path):
+    folder = tiny_llama_folder(tmp_path)
+    module = "model.layers.0.self_attn.q_proj"
+    edit_tensors(folder, lambda tensors: tensors.update({f"{module}.{name}": torch.zeros(4)}))
+    with pytest.raises(CheckpointError) as caught:
+        megatron_model(folder, mesh)
+    assert f"{module}.{name}" in str(caught.value)
+    assert "unquantised model" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_all_faults_of_a_folder_in_one_message(mesh, tmp_path):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.megatron.convert import to_hf
-from reinforce_rl.megatron.hf_weights import HFFolder
+from reinforce_rl.megatron.hf_folder import HFFolder
 
 DRIVER = Path(__file__).parents[1] / "helpers" / "train_tiny.py"
 RECOMPUTED = (

@@ -160,6 +160,24 @@ def as_on_a_gpu(optimizer: ActorOptimizer, block_bytes: int = 10_000) -> ActorOp
 
 
 @KINDS
+def test_moments_that_are_there_before_the_first_step_change_nothing(dtype, distributed, folder, mesh):
+    """An engine on the same GPU sizes its cache by what is free before that step."""
+    found = []
+    for early in (False, True):
+        ddp, megatron, _, optimizer = of_kind(folder, mesh, dtype, distributed)
+        if early:
+            optimizer.allocate_moments()
+        before = sum(tensor.nbytes for tensor in large_states(megatron))
+        for value in VALUES:
+            accumulate_gradients(ddp, [value], weighted_sum)
+            optimizer.step()
+        after = sum(tensor.nbytes for tensor in large_states(megatron))
+        assert (before == after) == early
+        found.append(weights_of(ddp))
+    assert torch.equal(*found)
+
+
+@KINDS
 def test_a_step_takes_one_norm_and_is_megatrons_to_the_last_bit(dtype, distributed, folder, mesh, monkeypatch):
     ddp, megatron, scheduler, _ = of_kind(folder, mesh, dtype, distributed)
     norms = []

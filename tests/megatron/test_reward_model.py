@@ -13,7 +13,7 @@ from helpers.models import tiny_llama_folder
 from helpers.ranks import run_ranks
 
 from reinforce_rl.errors import CheckpointError, ConfigError
-from reinforce_rl.megatron.hf_weights import HFFolder
+from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.model.reward_head import RewardHead, counted_lengths, pool
 from reinforce_rl.reward_model.scorer import Batching, Merging, load_reward_model, reward_model_identity
 

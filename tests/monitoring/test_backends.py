@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import subprocess
 import sys
@@ -29,7 +30,8 @@ ROWS = [
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch, tmp_path):
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "SWANLAB_", "MLFLOW_"))]:
+        monkeypatch.delenv(name)
     for name in ("DATA", "CACHE", "CONFIG"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name.lower()))
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -206,6 +208,114 @@ def test_other_runs_are_not_continued(tmp_path):
         "abcd1234",
         "abcd1235",
     }
+
+
+def silent_config(folder: Path, **manager) -> TrainConfig:
+    return TrainConfig(exp_manager={"explicit_log_dir": str(folder), **manager})  # type: ignore[arg-type]
+
+
+def wandb_run(folder: Path):
+    (path,) = offline_files(folder)
+    (run,) = [r.run for r in read_offline_file(path) if r.WhichOneof("record_type") == "run"]
+    return run
+
+
+def test_wandb_takes_its_own_variables_where_the_configuration_is_silent(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    variables = {
+        "WANDB_PROJECT": "of the environment",
+        "WANDB_ENTITY": "our-team",
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(elsewhere),
+        "WANDB_RUN_ID": "efgh5678",
+        "WANDB_NAME": "its name",
+        "WANDB_RUN_GROUP": "its group",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    WandbLogger(silent_config(tmp_path / "run"), "abcd1234").finalize()
+    run = wandb_run(elsewhere)
+    assert (run.project, run.entity, run.run_id) == ("of the environment", "our-team", "efgh5678")
+    assert (run.display_name, run.run_group) == ("its name", "its group")
+
+
+def test_the_configuration_beats_wandbs_variables(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name, value in {"WANDB_PROJECT": "other", "WANDB_MODE": "online", "WANDB_NAME": "other"}.items():
+        monkeypatch.setenv(name, value)
+    WandbLogger(config_of(tmp_path), "abcd1234").finalize()
+    run = wandb_run(tmp_path)
+    assert (run.project, run.display_name, run.run_id) == ("aligning", "first", "abcd1234")
+
+
+def test_wandb_without_any_choice(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    WandbLogger(silent_config(tmp_path), "abcd1234").finalize()
+    run = wandb_run(tmp_path)
+    assert (run.project, run.display_name, run.run_id) == ("reinforce_rl", "reinforce", "abcd1234")
+
+
+def test_wandb_may_be_disabled_by_its_variable(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    logger = WandbLogger(silent_config(tmp_path), "abcd1234")
+    log_two_steps(logger)
+    logger.finalize()
+    assert offline_files(tmp_path) == []
+
+
+def test_swanlab_takes_its_own_variables_where_the_configuration_is_silent(tmp_path, monkeypatch):
+    pytest.importorskip("swanlab")
+    variables = {
+        "SWANLAB_PROJ_NAME": "of-the-environment",
+        "SWANLAB_MODE": "offline",
+        "SWANLAB_LOG_DIR": str(tmp_path / "elsewhere"),
+        "SWANLAB_EXP_NAME": "its-name",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    logger = SwanlabLogger(silent_config(tmp_path / "run"), "abcd1234")
+    log_two_steps(logger)
+    logger.finalize()
+    (file,) = (tmp_path / "elsewhere").glob("run-*/run-*.swanlab")
+    written = file.read_bytes()
+    assert b"of-the-environment" in written
+    assert b"its-name" in written
+    assert not (tmp_path / "run").exists()
+
+
+def test_mlflow_takes_its_own_variables_where_the_configuration_is_silent(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    address = (tmp_path / "elsewhere").as_uri()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of the environment")
+    MlflowLogger(silent_config(tmp_path / "run"), "abcd1234").finalize()
+    client = mlflow.MlflowClient(address)
+    place = client.get_experiment_by_name("of the environment")
+    (run,) = client.search_runs([place.experiment_id])
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", place.experiment_id)
+    MlflowLogger(silent_config(tmp_path / "run"), "abcd1235").finalize()
+    assert len(client.search_runs([place.experiment_id])) == 2
+    monkeypatch.setenv("MLFLOW_RUN_ID", run.info.run_id)
+    logger = MlflowLogger(silent_config(tmp_path / "run"), "abcd1236")
+    log_two_steps(logger)
+    logger.finalize()
+    assert client.get_run(run.info.run_id).data.metrics["val/rewards"] == 0.75
+    assert len(client.search_runs([place.experiment_id])) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_configuration_beats_mlflows_variables(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "other")
+    given = {"tracking_uri": (tmp_path / "given").as_uri(), "experiment_name": "given"}
+    MlflowLogger(silent_config(tmp_path / "run", mlflow_logger_kwargs=given), "abcd1234").finalize()
+    assert mlflow.MlflowClient(given["tracking_uri"]).get_experiment_by_name("given") is not None
 
 
 def test_faults_of_loggers_are_found_before_a_run(tmp_path, monkeypatch):

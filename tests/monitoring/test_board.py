@@ -16,6 +16,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -214,6 +215,23 @@ class TestServer:
                 assert ask(port, "/api/run?name=good")[0] == 200
                 process.send_signal(signal.SIGINT)
                 assert process.wait(SECONDS) == 0
+            finally:
+                process.kill()
+
+    @pytest.mark.parametrize(
+        ("host", "shown"), [("::1", "[::1]"), ("::", "[::1]"), ("0.0.0.0", "127.0.0.1"), ("localhost", "localhost")]
+    )
+    def test_the_address_that_it_prints_is_its_own(self, tmp_path, host, shown):
+        make_run(tmp_path / "good", steps=1)
+        code = "import sys; from reinforce_rl.monitoring.board import serve; serve(*sys.argv[1:], port=0)"
+        command = [sys.executable, "-c", code, str(tmp_path), host]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                url = process.stdout.readline().split("; ")[0].split(" on ")[-1]
+                assert url.rpartition(":")[0] == f"http://{shown}"
+                with urlopen(f"{url}/api/runs", timeout=SECONDS) as response:
+                    assert json.load(response)["runs"][0]["name"] == "good"
             finally:
                 process.kill()
 

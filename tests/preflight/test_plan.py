@@ -11,6 +11,7 @@ from reinforce_rl.config.load import load_config
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.lora import LoraSettings
+from reinforce_rl.preflight import plan
 from reinforce_rl.preflight.memory import Decoding, Pass, Policy, StageShape, rank_memory
 from reinforce_rl.preflight.plan import Share, layout_of, plan_batches, read_inputs
 
@@ -97,6 +98,37 @@ def test_states_by_precision_and_sharing():
     lora = LoraSettings(8, 16.0, ("q_proj",))
     updates = memory_of(dataclasses.replace(SHAPE, trained=100), reference="none", lora=lora)
     assert (updates.weights, updates.gradients, updates.optimizer) == (4000, 400, 800)
+
+
+def test_a_sleeping_engine_may_keep_its_weights_in_host_memory():
+    """TensorRT-LLM 1.2 has RestoreMode.PINNED for all but the cache (py_executor_creator.py)."""
+    assert memory_of(engine_copies=True).on_host == 4000 + 4000
+    both = memory_of(engine_copies=True, offload_optimizer=True, reference="none")
+    assert both.on_host == 4000 + 8000
+    assert (
+        memory_of(engine_copies=True, reference="none", layout=dataclasses.replace(POLICY.layout, context=2)).on_host
+        == 2000
+    )
+    assert memory_of(engine_copies=True, gpu=False).engine_on_host == 0
+
+
+LORA = "model.peft.peft_scheme=lora"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "copies"),
+    [
+        (["generation=tensorrt_llm"], True),
+        (["generation=vllm"], False),
+        (["generation=vllm", LORA], True),
+        (["generation=vllm", LORA, "vllm.load_adapters=false"], False),
+        (["generation=native"], False),
+    ],
+)
+def test_which_engine_keeps_its_weights_there(tmp_path, overrides, copies):
+    config = load_config(compose(*tiny_overrides(tmp_path), *overrides))
+    has_lora = LORA in overrides
+    assert plan._engine_copies(config, has_lora=has_lora) == copies
 
 
 def test_what_moves_between_a_gpu_and_its_host():

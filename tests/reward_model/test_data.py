@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.chat_templates import TEMPLATES, write_chat_tokenizer
 from helpers.models import smollm2_folder
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 from reinforce_rl.config.reward_model import FullConfig, PairFieldsConfig, PairsConfig, TrainRewardModelConfig
 from reinforce_rl.data.batches import FINISH_STOP, Completions, join_prompts_and_responses
 from reinforce_rl.data.prompts import PromptDataset
+from reinforce_rl.data.rendering import ChatRenderer, Conversation
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.reward_model.data import (
@@ -23,11 +26,13 @@ from reinforce_rl.reward_model.data import (
     SKIP_SAME,
     SKIP_UNRATED,
     Examples,
-    encode_answer,
-    encode_prompt,
+    encode_conversation,
+    encode_sample,
+    end_of_turn_ids,
     read_examples,
     split_by_prompt,
 )
+from reinforce_rl.rewards.base import TextSample
 
 NAMES = ("helpfulness", "verbosity")
 MESSAGES = [{"role": "user", "content": "hi there"}]
@@ -110,7 +115,7 @@ def test_bad_lines_are_named_and_counted(tmp_path, tokenizer):
         "chosen[0] is a string, expected an object",
         "prompt is empty",
         "ends with an assistant message",
-        "prompt[0].role is 'robot', expected one of system, user, assistant",
+        "prompt[0].role is 'robot', expected one of system, user, assistant, tool",
         "expected prompt, or",
         "half of a surrogate pair",
     ]
@@ -166,7 +171,7 @@ def test_pairs_that_do_not_fit_are_counted(tmp_path, tokenizer):
     )
     found, skipped, count = pairs_of(path, tokenizer, max_pairs=2, single_turn_only=True, max_length=30)
     assert (len(found), count) == (2, 6)
-    too_long = "62 to 62 tokens, above data.max_length=30; data.max_length=62 keeps all"
+    too_long = "63 to 63 tokens, above data.max_length=30; data.max_length=63 keeps all"
     assert skipped == {SKIP_SAME: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
     assert Examples(found, [], [], 6, skipped).skipped_lines == [
         f"WARNING: 1 of 6 (17%) left out: {SKIP_SAME}",
@@ -176,7 +181,7 @@ def test_pairs_that_do_not_fit_are_counted(tmp_path, tokenizer):
     ]
     few = Examples(found, [], [], 10, {too_long: 1}).skipped_lines
     assert few == [f"  1 of 10 (10%) left out: {too_long}"], "no more than a tenth"
-    assert len(pairs_of(path, tokenizer, max_length=62)[0]) == 5, "the remedy is one"
+    assert len(pairs_of(path, tokenizer, max_length=63)[0]) == 5, "the remedy is one"
     assert too_long not in pairs_of(path, tokenizer, max_answer_tokens=10, max_length=30)[1]
     with pytest.raises(DataError, match="none of 6 pairs"):
         pairs_of(path, tokenizer, max_length=3)
@@ -234,7 +239,7 @@ def test_ratings_that_are_left_out_are_counted(tmp_path, tokenizer):
         {"messages": turns, "response": "fine", **rated},
     )
     found, skipped, _ = ratings_of(path, tokenizer, max_pairs=3, single_turn_only=True, max_length=40)
-    too_long = "128 to 128 tokens, above data.max_length=40; data.max_length=128 keeps all"
+    too_long = "129 to 129 tokens, above data.max_length=40; data.max_length=129 keeps all"
     assert skipped == {SKIP_UNRATED: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
     assert len(found) == 3
     prompt = json.loads(found[0].prompt_key)[0][1]
@@ -244,11 +249,97 @@ def test_ratings_that_are_left_out_are_counted(tmp_path, tokenizer):
 
 
 def conversation(tokenizer, messages, answer: str, max_tokens: int | None = None) -> list[int]:
-    return encode_prompt(tokenizer, messages) + encode_answer(tokenizer, answer, max_tokens)
+    message = {"role": "assistant", "content": answer.strip()}
+    return encode_conversation(ChatRenderer(tokenizer), Conversation(tuple(messages)), message, max_tokens)
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    return {name: write_chat_tokenizer(folder / name, template) for name, template in TEMPLATES.items()}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("form", ["prompt apart", "whole conversations"])
+def test_pairs_are_what_transformers_makes_of_the_conversations(tmp_path, chat_tokenizers, name, form):
+    # TRL's RewardTrainer calls `apply_chat_template(prompt + chosen)` too (`trl/trainer/reward_trainer.py`).
+    tokenizer = chat_tokenizers[name]
+    prompt = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    answers = {
+        key: {"role": "assistant", "content": text} for key, text in (("chosen", "Hello. "), ("rejected", "No"))
+    }
+    line: dict[str, Any] = {key: [answer] for key, answer in answers.items()}
+    if form == "prompt apart":
+        line["prompt"] = prompt
+    else:
+        line = {key: [*prompt, *messages] for key, messages in line.items()}
+    (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", line), tokenizer)
+    for key, answer in answers.items():
+        expected = tokenizer.apply_chat_template([*prompt, answer], return_dict=False)
+        assert [*pair.prompt, *getattr(pair, key)] == expected
+    # The answers' own tokens begin behind all that the template writes before them.
+    assert tokenizer.decode(pair.rejected).startswith("No")
+
+
+def test_the_rest_of_a_conversation_follows_a_prompt_of_messages(tmp_path, chat_tokenizers):
+    tokenizer = chat_tokenizers["qwen2.5"]
+    prompt = [{"role": "user", "content": "Weather in Rome?"}]
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    asked = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    rest = [asked, {"role": "tool", "content": "sunny"}]
+    chosen, rejected = ({"role": "assistant", "content": text} for text in ("Sunny.", "Rain."))
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    line = {"prompt": prompt, "chosen": [*rest, chosen], "rejected": [*rest, rejected], "tools": json.dumps([tool])}
+    (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", line), tokenizer)
+    function["arguments"] = {"city": "Rome"}  # type: ignore[assignment]
+    expected = tokenizer.apply_chat_template([*prompt, *rest, chosen], tools=[tool], return_dict=False)
+    assert [*pair.prompt, *pair.chosen] == expected
+    called = {"prompt": prompt, "chosen": [asked], "rejected": [rejected], "tools": [tool]}
+    (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", called), tokenizer)
+    expected = tokenizer.apply_chat_template([*prompt, asked], tools=[tool], return_dict=False)
+    assert [*pair.prompt, *pair.chosen] == expected
+
+
+def test_template_arguments_of_the_data_and_of_a_line(tmp_path, tokenizer):
+    template = "{{ mood | default('calm') }}{% for m in messages %}|{{ m.content }}{% endfor %}"
+    tokenizer = write_chat_tokenizer(tmp_path / "t", template)
+    line = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    own = {**line, "chat_template_kwargs": {"mood": "merry"}}
+    path = write_lines(tmp_path / "pairs.jsonl", line, own)
+    pairs, _, _ = pairs_of(path, tokenizer, chat_template_kwargs={"mood": "sad"})
+    assert [tokenizer.decode([*pair.prompt, *pair.chosen]) for pair in pairs] == ["sad|p|a", "merry|p|a"]
+    with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs\.moody has no effect"):
+        pairs_of(path, tokenizer, chat_template_kwargs={"moody": "sad"})
+    bad = write_lines(tmp_path / "bad.jsonl", {**line, "chat_template_kwargs": [1]})
+    with pytest.raises(DataError, match=r"bad\.jsonl:1: chat_template_kwargs is a list"):
+        pairs_of(bad, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2.5", "qwen3", "deepseek"])
+def test_the_reward_server_reads_what_training_reads(tmp_path, chat_tokenizers, name):
+    renderer = ChatRenderer(chat_tokenizers[name])
+    sample = TextSample("unused", "hello.", {}, tuple(MESSAGES))
+    line = {"prompt": MESSAGES, "chosen": "hello.", "rejected": "no"}
+    (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", line), renderer.tokenizer)
+    assert encode_sample(renderer, sample) == [*pair.prompt, *pair.chosen]
+    end = end_of_turn_ids(renderer)
+    cut = encode_sample(renderer, dataclasses.replace(sample, finished=False))
+    assert [*cut, *end] == encode_sample(renderer, sample)
+    plain = TextSample("hi there", " hello.\n", {"tools": "not for the template"})
+    assert encode_sample(renderer, plain) == encode_sample(renderer, sample), "one user message"
+
+
+def test_the_reward_server_gives_the_template_a_records_tools_and_arguments(chat_tokenizers):
+    tokenizer = chat_tokenizers["qwen2.5"]
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    sample = TextSample("", "Sunny.", {"tools": [tool], "chat_template_kwargs": {"x": 1}}, tuple(MESSAGES))
+    answer = {"role": "assistant", "content": "Sunny."}
+    expected = tokenizer.apply_chat_template([*MESSAGES, answer], tools=[tool], return_dict=False)
+    assert encode_sample(ChatRenderer(tokenizer), sample) == expected
 
 
 def actor_sequence(tokenizer, folder: Path, prompt: str, response: list[int]) -> list[int]:
-    """What the actor sends to the reward server, made by the actor's own code."""
+    """What the actor reads and writes, made by the actor's own code."""
     file = folder / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": prompt}))
     dataset = PromptDataset.from_files(tokenizer, file, max_prompt_tokens=None, apply_chat_template=True)
@@ -257,39 +348,45 @@ def actor_sequence(tokenizer, folder: Path, prompt: str, response: list[int]) ->
     return rows[0].tolist()
 
 
-def test_finished_answer_equals_the_actors_sequence(tokenizer, tmp_path):
-    response = [*tokenizer("hello.", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    assert conversation(tokenizer, MESSAGES, "hello.") == actor_sequence(tokenizer, tmp_path, "hi there", response)
+@pytest.mark.parametrize(("name", "end"), [("llama3", "<|eot_id|>"), ("qwen2.5", "<|im_end|>")])
+def test_an_answer_begins_with_the_actors_sequence(chat_tokenizers, tmp_path, name, end):
+    tokenizer = chat_tokenizers[name]
+    response = tokenizer(f"hello.{end}", add_special_tokens=False)["input_ids"]
+    whole = conversation(tokenizer, MESSAGES, "hello.")
+    actors = actor_sequence(tokenizer, tmp_path, "hi there", response)
+    assert whole[: len(actors)] == actors
+    assert tokenizer.decode(whole[len(actors) :]) == ("\n" if name == "qwen2.5" else "")
+    cut = conversation(tokenizer, MESSAGES, "hello.", 4)
+    assert cut == actor_sequence(tokenizer, tmp_path, "hi there", response[:4])
 
 
-def test_cut_answer_equals_the_actors_sequence_at_max_length(tokenizer, tmp_path):
-    response = tokenizer("hello.", add_special_tokens=False)["input_ids"][:4]
-    encoded = conversation(tokenizer, MESSAGES, "hello.", 4)
-    assert encoded == actor_sequence(tokenizer, tmp_path, "hi there", response)
-    assert encoded[-1] != tokenizer.eos_token_id
+def test_the_end_of_a_turn_counts_as_one_token_of_a_cut(chat_tokenizers):
+    tokenizer = chat_tokenizers["qwen2.5"]
+    whole = conversation(tokenizer, MESSAGES, "abc")
+    assert conversation(tokenizer, MESSAGES, "abc", 4) == whole
+    assert tokenizer.decode(whole).endswith("abc<|im_end|>\n")
+    assert tokenizer.decode(conversation(tokenizer, MESSAGES, "abc", 3)).endswith("assistant\nabc")
+    assert tokenizer.decode(conversation(tokenizer, MESSAGES, "abc", 2)).endswith("assistant\nab")
 
 
-def test_end_of_turn_counts_towards_the_cut(tokenizer):
-    assert encode_answer(tokenizer, "abc", 4)[-1] == tokenizer.eos_token_id
-    assert encode_answer(tokenizer, "abc", 3) == encode_answer(tokenizer, "abc")[:3]
-    assert len(encode_answer(tokenizer, "abc", 3)) == 3
-
-
-def test_empty_answer_is_the_end_of_turn_alone(tokenizer):
-    assert encode_answer(tokenizer, " \n") == [tokenizer.eos_token_id]
+def test_an_empty_answer_is_the_end_of_the_turn_alone(chat_tokenizers):
+    tokenizer = chat_tokenizers["qwen2.5"]
+    assert tokenizer.decode(conversation(tokenizer, MESSAGES, " \n")).endswith("assistant\n<|im_end|>\n")
 
 
 def test_no_chat_template_and_refused_messages_are_named(tmp_path):
     plain = load_tokenizer(write_tiny_tokenizer(tmp_path / "plain", chat_template=None))
     with pytest.raises(ConfigError, match="no chat template"):
-        encode_prompt(plain, MESSAGES)
+        conversation(plain, MESSAGES, "a")
     strict = load_tokenizer(write_tiny_tokenizer(tmp_path / "strict", chat_template="{{ raise_exception('no!') }}"))
     with pytest.raises(DataError, match="refuses these messages: no!"):
-        encode_prompt(strict, MESSAGES)
+        conversation(strict, MESSAGES, "a")
 
 
 def test_smollm2_form():
     tokenizer = load_tokenizer(smollm2_folder())
-    text = tokenizer.decode(conversation(tokenizer, MESSAGES, " Hello. "))
-    assert text.startswith("<|im_start|>system\n")
-    assert text.endswith("<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>")
+    ids = conversation(tokenizer, MESSAGES, " Hello. ")
+    assert ids == tokenizer.apply_chat_template(
+        [*MESSAGES, {"role": "assistant", "content": "Hello."}], return_dict=False
+    )
+    assert tokenizer.decode(ids).endswith("user\nhi there<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n")

@@ -59,14 +59,14 @@ def test_cached_features_are_only_used_for_the_same_data(tmp_path):
 def test_synthetic_negatives_end_early_or_repeat():
     pairs = [EncodedPair(str(i), (9,), (10, 11, 12, 13, 2), (20, 21, 2)) for i in range(40)]
     cuts = CutsConfig(min_tokens=8, max_tokens=12)
-    made = synthetic_negatives(pairs, 0.5, cuts, end_id=2, seed=0)
+    made = synthetic_negatives(pairs, 0.5, cuts, end=(2,), seed=0)
     early, repeated = ([m.tokens for m in made if (m.tokens[-1] == 2) == is_early] for is_early in (True, False))
     assert len(early) == len(repeated) == 20
     assert all(len(tokens) <= 4 and tokens.count(2) == 1 for tokens in early)
     assert (2,) in early
     assert all(8 <= len(tokens) <= 12 and len(set(tokens)) <= 4 and 2 not in tokens for tokens in repeated)
     assert sum(m.better for m in made) == 20
-    assert made == synthetic_negatives(pairs, 0.5, cuts, end_id=2, seed=0)
+    assert made == synthetic_negatives(pairs, 0.5, cuts, end=(2,), seed=0)
 
 
 def made_features(pairs: int, width: int = 16, noise: float = 0.5, seed: int = 0) -> tuple[PairFeatures, torch.Tensor]:

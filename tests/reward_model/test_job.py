@@ -28,16 +28,18 @@ from safetensors.torch import load_file
 
 from reinforce_rl.config.load import resolve_defaults
 from reinforce_rl.config.reward_model import PairsConfig, TrainRewardModelConfig, TrunkConfig
+from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.monitoring.loggers import read_metrics
 from reinforce_rl.monitoring.report import EVALUATION_FILE, write_report
-from reinforce_rl.reward_model.data import encode_answer, encode_prompt, load_examples
+from reinforce_rl.reward_model.data import encode_sample, load_examples
 from reinforce_rl.reward_model.job import train_reward_model
 from reinforce_rl.reward_model.objectives import Best, Objective, Ranking, Regression
 from reinforce_rl.reward_model.scorer import load_reward_model
+from reinforce_rl.rewards.base import TextSample
 
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).parents[1] / "helpers/tiny_reward_run.py"
@@ -267,6 +269,29 @@ def trunk(tmp_path_factory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("trunk") / "tiny-llama", vocab_size=128, max_positions=128)
 
 
+def test_a_head_from_one_split_of_a_folder(trunk, tmp_path):
+    """Of several splits, one is to be chosen; the record of the data fits no single file."""
+    rows = [{"prompt": f"question {i}", "chosen": f"please {i}", "rejected": f"XX {i} ZZ"} for i in range(24)]
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for name, part in (("train-0", rows[:12]), ("train-1", rows[12:]), ("test-0", rows[:3])):
+        write_lines(folder / f"{name}.jsonl", part)
+    overrides = [
+        f"model.restore_from_path={trunk}",
+        f"output_dir={tmp_path / 'out'}",
+        "head.folds=2",
+        "num_threads=1",
+        "data.held_out_fraction=0.3",
+    ]
+    with pytest.raises(ConfigError, match=r"data\.pairs_path: .* has several splits, test, train; choose one"):
+        tiny_config(*overrides, f"data.pairs_path={folder}")
+    train_reward_model(tiny_config(*overrides, f"data.pairs_path={folder}:train"), command="a test")
+    with safe_open(tmp_path / "out" / "head.safetensors", framework="pt") as file:
+        about = file.metadata()
+    assert int(about["train_pairs"]) + int(about["held_out_pairs"]) == 24
+    assert about["data_file"] == "pairs:train" and len(about["data_sha256"]) == 64
+
+
 def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
     rows = [
         {"prompt": f"question {i}", "chosen": f"please, {i} is fine", "rejected": f"XX {i} ZZ!!"} for i in range(24)
@@ -306,8 +331,8 @@ def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
     with parallel_mesh() as mesh:
         model = load_reward_model(trunk, out / "head.safetensors", mesh)
         tokenizer = load_tokenizer(trunk)
-        prompt = encode_prompt(tokenizer, messages)
-        good, bad = model.score([prompt + encode_answer(tokenizer, text) for text in texts])
+        samples = [TextSample("", text, {}, tuple(messages)) for text in texts]
+        good, bad = model.score([encode_sample(ChatRenderer(tokenizer), sample) for sample in samples])
     assert good > bad
 
 

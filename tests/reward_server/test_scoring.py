@@ -17,6 +17,7 @@ from helpers.serve_toy_scorer import TOKEN_RAISE, VOCAB_SIZE, ToyScorer, toy_sco
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 from reinforce_rl.config.rewards import RewardFunctionConfig
+from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import RankLostError, RewardServerError
 from reinforce_rl.reward_model.data import encode_sample
@@ -32,7 +33,8 @@ NOISE = 0.25
 # As that of a model with tools: it fails on what is no list of calls, and on a text it cannot add to.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] | upper }}: {{ m.content + '' }}"
-    "{% for call in m.tool_calls or [] %}{{ call.name }}{% endfor %}{{ eos_token }}{% endfor %}A:"
+    "{% for call in m.tool_calls or [] %}{{ call.name }}{% endfor %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
 )
 
 
@@ -184,7 +186,7 @@ def fuzz_function(pool: FunctionPool, rounds: int, seed: int) -> None:
 
 
 def text_length(rendered: str) -> float:
-    return float(len(rendered.removeprefix("U: hi<eos>A:").removesuffix("<eos>")))
+    return float(len(rendered.removeprefix("U: hi<eos>A: ").removesuffix("<eos>")))
 
 
 def test_one_bad_request_among_seven_good_of_a_function(functions):
@@ -362,7 +364,7 @@ class Raises(ToyScorer):
 def test_functions_beside_a_model_are_a_weighted_sum_and_each_score_is_sent(pool, tokenizer):
     model = Raises(0.0, 0.0)
     samples = [TextSample("ask", text) for text in ("abc", "ab", "", "abcdefgh")]
-    rows = [encode_sample(tokenizer, sample) for sample in samples]
+    rows = [encode_sample(ChatRenderer(tokenizer), sample) for sample in samples]
     model.odd = len(rows[3])
     weights = {"brief": -0.5, "shown": 0.0}
     own = FunctionScorer(pool, weights, model, "rm", 2.0)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -109,6 +110,32 @@ def test_infer_rm_returns_at_once_and_several_can_be_under_way(server, make_clie
     futures = [client.infer_rm(request_of([[TOKEN_SLOW, i]])) for i in range(2)]
     assert not futures[0].done()
     assert [f.result().values.tolist() for f in futures] == [toy_scores([[TOKEN_SLOW, i]]) for i in range(2)]
+
+
+def test_conversations_go_as_texts_and_plain_prompts_as_tokens(server, make_client, tmp_path):
+    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path, vocab_size=VOCAB_SIZE))
+    messages = ({"role": "user", "content": "hi"},)
+    tokens = request_of([[7, row] for row in range(6)])
+    request = replace(
+        tokens,
+        prompts=("hi",) * 6,
+        responses=tuple("abcdef"),
+        messages=(messages, (), messages, (), (), messages),
+        finished=(True, True, False, True, True, True),
+    )
+    rendered = {row: "U: hi<eos>A: " + request.responses[row] + "<eos>" for row in (0, 5)}
+    rendered[2] = "U: hi<eos>A: c"  # cut
+    sequences = [
+        tokenizer(rendered[row], add_special_tokens=False)["input_ids"] if row in rendered else [7, row]
+        for row in range(6)
+    ]
+    client = make_client(server.port)
+    info = TokenizerInfo.from_tokenizer(tokenizer)
+    assert client.check_compatible(info, VOCAB_SIZE) == "tokens"
+    assert client.infer_rm(request).result().values.tolist() == pytest.approx(toy_scores(sequences))
+    assert client.check_compatible(info, VOCAB_SIZE, "tokens") == "tokens"
+    as_tokens = client.infer_rm(request).result().values.tolist()
+    assert as_tokens == toy_scores([[7, row] for row in range(6)]), "the policy's own, where it is asked for"
 
 
 def test_the_handshake_accepts_the_same_tokenizer_and_names_every_difference(server, make_client, tmp_path):

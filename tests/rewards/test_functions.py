@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,6 @@ from reinforce_rl.rewards import functions
 from reinforce_rl.rewards.base import FunctionSpec
 from reinforce_rl.rewards.function_host import PROVIDED, LoadFault, load_function
 from reinforce_rl.rewards.functions import (
-    MAX_DIGITS,
-    _final_answer,
-    _parse_number,
     gsm8k,
     instructions,
     length,
@@ -32,55 +28,6 @@ def spec(name: str, **kwargs) -> FunctionSpec:
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 GSM8K = [SHARED / f"gsm8k_{split}.jsonl" for split in ("train", "test")]
 
-CASES = [
-    ("#### 1,234", 1234),
-    ("#### -7", -7),
-    ("#### 72.", 72),
-    ("#### $5.00", 5),
-    ("#### 50%", 50),
-    ("#### 5 apples", 5),
-    ("#### 1\n#### 2", 2),
-    ("#### 18\nThe answer is unclear", 18),
-    (r"\boxed{42} dollars", 42),
-    (r"\boxed{\$1{,}234}", 1234),
-    (r"\boxed{\text{about } 5}", 5),
-    (r"\boxed{\frac{1}{2}}", Fraction(1, 2)),
-    (r"\boxed{-\dfrac{3}{4}}", Fraction(-3, 4)),
-    (r"The final answer is \boxed{18}. I used 3 steps.", 18),
-    (r"\boxed{5", 5),
-    ("The answer is $5.00.", 5),
-    ("the answer is: 12.", 12),
-    ("the answer is **42**.", 42),
-    ("**Answer:** 42", 42),
-    ("Answer: 5 + 3 = 8 apples.", 8),
-    ("The answer is 5. I have 3 more.", 5),
-    ("The answer is\n\n 18", 18),
-    ("The answer is \u22127", -7),
-    ("The answer is -$5", -5),
-    ("The answer is $-5", -5),
-    ("The answer is 10/2", 5),
-    ("The answer is .5", Fraction(1, 2)),
-    ("The answer is $1,000,000.50!", Fraction("1000000.5")),
-    ("so 48-2 = 46", 46),
-    ("5 dollars and 50 cents", 50),
-    ("pages 5-10", 10),
-    ("48 / 0", None),
-    ("x2 and 3.14.15", None),
-    ("nothing", None),
-    ("", None),
-    ("9" * (MAX_DIGITS + 1), None),
-]
-
-
-@pytest.mark.parametrize(("text", "number"), CASES)
-def test_the_final_answer(text, number):
-    assert _final_answer(text) == number
-
-
-def test_without_a_marker_the_last_number_may_be_left_out():
-    assert _final_answer("so 46", last_number=False) is None
-    assert _final_answer("so 46 #### 3", last_number=False) == 3
-
 
 @pytest.mark.parametrize("file", GSM8K, ids=lambda path: path.stem)
 def test_every_gold_solution_of_gsm8k_is_right_and_a_changed_digit_is_wrong(file):
@@ -89,8 +36,7 @@ def test_every_gold_solution_of_gsm8k_is_right_and_a_changed_digit_is_wrong(file
     records = [json.loads(line) for line in file.read_text("utf-8").split("\n") if line]
     assert len(records) == {"gsm8k_train": 7473, "gsm8k_test": 1319}[file.stem]
     for record in records:
-        solution, answer = record["solution"], record["answer"]
-        assert _parse_number(answer) == int(answer.replace(",", ""))
+        solution = record["solution"]
         assert gsm8k("", solution, record) == 1.0, record
         marker = solution.index("####")
         for place in [match.start() for match in re.finditer(r"\d", solution[marker:])]:
@@ -106,7 +52,7 @@ def test_gsm8k_takes_its_rewards_and_the_records_field():
     assert gsm8k("", "3", {"answer": "3"}, last_number=False, wrong=-1.0) == -1.0
     with pytest.raises(KeyError, match="answer"):
         gsm8k("", "#### 3", {})
-    with pytest.raises(ValueError, match="'answer' holds no number"):
+    with pytest.raises(ValueError, match=r"'answer' holds no number.*three"):
         gsm8k("", "#### 3", {"answer": "three"})
 
 

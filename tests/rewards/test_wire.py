@@ -199,9 +199,9 @@ def test_a_model_with_another_tokenizer_reads_its_own_template(world, mesh):
         TextSample("tell me", "no" * 100, {}),
     ]
     rendered = [
-        "<bos>[system] be kind [user] hi [assistant] oh dear<eos>",
+        "<bos>[system] be kind [user] hi [assistant] oh dear ",  # as the template ends a turn
         "<bos>[system] be kind [user] hi [assistant] oh dear",  # cut: it must not look finished
-        "<bos>[user] tell me [assistant] no<eos>",
+        "<bos>[user] tell me [assistant] no ",
     ]
     (answer,) = scorer([text_arrays(samples)])
     assert answer["status"][:, 0].tolist() == [0, 0, 0, base.STATUS_BAD_PROMPT, base.STATUS_TOO_LONG]

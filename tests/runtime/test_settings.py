@@ -7,19 +7,31 @@ import re
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 import pytest
-from helpers.tiny_run import compose, metrics_of, run, three_letters, tiny_config, tiny_overrides, write_prompts
+from helpers.tiny_run import (
+    compose,
+    metrics_of,
+    rollouts_of,
+    run,
+    three_letters,
+    tiny_config,
+    tiny_overrides,
+    write_prompts,
+)
+from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.trainer_processes import TrainerProcesses
 from omegaconf import OmegaConf
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.load import load_config
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.evaluation.model import inference_config
 from reinforce_rl.monitoring.report import write_report
 from reinforce_rl.runtime import settings as run_settings
-from reinforce_rl.runtime.settings import check_changes, compare, may_start, record
+from reinforce_rl.runtime.settings import check_changes, compare, freeze_template_date, may_start, record
 from reinforce_rl.runtime.status import Status, read_status
 
 RL = "trainer.reinforce"
@@ -33,6 +45,61 @@ def begun(tmp_path, mesh) -> Path:
     """A run of two steps of six."""
     run(tmp_path, mesh, f"{RL}.max_epochs=3", TWO_STEPS)
     return tmp_path
+
+
+@pytest.fixture
+def set_today(monkeypatch):
+    """Have the clock of a start stand on a day."""
+
+    def set_day(day: str) -> None:
+        stopped = type("Stopped", (date,), {"today": classmethod(lambda cls: date.fromisoformat(day))})
+        monkeypatch.setattr("reinforce_rl.config.template.date", stopped)
+
+    return set_day
+
+
+class TestDateOfTemplates:
+    OVERRIDES = (f"{RL}.max_epochs=3", "model.data.apply_chat_template=true")
+
+    def write_tokenizer(self, folder: Path, template: str) -> None:
+        tiny_overrides(folder)
+        write_tiny_tokenizer(folder / "model", vocab_size=32, chat_template=template)
+
+    def test_a_resume_on_the_next_day_goes_on_with_the_first_days_prompts(self, tmp_path, mesh, set_today):
+        self.write_tokenizer(tmp_path, "{{ strftime_now('%a') }}{% for m in messages %}{{ m.content }}{% endfor %}")
+        set_today("2024-02-05")
+        run(tmp_path, mesh, *self.OVERRIDES, TWO_STEPS)
+        assert config_yaml(tmp_path).model.data.chat_template_date == "2024-02-05"
+        set_today("2024-02-06")
+        lines = run(tmp_path, mesh, *self.OVERRIDES, f"{RL}.max_steps=4")
+        assert [line["step"] for line in lines] == [1, 2, 3, 4]
+        assert config_yaml(tmp_path).model.data.chat_template_date == "2024-02-05"
+        assert [line["step"] for line in history(tmp_path)] == [0, 2]
+        prompts = {row["prompt"] for step in (1, 4) for row in rollouts_of(tmp_path, step)}
+        assert {prompt[:3] for prompt in prompts} == {"Mon"}
+        # The same command finds that the run has ended, an evaluation like the run and a generator have its date.
+        again = tiny_config(tmp_path, *self.OVERRIDES, f"{RL}.max_steps=4")
+        freeze_template_date(again)
+        assert check_changes(again) == {}
+        joining = tiny_config(tmp_path, *self.OVERRIDES)
+        freeze_template_date(joining, joins=True)
+        assert joining.model.data.chat_template_date == "2024-02-05"
+        like = inference_config(tmp_path / "model", like=tmp_path / "run", folder=tmp_path / "eval")
+        assert like.model.data.chat_template_date == "2024-02-05"
+
+    def test_another_date_is_another_run(self, tmp_path, mesh, set_today):
+        self.write_tokenizer(tmp_path, "{{ strftime_now('%a') }}{% for m in messages %}{{ m.content }}{% endfor %}")
+        set_today("2024-02-05")
+        run(tmp_path, mesh, *self.OVERRIDES, TWO_STEPS)
+        with pytest.raises(ConfigError, match=r'chat_template_date: "2024-02-05" -> "2024-02-07"'):
+            run(tmp_path, mesh, *self.OVERRIDES, "model.data.chat_template_date=2024-02-07")
+
+    def test_a_template_without_a_date_has_none_in_its_settings(self, tmp_path, set_today):
+        self.write_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
+        set_today("2024-02-05")
+        cfg = tiny_config(tmp_path, *self.OVERRIDES)
+        freeze_template_date(cfg)
+        assert cfg.model.data.chat_template_date is None
 
 
 def history(folder: Path) -> list[dict]:

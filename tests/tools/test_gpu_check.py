@@ -261,15 +261,9 @@ def test_budgets():
     assert len(counts.compared({"decode step": counts.Counts(10, 1, 2)}, budgets, 9.0)[1]) == 1
 
 
-def by_value(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """A handle for a CPU, which has no CUDA IPC: the tensor itself."""
-    return torch.clone, (tensor.detach().clone(),)
-
-
 class TestIpc:
     @pytest.mark.parametrize("adapter", [TensorRTLLM(TensorRTLLMConfig()), VLLM(VLLMConfig())])
     def test_another_process_reads_all_weights(self, mesh, monkeypatch, adapter):
-        monkeypatch.setattr(engine_adapter, "handle_of", by_value)
         monkeypatch.setattr(engine_adapter, "device_uuid", lambda device: "GPU-0")
         lm = CausalLM(Architecture.from_hf(SHAPES["tiny"]), mesh, torch.bfloat16)
         fill_ours(lm)

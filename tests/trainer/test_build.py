@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from helpers.tiny_run import tiny_config
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.trainer.build import build_actor, logits_chunk_tokens, stop_token_ids
+from reinforce_rl.preflight.plan import read_inputs
+from reinforce_rl.trainer.build import build_actor, check_vocabulary, logits_chunk_tokens, stop_token_ids
 
 
 def actor_of(cfg: TrainConfig, mesh):
@@ -54,12 +56,42 @@ def test_a_reference_only_where_a_penalty_asks_for_it(tmp_path, mesh, beta, has_
         assert actor.get_init_policy_logprobs(*row).shape == (1, 2)
 
 
-def test_every_end_of_the_model_and_its_tokenizer_ends_a_response(tmp_path):
-    folder = tiny_config(tmp_path).pretrained_checkpoint.restore_from_path
+def test_every_end_of_the_folder_ends_a_response_and_a_difference_is_said_once(tmp_path, mesh, caplog):
+    cfg = tiny_config(tmp_path)
+    folder = tmp_path / "model"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 9}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [11, 12]}))
+    with caplog.at_level(logging.WARNING):
+        settings = actor_of(cfg, mesh).settings
+        assert stop_token_ids(folder, load_tokenizer(folder)) == (2, 9, 11, 12)
+    assert settings.sampling.stop_token_ids == settings.val_sampling.stop_token_ids == (2, 9, 11, 12)
+    assert [str(folder) in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_end_tokens_that_cannot_be_read_are_said_with_the_other_faults_of_the_start(tmp_path):
+    cfg = tiny_config(tmp_path)
+    (tmp_path / "model" / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json is not valid JSON"):
+        read_inputs(cfg).checked()
+
+
+@pytest.mark.parametrize("added", [["<new>"], ["<new>", "<newer>"]])
+def test_tokens_without_an_embedding_are_refused_with_the_first_of_them(added, tmp_path):
+    cfg = tiny_config(tmp_path)
+    folder = tmp_path / "model"
     tokenizer = load_tokenizer(folder)
-    own = tokenizer.eos_token_id
-    path = tmp_path / "model" / "config.json"
-    values = json.loads(path.read_text())
-    for configured, expected in ((None, {own}), (9, {own, 9}), ([9, 11, own], {own, 9, 11})):
-        path.write_text(json.dumps(values | {"eos_token_id": configured}))
-        assert stop_token_ids(Architecture.from_folder(folder), tokenizer) == tuple(sorted(expected))
+    assert len(tokenizer) == 32
+    tokenizer.add_tokens(added)
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ConfigError) as caught:
+        read_inputs(cfg).checked()
+    for part in (f"{32 + len(added)} tokens", "32 embeddings", "'<new>', id 32", "resize_token_embeddings"):
+        assert part in str(caught.value)
+    check_vocabulary(tokenizer, SimpleNamespace(vocab_size=32 + len(added)), folder)  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_with_gaps_in_its_ids_is_measured_by_its_largest(tmp_path):
+    tokenizer = type("Gaps", (), {"get_vocab": lambda self: {"a": 0, "b": 40}, "__len__": lambda self: 2})()
+    with pytest.raises(ConfigError, match="'b', id 40"):
+        check_vocabulary(tokenizer, SimpleNamespace(vocab_size=32), tmp_path)

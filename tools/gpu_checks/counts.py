@@ -61,7 +61,9 @@ def check(context: Context) -> Finding:
             "log-prob micro-batch": of("log-probs", many).each_of(2, of("log-probs", few)),
             "optimizer step": of("optimizer step", few),
         }
-    rows, faults = compared(per, json.loads(BUDGETS.read_text()), 1.0 if context.mode == FAKE else SLACK)
+    rows, faults = compared(
+        per, json.loads(BUDGETS.read_text(encoding="utf-8")), 1.0 if context.mode == FAKE else SLACK
+    )
     told = ", ".join(f"{name} {one.launches:.0f} launches, {one.syncs:.1f} syncs" for name, one in per.items())
     return judged(faults, f"{SHAPE} of {LAYERS} layers: {told}", {"counts": rows})
 

@@ -14,7 +14,15 @@ TRY = "from reinforce_rl.preflight.fake_cuda.machine import install; install()"
 
 def why_no_fakes() -> str | None:
     """Why there can be no fake CUDA here, such as a missing compiler."""
-    done = subprocess.run([sys.executable, "-c", TRY], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", TRY],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        encoding="utf-8",
+        errors="replace",
+    )
     return (done.stderr.strip().splitlines() or ["unknown"])[-1] if done.returncode else None
 
 

@@ -1,6 +1,6 @@
 """Weights on their way to an engine: another process reads them from this one's GPU memory by CUDA IPC.
 
-As TensorRT-LLM's worker reads them, and as ours in vLLM does.
+As the workers' extensions for TensorRT-LLM and vLLM read them.
 """
 
 from __future__ import annotations
@@ -35,25 +35,12 @@ BUCKET_BYTES = 1 << 17  # the tiny model has more, so that a bucket's memory is 
 RECEIVER = """
 import base64, json, pickle, sys
 import torch
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from reinforce_rl.generation.engine import buckets
-
-def by_handle(handles):
-    for name, (function, arguments) in pickle.loads(base64.b64decode(handles)):
-        arguments = list(arguments)
-        if function is rebuild_cuda_tensor:
-            arguments[6] = 0  # the device, as this process numbers it
-        yield name, function(*arguments)
 
 for line in sys.stdin:
     found, bucket = {}, pickle.loads(base64.b64decode(line))
-    if "places" in bucket:
-        (place,) = bucket["places"]
-        tensors = buckets.received(bucket, place, torch.device("cuda", 0))
-    else:
-        (handles,) = bucket.values()
-        tensors = by_handle(handles)
-    for name, tensor in tensors:
+    (place,) = bucket["places"]
+    for name, tensor in buckets.received(bucket, place, torch.device("cuda", 0)):
         found[name] = [str(tensor.dtype), list(tensor.shape), float(tensor.double().sum())]
         del tensor
     if torch.cuda.is_available():
@@ -94,7 +81,14 @@ def exchange(lm: CausalLM, adapter: EngineAdapter) -> tuple[dict[str, list[Any]]
     command = [sys.executable, "-c", RECEIVER]
     environment = {**os.environ, "PYTHONPATH": PACKAGE_PARENT}
     receiver = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        env=environment,
+        encoding="utf-8",
+        errors="replace",
     )
     stdin, stdout = receiver.stdin, receiver.stdout
     assert stdin is not None and stdout is not None

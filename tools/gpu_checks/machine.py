@@ -61,7 +61,7 @@ def _nvidia_smi() -> dict[str, str] | str:
     """Driver and clocks by nvidia-smi's names, or why there are none."""
     command = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{type(error).__name__}: {error}"
     first_gpu = done.stdout.strip().partition("\n")[0].split(", ")

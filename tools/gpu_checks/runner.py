@@ -73,8 +73,11 @@ def _finding(check: Check, code: int | None, folder: Path, limit: float) -> Find
     """What the process wrote, or how it ended; a code of None: it was ended here."""
     result = folder / "finding.json"
     if code == 0 and result.exists():
-        return Finding(**json.loads(result.read_text()))
-    last = ((folder / "log.txt").read_text(errors="replace").strip().splitlines() or ["it printed nothing"])[-1][:300]
+        return Finding(**json.loads(result.read_text(encoding="utf-8")))
+    last = (
+        (folder / "log.txt").read_text(errors="replace", encoding="utf-8").strip().splitlines()
+        or ["it printed nothing"]
+    )[-1][:300]
     if code is None:
         is_early = limit < check.seconds
         return Finding(SKIP, "no time left", {}) if is_early else Finding(FAIL, f"no end within {limit:.0f} s: {last}")
@@ -96,7 +99,7 @@ def _run_process(check: Check, context: Context, limit: float) -> int | None:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "gpu_checks.worker", check.target, context.mode]
     command += [str(context.folder), str(context.deadline)]
-    with (context.folder / "log.txt").open("w") as log:
+    with (context.folder / "log.txt").open("w", encoding="utf-8") as log:
         options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
         process = subprocess.Popen(command, env=environment, **options)
         try:

@@ -44,7 +44,7 @@ class Runs:
         draw = random.Random(0)
         texts = ["".join(draw.choices(string.ascii_lowercase, k=prompt_tokens - n % 5)) for n in range(32)]
         lines = "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
-        (context.folder / "prompts.jsonl").write_text(lines)
+        (context.folder / "prompts.jsonl").write_text(lines, encoding="utf-8")
 
     def words(self, name: str, steps: int, more: Sequence[str] = (), *, saves: bool = False) -> list[str]:
         """The command line of a run; with `saves` there is a checkpoint after each step."""
@@ -78,7 +78,10 @@ class Runs:
         finally:
             gc.collect()
             free(torch.device(self._context.device))
-        return [json.loads(line) for line in (self._context.folder / name / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self._context.folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
 
 
 def largest_difference(left: Line, right: Line) -> tuple[float, str]:

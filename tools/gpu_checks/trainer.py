@@ -69,7 +69,7 @@ def kill(words: list[str], out: Path, context: Context) -> int | None:
         found = latest_checkpoint(out / "checkpoints")
         return 0 if found is None else int(found.trainer_state["step"])
 
-    with (context.folder / "killed.txt").open("w") as log:
+    with (context.folder / "killed.txt").open("w", encoding="utf-8") as log:
         command = [sys.executable, str(ROOT / "examples/train_reinforce_actor.py"), *words]
         process = subprocess.Popen(command, stdout=log, stderr=log)
     while process.poll() is None and saved() < KILLED_AFTER and context.left() > 0:

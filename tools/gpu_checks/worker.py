@@ -18,7 +18,7 @@ def main(target: str, mode: str, folder: str, deadline: str) -> None:
     context = Context(mode, Path(folder), float(deadline))
     with machine() if mode == FAKE else contextlib.nullcontext():
         finding = getattr(importlib.import_module(module), function)(context)
-    (context.folder / "finding.json").write_text(json.dumps(asdict(finding)))
+    (context.folder / "finding.json").write_text(json.dumps(asdict(finding)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,20 +15,37 @@ import math
 import os
 import pickle
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+Offer = Callable[[Tensor, Mapping[str, Tensor]], Any]
+
 _WIDTH = 4096
 _MIX = 0x9E3779B97F4A7C15
 
 
+def _words(tensor: Tensor) -> Tensor:
+    """View the elements' bits as integers [elements]."""
+    kind = {2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
+    return tensor.detach().contiguous().view(-1).view(kind)
+
+
+def bit_sum(tensor: Tensor) -> int:
+    """Return the 64-bit sum over the bits of all elements; equal on any device.
+
+    It does not depend on the order of the elements, zeros add nothing, and the sums of parts add up to the sum of the
+    whole. So it compares a weight with the fused, padded or sharded form in which an engine keeps it.
+    """
+    return int(_words(tensor).sum(dtype=torch.int64)) % 2**64
+
+
 def checksum(tensor: Tensor) -> int:
     """Return a 64-bit sum over the bits of all elements, weighted by position; equal on any device."""
-    words = tensor.detach().contiguous().view(-1).view({2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
+    words = _words(tensor)
     rows = words.numel() // _WIDTH
     block, total = words[: rows * _WIDTH].view(rows, _WIDTH), words.numel()
     for part, axis in ((block, 1), (block, 0), (words[rows * _WIDTH :].view(1, -1), 0)):
@@ -57,6 +74,30 @@ def describe(buffer: Tensor, views: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def ipc_place(buffer: Tensor) -> bytes:
     return pickle.dumps(reduce_tensor(buffer)[1])
+
+
+def make_buffer(elements: int, dtype: torch.dtype, device: torch.device, name: str) -> tuple[Tensor, Offer]:
+    """Return a buffer on the device that engines know by `name`, and the function that offers a bucket in it."""
+    if device.type == "cuda":
+        buffer = torch.empty(elements, dtype=dtype, device=device)
+        path = None
+    else:
+        buffer, path = shared_buffer(elements, dtype)
+
+    def offer(filled: Tensor, views: Mapping[str, Tensor]) -> dict[str, Any]:
+        # A handle counts its readers, so each bucket has its own.
+        place = path or ipc_place(filled)
+        return {**describe(filled, views), "places": {name: place}}
+
+    return buffer, offer
+
+
+def join_offers(offers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the offers of the ranks with a worker into one bucket."""
+    places: dict[str, Any] = {}
+    for offer in offers:
+        places |= offer["places"]
+    return {**offers[0], "places": places}
 
 
 def device_id(device: torch.device) -> str:

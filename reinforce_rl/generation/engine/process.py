@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -22,12 +23,12 @@ from torch import Tensor
 from reinforce_rl.config.engines import EngineConfig
 from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
 from reinforce_rl.generation.engine import Answer, EngineArguments, Request
-from reinforce_rl.generation.engine.weights import Offer
+from reinforce_rl.generation.engine.buckets import Offer
 from reinforce_rl.megatron.hf_weights import carry_over
 from reinforce_rl.utils.process import PACKAGE_PARENT, ModuleChild
 
 PROBE_SECONDS = 60.0  # to look for the engine's package in its Python
-STOP_SECONDS = 30.0
+STOP_SECONDS = 60.0  # TensorRT-LLM alone waits 30 s for its workers
 STUCK_SECONDS = 5.0  # grace after a call's deadline
 ABORT_SECONDS = 60.0  # for the engine to abort late requests
 # Unix socket paths have at most 107 characters; Ray adds about 65 to its folder.
@@ -37,7 +38,12 @@ _OF_THE_LAUNCHER = ("TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "ROLE_"
 # What engines say of memory when they do not start.
 _TOO_LITTLE = re.compile("no available memory for the cache blocks|larger than the available KV cache memory", re.I)
 _TOO_MUCH = re.compile("out of memory|can't allocate memory|free memory on device|available memory on node", re.I)
+# Where torch's allocator is configured; the second is the newer name.
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_OPTION = re.compile(r"(?:\[[^\]]*\]|[^,\[])+")  # commas within brackets separate values
 _OF_THE_RANK = ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+logger = logging.getLogger(__name__)
 
 
 class EngineAdapter(Protocol):
@@ -142,6 +148,14 @@ class EngineProcess:
         arguments = replace(self._arguments, model=str(model))
         own = self._adapter.environment(self._folder)
         environment = engine_environment(os.environ, self._folder, self._devices, self._path) | own
+        for name in _ALLOCATOR:
+            if environment.get(name) != os.environ.get(name):
+                logger.warning(
+                    "event=engine_allocator variable=%s given=%s engine=%s",
+                    name,
+                    os.environ[name],
+                    environment.get(name),
+                )
         with self._log.open("ab") as log:
             begin = log.tell()
             self._child = ModuleChild(
@@ -243,7 +257,21 @@ def engine_environment(
     """Return the engine's environment: without the launcher's variables, on the given GPUs."""
     foreign = {name for name in environment if name.startswith(_OF_THE_LAUNCHER) or name in _OF_THE_RANK}
     kept = {name: value for name, value in environment.items() if name not in foreign}
+    for name in _ALLOCATOR:
+        options = without_expandable_segments(kept.pop(name, ""))
+        if options:
+            kept[name] = options
     own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "TMPDIR": str(folder)}
     if devices is not None:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     return {**kept, **own}
+
+
+def without_expandable_segments(options: str) -> str:
+    """Return options of torch's allocator without the one that memory pools, in which engines sleep, do not stand."""
+    kept = []
+    for option in _OPTION.findall(options):
+        name, _, value = option.strip().partition(":")
+        if name and (name != "expandable_segments" or value.strip().lower() == "false"):
+            kept.append(option.strip())
+    return ",".join(kept)

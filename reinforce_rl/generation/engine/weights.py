@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reinforce_rl.generation.engine.buckets import Offer
 from reinforce_rl.megatron.hf_weights import hf_tensors
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weight_map import Row, weight_map
 
 _ALIGNED = 64  # elements; a tensor in a bucket begins at a multiple of them
-
-Offer = Callable[[Tensor, Mapping[str, Tensor]], Any]
 
 
 def send_weights(

@@ -1,29 +1,23 @@
-"""The trainer's half of TensorRT-LLM 1.2."""
+"""The trainer's half of TensorRT-LLM 1.2 and 1.3."""
 
 from __future__ import annotations
 
-import base64
 import json
-import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 
 from reinforce_rl.config.engines import TensorRTLLMConfig
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.engine import buckets
-from reinforce_rl.generation.engine.weights import Offer
 from reinforce_rl.megatron.architecture import with_old_rope_keys
-
-handle_of = reduce_tensor  # a function and its arguments, which rebuild the tensor in another process on its device
 
 
 class TensorRTLLM:
-    """See `EngineAdapter`. Weights are offered as CUDA IPC handles of each tensor, as its own worker reads them."""
+    """See `EngineAdapter`. Weights are offered as one buffer a bucket, see `buckets`."""
 
     name, title, package = "tensorrt_llm", "TensorRT-LLM", "tensorrt_llm"
     host = "reinforce_rl.generation.trtllm.host"
@@ -35,7 +29,10 @@ class TensorRTLLM:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"free_gpu_memory_fraction": self._config.free_gpu_memory_fraction}
+        return {
+            "free_gpu_memory_fraction": self._config.free_gpu_memory_fraction,
+            "check_weights": self._config.check_weights,
+        }
 
     def device_id(self, device: torch.device) -> str:
         return device_uuid(device)
@@ -57,24 +54,15 @@ class TensorRTLLM:
             values.setdefault("torch_dtype", values["dtype"])
         config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
-    def make_buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Offer]:
-        def offer(_: Tensor, views: Mapping[str, Tensor]) -> dict[str, str]:
-            return {device_uuid(device): packed_handles(views)}
+    def make_buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, buckets.Offer]:
+        return buckets.make_buffer(elements, dtype, device, device_uuid(device))
 
-        return torch.empty(elements, dtype=dtype, device=device), offer
-
-    def bucket_of(self, offers: Sequence[dict[str, str]]) -> dict[str, str]:
-        return {device: handles for offer in offers for device, handles in offer.items()}
+    def bucket_of(self, offers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return buckets.join_offers(offers)
 
 
 def device_uuid(device: torch.device) -> str:
     if device.type != "cuda":
-        found = f"generation is tensorrt_llm, but the ranks compute on {device}; it needs CUDA: use native or vllm"
-        raise ConfigError([found])
+        fault = f"generation is tensorrt_llm, but the ranks compute on {device}; it needs CUDA: use native or vllm"
+        raise ConfigError([fault])
     return buckets.device_id(device)
-
-
-def packed_handles(tensors: Mapping[str, Tensor]) -> str:
-    """Pickle the (name, handle) pairs in the base64 form that the engine's workers read."""
-    handles = [(name, handle_of(tensor)) for name, tensor in tensors.items()]
-    return base64.b64encode(pickle.dumps(handles)).decode("ascii")

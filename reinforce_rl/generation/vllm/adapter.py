@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from reinforce_rl.config.engines import VLLMConfig
 from reinforce_rl.generation.engine import buckets
-from reinforce_rl.generation.engine.weights import Offer
 
 
 class VLLM:
@@ -42,18 +41,8 @@ class VLLM:
 
     def write_config(self, folder: Path) -> None: ...
 
-    def make_buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Offer]:
-        if device.type == "cuda":
-            buffer, path = torch.empty(elements, dtype=dtype, device=device), None
-        else:
-            buffer, path = buckets.shared_buffer(elements, dtype)
-
-        def offer(own: Tensor, views: Mapping[str, Tensor]) -> dict[str, Any]:
-            place = path or buckets.ipc_place(own)  # a handle counts its readers, so each bucket has its own
-            return {**buckets.describe(own, views), "places": {self.device_id(device): place}}
-
-        return buffer, offer
+    def make_buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, buckets.Offer]:
+        return buckets.make_buffer(elements, dtype, device, self.device_id(device))
 
     def bucket_of(self, offers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        places = {device: place for offer in offers for device, place in offer["places"].items()}
-        return {**offers[0], "places": places}
+        return buckets.join_offers(offers)

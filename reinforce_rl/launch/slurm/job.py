@@ -123,7 +123,7 @@ class Job:
         path = self._settings.token_file
         if not path.exists():
             handle, name = tempfile.mkstemp(dir=path.parent, prefix=".token.")  # mode 0600
-            with os.fdopen(handle, "w") as file:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(secrets.token_urlsafe(32) + "\n")
             os.replace(name, path)  # atomic
 

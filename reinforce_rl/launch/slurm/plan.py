@@ -105,7 +105,7 @@ class JobPlan:
         """Return `sbatch --test-only` for one component as a job of its own, avoiding nodes `exclude` too."""
         own = component.options.exclude
         if own and "/" in own:  # a file of names
-            own = ",".join(Path(own).read_text().split())
+            own = ",".join(Path(own).read_text(encoding="utf-8").split())
         more = [f"--exclude={','.join(filter(None, [own, exclude]))}"] if exclude else []
         return ["sbatch", "--test-only", *self._arguments(component), *more, "--wrap=true"]
 

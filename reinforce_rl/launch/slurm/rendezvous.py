@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import ipaddress
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.net import EVERY_ADDRESS, Address, address_towards, is_loopback, listen
 
 POLL_SECONDS = 0.2
 HEALTH_SECONDS = 5.0  # to connect, and then for the whole answer
@@ -33,7 +35,7 @@ class Endpoint:
 
     @property
     def http(self) -> str:
-        return f"{self.address}:{self.http_port}"
+        return str(Address(self.address, self.http_port))
 
 
 def publish(folder: Path, component: str, endpoint: Endpoint) -> None:
@@ -83,10 +85,7 @@ def claim_ports(count: int, key: str) -> Iterator[list[int]]:
             port = FIRST_PORT + (start + offset) % PORTS
             with contextlib.suppress(OSError), contextlib.ExitStack() as claim:
                 claim.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0reinforce_rl port {port}")
-                with socket.socket() as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind(("", port))
-                    probe.listen(1)  # with SO_REUSEADDR two sockets may be bound, but only one listens
+                listen(EVERY_ADDRESS, port).close()
                 claims.push(claim.pop_all())
                 ports.append(port)
             if len(ports) == count:
@@ -96,25 +95,29 @@ def claim_ports(count: int, key: str) -> Iterator[list[int]]:
 
 
 def own_address(peers: Sequence[str]) -> str:
-    """Return an IPv4 address by which `peers`, other nodes of the job, reach this node; ReinforceError without any."""
+    """Return an address by which `peers`, other nodes of the job, reach this node; ReinforceError without any."""
     address = _address_of(socket.gethostname())
-    if address is not None and not address.startswith("127."):
+    if address is not None and not is_loopback(address):
         return address
     # Debian maps a machine's own name to 127.0.1.1, useless to other machines: take the source address of packets to
     # them. If all nodes are one machine, each has a loopback address.
     for other in map(_address_of, peers):
-        if other is not None and not other.startswith("127."):
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-                probe.connect((other, 9))  # sends nothing
-                return probe.getsockname()[0]
+        if other is not None and not is_loopback(other):
+            with contextlib.suppress(OSError):
+                return address_towards(other)
     if address is None:
-        raise ReinforceError(f"the name of this node, {socket.gethostname()}, has no IPv4 address")
+        raise ReinforceError(f"the name of this node, {socket.gethostname()}, has no address")
     return address
 
 
 def _address_of(name: str) -> str | None:
-    with contextlib.suppress(OSError):
-        return socket.gethostbyname(name)
+    """Return the IPv4 address of a name; its IPv6 address if it has no other."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):
+            for *_, address in socket.getaddrinfo(name, None, family, socket.SOCK_STREAM):
+                host = str(address[0])
+                if not ipaddress.ip_address(host.partition("%")[0]).is_link_local:
+                    return host
     return None
 
 

@@ -60,7 +60,14 @@ def call(
     """Run a command and return its stdout, with its stderr if asked; SlurmCallError if it failed."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, env=env
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            env=env,
+            encoding="utf-8",
+            errors="replace",
         )
     except subprocess.TimeoutExpired as error:
         said = f"no answer within {seconds:.0f} s; is the controller up (scontrol ping)?"

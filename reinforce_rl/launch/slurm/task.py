@@ -170,7 +170,7 @@ def _children() -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # The name in parentheses may contain anything; state and ppid follow it.
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == me:
+            if int(stat.read_text(encoding="utf-8").rpartition(")")[2].split()[1]) == me:
                 found.append(int(stat.parent.name))
     return found
 

@@ -342,11 +342,17 @@ def rope_parameters(architecture: Architecture) -> tuple[Tensor, float]:
     """Return RoPE's inverse frequencies, float32 [d / 2], and its attention scaling, as transformers computes them.
 
     The scaling (YaRN only) applies to both queries and keys, so attention scores scale by its square.
+
+    Raises ConfigError: a value of config.json that transformers refuses.
     """
     import transformers
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     values = with_old_rope_keys(architecture.raw) if transformers.__version__.startswith("4.") else architecture.raw
-    config: Any = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    rotary = LlamaRotaryEmbedding(config)
+    try:
+        config: Any = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
+        rotary = LlamaRotaryEmbedding(config)
+    except Exception as error:  # its checks raise many types, and a null in RoPE's keys a TypeError
+        reason = " ".join(str(error).split())
+        raise ConfigError([f"transformers cannot read the model's config.json: {reason}"]) from error
     return rotary.inv_freq, float(rotary.attention_scaling)

@@ -1,4 +1,4 @@
-"""Head of a reward model: pooling, a linear layer, and its files.
+"""Head of a reward model: pooling, one or two linear layers, and its files.
 
 Notation: N sequences, S tokens, s the positions that a context-parallel rank holds, h hidden, K attributes.
 """
@@ -14,9 +14,20 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.errors import CheckpointError, ConfigError
-from reinforce_rl.megatron.hf_weights import HFFolder
+from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.model.attention import sum_of_shares
 from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.model.stored_head import (
+    ACTIVATIONS,
+    SCORE,
+    Layer,
+    activation_of,
+    layers_in,
+    layers_of,
+    module_name,
+    module_of,
+    read_tensors,
+)
 from reinforce_rl.megatron.weight_map import SCORE_LAYER
 
 POOLINGS = ("mean", "last")
@@ -24,8 +35,23 @@ POOLING_KEY = "reward_pooling"  # in a classifier's config.json, for a pooling o
 
 
 @dataclass(frozen=True)
+class HiddenLayer:
+    """Layer before a head's last one, as in Qwen2.5-Math-RM."""
+
+    weight: Tensor  # float32 [m, h]
+    bias: Tensor  # float32 [m]
+    activation: str  # of `ACTIVATIONS`
+
+    def __call__(self, pooled: Tensor) -> Tensor:
+        """Map [N, h] to [N, m]."""
+        weight = self.weight.to(pooled)
+        bias = self.bias.to(pooled)
+        return ACTIVATIONS[self.activation](pooled @ weight.t() + bias)
+
+
+@dataclass(frozen=True)
 class RewardHead:
-    """Linear head from a pooled hidden state to one score, or one per attribute."""
+    """Linear head from a pooled hidden state to one score, or one per attribute; h is m after a hidden layer."""
 
     weight: Tensor  # float32 [h], or [K, h] with attributes
     bias: Tensor  # float32 [], or [K]
@@ -34,6 +60,8 @@ class RewardHead:
     mean: float = 0.0  # of merged scores, as is `deviation`; the server's default for standardization
     deviation: float = 1.0
     pad_id: int | None = None  # trailing tokens of this id are ignored, as in transformers; None counts every token
+    hidden: HiddenLayer | None = None
+    name: str = SCORE  # module in the folder's weights
 
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
@@ -51,10 +79,18 @@ class RewardHead:
         """Return the weight as [K, h], K = 1 for a single score."""
         return self.weight.reshape(-1, self.weight.shape[-1])
 
+    @property
+    def width(self) -> int:
+        """Return the size of the hidden state that it reads."""
+        first = self.rows if self.hidden is None else self.hidden.weight
+        return first.shape[1]
+
     def save(self, path: str | Path, about: dict[str, str] | None = None) -> None:
         """Write as safetensors; other fields and `about` go to the metadata."""
         from safetensors.torch import save_file
 
+        if self.hidden is not None:
+            raise NotImplementedError("a head with a hidden layer is read from a model's folder, and not written")
         tensors = {"weight": self.weight.float().contiguous(), "bias": self.bias.float().contiguous()}
         own = {"pooling": self.pooling}
         if self.attributes:
@@ -88,28 +124,70 @@ class RewardHead:
             raise CheckpointError(f"{path} is not a reward head ({expected}): {error}") from error
 
     @classmethod
-    def from_classifier(cls, folder: HFFolder) -> RewardHead:
-        """Read a Hugging Face `...ForSequenceClassification` folder: `score.weight`, attributes from `id2label`."""
+    def from_classifier(cls, folder: HFFolder, name: str | None = None, activation: str | None = None) -> RewardHead:
+        """Read the head of a folder, attributes from `id2label`.
+
+        Args:
+            name: of its module or weight; None for `score` of a `...ForSequenceClassification` model, or the module
+                that config.json names.
+            activation: between two layers; None where there is one, or where the model's class says it.
+
+        Raises CheckpointError: there is no such head, or its structure is unknown.
+        """
         from transformers import CONFIG_MAPPING
 
-        if SCORE_LAYER not in folder:
-            raise CheckpointError(
-                f"{folder.folder} has no {SCORE_LAYER}, so it is no ...ForSequenceClassification model. Give the file "
-                "of its head as reward_model.head_path; `reinforce-rl train-rm` makes one"
-            )
-        weight = folder.read(SCORE_LAYER).float()
+        module = module_of(folder, name)
+        layers = layers_of(folder, module)
         raw: dict[str, Any] = json.loads((folder.folder / "config.json").read_text(encoding="utf-8"))
         config: Any = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
-        names = tuple(str(config.id2label[label]) for label in sorted(config.id2label))
+        labels = tuple(str(config.id2label[label]) for label in sorted(config.id2label))
+        if len(labels) != len(layers[-1].weight):
+            if SCORE_LAYER in folder and module == SCORE:
+                raise CheckpointError(
+                    f"{folder.folder}: {SCORE_LAYER} has {len(layers[-1].weight)} rows, config.json's id2label "
+                    f"{len(labels)} names"
+                )
+            labels = unnamed_labels(len(layers[-1].weight))  # config.json is not of a classifier
+        # Other frameworks read the last token of a row, whatever it is.
         pooling = raw.get(POOLING_KEY, "last")
-        pad_id = config.pad_token_id if pooling == "last" else None
-        if len(names) != len(weight):
-            raise CheckpointError(
-                f"{folder.folder}: {SCORE_LAYER} has {len(weight)} rows, config.json's id2label {len(names)} names"
-            )
-        if len(names) == 1:
-            return cls(weight[0], torch.zeros(()), pooling, pad_id=pad_id)
-        return cls(weight, torch.zeros(len(names)), pooling, names, pad_id=pad_id)
+        pad_id = config.pad_token_id if pooling == "last" and module == SCORE else None
+        hidden = _hidden_layer(layers, activation, folder.folder, module)
+        return cls._of_layer(layers[-1], pooling, labels, pad_id, hidden, module)
+
+    @classmethod
+    def from_file(cls, path: str | Path, name: str, folder: str | Path, activation: str | None = None) -> RewardHead:
+        """Read the module `name` of a file that another framework wrote beside the weights in `folder`."""
+        module = module_name(name)
+        layers = layers_in(read_tensors(Path(path)), module, str(path))
+        hidden = _hidden_layer(layers, activation, Path(folder), module)
+        labels = unnamed_labels(len(layers[-1].weight))
+        return cls._of_layer(layers[-1], "last", labels, None, hidden, module)
+
+    @classmethod
+    def _of_layer(
+        cls,
+        layer: Layer,
+        pooling: str,
+        labels: tuple[str, ...],
+        pad_id: int | None,
+        hidden: HiddenLayer | None,
+        name: str,
+    ) -> RewardHead:
+        if len(labels) == 1:
+            return cls(layer.weight[0], layer.bias[0], pooling, pad_id=pad_id, hidden=hidden, name=name)
+        return cls(layer.weight, layer.bias, pooling, labels, pad_id=pad_id, hidden=hidden, name=name)
+
+
+def unnamed_labels(count: int) -> tuple[str, ...]:
+    """Return the names that transformers gives to labels without names."""
+    return tuple(f"LABEL_{number}" for number in range(count))
+
+
+def _hidden_layer(layers: tuple[Layer, ...], activation: str | None, folder: Path, module: str) -> HiddenLayer | None:
+    between = activation_of(layers, activation, folder, module)
+    if between is None:
+        return None
+    return HiddenLayer(layers[0].weight, layers[0].bias, between)
 
 
 def counted_lengths(tokens: Tensor, lengths: Tensor, pad_id: int | None) -> Tensor:
@@ -139,11 +217,23 @@ def pool(hidden: Tensor, lengths: Tensor, pooling: str, positions: Tensor | None
     return (hidden * (positions < lengths[:, None])[:, :, None]).sum(1) / lengths[:, None]
 
 
-def head_scores(hidden: Tensor, lm: CausalLM, weight: Tensor, lengths: Tensor, width: int, pooling: str) -> Tensor:
+def head_scores(
+    hidden: Tensor,
+    lm: CausalLM,
+    weight: Tensor,
+    lengths: Tensor,
+    width: int,
+    pooling: str,
+    hidden_layer: HiddenLayer | None = None,
+) -> Tensor:
     """Compute scores [N, K] without bias, with gradient, on every rank; a collective call over context parallelism.
 
     hidden [N, s, h] on the last stage, weight [K, h], lengths int64 [N]; `width` is S, the tokens given to `lm`.
     """
     pooled = pool(hidden, lengths, pooling, lm.own_positions(width))
+    is_shared = lm.mesh.cp_size > 1
+    if hidden_layer is not None:
+        whole = sum_of_shares(pooled, lm.mesh.cp_group) if is_shared else pooled
+        return hidden_layer(whole) @ weight.to(pooled.dtype).t()
     share = pooled @ weight.to(pooled.dtype).t()
-    return sum_of_shares(share, lm.mesh.cp_group) if lm.mesh.cp_size > 1 else share
+    return sum_of_shares(share, lm.mesh.cp_group) if is_shared else share

@@ -103,7 +103,15 @@ def _library(torch: Path) -> Path:
         built = Path(folder) / "guard.so"
         command = [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch / 'include'}", str(SOURCE)]
         command += ["-o", str(built), f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_SECONDS,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
+        )
         if done.returncode:
             said = done.stderr.strip()[-2000:]
             raise ConfigError([f"{compiler} could not build {SOURCE.name}, which fake CUDA needs:\n{said}"])

@@ -17,6 +17,7 @@ import pytest
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.slurm import rendezvous
 from reinforce_rl.launch.slurm.rendezvous import FIRST_PORT, PORTS, Endpoint, claim_ports, health_fault, own_address
+from reinforce_rl.utils import net
 
 CLAIM = """
 import sys
@@ -80,7 +81,7 @@ def address_with(monkeypatch: pytest.MonkeyPatch, names: dict[str, str], route: 
 
     monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "here")
     monkeypatch.setattr(rendezvous, "_address_of", names.get)
-    monkeypatch.setattr(rendezvous.socket, "socket", Probe)
+    monkeypatch.setattr(net.socket, "socket", Probe)
     return own_address(["there"])
 
 
@@ -89,8 +90,10 @@ def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     # as Debian's installer writes /etc/hosts
     assert address_with(monkeypatch, {"here": "127.0.1.1", "there": "10.0.0.2"}, route="10.0.0.1") == "10.0.0.1"
     assert address_with(monkeypatch, {"here": "127.0.1.1"}) == "127.0.1.1"
-    with pytest.raises(ReinforceError, match="the name of this node, here, has no IPv4 address"):
+    with pytest.raises(ReinforceError, match="the name of this node, here, has no address"):
         address_with(monkeypatch, {})
+    assert address_with(monkeypatch, {"here": "fd00::2"}) == "fd00::2"
+    assert address_with(monkeypatch, {"here": "::1", "there": "fd00::2"}, route="fd00::1") == "fd00::1"
     # several nodes on one machine
     assert address_with(monkeypatch, {"here": "127.0.77.10", "there": "127.0.77.20"}) == "127.0.77.10"
 
@@ -130,6 +133,29 @@ def test_answers(answer: dict[str, object]) -> None:
     for body in (b"hello", {"no": "text"}, [1]):
         found = asked(200, body)
         assert found is not None and found.endswith("answers HTTP 200, and not as a reward server does")
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_a_server_on_ipv6() -> None:
+    class Server(http.server.HTTPServer):
+        address_family = socket.AF_INET6
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"text": "a small sample was scored"}')
+
+        def log_message(self, *_: object) -> None: ...
+
+    with Server(("::1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        endpoint = Endpoint("here", "::1", 0, server.server_port)
+        assert endpoint.http == f"[::1]:{server.server_port}"
+        assert health_fault(endpoint) is None
+        thread.join(10)
+    assert str(health_fault(endpoint)).startswith(f"[::1]:{endpoint.http_port} does not answer")
 
 
 def test_an_answer_that_drips_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

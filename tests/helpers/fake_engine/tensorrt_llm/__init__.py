@@ -1,10 +1,12 @@
-"""Stands in for TensorRT-LLM 1.2 in the engine's process: its signatures, and behind them a model of this project.
+"""Stands in for TensorRT-LLM in the engine's process: its signatures, and behind them a model of this project.
 
-Every call binds to `tensorrt_llm_signatures.json` first. FAKE_ENGINE is a JSON object:
+Every call binds to `tensorrt_llm_signatures.json` first. Weights come in memory that both processes map, and go
+through the extension of the workers into modules that are fused and sharded. FAKE_ENGINE is a JSON object:
 
 folder: for what it was given: weights_N.safetensors and names_N.json after each update, calls.txt.
 model: "native" decodes with the native engine, "scripted" gives tokens that follow from the seed.
 signatures: another file of them.
+version: "1.3" with what it changes in them; 1.2 by default.
 seconds_a_token: of the prompt, before a request is answered.
 fault, times, after: what goes wrong so many times, after so many that go well, in all engines of the folder together.
 """
@@ -15,15 +17,18 @@ import asyncio
 import inspect
 import json
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-__version__ = "1.2.1"
-
 OPTIONS = json.loads(os.environ.get("FAKE_ENGINE", "{}"))
-RECORD = Path(__file__).parents[3] / "generation" / "tensorrt_llm_signatures.json"
+__version__ = {"1.2": "1.2.1", "1.3": "1.3.0rc21"}.get(OPTIONS.get("version", "1.2"), OPTIONS.get("version", "1.2"))
+RECORDS = Path(__file__).parents[3] / "generation"
+RECORD = RECORDS / "tensorrt_llm_signatures.json"
 SIGNATURES = json.loads(Path(OPTIONS.get("signatures", RECORD)).read_text())["signatures"]
+if __version__.startswith("1.3"):
+    SIGNATURES |= json.loads((RECORDS / "tensorrt_llm_signatures_1.3.json").read_text())["signatures"]
 OUTSIDE = 1_000_000
 
 
@@ -57,6 +62,15 @@ def strikes(fault: str) -> bool:
     return 0 <= count - OPTIONS.get("after", 0) < OPTIONS.get("times", 1)
 
 
+def note_arguments(arguments: SimpleNamespace) -> None:
+    """Write the arguments of the last engine, and those of its configurations, for tests."""
+    values = {
+        name: {key: str(part) for key, part in vars(value).items()} if hasattr(value, "__dict__") else str(value)
+        for name, value in vars(arguments).items()
+    }
+    (Path(OPTIONS["folder"]) / "arguments.json").write_text(json.dumps(values))
+
+
 class SamplingParams(SimpleNamespace):
     def __init__(self, **kwargs: Any):
         bind("SamplingParams", **kwargs)
@@ -73,13 +87,31 @@ class AsyncLLM:
         self.args = SimpleNamespace(**{**handed_on, **handed_on.pop("kwargs", {})})
         if strikes("out_of_memory"):
             raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        if "folder" in OPTIONS:
+            note_arguments(self.args)
         self._asleep: set[str] = set()
         self._received: dict[str, Any] = {}
         self._updates = 0
         self._model: Any = None
+        self._workers: list[Any] = []
 
     async def setup_async(self) -> AsyncLLM:
         bind("AsyncLLM.setup_async")
+        from .worker import worker_of
+
+        args = self.args
+        ranks = range(args.tensor_parallel_size)
+        self._workers = [
+            worker_of(
+                args.ray_worker_extension_cls,
+                Path(args.model),
+                args.dtype,
+                rank,
+                len(ranks),
+                partial(self._arrived, rank),
+            )
+            for rank in ranks
+        ]
         if OPTIONS.get("model") == "native":
             from .native_model import NativeModel
 
@@ -87,41 +119,54 @@ class AsyncLLM:
         return self
 
     async def collective_rpc(self, *args: Any, **kwargs: Any) -> list[Any]:
-        method = bind("AsyncLLM.collective_rpc", *args, **kwargs).arguments["method"]
-        assert method == "report_device_id", f"the worker has no method called '{method}'"
-        return self._devices()
+        bound = bind("AsyncLLM.collective_rpc", *args, **kwargs).arguments
+        method = bound["method"]
+        if method == "report_device_id":
+            return [f"cpu:{rank}" for rank in range(self.args.tensor_parallel_size)]
+        assert not self._asleep & {"model", "model_weights"}, "weights came while their memory was given back"
+        if strikes("hang"):
+            await asyncio.sleep(3600)
+        found = [getattr(worker, method)(*bound.get("args", ())) for worker in self._workers]
+        if method == "load_bucket" and bound["args"] == (None,):
+            self._finalise()
+        return found
 
-    def _devices(self) -> list[str]:
-        return [f"cpu:{rank}" for rank in range(self.args.tensor_parallel_size)]
+    def _arrived(self, rank: int, weights: dict[str, Any]) -> None:
+        if self._model is None or rank:
+            return
+        for name, tensor in weights.items():
+            assert name not in self._received, f"{name} came twice"
+            self._received[name] = tensor.clone()
 
     async def release(self, *args: Any, **kwargs: Any) -> None:
         tags = bind("AsyncLLM.release", *args, **kwargs).arguments["tags"]
-        assert self.args.enable_sleep and not self._asleep
+        assert not self._asleep
+        assert getattr(self.args, "enable_sleep", False) or self.args.sleep_config
+        self._check_tags(tags)
         self._asleep.update(tags)
+        if hasattr(self.args, "sleep_config"):
+            self._lose_dropped(tags)
 
     async def resume(self, *args: Any, **kwargs: Any) -> None:
         tags = bind("AsyncLLM.resume", *args, **kwargs).arguments["tags"]
+        self._check_tags(tags)
         assert self._asleep.issuperset(tags)
         self._asleep.difference_update(tags)
 
-    async def update_weights(self, *args: Any, **kwargs: Any) -> None:
-        handles = bind("AsyncLLM.update_weights", *args, **kwargs).arguments["weights"]
-        bind("WorkerExtension.update_weights", handles)
-        assert "model" not in self._asleep, "weights came while their memory was given back"
-        if strikes("hang"):
-            await asyncio.sleep(3600)
-        if handles is None:
-            self._finalise()
-            return
-        for device in self._devices():
-            if device not in handles:
-                raise ValueError(f"Device UUID {device} not found in ipc_handles")
-        if self._model is not None:
-            from .sharing import received
+    def _check_tags(self, tags: list[str]) -> None:
+        known = SIGNATURES["ExecutorMemoryType"]["values"].values()
+        for tag in tags:
+            assert tag in known and not tag.startswith("_no_capture"), f"Unknown memory tag '{tag}'"
 
-            for name, tensor in received(handles, self._devices()):
-                assert name not in self._received, f"{name} came twice"
-                self._received[name] = tensor
+    def _lose_dropped(self, tags: list[str]) -> None:
+        """Lose the weights, as memory that comes back without its content."""
+        import torch
+
+        modes = {kind.value: mode for kind, mode in self.args.sleep_config.restore_modes.items()}
+        if "model_weights" in tags and modes["model_weights"] == "NONE":
+            for worker in self._workers:
+                for parameter in worker.engine.model_engine.model.parameters():
+                    torch.nn.init.constant_(parameter, float("nan"))
 
     def _finalise(self) -> None:
         if self._model is not None:

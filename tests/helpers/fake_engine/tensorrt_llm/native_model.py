@@ -16,7 +16,8 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import PartialResponse, SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.hf_weights import HFFolder, load_hf_weights
+from reinforce_rl.megatron.hf_folder import HFFolder
+from reinforce_rl.megatron.hf_weights import load_hf_weights
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
 

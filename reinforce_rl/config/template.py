@@ -1,0 +1,41 @@
+"""Schema of a chat template's keys: of prompts, of a reward model's data, and of a served reward model."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+
+from reinforce_rl.config.base import Fields, Section, Text, key
+from reinforce_rl.data.rendering import TemplateOptions, reads_date
+
+
+class TemplateConfig(Section):
+    chat_template_kwargs: Fields = key(
+        {},
+        "arguments of the chat template, such as enable_thinking: false; a record's column of this name wins",
+        more=". See [data.md](data.md#what-the-chat-template-gets)",
+    )
+    chat_template_date: Text | None = key(
+        None,
+        "what a template with today's date reads, YYYY-MM-DD; null: the day of the first start, which is recorded",
+        more=". See [data.md](data.md#todays-date-in-a-template)",
+    )
+    sanitize_control_tokens: bool = key(
+        False,
+        "read control tokens within messages as text, as transformers does with this argument of apply_chat_template",
+        more=". See [data.md](data.md#control-tokens-in-messages)",
+    )
+
+    def freeze_date(self, tokenizer_folder: str | Path, recorded: str | None = None) -> None:
+        """Set the date that templates read, where they read one and none is given: that of a record, or today's."""
+        if self.chat_template_date is None and reads_date(tokenizer_folder):
+            self.chat_template_date = recorded or date.today().isoformat()
+
+    def template_options(self, section: str) -> TemplateOptions:
+        """Return the options; `section` stands before their names in the configuration, for messages."""
+        return TemplateOptions(
+            kwargs=self.chat_template_kwargs,
+            date=self.chat_template_date,
+            sanitize_control_tokens=self.sanitize_control_tokens,
+            key=section,
+        )

@@ -1,0 +1,450 @@
+"""Renders conversations with a tokenizer's chat template, the same for policy, reward model, evaluation and chat.
+
+The result is what `tokenizer.apply_chat_template` makes of the same messages, tools and arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from reinforce_rl.data import jsonl
+from reinforce_rl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOOLS_KEY = "tools"
+KWARGS_KEY = "chat_template_kwargs"
+DATE_FUNCTION = "strftime_now"  # what templates call for today's date
+
+# Parameters of `apply_chat_template` that say what is rendered and what is returned.
+_RESERVED = (
+    "conversation",
+    "messages",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "sanitize_control_tokens",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    DATE_FUNCTION,
+)
+_PROBE = "probe of the template"
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """How a run renders conversations."""
+
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # template arguments; those of a record win
+    date: str | None = None  # YYYY-MM-DD that templates read as today's; None: the day of the call
+    sanitize_control_tokens: bool = False  # as in transformers: control tokens in content are text
+    key: str = "model.data."  # before the names of these options in the configuration, for messages
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The options that are set, by the names of their keys."""
+        options = {
+            KWARGS_KEY: dict(self.kwargs),
+            "chat_template_date": self.date,
+            "sanitize_control_tokens": self.sanitize_control_tokens,
+        }
+        return {name: option for name, option in options.items() if option}
+
+
+DEFAULT_OPTIONS = TemplateOptions()
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template renders, in the form of OpenAI and transformers."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # template arguments of this record
+
+    @classmethod
+    def of_record(cls, messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Conversation:
+        """Add the tools and template arguments of a record; raises DataError, which names the column."""
+        return cls(tuple(messages), read_tools(record.get(TOOLS_KEY)), read_kwargs(record.get(KWARGS_KEY)))
+
+
+def read_tools(value: object) -> tuple[Mapping[str, Any], ...]:
+    """Return tools in OpenAI's form: a list of objects, or JSON of one; null and an empty text are none."""
+    tools = _parsed(value, TOOLS_KEY)
+    if tools is None:
+        return ()
+    expected = "expected a list of objects, or its JSON"
+    advice = "a column of another meaning needs another name: +model.data.fields.rename.NAME=tools"
+    if not isinstance(tools, list):
+        raise DataError(f"{TOOLS_KEY} is {jsonl.describe_type(tools)}, {expected}; {advice}")
+    parsed = [_parsed(tool, f"{TOOLS_KEY}[{index}]") for index, tool in enumerate(tools)]
+    for index, tool in enumerate(parsed):
+        if not isinstance(tool, dict):
+            kind = jsonl.describe_type(tool)
+            raise DataError(f"{TOOLS_KEY}[{index}] is {kind}, {expected}; {advice}")
+    return tuple(parsed)
+
+
+def read_kwargs(value: object) -> dict[str, Any]:
+    """Return template arguments: an object, or JSON of one; null is none, and so is an argument that is null."""
+    kwargs = _parsed(value, KWARGS_KEY)
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, dict):
+        kind = jsonl.describe_type(kwargs)
+        raise DataError(f"{KWARGS_KEY} is {kind}, expected an object of template arguments, or its JSON")
+    given = {name: argument for name, argument in kwargs.items() if argument is not None}
+    faults = kwargs_faults(given, KWARGS_KEY)
+    if faults:
+        raise DataError("; ".join(faults))
+    return given
+
+
+def kwargs_faults(kwargs: Mapping[str, Any], key: str) -> list[str]:
+    """Return a sentence for each argument that a template cannot get."""
+    faults = []
+    for name, argument in kwargs.items():
+        if name in _RESERVED:
+            faults.append(f"{key}.{name} is {argument!r}, but {name} is set by this program; leave it out")
+        elif not _is_json(argument):
+            kind = type(argument).__name__
+            faults.append(f"{key}.{name} is of type {kind}; expected what JSON can say")
+    return faults
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _parsed(value: object, key: str) -> Any:
+    """Parse the JSON that CSV, Parquet and `datasets` hold for nested values."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{key} is {value[:60]!r}, which is no JSON: {error}") from error
+
+
+class ChatRenderer:
+    """A tokenizer's chat template with a run's options.
+
+    Raises:
+        ConfigError: this transformers cannot do what an option asks for, or the template does not read an argument.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: TemplateOptions = DEFAULT_OPTIONS):
+        self.tokenizer = tokenizer
+        self.options = options
+        self._frozen_date = _date_macro(options)
+        faults = kwargs_faults(options.kwargs, f"{options.key}{KWARGS_KEY}")
+        if options.sanitize_control_tokens and not _can_sanitize(tokenizer):
+            import transformers
+
+            faults.append(
+                f"{options.key}sanitize_control_tokens is true, but transformers {transformers.__version__} has no "
+                "such argument of apply_chat_template; install a release that has it, such as 5.23"
+            )
+        if tokenizer.chat_template:
+            for name in self.unread(options.kwargs):
+                faults.append(
+                    f"{options.key}{KWARGS_KEY}.{name} has no effect: the chat template of "
+                    f"{tokenizer.name_or_path} does not read {name}"
+                )
+        if faults:
+            raise ConfigError(faults)
+
+    def unread(self, kwargs: Mapping[str, Any]) -> list[str]:
+        """Return the arguments that no chat template of this tokenizer names."""
+        templates = self.tokenizer.chat_template or ""
+        text = "\n".join(templates.values()) if isinstance(templates, dict) else templates
+        return [name for name in kwargs if not re.search(rf"\b{re.escape(name)}\b", text)]
+
+    # Texts
+
+    def prompt_text(self, conversation: Conversation) -> str:
+        """Render a conversation up to where the assistant's answer begins.
+
+        Raises:
+            ConfigError: the tokenizer has no chat template.
+            DataError: the template refuses the conversation, or has no place for a part of it.
+        """
+        return self._render(conversation, add_generation_prompt=True)
+
+    def answered_text(self, conversation: Conversation, answer: Mapping[str, Any], *, is_finished: bool = True) -> str:
+        """Render a conversation with the assistant's answer; one that was cut has no end of turn. Raises likewise."""
+        text = self._render(_with_answer(conversation, answer))
+        return text if is_finished else text.removesuffix(self.end_of_turn(conversation))
+
+    def end_of_turn(self, conversation: Conversation) -> str:
+        """Return what the template writes behind the last answer, such as `<|im_end|>` and a line end."""
+        probe = {"role": "assistant", "content": _PROBE}
+        _, is_there, end = self._render(_with_answer(conversation, probe)).rpartition(_PROBE)
+        return end if is_there else ""
+
+    # Token ids
+
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """Tokenise `prompt_text`."""
+        return self._tokens(conversation, add_generation_prompt=True)
+
+    def answered(
+        self, conversation: Conversation, answer: Mapping[str, Any], *, is_finished: bool = True
+    ) -> list[int]:
+        """Tokenise `answered_text`."""
+        if not self.options.sanitize_control_tokens:
+            return self.encode(self.answered_text(conversation, answer, is_finished=is_finished))
+        ids = self._tokens(_with_answer(conversation, answer))
+        if is_finished:
+            return ids
+        end = self.encode(self.end_of_turn(conversation))
+        return ids[: -len(end)] if end and ids[-len(end) :] == end else ids
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenise rendered text, which holds its special tokens already."""
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        # Not verbose: transformers would warn about its own length limit; callers check theirs.
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)
+        return cast("list[list[int]]", encoded["input_ids"])
+
+    def _tokens(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> list[int]:
+        if not self.options.sanitize_control_tokens:
+            return self.encode(self._render(conversation, add_generation_prompt=add_generation_prompt))
+        ids = self._apply(
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            return_dict=False,
+            sanitize_control_tokens=True,
+            tokenizer_kwargs={"verbose": False},
+        )
+        return list(ids)
+
+    # The template
+
+    def _render(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
+        text = self._apply(conversation, add_generation_prompt=add_generation_prompt, tokenize=False)
+        for message in conversation.messages:
+            # Qwen's templates, for one, leave out a developer's turn without a word.
+            role = message["role"]
+            content = message.get("content")
+            if role not in ("system", "developer") or not isinstance(content, str):
+                continue
+            if content.strip() not in text:
+                raise DataError(
+                    f"the chat template leaves out the {role} message; give it another role, such as system"
+                )
+        return text
+
+    def _apply(self, conversation: Conversation, **options: Any) -> Any:
+        template = self._template(conversation)
+        messages = [self._message(message) for message in conversation.messages]
+        if not any("tool_calls" in message for message in messages):
+            return self._call(template, messages, conversation, options)
+        if "tool_calls" not in template:
+            raise DataError("a message has tool_calls, which the chat template does not write")
+        refusals: list[DataError] = []
+        # Most templates want arguments as objects, as vLLM passes them, and no content beside
+        # calls, as transformers does; DeepSeek-V3's joins arguments as texts, and a content.
+        for content in (None, ""):
+            for is_object in (True, False):
+                form = [_with_calls(message, content, is_object) for message in messages]
+                try:
+                    text = self._call(template, form, conversation, _AS_TEXT)
+                    if is_object and _has_python_form(text, form):
+                        raise DataError("the chat template writes tool_calls in Python's form")
+                    return self._call(template, form, conversation, options)
+                except DataError as error:
+                    refusals.append(error)
+        raise refusals[0]
+
+    def _template(self, conversation: Conversation) -> str:
+        tokenizer = self.tokenizer
+        if not tokenizer.chat_template:
+            needed = "which messages and model.data.apply_chat_template=true need"
+            advice = "take the folder of a chat model, or plain prompts without it"
+            raise ConfigError([f"the tokenizer of {tokenizer.name_or_path} has no chat template, {needed}; {advice}"])
+        tools = [dict(tool) for tool in conversation.tools]
+        try:
+            template = tokenizer.get_chat_template(None, tools or None)
+        except ValueError as error:  # several named templates, and none is the default
+            raise ConfigError([f"the tokenizer of {tokenizer.name_or_path}: {error}"]) from error
+        if tools and not re.search(r"\btools\b", template):
+            raise DataError(
+                f"{TOOLS_KEY} has {len(tools)} tools, which the chat template does not read; take a model whose "
+                "template does, or give the column another name: +model.data.fields.rename.NAME=tools"
+            )
+        return self._frozen_date + template if DATE_FUNCTION in template else template
+
+    def _call(
+        self,
+        template: str,
+        messages: list[dict[str, Any]],
+        conversation: Conversation,
+        options: Mapping[str, Any],
+    ) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                # An empty list makes Llama's template write its introduction of tools.
+                tools=[dict(tool) for tool in conversation.tools] or None,
+                chat_template=template,
+                **{**self.options.kwargs, **conversation.kwargs},
+                **options,
+            )
+        except Exception as error:  # such as roles that do not alternate; a template may raise anything
+            raise DataError(f"the chat template refuses these messages: {error}") from error
+
+    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message in the form that templates read."""
+        # Parquet and `datasets` give every message the keys of all, with null.
+        given = {name: value for name, value in message.items() if value is not None}
+        if isinstance(given.get("content"), list) and not self._reads_parts:
+            given["content"] = jsonl.text_of(given)
+        if not given.get("tool_calls", True):  # an empty list is no call
+            del given["tool_calls"]
+        return given
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template renders a list of text parts as it renders their text."""
+        template = self._template(Conversation(()))
+        parts = [{"type": "text", "text": _PROBE}]
+        try:
+            by_text, by_parts = (
+                self._call(template, [{"role": "user", "content": content}], Conversation(()), _AS_TEXT)
+                for content in (_PROBE, parts)
+            )
+        except DataError:
+            return False
+        return by_text == by_parts
+
+
+_AS_TEXT = {"tokenize": False, "add_generation_prompt": True}
+
+
+def encode_plain(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_bos: bool | None = None
+) -> list[list[int]]:
+    """Tokenise prompts that no chat template rendered.
+
+    Args:
+        add_bos: begin with the begin-of-sequence token; None: what the tokenizer does by itself, `tokenizer(text)`.
+            There is never a second one, and no end-of-sequence token, behind which nothing would follow.
+    """
+    # Not verbose, as in `encode_all`.
+    encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)
+    rows = cast("list[list[int]]", encoded["input_ids"])
+    prefix = _prefix(tokenizer) if add_bos is None else [cast(int, tokenizer.bos_token_id)][:add_bos]
+    return [ids if ids[: len(prefix)] == prefix else [*prefix, *ids] for ids in rows]
+
+
+def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that a tokenizer puts before every text."""
+    encoded = tokenizer("a", return_special_tokens_mask=True, verbose=False)
+    ids = cast("list[int]", encoded["input_ids"])
+    mask = cast("list[int]", encoded["special_tokens_mask"])
+    count = next((index for index, is_special in enumerate(mask) if not is_special), 0)
+    return list(ids[:count])
+
+
+def reads_date(folder: str | Path) -> bool:
+    """Tell whether a chat template of a Hugging Face folder writes today's date."""
+    folder = Path(folder)
+    files = [folder / "tokenizer_config.json", *folder.glob("chat_template*"), *folder.glob("*chat_templates/*.jinja")]
+    return any(file.is_file() and DATE_FUNCTION in file.read_text("utf-8", "replace") for file in files)
+
+
+def common_prefix_length(*rows: Sequence[int]) -> int:
+    """Return the number of leading ids that all rows share."""
+    length = 0
+    for ids in zip(*rows, strict=False):
+        if len(set(ids)) > 1:
+            break
+        length += 1
+    return length
+
+
+def _with_answer(conversation: Conversation, answer: Mapping[str, Any]) -> Conversation:
+    return Conversation((*conversation.messages, answer), conversation.tools, conversation.kwargs)
+
+
+def _can_sanitize(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return "sanitize_control_tokens" in inspect.signature(tokenizer.apply_chat_template).parameters
+
+
+def _date_macro(options: TemplateOptions) -> str:
+    """Return a macro that stands before a template and hides transformers' global `strftime_now`.
+
+    transformers takes no function as a template argument, and has no other way to set the date.
+    """
+    if options.date is None:
+        return ""
+    try:
+        day = date.fromisoformat(options.date)
+    except ValueError as error:
+        key = f"{options.key}chat_template_date"
+        raise ConfigError([f"{key} is {options.date!r}; expected a date such as 2026-01-31"]) from error
+    # "%%" first: what it stands for must not begin another directive.
+    filters = ['replace("%%", "\\0")']
+    for letter in string.ascii_letters:
+        padded = day.strftime(f"%{letter}")
+        if padded == f"%{letter}":
+            continue
+        bare = day.strftime(f"%-{letter}")
+        filters.append(f'replace("%-{letter}", {json.dumps(bare, ensure_ascii=False)})')
+        filters.append(f'replace("%{letter}", {json.dumps(padded, ensure_ascii=False)})')
+    filters.append('replace("\\0", "%")')
+    body = "{{ format|" + "|".join(filters) + " }}"
+    return f"{{%- macro {DATE_FUNCTION}(format) -%}}{body}{{%- endmacro %}}\n"
+
+
+def _with_calls(message: dict[str, Any], content: str | None, is_object: bool) -> dict[str, Any]:
+    """Return a message with the arguments of its calls as objects or as JSON, and a content for null."""
+    if "tool_calls" not in message:
+        return message
+    calls = [_with_arguments(call, is_object) for call in message["tool_calls"]]
+    default = {} if content is None else {"content": content}
+    return {**default, **message, "tool_calls": calls}
+
+
+def _with_arguments(call: Mapping[str, Any], is_object: bool) -> dict[str, Any]:
+    if "function" in call:  # it may be left out, as in Hermes' form
+        return {**call, "function": _with_arguments(call["function"], is_object)}
+    given = call.get("arguments") or {}
+    if isinstance(given, str) and is_object:
+        given = json.loads(given) if given.strip() else {}
+    elif not isinstance(given, str) and not is_object:
+        given = json.dumps(given, ensure_ascii=False)
+    return {**call, "arguments": given}
+
+
+def _has_python_form(text: str, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether the template has written an object of arguments as Python would: {'city': 'Rome'}."""
+    calls = [call.get("function", call) for message in messages for call in message.get("tool_calls", ())]
+    return any(call["arguments"] and str(call["arguments"]) in text for call in calls)

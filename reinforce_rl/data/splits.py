@@ -1,0 +1,227 @@
+"""Find the configurations and splits in a folder of data files, by the rules of `datasets`. Torch-free.
+
+A data set's card (`README.md`, `configs:`) comes first, then `save_to_disk`, then names of files and folders:
+https://huggingface.co/docs/hub/datasets-data-files-configuration
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
+
+from reinforce_rl.errors import DataError
+
+SUFFIX = re.compile(r"(\.jsonl|\.ndjson|\.json|\.csv|\.tsv|\.parquet)?(?:\.gz|\.bz2|\.xz|\.zst)?$", re.IGNORECASE)
+_KEYWORDS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
+_KEYWORD = re.compile(
+    rf"(?:^|[-._ 0-9])({'|'.join(_KEYWORDS)})(?=[-._ 0-9]|$)", re.IGNORECASE
+)  # between the characters that `datasets` takes for separators
+_SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
+_CARD = re.compile(r"---\s*\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
+_MANY = 6  # names in a message
+
+
+@dataclass(frozen=True)
+class Part:
+    """The files of one split of one configuration."""
+
+    configuration: str  # "" in a folder of one
+    split: str  # "" where no name tells one
+    files: tuple[Path, ...]
+
+
+def choose_files(folder: Path, configuration: str = "", split: str = "", default: str | None = None) -> list[Path]:
+    """Return the files of one split of one configuration.
+
+    Args:
+        configuration: "" for the only one, or for the card's default.
+        split: "" for `default` if there are several, which is None where nothing names a split.
+
+    Raises:
+        DataError: there are several and none was chosen, or what was chosen is not there.
+    """
+    parts, preferred = _parts_of(folder)
+    if not parts:
+        raise DataError("is a folder of no file of a known form")
+    names = list(dict.fromkeys(part.configuration for part in parts))
+    if configuration and configuration not in names:
+        raise DataError(f"has no configuration {configuration}; expected one of {_listed(names)}")
+    is_preferred = bool(preferred) and preferred in names
+    if not configuration and len(names) > 1 and not is_preferred:
+        if "" in names:
+            own = next(part.files[0].name for part in parts if not part.configuration)
+            others = _listed(filter(None, names))
+            raise DataError(
+                f"has data files of its own, such as {own}, and others in {others}; give one of these "
+                f"folders, or a pattern: '{folder}/*{SUFFIX.findall(own)[0]}'"
+            )
+        raise DataError(f"has several configurations: {_listed(names)}; choose one: {folder / names[0]}")
+    wanted = configuration or (preferred if is_preferred else names[0])
+    chosen = {part.split: list(part.files) for part in parts if part.configuration == wanted}
+    place = f"{folder / wanted}" if len(names) > 1 or configuration else f"{folder}"
+    return _of_split(chosen, place, split, default)
+
+
+def _of_split(chosen: Mapping[str, list[Path]], place: str, split: str, default: str | None) -> list[Path]:
+    named = [name for name in chosen if name]
+    if split:
+        name = split if split in chosen else _KEYWORDS.get(split, split)
+        if name not in chosen:
+            raise DataError(f"has no split {split}; expected one of {_listed(named) or 'none'}")
+        return chosen[name]
+    if len(chosen) == 1:
+        return next(iter(chosen.values()))
+    if "" in chosen:
+        raise DataError(
+            f"has files of the splits {_listed(named)} and others whose names tell no split, such as "
+            f"{chosen[''][0].name}; give files of it, or a pattern, or one split: {place}:{named[0]}"
+        )
+    if default is not None and default in chosen:
+        return chosen[default]
+    missing = f"none of them {default}, " if default else ""
+    raise DataError(f"has several splits, {missing}{_listed(named)}; choose one: {place}:{named[0]}")
+
+
+def one_split(paths: Iterable[Path], root: Path) -> list[Path]:
+    """Return the files that a pattern matched; DataError if their names tell several splits."""
+    files = list(paths)
+    by_split = {_split_of(path.relative_to(root)): path for path in files}
+    by_split.pop("", None)
+    if len(by_split) > 1:
+        examples = ", ".join(f"{name} ({path.name})" for name, path in by_split.items())
+        raise DataError(f"matches several splits: {examples}; narrow the pattern, or give the files as a list")
+    return files
+
+
+def card_configurations(folder: Path) -> list[str]:
+    """Return the names of the configurations that the data set's card defines."""
+    return [str(config.get("config_name", "default")) for config in _card(folder)]
+
+
+def _parts_of(folder: Path) -> tuple[list[Part], str]:
+    """Return what is in a folder, and the configuration that its card prefers, or else ""."""
+    configs = _card(folder)
+    if configs:
+        preferred = [
+            str(config.get("config_name", "default"))
+            for config in configs
+            if config.get("default") or config.get("config_name", "default") == "default"
+        ]
+        parts = [part for config in configs for part in _parts_of_card(folder, config)]
+        return parts, next(iter(preferred), "")
+    groups: dict[tuple[str, str], list[Path]] = {}
+    for path in _data_files(folder):
+        relative = path.relative_to(folder)
+        groups.setdefault((_configuration_of(relative), _split_of(relative)), []).append(path)
+    return [Part(*names, tuple(files)) for names, files in sorted(groups.items())], ""
+
+
+def _card(folder: Path) -> list[dict[str, Any]]:
+    """Return the `configs` of README.md that name files."""
+    try:
+        text = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    front_matter = _CARD.match(text)
+    try:
+        card = yaml.safe_load(front_matter[1]) if front_matter else None
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).split())
+        raise DataError(f"has a README.md whose YAML cannot be read: {problem}") from error
+    configs = card.get("configs") if isinstance(card, dict) else None
+    return [
+        config
+        for config in (configs if isinstance(configs, list) else [])
+        if isinstance(config, dict) and ("data_files" in config or "data_dir" in config)
+    ]
+
+
+def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:
+    name = str(config.get("config_name", "default"))
+    base = folder / str(config.get("data_dir") or "")
+    data_files = config.get("data_files")
+    if data_files is None:
+        for part in _parts_of(base)[0]:
+            yield Part(name, part.split, part.files)
+        return
+    entries = data_files if isinstance(data_files, list) else [data_files]
+    patterns: dict[str, list[str]] = {}
+    for entry in entries:
+        if isinstance(entry, dict) and "path" in entry:
+            by_split = {str(entry.get("split", "train")): entry["path"]}
+        else:
+            by_split = entry if isinstance(entry, dict) else {"train": entry}
+        for split, paths in by_split.items():
+            patterns.setdefault(str(split), []).extend(map(str, paths if isinstance(paths, list) else [paths]))
+    for split, globs in patterns.items():
+        files: dict[Path, None] = {}
+        for pattern in globs:
+            # For `datasets`, "**" at the end means files too.
+            wanted = re.sub(r"(^|/)\*\*$", r"\1**/*", pattern.lstrip("/"))
+            matches = sorted(path for path in base.glob(wanted) if path.is_file())
+            if not matches:
+                raise DataError(f"has no file {pattern}, which its README.md names for {name}, {split}")
+            files.update(dict.fromkeys(matches))
+        yield Part(name, split, tuple(files))
+
+
+def _data_files(folder: Path) -> Iterator[Path]:
+    """Yield files of known forms and `save_to_disk` folders, by path, from the folder and below."""
+    if (folder / "state.json").exists():  # by `Dataset.save_to_disk`
+        yield folder
+        return
+    is_dict = (folder / "dataset_dict.json").exists()  # by `DatasetDict.save_to_disk`
+    entries = sorted(folder.iterdir())
+    for path in entries:
+        if path.name.startswith((".", "_", "dataset_info", "dataset_dict.json")):
+            continue
+        if path.is_dir():
+            # A link may lead back to a folder above.
+            if not os.path.islink(path) or (path / "state.json").exists():
+                yield from _data_files(path)
+        elif SUFFIX.findall(path.name)[0] and not is_dict:
+            yield path
+
+
+def _configuration_of(relative: PurePath) -> str:
+    """Return the folders of a file that are neither `data` nor of a split, joined by "/"."""
+    folders = relative.parts[:-1]
+    return "/".join(name for name in folders if name != "data" and not _keyword(name))
+
+
+def _split_of(relative: PurePath) -> str:
+    of_folders = [split for name in relative.parts[:-1] if (split := _keyword(name))]
+    shard = _SHARD.match(relative.name)
+    if shard and (_keyword(shard[1]) or not of_folders):  # train_sft, but not part in train/part-00000-of-00001
+        return _KEYWORDS.get(shard[1].lower(), shard[1])
+    if not SUFFIX.findall(relative.name)[0]:  # a folder of `save_to_disk`, which has its split's name
+        return _KEYWORDS.get(relative.name, relative.name)
+    return of_folders[-1] if of_folders else _keyword(relative.name)
+
+
+def _keyword(name: str) -> str:
+    match = _KEYWORD.search(name)
+    return _KEYWORDS[match[1].lower()] if match else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = list(names)
+    more = f" and {len(every) - _MANY} more" if len(every) > _MANY else ""
+    return ", ".join(every[:_MANY]) + more

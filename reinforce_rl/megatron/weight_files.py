@@ -1,0 +1,107 @@
+"""Which files of a Hugging Face folder hold its weights: the files that transformers loads, or an error."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from reinforce_rl.config.model_folder import ADAPTER_FILE, MERGE_ADAPTER, model_values, no_model
+from reinforce_rl.errors import CheckpointError
+from reinforce_rl.utils.console import warn_once
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+INDEX_ENDING = ".safetensors.index.json"
+NAMED_FILE = "transformers_weights"  # key of config.json: the file to load in place of these two
+
+# Weights in other forms, with what to do about them; files of no weights end in .bin too, as training_args.bin does.
+_OTHER_FORMS = {
+    "pytorch_model*.bin": "is pickled, which is not read, because unpickling can run any code. Where you trust it, "
+    "load it with transformers and write it with save_pretrained",
+    "consolidated*": "is of the model's author's own format, whose tensors have other names. Take the folder that "
+    "has model.safetensors too, or convert it with the script of transformers for this family",
+    "*.gguf": "is a file of llama.cpp. Take the folder that it was made from",
+    "model.*.safetensors": "is a variant, which transformers loads only when it is asked for by name. Rename the "
+    f"variant that you want to {SINGLE_FILE}, or its index to {INDEX_FILE}",
+}
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The files that transformers would load from a folder."""
+
+    listing: Path  # the single file, or the index
+    file_of: dict[str, Path]  # by tensor, as the index says; empty for a single file
+
+    @property
+    def paths(self) -> list[Path]:
+        return sorted(set(self.file_of.values())) or [self.listing]
+
+
+def find_weight_files(folder: Path) -> WeightFiles:
+    """Find the weights in transformers' order: the single file, then the index.
+
+    Logs a warning, once, where the folder holds both. Raises CheckpointError: there are no weights, they have another
+    form, or an adapter lies beside them.
+    """
+    if (folder / ADAPTER_FILE).is_file():
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"{folder} {no_model(folder)}")
+        raise CheckpointError(
+            f"{folder} holds {ADAPTER_FILE}, an adapter of PEFT. transformers loads it on top of the weights where "
+            f"peft is installed, and the weights alone where it is not. {MERGE_ADAPTER}, or move the adapter's files "
+            "away for the weights alone"
+        )
+    listing = _listing(folder)
+    if not listing.name.endswith(INDEX_ENDING):
+        return WeightFiles(listing, {})
+    return WeightFiles(listing, _files_of_index(listing))
+
+
+def _listing(folder: Path) -> Path:
+    single = folder / SINGLE_FILE
+    index = folder / INDEX_FILE
+    named = model_values(str(folder)).get(NAMED_FILE)
+    if named is not None:
+        path = folder / str(named)
+        is_inside = os.path.abspath(path).startswith(os.path.abspath(folder) + os.sep)
+        if not (path.is_file() and is_inside and path.name.endswith((".safetensors", INDEX_ENDING))):
+            raise CheckpointError(
+                f"{folder / 'config.json'}: {NAMED_FILE} is {named!r}; expected a file of this folder that ends in "
+                f".safetensors or {INDEX_ENDING}"
+            )
+        return path
+    if single.is_file():
+        if index.is_file():
+            warn_once(
+                f"{folder} holds weights twice: {SINGLE_FILE}, which is read, as transformers does, and {INDEX_FILE} "
+                "with its shards, which are not. Delete the ones that are out of date"
+            )
+        return single
+    if index.is_file():
+        return index
+    raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; {_other_forms(folder)}")
+
+
+def _other_forms(folder: Path) -> str:
+    for pattern, advice in _OTHER_FORMS.items():
+        names = sorted(file.name for file in folder.glob(pattern))
+        if names:
+            return f"{names[0]}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''} {advice}"
+    return "expected a Hugging Face folder with safetensors"
+
+
+def _files_of_index(index: Path) -> dict[str, Path]:
+    try:
+        names = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        files = {name: index.parent / file for name, file in names.items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} cannot be read: {error!r}; expected a JSON object weight_map") from error
+    missing = sorted({file.name for file in files.values() if not file.is_file()})
+    if missing:
+        raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")
+    if not files:
+        raise CheckpointError(f"{index} names no tensors; expected a weight_map with every tensor's file")
+    return files

@@ -1,0 +1,293 @@
+"""NeMo-Aligner's data, converted: prompts, pairs and rated answers as messages; nothing is read as something else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.tiny_tokenizer import write_tiny_tokenizer
+from typer.testing import CliRunner, Result
+
+from reinforce_rl.config.reward_model import FullConfig, PairsConfig, TrainRewardModelConfig
+from reinforce_rl.data.nemo_aligner import STEERLM_ATTRIBUTES, parse_nemo_text
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.errors import DataError
+from reinforce_rl.launch.main import app
+from reinforce_rl.reward_model.data import read_examples
+
+CASES = Path(__file__).parents[3] / "shared" / "cases" / "27-nemo-data"
+QUESTION = "<extra_id_0>System\n\n<extra_id_1>User\n{}\n<extra_id_1>Assistant\n"
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prepare(*words: object) -> Result:
+    return CliRunner().invoke(app, ["prepare", *map(str, words)])
+
+
+def prepared(tmp_path: Path, form: str, *rows: object, words: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """Convert rows, and return what was written, in order."""
+    file = write(tmp_path / "in.jsonl", *rows)
+    done = prepare(file, f"--form={form}", f"--output={tmp_path / 'out'}", *words)
+    assert done.exit_code == 0, (done.output, done.exception)
+    names = [f"{form}.jsonl"] if form in ("pairs", "ratings") else ["train.jsonl", "validation.jsonl"]
+    texts = [(tmp_path / "out" / name).read_text() for name in names]
+    return [json.loads(line) for line in "".join(texts).splitlines()]
+
+
+def refused(tmp_path: Path, form: str, *rows: object, words: tuple[str, ...] = ()) -> str:
+    file = write(tmp_path / "in.jsonl", *rows)
+    done = prepare(file, f"--form={form}", f"--output={tmp_path / 'out'}", *words)
+    assert done.exit_code == 1 and "error: " in done.output, done.output
+    assert not (tmp_path / "out").exists()
+    return done.output
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        (QUESTION.format("Hi"), [user("Hi")]),
+        (QUESTION.format("Hi") + "Yes.\n<extra_id_1>", [user("Hi"), assistant("Yes.")]),
+        (QUESTION.format("Hi") + "Yes.\n<extra_id_2>", [user("Hi"), assistant("Yes.")]),
+        (QUESTION.format("Hi") + "Yes.", [user("Hi"), assistant("Yes.")]),
+        (
+            "<extra_id_0>System\nBe kind.\n<extra_id_1>User\na\n\nb\n<extra_id_1>Assistant\nc <extra_id_1> d\n"
+            "<extra_id_1>User\ne\n<extra_id_1>Assistant\n",
+            [SYSTEM, user("a\n\nb"), assistant("c <extra_id_1> d"), user("e")],
+        ),
+    ],
+)
+def test_a_text_becomes_messages(text, messages):
+    assert parse_nemo_text(text) == messages
+
+
+def test_what_a_text_cannot_say_as_messages():
+    with pytest.raises(DataError, match=r"SteerLM's labels \(<extra_id_2>quality:4"):
+        parse_nemo_text(QUESTION.format("Hi") + "<extra_id_2>quality:4,humor:0\n")
+    with pytest.raises(DataError, match="speaker 'Bob'; expected one of System, User, Assistant"):
+        parse_nemo_text("<extra_id_0>System\n\n<extra_id_1>Bob\nHi\n")
+
+
+def test_chat_becomes_prompts(tmp_path):
+    row = {
+        "system": "Be kind.",
+        "mask": "User",
+        "dataset": "x",
+        "type": "TEXT_TO_VALUE",
+        "conversations": [
+            {"from": "User", "value": "One?", "label": None},
+            {"from": "Assistant", "value": "1.", "label": "quality:4"},
+        ],
+    }
+    turns = row["conversations"]
+    longer = {**row, "system": "", "conversations": [*turns, {"from": "User", "value": "Two?"}, turns[1]]}
+    named = {
+        **row,
+        "mask": "Ann",
+        "conversations": [{"from": "Ann", "value": "Three?"}, {"from": "Model", "value": "3."}],
+    }
+    found = prepared(tmp_path, "messages", row, longer, named)
+    extra = {"dataset": "x", "type": "TEXT_TO_VALUE"}
+    assert sorted(found, key=str) == sorted(
+        [
+            {"messages": [SYSTEM, user("One?")], **extra},
+            {"messages": [user("One?"), assistant("1."), user("Two?")], **extra},
+            {"messages": [SYSTEM, user("Three?")], **extra},
+        ],
+        key=str,
+    )
+    for change, expected in (
+        ({"mask": "Bob"}, "mask is 'Bob'; expected the user's name, one of User, Assistant"),
+        ({"conversations": [*turns, {"from": "Bob", "value": ""}]}, "the speakers User, Assistant, Bob"),
+        ({"conversations": "User: hi"}, "conversations is a string"),
+        ({"conversations": [{"from": "User", "value": None}]}, "conversations[0].content is null"),
+    ):
+        other = tmp_path / expected[:8]
+        other.mkdir(exist_ok=True)
+        assert expected in refused(other, "messages", {**row, **change})
+
+
+def test_two_system_messages_are_no_choice_of_ours(tmp_path):
+    turns = [{"from": "system", "value": "Be kind."}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "x"}]
+    other = [turns[0], {"from": "human", "value": "Ho"}]
+    found = prepared(tmp_path, "messages", {"system": "Be kind.", "conversations": turns}, {"conversations": other})
+    assert sorted(map(str, found)) == sorted(str({"messages": [SYSTEM, user(text)]}) for text in ("Hi", "Ho"))
+    (tmp_path / "bad").mkdir()
+    said = refused(tmp_path / "bad", "messages", {"system": "Be brief.", "conversations": turns})
+    assert "system and the first message are two different system messages" in said
+
+
+def test_a_text_of_prompts_or_comparisons_becomes_prompts(tmp_path):
+    rows = [{"text": QUESTION.format("a")}, {"text": QUESTION.format("b") + "yes\n<extra_id_1>"}]
+    rows.append({"text": QUESTION.format("b") + "no\n<extra_id_1>"})
+    assert sorted(prepared(tmp_path, "messages", *rows), key=str) == [
+        {"messages": [user("a")]},
+        {"messages": [user("b")]},
+    ]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [QUESTION + "{}\n<extra_id_1>", "User: {}\nAssistant: {}", "\n\nHuman: {}\n\nAssistant: {}"],
+    ids=["extra_id", "user guide", "HH"],
+)
+def test_comparisons_become_pairs(tmp_path, tokenizer, template):
+    rows = [{"text": template.format(q, answer)} for q in ("a", "b") for answer in ("good", "bad")]
+    found = prepared(tmp_path, "pairs", *rows)
+    assert found == [{"prompt": [user(q)], "chosen": "good", "rejected": "bad"} for q in ("a", "b")]
+    data = PairsConfig(pairs_path=str(tmp_path / "out" / "pairs.jsonl"), max_length=100)
+    used, skipped, count = read_examples(TrainRewardModelConfig(data=data), tokenizer)
+    assert (len(used), skipped, count) == (2, {}, 2)
+
+
+def test_comparisons_that_do_not_take_turns(tmp_path):
+    texts = [QUESTION.format(q) + f"{answer}\n<extra_id_1>" for q, answer in (("a", "x"), ("a", "y"), ("b", "x"))]
+    rows = [{"text": text} for text in texts]
+    assert "in.jsonl:3: the last of 3 lines, which is odd" in refused(tmp_path, "pairs", *rows)
+    said = refused(tmp_path, "pairs", rows[0], rows[2], *rows)
+    assert "in.jsonl:1: this line and the next answer different prompts" in said
+    assert "in.jsonl:1: text does not end with an answer" in refused(
+        tmp_path, "pairs", {"text": QUESTION.format("a")}, rows[0]
+    )
+    assert "begins with 'What is 2?'; expected a conversation" in refused(tmp_path, "pairs", {"text": "What is 2?"})
+    assert "found question; expected text, or prompt with chosen_response" in refused(
+        tmp_path, "pairs", {"question": "x"}
+    )
+
+
+def test_each_file_of_comparisons_begins_with_a_chosen_one(tmp_path):
+    rows = [{"text": QUESTION.format("a") + f"{answer}\n<extra_id_1>"} for answer in "xyz"]
+    write(tmp_path / "1.jsonl", *rows)
+    write(tmp_path / "2.jsonl", *rows)
+    done = prepare(tmp_path / "1.jsonl", tmp_path / "2.jsonl", "--form=pairs", f"--output={tmp_path / 'out'}")
+    assert "1.jsonl:3" in done.output and "2.jsonl:3" in done.output
+
+
+def test_dpo_becomes_pairs(tmp_path):
+    marked = {
+        "prompt": QUESTION.format("a"),
+        "chosen_response": "good\n<extra_id_1>",
+        "rejected_response": "bad\n<extra_id_1>",
+    }
+    plain = {"prompt": "a", "chosen_response": "good", "rejected_response": "bad"}
+    as_messages = {
+        "prompt": [user("a")],
+        "chosen_response": assistant("good"),
+        "rejected_response": assistant("bad"),
+    }
+    pair = {"prompt": [user("a")], "chosen": "good", "rejected": "bad"}
+    assert prepared(tmp_path, "pairs", marked, plain, as_messages) == [pair] * 3
+    (tmp_path / "bad").mkdir()
+    said = refused(tmp_path / "bad", "pairs", {**plain, "rejected_response": "\n<extra_id_1>"})
+    assert "rejected_response is empty" in said
+
+
+def test_labels_become_ratings(tmp_path, tokenizer):
+    row = {"text": QUESTION.format("a") + "good\n<extra_id_2>", "label": [3, 4.0, -100]}
+    names = ("helpfulness", "verbosity", "humor")
+    found = prepared(tmp_path, "ratings", row, words=(f"--attributes={','.join(names)}",))
+    ratings = {"helpfulness": 3, "verbosity": 4.0}
+    assert found == [{"prompt": [user("a")], "response": "good", "attributes": ratings}]
+    full = FullConfig(objective="regression", attributes=["helpfulness", "verbosity"])
+    data = PairsConfig(ratings_path=str(tmp_path / "out" / "ratings.jsonl"), max_length=100)
+    used, _, _ = read_examples(TrainRewardModelConfig(mode="full", full=full, data=data), tokenizer)
+    assert [example.ratings for example in used] == [(3.0, 4.0)]
+
+
+def test_labels_need_a_name_each(tmp_path):
+    row = {"text": QUESTION.format("a") + "good\n<extra_id_2>", "label": [3, 4, 4, 1, -100]}
+    said = refused(tmp_path, "ratings", row)
+    assert "label has 5 numbers, but none is named; name each in order: --attributes" in said
+    said = refused(tmp_path, "ratings", row, words=("--attributes=a,b",))
+    assert "label has 5 numbers, but --attributes names 2: a,b" in said
+    said = refused(tmp_path, "ratings", {**row, "label": [-100.0] * 9})
+    assert ",".join(STEERLM_ATTRIBUTES) in said
+    words = ("--attributes=a",)
+    assert "label holds '3'" in refused(tmp_path, "ratings", {**row, "label": ["3"]}, words=words)
+    assert "label is a number" in refused(tmp_path, "ratings", {**row, "label": 3}, words=words)
+
+
+def test_labels_of_a_chat_become_ratings(tmp_path):
+    turns = [
+        {"from": "User", "value": "a", "label": None},
+        {"from": "Assistant", "value": "b", "label": "quality:4,toxicity:-100"},
+        {"from": "User", "value": "c"},
+        {"from": "Assistant", "value": "d", "label": None},
+    ]
+    row = {"system": "Be kind.", "mask": "User", "conversations": turns}
+    expected = {"prompt": [SYSTEM, user("a")], "response": "b", "attributes": {"quality": 4.0}}
+    assert prepared(tmp_path, "ratings", row) == [expected]
+    (tmp_path / "bad").mkdir()
+    turns[1]["label"] = "good"
+    assert "conversations[1].label is 'good', expected NAME:NUMBER" in refused(tmp_path / "bad", "ratings", row)
+
+
+def test_options_of_prompts_and_of_ratings(tmp_path):
+    for words in (("--form=pairs", "--limit=3"), ("--form=ratings", "--validation-fraction=0.2")):
+        done = prepare("x", f"--output={tmp_path}", *words)
+        assert done.exit_code == 2 and words[1].partition("=")[0] in done.output
+        assert "data.held_out_fraction" in done.output
+    done = prepare("x", f"--output={tmp_path}", "--attributes=a")
+    assert done.exit_code == 2 and "--form ratings" in done.output
+
+
+def test_train_rm_names_the_command_that_converts(tmp_path, tokenizer):
+    """Its markers would else be read as what a user said."""
+    text = QUESTION.format("a")
+    dpo = {"prompt": text, "chosen_response": "good\n<extra_id_1>", "rejected_response": "bad\n<extra_id_1>"}
+    for row, fields, form in (
+        (dpo, {}, "pairs"),
+        (dpo, {"chosen": "chosen_response", "rejected": "rejected_response"}, "pairs"),
+        ({"prompt": "a", "chosen_response": "good", "rejected_response": "bad"}, {}, "pairs"),
+        ({"text": text + "good\n<extra_id_1>"}, {}, "pairs"),
+        ({"text": text + "good\n<extra_id_2>", "label": [3]}, {}, "ratings"),
+    ):
+        file = write(tmp_path / "in.jsonl", row, row)
+        data = {f"{form}_path": str(file), "fields": fields, "max_length": 100}
+        full = FullConfig(objective="regression" if form == "ratings" else "ranking")
+        cfg = TrainRewardModelConfig(mode="full", full=full, data=PairsConfig(**data))  # type: ignore[arg-type]
+        with pytest.raises(DataError, match=f"in.jsonl:1: .*reinforce-rl prepare FILE --form {form}") as raised:
+            read_examples(cfg, tokenizer)
+        assert "in.jsonl:2" not in str(raised.value), "once for a file"
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "count"),
+    [
+        ("prompts", "messages", 40),
+        ("sft_chat", "messages", 12),
+        ("rm_comparisons", "messages", 12),
+        ("rm_comparisons", "pairs", 12),
+        ("dpo", "pairs", 40),
+        ("rm_regression", "ratings", 12),
+        ("sft_chat", "ratings", 12),
+    ],
+)
+def test_the_reported_files(tmp_path, name, form, count):
+    file = CASES / f"{name}.jsonl"
+    if not file.is_file():
+        pytest.skip(f"{file} is not there")
+    words = ("--attributes=a,b,c,d,e",) if form == "ratings" else ()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    found = prepared(tmp_path, form, *rows, words=words)
+    assert len(found) == count
+    assert "extra_id" not in str(found)

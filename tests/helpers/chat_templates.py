@@ -1,0 +1,145 @@
+"""Small equivalents of public chat templates, and a tokenizer that knows their control tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from helpers.tiny_tokenizer import write_tiny_tokenizer
+
+from reinforce_rl.data.tokenizer import load_tokenizer
+
+CONTROL_TOKENS = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|User|>",
+    "<|Assistant|>",
+    "<|end_of_sentence|>",
+    "<|calls|>",
+    "<|sep|>",
+)
+
+# Writes the begin-of-sequence token, trims contents; a turn ends in another token than the tokenizer's eos.
+LLAMA3 = """{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {%- if 'tool_calls' in message %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '{"name": "' + call.name + '", "parameters": ' }}{{ call.arguments | tojson }}{{ '}<|eot_id|>' }}
+    {%- else %}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}"""
+
+# As of Llama 3.2: with tools and today's date, which an argument may give.
+LLAMA32 = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}
+        {%- set date_string = "26 Jul 2024" %}
+    {%- endif %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}"""
+
+# Ends a turn in a line end behind the token; has tools.
+QWEN25 = """{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content or not message.tool_calls %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {%- if call.function %}{%- set call = call.function %}{%- endif %}
+            {{- '\\n<tool_call>{"name": "' + call.name + '", "arguments": ' }}
+            {{- (call.arguments | tojson) + '}</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# Writes a think block before the last answer, empty where there is no reasoning, and not in the generation prompt.
+QWEN3 = """{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- set reasoning = '' %}
+    {%- if message.role == 'assistant' and '</think>' in content %}
+        {%- set reasoning = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' and loop.last %}
+        {{- '<think>\\n' + reasoning + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+    {%- else %}
+        {{- content }}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+
+# Opens a think block in the generation prompt and writes none in an answer; joins the arguments of calls as texts.
+DEEPSEEK = """{{ bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'system' %}{{- message['content'] }}{%- endif %}
+    {%- if message['role'] == 'user' %}{{- '<|User|>' + message['content'] }}{%- endif %}
+    {%- if message['role'] == 'tool' %}{{- '<|sep|>' + message['content'] }}{%- endif %}
+    {%- if message['role'] == 'assistant' and 'tool_calls' in message %}
+        {{- '<|Assistant|>' + message['content'] }}
+        {%- for tool in message['tool_calls'] %}
+            {{- '<|calls|>' + tool['function']['name'] + '\\n' + tool['function']['arguments'] }}
+        {%- endfor %}
+        {{- '<|end_of_sentence|>' }}
+    {%- elif message['role'] == 'assistant' %}
+        {%- set content = message['content'] %}
+        {%- if '</think>' in content %}{%- set content = content.split('</think>')[-1] %}{%- endif %}
+        {{- '<|Assistant|>' + content + '<|end_of_sentence|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|Assistant|><think>\\n' }}{%- endif %}"""
+
+# Of a model with images: reads contents as lists of parts too.
+PARTS = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is string %}{{- message.content }}
+    {%- else %}{%- for part in message.content %}{{- part.text }}{%- endfor %}{%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+TEMPLATES = {
+    "llama3": LLAMA3,
+    "llama3.2": LLAMA32,
+    "qwen2.5": QWEN25,
+    "qwen3": QWEN3,
+    "deepseek": DEEPSEEK,
+    "parts": PARTS,
+}
+
+
+def write_chat_tokenizer(folder: Path, template: str | None, **special_tokens: str):
+    """Write a character-level tokenizer with these control tokens and return it, loaded."""
+    tokenizer = load_tokenizer(write_tiny_tokenizer(folder, 160))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(CONTROL_TOKENS), **special_tokens})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return load_tokenizer(folder)

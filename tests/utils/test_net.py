@@ -1,0 +1,149 @@
+"""Hosts and ports: written and read, listened on, and reached, with IPv4, IPv6 and names."""
+
+from __future__ import annotations
+
+import socket
+from http.client import HTTPConnection
+
+import pytest
+from helpers.fake_reward_server import FakeRewardServer
+
+from reinforce_rl.config.load import read
+from reinforce_rl.config.rewards import InferenceConfig, RewardServerConfig
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.utils import net
+from reinforce_rl.utils.net import Address, address_towards, checked_host, free_port, is_loopback, listen, open_port
+
+HAS_IPV6 = socket.has_dualstack_ipv6()
+needs_ipv6 = pytest.mark.skipif(not HAS_IPV6, reason="this machine has no IPv6")
+
+
+@pytest.mark.parametrize(
+    ("host", "text"),
+    [
+        ("node7", "node7:5555"),
+        ("10.0.0.7", "10.0.0.7:5555"),
+        ("::1", "[::1]:5555"),
+        ("fd00::2", "[fd00::2]:5555"),
+    ],
+)
+def test_an_address_is_written_and_read(host, text):
+    assert str(Address(host, 5555)) == text
+    assert Address(host, 5555).url == f"http://{text}"
+    assert Address.parse(text) == Address(host, 5555)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("::1:5555", "brackets"),
+        ("[fe80::1%eth0]:5555", "zone"),
+        ("[::1]", "brackets"),
+        ("node7", "HOST:PORT"),
+        ("node7:0", "HOST:PORT"),
+        ("[node7]:5555", "HOST:PORT"),
+        ("a b:5555", "HOST:PORT"),
+        ("http://node7:5555", "HOST:PORT"),
+    ],
+)
+def test_what_is_no_address_is_refused(text, words):
+    with pytest.raises(ValueError, match=words):
+        Address.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [("[::1]", "::1"), ("0:0:0:0:0:0:0:1", "::1"), ("FD00::2", "fd00::2"), ("node7", "node7"), ("0.0.0.0", "0.0.0.0")],
+)
+def test_a_host_has_one_form(text, host):
+    assert checked_host(text) == host
+
+
+@pytest.mark.parametrize("text", ["", "node7:5555", "http://node7", "fe80::1%eth0", "[::1]:5555", "a b", "u@node7"])
+def test_what_is_no_host_is_refused(text):
+    with pytest.raises(ValueError):
+        checked_host(text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "key"), [(InferenceConfig, "inference.host"), (RewardServerConfig, "remote_rm.reward_model.ip")]
+)
+@pytest.mark.parametrize(
+    ("value", "host"), [("::1", "::1"), (["::1"], "::1"), ("[::1]", "::1"), ("fe80::1%eth0", None), ("a:5", None)]
+)
+def test_host_keys_take_ipv6_with_or_without_brackets(schema, key, value, host):
+    from omegaconf import OmegaConf
+
+    section, _, name = key.rpartition(".")
+    config, faults = read(schema, OmegaConf.create({name: value}), f"{section}.")
+    if host is None:
+        assert len(faults) == 1
+        assert key in faults[0]
+        assert value in faults[0]
+    else:
+        assert faults == []
+        assert getattr(config, name) == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", pytest.param("::1", marks=needs_ipv6)])
+def test_a_free_port_is_listened_on(host):
+    port = free_port(host)
+    with open_port(host, port) as listener:
+        assert listener.getsockname()[1] == port
+        with socket.create_connection(tuple(vars(Address(host, port).local).values()), timeout=5):
+            pass
+        with pytest.raises(OSError):
+            listen(host, port)
+
+
+@needs_ipv6
+def test_every_address_of_ipv6_takes_ipv4_too():
+    with listen("::", 0) as listener:
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, listener.getsockname()[1]), timeout=5).close()
+
+
+def test_a_name_whose_first_address_is_not_here(monkeypatch):
+    """As where /etc/hosts has ::1 for localhost, and the machine has no IPv6."""
+    resolve = socket.getaddrinfo
+    absent = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("198.51.100.7", 0))
+
+    def resolved(host, port, *args, **kwargs):
+        return [absent, *resolve("127.0.0.1", port, *args, **kwargs)]
+
+    monkeypatch.setattr(net.socket, "getaddrinfo", resolved)
+    with listen("localhost", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_host_of_another_machine_is_named():
+    with pytest.raises(ConfigError, match=r"198\.51\.100\.7:5555"):
+        open_port("198.51.100.7", 5555)
+    with pytest.raises(ConfigError, match=r"198\.51\.100\.7"):
+        free_port("198.51.100.7")
+
+
+@needs_ipv6
+def test_a_busy_ipv6_port_is_named():
+    with listen("::1", 0) as listener, pytest.raises(ConfigError, match="::1"):
+        port = listener.getsockname()[1]
+        open_port("::1", port)
+
+
+def test_all_addresses_are_no_loopback():
+    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost")] == [True, True, True]
+    assert [is_loopback(host) for host in ("0.0.0.0", "::")] == [False, False]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+def test_the_address_towards_a_host_is_of_its_family(host):
+    assert address_towards(host) == host
+
+
+def test_the_printed_address_is_what_http_clients_take():
+    with FakeRewardServer() as server:
+        address = Address("127.0.0.1", server.port)
+        connection = HTTPConnection(str(address))
+        assert (connection.host, connection.port) == ("127.0.0.1", server.port)
+    connection = HTTPConnection(str(Address("::1", 5555)))
+    assert (connection.host, connection.port) == ("::1", 5555)
