@@ -308,10 +308,11 @@ def _separated(file: io.BufferedReader) -> Rows:
 
 
 def _parquet(file: io.BufferedReader) -> Rows:
-    from pyarrow import ArrowException, BufferReader, parquet
+    from pyarrow import ArrowException, BufferReader, OSFile, parquet
 
-    # What is unpacked cannot be read from its end.
-    source = file if isinstance(file.raw, io.FileIO) else BufferReader(file.read())
+    # What is unpacked cannot be read from its end. A file object of Python's could be waited for by Arrow's threads at
+    # the program's end.
+    source = OSFile(os.fsencode(file.name)) if isinstance(file.raw, io.FileIO) else BufferReader(file.read())
     try:
         yield from _of_batches(parquet.ParquetFile(source).iter_batches(batch_size=_AT_ONCE))
     except ArrowException as error:

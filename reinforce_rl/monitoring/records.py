@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -281,8 +282,9 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None, filters: 
         DataError: the file is damaged, or not of this version.
     """
     try:
-        # Opened here, since Arrow cannot encode every name where the locale is not UTF-8.
-        with Path(path).open("rb") as file:
+        # By the name's bytes, as Arrow cannot encode every name where the locale is not UTF-8. Not a file object of
+        # Python's: Arrow's threads would wait for it at the program's end, and abort the program.
+        with pa.OSFile(os.fsencode(path)) as file:
             return _read_table(file, path, columns, filters)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error}); restore it or take it away") from error

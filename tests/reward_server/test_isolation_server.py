@@ -96,7 +96,7 @@ KNOWN = {
     "a text's length below the tensor's": (Draft(lie(HI, SHORT), True), 400),
     "a sentence's length": (Draft(lie(texts(sentences=[b"hi"]), LONG), True), 400),
     "half a surrogate pair": (Draft(said(content="\ud800"), True), [9]),
-    "tool_calls": (Draft(said(tool_calls=5), True), [0]),
+    "tool_calls": (Draft(said(tool_calls=5), True), [9]),
     "half a pair, plainly": (Draft([{**texts(sentences=[b""])[0], "data": ["\ud800"]}], False), [5]),
     "no width": (Draft([int_tensor("tokens", [[]]), ROW[1]], True), 400),
     "no width in JSON": (Draft([int_tensor("tokens", [[]]), ROW[1]], False), 400),

@@ -83,7 +83,7 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
     assert re.fullmatch(rf"{TOLD}: returned a NoneType; expected a number{defined}", scores.faults[16])
     used = {row: re.match(r"it used (\d) s of CPU and was in state ([RSD])$", scores.texts[row]) for row in (0, 2)}
     assert used[0] and used[0].groups() == ("0", "S")
-    assert used[2] and used[2][1] in "12"
+    assert used[2] and used[2][1] in "012"  # 0 where a busy machine has given it less than half a second
     assert "secret" not in caplog.text and "function_failed" not in caplog.text  # whoever asked tells, or logs
 
 

@@ -300,9 +300,9 @@ def test_a_reward_function_instead_of_a_model(submit):
 
 def test_a_relative_folder_becomes_absolute(submit, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for given in ("'runs/a'", "runs/${exp_manager.wandb_logger_kwargs.project}"):
+    for given in ("'runs/a'", "runs/${exp_manager.name}"):
         text = submit("--dry-run", f"exp_manager.explicit_log_dir={given}")
-        assert f"--output={tmp_path}/runs/{'a' if '$' not in given else 'reinforce_rl'}/slurm/%j.out" in text
+        assert f"--output={tmp_path}/runs/{'a' if '$' not in given else 'reinforce'}/slurm/%j.out" in text
     assert "explicit_log_dir cannot be resolved" in submit("exp_manager.explicit_log_dir=${nowhere}")
     submit.right_actor = [word for word in submit.right_actor if "log_dir" not in word]
     assert f"REINFORCE_RUN_DIR={tmp_path}/results/reinforce " in submit("--dry-run")
