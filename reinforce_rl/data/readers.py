@@ -14,6 +14,7 @@ import importlib
 import io
 import json
 import lzma
+import os
 import re
 import stat
 import sys

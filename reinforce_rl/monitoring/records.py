@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
