@@ -346,6 +346,8 @@ def reason_of(error: BaseException) -> str:
     """Return the underlying errors of torch's exception, whose own text is the tracebacks of all ranks."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {inner[0]}" for rank, inner in error.failures.items())
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
     return str(error)
 
 

@@ -84,7 +84,8 @@ def naming(path: Path) -> Iterator[None]:
         # str(error) shows the name beside a number alone.
         if error.errno is not None:
             error.filename = str(path)
-            error.filename2 = None
+            if error.filename2 is not None:  # of a rename; None would be shown
+                del error.filename2
         raise
     except Exception as error:
         wrapped = re.search(r"\(os error (\d+)\)", str(error))

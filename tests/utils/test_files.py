@@ -41,6 +41,13 @@ def test_a_file_without_space_is_named_and_leaves_no_part(tmp_path):
     assert f"{path} cannot be written" in text and "1000 bytes" in text and "ulimit -f" in text
 
 
+def test_a_failed_rename_names_the_file_alone(tmp_path):
+    path = tmp_path / "file"
+    with pytest.raises(OSError) as caught, naming(path):
+        os.replace(tmp_path / "absent", tmp_path / "other")
+    assert str(caught.value) == f"[Errno {errno.ENOENT}] {os.strerror(errno.ENOENT)}: {str(path)!r}"
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_what_is_said_of_a_disk(tmp_path, number):
     """Of a file in a folder that is not there yet, too."""
