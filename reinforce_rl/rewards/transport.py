@@ -18,7 +18,7 @@ from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import numpy as np
@@ -152,9 +152,9 @@ def proxy_of(url: URL) -> str | None:
     host = url.host or ""
     if names_this_machine(host):
         return None
-    if proxy_bypass_environment(host) or proxy_bypass_environment(f"{host}:{url.port}"):
+    if proxy_bypass(host) or proxy_bypass(f"{host}:{url.port}"):
         return None
-    proxies = getproxies_environment()
+    proxies = getproxies()
     kind = url.scheme if proxies.get(url.scheme) else "all"
     proxy = proxies.get(kind)
     if not proxy:
