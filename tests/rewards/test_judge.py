@@ -18,7 +18,7 @@ from reinforce_rl.rewards.base import FunctionSpec, TextSample
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.function_host import LoadFault, load_function
 from reinforce_rl.rewards.function_pool import PROXY_VARIABLES, FunctionPool, Scores
-from reinforce_rl.rewards.judge import Judge, JudgeError, llm_judge, preferences, score_in
+from reinforce_rl.rewards.judge import Judge, JudgeError, llm_judge, preferences, question_of, score_in
 
 NAME = "reinforce_rl.rewards.judge.llm_judge"
 ONCE = {"retries": 0, "timeout": 10.0}
@@ -39,6 +39,51 @@ def test_the_score_of_the_answer_is_the_reward_and_the_question_has_no_chat_temp
     assert "Capital of France?" in text and "Paris." in text and "1 (worst) to 10\n(best)" in text
     assert "[Question]\nCapital?\n" in second["messages"][0]["content"]
     assert second["seed"] == 3 and "max_tokens" not in second, "options take the place of the defaults"
+
+
+def part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "question"),
+    [
+        ([{"role": "user", "content": "Why?"}], "Why?"),
+        (
+            [{"role": "user", "content": [part("Why"), part("so?")]}],
+            "Why\nso?",
+        ),
+        (
+            [
+                {"role": "developer", "content": "Be brief."},
+                {"role": "user", "content": [part("a")]},
+            ],
+            "developer: Be brief.\n\nuser: a",
+        ),
+        (
+            [
+                {"role": "user", "content": "Rain?"},
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "content": "no"},
+            ],
+            'user: Rain?\n\nassistant: {"name": "weather", "arguments": {"city": "Köln"}}\n\ntool: no',
+        ),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL]}],
+            'user: a\n\nassistant: Let me look.\n{"name": "weather", "arguments": {"city": "Köln"}}',
+        ),
+        ([], "the rendered prompt"),
+    ],
+    ids=["one", "parts", "developer", "calls", "text and calls", "plain"],
+)
+def test_the_question_of_openais_messages(messages, question) -> None:
+    assert question_of("the rendered prompt", {"messages": messages}) == question
+    with FakeJudge(lambda text: "Score: 5") as judge:
+        assert llm_judge("the rendered prompt", "x", {"messages": messages}, url=judge.url, model="m", **ONCE) == 5.0
+    assert f"[Question]\n{question}\n" in judge.asked[0]["messages"][0]["content"]
 
 
 @pytest.fixture
