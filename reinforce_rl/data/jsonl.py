@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.files import space_note, write_atomically
 
 Message = dict[str, str]
 
@@ -70,7 +70,8 @@ def write_jsonl(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None:
         for path, new in ready.items():
             new.replace(path)
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise DataError(f"{path} cannot be written: {reason}{space_note(error, path)}") from error
     finally:
         for new in ready.values():
             with contextlib.suppress(OSError):

@@ -325,8 +325,8 @@ def _render(
         if is_nemo_text(content):
             raise WrongForm(
                 f"{key} has NeMo-Aligner's markers (<extra_id_0>System), and model.data.apply_chat_template=true "
-                "would render them once more, as the words of a user. Set it to false to take the text as it is, or make "
-                "messages of it for the model's own template: reinforce-rl prepare FILE --output FOLDER"
+                "would render them once more, as the words of a user. Set it to false to take the text as it is, or "
+                "make messages of it for the model's own template: reinforce-rl prepare FILE --output FOLDER"
             )
         messages = [{"role": "user", "content": content}]
     system = (value.get("system") if "system" in columns.names else None) or system_prompt
