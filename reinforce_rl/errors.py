@@ -60,6 +60,10 @@ class ConfigError(ReinforceError):
         return type(self), (self.faults,)  # by default pickled with the text, as if that were the faults
 
 
+class DiskError(ReinforceError):
+    """A file of the run cannot be written, as the disk is full. The message names the file and the disk."""
+
+
 class DataError(ReinforceError):
     """A line or file of the data cannot be used. The message names file, line number and reason."""
 

@@ -194,7 +194,7 @@ def _fields(owner: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[dict[
 
 def _enum_values(owner: ast.ClassDef) -> dict[str, str]:
     """Return the members of an enum of strings."""
-    if not any(isinstance(base, ast.Name) and base.id.endswith("Enum") for base in owner.bases):
+    if not any(ast.unparse(base).endswith("Enum") for base in owner.bases):
         return {}
     return {
         target.id: str(node.value.value)
@@ -212,7 +212,9 @@ def _default_of_field(value: ast.expr | None) -> str | None:
         if "default_factory" in given:
             return f"{ast.unparse(given['default_factory'])}()"
         first = given.get("default", value.args[0] if value.args else None)
-        return None if first is None else ast.unparse(first)
+        if first is None or (isinstance(first, ast.Constant) and first.value is ...):
+            return None
+        return ast.unparse(first)
     return None if value is None else ast.unparse(value)
 
 

@@ -46,7 +46,8 @@ class RewardServerConfig(Section):
     weight: Weight = key(1.0, "of its scores in the sum, where there are several rewards", expected=_NOT_ZERO)
     input: Literal["auto", "tokens", "text"] = key(
         "auto",
-        "what it is sent: tokens, text, or auto: tokens where both tokenizers are the same, else text",
+        "what it is sent: tokens, text, or auto: conversations as text, for the reward model's own template, and "
+        "plain prompts as tokens where both tokenizers are the same, else as text",
         more="; see [reward-server.md](reward-server.md#a-reward-model-with-another-tokenizer)",
     )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.files import space_note, write_atomically
 
 Message = dict[str, str]
 
@@ -70,7 +70,8 @@ def write_jsonl(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None:
         for path, new in ready.items():
             new.replace(path)
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise DataError(f"{path} cannot be written: {reason}{space_note(error, path)}") from error
     finally:
         for new in ready.values():
             with contextlib.suppress(OSError):
@@ -219,12 +220,12 @@ def messages_of_text(text: str) -> list[Message]:
     return [{"role": "user", "content": text.strip()}]
 
 
-def render_hh_prompt(messages: list[Message]) -> str:
+def render_hh_prompt(messages: Sequence[Mapping[str, Any]]) -> str:
     """Inverse of `parse_hh_conversation` for a prompt; ends with the open "Assistant:"."""
-    turns = [f"\n\n{HH_NAMES[message['role']]}: {message['content']}" for message in messages]
+    turns = [f"\n\n{HH_NAMES[message['role']]}: {text_of(message)}" for message in messages]
     return "".join(turns) + "\n\nAssistant:"
 
 
-def prompt_key(messages: Sequence[Message]) -> str:
+def prompt_key(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return a key that ignores case and white space."""
     return json.dumps([(m["role"], " ".join(text_of(m).casefold().split())) for m in messages])

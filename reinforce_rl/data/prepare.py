@@ -22,6 +22,7 @@ from reinforce_rl.data.jsonl import (
     parse_hh_conversation,
     prompt_key,
     render_hh_prompt,
+    text_of,
     write_jsonl,
 )
 from reinforce_rl.data.nemo_aligner import is_nemo_text, messages_of_chat, parse_nemo_text, with_system
@@ -143,13 +144,19 @@ def _messages_of(value: dict[str, Any]) -> tuple[_Messages, str]:
 
 def _conversation(value: object, key: str, read_text: Callable[[str], Sequence[Any]]) -> _Messages:
     if not isinstance(value, str):
-        messages = check_messages(value, key, ROLES)
-        return [{**message, "content": message["content"].strip()} for message in messages]
+        messages = check_messages(value, key, ROLES, texts_only=False)
+        return [_stripped(message) for message in messages]
     check_text(value, key)
     try:
         return list(parse_nemo_text(value) if is_nemo_text(value) else read_text(value))
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
+
+
+def _stripped(message: dict[str, Any]) -> dict[str, Any]:
+    """Drop white space around a text; parts, and null beside calls of tools, stay as they are."""
+    content = message.get("content")
+    return {**message, "content": content.strip()} if isinstance(content, str) else message
 
 
 def _without_answer(messages: _Messages) -> _Messages:
@@ -173,14 +180,15 @@ def _unfit(messages: _Messages, options: PrepareOptions) -> str:
     ):
         return "turns other than Human and Assistant, which --form messages keeps"
     for message in messages:
-        # An assistant's turn may be a call alone, and a system message empty on purpose.
-        if not message["content"] and message["role"] != "system" and not message.get("tool_calls"):
+        # An assistant's turn may be a call alone, a tool may return nothing, and a system message is empty on purpose.
+        may_be_empty = message["role"] in ("system", "tool") or message.get("tool_calls")
+        if not text_of(message).strip() and not may_be_empty:
             return "a turn is empty"
-    if not messages[-1]["content"]:
+    if not text_of(messages[-1]).strip() and messages[-1]["role"] != "tool":
         return "a turn is empty"
     if options.max_turns is not None and roles.count("user") > options.max_turns:
         return "more than --max-turns user turns"
-    characters = sum(len(message["content"]) for message in messages)
+    characters = sum(len(text_of(message)) for message in messages)
     if options.max_characters is not None and characters > options.max_characters:
         return "more than --max-characters characters"
     return ""

@@ -18,7 +18,8 @@ from reinforce_rl.data import jsonl, readers
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.data_prefix import SPLITS, resolve_data_prefix
 from reinforce_rl.data.jsonl import LineFaults, Record
-from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns
+from reinforce_rl.data.nemo_aligner import is_nemo_text
+from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns, WrongForm
 from reinforce_rl.data.rendering import (
     DEFAULT_OPTIONS,
     KWARGS_KEY,
@@ -321,6 +322,12 @@ def _render(
     elif not jsonl.check_text(content, key).strip():
         raise DataError(f"{key} is empty")
     elif apply_chat_template:
+        if is_nemo_text(content):
+            raise WrongForm(
+                f"{key} has NeMo-Aligner's markers (<extra_id_0>System), and model.data.apply_chat_template=true "
+                "would render them once more, as the words of a user. Set it to false to take the text as it is, or "
+                "make messages of it for the model's own template: reinforce-rl prepare FILE --output FOLDER"
+            )
         messages = [{"role": "user", "content": content}]
     system = (value.get("system") if "system" in columns.names else None) or system_prompt
     if system and not messages:

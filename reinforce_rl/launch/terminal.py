@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import os
 import select
 import shlex
@@ -16,9 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, LostRankError, ReinforceError
+from reinforce_rl.utils.files import UNWRITABLE, write_fault
 from reinforce_rl.utils.process import PACKAGE_PARENT
-
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 _command = ""  # "train" in `reinforce-rl train`; empty in a script
 
@@ -105,8 +103,7 @@ def plain_errors() -> Iterator[None]:
             sys.exit(141)  # as a shell says of SIGPIPE
         if error.errno not in UNWRITABLE:
             raise
-        what = error.filename or "a file of the run"
-        fail(f"{what} cannot be written: {error.strerror}. Free some space, and start the same command again")
+        fail(write_fault(error))
     except KeyboardInterrupt as error:
         print(str(error) or "interrupted by Ctrl-C", flush=True)
         _end(130)  # a thread that is writing a checkpoint would abort while Python shuts down

@@ -21,7 +21,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -41,7 +41,7 @@ from reinforce_rl.megatron import checkpoint_files as files
 from reinforce_rl.megatron.lora import trained_state
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import STEP, adam_state, set_adam_step
-from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.files import naming, space_left, write_atomically
 
 STATE_FILE = "trainer_state.json"
 LATEST_FILE = "latest"
@@ -137,10 +137,8 @@ class _Save:
         try:
             content = io.BytesIO()  # written directly, a full disk would surface as an assertion in torch
             torch.save(self.random_state, content)
-            try:
+            with naming(rng):
                 rng.write_bytes(content.getvalue())
-            except OSError as error:
-                raise OSError(f"{rng}: {error}") from error
             results, paths = self.writer.write()
             self.written = results, files.record_files(self.part, [rng, *paths])
         except Exception as error:
@@ -255,7 +253,8 @@ class Checkpointer:
         write_atomically(part / STATE_FILE, json.dumps(save.trainer_state, indent=2))
         for name, content in save.more.items():
             if content:
-                (part / name).write_bytes(content)
+                with naming(part / name):
+                    (part / name).write_bytes(content)
         records = {name: record for _, of_rank, _ in parts for name, record in of_rank.items()}
         paths = [path for path in part.rglob("*") if path.is_file()]
         rest = [path for path in paths if path.relative_to(part).as_posix() not in records]
@@ -314,22 +313,41 @@ class Checkpointer:
         for leftover in self.folder.glob("step_*.part"):
             shutil.rmtree(leftover)
 
-    def _writing(self, part: Path) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _writing(self, part: Path) -> Iterator[None]:
         def failed(error: BaseException) -> CheckpointError:
             _raise_interrupt(error)
-            remedy = "free some space and " if _NO_SPACE.search(reason_of(error)) else ""
+            reason = reason_of(error)
+            space = remedy = ""
+            if _NO_SPACE.search(reason):
+                space = f" ({space_left(part, getattr(error, 'errno', None))})"
+                remedy = "free some space and "
+            latest = self.folder / LATEST_FILE
+            previous = "There is no checkpoint before it"
+            if latest.is_file():
+                name = latest.read_text(encoding="utf-8").strip()
+                previous = f"The previous checkpoint, {name}, is untouched, and a run goes on from it"
             return CheckpointError(
-                f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason_of(error)}. "
-                f"The previous checkpoint is untouched; {remedy}start the run again"
+                f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason}{space}. "
+                f"{previous}; {remedy}start the run again"
             )
 
-        return self._mesh.together(failed)
+        try:
+            with self._mesh.together(failed):
+                yield
+        except CheckpointError:
+            # No rank writes any more: each has come to the end of the block.
+            if self._mesh.is_main:
+                shutil.rmtree(part, ignore_errors=True)
+            raise
 
 
 def reason_of(error: BaseException) -> str:
     """Return the underlying errors of torch's exception, whose own text is the tracebacks of all ranks."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {inner[0]}" for rank, inner in error.failures.items())
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
     return str(error)
 
 

@@ -27,7 +27,7 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weight_files import INDEX_FILE, NAMED_FILE, SINGLE_FILE
 from reinforce_rl.megatron.weight_map import EMBEDDING, OUTPUT_LAYER, OUTPUT_PARAMETER, SCORE_LAYER, Row, weight_map
-from reinforce_rl.utils.files import replace_folder
+from reinforce_rl.utils.files import naming, replace_folder, space_note
 
 T = TypeVar("T")
 Track = Callable[[Sequence[T]], Iterable[T]]  # iterates like `iter`; may show progress
@@ -203,8 +203,9 @@ def export_hf_folder(
     files = shard_files(weight_map(lm.architecture, mesh.tp_size), dtype, max_shard_bytes)
 
     def failed(error: BaseException) -> CheckpointError:
+        space = space_note(error, part)  # before the files are gone
         shutil.rmtree(part, ignore_errors=True)
-        return CheckpointError(f"cannot write the Hugging Face folder {out}: {error}")
+        return CheckpointError(f"cannot write the Hugging Face folder {out}: {error}{space}")
 
     with mesh.together(failed):
         if mesh.is_main:
@@ -255,7 +256,8 @@ def carry_over(source: Path, out: Path) -> None:
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file(tensors, path, metadata={"format": "pt"})
+    with naming(path):
+        save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors creates it with mode 0600
 
 

@@ -34,7 +34,7 @@ from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of, save_ten
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weight_map import Row, Split, weight_map
-from reinforce_rl.utils.files import replace_folder
+from reinforce_rl.utils.files import replace_folder, space_note
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SUBMODULE = "lora"  # name of the updates in a megatron layer
@@ -293,8 +293,9 @@ def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
     part = out.with_name(out.name + ".part")
 
     def failed(error: BaseException) -> CheckpointError:
+        space = space_note(error, part)
         shutil.rmtree(part, ignore_errors=True)
-        return CheckpointError(f"cannot write the PEFT folder {out}: {error}")
+        return CheckpointError(f"cannot write the PEFT folder {out}: {error}{space}")
 
     with mesh.together(failed):
         if mesh.is_main:

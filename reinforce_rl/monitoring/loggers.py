@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.utils.files import encode, json_line, plain_number, read_json_lines, write_json_lines
+from reinforce_rl.utils.files import append, encode, json_line, plain_number, read_json_lines, write_json_lines
 
 METRICS_FILE = "metrics.jsonl"
 SUCCESS = "success"
@@ -187,10 +186,7 @@ class JsonlLogger(MetricLogger):
             by_step[step] = by_step.get(step, {}) | record
             write_json_lines(self.path, [by_step[number] for number in sorted(by_step)])
             return
-        with self.path.open("ab") as file:
-            file.write(encode(json_line(record)))
-            file.flush()
-            os.fsync(file.fileno())
+        append(self.path, encode(json_line(record)))
         self._last_step = step
 
     def finalize(self, status: str = SUCCESS) -> None:

@@ -25,6 +25,7 @@ from reinforce_rl.preflight.report import print_plan, print_warnings, resident
 from reinforce_rl.rewards.function_pool import function_faults
 from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress, ask_description, wait_for
 from reinforce_rl.rewards.wire import ServerInfo, read_token, unlike
+from reinforce_rl.utils.console import chosen_width
 from reinforce_rl.utils.net import Address
 
 SERVER_SECONDS = 3.0
@@ -73,7 +74,8 @@ def examine(cfg: DictConfig, console: Console, *, here: bool = True) -> Examinat
 
 
 def wide_console() -> Console:
-    return Console(highlight=False, soft_wrap=True, width=max(Console().width, 110))
+    width = chosen_width() or max(Console().width, 110)
+    return Console(highlight=False, soft_wrap=True, width=width)
 
 
 def planned_for_gpu(cfg: TrainConfig) -> bool:

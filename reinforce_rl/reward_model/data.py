@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from reinforce_rl.config.reward_model import PairsConfig, TrainRewardModelConfig
     from reinforce_rl.rewards.base import TextSample
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = jsonl.ROLES
 SKIP_SAME = "chosen and rejected are the same"
 SKIP_UNRATED = "no attribute is rated"
 SKIP_MULTI_TURN = "more than one user turn"

@@ -29,6 +29,7 @@ from reinforce_rl.megatron.model.reward_head import RewardHead, pool
 from reinforce_rl.megatron.weight_files import find_weight_files
 from reinforce_rl.reward_model.data import EncodedPair, prompt_position
 from reinforce_rl.reward_model.objectives import Accuracy, pair_accuracy
+from reinforce_rl.utils.files import naming, space_note
 
 MAX_EARLY_TOKENS = 3
 MAX_PHRASE_TOKENS = 4
@@ -196,11 +197,13 @@ def replaced(path: Path) -> Iterator[Path]:
     """Yield a file to write, which then takes the place of `path`."""
     part = path.with_name(f".{path.name}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield part
-        os.replace(part, path)
+        with naming(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield part
+            os.replace(part, path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise CheckpointError(f"{path} cannot be written: {reason}{space_note(error, path)}") from error
     finally:
         part.unlink(missing_ok=True)
 

@@ -151,6 +151,12 @@ class RemoteGPTRMClient:
         self._sends_chats_as_texts = form == wire.AUTO_FORM and wire.TEXT_FORM in info.input_forms
         return self._form
 
+    def check_lengths(self, *, shortest: int, longest: int) -> str | None:
+        """See `wire.check_lengths`; after `check_compatible`, which chooses the form."""
+        info, model = self._describe()
+        form = wire.TEXT_FORM if self._sends_chats_as_texts else self._form or info.input_forms[0]
+        return wire.check_lengths(info, str(model.place), form, shortest=shortest, longest=longest)
+
     def close(self) -> None:
         """Cancel what is in flight; its waiters get an error. Safe to call twice."""
         with self._lock:

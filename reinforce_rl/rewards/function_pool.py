@@ -39,7 +39,13 @@ PING = ""  # name that calls no function
 # One thread per sample, or each would use every core.
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 # Environment passed to functions; the rest may hold tokens and keys.
-VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
+VARIABLES = (
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    *("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE"),
+    "CUDA_VISIBLE_DEVICES",
+)
+PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")  # in small letters too
 VARIABLE_PREFIXES = ("LC_", "PYTHON")
 SANDBOX = "reward_function.sandbox"
 ETC_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
@@ -104,7 +110,7 @@ class _Host(ModuleChild):
         super().__init__(
             "reinforce_rl.rewards.function_host",
             prefix=bubblewrap(folders) if in_sandbox else (),
-            env={**variables, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(folders)},
+            env={**ONE_THREAD, **variables, "PYTHONPATH": os.pathsep.join(folders)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
@@ -257,7 +263,11 @@ class FunctionPool:
     def _launch(self) -> _Host:
         folders = [PACKAGE_PARENT, *filter(None, sys.path)]
         allowed = {*VARIABLES, *self._config.environment}
-        variables = {k: v for k, v in os.environ.items() if k in allowed or k.startswith(VARIABLE_PREFIXES)}
+        variables = {
+            name: value
+            for name, value in os.environ.items()
+            if name in allowed or name.startswith(VARIABLE_PREFIXES) or _is_open_proxy(name, value)
+        }
         host = _Host(folders, variables, in_sandbox=self._config.sandbox)
         limits = self._config.model_dump(include={"num_workers", "sample_timeout_seconds", "sample_memory_mb"})
         found = host.load({"functions": self._functions, **limits})
@@ -272,6 +282,11 @@ class FunctionPool:
             raise ConfigError(found["faults"])
         self.sources = found["sources"]
         return host
+
+
+def _is_open_proxy(name: str, value: str) -> bool:
+    """Return True for a proxy without a password."""
+    return name.upper() in PROXY_VARIABLES and "@" not in value
 
 
 def named_functions(own: RewardFunctionConfig, *, with_own: bool) -> dict[str, tuple[FunctionSpec, float]]:

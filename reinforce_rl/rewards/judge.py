@@ -83,6 +83,7 @@ class Judge:
         if self.api_key_variable and not os.environ.get(self.api_key_variable):
             advice = "set it, and name it in reward_function.environment, or functions do not see it"
             raise ValueError(f"api_key_variable is {self.api_key_variable!r}, which is not set here; {advice}")
+        transport.proxy_of(self.address)  # raises ValueError
 
     @property
     def address(self) -> URL:
@@ -98,9 +99,13 @@ class Judge:
         if self.api_key_variable:
             headers["Authorization"] = f"Bearer {os.environ.get(self.api_key_variable, '')}"
         body, place = json.dumps(request).encode(), f"the judge at {self.address.host}"
+        try:
+            proxy = transport.proxy_of(self.address)
+        except ValueError as error:
+            raise JudgeError(str(error)) from error
         for attempt in range(self.retries + 1):
             try:
-                answer = await transport.exchange(self.address, self.timeout, body=body, headers=headers)
+                answer = await transport.exchange(self.address, self.timeout, body=body, headers=headers, proxy=proxy)
                 if answer.code == 200:
                     try:
                         return str(json.loads(answer.body)["choices"][0]["message"]["content"] or "")

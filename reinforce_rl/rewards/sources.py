@@ -160,5 +160,9 @@ def _connect_to_reward_server(
         form = client.check_compatible(TokenizerInfo.from_tokenizer(tokenizer), vocab_size, server.input)
         if form == TEXT_FORM:
             monitor.note(f"The reward model '{server.name}' is sent texts.")
+        least = cfg.model.reinforce.length_params.min_length + 1  # a token of the prompt
+        warning = client.check_lengths(shortest=least, longest=cfg.model.encoder_seq_length)
+        if warning is not None:
+            monitor.note(f"warning: {warning}")
         on_failure.pop_all()
     return client

@@ -18,6 +18,7 @@ from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import numpy as np
@@ -26,7 +27,7 @@ from yarl import URL
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import Scores, ServerInfo
-from reinforce_rl.utils.net import Address
+from reinforce_rl.utils.net import Address, names_this_machine
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0  # for one request about a server's health
@@ -143,10 +144,45 @@ def url_of(place: Address, path: str) -> URL:
     return URL.build(scheme="http", host=place.host, port=place.port, path=path)
 
 
+def proxy_of(url: URL) -> str | None:
+    """Return the proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY name for a server; None for this machine.
+
+    Raises ValueError if it is no HTTP proxy.
+    """
+    host = url.host or ""
+    if names_this_machine(host):
+        return None
+    if proxy_bypass(host) or proxy_bypass(f"{host}:{url.port}"):
+        return None
+    proxies = getproxies()
+    kind = url.scheme if proxies.get(url.scheme) else "all"
+    proxy = proxies.get(kind)
+    if not proxy:
+        return None
+    if "://" not in proxy:  # as curl and requests read it
+        proxy = f"http://{proxy}"
+    scheme, _, rest = proxy.partition("://")
+    if scheme not in ("http", "https") or not rest:
+        variable = f"{kind.upper()}_PROXY"
+        # What follows the scheme may hold a password.
+        raise ValueError(
+            f"{variable} names a proxy of the kind {scheme}://, for {host}; expected http://HOST:PORT. "
+            f"Set it so, or name {host} in NO_PROXY"
+        )
+    return proxy
+
+
 async def exchange(
-    url: URL, seconds: float, *, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    url: URL,
+    seconds: float,
+    *,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+    proxy: str | None = None,
 ) -> HttpAnswer:
-    """Send a GET, or a POST if there is a body, over a new connection, without proxies or redirects.
+    """Send a GET, or a POST if there is a body, over a new connection, without redirects.
+
+    Variables such as HTTP_PROXY do not count: reward servers are in the cluster. `proxy_of` reads them.
 
     Raises FailedAttempt if no complete answer came within `seconds`, counted from connecting.
     """
@@ -157,6 +193,7 @@ async def exchange(
             data=None if body is None else io.BytesIO(body),  # in pieces, between which the loop goes on
             headers={"Accept-Encoding": "identity", **(headers or {})},
             allow_redirects=False,
+            proxy=proxy,
             timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),
         ) as answer:
             found = bytearray()

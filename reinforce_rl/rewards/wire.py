@@ -146,6 +146,31 @@ def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_si
     raise ConfigError([f"{head}: {error}. {advice}" for error in errors])
 
 
+def check_lengths(info: ServerInfo, place: str, form: str, *, shortest: int, longest: int) -> str | None:
+    """Return a warning if a sample can be longer than the server reads, which refuses such samples; else None.
+
+    Args:
+        place: HOST:PORT, for messages.
+        form: in which samples are sent. Texts are counted in the reward model's tokens, so a warning is a guess.
+        shortest, longest: tokens of a sequence, by the actor's tokenizer.
+
+    Raises ConfigError if no sample can be short enough.
+    """
+    if info.max_length is None or longest <= info.max_length:
+        return None
+    limit = f"the reward server at {place} reads at most {info.max_length} tokens (reward_model.max_length of serve)"
+    advice = f"set model.encoder_seq_length to {info.max_length} at most, or serve a reward model that reads more"
+    if form == TOKENS_FORM and shortest > info.max_length:
+        least = "model.reinforce.length_params.min_length and a prompt of one token"
+        raise ConfigError([f"{limit}, and a sequence has at least {shortest} ({least}); {advice}"])
+    counted = "" if form == TOKENS_FORM else ", here in tokens of the policy,"
+    return (
+        f"{limit}, and prompt and response together{counted} may have {longest} (model.encoder_seq_length). "
+        "A sample that is longer is not cut: it has no reward and is not trained on, and above the share "
+        f"trainer.reinforce.max_failed_fraction the run ends. To avoid that, {advice}"
+    )
+
+
 # Requests: what the client encodes and the server reads.
 
 

@@ -19,11 +19,20 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
-from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, LostRankError, ReinforceError, SentinelStop, StoppedEarly
+from reinforce_rl.errors import (
+    EXIT_ERROR,
+    EXIT_FINISHED,
+    DiskError,
+    LostRankError,
+    ReinforceError,
+    SentinelStop,
+    StoppedEarly,
+)
 from reinforce_rl.runtime.links import Invitation, Links, host_of_rank_0
 from reinforce_rl.runtime.phases import Activity, PlaceWatcher
 from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile, refuse_second_run, saved_step
 from reinforce_rl.runtime.stop import StopNow, StopRequest
+from reinforce_rl.utils.files import UNWRITABLE, write_fault
 
 if TYPE_CHECKING:
     from reinforce_rl.megatron.mesh import Mesh
@@ -310,12 +319,18 @@ class RunControl:
             raise error from None
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
-                step = saved_step(self.status.path.parent)
-                after = f"goes on after step {step}, the last one saved" if step else "begins anew: no step was saved"
-                error.args = (f"interrupted by Ctrl-C; the same command {after}",)
+                error.args = (f"interrupted by Ctrl-C; the same command {self._where_it_goes_on()}",)
+            if isinstance(error, OSError) and error.errno in UNWRITABLE:
+                failure = DiskError(f"{write_fault(error)}, which {self._where_it_goes_on()}")
+                self.status.end(*_outcome(failure))
+                raise failure from error
             self.status.end(*_outcome(error))
             raise
         self.status.end(EXIT_FINISHED)
+
+    def _where_it_goes_on(self) -> str:
+        step = saved_step(self.status.path.parent)
+        return f"goes on after step {step}, the last one saved" if step else "begins anew: no step was saved"
 
     @contextlib.contextmanager
     def watching(self, mesh: Mesh, role: RankRole | None = None, **limits: float) -> Iterator[None]:
@@ -394,6 +409,8 @@ def _time_out_of(error: BaseException) -> str:
 def _outcome(error: BaseException) -> tuple[int, str]:
     if isinstance(error, ReinforceError):
         return error.exit_code, str(error)
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        return EXIT_ERROR, write_fault(error)
     if isinstance(error, StopNow):
         return StoppedEarly.exit_code, "stopped by a signal to another rank"
     if isinstance(error, KeyboardInterrupt):

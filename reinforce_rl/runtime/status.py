@@ -78,13 +78,33 @@ class StatusFile:
     def end(self, exit_code: int, reason: str = "") -> None:
         state = _STATES.get(exit_code, "failed")
         who = {"pid": os.getpid(), "host": socket.gethostname()}
-        with contextlib.suppress(OSError):  # a full disk: the error that ended the run says so
-            self._write(replace(self._status, state=state, reason=reason, exit_code=exit_code, **who))
+        status = replace(self._status, state=state, reason=reason, exit_code=exit_code, **who)
+        try:
+            self._write(status)
+        except OSError:
+            with contextlib.suppress(OSError):  # the error that ended the run says so
+                self._overwrite(self._status)
+
+    def _overwrite(self, status: Status) -> None:
+        """Write into the blocks that the file has, as a full disk has no others; cut the reason to fit."""
+        with self.path.open("r+b", buffering=0) as file:
+            about = os.fstat(file.fileno())
+            room = max(about.st_size, about.st_blocks * 512)
+            if len(_as_json(status)) > room:
+                status = replace(status, alerts={})
+            while len(_as_json(status)) > room and status.reason:
+                status = replace(status, reason=status.reason[: len(status.reason) // 2])
+            file.write(_as_json(status))
+            file.truncate()
 
     def _write(self, status: Status) -> None:
         self._status = replace(status, time=time.time())
         if self.enabled:
-            write_atomically(self.path, json.dumps(asdict(self._status), indent=1) + "\n")
+            write_atomically(self.path, _as_json(self._status))
+
+
+def _as_json(status: Status) -> bytes:
+    return json.dumps(asdict(status), indent=1).encode() + b"\n"
 
 
 class NoStatus(StatusFile):

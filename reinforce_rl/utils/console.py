@@ -14,8 +14,15 @@ logger = logging.getLogger(__name__)
 
 
 def table_console(**options: Any) -> Console:
-    """Return one as wide as the terminal, and 160 columns wide where there is none."""
-    return Console(width=max(80, shutil.get_terminal_size((160, 0)).columns), **options)
+    """Return one as wide as COLUMNS says, else as the terminal, and 160 columns wide where there is none."""
+    width = chosen_width() or max(80, shutil.get_terminal_size((160, 0)).columns)
+    return Console(width=width, **options)
+
+
+def chosen_width() -> int | None:
+    """Return the width that COLUMNS asks for; None if it says nothing, or 0, as terminals of no known width do."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) or None if columns.isdecimal() else None
 
 
 @functools.cache

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
+import re
+import resource
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from reinforce_rl.errors import DataError
+
+# A disk, a quota or the limit of a file's size is used up.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+UNWRITABLE = (*NO_SPACE, errno.EROFS)
 
 
 def plain_number(value: Any) -> int | float | None:
@@ -35,18 +43,92 @@ def encode(text: str) -> bytes:
 
 def write_atomically(path: Path, text: str | bytes, mode: int = 0o644) -> None:
     """Write `text` to `path`; readers see either the old file or the complete new one, even after a kill."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), mode)  # mkstemp's 0600 would keep the group from reading
-            file.write(encode(text) if isinstance(text, str) else text)
-            file.flush()
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                os.fchmod(file.fileno(), mode)  # mkstemp's 0600 would keep the group from reading
+                file.write(encode(text) if isinstance(text, str) else text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def append(path: Path, data: bytes) -> None:
+    """Append to a file and fsync; after an error the file is as it was."""
+    with naming(path), path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]  # less than all of it where the disk becomes full
             os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give the errors of writing a file its name, which `write` and `fsync` do not know.
+
+    An error of the system that safetensors has wrapped becomes an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        # str(error) shows the name beside a number alone.
+        if error.errno is not None:
+            error.filename = str(path)
+            if error.filename2 is not None:  # of a rename; None would be shown
+                del error.filename2
         raise
+    except Exception as error:
+        wrapped = re.search(r"\(os error (\d+)\)", str(error))
+        if wrapped is None:
+            raise
+        number = int(wrapped[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def space_left(path: Path, number: int | None = None) -> str:
+    """Say how much can still be written where `path` lies; `number` is of the error of its writing, if it has one."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    mount = next(place for place in (folder, *folder.parents) if place.is_mount())
+    if number == errno.EROFS:
+        return f"{mount} is read-only"
+    free = shutil.disk_usage(folder).free
+    quota = ", whatever of it a quota leaves" if number == errno.EDQUOT else ""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    bound = "" if limit == resource.RLIM_INFINITY else f"; a file may have {limit} bytes here (ulimit -f)"
+    return f"{free / 1e9:.2f} GB are free on {mount}{quota}{bound}"
+
+
+def space_note(error: BaseException, path: Path) -> str:
+    """Return `space_left` in brackets for an error of `UNWRITABLE`, else nothing."""
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        return f" ({space_left(path, error.errno)})"
+    return ""
+
+
+def write_fault(error: OSError) -> str:
+    """Say which file could not be written and why, and how to go on; for the errors of `UNWRITABLE`."""
+    reason = error.strerror or os.strerror(error.errno or 0)
+    if error.filename is None:
+        text = f"a file cannot be written: {reason}"
+    else:
+        text = f"{error.filename} cannot be written: {reason}{space_note(error, Path(error.filename))}"
+    remedies = {
+        errno.EDQUOT: "Free some space, or have the quota raised",
+        errno.EFBIG: "Raise the limit",
+        errno.EROFS: "Have the disk made writable, or choose another folder",
+    }
+    remedy = remedies.get(error.errno or 0, "Free some space")
+    return f"{text}. {remedy}, and start the same command again"
 
 
 def write_json(path: Path, values: Any) -> None:

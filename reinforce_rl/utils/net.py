@@ -152,6 +152,20 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in addresses)
 
 
+def names_this_machine(host: str) -> bool:
+    """Return True for an address of this machine, for `localhost` and for its own name; asks no name server."""
+    name = host.lower().rstrip(".")
+    own_name = socket.gethostname().lower()
+    if name in ("localhost", own_name, own_name.partition(".")[0]) or name.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(LOOPBACKS.get(name, name))
+        # A datagram to an address of this machine leaves from that address.
+        return address.is_loopback or address_towards(str(address)) == str(address)
+    except (OSError, ValueError):
+        return False
+
+
 def _port_fault(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return (

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.chat_templates import write_chat_tokenizer
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from typer.testing import CliRunner, Result
 
@@ -170,6 +171,65 @@ def test_what_comes_before_the_last_answer_is_kept_and_train_reads_it(tmp_path, 
         assert expected in list(prompts.texts)
 
 
+def text_parts(*texts: str) -> list[dict]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+NULL_CALL = {**CALL, "content": None}
+OPENAI = {
+    "null beside calls": [user("a"), NULL_CALL, TOOL],
+    "no content beside calls": [user("a"), {"role": "assistant", "tool_calls": CALL["tool_calls"]}, TOOL],
+    "parts": [
+        {"role": "system", "content": text_parts("Be brief.")},
+        {"role": "user", "content": text_parts("a", "b")},
+    ],
+    "a tool that returns nothing": [user("a"), NULL_CALL, {**TOOL, "content": ""}],
+    "parts of a tool": [user("a"), NULL_CALL, {**TOOL, "content": text_parts("2")}],
+}
+
+
+@pytest.mark.parametrize("messages", OPENAI.values(), ids=OPENAI)
+def test_openais_forms_are_kept_as_they_are_and_train_reads_them(tmp_path, messages):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {{ m.tool_calls }}\n{% endfor %}"
+    tokenizer = write_chat_tokenizer(tmp_path / "tokenizer", template)
+    lines = [{"messages": [*messages, assistant("z")], "tools": []}, {"messages": [user("other")]}]
+    counts = prepare_prompts([write(tmp_path / "in.jsonl", *lines)], tmp_path / "out", PrepareOptions())
+    assert counts.skipped == {}
+    targets = [tmp_path / "out" / f"{name}.jsonl" for name in ("train", "validation")]
+    assert {"messages": messages, "tools": []} in [row for target in targets for row in rows_of(target)]
+    read = PromptDataset.from_files(tokenizer, targets, max_prompt_tokens=None)
+    given = write(tmp_path / "given.jsonl", {"messages": messages, "tools": []})
+    (expected,) = PromptDataset.from_files(tokenizer, given, max_prompt_tokens=None)
+    assert expected.text in [prompt.text for prompt in read]
+
+
+def test_what_is_said_in_parts_is_counted_and_written_as_text(tmp_path):
+    asked = {"role": "user", "content": text_parts("one", "two")}
+    lines = [
+        {"messages": [asked, assistant("z")]},
+        {"messages": [user("one\ntwo")]},
+        {"messages": [user("b" * 8)]},
+        {"messages": [{"role": "user", "content": text_parts(" ")}]},
+        {"messages": [user("cc")]},
+    ]
+    options = PrepareOptions(form="prompt", max_characters=7, num_validation=1)
+    counts = prepare_prompts([write(tmp_path / "in.jsonl", *lines)], tmp_path / "out", options)
+    assert counts.skipped == {
+        "duplicate of an earlier prompt": 1,
+        "more than --max-characters characters": 1,
+        "a turn is empty": 1,
+    }
+    rows = [rows_of(tmp_path / "out" / f"{name}.jsonl")[0] for name in ("train", "validation")]
+    assert sorted(row["prompt"] for row in rows) == [hh("cc"), hh("one\ntwo")]
+
+
+def test_parts_of_another_type_are_named(tmp_path):
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
+    file = write(tmp_path / "in.jsonl", {"messages": [image]})
+    with pytest.raises(DataError, match=r"in\.jsonl:1: messages\[0\]\.content\[0\] is a part of type 'image_url'"):
+        prepare_prompts([file], tmp_path / "out", PrepareOptions())
+
+
 def test_calls_make_prompts_different(tmp_path):
     other = {**CALL, "tool_calls": [{"type": "function", "function": {"name": "g", "arguments": {}}}]}
     rows = [{"messages": [user("a"), call, TOOL, assistant("z")]} for call in (CALL, other, CALL)]
@@ -281,7 +341,7 @@ def test_a_file_that_cannot_be_written_leaves_both_as_they_were(tmp_path, monkey
         write_atomically(path, text)
 
     monkeypatch.setattr(jsonl, "write_atomically", full)
-    with pytest.raises(DataError, match=r"out/validation\.jsonl cannot be written: No space left on device"):
+    with pytest.raises(DataError, match=r"out/validation\.jsonl cannot be written: No space left .* GB are free"):
         prepare_prompts([file], out, PrepareOptions(seed=1))
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 

@@ -16,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.data_prefix import resolve_data_prefix
+from reinforce_rl.data.prepare import PrepareOptions, prepare_prompts
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader, build_train_valid_test_rlhf_datasets, fixed_prompts
 from reinforce_rl.data.readers import Columns
 from reinforce_rl.data.rendering import TemplateOptions
@@ -120,6 +121,22 @@ def test_a_folder_is_one_entry_of_a_blend(tokenizer, tmp_path):
 def test_chat_template_for_plain_prompts(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", {"prompt": "hi"}, {"text": "ho"})
     assert [p.text for p in load(tokenizer, file, apply_chat_template=True)] == ["U: hi<eos>A:", "U: ho<eos>A:"]
+
+
+NEMO = "<extra_id_0>System\n\n<extra_id_1>User\nhi\n<extra_id_1>Assistant\n"
+
+
+def test_a_text_with_nemo_aligners_markers_is_not_rendered_once_more(tokenizer, tmp_path):
+    file = write(tmp_path / "a.jsonl", {"text": NEMO}, {"text": NEMO.replace("hi", "ho")})
+    assert [prompt.text for prompt in load(tokenizer, file)] == [NEMO, NEMO.replace("hi", "ho")]
+    with pytest.raises(DataError, match=r"a\.jsonl.*<extra_id_0>") as caught:
+        load(tokenizer, file, apply_chat_template=True)
+    text = str(caught.value)
+    assert "model.data.apply_chat_template=true" in text and "reinforce-rl prepare" in text
+    counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(num_validation=1))
+    assert counts.skipped == {}
+    prompts = load(tokenizer, tmp_path / "out" / "train.jsonl", tmp_path / "out" / "validation.jsonl")
+    assert sorted(prompt.text for prompt in prompts) == ["U: hi<eos>A:", "U: ho<eos>A:"]
 
 
 def test_bos_only_where_asked_for_and_no_template_was_used(tokenizer, tmp_path):

@@ -125,9 +125,44 @@ def test_what_is_left_out_of_the_allocators_options_is_logged(tmp_path, monkeypa
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"{EXPANDABLE},max_split_size_mb:512")
     with pytest.raises(GenerationError):
         process_of(tmp_path).start()
-    (line,) = [record.getMessage() for record in caplog.records if "engine_allocator" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "engine_variable" in record.getMessage()]
     assert "PYTORCH_CUDA_ALLOC_CONF" in line
     assert line.endswith("engine=max_split_size_mb:512")
+
+
+@pytest.mark.parametrize(
+    ("adapter_class", "config", "given", "expected"),
+    [
+        (VLLM, VLLMConfig(), {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}, "0-1"),
+        (VLLM, VLLMConfig(), {"VLLM_NO_USAGE_STATS": "0"}, "0"),
+        (VLLM, VLLMConfig(), {"VLLM_LOGGING_LEVEL": "DEBUG"}, "DEBUG"),
+        (VLLM, VLLMConfig(cpu_cache_gigabytes=3), {"VLLM_CPU_KVCACHE_SPACE": "40"}, "3"),  # has a key
+        (VLLM, VLLMConfig(), {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, "spawn"),  # would hang
+        (VLLM, VLLMConfig(), {"VLLM_CPU_OMP_THREADS_BIND": ""}, "nobind"),
+        (TensorRTLLM, TensorRTLLMConfig(), {"RAY_USAGE_STATS_ENABLED": "1"}, "1"),
+        (TensorRTLLM, TensorRTLLMConfig(), {"TLLM_DISABLE_MPI": "0"}, "1"),
+    ],
+)
+def test_variables_of_an_engine_count_unless_a_key_or_correctness_says_otherwise(
+    adapter_class, config, given, expected, tmp_path, monkeypatch, caplog
+):
+    environments = []
+
+    class NoChild(ModuleChild):
+        def __init__(self, module: str, **options: Any):
+            environments.append(options["env"])
+            raise GenerationError("not started")
+
+    monkeypatch.setattr(process, "ModuleChild", NoChild)
+    ((name, value),) = given.items()
+    monkeypatch.setenv(name, value)
+    engine = process_of(tmp_path)
+    engine._adapter = adapter_class(config)
+    with pytest.raises(GenerationError, match="not started"):
+        engine.start()
+    assert environments[0][name] == expected
+    warnings = [record.getMessage() for record in caplog.records if "engine_variable" in record.getMessage()]
+    assert [f"variable={name}" in line for line in warnings] == [True] * (expected != value)
 
 
 def test_an_engine_has_longer_to_stop_than_its_own_workers():

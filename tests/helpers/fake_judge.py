@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -14,12 +14,13 @@ Reply = Callable[[str], Any]  # of the user's message: text, (status, JSON), byt
 
 
 class FakeJudge:
-    """Context manager; `asked` has the bodies of all requests, `keys` their Authorization headers."""
+    """Context manager; `asked` has the bodies of all requests, `keys` their keys, `headers` all headers."""
 
     def __init__(self, reply: Reply, path: str = "/v1/chat/completions"):
         self._reply, self._path = reply, path
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.headers: list[Mapping[str, str]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -46,6 +47,7 @@ class FakeJudge:
     async def _answer(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.asked.append(body)
+        self.headers.append(request.headers)
         self.keys.append(request.headers.get("Authorization"))
         reply = self._reply(body["messages"][0]["content"])
         if isinstance(reply, float):

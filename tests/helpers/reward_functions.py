@@ -98,6 +98,8 @@ def sees(prompt: str, response: str, record: Mapping[str, Any]) -> float:
     kind, _, name = response.partition(" ")
     if kind == "variable":
         return float(name in os.environ)
+    if kind == "threads":
+        return float(os.environ["OMP_NUM_THREADS"])
     if kind == "port":
         with socket.socket() as connection:
             connection.settimeout(1)

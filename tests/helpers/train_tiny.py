@@ -21,6 +21,7 @@ engine: folder; TensorRT-LLM is the fake, and what the engine of rank N is given
 engine_fault: [rank, options of `install_fake`]: what goes wrong with the engine of this rank.
 generates: this is a generator of generators=separate, beside what is started next. Its log ends with its exit status.
 die_receiving: a generator kills itself as it is about to receive its Nth weights.
+file_bytes: no file may become larger, which fails as a full disk does.
 torch_timeout: seconds, in place of `TrainConfig.torch_timeout_seconds`.
 """
 
@@ -29,6 +30,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -250,6 +252,9 @@ def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides:
             times = {"SLURM_JOB_START_TIME": now - 7200, "SLURM_JOB_END_TIME": now + options["allocation"]}
             os.environ.update({name: str(value) for name, value in times.items()})
             print("the allocation ends at", times["SLURM_JOB_END_TIME"])
+        if options.get("file_bytes"):
+            _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (options["file_bytes"], most))
         if options.get("step_seconds"):
             lengthen_steps(options["step_seconds"])
         if options.get("generators"):

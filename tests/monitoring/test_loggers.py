@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import threading
@@ -9,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from helpers.full_disk import files_of_at_most
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring import loggers
@@ -111,6 +113,23 @@ def test_a_new_run_takes_a_file_that_holds_only_a_torn_line(tmp_path):
     path.write_text('{"step": 1')
     log_step(JsonlLogger(path), 1)
     assert [line["step"] for line in read_metrics(path)] == [1]
+
+
+def test_a_line_that_finds_no_space_leaves_none_of_itself(tmp_path):
+    """A half would spoil the next line, when there is space again."""
+    path = tmp_path / "metrics.jsonl"
+    logger = JsonlLogger(path)
+    logger.log_metrics({"a": 1.0}, 1)
+    logger.commit(1)
+    before = path.read_bytes()
+    logger.log_metrics({"a" * 500: 2.0}, 2)
+    with files_of_at_most(len(before) + 100), pytest.raises(OSError, match=r"metrics\.jsonl") as caught:
+        logger.commit(2)
+    assert caught.value.errno == errno.EFBIG
+    assert path.read_bytes() == before
+    logger.log_metrics({"a": 3.0}, 3)
+    logger.finalize()
+    assert [line["step"] for line in read_metrics(path)] == [1, 3]
 
 
 def test_finalize_writes_what_was_not_committed(tmp_path):

@@ -115,7 +115,7 @@ def test_bad_lines_are_named_and_counted(tmp_path, tokenizer):
         "chosen[0] is a string, expected an object",
         "prompt is empty",
         "ends with an assistant message",
-        "prompt[0].role is 'robot', expected one of system, user, assistant, tool",
+        "prompt[0].role is 'robot', expected one of system, developer, user, assistant, tool",
         "expected prompt, or",
         "half of a surrogate pair",
     ]
@@ -279,6 +279,23 @@ def test_pairs_are_what_transformers_makes_of_the_conversations(tmp_path, chat_t
         assert [*pair.prompt, *getattr(pair, key)] == expected
     # The answers' own tokens begin behind all that the template writes before them.
     assert tokenizer.decode(pair.rejected).startswith("No")
+
+
+@pytest.mark.parametrize("form", ["prompt apart", "whole conversations"])
+@pytest.mark.parametrize("role", ["system", "developer", "tool"])
+def test_pairs_have_the_roles_of_prompts(tmp_path, chat_tokenizers, role, form):
+    tokenizer = chat_tokenizers["qwen2.5"]
+    prompt = [{"role": role, "content": "be kind"}, {"role": "user", "content": "hi"}]
+    chosen = {"role": "assistant", "content": "Hello."}
+    rejected = {"role": "assistant", "content": "No"}
+    line: dict[str, Any] = {"prompt": prompt, "chosen": "Hello.", "rejected": "No"}
+    if form == "whole conversations":
+        line = {"chosen": [*prompt, chosen], "rejected": [*prompt, rejected]}
+    (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", line), tokenizer)
+    assert [*pair.prompt, *pair.chosen] == tokenizer.apply_chat_template([*prompt, chosen], return_dict=False)
+    line = {"prompt": [{**prompt[0], "role": "critic"}, prompt[1]], "chosen": "a", "rejected": "b"}
+    with pytest.raises(DataError, match=r"bad\.jsonl:1: prompt\[0\]\.role is 'critic', expected one of .*developer"):
+        pairs_of(write_lines(tmp_path / "bad.jsonl", line), tokenizer)
 
 
 def test_the_rest_of_a_conversation_follows_a_prompt_of_messages(tmp_path, chat_tokenizers):

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from helpers.full_disk import files_of_at_most
 
 from reinforce_rl.config.reward_model import CutsConfig, HeadConfig
-from reinforce_rl.errors import DataError
+from reinforce_rl.errors import CheckpointError, DataError
 from reinforce_rl.megatron.model.reward_head import pool
 from reinforce_rl.reward_model.data import EncodedPair
 from reinforce_rl.reward_model.head import (
@@ -45,6 +46,15 @@ def test_cuts_of_one_pass_equal_passes_over_the_cut_sequences():
                 torch.testing.assert_close(values[row], pool(alone, torch.tensor([cut]), pooling)[0])
                 row += 1
         assert row == len(values)
+
+
+def test_features_that_find_no_space_are_one_message_and_leave_nothing(tmp_path):
+    path = tmp_path / "features.safetensors"
+    with files_of_at_most(1000), pytest.raises(CheckpointError) as caught:
+        save_features(path, {"mean": torch.ones(100, 30)}, "a")
+    text = str(caught.value)
+    assert f"{path} cannot be written: File too large" in text and "GB are free on /" in text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_cached_features_are_only_used_for_the_same_data(tmp_path):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.chat_templates import write_chat_tokenizer
 from helpers.tiny_reward_run import (
     NAMES,
     run,
@@ -35,6 +38,7 @@ from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.monitoring.loggers import read_metrics
 from reinforce_rl.monitoring.report import EVALUATION_FILE, write_report
+from reinforce_rl.reward_model import job
 from reinforce_rl.reward_model.data import encode_sample, load_examples
 from reinforce_rl.reward_model.job import train_reward_model
 from reinforce_rl.reward_model.objectives import Best, Objective, Ranking, Regression
@@ -192,6 +196,36 @@ def test_regression_recovers_planted_attributes(tmp_path):
         assert load_reward_model(tmp_path / "out/model", None, mesh).attributes == NAMES
     page = (tmp_path / "out/report.html").read_text()
     assert "Correlation with held-out ratings" in page and "calibrated model" not in page
+
+
+DATED = "{{ strftime_now('%d %B') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_the_date_of_a_template_is_that_of_the_first_start(tmp_path, monkeypatch):
+    """A resume has it from the run's config.yaml; without one, and anew, it is today's."""
+    dates = []
+    monkeypatch.setattr(job, "parallel_mesh", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(job, "_run_full", lambda cfg, *_: dates.append(cfg.data.chat_template_date))
+
+    def start(day: str, *more: str) -> None:
+        monkeypatch.setattr(
+            "reinforce_rl.config.template.date",
+            type("Stopped", (date,), {"today": classmethod(lambda cls: date.fromisoformat(day))}),
+        )
+        train_reward_model(tiny_config(*overrides, *more), command="a test")
+
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 4)
+    overrides = [*tiny_overrides(tmp_path), f"data.pairs_path={pairs}"]
+    start("2024-02-05")
+    write_chat_tokenizer(tmp_path / "trunk", DATED)
+    start("2024-02-05")
+    recorded = tmp_path / "out" / "config.yaml"
+    recorded.parent.mkdir()
+    recorded.write_text("data:\n  chat_template_date: '2024-02-05'\n")
+    start("2024-02-06")
+    start("2024-02-06", "full.resume_if_exists=false")
+    start("2024-02-06", "data.chat_template_date=2024-03-01")
+    assert dates == [None, "2024-02-05", "2024-02-05", "2024-02-06", "2024-03-01"]
 
 
 def test_all_faults_are_told_at_once(tmp_path):

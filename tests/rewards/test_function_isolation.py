@@ -161,6 +161,41 @@ def test_secrets_are_not_in_the_functions_environment(monkeypatch):
     assert scores.values.tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
+def test_which_variables_a_function_sees(monkeypatch):
+    given = {
+        "HF_HOME": "/cache",
+        "HF_HUB_OFFLINE": "1",
+        "XDG_CACHE_HOME": "/cache",
+        "SSL_CERT_DIR": "/certificates",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "https_proxy": "http://proxy.example:3128",
+        "NO_PROXY": "127.0.0.1,.example",
+    }
+    secret = {
+        "HF_TOKEN": "x",
+        "HUGGING_FACE_HUB_TOKEN": "x",
+        "OPENAI_API_KEY": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "HTTP_PROXY": "http://user:word@proxy.example:3128",
+        "ALL_PROXY": "user:word@proxy.example:3128",
+    }
+    for name, value in {**given, **secret}.items():
+        monkeypatch.setenv(name, value)
+    with started("sees") as pool:
+        scores = pool.submit("f", [sample(f"variable {name}") for name in [*given, *secret]]).result()
+    assert scores.values.tolist() == [1.0] * len(given) + [0.0] * len(secret)
+
+
+def test_a_variable_that_is_named_is_seen_as_it_is(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://user:word@proxy.example:3128")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    with started("sees", environment=["HTTP_PROXY"]) as pool:
+        scores = pool.submit("f", [sample("variable HTTP_PROXY"), sample("threads")]).result()
+        assert scores.values.tolist() == [1.0, 1.0]
+    with started("sees", environment=["OMP_NUM_THREADS"]) as pool:
+        assert pool.submit("f", [sample("threads")]).result().values.tolist() == [3.0]
+
+
 def bubblewrap_fault() -> str:
     try:
         bubblewrap([])

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.fake_judge import FakeJudge
+from helpers.fake_reward_server import FakeRewardServer
+from yarl import URL
 
 from reinforce_rl.config.rewards import RewardFunctionConfig
-from reinforce_rl.rewards import base
+from reinforce_rl.rewards import base, transport
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
+from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.function_host import LoadFault, load_function
-from reinforce_rl.rewards.function_pool import FunctionPool, Scores
-from reinforce_rl.rewards.judge import Judge, JudgeError, llm_judge, preferences, score_in
+from reinforce_rl.rewards.function_pool import PROXY_VARIABLES, FunctionPool, Scores
+from reinforce_rl.rewards.judge import Judge, JudgeError, llm_judge, preferences, question_of, score_in
 
 NAME = "reinforce_rl.rewards.judge.llm_judge"
 ONCE = {"retries": 0, "timeout": 10.0}
@@ -35,6 +39,126 @@ def test_the_score_of_the_answer_is_the_reward_and_the_question_has_no_chat_temp
     assert "Capital of France?" in text and "Paris." in text and "1 (worst) to 10\n(best)" in text
     assert "[Question]\nCapital?\n" in second["messages"][0]["content"]
     assert second["seed"] == 3 and "max_tokens" not in second, "options take the place of the defaults"
+
+
+def part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "question"),
+    [
+        ([{"role": "user", "content": "Why?"}], "Why?"),
+        (
+            [{"role": "user", "content": [part("Why"), part("so?")]}],
+            "Why\nso?",
+        ),
+        (
+            [
+                {"role": "developer", "content": "Be brief."},
+                {"role": "user", "content": [part("a")]},
+            ],
+            "developer: Be brief.\n\nuser: a",
+        ),
+        (
+            [
+                {"role": "user", "content": "Rain?"},
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "content": "no"},
+            ],
+            'user: Rain?\n\nassistant: {"name": "weather", "arguments": {"city": "Köln"}}\n\ntool: no',
+        ),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL]}],
+            'user: a\n\nassistant: Let me look.\n{"name": "weather", "arguments": {"city": "Köln"}}',
+        ),
+        ([], "the rendered prompt"),
+    ],
+    ids=["one", "parts", "developer", "calls", "text and calls", "plain"],
+)
+def test_the_question_of_openais_messages(messages, question) -> None:
+    assert question_of("the rendered prompt", {"messages": messages}) == question
+    with FakeJudge(lambda text: "Score: 5") as judge:
+        assert llm_judge("the rendered prompt", "x", {"messages": messages}, url=judge.url, model="m", **ONCE) == 5.0
+    assert f"[Question]\n{question}\n" in judge.asked[0]["messages"][0]["content"]
+
+
+@pytest.fixture
+def no_proxies(monkeypatch):
+    for name in PROXY_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_a_judge_outside_is_asked_through_the_proxy(variable, monkeypatch, no_proxies) -> None:
+    with FakeJudge(lambda text: "Score: 9") as proxy:
+        monkeypatch.setenv(variable, proxy.url.removesuffix("/v1"))
+        outside = {"url": "http://judge.invalid:8000/v1", "model": "m", **ONCE}
+        assert llm_judge("p", "r", {}, **outside) == 9.0
+        pool = FunctionPool({"f": FunctionSpec("reward_function", NAME, outside)}, RewardFunctionConfig())
+        with contextlib.closing(pool):
+            pool.start()
+            assert pool.submit("f", [TextSample("p", "r", {})]).result().values.tolist() == [9.0]
+        monkeypatch.setenv("NO_PROXY", "other.example,.invalid")
+        with pytest.raises(JudgeError, match="host name is unknown"):
+            llm_judge("p", "r", {}, **outside)
+    assert len(proxy.asked) == 2
+
+
+def test_the_proxy_of_a_server(monkeypatch, no_proxies) -> None:
+    """As curl and requests read the variables, but for this machine."""
+    server = URL("https://judge.invalid:8443/v1")
+    assert transport.proxy_of(server) is None
+    monkeypatch.setenv("ALL_PROXY", "http://all.invalid:1")
+    monkeypatch.setenv("HTTP_PROXY", "http://plain.invalid:2")
+    assert transport.proxy_of(server) == "http://all.invalid:1"
+    monkeypatch.setenv("HTTPS_PROXY", "proxy.invalid:3128")  # without a scheme
+    assert transport.proxy_of(server) == "http://proxy.invalid:3128"
+    assert transport.proxy_of(server.with_scheme("http")) == "http://plain.invalid:2"
+    for place in ("localhost", "127.0.0.2", "::1"):
+        assert transport.proxy_of(URL.build(scheme="https", host=place)) is None
+    for exception in ("*", "invalid", "judge.invalid:8443", ".invalid, x"):
+        monkeypatch.setenv("NO_PROXY", exception)
+        assert transport.proxy_of(server) is None, exception
+    monkeypatch.setenv("NO_PROXY", "judge.invalid:80,dge.invalid")
+    assert transport.proxy_of(server) == "http://proxy.invalid:3128"
+
+
+def test_a_proxy_that_is_none_for_http_is_named_before_the_run(monkeypatch, no_proxies) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks5://user:hidden@proxy.invalid:1080")
+    judge = Judge("http://judge.invalid:8000/v1", "m", retries=0)
+    with pytest.raises(ValueError, match=r"ALL_PROXY .*socks5://.*judge\.invalid.*NO_PROXY") as caught:
+        judge.check()
+    assert "hidden" not in str(caught.value)
+    with pytest.raises(JudgeError, match="ALL_PROXY"):
+        llm_judge("p", "r", {}, url=judge.url, model="m", **ONCE)
+    Judge("http://127.0.0.1:8000/v1", "m").check()
+
+
+def test_the_password_of_a_proxy_is_sent_to_it_alone(monkeypatch, no_proxies) -> None:
+    with FakeJudge(lambda text: "Score: 9") as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url.removesuffix("/v1").replace("//", "//user:word@"))
+        assert llm_judge("p", "r", {}, url="http://judge.invalid:8000/v1", model="m", **ONCE) == 9.0
+    assert proxy.headers[0]["Proxy-Authorization"] == "Basic dXNlcjp3b3Jk"
+    assert proxy.keys == [None]
+
+
+def test_a_judge_of_this_machine_is_asked_directly(monkeypatch, no_proxies) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    with FakeJudge(lambda text: "Score: 9") as judge:
+        assert score_of(judge) == 9.0
+
+
+def test_a_reward_server_is_asked_directly(monkeypatch, no_proxies) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    with FakeRewardServer() as server:
+        client = RemoteGPTRMClient("127.0.0.1", server.port, deadline_seconds=20)
+        assert client.wait_until_ready().name == server.info.name
+        client.close()
 
 
 def test_a_template_of_ones_own_has_fields_of_the_prompts_line(tmp_path) -> None:

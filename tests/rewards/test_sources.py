@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -135,6 +136,41 @@ def test_a_replica_that_is_down_is_noted_and_the_run_starts(tmp_path, mesh, serv
     rm.close()
     assert any(f"The reward server at 127.0.0.1:{down} does not answer (connection refused)" in text for text in notes)
     assert sum("goes on with the others" in text for text in notes) == 1
+
+
+LONGEST = "model.encoder_seq_length"  # 16 in a tiny run
+SHORTEST = "model.reinforce.length_params.min_length"
+BIASED = "model.reinforce.allow_biased_sampling=true"
+
+
+@pytest.mark.parametrize(
+    ("max_length", "forms", "is_short"),
+    [(16, ("tokens",), False), (None, ("text",), False), (15, ("tokens",), True), (15, ("text", "tokens"), True)],
+)
+def test_a_shorter_context_is_said_at_the_start(tmp_path, mesh, servers, monkeypatch, max_length, forms, is_short):
+    first, _ = servers
+    tokenizer = None if max_length is None else first.info.tokenizer
+    first.info = replace(first.info, max_length=max_length, input_forms=forms, tokenizer=tokenizer)
+    notes: list[str] = []
+    monkeypatch.setattr(SilentMonitor, "note", lambda self, text, **_: notes.append(text))
+    connect(tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}"), mesh).close()
+    warnings = [text for text in notes if text.startswith("warning: ")]
+    assert len(warnings) == is_short
+    for text in warnings:
+        assert f"127.0.0.1:{first.port}" in text or f"localhost:{first.port}" in text
+        assert "reads at most 15 tokens (reward_model.max_length" in text and f"16 ({LONGEST})" in text
+        assert "trainer.reinforce.max_failed_fraction" in text
+        assert ("tokens of the policy" in text) == ("text" in forms)
+
+
+def test_a_context_for_which_every_sample_is_too_long(tmp_path, mesh, servers, closed):
+    first, _ = servers
+    first.info = replace(first.info, max_length=4)
+    port = f"{RM}.reward_model.port={first.port}"
+    connect(tiny_config(tmp_path, port, f"{SHORTEST}=3", BIASED), mesh).close()
+    with pytest.raises(ConfigError, match=rf"at most 4 tokens.*at least 5 \({SHORTEST} .*{LONGEST}"):
+        connect(tiny_config(tmp_path, port, f"{SHORTEST}=4", BIASED), mesh)
+    assert closed == [first.port] * 2
 
 
 @pytest.mark.parametrize("name", ["reward_model", "other"])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 import pytest
 
-from reinforce_rl.errors import EXIT_STOPPED, ConfigError
-from reinforce_rl.runtime.status import STATUS_FILE, StatusFile, read_status, refuse_second_run, saved_step
+from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ConfigError
+from reinforce_rl.runtime.status import STATUS_FILE, StatusFile, read_status, refuse_second_run, run_status, saved_step
 
 
 def test_a_restarted_run_knows_how_long_a_save_took(tmp_path):
@@ -36,6 +40,40 @@ def test_what_is_not_understood_is_replaced(tmp_path, text):
     status.begin()
     assert status.save_seconds is None
     assert json.loads((tmp_path / STATUS_FILE).read_text())["save_seconds"] is None
+
+
+def without_space() -> Callable[..., NoReturn]:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return fail
+
+
+@pytest.mark.parametrize("reason", ["no space left on the disk", "é" * 9000])
+def test_the_end_of_a_run_is_written_on_a_full_disk(tmp_path, monkeypatch, reason):
+    """Into the blocks that status.json has."""
+    status = StatusFile(tmp_path, enabled=True)
+    status.begin()
+    status.progress(3, 9, {"cut": "x" * 300})
+    blocks = (tmp_path / STATUS_FILE).stat().st_blocks
+    monkeypatch.setattr("reinforce_rl.utils.files.tempfile.mkstemp", without_space())
+    status.end(EXIT_ERROR, reason)
+    found = read_status(tmp_path)
+    assert found is not None
+    assert (found.state, found.exit_code, found.step) == ("failed", EXIT_ERROR, 3)
+    assert found.reason and reason.startswith(found.reason)
+    assert (tmp_path / STATUS_FILE).stat().st_blocks == blocks
+    assert run_status(tmp_path).state == "failed"
+
+
+def test_a_shorter_end_leaves_nothing_of_the_longer_status(tmp_path, monkeypatch):
+    status = StatusFile(tmp_path, enabled=True)
+    status.begin()
+    status.waiting("w" * 3000)
+    monkeypatch.setattr("reinforce_rl.utils.files.tempfile.mkstemp", without_space())
+    status.end(EXIT_ERROR, "short")
+    found = read_status(tmp_path)
+    assert found is not None and found.reason == "short"
 
 
 def test_other_ranks_write_nothing(tmp_path):

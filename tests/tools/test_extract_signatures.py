@@ -8,6 +8,8 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).parents[2] / "tools" / "extract_signatures.py"
 spec = importlib.util.spec_from_file_location("extract_signatures", TOOL)
 assert spec is not None and spec.loader is not None
@@ -49,6 +51,135 @@ def test_functions():
 def test_fields_of_a_class_and_its_bases():
     found = tool._signature(ast.parse(SOURCE), "Args")["parameters"]
     assert [(p["name"], p["default"]) for p in found] == [("model", None), ("size", "4"), ("tags", "list()")]
+
+
+ENUMS = """
+import enum
+
+class Tag(str, enum.Enum):
+    KV = "kv_cache"
+    MODEL = "model"
+    COUNT: int = 3
+    def text(self): ...
+
+class Policy(StrEnum):
+    FIRST = "first"
+
+class Plain:
+    LEVEL = "high"
+
+OldTag = Tag
+a = b = Tag
+OldTag2 = make("x")
+"""
+
+
+def test_values_of_an_enum():
+    assert tool._signature(ast.parse(ENUMS), "Policy")["values"] == {"FIRST": "first"}
+    assert tool._signature(ast.parse(ENUMS), "Tag")["values"] == {"KV": "kv_cache", "MODEL": "model"}
+    assert "values" not in tool._signature(ast.parse(ENUMS), "Plain")
+
+
+def test_a_class_by_its_old_name():
+    module = ast.parse(ENUMS)
+    for name in ("OldTag", "a", "b"):
+        assert tool._signature(module, name) == tool._signature(module, "Tag")
+    assert tool._signature(module, "OldTag2") is None
+
+
+def test_a_field_that_must_be_given_has_no_default():
+    source = "class A:\n    x: int = Field(...)\n    y: int = Field(default=...)\n    z: int = Field(None, gt=0)\n"
+    found = tool._signature(ast.parse(source), "A")["parameters"]
+    assert [(p["name"], p["default"]) for p in found] == [("x", None), ("y", None), ("z", "None")]
+
+
+def write_tree(folder: Path, version: str, names: dict[str, list[str]]) -> Path:
+    """Write a source tree that has these names in these files, each with the least that stands for it."""
+    package = folder / "tensorrt_llm"
+    package.mkdir(parents=True)
+    (package / "version.py").write_text(f'__version__ = "{version}"\n')
+    for file, wanted in names.items():
+        methods: dict[str, list[str]] = {}
+        for name in wanted:
+            owner, _, method = name.partition(".")
+            methods.setdefault(owner, []).extend([method] * bool(method))
+        text = ""
+        for owner, of_owner in methods.items():
+            bodies = [f"    def {method}(self, a): pass" for method in of_owner] or ["    size: int = 1"]
+            text += "\n".join([f"class {owner}:", *bodies, ""])
+        path = package / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def files_of(version: str) -> dict[str, list[str]]:
+    files: dict[str, list[str]] = {}
+    for file, names in tool.wanted(version):
+        files.setdefault(file, []).extend(names)
+    return files
+
+
+@pytest.mark.parametrize("version", ["1.2.0", "1.3.0rc5", "1.4.0"])
+def test_a_source_tree_is_read_where_its_version_has_the_names(tmp_path, version):
+    found = tool.extract(write_tree(tmp_path, version, files_of(version)))
+    assert found["version"] == version
+    is_new = version != "1.2.0"
+    wanted = {name for names in tool.WANTED.values() for name in names} | ({"SleepConfig"} if is_new else set())
+    assert found["signatures"].keys() == wanted
+    folder = "executor/ray/gpu_worker.py" if is_new else "executor/ray_gpu_worker.py"
+    assert found["signatures"]["RayGPUWorker.sleep"] == {
+        "file": f"tensorrt_llm/{folder}",
+        "line": 1 + 1,
+        "call": "plain",
+        "parameters": [{"name": "a", "kind": "POSITIONAL_OR_KEYWORD", "default": None}],
+    }
+
+
+def test_all_that_a_tree_lacks_is_named(tmp_path):
+    files = files_of("1.3.0")
+    files["llmapi/llm_args.py"].remove("SleepConfig")
+    del files["sampling_params.py"]
+    with pytest.raises(SystemExit) as caught:
+        tool.extract(write_tree(tmp_path, "1.3.0", files))
+    package = tmp_path / "tensorrt_llm"
+    assert str(caught.value).splitlines() == [
+        f"{package / 'sampling_params.py'} is not there",
+        f"{package / 'llmapi/llm_args.py'} has no SleepConfig",
+    ]
+    (package / "version.py").write_text("version = 1\n")
+    with pytest.raises(SystemExit, match="has no __version__"):
+        tool.extract(tmp_path)
+
+
+def test_the_record_of_a_version():
+    old = json.loads(tool.RECORD.read_text())
+    assert tool.record_of("1.2.1") == old
+    new = tool.record_of("1.3.0rc2")
+    assert new["version"] == "1.3"
+    assert new["signatures"].keys() == old["signatures"].keys() | {"SleepConfig"}
+    changed = json.loads(tool.CHANGES["1.3"].read_text())["signatures"]
+    assert {name: new["signatures"][name] for name in changed} == changed
+
+
+@pytest.mark.parametrize("version", ["1.2.0", "1.3.0"])
+def test_check_compares_with_the_record_of_the_version(tmp_path, monkeypatch, capsys, version):
+    source = write_tree(tmp_path, version, files_of(version))
+    monkeypatch.setattr("sys.argv", ["extract_signatures.py", str(source), "--check"])
+    monkeypatch.setattr(tool, "record_of", lambda of: {"version": of[:3], **tool.extract(source)})
+    assert tool.main() == 0
+    assert f"{version} has the signatures of {version}" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setattr("sys.argv", ["extract_signatures.py", str(source), "--check"])
+    assert tool.main() == 1
+    assert "AsyncLLM.release: tags is gone" in capsys.readouterr().out
+
+
+def test_values_that_came_or_went_are_noticed():
+    before = {"signatures": {"Tag": {"parameters": [], "values": {"KV": "kv"}}, "A": {"parameters": []}}}
+    after = {"signatures": {"Tag": {"parameters": [], "values": {"KV": "cache"}}, "A": {"parameters": []}}}
+    assert tool.differences(before, before) == []
+    assert tool.differences(before, after) == ["Tag: the values were {'KV': 'kv'}, are {'KV': 'cache'}"]
 
 
 def test_what_a_caller_would_notice():

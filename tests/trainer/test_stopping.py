@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from helpers.trainer_processes import (
     assert_equal_runs,
 )
 
-from reinforce_rl.errors import EXIT_SENTINEL, EXIT_STOPPED
+from reinforce_rl.errors import EXIT_ERROR, EXIT_SENTINEL, EXIT_STOPPED
 from reinforce_rl.runtime.status import EXIT_INTERRUPTED, Status, read_status
 from reinforce_rl.runtime.stop import LAUNCHER_SECONDS
 
@@ -120,6 +121,36 @@ def test_ctrl_c(processes, uninterrupted, tmp_path, phase, step):
     assert "interrupted by Ctrl-C; the same command goes on after step 3, the last one saved" in log(tmp_path)
     assert (status(tmp_path).state, status(tmp_path).exit_code) == ("interrupted", EXIT_INTERRUPTED)
     assert saved_step(tmp_path) == 3
+    finish(processes, tmp_path)
+    assert_equal_runs(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("file_bytes", "file"),
+    [
+        (60_000, r"run/report\.html cannot be written: File too large"),
+        (20_000, r"cannot write the checkpoint .*/run/checkpoints/step_00000006\.part: .*File too large"),
+    ],
+)
+def test_a_full_disk(processes, uninterrupted, tmp_path, file_bytes, file):
+    stop(processes, tmp_path, act=act("train_time", 3, signal.SIGTERM))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000003"
+    files = {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+
+    processes.start(tmp_path, *SETTINGS, file_bytes=file_bytes)
+    assert processes.wait() == EXIT_ERROR, log(tmp_path)
+    said = log(tmp_path).partition("error: ")[2]
+    assert "Traceback" not in log(tmp_path)
+    assert re.search(rf"{file}.*GB are free on /.*{file_bytes} bytes .*ulimit -f", said), said
+    step = saved_step(tmp_path)
+    assert re.search(rf"goes on (after step {step}|from it)", said), said
+    found = status(tmp_path)
+    assert (found.state, found.exit_code) == ("failed", EXIT_ERROR)
+    assert found.reason == said.strip()
+    assert files == {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+    assert list((tmp_path / "run").glob(".*")) == []
+    assert list((tmp_path / "run" / "checkpoints").glob("*.part")) == []
+
     finish(processes, tmp_path)
     assert_equal_runs(tmp_path, uninterrupted)
 

@@ -2,24 +2,71 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.full_disk import files_of_at_most
+from safetensors.torch import save_file
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.utils.files import (
     json_line,
+    naming,
     output_faults,
     plain_number,
     read_json_lines,
     replace_folder,
     write_atomically,
+    write_fault,
     write_json_lines,
 )
+
+
+def test_a_file_without_space_is_named_and_leaves_no_part(tmp_path):
+    path = tmp_path / "deeper" / "big.json"
+    write_atomically(path, "old")
+    with files_of_at_most(1000), pytest.raises(OSError) as caught:
+        write_atomically(path, "x" * 2000)
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
+    assert list(path.parent.iterdir()) == [path] and path.read_text() == "old"
+    with files_of_at_most(1000):
+        text = write_fault(caught.value)
+    assert f"{path} cannot be written" in text and "1000 bytes" in text and "ulimit -f" in text
+
+
+def test_a_failed_rename_names_the_file_alone(tmp_path):
+    path = tmp_path / "file"
+    with pytest.raises(OSError) as caught, naming(path):
+        os.replace(tmp_path / "absent", tmp_path / "other")
+    assert str(caught.value) == f"[Errno {errno.ENOENT}] {os.strerror(errno.ENOENT)}: {str(path)!r}"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_what_is_said_of_a_disk(tmp_path, number):
+    """Of a file in a folder that is not there yet, too."""
+    path = tmp_path / "gone" / "file"
+    text = write_fault(OSError(number, os.strerror(number), str(path)))
+    assert text.startswith(f"{path} cannot be written: {os.strerror(number)} (")
+    mount = next(str(folder) for folder in path.parents if os.path.ismount(folder))
+    assert re.search(rf"{re.escape(mount)}\b|on {re.escape(mount)}", text)
+    assert ("quota" in text.lower()) == (number == errno.EDQUOT)
+    assert ("free" in text) == (number != errno.EROFS)
+
+
+def test_a_fault_of_safetensors_becomes_the_systems(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    with files_of_at_most(1000), pytest.raises(OSError) as caught, naming(path):
+        save_file({"a": torch.zeros(1000)}, path)
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
+    with pytest.raises(ValueError, match="else"), naming(path):
+        raise ValueError("something else (os error of no number)")
 
 
 @pytest.mark.parametrize(

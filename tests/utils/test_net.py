@@ -135,6 +135,21 @@ def test_all_addresses_are_no_loopback():
     assert [is_loopback(host) for host in ("0.0.0.0", "::")] == [False, False]
 
 
+def test_names_of_this_machine_need_no_name_server(monkeypatch):
+    address = address_towards("192.0.2.1") if has_route() else "127.0.0.2"
+    monkeypatch.setattr(net.socket, "gethostname", lambda: "Node7.cluster.example")
+    here = ["localhost", "LOCALHOST.", "a.localhost", "127.0.0.5", "::1", "0.0.0.0", "node7", "node7.cluster.example"]
+    outside = ["192.0.2.1", "node70", "judge.invalid", "cluster.example", ""]
+    assert [host for host in [*here, address, *outside] if net.names_this_machine(host)] == [*here, address]
+
+
+def has_route() -> bool:
+    try:
+        return bool(address_towards("192.0.2.1"))  # of RFC 5737's addresses, which nobody has
+    except OSError:
+        return False
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
 def test_the_address_towards_a_host_is_of_its_family(host):
     assert address_towards(host) == host

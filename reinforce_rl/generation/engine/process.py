@@ -41,6 +41,12 @@ _TOO_MUCH = re.compile("out of memory|can't allocate memory|free memory on devic
 # Where torch's allocator is configured; the second is the newer name.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _OPTION = re.compile(r"(?:\[[^\]]*\]|[^,\[])+")  # commas within brackets separate values
+# Defaults of ours, which no key of the configuration has: a person's own values count.
+_LEFT_TO_THE_USER = (
+    "VLLM_NO_USAGE_STATS",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "RAY_USAGE_STATS_ENABLED",
+)
 _OF_THE_RANK = ("RANK", "WORLD_SIZE", "RAY_ADDRESS", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 logger = logging.getLogger(__name__)
@@ -146,12 +152,15 @@ class EngineProcess:
             (self._folder / "package").mkdir()
             (self._folder / "package" / "reinforce_rl").symlink_to(Path(PACKAGE_PARENT) / "reinforce_rl")
         arguments = replace(self._arguments, model=str(model))
-        own = self._adapter.environment(self._folder)
-        environment = engine_environment(os.environ, self._folder, self._devices, self._path) | own
-        for name in _ALLOCATOR:
-            if environment.get(name) != os.environ.get(name):
+        variables = self._adapter.environment(self._folder)
+        for name in _LEFT_TO_THE_USER:
+            if name in variables and os.environ.get(name):
+                variables[name] = os.environ[name]
+        environment = engine_environment(os.environ, self._folder, self._devices, self._path) | variables
+        for name in (*_ALLOCATOR, *variables):
+            if name in os.environ and environment.get(name) != os.environ[name]:
                 logger.warning(
-                    "event=engine_allocator variable=%s given=%s engine=%s",
+                    "event=engine_variable variable=%s given=%s engine=%s",
                     name,
                     os.environ[name],
                     environment.get(name),

@@ -39,7 +39,8 @@ class VLLMHost(RequestsUnderway):
         self._on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
         options = dict(arguments.options)
         if self._on_cpu:  # nothing is compiled, and VLLM_CPU_KVCACHE_SPACE has the cache's size
-            os.environ["TORCH_COMPILE_DISABLE"] = "1"  # else the sampler is, by a C++ compiler, in each new engine
+            # Else the sampler is, by a C++ compiler, in each new engine.
+            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
             # A prompt in parts ends it: vLLM draws after each part, and cannot set a CPU's generator back.
             options |= {"enforce_eager": True, "enable_chunked_prefill": False}
             del options["gpu_memory_utilization"]
