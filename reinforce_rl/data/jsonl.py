@@ -219,12 +219,12 @@ def messages_of_text(text: str) -> list[Message]:
     return [{"role": "user", "content": text.strip()}]
 
 
-def render_hh_prompt(messages: list[Message]) -> str:
+def render_hh_prompt(messages: Sequence[Mapping[str, Any]]) -> str:
     """Inverse of `parse_hh_conversation` for a prompt; ends with the open "Assistant:"."""
-    turns = [f"\n\n{HH_NAMES[message['role']]}: {message['content']}" for message in messages]
+    turns = [f"\n\n{HH_NAMES[message['role']]}: {text_of(message)}" for message in messages]
     return "".join(turns) + "\n\nAssistant:"
 
 
-def prompt_key(messages: Sequence[Message]) -> str:
+def prompt_key(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return a key that ignores case and white space."""
     return json.dumps([(m["role"], " ".join(text_of(m).casefold().split())) for m in messages])

@@ -21,6 +21,7 @@ from reinforce_rl.data.jsonl import (
     describe_type,
     messages_of_text,
     parse_hh_conversation,
+    text_of,
     write_jsonl,
 )
 from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns, files_of, read_records
@@ -162,7 +163,7 @@ def with_system(messages: list[dict[str, Any]], system: object) -> list[dict[str
         return messages
     content = check_text(system, "system").strip()
     if messages and messages[0]["role"] == "system":
-        if messages[0]["content"].strip() != content:
+        if text_of(messages[0]).strip() != content:
             raise DataError("system and the first message are two different system messages; keep one of them")
         return messages
     return [{"role": "system", "content": content}, *messages]

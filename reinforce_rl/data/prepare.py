@@ -22,10 +22,12 @@ from reinforce_rl.data.jsonl import (
     parse_hh_conversation,
     prompt_key,
     render_hh_prompt,
+    text_of,
     write_jsonl,
 )
 from reinforce_rl.data.nemo_aligner import is_nemo_text, messages_of_chat, parse_nemo_text, with_system
 from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns, files_of, read_records
+from reinforce_rl.data.rendering import KWARGS_KEY, TOOLS_KEY
 from reinforce_rl.errors import DataError
 
 _Row = dict[str, Any]
@@ -84,8 +86,10 @@ def prepare_prompts(
     def keep(line: Record) -> None:
         messages, reason = _prompt_of(line.value, columns)
         reason = reason or _unfit(messages, options)
-        calls = [message.get("tool_calls") for message in messages]
-        key = prompt_key(messages) + json.dumps(calls)
+        # The chat template writes these too.
+        others = [message.get("tool_calls") for message in messages]
+        others += [line.value.get(name) for name in (TOOLS_KEY, KWARGS_KEY)]
+        key = prompt_key(messages) + json.dumps(others, default=str)
         if reason or key in kept:
             skipped[reason or "duplicate of an earlier prompt"] += 1
             return
@@ -143,13 +147,19 @@ def _messages_of(value: dict[str, Any]) -> tuple[_Messages, str]:
 
 def _conversation(value: object, key: str, read_text: Callable[[str], Sequence[Any]]) -> _Messages:
     if not isinstance(value, str):
-        messages = check_messages(value, key, ROLES)
-        return [{**message, "content": message["content"].strip()} for message in messages]
+        messages = check_messages(value, key, ROLES, texts_only=False)
+        return [_stripped(message) for message in messages]
     check_text(value, key)
     try:
         return list(parse_nemo_text(value) if is_nemo_text(value) else read_text(value))
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
+
+
+def _stripped(message: dict[str, Any]) -> dict[str, Any]:
+    """Strip a text; parts stay, since the template joins them, and so does the null beside calls."""
+    content = message.get("content")
+    return {**message, "content": content.strip()} if isinstance(content, str) else message
 
 
 def _without_answer(messages: _Messages) -> _Messages:
@@ -174,13 +184,13 @@ def _unfit(messages: _Messages, options: PrepareOptions) -> str:
         return "turns other than Human and Assistant, which --form messages keeps"
     for message in messages:
         # An assistant's turn may be a call alone, and a system message empty on purpose.
-        if not message["content"] and message["role"] != "system" and not message.get("tool_calls"):
+        if not text_of(message).strip() and message["role"] != "system" and not message.get("tool_calls"):
             return "a turn is empty"
-    if not messages[-1]["content"]:
+    if not text_of(messages[-1]).strip():
         return "a turn is empty"
     if options.max_turns is not None and roles.count("user") > options.max_turns:
         return "more than --max-turns user turns"
-    characters = sum(len(message["content"]) for message in messages)
+    characters = sum(len(text_of(message)) for message in messages)
     if options.max_characters is not None and characters > options.max_characters:
         return "more than --max-characters characters"
     return ""
