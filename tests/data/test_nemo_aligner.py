@@ -222,6 +222,11 @@ def test_labels_need_a_name_each(tmp_path):
     said = refused(tmp_path, "ratings", {**row, "label": [-100.0] * 9})
     assert ",".join(STEERLM_ATTRIBUTES) in said
     words = ("--attributes=a",)
+    assert "--attributes names a twice" in refused(tmp_path, "ratings", row, words=("--attributes=a,b,a,c,d",))
+    for number in (float("nan"), float("inf")):
+        said = refused(tmp_path, "ratings", {**row, "label": [number]}, words=words)
+        assert f"label holds {number}, expected finite numbers" in said
+    assert "label holds True" in refused(tmp_path, "ratings", {**row, "label": [True]}, words=words)
     assert "label holds '3'" in refused(tmp_path, "ratings", {**row, "label": ["3"]}, words=words)
     assert "label is a number" in refused(tmp_path, "ratings", {**row, "label": 3}, words=words)
 
@@ -237,8 +242,10 @@ def test_labels_of_a_chat_become_ratings(tmp_path):
     expected = {"prompt": [SYSTEM, user("a")], "response": "b", "attributes": {"quality": 4.0}}
     assert prepared(tmp_path, "ratings", row) == [expected]
     (tmp_path / "bad").mkdir()
-    turns[1]["label"] = "good"
-    assert "conversations[1].label is 'good', expected NAME:NUMBER" in refused(tmp_path / "bad", "ratings", row)
+    for label in ("good", "quality:nan", "quality:4,quality:2", "quality:4,", ":3", "quality:four"):
+        turns[1]["label"] = label
+        said = refused(tmp_path / "bad", "ratings", row)
+        assert f"conversations[1].label is '{label}', expected NAME:NUMBER" in said
 
 
 def test_options_of_prompts_and_of_ratings(tmp_path):
