@@ -352,6 +352,9 @@ def test_which_folders_have_a_template_with_a_date(tmp_path):
         write_chat_tokenizer(tmp_path / name, template)
     assert reads_date(tmp_path / "new")
     assert not reads_date(tmp_path / "old")
+    (tmp_path / "old" / "additional_chat_templates").mkdir()
+    (tmp_path / "old" / "additional_chat_templates" / "tool_use.jinja").write_text(LLAMA32)
+    assert reads_date(tmp_path / "old"), "of several templates"
     assert not reads_date(tmp_path / "missing")
 
 
