@@ -168,6 +168,8 @@ def test_comparisons_that_do_not_take_turns(tmp_path):
     assert "in.jsonl:1: text does not end with an answer" in refused(
         tmp_path, "pairs", {"text": QUESTION.format("a")}, rows[0]
     )
+    said = refused(tmp_path, "pairs", rows[0], {"text": "What is 2?"}, *rows[:2])
+    assert "1 line of the data" in said and "in.jsonl:2: " in said, "the lines behind a bad one are not joined anew"
     assert "begins with 'What is 2?'; expected a conversation" in refused(tmp_path, "pairs", {"text": "What is 2?"})
     assert "found question; expected text, or prompt with chosen_response" in refused(
         tmp_path, "pairs", {"question": "x"}
