@@ -180,17 +180,19 @@ def _read_mark(text: str, match: re.Match[str], end: int) -> Number | _Other | N
         line = rest.lstrip().split("\n", 1)[0]
         part = _SENTENCE_END.split(line, maxsplit=1)[0]
         return _leading_number(_cleaned(part))
-    line = _cleaned(rest.split("\n", 1)[0])
-    return None if _is_heading(line) else _leading_number(line)
+    line, _, below = rest.partition("\n")
+    line = _cleaned(line)
+    return None if _is_heading(line, below) else _leading_number(line)
 
 
-def _is_heading(line: str) -> bool:
-    """Tell whether what follows `####` is a heading of Markdown, such as "Step 3" or "2. Add them"."""
+def _is_heading(line: str, below: str) -> bool:
+    """Tell whether what follows `####` is a heading of Markdown: "Step 3", or "2. Add them" with text below."""
     match = _NUMBER.search(_after_equals(line))
     if match is None:
         return False
     before = match.string[: match.start()]
-    return bool(_HEADING_WORD.search(before) or _LIST_NUMBER.match(match.string, match.end()))
+    is_list_item = bool(below.strip()) and _LIST_NUMBER.match(match.string, match.end())
+    return bool(_HEADING_WORD.search(before) or is_list_item)
 
 
 def _only_number(text: str) -> Number | _Other | None:

@@ -95,6 +95,7 @@ CASES = [
     ("#### Step 3: add them\n5 + 3 = 8\n\nSo the total is 8.", 8),
     ("#### 2. Add them\nThat makes 18", 18),
     ("#### 2) Add them\nThat makes 18", 18),
+    ("#### 18. I hope that 3 is clear", 18),
     ("##### 2 of 3\nThat makes 18", 18),
     ("#### Step 1\n#### **18**", 18),
     ("#### x = 18", 18),
