@@ -96,8 +96,6 @@ class Number:
         """Compare with another answer: 5, 5.00 and 10/2 are equal, and 50% is both 50 and 0.5."""
         if self._is_close(self.value, other.value):
             return True
-        if self.is_percent == other.is_percent:
-            return False
         mine = self.value / 100 if self.is_percent else self.value
         others = other.value / 100 if other.is_percent else other.value
         return self._is_close(mine, others)

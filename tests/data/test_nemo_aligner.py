@@ -176,6 +176,23 @@ def test_comparisons_that_do_not_take_turns(tmp_path):
     )
 
 
+def test_an_answer_without_a_prompt_is_refused(tmp_path):
+    text = "<extra_id_0>System\n\n<extra_id_1>Assistant\nHello.\n<extra_id_1>"
+    assert "in.jsonl:1: text holds an answer alone" in refused(tmp_path, "pairs", {"text": text}, {"text": text})
+    said = refused(tmp_path, "ratings", {"text": text, "label": [1]}, words=("--attributes=a",))
+    assert "in.jsonl:1: text holds an answer alone" in said
+
+
+@pytest.mark.parametrize("form", ["pairs", "ratings"])
+def test_a_file_is_not_read_and_written_at_once(tmp_path, form):
+    file = write(tmp_path / f"{form}.jsonl", {"text": QUESTION.format("a") + "b", "label": [1]})
+    before = file.read_text()
+    done = prepare(file, f"--form={form}", f"--output={tmp_path}")
+    assert done.exit_code == 1
+    assert f"{file} is both read and written" in done.output
+    assert file.read_text() == before
+
+
 def test_each_file_of_comparisons_begins_with_a_chosen_one(tmp_path):
     rows = [{"text": QUESTION.format("a") + f"{answer}\n<extra_id_1>"} for answer in "xyz"]
     write(tmp_path / "1.jsonl", *rows)

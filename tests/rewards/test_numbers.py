@@ -115,6 +115,9 @@ CASES = [
     (r"\boxed{1 234 567}", 1234567),
     ("In 2019 300 people", 300),
     ("1 100/200 cups", Fraction(3, 2)),
+    ("1 3/2", None),
+    (r"\boxed{99999^{300}}", None),
+    (r"\boxed{\text{\textbf{5}} apples}", 5),
     # LaTeX that changes no value
     (r"\boxed{\cfrac{1}{2}}", Fraction(1, 2)),
     (r"\boxed{\quad 5 \quad}", 5),
