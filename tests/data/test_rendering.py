@@ -196,6 +196,18 @@ def test_arguments_of_calls_have_the_form_that_the_template_wants(tokenizers, ar
         assert prompt == expected
 
 
+def test_what_a_template_leaves_out_of_earlier_answers_is_left_to_it(tokenizers):
+    # Llama's writes no content beside calls, and Qwen3's no reasoning of earlier answers.
+    beside_calls = calls({"city": "Rome"}, "Let me look.")
+    expected = transformers_ids(tokenizers["llama3"], beside_calls, add_generation_prompt=True)
+    assert "Let me look" not in tokenizers["llama3"].decode(expected)
+    assert ChatRenderer(tokenizers["llama3"]).prompt(Conversation(beside_calls)) == expected
+    earlier = (*MESSAGES, {"role": "assistant", "content": "<think>\na\n</think>\n\nb"}, MESSAGES[1])
+    expected = transformers_ids(tokenizers["qwen3"], earlier, add_generation_prompt=True)
+    assert "<think>" not in tokenizers["qwen3"].decode(expected)
+    assert ChatRenderer(tokenizers["qwen3"]).prompt(Conversation(earlier)) == expected
+
+
 def test_a_template_that_would_write_arguments_in_pythons_form_gets_json(tmp_path):
     template = DEEPSEEK.replace("+ tool['function']['arguments']", "~ tool['function']['arguments']")
     tokenizer = write_chat_tokenizer(tmp_path, template)

@@ -118,6 +118,7 @@ CASES = [
     ("1 3/2", None),
     (r"\boxed{99999^{300}}", None),
     (r"\boxed{\text{\textbf{5}} apples}", 5),
+    (r"\boxed{5 cm^2}", 5),
     # LaTeX that changes no value
     (r"\boxed{\cfrac{1}{2}}", Fraction(1, 2)),
     (r"\boxed{\quad 5 \quad}", 5),
