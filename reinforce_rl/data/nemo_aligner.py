@@ -7,7 +7,9 @@ A text is `<extra_id_0>System\\n...\\n<extra_id_1>User\\n...\\n<extra_id_1>Assis
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,9 @@ def prepare_ratings(
     Raises:
         DataError: a file cannot be read or written, or lines are invalid (all counted, the first listed).
     """
+    twice = [name for name, count in Counter(attributes).items() if count > 1]
+    if twice:
+        raise DataError(f"--attributes names {', '.join(twice)} twice; name each number of label once")
     faults = LineFaults()
     rows: list[dict[str, Any]] = []
     count = 0
@@ -235,18 +240,25 @@ def _listed_labels(label: object, attributes: Sequence[str]) -> dict[str, float]
         given = f"--attributes names {len(attributes)}: {','.join(attributes)}" if attributes else "none is named"
         raise DataError(f"label has {len(label)} numbers, but {given}; name each in order: --attributes a,b,c{hint}")
     for number in label:
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise DataError(f"label holds {number!r}, expected numbers, {UNRATED} where there is no rating")
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise DataError(f"label holds {number!r}, expected finite numbers, {UNRATED} where there is no rating")
     return {name: number for name, number in zip(attributes, label, strict=True) if number != UNRATED}
 
 
 def _named_labels(label: object, key: str) -> dict[str, float]:
     """Read `quality:4,toxicity:0`."""
-    try:
-        entries = [entry.rsplit(":", 1) for entry in check_text(label, key).split(",")]
-        return {name.strip(): float(number) for name, number in entries if float(number) != UNRATED}
-    except ValueError as error:
-        raise DataError(f"{key} is {label!r}, expected NAME:NUMBER,NAME:NUMBER") from error
+    ratings: dict[str, float] = {}
+    for entry in check_text(label, key).split(","):
+        name, _, text = entry.rpartition(":")
+        name = name.strip()
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not name or not math.isfinite(number) or name in ratings:
+            raise DataError(f"{key} is {label!r}, expected NAME:NUMBER,NAME:NUMBER, finite numbers and no name twice")
+        ratings[name] = number
+    return {name: number for name, number in ratings.items() if number != UNRATED}
 
 
 def _answered(value: Mapping[str, Any]) -> list[Message]:

@@ -27,6 +27,7 @@ from reinforce_rl.data.jsonl import (
 )
 from reinforce_rl.data.nemo_aligner import is_nemo_text, messages_of_chat, parse_nemo_text, with_system
 from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns, files_of, read_records
+from reinforce_rl.data.rendering import KWARGS_KEY, TOOLS_KEY
 from reinforce_rl.errors import DataError
 
 _Row = dict[str, Any]
@@ -85,8 +86,10 @@ def prepare_prompts(
     def keep(line: Record) -> None:
         messages, reason = _prompt_of(line.value, columns)
         reason = reason or _unfit(messages, options)
-        calls = [message.get("tool_calls") for message in messages]
-        key = prompt_key(messages) + json.dumps(calls)
+        # The chat template writes these too.
+        others = [message.get("tool_calls") for message in messages]
+        others += [line.value.get(name) for name in (TOOLS_KEY, KWARGS_KEY)]
+        key = prompt_key(messages) + json.dumps(others, default=str)
         if reason or key in kept:
             skipped[reason or "duplicate of an earlier prompt"] += 1
             return

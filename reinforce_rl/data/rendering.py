@@ -10,11 +10,11 @@ import json
 import re
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from reinforce_rl.data import jsonl
 from reinforce_rl.errors import ConfigError, DataError
@@ -46,6 +46,11 @@ _RESERVED = (
     DATE_FUNCTION,
 )
 _PROBE = "probe of the template"
+_ADVICE_OF_ROLE = {
+    "system": "put its text into the first user message",
+    "user": "take a model whose template writes it",
+    "tool": "take a model whose template writes it, or put its text into a user message",
+}
 
 
 @dataclass(frozen=True)
@@ -235,6 +240,7 @@ class ChatRenderer:
     def _tokens(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> list[int]:
         if not self.options.sanitize_control_tokens:
             return self.encode(self._render(conversation, add_generation_prompt=add_generation_prompt))
+        self._render(conversation, add_generation_prompt=add_generation_prompt)  # checks it
         ids = self._apply(
             conversation,
             add_generation_prompt=add_generation_prompt,
@@ -248,17 +254,24 @@ class ChatRenderer:
     # The template
 
     def _render(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
-        text = self._apply(conversation, add_generation_prompt=add_generation_prompt, tokenize=False)
-        for message in conversation.messages:
-            # Qwen's templates, for one, leave out a developer's turn without a word.
+        """Render a conversation; DataError if the template leaves out a message, as Qwen's leave out a developer's.
+
+        Answers are not checked: templates leave out the reasoning of earlier ones.
+        """
+        as_text = {"add_generation_prompt": add_generation_prompt, "tokenize": False}
+        text = self._apply(conversation, **as_text)
+        for index, message in enumerate(conversation.messages):
             role = message["role"]
-            content = message.get("content")
-            if role not in ("system", "developer") or not isinstance(content, str):
+            content = jsonl.text_of(message)
+            if role == "assistant" or content.strip() in text:
                 continue
-            if content.strip() not in text:
-                raise DataError(
-                    f"the chat template leaves out the {role} message; give it another role, such as system"
-                )
+            # The template may write it in another form: Llama's writes a tool's as JSON, and SmolLM3's takes
+            # "/no_think" for an argument.
+            probed = list(conversation.messages)
+            probed[index] = {**message, "content": f"{content}\n{_PROBE}"}
+            if _PROBE not in self._apply(replace(conversation, messages=tuple(probed)), **as_text):
+                advice = _ADVICE_OF_ROLE.get(role, "give it another role, such as system")
+                raise DataError(f"the chat template leaves out the {role} message, number {index}; {advice}")
         return text
 
     def _apply(self, conversation: Conversation, **options: Any) -> Any:
@@ -324,25 +337,31 @@ class ChatRenderer:
         """Return a message in the form that templates read."""
         # Parquet and `datasets` give every message the keys of all, with null.
         given = {name: value for name, value in message.items() if value is not None}
-        if isinstance(given.get("content"), list) and not self._reads_parts:
+        content = given.get("content")
+        if isinstance(content, list) and self._content_form == "text":
             given["content"] = jsonl.text_of(given)
+        elif isinstance(content, str) and self._content_form == "parts":
+            given["content"] = [{"type": "text", "text": content}]
         if not given.get("tool_calls", True):  # an empty list is no call
             del given["tool_calls"]
         return given
 
     @cached_property
-    def _reads_parts(self) -> bool:
-        """Whether the template renders a list of text parts as it renders their text."""
+    def _content_form(self) -> Literal["text", "parts", "both"]:
+        """The form of content that the template reads; models with images read lists of parts, some nothing else."""
+        by_text = self._probed(_PROBE)
+        by_parts = self._probed([{"type": "text", "text": _PROBE}])
+        if _PROBE not in by_text and _PROBE in by_parts:
+            return "parts"
+        return "both" if by_text == by_parts else "text"
+
+    def _probed(self, content: Any) -> str:
+        """Render a user message of this content; "" if the template refuses it."""
         template = self._template(Conversation(()))
-        parts = [{"type": "text", "text": _PROBE}]
         try:
-            by_text, by_parts = (
-                self._call(template, [{"role": "user", "content": content}], Conversation(()), _AS_TEXT)
-                for content in (_PROBE, parts)
-            )
+            return self._call(template, [{"role": "user", "content": content}], Conversation(()), _AS_TEXT)
         except DataError:
-            return False
-        return by_text == by_parts
+            return ""
 
 
 _AS_TEXT = {"tokenize": False, "add_generation_prompt": True}

@@ -35,6 +35,7 @@ _KEYWORD = re.compile(
 )  # between the characters that `datasets` takes for separators
 _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
 _CARD = re.compile(r"---\s*\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
+_JSON_FORMS = (".jsonl", ".ndjson", ".json")
 _MANY = 6  # names in a message
 
 
@@ -76,7 +77,27 @@ def choose_files(folder: Path, configuration: str = "", split: str = "", default
     wanted = configuration or (preferred if is_preferred else names[0])
     chosen = {part.split: list(part.files) for part in parts if part.configuration == wanted}
     place = f"{folder / wanted}" if len(names) > 1 or configuration else f"{folder}"
-    return _of_split(chosen, place, split, default)
+    files = _of_split(chosen, place, split, default)
+    _refuse_copies(files)
+    return files
+
+
+def _refuse_copies(files: Iterable[Path]) -> None:
+    """Raise DataError if files hold a split in several forms, which may be the same records twice."""
+    by_form: dict[str, Path] = {}
+    by_stem: dict[Path, Path] = {}
+    for path in files:
+        form = SUFFIX.findall(path.name)[0].lower()
+        by_form.setdefault("json" if form in _JSON_FORMS else form, path)
+        stem = path.with_name(SUFFIX.sub("", path.name))
+        other = by_stem.setdefault(stem, path)
+        examples = [other, path] if other != path else list(by_form.values())
+        if len(examples) > 1:
+            names = " and ".join(example.name for example in examples)
+            raise DataError(
+                f"has one split in several forms, {names}, which may be the same records; give one of them, "
+                f"such as {path}, or a pattern"
+            )
 
 
 def _of_split(chosen: Mapping[str, list[Path]], place: str, split: str, default: str | None) -> list[Path]:
@@ -145,11 +166,11 @@ def _card(folder: Path) -> list[dict[str, Any]]:
     except yaml.YAMLError as error:
         problem = " ".join(str(error).split())
         raise DataError(f"has a README.md whose YAML cannot be read: {problem}") from error
-    configs = card.get("configs") if isinstance(card, dict) else None
+    configs = (card.get("configs") if isinstance(card, dict) else None) or []
+    if not isinstance(configs, list):
+        raise DataError("has a README.md whose configs is no list, which `datasets` expects")
     return [
-        config
-        for config in (configs if isinstance(configs, list) else [])
-        if isinstance(config, dict) and ("data_files" in config or "data_dir" in config)
+        config for config in configs if isinstance(config, dict) and ("data_files" in config or "data_dir" in config)
     ]
 
 
@@ -175,11 +196,17 @@ def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:
         for pattern in globs:
             # For `datasets`, "**" at the end means files too.
             wanted = re.sub(r"(^|/)\*\*$", r"\1**/*", pattern.lstrip("/"))
-            matches = sorted(path for path in base.glob(wanted) if path.is_file())
+            matches = sorted(path for path in base.glob(wanted) if path.is_file() and not _is_hidden(path, base))
             if not matches:
                 raise DataError(f"has no file {pattern}, which its README.md names for {name}, {split}")
             files.update(dict.fromkeys(matches))
         yield Part(name, split, tuple(files))
+
+
+def _is_hidden(path: Path, base: Path) -> bool:
+    """Tell whether `datasets` passes over a file: its name begins with a dot, or that of a folder, or with "__"."""
+    folders = path.relative_to(base).parts[:-1]
+    return path.name.startswith(".") or any(name.startswith((".", "__")) for name in folders)
 
 
 def _data_files(folder: Path) -> Iterator[Path]:

@@ -104,6 +104,7 @@ class HFFolder:
                 f"the weights in {self.folder} are quantised (it holds {min(quantised)}), and training needs them "
                 f"whole; {UNQUANTISED}"
             )
+        self._refuse_wrapped(expected)
         # Merge layers with the same fault, or a wrong config.json would fill the screen.
         faults: dict[tuple[str, str], list[str]] = {}
 
@@ -133,6 +134,19 @@ class HFFolder:
             lines.append(f"  {name if several else name.replace('.N.', '.'.join(['', *layers, '']))}{several}: {text}")
         if faults:
             raise CheckpointError("\n".join(lines))
+
+    def _refuse_wrapped(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise CheckpointError if the tensors have the names of a module around the model."""
+        ending = "." + EMBEDDING.removeprefix(_DECODER)
+        others = [name for name in self.names if name.endswith(ending)]
+        if EMBEDDING not in expected or EMBEDDING in self._entries or not others:
+            return
+        raise CheckpointError(
+            f"{self.folder} holds {others[0]} where a model of its config.json has {EMBEDDING}: the tensors have the "
+            "names of a module around the model. Save the model itself with save_pretrained: of DDP its module, of "
+            "torch.compile its _orig_mod, of PEFT what merge_and_unload returns, of a model with images its language "
+            "model"
+        )
 
     def _is_equal_in(self, name: str, other: Path) -> bool:
         with _opened(other) as file:

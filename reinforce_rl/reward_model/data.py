@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from reinforce_rl.config.reward_model import PairsConfig, TrainRewardModelConfig
     from reinforce_rl.rewards.base import TextSample
 
-ROLES = jsonl.ROLES
 SKIP_SAME = "chosen and rejected are the same"
 SKIP_UNRATED = "no attribute is rated"
 SKIP_MULTI_TURN = "more than one user turn"
@@ -255,7 +254,8 @@ def _without_conversations(value: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(value.get("chosen"), list):
         return value
     sides = {
-        key: jsonl.check_messages(_given(value, key), key, ROLES, texts_only=False) for key in ("chosen", "rejected")
+        key: jsonl.check_messages(_given(value, key), key, jsonl.ROLES, texts_only=False)
+        for key in ("chosen", "rejected")
     }
     for key, messages in sides.items():
         if messages[-1]["role"] != "assistant":
@@ -280,7 +280,7 @@ def _prompt_of(value: dict[str, Any]) -> list[dict[str, Any]]:
     if isinstance(prompt, str):
         messages: list[dict[str, Any]] = [*jsonl.messages_of_text(jsonl.check_text(prompt, key))]
     else:
-        messages = jsonl.check_messages(prompt, key, ROLES, texts_only=False)
+        messages = jsonl.check_messages(prompt, key, jsonl.ROLES, texts_only=False)
     jsonl.check_prompt(messages, key)
     return messages
 
@@ -289,7 +289,9 @@ def _answer_of(value: dict[str, Any], key: str) -> Mapping[str, Any]:
     """Return an answer as a message. White space around a text is dropped, as around HH's turns."""
     answer = _given(value, key)
     if isinstance(answer, dict):
-        return answer
+        message = {"role": "assistant", **answer}
+        (checked,) = jsonl.check_messages([message], key, ("assistant",), texts_only=False)
+        return checked
     return {"role": "assistant", "content": jsonl.check_text(answer, key).strip()}
 
 

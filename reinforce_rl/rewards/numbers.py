@@ -22,12 +22,15 @@ _EXPONENT = r"(?:[eE][-+]?\d+(?!\w))?"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+){_EXPONENT}"
 # Nothing may go on that would make another number of it: 3.14.15, 3,5, 1e5.5
 _END = r"(?!\d|[.,]\d|[eE][-+]?\d)"
-_POWER = r"\s?(?:\^|\*\*)\s?[{(]?\s?[-+\u2212]?\d+\s?[)}]?"
+_POWER = r"\s?(?:\^|\*\*)\s?[{(]?\s?[-+]?\d+\s?[)}]?"
+# Chinese and Japanese characters, and Korean ones, are letters of Python's \w. Chinese and Japanese
+# write no space between a word and a number.
+_UNSPACED = r"\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
 # A minus after a letter, a digit or a bracket is an operator or a hyphen: 48-2, pages 5-10, (3)-1.
-_SIGN = r"(?:(?<![\w.)\]}])(?P<sign>[-+\u2212\u2013])\s?)?"
-_CURRENCY = r"(?:[$\u20ac\u00a3]\s?(?P<inner>[-\u2212\u2013])?)?"
+_SIGN = rf"(?:(?:(?<![\w.)\]}}])|(?<=[{_UNSPACED}]))(?P<sign>[-+])\s?)?"
+_CURRENCY = r"(?:[$\u00a2-\u00a5\u20a0-\u20bf]\s?(?P<inner>-)?)?"
 _NUMBER = re.compile(
-    rf"{_SIGN}{_CURRENCY}(?<![\w.])(?<!\d,)"
+    rf"{_SIGN}{_CURRENCY}(?:(?<![\w.])|(?<=[{_UNSPACED}]))(?<!\d,)"
     rf"(?:(?P<whole>\d+)\s{{1,3}}(?=\d+/\d))?"
     rf"(?P<over>{_DECIMAL}){_END}"
     rf"(?P<power>{_POWER})?"
@@ -36,28 +39,36 @@ _NUMBER = re.compile(
     r"(?P<percent>\s?%)?"
 )
 _MARKED = re.compile(
-    r"(?P<hashes>####[ \t]*)|(?P<boxed>\\boxed\s*\{)|(?P<words>\b(?:final\s+)?answer(?:\s+is|\s*[:=])[ \t]*[:=]?)",
+    r"(?P<hashes>(?<!#)####(?!#)[ \t]*)|(?P<boxed>\\boxed\s*\{)"
+    r"|(?P<words>\b(?:final\s+)?answer(?:\s+is|\s*[:=])[ \t]*[:=]?)",
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 _EQUALS = re.compile(r"(?:=|\\approx|\u2248)")
+# `####` begins a heading of Markdown too, with a word ("Step 3") or a list's number ("2. Add them").
+_HEADING_WORD = re.compile(r"(?<![\w\\])[^\W\d_]")
+_LIST_NUMBER = re.compile(r"[.)]\s+\w")
 
-# What makes another value of the number before it: an operator, a root, a variable.
+# What makes another value of the number before it: an operator, a root, a variable, a factorial.
 _GOES_ON = re.compile(
-    r"\s*(?:[-+*/\u00d7\u00b7\u00f7\u2212\u2013^:]\s*[\d(\\{$.]|[\u221a\u03c0^]|\\[a-zA-Z])|[abdijknpqruvwxyz](?![a-zA-Z])"
+    r"\s*(?:[-+*/\u00d7\u00b7\u00f7^:]\s*[\d(\\{$.]|[\u221a\u03c0^]|\\[a-zA-Z])|!\s*\$|[abdijknpqruvwxyz](?![a-zA-Z])"
 )
-_LATEX_COMMAND = re.compile(r"\\[a-zA-Z]+|\u221a")
+# What makes another value of the number after it: a command of LaTeX, a root, a power, a division.
+_BEGINS_BEFORE = re.compile(r"\\[a-zA-Z]|\u221a|(?:sqrt\s*\(|[\^/]\s*[({]?)\s*\Z")
+_OPEN_BRACKET = re.compile(r"[(\[]\s*\Z")
+_NEXT_OF_PAIR = re.compile(r"\s*,\s*[-+]?[\d.]")
 # What a box with one number in it must not hold beside the number.
 _NO_NUMBER = re.compile(r"[\d^+*\u00d7\u00f7\u221a\u03c0<>\u2264\u2265\u00b1|!\\]|(?<![a-zA-Z])[inkxyz](?![a-zA-Z])")
 
 _WORD_COMMANDS = "text|mathrm|mbox|textbf|mathbf|textit|mathit|boldsymbol|textrm|boxed"
+_SPACE_COMMANDS = "left|right|displaystyle|quad|qquad|bf|rm|large|Large"
 _LATEX_WORDS = re.compile(rf"\\(?:{_WORD_COMMANDS})\s*\{{(?P<text>[^{{}}]*)\}}(?P<unit_power>\s*\^\s*\{{?\d\}}?)?")
 _UNIT_POWER = re.compile(r"(?<![a-zA-Z\\])(m|[a-zA-Z]{2,})\s*\^\s*\{?\d\}?")
 _LATEX_FRACTION = re.compile(
-    r"(?P<minus>[-\u2212]\s*)?\\[dt]?frac\s*(?:\{(?P<over>[^{}]*)\}|(?P<over_digit>\d))\s*"
+    r"(?P<minus>-\s*)?\\[dtc]?frac\s*(?:\{(?P<over>[^{}]*)\}|(?P<over_digit>\d))\s*"
     r"(?:\{(?P<under>[^{}]*)\}|(?P<under_digit>\d))"
 )
-_PLAIN_NUMBER = re.compile(rf"\s*(?P<sign>[-\u2212]?)\s*(?P<digits>{_DECIMAL})\s*")
+_PLAIN_NUMBER = re.compile(rf"\s*(?P<sign>-?)\s*(?P<digits>{_DECIMAL})\s*")
 _SUPERSCRIPTS = dict(
     zip(
         "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b\u207a",
@@ -69,6 +80,10 @@ _SUPERSCRIPT_RUN = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _VULGAR_FRACTION = re.compile(r"[\u00bc-\u00be\u2150-\u215e]")
 # Spaces that group digits by three: no-break, thin and narrow no-break space, and LaTeX's.
 _GROUPING = re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f]|\\[,!]|\{,\})(?=\d{3}(?!\d))")
+# An ordinary space groups only digits that have the form throughout; it is not that of 1 100/3.
+_SPACED_NUMBER = re.compile(r"(?<![\w.,/])\d{1,3}(?: \d{3})+(?![\d,/]|\s/)")
+# Signs that stand for ASCII's: hyphens, dashes and minuses, full-width forms, the slash of fractions.
+_ASCII = str.maketrans("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d\uff0b\uff05\uff04\u2044", "------" + "-+%$/")
 
 
 @dataclass(frozen=True)
@@ -81,8 +96,6 @@ class Number:
         """Compare with another answer: 5, 5.00 and 10/2 are equal, and 50% is both 50 and 0.5."""
         if self._is_close(self.value, other.value):
             return True
-        if self.is_percent == other.is_percent:
-            return False
         mine = self.value / 100 if self.is_percent else self.value
         others = other.value / 100 if other.is_percent else other.value
         return self._is_close(mine, others)
@@ -109,7 +122,7 @@ def expected_number(answer: object) -> Number:
         except ValueError as error:
             raise ValueError(f"is {answer}; expected a finite number") from error
     marks = [match for match in _MARKED.finditer(answer) if not match.group("words")]
-    number = _read_mark(answer, marks[-1]) if marks else _only_number(_cleaned(answer))
+    number = _read_mark(answer, marks[-1], len(answer)) if marks else _only_number(_cleaned(answer))
     if isinstance(number, Number):
         return number
     raise ValueError(f"holds no number, or several: {answer[-80:]!r}; expected one, such as 72, 1.5e-3 or #### 72")
@@ -132,8 +145,11 @@ def final_number(text: str, *, last_number: bool = True) -> Number | None:
     5 + 3 = 8" the number after the last equals sign counts. An answer that is marked and is no number, such as
     `\\boxed{2\\sqrt{3}}`, gives None. `last_number` falls back to the last number of the text.
     """
+    end = len(text)
     for match in reversed(list(_MARKED.finditer(text))):
-        number = _read_mark(text, match)
+        number = _read_mark(text, match, end)
+        # A marker is read up to the next one, or a text of many would take quadratic time.
+        end = match.start()
         if isinstance(number, Number):
             return number
         if number is _OTHER:
@@ -154,16 +170,27 @@ class _Other:
 _OTHER = _Other()
 
 
-def _read_mark(text: str, match: re.Match[str]) -> Number | _Other | None:
-    rest = text[match.end() :]
+def _read_mark(text: str, match: re.Match[str], end: int) -> Number | _Other | None:
+    rest = text[match.end() : end]
     if match.group("boxed"):
         return _only_number(_cleaned(_until_closed(rest)))
     if match.group("words"):
         line = rest.lstrip().split("\n", 1)[0]
         part = _SENTENCE_END.split(line, maxsplit=1)[0]
-    else:
-        part = rest.split("\n", 1)[0]
-    return _leading_number(_cleaned(part))
+        return _leading_number(_cleaned(part))
+    line, _, below = rest.partition("\n")
+    line = _cleaned(line)
+    return None if _is_heading(line, below) else _leading_number(line)
+
+
+def _is_heading(line: str, below: str) -> bool:
+    """Tell whether what follows `####` is a heading of Markdown: "Step 3", or "2. Add them" with text below."""
+    match = _NUMBER.search(_after_equals(line))
+    if match is None:
+        return False
+    before = match.string[: match.start()]
+    is_list_item = bool(below.strip()) and _LIST_NUMBER.match(match.string, match.end())
+    return bool(_HEADING_WORD.search(before) or is_list_item)
 
 
 def _only_number(text: str) -> Number | _Other | None:
@@ -187,7 +214,9 @@ def _leading_number(text: str) -> Number | _Other | None:
         number = _value(match)
         if number is None:
             continue
-        if _LATEX_COMMAND.search(text[: match.start()]) or _GOES_ON.match(text, match.end()):
+        before = text[: match.start()]
+        is_pair = _OPEN_BRACKET.search(before) and _NEXT_OF_PAIR.match(text, match.end())
+        if is_pair or _BEGINS_BEFORE.search(before) or _GOES_ON.match(text, match.end()):
             return _OTHER
         return number
     return None
@@ -214,10 +243,12 @@ def _cleaned(text: str) -> str:
     """Write LaTeX and special characters as plain text: `\\frac{1}{2}` as 1/2."""
     text = _SUPERSCRIPT_RUN.sub(lambda run: "^" + "".join(_SUPERSCRIPTS[letter] for letter in run[0]), text)
     text = _VULGAR_FRACTION.sub(lambda letter: " " + unicodedata.normalize("NFKC", letter[0]), text)
-    text = _GROUPING.sub(",", text).replace("\u2044", "/")
+    text = text.translate(_ASCII)
+    text = _GROUPING.sub(",", text)
+    text = _SPACED_NUMBER.sub(lambda number: number[0].replace(" ", ","), text)
     if "\\" not in text and "{" not in text and "^" not in text:
         return text
-    text = re.sub(r"\\[()\[\]]|\\(?:left|right|displaystyle)(?![a-zA-Z])", " ", text)
+    text = re.sub(rf"\\[()\[\]]|\\(?:{_SPACE_COMMANDS})(?![a-zA-Z])", " ", text)
     text = text.replace("\\$", "$").replace("\\%", "%")
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\(?:circ|degree)(?![a-zA-Z])", "\u00b0", text)
     text = re.sub(r"\\(?:times|cdot)(?![a-zA-Z])", "\u00d7", text)
@@ -277,7 +308,7 @@ def _decimal(text: str) -> Fraction | None:
 
 def _power(base: Fraction, text: str) -> Fraction | None:
     """Return a base to an integer power as it is written, `^{-5}` or `**2`; None where it is too large."""
-    exponent = _bounded_exponent(re.sub(r"[\s^*{}()]", "", text).replace("\u2212", "-"))
+    exponent = _bounded_exponent(re.sub(r"[\s^*{}()]", "", text))
     if exponent is None or (base == 0 and exponent < 0):
         return None
     digits = max(len(str(base.numerator)), len(str(base.denominator)))

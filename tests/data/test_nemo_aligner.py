@@ -168,10 +168,29 @@ def test_comparisons_that_do_not_take_turns(tmp_path):
     assert "in.jsonl:1: text does not end with an answer" in refused(
         tmp_path, "pairs", {"text": QUESTION.format("a")}, rows[0]
     )
+    said = refused(tmp_path, "pairs", rows[0], {"text": "What is 2?"}, *rows[:2])
+    assert "1 line of the data" in said and "in.jsonl:2: " in said, "the lines behind a bad one are not joined anew"
     assert "begins with 'What is 2?'; expected a conversation" in refused(tmp_path, "pairs", {"text": "What is 2?"})
     assert "found question; expected text, or prompt with chosen_response" in refused(
         tmp_path, "pairs", {"question": "x"}
     )
+
+
+def test_an_answer_without_a_prompt_is_refused(tmp_path):
+    text = "<extra_id_0>System\n\n<extra_id_1>Assistant\nHello.\n<extra_id_1>"
+    assert "in.jsonl:1: text holds an answer alone" in refused(tmp_path, "pairs", {"text": text}, {"text": text})
+    said = refused(tmp_path, "ratings", {"text": text, "label": [1]}, words=("--attributes=a",))
+    assert "in.jsonl:1: text holds an answer alone" in said
+
+
+@pytest.mark.parametrize("form", ["pairs", "ratings"])
+def test_a_file_is_not_read_and_written_at_once(tmp_path, form):
+    file = write(tmp_path / f"{form}.jsonl", {"text": QUESTION.format("a") + "b", "label": [1]})
+    before = file.read_text()
+    done = prepare(file, f"--form={form}", f"--output={tmp_path}")
+    assert done.exit_code == 1
+    assert f"{file} is both read and written" in done.output
+    assert file.read_text() == before
 
 
 def test_each_file_of_comparisons_begins_with_a_chosen_one(tmp_path):
@@ -222,6 +241,11 @@ def test_labels_need_a_name_each(tmp_path):
     said = refused(tmp_path, "ratings", {**row, "label": [-100.0] * 9})
     assert ",".join(STEERLM_ATTRIBUTES) in said
     words = ("--attributes=a",)
+    assert "--attributes names a twice" in refused(tmp_path, "ratings", row, words=("--attributes=a,b,a,c,d",))
+    for number in (float("nan"), float("inf")):
+        said = refused(tmp_path, "ratings", {**row, "label": [number]}, words=words)
+        assert f"label holds {number}, expected finite numbers" in said
+    assert "label holds True" in refused(tmp_path, "ratings", {**row, "label": [True]}, words=words)
     assert "label holds '3'" in refused(tmp_path, "ratings", {**row, "label": ["3"]}, words=words)
     assert "label is a number" in refused(tmp_path, "ratings", {**row, "label": 3}, words=words)
 
@@ -237,8 +261,10 @@ def test_labels_of_a_chat_become_ratings(tmp_path):
     expected = {"prompt": [SYSTEM, user("a")], "response": "b", "attributes": {"quality": 4.0}}
     assert prepared(tmp_path, "ratings", row) == [expected]
     (tmp_path / "bad").mkdir()
-    turns[1]["label"] = "good"
-    assert "conversations[1].label is 'good', expected NAME:NUMBER" in refused(tmp_path / "bad", "ratings", row)
+    for label in ("good", "quality:nan", "quality:4,quality:2", "quality:4,", ":3", "quality:four"):
+        turns[1]["label"] = label
+        said = refused(tmp_path / "bad", "ratings", row)
+        assert f"conversations[1].label is '{label}', expected NAME:NUMBER" in said
 
 
 def test_options_of_prompts_and_of_ratings(tmp_path):

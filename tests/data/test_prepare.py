@@ -237,6 +237,46 @@ def test_calls_make_prompts_different(tmp_path):
     assert counts.skipped == {"duplicate of an earlier prompt": 1}
 
 
+def test_calls_without_content_and_texts_in_parts_are_kept_as_train_reads_them(tmp_path):
+    call = {**CALL, "content": None}
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    asked = {"role": "user", "content": parts}
+    rows = [
+        {"messages": [user("a"), call, TOOL, assistant("z")]},
+        {"messages": [asked, assistant("z")]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": " "}]}]},
+    ]
+    file = write(tmp_path / "in.jsonl", *rows)
+    counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(num_validation=1))
+    assert counts.skipped == {"a turn is empty": 1}
+    written = [
+        row["messages"] for name in ("train", "validation") for row in rows_of(tmp_path / "out" / f"{name}.jsonl")
+    ]
+    assert [user("a"), call, TOOL] in written
+    assert [asked] in written
+    file = write(tmp_path / "hh.jsonl", {"messages": [asked]}, {"messages": [user("b")]})
+    prepare_prompts([file], tmp_path / "hh", PrepareOptions(form="prompt", num_validation=1))
+    prompts = [rows_of(tmp_path / "hh" / f"{name}.jsonl")[0]["prompt"] for name in ("train", "validation")]
+    assert "\n\nHuman: one \ntwo\n\nAssistant:" in prompts
+    for content, words in ((3, "content is a number"), ([{"type": "image"}], "part of type 'image'")):
+        bad = write(tmp_path / "bad.jsonl", {"messages": [{"role": "user", "content": content}]})
+        with pytest.raises(DataError, match=words):
+            prepare_prompts([bad], tmp_path / "out", PrepareOptions())
+
+
+def test_tools_and_template_arguments_make_prompts_different(tmp_path):
+    columns = [
+        {},
+        {"tools": [{"name": "f"}]},
+        {"tools": [{"name": "g"}]},
+        {"tools": [{"name": "g"}]},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ]
+    file = write(tmp_path / "in.jsonl", *({"messages": [user("a")], **column} for column in columns))
+    counts = prepare_prompts([file], tmp_path / "out", PrepareOptions())
+    assert counts.skipped == {"duplicate of an earlier prompt": 1}
+
+
 def test_roles_that_there_are_not_and_turns_without_a_place(tmp_path):
     bad = write(tmp_path / "bad.jsonl", {"messages": [{"role": "critic", "content": "x"}, user("a")]})
     with pytest.raises(DataError, match="role is 'critic', expected one of system, developer, user, assistant, tool"):

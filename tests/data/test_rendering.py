@@ -7,7 +7,16 @@ from datetime import date
 from typing import Any
 
 import pytest
-from helpers.chat_templates import DEEPSEEK, LLAMA3, LLAMA32, TEMPLATES, write_chat_tokenizer
+from helpers.chat_templates import (
+    DEEPSEEK,
+    LLAMA3,
+    LLAMA32,
+    MISTRAL,
+    ONLY_PARTS,
+    PHI3,
+    TEMPLATES,
+    write_chat_tokenizer,
+)
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -187,6 +196,18 @@ def test_arguments_of_calls_have_the_form_that_the_template_wants(tokenizers, ar
         assert prompt == expected
 
 
+def test_what_a_template_leaves_out_of_earlier_answers_is_left_to_it(tokenizers):
+    # Llama's writes no content beside calls, and Qwen3's no reasoning of earlier answers.
+    beside_calls = calls({"city": "Rome"}, "Let me look.")
+    expected = transformers_ids(tokenizers["llama3"], beside_calls, add_generation_prompt=True)
+    assert "Let me look" not in tokenizers["llama3"].decode(expected)
+    assert ChatRenderer(tokenizers["llama3"]).prompt(Conversation(beside_calls)) == expected
+    earlier = (*MESSAGES, {"role": "assistant", "content": "<think>\na\n</think>\n\nb"}, MESSAGES[1])
+    expected = transformers_ids(tokenizers["qwen3"], earlier, add_generation_prompt=True)
+    assert "<think>" not in tokenizers["qwen3"].decode(expected)
+    assert ChatRenderer(tokenizers["qwen3"]).prompt(Conversation(earlier)) == expected
+
+
 def test_a_template_that_would_write_arguments_in_pythons_form_gets_json(tmp_path):
     template = DEEPSEEK.replace("+ tool['function']['arguments']", "~ tool['function']['arguments']")
     tokenizer = write_chat_tokenizer(tmp_path, template)
@@ -204,6 +225,75 @@ def test_content_of_text_parts(tokenizers):
     joined = [{"role": "user", "content": "one\ntwo"}]
     by_text = transformers_ids(tokenizers["qwen2.5"], joined, add_generation_prompt=True)
     assert ChatRenderer(tokenizers["qwen2.5"]).prompt(conversation) == by_text
+
+
+def test_a_template_that_reads_parts_alone_gets_texts_as_parts(tmp_path):
+    # As vLLM's content format "openai" does.
+    tokenizer = write_chat_tokenizer(tmp_path, ONLY_PARTS)
+    as_parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in MESSAGES]
+    expected = transformers_ids(tokenizer, as_parts, add_generation_prompt=True)
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.prompt(Conversation(MESSAGES)) == expected
+    assert renderer.prompt(Conversation(tuple(as_parts))) == expected
+    assert "be kind" in tokenizer.decode(expected)
+    cut = renderer.answered_text(Conversation(MESSAGES), {"role": "assistant", "content": "Hello"}, is_finished=False)
+    assert cut.endswith("assistant\nHello")
+
+
+def test_a_template_that_writes_parts_as_python_gets_their_text(tmp_path):
+    template = "{% for message in messages %}{{ message.role ~ ':' ~ message.content }}{% endfor %}"
+    tokenizer = write_chat_tokenizer(tmp_path, template)
+    parts = ({"role": "user", "content": [{"type": "text", "text": "one"}]},)
+    assert ChatRenderer(tokenizer).prompt_text(Conversation(parts)) == "user:one"
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "advice"),
+    [
+        (PHI3, {"role": "tool", "content": "sunny"}, "user message"),
+        (PHI3, {"role": "developer", "content": "be kind"}, "such as system"),
+        (PHI3, {"role": "developer", "content": [{"type": "text", "text": "be kind"}]}, "such as system"),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_refused(tmp_path, template, message, advice):
+    tokenizer = write_chat_tokenizer(tmp_path, template)
+    conversation = Conversation(({"role": "user", "content": "hi"}, message))
+    for options in (TemplateOptions(), TemplateOptions(sanitize_control_tokens=True)):
+        renderer = ChatRenderer(tokenizer, options)
+        for render in (renderer.prompt, lambda messages, renderer=renderer: renderer.answered(messages, ANSWER)):
+            with pytest.raises(DataError, match=f"leaves out the {message['role']} message, number 1") as raised:
+                render(conversation)
+            assert advice in str(raised.value)
+
+
+def test_a_system_message_that_is_left_out_once_there_is_an_answer_is_refused(tmp_path):
+    renderer = ChatRenderer(write_chat_tokenizer(tmp_path, MISTRAL))
+    assert "be kind" in renderer.prompt_text(Conversation(MESSAGES))
+    with pytest.raises(DataError, match="leaves out the system message, number 0; put its text into the first user"):
+        renderer.answered(Conversation(MESSAGES), ANSWER)
+
+
+def test_a_message_that_the_template_writes_in_another_form_is_not_left_out(tmp_path):
+    smollm = write_chat_tokenizer(tmp_path / "smollm", PHI3)
+    system = {"role": "system", "content": "Be kind. /no_think Now."}
+    for messages in ((system, MESSAGES[1]), ({**system, "content": "/no_think"}, MESSAGES[1])):
+        expected = transformers_ids(smollm, messages, add_generation_prompt=True)
+        assert ChatRenderer(smollm).prompt(Conversation(messages)) == expected
+    mistral = write_chat_tokenizer(tmp_path / "mistral", MISTRAL)
+    messages = (MESSAGES[1], {"role": "tool", "content": 'sunny "hot"\nday'})
+    expected = transformers_ids(mistral, messages, add_generation_prompt=True)
+    assert ChatRenderer(mistral).prompt(Conversation(messages)) == expected
+
+
+def test_empty_lists_of_calls_and_of_tools_are_none(tmp_path):
+    template = (
+        "{%- if tools is not none %}TOOLS {% endif -%}"
+        "{%- for message in messages %}{{ message.content }}{% if 'tool_calls' in message %} CALLS{% endif %}"
+        "{%- endfor %}"
+    )
+    tokenizer = write_chat_tokenizer(tmp_path, template)
+    messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "tool_calls": []})
+    assert ChatRenderer(tokenizer).prompt_text(Conversation.of_record(messages, {"tools": []})) == "hiyes"
 
 
 def test_control_tokens_in_messages_are_read_unless_sanitized(tokenizers):
@@ -274,6 +364,9 @@ def test_which_folders_have_a_template_with_a_date(tmp_path):
         write_chat_tokenizer(tmp_path / name, template)
     assert reads_date(tmp_path / "new")
     assert not reads_date(tmp_path / "old")
+    (tmp_path / "old" / "additional_chat_templates").mkdir()
+    (tmp_path / "old" / "additional_chat_templates" / "tool_use.jinja").write_text(LLAMA32)
+    assert reads_date(tmp_path / "old"), "of several templates"
     assert not reads_date(tmp_path / "missing")
 
 

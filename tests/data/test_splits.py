@@ -169,6 +169,7 @@ def test_saved_data_sets(tmp_path):
     datasets.DatasetDict(train_sft=saved["one"], test_sft=saved["two"]).save_to_disk(tmp_path / "dict")
     said = refused(tmp_path / "dict", "train")
     assert "none of them train, test_sft, train_sft; choose one: " in said
+    write(tmp_path / "dict", ["train_sft.jsonl"])  # is no part of it
     assert read(f"{tmp_path}/dict:test_sft") == read(tmp_path / "dict" / "test_sft") == ["two"]
     for name in names:
         datasets.DatasetDict(train=saved[name]).save_to_disk(tmp_path / "several" / name)
@@ -212,6 +213,61 @@ def test_files_beside_folders_are_told_apart(tmp_path):
     unnamed = write(tmp_path / "unnamed", ["train.jsonl", "more.jsonl"])
     assert "train and others whose names tell no split, such as more.jsonl" in refused(unnamed, "train")
     assert read(f"{unnamed}:train") == ["train.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train.json", "train.parquet"],
+        ["train.jsonl", "train.jsonl.gz"],
+        ["data/train.csv", "data/train-more.jsonl"],
+        ["a.jsonl", "a.json"],
+    ],
+    ids=lambda names: names[1],
+)
+def test_one_split_in_two_forms_is_refused(tmp_path, names):
+    """`datasets` takes the form of most files, without a word."""
+    folder = write(tmp_path / "folder", [*names, "test.jsonl"] if "train" in names[0] else names)
+    said = refused(folder, "train")
+    assert all(Path(name).name in said for name in names)
+
+
+def test_files_that_datasets_passes_over(tmp_path):
+    hidden = [".train.jsonl", ".cache/train.jsonl", "_train.jsonl", "__pycache__/train.jsonl"]
+    folder = write(tmp_path / "folder", ["train.jsonl", *hidden])
+    assert splits_of_datasets(folder, tmp_path / "cache") == {"train": ["_train.jsonl", "train.jsonl"]}
+    assert read(folder) == ["train.jsonl"], "one that begins with _ is left out too"
+    card = "---\nconfigs:\n- config_name: default\n  data_files: {pattern}\n---\n"
+    for number, pattern in enumerate(("data/*", "data/**", "/data/**", "data/**/*.jsonl")):
+        carded = write(
+            tmp_path / f"carded-{number}",
+            ["data/a.jsonl", "data/.a.jsonl", "data/.old/a.jsonl"],
+            card.format(pattern=f'"{pattern}"'),
+        )
+        assert read(carded) == ["data/a.jsonl"]
+        if not pattern.startswith("/"):
+            assert splits_of_datasets(carded, tmp_path / "cache") == {"train": ["data/a.jsonl"]}
+
+
+def test_a_card_whose_configs_is_no_list_is_refused(tmp_path):
+    folder = write(tmp_path / "folder", ["a.jsonl"], "---\nconfigs:\n  data_files: a.jsonl\n---\n")
+    assert "README.md whose configs is no list" in refused(folder)
+
+
+def test_a_folder_named_data_is_no_configuration(tmp_path):
+    names = ["data/train.jsonl", "test.jsonl"]
+    folder = write(tmp_path / "folder", names)
+    assert splits_of_datasets(folder, tmp_path / "cache") == {"train": names[:1], "test": names[1:]}
+    assert read(folder, "train") == names[:1]
+
+
+def test_a_split_by_another_of_its_names(tmp_path):
+    folder = write(tmp_path / "folder", ["train.jsonl", "validation.jsonl"])
+    assert read(f"{folder}:dev") == ["validation.jsonl"]
+    assert read(f"{write(tmp_path / 'other', ['train.jsonl', 'notes.jsonl'])}/*.jsonl") == [
+        "notes.jsonl",
+        "train.jsonl",
+    ], "a pattern says which files are meant"
 
 
 def test_a_colon_in_a_name(tmp_path):

@@ -19,6 +19,7 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import export_hf_folder
 from reinforce_rl.megatron.weight_files import find_weight_files
+from reinforce_rl.megatron.weight_map import EMBEDDING
 from reinforce_rl.reward_model.head import sha256_of_trunk
 
 INDEX = "model.safetensors.index.json"
@@ -230,14 +231,30 @@ def test_a_folder_of_the_bare_decoder_has_other_names(tied, max_shard_size, mesh
     assert_read_as_by_transformers(folder, mesh)
 
 
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
-def test_other_prefixes_are_refused(prefix, mesh, tmp_path):
+@pytest.mark.parametrize(
+    "prefix", ["_orig_mod.model.", "module.model.", "base_model.model.model.", "model.language_model."]
+)
+def test_other_prefixes_are_refused_in_one_sentence(prefix, mesh, tmp_path):
     """transformers leaves such tensors out, and draws the weights at random."""
     folder = tiny_llama_folder(tmp_path)
-    tensors = {prefix + name: value for name, value in load_file(folder / "model.safetensors").items()}
+    tensors = {
+        name.replace("model.", prefix, 1): value for name, value in load_file(folder / "model.safetensors").items()
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"{prefix}model\.norm\.weight"):
+    with pytest.raises(CheckpointError) as raised:
         megatron_model(folder, mesh)
+    said = str(raised.value)
+    assert f"{folder} holds {prefix}embed_tokens.weight where a model of its config.json has {EMBEDDING}" in said
+    assert "save_pretrained" in said
+    assert "\n" not in said
+
+
+def test_an_index_whose_files_are_gone(tmp_path):
+    folder = tiny_llama_folder(tmp_path, max_shard_size="20KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    shards[1].unlink()
+    with pytest.raises(CheckpointError, match=f"names files that are not there: {shards[1].name}"):
+        find_weight_files(folder)
 
 
 def test_a_pointer_of_git_lfs(tmp_path):

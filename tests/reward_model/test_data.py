@@ -100,14 +100,15 @@ def test_bad_lines_are_named_and_counted(tmp_path, tokenizer):
         {"prompt": [{"role": "robot", "content": "x"}], "chosen": "a", "rejected": "b"},
         {"chosen": "a", "rejected": "b"},
         {"prompt": "\ud800", "chosen": "a", "rejected": "b"},
+        {"prompt": "p", "chosen": {"text": "a"}, "rejected": "b"},
         *[{}] * 5,
     ]
     path = write_lines(tmp_path / "pairs.jsonl", good, *bad)
     with pytest.raises(DataError) as caught:
         pairs_of(path, tokenizer)
     text = str(caught.value)
-    assert text.startswith("14 lines")
-    assert "... and 4 more" in text
+    assert text.startswith("15 lines")
+    assert "... and 5 more" in text
     reasons = [
         "not valid JSON",
         "expected rejected, or the name of its column in data.fields.rejected=COLUMN",
@@ -118,10 +119,27 @@ def test_bad_lines_are_named_and_counted(tmp_path, tokenizer):
         "prompt[0].role is 'robot', expected one of system, developer, user, assistant, tool",
         "expected prompt, or",
         "half of a surrogate pair",
+        "chosen[0].content is null, expected a string",
     ]
     for number, reason in enumerate(reasons, 2):
         line = next(row for row in text.splitlines() if f"{path}:{number}:" in row)
         assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("answer", "part"),
+    [
+        ({"role": "user", "content": "a"}, "chosen[0].role is 'user', expected one of assistant"),
+        ({"content": 3}, "chosen[0].content is a number"),
+        ({"content": [{"type": "image"}]}, "chosen[0].content[0] is a part of type 'image'"),
+        ({"content": None, "tool_calls": "f"}, "chosen[0].tool_calls is a string"),
+    ],
+)
+def test_an_answer_that_is_a_message_is_checked(tmp_path, tokenizer, answer, part):
+    line = {"prompt": "p", "chosen": answer, "rejected": "b"}
+    with pytest.raises(DataError) as caught:
+        pairs_of(write_lines(tmp_path / "pairs.jsonl", line), tokenizer)
+    assert part in str(caught.value)
 
 
 def test_conversations_as_answers_are_the_same_pairs(tmp_path, tokenizer):

@@ -85,6 +85,44 @@ CASES = [
     (r"The answer is $\frac{\sqrt{3}}{2}$", None),
     (r"\boxed{x} because 3 is less", 3),
     ("The answer is 5x.", None),
+    ("The answer is sqrt(3)", None),
+    ("The answer is $e^2$", None),
+    (r"The answer is $\pi/2$", None),
+    ("The answer is (3, 4)", None),
+    ("The answer is $5!$", None),
+    ("The answer is 5! So 3 remain.", 5),
+    # Headings of Markdown begin as an answer of GSM8K does.
+    ("#### Step 3: add them\n5 + 3 = 8\n\nSo the total is 8.", 8),
+    ("#### 2. Add them\nThat makes 18", 18),
+    ("#### 2) Add them\nThat makes 18", 18),
+    ("#### 18. I hope that 3 is clear", 18),
+    ("##### 2 of 3\nThat makes 18", 18),
+    ("#### Step 1\n#### **18**", 18),
+    ("#### x = 18", 18),
+    # No space before the number, as in Chinese and Japanese, and their wide signs
+    ("\u7b54\u6848\u662f42\u3002", 42),
+    ("\u5171\u670942\u4e2a\u82f9\u679c", 42),
+    ("\u7b54\u3048\u306f-42\u3067\u3059", -42),
+    ("\uff0d5", -5),
+    ("\uff15\uff10\uff05", 50),
+    # Hyphens and currencies of all kinds
+    ("\u20115", -5),
+    ("pages 5\u201110", 10),
+    ("-\u20b95", -5),
+    ("-\u00a55", -5),
+    # An ordinary space between digits
+    ("10 000 euros", 10000),
+    (r"\boxed{1 234 567}", 1234567),
+    ("In 2019 300 people", 300),
+    ("1 100/200 cups", Fraction(3, 2)),
+    ("1 3/2", None),
+    (r"\boxed{99999^{300}}", None),
+    (r"\boxed{\text{\textbf{5}} apples}", 5),
+    (r"\boxed{5 cm^2}", 5),
+    # LaTeX that changes no value
+    (r"\boxed{\cfrac{1}{2}}", Fraction(1, 2)),
+    (r"\boxed{\quad 5 \quad}", 5),
+    (r"\boxed{\bf 5}", 5),
 ]
 
 
@@ -282,7 +320,21 @@ def test_an_answer_that_is_no_number_is_refused_with_what_it_is(answer, words):
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["1" * 50000, "1,111" * 20000, "1 1/" * 20000, "\\frac{" * 20000, "10^" * 20000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1" * 50000,
+        "1,111" * 20000,
+        "1 1/" * 20000,
+        "1 111 " * 20000,
+        "\\frac{" * 20000,
+        "10^" * 20000,
+        "\\boxed{" * 4000,
+        "#### " * 4000,
+        "answer is " * 4000,
+    ],
+    ids=lambda text: text[:10],
+)
 def test_a_long_response_is_read_in_little_time(text):
     begin = time.process_time()
     final_number(text)
