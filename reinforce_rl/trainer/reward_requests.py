@@ -16,7 +16,7 @@ from reinforce_rl.data.batches import (
     RolloutBatch,
     join_prompts_and_responses,
 )
-from reinforce_rl.data.tokenizer import pad_id_of
+from reinforce_rl.data.tokenizer import decode_all, pad_id_of
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards.base import (
     STATUS_NOT_FINITE,
@@ -59,7 +59,7 @@ def request_about(
         tokens=sequences,
         lengths=prompt_lengths + completions.lengths,
         prompts=tuple(prompt.text for prompt in repeated),
-        responses=tuple(tokenizer.batch_decode(texts, skip_special_tokens=True)),
+        responses=tuple(decode_all(tokenizer, texts, skip_special_tokens=True)),
         messages=tuple(prompt.messages for prompt in repeated),
         metadata=tuple(prompt.metadata for prompt in repeated),
         finished=tuple(reason == FINISH_STOP for reason in completions.finish_reasons),

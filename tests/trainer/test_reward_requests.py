@@ -16,6 +16,7 @@ from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.trainer.reward_requests import request_about
 from reinforce_rl.trainer.rollouts import RolloutMaker
 
 MESSAGES = ({"role": "user", "content": "tea"},)
@@ -34,6 +35,18 @@ class Asked(FunctionReward):
     def infer_rm(self, request: RewardRequest):
         self.requests.append(request)
         return super().infer_rm(request)
+
+
+def test_the_texts_of_a_request_are_those_that_the_tokens_spell(tmp_path):
+    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path))
+    tokenizer.clean_up_tokenization_spaces = True  # as Llama 3's folder says
+    text = "if x != y : f ( ' a ' ) ."
+    beyond = len(tokenizer)  # between the tokenizer's size and the model's
+    tokens = torch.tensor([[*tokenizer(text)["input_ids"], beyond]])
+    completions = Completions(tokens, torch.tensor([tokens.shape[1]]), ("length",))
+    request = request_about([Prompt(0, "p", (5,))], completions, tokenizer, [2])
+    assert request.responses == (text,)
+    assert request.tokens.tolist() == [[5, *tokens[0].tolist()]]
 
 
 def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
