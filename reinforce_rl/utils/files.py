@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -39,7 +40,7 @@ def write_atomically(path: Path, text: str | bytes, mode: int = 0o644) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), mode)  # mkstemp's 0600 would keep the group from reading
+            make_readable(file.fileno(), mode)  # mkstemp's 0600 would keep the group from reading
             file.write(encode(text) if isinstance(text, str) else text)
             file.flush()
             os.fsync(file.fileno())
@@ -47,6 +48,15 @@ def write_atomically(path: Path, text: str | bytes, mode: int = 0o644) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def make_readable(file: Path | int, mode: int = 0o644) -> None:
+    """Set the mode of a file, or of a descriptor, where its file system has modes.
+
+    Buckets mounted by gcsfuse or Mountpoint, and some shares, refuse it: the mount says who may read there.
+    """
+    with contextlib.suppress(OSError):
+        os.chmod(file, mode)
 
 
 def write_json(path: Path, values: Any) -> None:
