@@ -260,7 +260,7 @@ def _record_of(value: Any) -> dict[str, Any]:
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Of a key that occurs twice, Python would keep the last value and Arrow refuses both."""
+    """Return an object of JSON; of a key that occurs twice Python would keep the last value, and Arrow refuses it."""
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)

@@ -93,7 +93,8 @@ class Speaker:
         def watch(tokens: list[list[int]], is_whole: bool = False) -> None:
             nonlocal shown
             ids = tokens[0][:-1] if tokens[0][-1:] and tokens[0][-1] in params.stop_token_ids else tokens[0]
-            text = decode_all(self.actor.tokenizer, [ids], skip_special_tokens=True)[0]
+            skips = self.actor.settings.skip_special_tokens
+            text = decode_all(self.actor.tokenizer, [ids], skip_special_tokens=skips)[0]
             text = text if is_whole else text.rstrip("\ufffd")  # a character may be spread over tokens
             show(text[shown:])
             shown = max(shown, len(text))

@@ -131,12 +131,15 @@ def sample_rows(
     tokenizer: PreTrainedTokenizerBase,
     data: ReinforceBatch | None = None,
     set_name: str = "train",
+    *,
+    skip_special_tokens: bool = True,
 ) -> list[RolloutRow]:
     """Return one row per sample; `prompts` are in the batch's order, `data` is None in validation."""
     prompt_of = {prompt.id: prompt for prompt in prompts}
     starts, lengths = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
     rows = zip(batch.sequences.tolist(), starts, lengths, strict=True)
-    texts = decode_all(tokenizer, [row[start : start + n] for row, start, n in rows], skip_special_tokens=True)
+    responses = [row[start : start + n] for row, start, n in rows]
+    texts = decode_all(tokenizer, responses, skip_special_tokens=skip_special_tokens)
     trained: dict[str, Tensor] = {}
     if data is not None:
         trained = {"kl": data.kl, "reward_with_kl": data.rewards_with_kl, "baseline": data.baseline}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.reward_requests import request_about
 from reinforce_rl.trainer.rollouts import RolloutMaker
+from reinforce_rl.utils.console import warn_once
 
 MESSAGES = ({"role": "user", "content": "tea"},)
 
@@ -49,6 +51,22 @@ def test_the_texts_of_a_request_are_those_that_the_tokens_spell(tmp_path):
     assert request.tokens.tolist() == [[5, *tokens[0].tolist()]]
 
 
+def test_special_tokens_of_a_response_are_kept_where_a_reward_reads_them(tmp_path, caplog):
+    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    ids = tokenizer("<think>a</think>b<eos>")["input_ids"]
+    assert len(ids) == 5 and tokenizer.decode(ids, skip_special_tokens=True) == "ab"
+    completions = Completions(torch.tensor([ids]), torch.tensor([5]), ("stop",))
+    ask = partial(request_about, [Prompt(0, "p", (5,))], completions, tokenizer, [tokenizer.eos_token_id])
+    warn_once.cache_clear()
+    assert ask(skip_special_tokens=False).responses == ("<think>a</think>b",)
+    assert not caplog.messages
+    for _ in range(2):
+        assert ask(skip_special_tokens=True).responses == ("ab",)
+    (said,) = caplog.messages
+    assert "<think>, </think>" in said and "model.reinforce.skip_special_tokens=false" in said
+
+
 def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
     dot = tokenizer.convert_tokens_to_ids(".")  # ends a response here, and is no special token
     rows = [("ab.", "stop"), ("ab.a", "length"), (".", "stop"), ("", "length"), ("ab", "stop"), ("a<eos>", "stop")]
@@ -69,7 +87,7 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
             together=contextlib.nullcontext,
         ),
         generator=SimpleNamespace(awake=contextlib.nullcontext),
-        settings=SimpleNamespace(seed=0, sampling=SimpleNamespace(stop_token_ids=(2, dot))),
+        settings=SimpleNamespace(seed=0, sampling=SimpleNamespace(stop_token_ids=(2, dot)), skip_special_tokens=True),
         infer=lambda *_, **__: completions,
     )
     prompts = [Prompt(0, "plain", (5,), {"answer": "1"}), Prompt(1, "U: tea<eos>A:", (6, 7), {}, MESSAGES)]
