@@ -58,7 +58,7 @@ def request_about(
 ) -> RewardRequest:
     """Return what a reward source is asked about responses; `stop_token_ids` are those that end one.
 
-    Logs a warning, once, where special tokens other than the one at the end are left out of a text.
+    Logs a warning where a text lacks a special token other than the one at its end.
     """
     repeated = completions.repeat_to_samples(prompts)
     sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, pad_id_of(tokenizer))
@@ -82,13 +82,20 @@ def request_about(
 
 
 def _warn_of_special_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[int]]) -> None:
-    skipped = set(tokenizer.all_special_ids) & set().union(*texts)
-    if skipped:
-        names = ", ".join(str(name) for name in tokenizer.convert_ids_to_tokens(sorted(skipped)))
-        warn_once(
-            f"responses hold special tokens that rewards and records do not see: {names}. Keep them in the texts by "
-            "model.reinforce.skip_special_tokens=false"
-        )
+    """Log a warning, once for each, of special tokens that are not in the texts. Padding and the like is no loss."""
+    of_every_text = {
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        tokenizer.unk_token_id,
+    }
+    drawn = set[int]().union(*texts)
+    for number, token in sorted(tokenizer.added_tokens_decoder.items()):
+        if token.special and number in drawn and number not in of_every_text:
+            warn_once(
+                f"responses hold the special token {token}, which rewards and records do not see; "
+                "model.reinforce.skip_special_tokens=false keeps special tokens in their texts"
+            )
 
 
 def scores_of(future: RewardFuture, count: int) -> Rewards:

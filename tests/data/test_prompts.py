@@ -12,6 +12,7 @@ import pytest
 from helpers.chat_templates import QWEN25, write_chat_tokenizer
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from omegaconf import OmegaConf
+from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from reinforce_rl.data.batches import Prompt
@@ -95,6 +96,24 @@ def test_forms_and_columns_as_others_have_them(tokenizer, tmp_path):
     (tmp_path / "b.csv").write_text("question,system\n" + "hi,be brief\n" * 20)
     with pytest.raises(DataError, match=said):
         load(tokenizer, tmp_path / "b.csv")
+
+
+def test_a_tokenizer_that_was_saved_with_truncation_cuts_nothing(tokenizer, tmp_path):
+    """`tokenizer.json` keeps the truncation and padding of whoever trained with it last."""
+    folder = write_tiny_tokenizer(tmp_path / "tokenizer")
+    core = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    core.enable_truncation(3)
+    core.enable_padding(length=30)
+    core.save(str(folder / "tokenizer.json"))
+    file = write(
+        tmp_path / "a.jsonl",
+        {"prompt": "a long prompt"},
+        {"messages": [{"role": "user", "content": "hi there"}]},
+    )
+    saved = load_tokenizer(folder)
+    for template in (TemplateOptions(), TemplateOptions(sanitize_control_tokens=True)):
+        found = load(saved, file, template=template)
+        assert [p.tokens for p in found] == [p.tokens for p in load(tokenizer, file)]
 
 
 def test_null_is_no_prompt(tokenizer, tmp_path):

@@ -139,6 +139,15 @@ def test_conversations_as_answers_are_the_same_pairs(tmp_path, tokenizer):
     assert "bad.jsonl:2: chosen does not end with an assistant message" in str(caught.value)
 
 
+def test_answers_that_a_cut_makes_the_same_are_no_pair(tmp_path, tokenizer):
+    same = {"prompt": "hi", "chosen": "abcdefgh good", "rejected": "abcdefgh bad"}
+    other = {"prompt": "ho", "chosen": "abcd", "rejected": "bcde"}
+    path = write_lines(tmp_path / "a.jsonl", same, other)
+    assert pairs_of(path, tokenizer)[1] == {}
+    found, skipped, _ = pairs_of(path, tokenizer, max_answer_tokens=6)
+    assert (len(found), skipped) == (1, {SKIP_SAME: 1})
+
+
 def test_null_columns_and_messages_as_json(tmp_path, tokenizer):
     messages = [{"role": "user", "content": "hi"}]
     path = tmp_path / "a.jsonl"
