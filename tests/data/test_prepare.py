@@ -73,6 +73,14 @@ def test_null_is_no_prompt_and_messages_may_be_json(tmp_path):
     write(file, {"prompt": json.dumps(whole)})
     with pytest.raises(DataError, match=r"--field messages=prompt, a plain text with --field text=prompt"):
         prepare_prompts([file], tmp_path, PrepareOptions())
+    texts = [json.dumps([user(text)]) for text in ("one", "two")]
+    write(file, *({"prompt": text} for text in texts))
+    for name, expected in (("messages", "one"), ("text", texts[0])):
+        prepare_prompts(
+            [file], tmp_path / name, PrepareOptions(num_validation=1), Columns({name: "prompt"}, "--field ")
+        )
+        rows = rows_of(tmp_path / name / "train.jsonl") + rows_of(tmp_path / name / "validation.jsonl")
+        assert {"messages": [user(expected)]} in rows
 
 
 def test_parse_hh_conversation():
