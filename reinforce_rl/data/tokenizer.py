@@ -62,7 +62,7 @@ def decode_all(
     if not rows:  # of which transformers makes one text
         return []
     texts = tokenizer.batch_decode(
-        list(rows), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        [list(row) for row in rows], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
     return [str(text) for text in texts]
 

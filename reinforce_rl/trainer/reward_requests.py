@@ -83,12 +83,12 @@ def request_about(
 
 def _warn_of_special_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[int]]) -> None:
     """Log a warning, once for each, of special tokens that are not in the texts. Padding and the like is no loss."""
-    of_every_text = {
+    of_every_text = [
         tokenizer.bos_token_id,
         tokenizer.eos_token_id,
         tokenizer.pad_token_id,
         tokenizer.unk_token_id,
-    }
+    ]
     drawn = set[int]().union(*texts)
     for number, token in sorted(tokenizer.added_tokens_decoder.items()):
         if token.special and number in drawn and number not in of_every_text:
