@@ -83,6 +83,17 @@ def test_migration_page_names_keys_that_exist():
     assert [key for key in keys if key not in known and not any(k.startswith(f"{key}.") for k in known)] == []
 
 
+def test_the_tests_of_public_reports_exist():
+    page = (ROOT / "tests" / "public_reports.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 10
+    for row in rows:
+        tests = re.findall(r"`([\w/]+\.py)::(test_\w+)`", row)
+        assert tests, row
+        for file, name in tests:
+            assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), name
+
+
 def test_every_message_of_the_troubleshooting_page_is_printed():
     """Its words, in texts of one file of the package: a message may be put together from several."""
     texts = [texts_of(path) for path in (ROOT / "reinforce_rl").rglob("*.py")]

@@ -82,6 +82,7 @@ class ActorSettings:
     logits_chunk_tokens: int = 1024  # response tokens whose logits exist at a time
     offload_optimizer: bool = False  # keep optimizer states on the host during generation
     loss: LossSettings = field(default_factory=LossSettings)
+    skip_special_tokens: bool = True  # in the texts of responses
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from reinforce_rl.config.base import (
     Host,
     Natural,
     NonNegative,
+    PathText,
     Positive,
     Precision,
     Section,
@@ -247,7 +248,7 @@ class TrainerConfig(RanksConfig):
 
 
 class PretrainedConfig(Section):
-    restore_from_path: Text = key(
+    restore_from_path: PathText = key(
         NOT_SET, "local Hugging Face folder: the policy at the start, and the reference", kind="path"
     )
 

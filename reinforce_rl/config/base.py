@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Annotated, Any, Literal
@@ -77,6 +78,12 @@ def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _as_path(value: Any) -> Any:
+    """Expand a leading ~, which no shell does within KEY=~/folder, nor a YAML file."""
+    value = _as_text(value)
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
 def _as_host(value: Any) -> Any:
     """Take the brackets off, `[::1]`, which Hydra reads as a list; refuse what is no host."""
     if isinstance(value, list) and len(value) == 1:
@@ -92,6 +99,7 @@ def _not_zero(value: Any) -> Any:
 
 
 Text = Annotated[str, BeforeValidator(_as_text)]
+PathText = Annotated[str, BeforeValidator(_as_path)]
 Host = Annotated[str, BeforeValidator(_as_host)]
 Fields = Annotated[dict[str, Any], BeforeValidator(_as_text)]  # names that the user chooses
 Positive = Annotated[float, Field(gt=0)]

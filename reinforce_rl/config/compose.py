@@ -23,6 +23,9 @@ CONF_FOLDER = shipped("conf", "conf")
 _PROGRAMS = {"serve_reward_model": "serve", "demo_server": "serve", "train_reward_model": "train-rm"}
 
 
+_UNQUOTED = re.compile(r"[\w\s./:+%*@?|-]*", re.ASCII)  # what values have without quotes
+
+
 def compose(name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER) -> DictConfig:
     """Compose FOLDER/NAME.yaml with overrides, as the programs do. ConfigError has Hydra's text or a better one."""
     return _compose(name, overrides, folder, is_whole=True)
@@ -37,12 +40,12 @@ def _compose(name: str, overrides: Sequence[str], folder: Path, is_whole: bool) 
 
 
 def with_quotes(override: str) -> str:
-    """Quote a value with letters beyond ASCII, such as a folder's name, which Hydra's grammar has not.
+    """Quote a value with letters that Hydra's grammar has not, as folders have them: beyond ASCII, `~` or `=`.
 
     A value with special letters of Hydra is left as it is.
     """
     key, equals, value = override.partition("=")
-    if value.isascii() or re.search(r"""['"\\\[\]{}(),$]""", value):
+    if _UNQUOTED.fullmatch(value) or re.search(r"""['"\\\[\]{}(),$]""", value):
         return override
     return f"{key}{equals}'{value}'"
 

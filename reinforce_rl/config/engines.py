@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from reinforce_rl.config.base import Count, Positive, Section, Text, key
+from reinforce_rl.config.base import Count, PathText, Positive, Section, key
 
 ENGINES = ("vllm", "tensorrt_llm")  # values of `generation` that run in a process of their own
 
 
 class EngineConfig(Section):
-    python: Text | None = key(None, "interpreter of the engine's own environment; null: the trainer's", kind="path")
+    python: PathText | None = key(
+        None, "interpreter of the engine's own environment; null: the trainer's", kind="path"
+    )
     tensor_parallel_size: int | None = key(None, "GPUs of an engine; null: all that share a copy of the model", "GPUs")
     max_batch_size: Count = key(256, "responses decoded together", "responses")
     max_num_tokens: Count = key(8192, "tokens of a forward pass of the engine", "tokens")

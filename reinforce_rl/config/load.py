@@ -177,6 +177,10 @@ def _set(section: Section, name: str, value: Any, key: str) -> Iterator[str]:
     if value == "" and type(section).model_fields[name].default == NOT_SET:
         yield f"{key} is empty; give it as {key}=VALUE"
         return
+    is_nullable = type(None) in get_args(type(section).model_fields[name].annotation)
+    if value == "None" and is_nullable:
+        yield f"{key} is the text 'None'; expected null, which YAML and Hydra write {key}=null"
+        return
     try:
         section.__pydantic_validator__.validate_assignment(section, name, value)
     except ValidationError as error:

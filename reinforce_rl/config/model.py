@@ -94,6 +94,14 @@ class RolloutConfig(Section):
         follows={"end_strings": "model.reinforce.sampling_params.end_strings"},
     )
     length_params: LengthConfig = LengthConfig()
+    skip_special_tokens: bool = key(
+        True,
+        "leave the tokenizer's special tokens out of the texts of responses, which rewards and records have",
+        more=(
+            "; false where a reward looks for one, such as a `<think>` that was added as a special token. The token "
+            "that ends a response is never in the text of a reward"
+        ),
+    )
 
 
 class ScheduleConfig(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from reinforce_rl.config.base import Count, Natural, Section, Text, key
+from reinforce_rl.config.base import Count, Natural, PathText, Section, Text, key
 
 LOGGERS = ("tensorboard", "wandb", "swanlab", "mlflow")  # also the extras that bring them
 
@@ -55,7 +55,7 @@ Record = Annotated[Literal["full", "samples", "off"], BeforeValidator(_off)]
 
 
 class ExpManagerConfig(Section):
-    explicit_log_dir: Text = key(
+    explicit_log_dir: PathText = key(
         "results/reinforce", "folder of the run: checkpoints, metrics, rollouts and the report", kind="path"
     )
     name: Text = key("reinforce", "the run's name")

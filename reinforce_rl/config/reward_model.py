@@ -9,7 +9,18 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from reinforce_rl.config.actor import RanksConfig
-from reinforce_rl.config.base import NOT_SET, Count, Natural, NonNegative, Positive, Section, Steps, Text, key
+from reinforce_rl.config.base import (
+    NOT_SET,
+    Count,
+    Natural,
+    NonNegative,
+    PathText,
+    Positive,
+    Section,
+    Steps,
+    Text,
+    key,
+)
 from reinforce_rl.config.model import OptimConfig, ParallelConfig
 from reinforce_rl.config.model_folder import no_model
 from reinforce_rl.config.parallelism import model_faults, ranks_faults, recomputation_faults
@@ -22,7 +33,7 @@ _HELPSTEER = ["helpfulness", "correctness", "coherence", "complexity", "verbosit
 
 
 class TrunkConfig(ParallelConfig):
-    restore_from_path: Text = key(
+    restore_from_path: PathText = key(
         NOT_SET, "a Hugging Face folder with safetensors and a chat template: the trunk", kind="path"
     )
     optim: OptimConfig = OptimConfig(lr=1e-5)
@@ -64,12 +75,12 @@ class PairFieldsConfig(Section):
 
 class PairsConfig(TemplateConfig):
     fields: PairFieldsConfig = PairFieldsConfig()
-    pairs_path: Text | None = key(
+    pairs_path: PathText | None = key(
         None,
         'JSONL, CSV, Parquet, ... of {"prompt", "chosen", "rejected"}; prompt: HH form, plain text, or messages',
         kind="path",
     )
-    ratings_path: Text | None = key(
+    ratings_path: PathText | None = key(
         None, 'of regression: {"prompt", "response", "attributes": {NAME: number}}, in any of these forms', kind="path"
     )
     max_length: int | None = key(
@@ -136,10 +147,10 @@ class TrainRewardModelConfig(Section):
     micro_batch_size: Count = key(8, "sequences in a forward pass", "sequences")
     num_threads: Count | None = key(None, "of torch; null leaves it as it is")
     seed: Natural = key(0, "draws held-out prompts, the pairs of max_pairs, cuts and folds, the order, a new head")
-    features_cache: Text | None = key(
+    features_cache: PathText | None = key(
         None, "of mode=head: file to keep the features in, so that a second run needs no trunk", kind="path"
     )
-    output_dir: Text = key(
+    output_dir: PathText = key(
         "results/reward_head", "head: head.safetensors, README.md; full: model/, checkpoints/, report", kind="path"
     )
 

@@ -16,6 +16,7 @@ from reinforce_rl.config.base import (
     Host,
     Natural,
     NonNegative,
+    PathText,
     Positive,
     Precision,
     Section,
@@ -40,7 +41,7 @@ class RewardServerConfig(Section):
         "HOST:PORT of each further server of the same model; requests are spread over all",
         more="; see [reward-server.md](reward-server.md#several-servers-of-one-reward-model)",
     )
-    token_file: Text | None = key(
+    token_file: PathText | None = key(
         None, "file with the server's access token, mode 0600; null: REINFORCE_REWARD_TOKEN, if set", kind="path"
     )
     weight: Weight = key(1.0, "of its scores in the sum, where there are several rewards", expected=_NOT_ZERO)
@@ -109,10 +110,10 @@ class RewardFunctionConfig(Section):
 
 
 class ServedModelConfig(TemplateConfig):
-    restore_from_path: Text = key(
+    restore_from_path: PathText = key(
         NOT_SET, "Hugging Face folder of the trunk, or of a ...ForSequenceClassification model", kind="path"
     )
-    head_path: Text | None = key(
+    head_path: PathText | None = key(
         None,
         "safetensors file of the head, from `reinforce-rl train-rm`, or another with head_name; null: the folder's",
         kind="path",
@@ -131,7 +132,7 @@ class ServedModelConfig(TemplateConfig):
     )
     mean: float | None = key(None, "the reward is (merged score - mean) / deviation; null: the head's own, else 0")
     deviation: Positive | None = key(None, "null: the head file's own, else 1")
-    tokenizer_path: Text | None = key(None, "Hugging Face folder of the tokenizer; null: the trunk's", kind="path")
+    tokenizer_path: PathText | None = key(None, "Hugging Face folder of the tokenizer; null: the trunk's", kind="path")
     max_length: int | None = key(None, "longest sample; null: the trunk's context", "tokens")
     weight: Weight = key(1.0, "of its rewards in the sum, where there are functions beside it", expected=_NOT_ZERO)
     precision: Precision = key("auto", "of the trunk: 32, bf16, or auto: bf16 on GPUs, else 32; the rest is fp32")
@@ -144,7 +145,7 @@ class InferenceConfig(Section):
     name: Text = key("reward_model", "the model's name in URLs; the actor's remote_rm.reward_model.name")
     host: Host = key("127.0.0.1", "0.0.0.0 or :: lets other nodes in; then a token is needed", expected=HOST)
     port: int = key(5555, ge=1, le=65535)
-    token_file: Text | None = key(
+    token_file: PathText | None = key(
         None, "file with the access token, mode 0600; null: REINFORCE_REWARD_TOKEN, if set", kind="path"
     )
     allow_no_token: bool = key(False, "serve other nodes without a token")
@@ -172,7 +173,7 @@ class InferenceConfig(Section):
     )
     deterministic: bool = key(True, "each request in forward passes of its own: scores do not depend on other clients")
     add_special_tokens: bool = key(False, "to `sentences`; a text with the chat template applied holds them already")
-    ready_file: Text | None = key(None, "JSON {host, port, pid}, written when the server is ready", kind="path")
+    ready_file: PathText | None = key(None, "JSON {host, port, pid}, written when the server is ready", kind="path")
     stop_timeout_seconds: float = key(30.0, "for calls in flight after SIGTERM or SIGINT", "s")
     rank_timeout_seconds: float = key(
         60.0, "with several ranks: the server ends if one gives no sign of life for this long", "s", ge=1

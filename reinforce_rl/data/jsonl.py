@@ -22,6 +22,8 @@ Message = dict[str, str]
 MAX_LISTED_FAULTS = 10
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+_MESSAGES_OF_PYTHON = re.compile(r"\s*\[\s*\{\s*'(?:role|content|from|value)'\s*:")
+
 _TEXT_PART = '{"type": "text", "text": ...}'
 _TOOL_CALL = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
 
@@ -96,6 +98,46 @@ def check_text(value: object, key: str) -> str:
     except UnicodeEncodeError as error:
         raise DataError(f"{key} holds half of a surrogate pair ({value[error.start]!r})") from error
     return value
+
+
+def is_messages_as_text(value: object) -> bool:
+    """Return True for a text that holds a list of messages, in JSON or in Python's form."""
+    if not isinstance(value, str):
+        return False
+    return _MESSAGES_OF_PYTHON.match(value) is not None or _parsed_messages(value) is not None
+
+
+def messages_of_json(value: object, key: str) -> object:
+    """Return the messages that a text holds as JSON, as CSV and some Parquet files do; any other value unchanged.
+
+    Raises a `DataError` for Python's form of a list, which pandas writes into CSV.
+    """
+    if not isinstance(value, str):
+        return value
+    if _MESSAGES_OF_PYTHON.match(value):
+        advice = "write it as JSON (json.dumps) or, in Parquet and JSONL, as a list"
+        raise DataError(f"{key} is a list of messages in Python's form, {value[:40]!r}, expected JSON; {advice}")
+    messages = _parsed_messages(value)
+    return value if messages is None else messages
+
+
+def refuse_messages_as_text(value: object, key: str, advice: str) -> None:
+    """Raise a `DataError` for a text that can be read as plain text and as a list of messages."""
+    if is_messages_as_text(value):
+        raise DataError(f"{key} is a text that holds a list of messages, {str(value)[:40]!r}; {advice}")
+
+
+def _parsed_messages(text: str) -> list[dict[str, Any]] | None:
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_list = isinstance(parsed, list) and bool(parsed)
+    if not is_list or not all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in parsed):
+        return None
+    return parsed
 
 
 def check_messages(

@@ -18,9 +18,11 @@ from reinforce_rl.data.jsonl import (
     Record,
     check_messages,
     check_text,
+    messages_of_json,
     messages_of_text,
     parse_hh_conversation,
     prompt_key,
+    refuse_messages_as_text,
     render_hh_prompt,
     text_of,
     write_jsonl,
@@ -117,12 +119,18 @@ def _prompt_of(value: dict[str, Any], columns: Columns) -> tuple[_Messages, str]
 
 
 def _has_system(value: dict[str, Any], columns: Columns) -> bool:
-    return "system" in columns.names or ("conversations" in value and "messages" not in value)
+    is_sharegpt = value.get("conversations") is not None and value.get("messages") is None
+    return "system" in columns.names or is_sharegpt
 
 
-def _messages_of(value: dict[str, Any]) -> tuple[_Messages, str]:
+def _messages_of(record: dict[str, Any]) -> tuple[_Messages, str]:
+    # Null is no prompt: data sets that were joined have every column in every record.
+    value = {key: item for key, item in record.items() if item is not None or key not in _PROMPT_KEYS}
     for key in ("prompt", "text"):
         if key in value:
+            if key == "prompt":
+                advice = "messages are read with --field messages=prompt, a plain text with --field text=prompt"
+                refuse_messages_as_text(value[key], key, advice)
             messages = _conversation(value[key], key, messages_of_text)
             if is_nemo_text(value[key]):  # its `text` may be a prompt, or a whole conversation
                 messages = _without_answer(messages)
@@ -133,15 +141,20 @@ def _messages_of(value: dict[str, Any]) -> tuple[_Messages, str]:
             plain = [{"role": turn["role"], "content": turn["content"].strip()} for turn in turns]
             return _without_answer(plain), ""
         if key in value:
-            messages = _without_answer(_conversation(value[key], key, parse_hh_conversation))
-            return messages, _turns_fault(value[key], messages)
+            conversation = messages_of_json(value[key], key)
+            messages = _without_answer(_conversation(conversation, key, parse_hh_conversation))
+            return messages, _turns_fault(conversation, messages)
     if "chosen" in value and "rejected" in value:
         chosen, rejected = (
-            _without_answer(_conversation(value[key], key, parse_hh_conversation)) for key in ("chosen", "rejected")
+            _without_answer(_conversation(messages_of_json(value[key], key), key, parse_hh_conversation))
+            for key in ("chosen", "rejected")
         )
         if chosen != rejected:
             return chosen, "chosen and rejected answer different prompts"
-        return chosen, _turns_fault(value["chosen"], chosen)
+        return chosen, _turns_fault(messages_of_json(value["chosen"], "chosen"), chosen)
+    present = [key for key in _PROMPT_KEYS if key in record]
+    if present:
+        raise DataError(f"null in {' and '.join(present)}; expected a prompt in one of them")
     raise ColumnMissing(value, "prompt, text, messages, or chosen and rejected", "--field prompt")
 
 

@@ -308,13 +308,15 @@ def _render(
     `unread` counts the template arguments of records that have no effect.
     """
     value = record.value
-    keys = ["prompt"] if "prompt" in columns.names else [key for key in PROMPT_KEYS if key in value]
-    keys = keys or [SHAREGPT_KEY] * (SHAREGPT_KEY in value)
-    if not keys:
-        raise ColumnMissing(value, "exactly one of prompt, text and messages", f"{columns.key}prompt")
-    if len(keys) > 1:
-        raise DataError(f"found {' and '.join(keys)}; expected exactly one of prompt, text and messages")
-    key, content = keys[0], value[keys[0]]
+    key = _prompt_key(value, columns)
+    content = value[key]
+    if key == "prompt":
+        column = columns.names.get(key, key)
+        rename = f"+{columns.key}rename"
+        advice = f"messages are read with {rename}.messages={column}, a plain text with {rename}.text={column}"
+        jsonl.refuse_messages_as_text(content, key, advice)
+    elif key != "text":
+        content = jsonl.messages_of_json(content, key)
     messages: list[dict[str, Any]] = []
     if isinstance(content, list) or key in ("messages", SHAREGPT_KEY):
         messages = jsonl.check_messages(content, key, ROLES, "a list of messages", texts_only=False)
@@ -335,7 +337,9 @@ def _render(
         raise ConfigError([f"{fault}; set model.data.apply_chat_template=true"])
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": jsonl.check_text(system, "system")}, *messages]
-    metadata = {name: item for name, item in value.items() if name != key}
+    of_prompts = (*PROMPT_KEYS, SHAREGPT_KEY)
+    unused = [name for name in of_prompts if name not in columns.names and value.get(name) is None]
+    metadata = {name: item for name, item in value.items() if name != key and name not in unused}
     if not messages:
         return record.where, Prompt(-1, str(content), (), metadata)
     conversation = Conversation.of_record(messages, metadata)
@@ -345,6 +349,28 @@ def _render(
     if renderer.options.sanitize_control_tokens:
         tokens = tuple(renderer.prompt(conversation))
     return record.where, Prompt(-1, text, tokens, metadata, tuple(messages))
+
+
+def _prompt_key(value: Mapping[str, Any], columns: Columns) -> str:
+    """Return the column that holds a record's prompt.
+
+    Null is no prompt: data sets that were joined have every column in every record.
+    """
+    if "prompt" in columns.names:
+        return "prompt"
+    present = [key for key in (*PROMPT_KEYS, SHAREGPT_KEY) if key in value]
+    if not present:
+        raise ColumnMissing(value, "exactly one of prompt, text and messages", f"{columns.key}prompt")
+    keys = [key for key in PROMPT_KEYS if value.get(key) is not None]
+    if len(keys) > 1:
+        raise DataError(f"found {' and '.join(keys)}; expected exactly one of prompt, text and messages")
+    if keys:
+        return keys[0]
+    if value.get(SHAREGPT_KEY) is not None:
+        return SHAREGPT_KEY
+    if len(present) > 1:
+        raise DataError(f"null in {' and '.join(present)}; expected a prompt in one of them")
+    return present[0]
 
 
 def _tokenise(

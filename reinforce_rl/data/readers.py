@@ -19,6 +19,7 @@ import re
 import stat
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -246,7 +247,7 @@ def _record_of(value: Any) -> dict[str, Any]:
     """Return a row as a record; raise its DataError if it is none."""
     if isinstance(value, bytes):
         try:
-            value = json.loads(_decoded(value))
+            value = json.loads(_decoded(value), object_pairs_hook=_object_of)
         except json.JSONDecodeError as error:
             reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
             raise DataError(f"not valid JSON ({reason})") from error
@@ -259,6 +260,16 @@ def _record_of(value: Any) -> dict[str, Any]:
     return value
 
 
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; of a key that occurs twice Python would keep the last value, and Arrow refuses it."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = ", ".join(repr(name) for name, count in counts.items() if count > 1)
+        raise DataError(f"not usable JSON (an object has {twice} more than once; keep one of them)")
+    return found
+
+
 def _decoded(raw: bytes, of: str = "line") -> str:
     try:
         return raw.decode("utf-8")
@@ -269,7 +280,7 @@ def _decoded(raw: bytes, of: str = "line") -> str:
 
 def _list(file: io.BufferedReader) -> Rows:
     try:
-        values = json.loads(_decoded(file.read(), "file"))
+        values = json.loads(_decoded(file.read(), "file"), object_pairs_hook=_object_of)
     except DataError as error:
         raise DataError(f"is {error}") from error
     except (ValueError, RecursionError) as error:  # of JSON or of UTF-8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +50,21 @@ class TokenizerInfo:
 def token_id(value: object) -> int | None:
     """Narrow a tokenizer's special id, which transformers types as almost anything, to an int."""
     return value if isinstance(value, int) else None
+
+
+def decode_all(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
+) -> list[str]:
+    """Return the text of each row of token ids, with every space as the tokens have it.
+
+    A folder's `clean_up_tokenization_spaces`, made for WordPiece and set by Llama 3, would turn "x != y" into "x!= y".
+    """
+    if not rows:  # of which transformers makes one text
+        return []
+    texts = tokenizer.batch_decode(
+        [list(row) for row in rows], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
+    return [str(text) for text in texts]
 
 
 def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:

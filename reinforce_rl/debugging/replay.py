@@ -41,6 +41,7 @@ from reinforce_rl.evaluation.evaluate import reward_overrides
 from reinforce_rl.megatron.checkpointer import Checkpoint, checkpoint_up_to
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.records import (
+    RolloutRow,
     Samples,
     join_samples,
     read_table,
@@ -293,14 +294,21 @@ class _Replayer:
         if not self._mesh.is_main:
             return PhaseResult("score", "same")
         prompts = [Prompt(row.prompt_id, row.prompt, ()) for row in stored.rows]
-        table = samples_table(Samples(sample_rows(stored.step, prompts, self._rescorer(stored), self._tokenizer)))
+        rows = self._rows(stored.step, prompts, self._rescorer(stored), None)
+        table = samples_table(Samples(rows))
         return PhaseResult.of("score", sample_differences(then, table, COLUMNS["score"], bounds))
+
+    def _rows(
+        self, step: int, prompts: Sequence[Prompt], batch: RolloutBatch, data: ReinforceBatch | None
+    ) -> list[RolloutRow]:
+        skips = self._cfg.model.reinforce.skip_special_tokens
+        return sample_rows(step, prompts, batch, self._tokenizer, data, skip_special_tokens=skips)
 
     def _table(self, step: int, batch: RolloutBatch, data: ReinforceBatch | None) -> pa.Table | None:
         """Return the samples of all ranks as they are recorded; None on all ranks but the first."""
         cfg, parts = self._cfg.trainer.reinforce, []
         if self._mesh.is_block_leader:
-            rows = sample_rows(step, self._prompts(batch), batch, self._tokenizer, data)
+            rows = self._rows(step, self._prompts(batch), batch, data)
             advantages = data.advantages if data is not None and cfg.credit_assignment == "token" else None
             tokens = token_columns(batch, kl_estimator=cfg.kl_estimator_used, advantages=advantages)
             parts = self._mesh.gather_over_dp_on_first(Samples(rows, tokens))

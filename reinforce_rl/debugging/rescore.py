@@ -35,6 +35,7 @@ class Rescorer:
         model = cfg.pretrained_checkpoint.restore_from_path
         self._tokenizer = load_tokenizer(model)
         self._stop_ids = stop_token_ids(model, self._tokenizer)
+        self._skips = cfg.model.reinforce.skip_special_tokens
         self._size = cfg.model.reinforce.rollout_micro_batch_size * cfg.trainer.reinforce.num_rollouts_per_prompt
         self._data: list[Prompt] = []  # for the messages, which are not recorded
         try:
@@ -79,7 +80,9 @@ class Rescorer:
                 tokens[i, : len(response)] = torch.tensor(response, dtype=torch.long)
             prompts = [self._prompt(stored, i, own) for i, (own, _) in zip(rows.tolist(), cut, strict=True)]
             completions = Completions(tokens, part.response_lengths, part.finish_reasons)
-            request = request_about(prompts, completions, self._tokenizer, self._stop_ids)
+            request = request_about(
+                prompts, completions, self._tokenizer, self._stop_ids, skip_special_tokens=self._skips
+            )
             yield self._source.infer_rm(request), len(rows)
 
     def _prompt(self, stored: StoredStep, row: int, tokens: list[int]) -> Prompt:

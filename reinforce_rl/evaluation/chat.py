@@ -21,7 +21,7 @@ from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.data.batches import FINISH_LENGTH, Completions, Prompt
 from reinforce_rl.data.rendering import DEFAULT_OPTIONS, ChatRenderer, Conversation, TemplateOptions, encode_plain
-from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.data.tokenizer import decode_all, load_tokenizer
 from reinforce_rl.errors import DataError, ReinforceError, RewardServerError
 from reinforce_rl.evaluation.evaluate import reward_overrides, short_names
 from reinforce_rl.evaluation.model import inference_config, load_actor
@@ -93,7 +93,8 @@ class Speaker:
         def watch(tokens: list[list[int]], is_whole: bool = False) -> None:
             nonlocal shown
             ids = tokens[0][:-1] if tokens[0][-1:] and tokens[0][-1] in params.stop_token_ids else tokens[0]
-            text = str(self.actor.tokenizer.decode(ids, skip_special_tokens=True))
+            skips = self.actor.settings.skip_special_tokens
+            text = decode_all(self.actor.tokenizer, [ids], skip_special_tokens=skips)[0]
             text = text if is_whole else text.rstrip("\ufffd")  # a character may be spread over tokens
             show(text[shown:])
             shown = max(shown, len(text))

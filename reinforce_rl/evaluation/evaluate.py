@@ -242,11 +242,13 @@ def _answers(
         batch = maker.answer("evaluation", 0, prompts, control.activity, samples)
         if with_log_probs:
             batch = replace(batch, log_probs=actor.get_inference_log_probs(*_where(batch)))
+    skips = actor.settings.skip_special_tokens
+    rows = sample_rows(0, prompts, batch, actor.tokenizer, set_name="validation", skip_special_tokens=skips)
     return _Answers(
         name=name,
         model=model,
         prompts={prompt.id: prompt for prompt in mesh.join_over_dp(list(prompts))},
-        rows=mesh.join_over_dp(sample_rows(0, prompts, batch, actor.tokenizer, set_name="validation")),
+        rows=mesh.join_over_dp(rows),
         metrics=take_means(validation_means(batch, prompts), mesh.gather_over_dp),
         own=batch,
     )

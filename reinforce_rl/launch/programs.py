@@ -78,10 +78,15 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
     return decorate
 
 
+def find_copied_functions(cfg: DictConfig) -> None:
+    """Let the run's folder be searched for modules: `reinforce_rl.train` copies a function there."""
+    folder = str(OmegaConf.select(cfg, "exp_manager.explicit_log_dir", default="."))
+    sys.path.append(os.path.abspath(os.path.expanduser(folder)))
+
+
 @with_config("train_reinforce_actor")
 def train(cfg: DictConfig) -> None:
-    # A function that `reinforce_rl.train` has copied lies in the run's folder.
-    sys.path.append(os.path.abspath(str(OmegaConf.select(cfg, "exp_manager.explicit_log_dir", default="."))))
+    find_copied_functions(cfg)
     if cfg.preflight in (True, "deep"):
         from reinforce_rl.preflight.run import preflight
 
@@ -103,7 +108,7 @@ def train(cfg: DictConfig) -> None:
 def verify(**options: Any) -> None:
     @with_config("train_reinforce_actor")
     def program(cfg: DictConfig) -> None:
-        sys.path.append(os.path.abspath(str(OmegaConf.select(cfg, "exp_manager.explicit_log_dir", default="."))))
+        find_copied_functions(cfg)
         from reinforce_rl.rewards.function_pool import with_functions
 
         config = with_functions(*read_config(cfg))
@@ -121,7 +126,7 @@ def verify(**options: Any) -> None:
 
 @with_config("train_reinforce_actor")
 def generate(cfg: DictConfig) -> None:
-    sys.path.append(os.path.abspath(str(OmegaConf.select(cfg, "exp_manager.explicit_log_dir", default="."))))
+    find_copied_functions(cfg)
     from reinforce_rl.rewards.function_pool import with_functions
 
     ranks = os.environ.pop("WORLD_SIZE", None)  # of this generator, and the rules compare it with the trainers'

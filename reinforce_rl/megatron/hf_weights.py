@@ -27,7 +27,7 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weight_files import INDEX_FILE, NAMED_FILE, SINGLE_FILE
 from reinforce_rl.megatron.weight_map import EMBEDDING, OUTPUT_LAYER, OUTPUT_PARAMETER, SCORE_LAYER, Row, weight_map
-from reinforce_rl.utils.files import naming, replace_folder, space_note
+from reinforce_rl.utils.files import make_readable, naming, replace_folder, space_note
 
 T = TypeVar("T")
 Track = Callable[[Sequence[T]], Iterable[T]]  # iterates like `iter`; may show progress
@@ -39,7 +39,7 @@ SCORE = SCORE_LAYER.removesuffix(".weight")  # module of a classifier's head
 STEP = "training_step"  # key of an exported config.json
 # Config and tokenizer files copied into an exported folder.
 _CARRIED_OVER = ("*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
-_CARRIED_OVER += ("chat_template*", "*.model")
+_CARRIED_OVER += ("chat_template*", "additional_chat_templates/*.jinja", "*.model")
 
 
 def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter, heads: Sequence[str] = ()) -> None:
@@ -249,8 +249,11 @@ def shard_files(rows: list[Row], dtype: torch.dtype, max_bytes: int) -> dict[str
 
 
 def carry_over(source: Path, out: Path) -> None:
-    for file in sorted({file for pattern in _CARRIED_OVER for file in source.glob(pattern)}):
-        shutil.copyfile(file, out / file.name)
+    for path in sorted({path for pattern in _CARRIED_OVER for path in source.glob(pattern)}):
+        if path.is_file():  # a folder may have such a name too
+            copy = out / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -258,7 +261,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
     with naming(path):
         save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors creates it with mode 0600
+    make_readable(path)  # safetensors creates it with mode 0600
 
 
 def _keep_end_tokens(folder: Path) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from reinforce_rl.algorithm.kl import token_kl
 from reinforce_rl.data.batches import FINISH_STOP, Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.data.tokenizer import decode_all
 from reinforce_rl.errors import DataError
 from reinforce_rl.utils.files import encode, plain_number, read_json_lines, write_atomically
 
@@ -131,12 +132,15 @@ def sample_rows(
     tokenizer: PreTrainedTokenizerBase,
     data: ReinforceBatch | None = None,
     set_name: str = "train",
+    *,
+    skip_special_tokens: bool = True,
 ) -> list[RolloutRow]:
     """Return one row per sample; `prompts` are in the batch's order, `data` is None in validation."""
     prompt_of = {prompt.id: prompt for prompt in prompts}
     starts, lengths = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
     rows = zip(batch.sequences.tolist(), starts, lengths, strict=True)
-    texts = tokenizer.batch_decode([row[start : start + n] for row, start, n in rows], skip_special_tokens=True)
+    responses = [row[start : start + n] for row, start, n in rows]
+    texts = decode_all(tokenizer, responses, skip_special_tokens=skip_special_tokens)
     trained: dict[str, Tensor] = {}
     if data is not None:
         trained = {"kl": data.kl, "reward_with_kl": data.rewards_with_kl, "baseline": data.baseline}
@@ -149,7 +153,7 @@ def sample_rows(
             prompt_id=prompt_id,
             sample_id=int(batch.sample_ids[i]),
             prompt=prompt_of[prompt_id].text,
-            response=str(texts[i]),
+            response=texts[i],
             reward=float(batch.rewards[i]),
             finish_reason=batch.finish_reasons[i],
             response_length=lengths[i],
@@ -204,9 +208,7 @@ def join_samples(parts: Sequence[Samples], tokenizer: PreTrainedTokenizerBase) -
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> dict[int, str]:
-    if not ids:  # of which transformers makes one text
-        return {}
-    texts = tokenizer.batch_decode([[one] for one in ids], clean_up_tokenization_spaces=False)
+    texts = decode_all(tokenizer, [[one] for one in ids])
     pieces = tokenizer.convert_ids_to_tokens(ids)
     # SentencePiece leaves the first token's space out.
     pairs = zip(map(str, pieces), texts, strict=True)

@@ -36,6 +36,8 @@ SKIP_MULTI_TURN = "more than one user turn"
 SKIP_LIMIT = "over data.max_pairs"
 _WARN_ABOVE = 0.1  # share of lines skipped without a config key asking for it
 
+_AS_LIST = 'write messages as a list, and a plain text into a message, {"role": ..., "content": TEXT}'
+
 _PAIR_ADVICE = (
     'Correct or remove these lines; a line is {"prompt": text or messages, "chosen": text, "rejected": text}, or has '
     "whole conversations in chosen and rejected."
@@ -275,8 +277,11 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _prompt_of(value: dict[str, Any]) -> list[dict[str, Any]]:
-    key = "messages" if "messages" in value and "prompt" not in value else "prompt"
+    key = "messages" if value.get("messages") is not None and value.get("prompt") is None else "prompt"
     prompt = _given(value, key)
+    if key == "messages":
+        prompt = jsonl.messages_of_json(prompt, key)
+    jsonl.refuse_messages_as_text(prompt, key, _AS_LIST)
     if isinstance(prompt, str):
         messages: list[dict[str, Any]] = [*jsonl.messages_of_text(jsonl.check_text(prompt, key))]
     else:
@@ -292,6 +297,7 @@ def _answer_of(value: dict[str, Any], key: str) -> Mapping[str, Any]:
         message = {"role": "assistant", **answer}
         (checked,) = jsonl.check_messages([message], key, ("assistant",), texts_only=False)
         return checked
+    jsonl.refuse_messages_as_text(answer, key, _AS_LIST)
     return {"role": "assistant", "content": jsonl.check_text(answer, key).strip()}
 
 

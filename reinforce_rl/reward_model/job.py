@@ -48,7 +48,7 @@ from reinforce_rl.reward_model.scorer import load_trunk
 from reinforce_rl.reward_model.train_full import FullTrainer, RewardModelMonitor, TrainableRewardModel, load_trainable
 from reinforce_rl.runtime.settings import CONFIG_FILE, compare, read_tree
 from reinforce_rl.trainer.build import DTYPES, check_vocabulary, model_options
-from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.files import make_readable, write_atomically
 
 LINE_EVERY_SECONDS = 30.0
 HEAD_FILE = "head.safetensors"
@@ -143,7 +143,7 @@ def _run_head(cfg: TrainRewardModelConfig, command: str, console: Console) -> he
     path = Path(cfg.output_dir) / HEAD_FILE
     with heads.replaced(path) as part:
         best.head.save(part, about)
-        part.chmod(0o644)  # safetensors makes files that only their owner can read
+        make_readable(part)  # safetensors makes files that only their owner can read
         write_atomically(path.with_name(CARD_FILE), card)
     table = Table(title=f"Share of {len(held_out)} held-out pairs ordered rightly, ± standard error", box=SIMPLE)
     for number, title in enumerate(titles):

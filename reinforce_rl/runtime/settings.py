@@ -34,7 +34,7 @@ MEANING = re.compile(
     r"trainer\.reinforce\.(?!(max_epochs|max_steps|val_check_interval|save_interval|gradient_clip_val"
     r"|max_failed_fraction|max_skipped_steps|generation_work_queue|generator_log_probs|rollout_batch_seq_length)$)"
     r"|pretrained_checkpoint\.|model\.(data|peft)\.|model\.(seed|global_batch_size|encoder_seq_length)$"
-    r"|model\.reinforce\.(num_rollout_samples$|sampling_params\.|length_params\.)"
+    r"|model\.reinforce\.(num_rollout_samples$|skip_special_tokens$|sampling_params\.|length_params\.)"
     r"|max_staleness$|rollout_order$|inflight_updates$|inflight_cache$|reward$|reward_function\.(name|kwargs|weight|more_functions)$"
     r"|remote_rm\.(reward_model\.weight|more_reward_models)$"
 )

@@ -168,6 +168,7 @@ def actor_settings(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenize
         logits_chunk_tokens=logits_chunk_tokens(cfg.model, gpu=not on_cpu),
         offload_optimizer=rollout.offload_adam_states,
         loss=loss_settings(cfg.trainer.reinforce),
+        skip_special_tokens=rollout.skip_special_tokens,
     )
 
 

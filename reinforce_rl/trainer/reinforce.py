@@ -344,7 +344,9 @@ class ReinforceTrainer:
             rollouts = replace(rollouts, log_probs=self._log_probs)
         parts: list[Samples] = []
         if mesh.is_block_leader:
-            rows, tokens = sample_rows(self.step, self._prompts, rollouts, tokenizer, batch), None
+            skips = self.model.settings.skip_special_tokens
+            rows = sample_rows(self.step, self._prompts, rollouts, tokenizer, batch, skip_special_tokens=skips)
+            tokens = None
             if self.logger.records_tokens(self.step):
                 advantages = batch.advantages if cfg.credit_assignment == "token" else None
                 tokens = token_columns(rollouts, kl_estimator=cfg.kl_estimator_used, advantages=advantages)

@@ -16,7 +16,7 @@ from reinforce_rl.data.batches import (
     RolloutBatch,
     join_prompts_and_responses,
 )
-from reinforce_rl.data.tokenizer import pad_id_of
+from reinforce_rl.data.tokenizer import decode_all, pad_id_of
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards.base import (
     STATUS_NOT_FINITE,
@@ -26,6 +26,7 @@ from reinforce_rl.rewards.base import (
     RewardRequest,
     Rewards,
 )
+from reinforce_rl.utils.console import warn_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +38,14 @@ def reward_request(
     model: MegatronGPTReinforceActorModel, prompts: Sequence[Prompt], completions: Completions
 ) -> RewardRequest:
     """Return what a reward source is asked about an actor's responses."""
-    return request_about(prompts, completions, model.tokenizer, model.settings.sampling.stop_token_ids)
+    settings = model.settings
+    return request_about(
+        prompts,
+        completions,
+        model.tokenizer,
+        settings.sampling.stop_token_ids,
+        skip_special_tokens=settings.skip_special_tokens,
+    )
 
 
 def request_about(
@@ -45,8 +53,13 @@ def request_about(
     completions: Completions,
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Sequence[int],
+    *,
+    skip_special_tokens: bool = True,
 ) -> RewardRequest:
-    """Return what a reward source is asked about responses; `stop_token_ids` are those that end one."""
+    """Return what a reward source is asked about responses; `stop_token_ids` are those that end one.
+
+    Logs a warning where a text lacks a special token other than the one at its end.
+    """
     repeated = completions.repeat_to_samples(prompts)
     sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, pad_id_of(tokenizer))
     # Without the stop token, which a tokenizer may not treat as special.
@@ -55,15 +68,34 @@ def request_about(
     stop_ids = torch.tensor(stop_token_ids, dtype=torch.long)
     text_lengths = completions.lengths - ((completions.lengths > 0) & torch.isin(last, stop_ids)).long()
     texts = [row[:length] for row, length in zip(completions.tokens.tolist(), text_lengths.tolist(), strict=True)]
+    if skip_special_tokens:
+        _warn_of_special_tokens(tokenizer, texts)
     return RewardRequest(
         tokens=sequences,
         lengths=prompt_lengths + completions.lengths,
         prompts=tuple(prompt.text for prompt in repeated),
-        responses=tuple(tokenizer.batch_decode(texts, skip_special_tokens=True)),
+        responses=tuple(decode_all(tokenizer, texts, skip_special_tokens=skip_special_tokens)),
         messages=tuple(prompt.messages for prompt in repeated),
         metadata=tuple(prompt.metadata for prompt in repeated),
         finished=tuple(reason == FINISH_STOP for reason in completions.finish_reasons),
     )
+
+
+def _warn_of_special_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[int]]) -> None:
+    """Log a warning, once for each, of special tokens that are not in the texts. Padding and the like is no loss."""
+    of_every_text = [
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        tokenizer.unk_token_id,
+    ]
+    drawn = set[int]().union(*texts)
+    for number, token in sorted(tokenizer.added_tokens_decoder.items()):
+        if token.special and number in drawn and number not in of_every_text:
+            warn_once(
+                f"responses hold the special token {token}, which rewards and records do not see; "
+                "model.reinforce.skip_special_tokens=false keeps special tokens in their texts"
+            )
 
 
 def scores_of(future: RewardFuture, count: int) -> Rewards:

@@ -179,7 +179,8 @@ class RolloutMaker:
         means = take_means(validation_means(batch, prompts), mesh.gather_over_dp)
         found: list[Samples] = []
         if mesh.is_block_leader:
-            rows = sample_rows(step, prompts, batch, self.model.tokenizer, set_name=name)
+            skips = self.model.settings.skip_special_tokens
+            rows = sample_rows(step, prompts, batch, self.model.tokenizer, set_name=name, skip_special_tokens=skips)
             tokens = token_columns(batch) if records_tokens else None
             found = mesh.gather_over_dp_on_first(Samples(rows, tokens))
         return means, join_samples(found, self.model.tokenizer)

@@ -48,7 +48,7 @@ def write_atomically(path: Path, text: str | bytes, mode: int = 0o644) -> None:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                os.fchmod(file.fileno(), mode)  # mkstemp's 0600 would keep the group from reading
+                make_readable(file.fileno(), mode)  # mkstemp's 0600 would keep the group from reading
                 file.write(encode(text) if isinstance(text, str) else text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -129,6 +129,15 @@ def write_fault(error: OSError) -> str:
     }
     remedy = remedies.get(error.errno or 0, "Free some space")
     return f"{text}. {remedy}, and start the same command again"
+
+
+def make_readable(file: Path | int, mode: int = 0o644) -> None:
+    """Set the mode of a file, or of a descriptor, where its file system has modes.
+
+    Buckets mounted by gcsfuse or Mountpoint, and some shares, refuse it: the mount says who may read there.
+    """
+    with contextlib.suppress(OSError):
+        os.chmod(file, mode)
 
 
 def write_json(path: Path, values: Any) -> None:

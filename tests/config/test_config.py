@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,10 @@ from helpers.toy_server import free_port
 from omegaconf import OmegaConf
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.config.load import load_config
+from reinforce_rl.config.base import Section
+from reinforce_rl.config.compose import compose as composed
+from reinforce_rl.config.describe import PROGRAMS, keys_of
+from reinforce_rl.config.load import load_config, read
 from reinforce_rl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +91,49 @@ def test_defaults_that_depend_on_a_gpu(folder, monkeypatch, gpu, overrides, prec
     config = load_config(compose(*right(folder), *overrides))
     assert config.trainer.precision == precision
     assert (config.model.optim.distributed, config.model.optim.overlap_grad_sync) == shared
+
+
+def test_a_home_folder_is_written_with_a_tilde(folder, tmp_path, monkeypatch):
+    """No shell expands KEY=~/folder, and no YAML; Hydra's grammar has no ~ without quotes."""
+    monkeypatch.setenv("HOME", str(folder))
+    home = ["pretrained_checkpoint.restore_from_path=~/model", "exp_manager.explicit_log_dir=~/run"]
+    own = [override for override in right(folder) if override.partition("=")[0] not in str(home)]
+    config = load_config(composed("train_reinforce_actor", [*own, *home]))
+    assert config.pretrained_checkpoint.restore_from_path == str(folder / "model")
+    assert config.exp_manager.explicit_log_dir == str(folder / "run")
+
+
+def _paths(schema: type[Section]) -> list[str]:
+    return [key.path for key in keys_of(schema()) if key.kind.startswith("path") and "list" not in key.kind]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_path_may_begin_with_a_tilde(name, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = _paths(PROGRAMS[name])
+    assert len(paths) >= 2
+    config, _ = read(PROGRAMS[name], composed(name, [f"{path}=~/x y" for path in paths]))
+    assert {path: attrgetter(path)(config) for path in paths} == dict.fromkeys(paths, "/home/me/x y")
+
+
+def _nullable_texts(section: Section, prefix: str = "") -> Iterator[str]:
+    for name, value in section:
+        if isinstance(value, Section):
+            yield from _nullable_texts(value, f"{prefix}{name}.")
+        elif value is None and "string" in str(type(section).model_json_schema()["properties"][name]["anyOf"]):
+            yield f"{prefix}{name}"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_none_is_no_text_where_null_is_meant(name):
+    """Hydra and YAML read None as a text; it became a system prompt, or the name of a project."""
+    keys = list(_nullable_texts(PROGRAMS[name]()))
+    assert len(keys) > 3
+    _, faults = read(PROGRAMS[name], composed(name, [f"{key}=None" for key in keys]))
+    assert [fault.split(" ")[0] for fault in faults if "'None'" in fault] == keys
+    assert all(f"{key}=null" in fault for key, fault in zip(keys, faults, strict=False))
+    _, faults = read(PROGRAMS[name], composed(name, [f"{key}=null" for key in keys]))
+    assert not [fault for fault in faults if fault.split(" ")[0] in keys]
 
 
 RL, ROLLOUT = "trainer.reinforce", "model.reinforce"

@@ -53,6 +53,37 @@ def hh(text: str) -> str:
     return f"\n\nHuman: {text}\n\nAssistant:"
 
 
+def test_null_is_no_prompt_and_messages_may_be_json(tmp_path):
+    whole = [user("a"), assistant("b")]
+    empty = {"prompt": None, "text": None, "messages": None, "conversations": None, "chosen": None}
+    file = write(
+        tmp_path / "a.jsonl",
+        {**empty, "prompt": "one"},
+        {**empty, "messages": json.dumps([user("two"), assistant("x")])},
+        {**empty, "conversations": [{"from": "human", "value": "three"}], "system": "be kind"},
+        {**empty, "chosen": json.dumps(whole), "rejected": json.dumps([user("a"), assistant("c")])},
+    )
+    prepare_prompts([file], tmp_path, PrepareOptions(num_validation=1))
+    rows = rows_of(tmp_path / "train.jsonl") + rows_of(tmp_path / "validation.jsonl")
+    expected = [[user("one")], [user("two")], [user("a")]]
+    expected.append([{"role": "system", "content": "be kind"}, user("three")])
+    assert sorted(rows, key=str) == sorted(({"messages": messages} for messages in expected), key=str)
+    write(file, empty)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: null in prompt and text and messages"):
+        prepare_prompts([file], tmp_path, PrepareOptions())
+    write(file, {"prompt": json.dumps(whole)})
+    with pytest.raises(DataError, match=r"--field messages=prompt, a plain text with --field text=prompt"):
+        prepare_prompts([file], tmp_path, PrepareOptions())
+    texts = [json.dumps([user(text)]) for text in ("one", "two")]
+    write(file, *({"prompt": text} for text in texts))
+    for name, expected in (("messages", "one"), ("text", texts[0])):
+        prepare_prompts(
+            [file], tmp_path / name, PrepareOptions(num_validation=1), Columns({name: "prompt"}, "--field ")
+        )
+        rows = rows_of(tmp_path / name / "train.jsonl") + rows_of(tmp_path / name / "validation.jsonl")
+        assert {"messages": [user(expected)]} in rows
+
+
 def test_parse_hh_conversation():
     text = "\n\nHuman: Hi.\n\nTell me:\nAssistant: is that a marker?\n\nAssistant: No \n\nHuman: ok\n\nAssistant:"
     messages = [user("Hi.\n\nTell me:\nAssistant: is that a marker?"), assistant("No"), user("ok")]

@@ -12,6 +12,7 @@ import pytest
 from helpers.chat_templates import QWEN25, write_chat_tokenizer
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from omegaconf import OmegaConf
+from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from reinforce_rl.data.batches import Prompt
@@ -96,6 +97,75 @@ def test_forms_and_columns_as_others_have_them(tokenizer, tmp_path):
     (tmp_path / "b.csv").write_text("question,system\n" + "hi,be brief\n" * 20)
     with pytest.raises(DataError, match=said):
         load(tokenizer, tmp_path / "b.csv")
+
+
+def test_a_tokenizer_that_was_saved_with_truncation_cuts_nothing(tokenizer, tmp_path):
+    """`tokenizer.json` keeps the truncation and padding of whoever trained with it last."""
+    folder = write_tiny_tokenizer(tmp_path / "tokenizer")
+    core = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    core.enable_truncation(3)
+    core.enable_padding(length=30)
+    core.save(str(folder / "tokenizer.json"))
+    file = write(
+        tmp_path / "a.jsonl",
+        {"prompt": "a long prompt"},
+        {"messages": [{"role": "user", "content": "hi there"}]},
+    )
+    saved = load_tokenizer(folder)
+    for template in (TemplateOptions(), TemplateOptions(sanitize_control_tokens=True)):
+        found = load(saved, file, template=template)
+        assert [p.tokens for p in found] == [p.tokens for p in load(tokenizer, file)]
+
+
+def test_null_is_no_prompt(tokenizer, tmp_path):
+    # `datasets.concatenate_datasets` gives each record the columns of all, with null.
+    messages = [{"role": "user", "content": "hi"}]
+    empty = {"prompt": None, "text": None, "messages": None, "conversations": None}
+    file = write(
+        tmp_path / "a.jsonl",
+        {**empty, "prompt": "one", "answer": 1},
+        {**empty, "messages": messages, "answer": None},
+        {**empty, "text": "two"},
+        {**empty, "conversations": [{"from": "human", "value": "ho"}]},
+    )
+    dataset = load(tokenizer, file)
+    assert [p.text for p in dataset] == ["one", "U: hi<eos>A:", "two", "U: ho<eos>A:"]
+    assert [p.metadata for p in dataset] == [{"answer": 1}, {"answer": None}, {}, {}]
+    with pytest.raises(DataError, match=r"b\.jsonl:2: null in prompt and messages"):
+        load(tokenizer, write(tmp_path / "b.jsonl", {"prompt": "one"}, {"prompt": None, "messages": None}))
+    with pytest.raises(DataError, match=r"a\.jsonl:2: prompt is null"):
+        load(tokenizer, write(file, {"q": "one"}, {"q": None, "text": "x"}), columns=Columns({"prompt": "q"}))
+
+
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_messages_that_a_text_holds_as_json(tokenizer, tmp_path, key):
+    said = {"messages": {"role": "user", "content": "hi"}, "conversations": {"from": "human", "value": "hi"}}[key]
+    as_list = load(tokenizer, write(tmp_path / "a.jsonl", {key: [said]}))
+    as_text = load(tokenizer, write(tmp_path / "b.jsonl", {key: json.dumps([said])}))
+    assert as_text[0] == as_list[0] and as_text[0].text == "U: hi<eos>A:"
+    python = write(tmp_path / "c.jsonl", {key: str([said])})
+    with pytest.raises(DataError, match=rf"c\.jsonl:1: {key} is a list of messages in Python's form, .*json\.dumps"):
+        load(tokenizer, python)
+    with pytest.raises(DataError, match=rf"d\.jsonl:1: {key} is a string, expected a list of messages"):
+        load(tokenizer, write(tmp_path / "d.jsonl", {key: "hi"}))
+
+
+@pytest.mark.parametrize("form", [json.dumps, str])
+def test_a_prompt_that_may_be_a_text_or_messages_needs_a_choice(tokenizer, tmp_path, form):
+    text = form([{"role": "user", "content": "hi"}])
+    file = write(tmp_path / "a.jsonl", {"prompt": text})
+    keys = r"rename\.messages=prompt, .* \+model\.data\.fields\.rename\.text=prompt"
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: prompt is a text that holds a list of messages, .*{keys}"):
+        load(tokenizer, file, apply_chat_template=True)
+    assert load(tokenizer, file, columns=Columns({"text": "prompt"}))[0].text == text
+    if form is json.dumps:
+        assert load(tokenizer, file, columns=Columns({"messages": "prompt"}))[0].text == "U: hi<eos>A:"
+    with pytest.raises(DataError, match=r"rename\.messages=chat"):
+        load(tokenizer, write(file, {"chat": text}), columns=Columns({"prompt": "chat"}))
+    # A prompt may well be JSON of something else.
+    others = ['[{"name": "x"}]', "[1, 2]", "[", "[]", '[{"role": "user"}, 1]']
+    dataset = load(tokenizer, write(file, *({"prompt": other} for other in others)))
+    assert [prompt.text for prompt in dataset] == others
 
 
 def test_the_same_prompts_in_another_form_are_the_same_data(tokenizer, tmp_path):

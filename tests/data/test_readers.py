@@ -15,6 +15,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from pyarrow import ArrowInvalid
+from pyarrow import json as arrow_json
 
 from reinforce_rl.data.jsonl import LineFaults
 from reinforce_rl.data.readers import Columns, files_of, read_records, source_fault
@@ -221,6 +223,11 @@ OTHER = {
 }
 
 
+def test_a_key_that_occurs_twice_is_refused_as_by_arrow():
+    with pytest.raises(ArrowInvalid, match=r"Column\(/answer\) was specified twice in row 0"):
+        arrow_json.read_json(io.BytesIO(b'{"answer": 1, "answer": 3}\n'))
+
+
 @pytest.mark.parametrize(("content", "fault"), OTHER.values(), ids=OTHER)
 def test_what_cannot_be_read_is_named_with_what_to_do(tmp_path, content, fault):
     path = tmp_path / "p.jsonl"
@@ -256,6 +263,13 @@ def test_what_cannot_be_read_is_named_with_what_to_do(tmp_path, content, fault):
             ":2: not valid UTF-8 (byte 13 of the line); save it as UTF-8",
         ),
         ("a.json", b'[{"prompt": "\xe9"}]', "is not valid UTF-8 (byte 14 of the file); save it as UTF-8"),
+        (
+            "a.jsonl",
+            b'{"prompt": "x"}\n{"prompt": "y", "answer": 1, "in": 2, "answer": 3}\n',
+            ":2: not usable JSON (an object has 'answer' more than once; keep one of them)",
+        ),
+        ("a.jsonl", b'{"in": {"a": 1, "a": 1}}', ":1: not usable JSON (an object has 'a' more than once"),
+        ("a.json", b'[{"a": 1, "a": 2}]', "is not usable JSON (an object has 'a' more than once"),
         ("a.parquet", b"prompt,answer\n", "does not begin as a Parquet file does"),
         ("a.jsonl.xz", lzma.compress(LINES * 9)[:-20], "cannot be read: Compressed file ended before"),
         ("a.jsonl.gz", gzip.compress(LINES * 9)[:-20] + b"0" * 20, "cannot be read: "),

@@ -10,7 +10,7 @@ import pytest
 from helpers.tiny_tokenizer import write_model_without_weights, write_tiny_tokenizer
 
 from reinforce_rl.data.rendering import ChatRenderer, Conversation
-from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
+from reinforce_rl.data.tokenizer import TokenizerInfo, decode_all, load_tokenizer
 from reinforce_rl.errors import ConfigError, DataError
 
 
@@ -22,6 +22,21 @@ def test_a_config_of_the_wrong_shape_is_a_message(tmp_path: Path, change: str) -
     file.write_text(json.dumps(values))
     with pytest.raises(ConfigError, match="holds no tokenizer that transformers can load"):
         load_tokenizer(tmp_path / "m")
+
+
+def test_decoding_keeps_every_space_and_leaves_out_unknown_ids(tmp_path: Path) -> None:
+    """Llama 3's folders ask transformers to clean up spaces, which breaks code and quotes."""
+    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path))
+    tokenizer.clean_up_tokenization_spaces = True
+    text = "x != y , 'social' n't ."
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) != text
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+    beyond = len(tokenizer) + 7  # of a model whose embedding is padded
+    rows = [ids, [], [*ids[:6], tokenizer.eos_token_id, beyond]]
+    assert decode_all(tokenizer, rows) == [text, "", f"{text[:6]}<eos>"]
+    assert decode_all(tokenizer, rows, skip_special_tokens=True) == [text, "", text[:6]]
+    assert decode_all(tokenizer, []) == []
 
 
 def test_vocabulary_hashes_are_compared_whole_and_shown_in_part() -> None:

@@ -65,7 +65,9 @@ def folder(tmp_path_factory):
 def speaker_of(tokenizer: Any, *answers: str | list[int], name: str = "one", limit: int = 200) -> Speaker:
     ids = [[*tokenizer.encode(text), EOS] if isinstance(text, str) else text for text in answers]
     lm = SimpleNamespace(architecture=SimpleNamespace(max_positions=limit))
-    return Speaker(name, SimpleNamespace(tokenizer=tokenizer, generator=Scripted(*ids), lm=lm))  # type: ignore[arg-type]
+    settings = SimpleNamespace(skip_special_tokens=True)
+    actor = SimpleNamespace(tokenizer=tokenizer, generator=Scripted(*ids), lm=lm, settings=settings)
+    return Speaker(name, actor)  # type: ignore[arg-type]
 
 
 def said(speakers: list[Speaker], *lines: str, console: Console | None = None, **options: Any) -> str:
@@ -108,8 +110,8 @@ class Bytes:
     def encode(self, text: str, **_: Any) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: list[int], **_: Any) -> str:
-        return bytes(ids).decode(errors="replace")
+    def batch_decode(self, rows: list[list[int]], **_: Any) -> list[str]:
+        return [bytes(ids).decode(errors="replace") for ids in rows]
 
 
 def test_no_character_is_shown_by_halves_and_no_space_is_lost():

@@ -25,6 +25,7 @@ from helpers.tiny_run import (
     tiny_overrides,
     tiny_trainer,
 )
+from helpers.tiny_tokenizer import write_tiny_tokenizer
 from safetensors.torch import load_file
 
 from reinforce_rl.config.load import load_config
@@ -263,6 +264,17 @@ class TestSamples:
         found = engine._cut_at_end_string(Answer(tokens, (-1.0, -2.0, -3.0, -4.0)), ("nowhere", text[1:]))
         assert (found.tokens, found.log_probs, found.stopped) == ((6, 7, 8), (-1.0, -2.0, -3.0), True)
         assert engine._cut_at_end_string(Answer(tokens), ("nowhere",)) == Answer(tokens)
+
+    def test_an_end_string_cuts_beside_an_id_that_the_tokenizer_lacks(self, engine, tmp_path):
+        # As Qwen2.5's, whose model has 152064 ids and whose tokenizer 151665.
+        engine._tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "small", 20))
+        beyond = engine._lm.architecture.vocab_size - 1
+        assert beyond >= len(engine._tokenizer)
+        end = engine._tokenizer.decode([7, 8])
+        found = engine._cut_at_end_string(Answer((beyond, 6, 7, 8, 9)), (end,))
+        assert (found.tokens, found.stopped) == ((beyond, 6, 7, 8), True)
+        outside = Answer((6, 7, 8, beyond + 1))  # of no response that counts
+        assert engine._cut_at_end_string(outside, (end,)) == outside
 
     def test_rows_of_unequal_length_are_padded(self, engine):
         answers = [Answer((5, 6), (-1.0, -2.0), stopped=True), Answer((), ()), Answer((4,), None)]

@@ -131,9 +131,14 @@ def test_a_run_from_the_first_step_to_its_evaluation(folder):
         ("a.b=[\u00e4,b]", "a.b=[\u00e4,b]"),
         ("+a.b=\u65e5 \u672c", "+a.b='\u65e5 \u672c'"),
         ("~a.b", "~a.b"),
+        ("a.b=~/runs/x", "a.b='~/runs/x'"),
+        ("a.b=/runs/lr=1e-6 #2", "a.b='/runs/lr=1e-6 #2'"),
+        ("a.b=1e-6", "a.b=1e-6"),
+        ("a.b=", "a.b="),
+        ("a.b=${oc.env:HOME}/x", "a.b=${oc.env:HOME}/x"),
     ],
 )
-def test_values_beyond_ascii_are_quoted_for_hydra(override, quoted):
+def test_values_that_hydra_cannot_read_are_quoted(override, quoted):
     assert with_quotes(override) == quoted
 
 

@@ -102,6 +102,22 @@ def test_exported_folder_has_the_tokenizer_and_replaces_an_older_one(mesh, tmp_p
     assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(folder).chat_template
 
 
+def test_an_export_has_every_template_and_leaves_folders_alone(mesh, tmp_path):
+    """`save_pretrained` writes named templates into a folder; other folders may have a tokenizer's name."""
+    from transformers import AutoTokenizer
+
+    source = tiny_llama_folder(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(source)
+    for name in ("tokenizer_backup", "vocab_old", "chat_templates"):
+        (source / name).mkdir()
+        (source / name / "tokenizer.json").write_text("{}")
+    out = export_hf_folder(megatron_model(source, mesh), source, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
+    assert [path.name for path in out.iterdir() if path.is_dir()] == ["additional_chat_templates"]
+
+
 def test_export_of_a_bf16_checkpoint_trained_in_fp32_loads_as_fp32(mesh, tmp_path):
     """transformers takes the dtype from config.json: left at bfloat16, it would round the trained weights."""
     from transformers import AutoModelForCausalLM

@@ -157,6 +157,29 @@ def test_conversations_as_answers_are_the_same_pairs(tmp_path, tokenizer):
     assert "bad.jsonl:2: chosen does not end with an assistant message" in str(caught.value)
 
 
+def test_answers_that_a_cut_makes_the_same_are_no_pair(tmp_path, tokenizer):
+    same = {"prompt": "hi", "chosen": "abcdefgh good", "rejected": "abcdefgh bad"}
+    other = {"prompt": "ho", "chosen": "abcd", "rejected": "bcde"}
+    path = write_lines(tmp_path / "a.jsonl", same, other)
+    assert pairs_of(path, tokenizer)[1] == {}
+    found, skipped, _ = pairs_of(path, tokenizer, max_answer_tokens=6)
+    assert (len(found), skipped) == (1, {SKIP_SAME: 1})
+
+
+def test_null_columns_and_messages_as_json(tmp_path, tokenizer):
+    messages = [{"role": "user", "content": "hi"}]
+    path = tmp_path / "a.jsonl"
+    answers = {"chosen": "ab", "rejected": "cd"}
+    expected = pairs_of(write_lines(path, {"prompt": messages, **answers}), tokenizer)
+    for form in (messages, json.dumps(messages)):
+        write_lines(path, {"prompt": None, "messages": form, **answers})
+        assert pairs_of(path, tokenizer) == expected
+    as_text = json.dumps(messages)
+    for line in ({"prompt": as_text, **answers}, {"prompt": "hi", **answers, "chosen": as_text}):
+        with pytest.raises(DataError, match=r"a\.jsonl:1: (prompt|chosen) is a text that holds a list of messages"):
+            pairs_of(write_lines(path, line), tokenizer)
+
+
 def test_columns_of_csv_by_other_names(tmp_path, tokenizer):
     (tmp_path / "p.csv").write_text("question,good,bad\nWhat?,a,b\n")
     names = {"prompt": "question", "chosen": "good", "rejected": "bad"}

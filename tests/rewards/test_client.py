@@ -76,6 +76,16 @@ def test_large_batches_are_split_and_joined_in_order(server, make_client, option
     assert rewards.values.tolist() == toy_scores(sequences)
 
 
+def test_a_proxy_of_the_environment_is_not_asked(server, make_client, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        rewards = make_client(server.port, attempt_timeout_seconds=1.0).infer_rm(request_of([[5, 6]])).result()
+    assert rewards.values.tolist() == toy_scores([[5, 6]])
+
+
 @pytest.mark.parametrize("fault", ALL)
 def test_a_fault_of_the_network_between_is_borne(server, make_client, fault):
     sequences = [[row + 4, 2 * row + 4] for row in range(19)]

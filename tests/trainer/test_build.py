@@ -12,6 +12,7 @@ import torch
 from helpers.tiny_run import tiny_config
 
 from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.preflight.plan import read_inputs
@@ -67,6 +68,20 @@ def test_every_end_of_the_folder_ends_a_response_and_a_difference_is_said_once(t
         assert stop_token_ids(folder, load_tokenizer(folder)) == (2, 9, 11, 12)
     assert settings.sampling.stop_token_ids == settings.val_sampling.stop_token_ids == (2, 9, 11, 12)
     assert [str(folder) in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_sampling_is_the_configurations_whatever_the_folder_says(tmp_path, mesh):
+    """transformers and vLLM fill in what is not set from the folder: Qwen2.5's has a repetition penalty of 1.05."""
+    cfg = tiny_config(tmp_path)
+    plain = actor_of(cfg, mesh)
+    prompts = [Prompt(0, "tea", (5, 6, 7))]
+    expected = plain.infer(prompts, 4, seed=0)
+    of_folder = {"do_sample": False, "temperature": 0.1, "top_k": 1, "top_p": 0.1, "repetition_penalty": 9.0}
+    path = tmp_path / "model" / "generation_config.json"
+    path.write_text(json.dumps({**of_folder, "eos_token_id": 2}))
+    actor = actor_of(cfg, mesh)
+    assert actor.settings == plain.settings
+    assert torch.equal(actor.infer(prompts, 4, seed=0).tokens, expected.tokens)
 
 
 def test_end_tokens_that_cannot_be_read_are_said_with_the_other_faults_of_the_start(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -18,10 +19,13 @@ import torch
 from helpers.models import tiny_llama_folder
 from helpers.ranks import kill_tree
 from helpers.tiny_run import (
+    compose,
     however_cut,
+    json_lines,
     largest_difference,
     metrics_of,
     rollouts_of,
+    run,
     three_letters,
     tiny_config,
     tiny_overrides,
@@ -39,6 +43,7 @@ from helpers.trainer_processes import (
 )
 from safetensors.torch import load_file
 
+from reinforce_rl.config.load import load_config
 from reinforce_rl.errors import CheckpointError
 
 SLOW = pytest.mark.slow
@@ -94,6 +99,37 @@ def test_the_uninterrupted_run_learns_and_takes_every_prompt_once_an_epoch(unint
     for epoch in range(4):
         rows = [row for step in (1, 2, 3) for row in rollouts_of(uninterrupted, 3 * epoch + step)]
         assert Counter(row["prompt_id"] for row in rows) == dict.fromkeys(range(NUM_PROMPTS), 4)
+
+
+def test_a_run_goes_on_where_it_was_moved_to(mesh, tmp_path, monkeypatch):
+    """No path of a run's folder leads out of it. The user has no name and no home, as in many containers."""
+
+    def no_such_user(*_: object) -> None:
+        raise KeyError("getpwuid(): uid not found: 1000")
+
+    for function in ("getpwuid", "getpwnam"):
+        monkeypatch.setattr(pwd, function, no_such_user)
+    for variable in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    saving = "exp_manager.checkpoint_callback_params"
+    settings = [f"{RL}.max_epochs=9", f"{RL}.save_interval=1", f"{RL}.val_check_interval=1", f"{saving}.keep_best=1"]
+    for folder in ("whole", "first"):
+        (tmp_path / folder).mkdir()
+        run(tmp_path / folder, mesh, *settings, f"{RL}.max_steps={3 if folder == 'whole' else 2}")
+    (tmp_path / "first" / "run").rename(tmp_path / "moved to")
+    moved = f"exp_manager.explicit_log_dir={tmp_path / 'moved to'}"
+    config = load_config(compose(*tiny_overrides(tmp_path / "first"), *settings, f"{RL}.max_steps=3", moved))
+    with tiny_trainer(config, mesh) as trainer:
+        assert trainer.step == 2
+        trainer.fit()
+    assert not (tmp_path / "first" / "run").exists()
+    lines = json_lines(tmp_path / "moved to" / "metrics.jsonl")
+    expected = metrics_of(tmp_path / "whole")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    for line, other in zip(lines, expected, strict=True):
+        assert {name: line[name] for name in line if "rewards" in name} == {
+            name: other[name] for name in other if "rewards" in name
+        }
 
 
 @pytest.mark.parametrize(

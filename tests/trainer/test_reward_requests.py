@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,13 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.data.prompts import PromptDataset
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.trainer.reward_requests import request_about
 from reinforce_rl.trainer.rollouts import RolloutMaker
+from reinforce_rl.utils.console import warn_once
 
 MESSAGES = ({"role": "user", "content": "tea"},)
 
@@ -34,6 +38,47 @@ class Asked(FunctionReward):
     def infer_rm(self, request: RewardRequest):
         self.requests.append(request)
         return super().infer_rm(request)
+
+
+def test_the_texts_of_a_request_are_those_that_the_tokens_spell(tmp_path):
+    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path))
+    tokenizer.clean_up_tokenization_spaces = True  # as Llama 3's folder says
+    text = "if x != y : f ( ' a ' ) ."
+    beyond = len(tokenizer)  # between the tokenizer's size and the model's
+    tokens = torch.tensor([[*tokenizer(text)["input_ids"], beyond]])
+    completions = Completions(tokens, torch.tensor([tokens.shape[1]]), ("length",))
+    request = request_about([Prompt(0, "p", (5,))], completions, tokenizer, [2])
+    assert request.responses == (text,)
+    assert request.tokens.tolist() == [[5, *tokens[0].tolist()]]
+
+
+def test_what_a_template_opens_for_the_model_is_in_the_prompt(tmp_path):
+    """DeepSeek's distilled models and Qwen3.5 get `<think>` from the template, and do not write it."""
+    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path))
+    opened = "{% if add_generation_prompt %}A: <think>\n{% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + opened
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    prompt = PromptDataset.from_files(tokenizer, tmp_path / "a.jsonl", max_prompt_tokens=None)[0]
+    tokens = torch.tensor([[*tokenizer("a</think>b")["input_ids"], 2]])
+    completions = Completions(tokens, torch.tensor([tokens.shape[1]]), ("stop",))
+    (sample,) = request_about([prompt], completions, tokenizer, [2]).samples
+    assert (sample.prompt, sample.response) == ("user: hi\nA: <think>\n", "a</think>b")
+
+
+def test_special_tokens_of_a_response_are_kept_where_a_reward_reads_them(tmp_path, caplog):
+    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    ids = tokenizer("<think>a</think>b<eos>")["input_ids"]
+    assert len(ids) == 5 and tokenizer.decode(ids, skip_special_tokens=True) == "ab"
+    completions = Completions(torch.tensor([ids]), torch.tensor([5]), ("stop",))
+    ask = partial(request_about, [Prompt(0, "p", (5,))], completions, tokenizer, [2])
+    warn_once.cache_clear()
+    assert ask(skip_special_tokens=False).responses == ("<think>a</think>b",)
+    assert not caplog.messages
+    for _ in range(2):
+        assert ask(skip_special_tokens=True).responses == ("ab",)
+    assert ["token <think>," in said or "token </think>," in said for said in caplog.messages] == [True] * 2
+    assert all("model.reinforce.skip_special_tokens=false" in said for said in caplog.messages)
 
 
 def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
@@ -56,7 +101,7 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
             together=contextlib.nullcontext,
         ),
         generator=SimpleNamespace(awake=contextlib.nullcontext),
-        settings=SimpleNamespace(seed=0, sampling=SimpleNamespace(stop_token_ids=(2, dot))),
+        settings=SimpleNamespace(seed=0, sampling=SimpleNamespace(stop_token_ids=(2, dot)), skip_special_tokens=True),
         infer=lambda *_, **__: completions,
     )
     prompts = [Prompt(0, "plain", (5,), {"answer": "1"}), Prompt(1, "U: tea<eos>A:", (6, 7), {}, MESSAGES)]

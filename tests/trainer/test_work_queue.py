@@ -97,7 +97,7 @@ class FakeModel:
     """
 
     pad_id = 0
-    settings = SimpleNamespace(seed=0, sampling=SimpleNamespace(stop_token_ids=()))
+    settings = SimpleNamespace(seed=0, sampling=SimpleNamespace(stop_token_ids=()), skip_special_tokens=False)
     tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: [str(row) for row in rows], pad_token_id=0)
 
     def __init__(self, mesh: ThreadMesh, before: Callable[[int], None]):

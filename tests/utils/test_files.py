@@ -7,15 +7,17 @@ import json
 import math
 import os
 import re
+import stat
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers.full_disk import files_of_at_most
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from reinforce_rl.errors import DataError
+from reinforce_rl.megatron.hf_weights import save_tensors
 from reinforce_rl.utils.files import (
     json_line,
     naming,
@@ -100,6 +102,26 @@ def test_lines_read_back_and_a_torn_last_one_is_left_out(tmp_path):
     with path.open("ab") as file:
         file.write(b'{"text": "to')
     assert read_json_lines(path) == records
+
+
+def test_a_file_system_without_modes_takes_files(tmp_path, monkeypatch):
+    """Of gcsfuse, Mountpoint for S3 and some shares: every chmod fails."""
+
+    def refuse(path: object, mode: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    monkeypatch.setattr(os, "fchmod", refuse)
+    path = tmp_path / "a.json"
+    write_atomically(path, "{}")
+    assert path.read_text() == "{}"
+    save_tensors({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert load_file(tmp_path / "model.safetensors")["a"].item() == 1.0
+    monkeypatch.undo()
+    write_atomically(path, "{}")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    write_atomically(path, "{}", mode=0o600)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize(("line", "reason"), [("{broken", "not valid JSON"), ("[1]", "found a JSON list")])

@@ -20,7 +20,7 @@ import torch
 
 from reinforce_rl.config.engines import EngineConfig
 from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Completions, Prompt
-from reinforce_rl.data.tokenizer import pad_id_of
+from reinforce_rl.data.tokenizer import decode_all, pad_id_of
 from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
 from reinforce_rl.generation.base import PartialResponse, SamplingParams, WeightUpdates, check_lengths
 from reinforce_rl.generation.engine import TAKEN_BACK, Answer, EngineArguments, Request, process
@@ -205,12 +205,16 @@ class EngineGenerator:
         return Completions(tokens=tokens, lengths=lengths, finish_reasons=reasons, log_probs=log_probs)
 
     def _cut_at_end_string(self, answer: Answer, end_strings: Sequence[str]) -> Answer:
-        """Cut at the first end string; an engine without a tokenizer cannot."""
-        known = all(0 <= token < len(self._tokenizer) for token in answer.tokens)
-        whole = self._tokenizer.decode(list(answer.tokens)) if end_strings and known else ""
+        """Cut at the first end string; an engine without a tokenizer cannot.
+
+        Ids between the tokenizer's and the model's size, which Qwen's models can draw, have no text.
+        """
+        vocab_size = self._lm.architecture.vocab_size
+        known = all(0 <= token < vocab_size for token in answer.tokens)
+        whole = decode_all(self._tokenizer, [answer.tokens])[0] if end_strings and known else ""
         is_there = any(end in whole for end in end_strings)
         for count in range(1, len(answer.tokens) + 1) if is_there else ():
-            text = self._tokenizer.decode(list(answer.tokens[:count]))
+            text = decode_all(self._tokenizer, [answer.tokens[:count]])[0]
             if any(end in text for end in end_strings):
                 log_probs = None if answer.log_probs is None else answer.log_probs[:count]
                 return Answer(answer.tokens[:count], log_probs, stopped=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Completions
-from reinforce_rl.data.tokenizer import pad_id_of
+from reinforce_rl.data.tokenizer import decode_all, pad_id_of
 from reinforce_rl.generation.base import PartialResponse, SamplingParams, WeightUpdates
 from reinforce_rl.generation.native.sampling import (
     Workspace,
@@ -106,7 +106,7 @@ class Responses:
         rows = zip(self._tokens[samples].tolist(), lengths.tolist(), strict=True)
         earlier = [self._begun[sample].tokens if sample < len(self._begun) else () for sample in samples.tolist()]
         whole = [[*old, *new[:length]] for old, (new, length) in zip(earlier, rows, strict=True)]
-        texts = self._tokenizer.batch_decode(whole)
+        texts = decode_all(self._tokenizer, whole)
         hits = [any(end in text for end in self._params.end_strings) for text in texts]
         found = torch.tensor(hits, device=lengths.device)
         found &= self._since_begin(samples, lengths) >= self._params.min_length
