@@ -147,7 +147,7 @@ def wanted_stamp(wanted: Environment) -> str:
     """Changes with the pins, with this script, and with the environment that is borrowed from."""
     behind = (sysconfig.get_path("purelib"), borrowed_torch()) if wanted.borrows else ()
     if wanted.python is not None:
-        behind = (str(find_interpreter(wanted.python)),)
+        behind = (str(find_interpreter(wanted.python).version),)
     parts = (
         str(wanted),
         wanted.pins.read_text(encoding="utf-8"),

@@ -6,8 +6,11 @@ explains it. FOLDER then holds, for Linux on x86_64 and that Python, what the pr
 them. What is given as --without must be on the machine, and neither it nor what only it needs is fetched. Nor is what
 --image lists, such as constraints/gpu-image.txt; the folder then has only what that image lacks. There:
 
-    python -m pip install --no-index --find-links FOLDER -r FOLDER/requirements.txt
+    python -m pip install --no-deps --no-index --find-links FOLDER -r FOLDER/requirements.txt
     PYTHONPATH=/path/to/the/repository python ...
+
+The list is complete, hence --no-deps: with it pip does not refuse what the machine has, such as an ml-dtypes that is
+newer than tritonclient asks for.
 """
 
 from __future__ import annotations

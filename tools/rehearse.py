@@ -185,7 +185,8 @@ def make_wheels(python: tuple[int, int]) -> list[Path]:
 
 def install_wheels(python: Path) -> None:
     """Install them as on the machine: from the folder alone."""
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--quiet"]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    pip += ["--no-deps", "--no-index"]
     folder = ["--find-links", str(WHEELS), "-r", str(WHEELS / "requirements.txt")]
     environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull}
     subprocess.run([*pip, *folder], check=True, timeout=900, env=environment)
