@@ -224,7 +224,7 @@ def run_step(step: Step, python: Path, out: Path) -> Row:
     report = folder / step.report
     counts = step.count(report) if report.is_file() else Counts(0, 0, 0)
     failed = counts.failed
-    what = " ".join(word for word in step.command if "{out}" not in word)
+    what = f"`{' '.join(step.command).replace('{out}', 'OUT')}`"
     if code != 0 and failed == 0:
         failed = 1
         what += f": {end}"

@@ -84,7 +84,8 @@ def check(context: Context) -> Finding:
         rows.append(row)
     faults = [f"{row['switch']}: {row['why']}" for row in rows if row["advice"] == "leave it off"]
     tried = sum(row["advice"] != "not tried" for row in rows)
-    return judged(faults, f"{tried} of {len(rows)} tried, all with the same numbers", {"switches": rows})
+    result = "without numbers" if context.mode == FAKE else "all with the same numbers"
+    return judged(faults, f"{tried} of {len(rows)} tried, {result}", {"switches": rows})
 
 
 def why_not(switch: Switch, context: Context) -> str | None:
