@@ -21,7 +21,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def holds(requirement: Requirement, python: str, extras: set[str]) -> bool:
     return marker is None or any(marker.evaluate({**environment, "extra": extra}) for extra in extras or {""})
 
 
-def wheels_needed(python: str, without: set[str], also: Sequence[str] = ()) -> list[str]:
+def wheels_needed(python: str, without: Collection[str], also: Sequence[str] = ()) -> list[str]:
     """Requirements, sorted: pinned, or as a package asks for them where neither a pin nor an installation is known."""
     pins = {canonicalize_name(pin.name): pin for pin in requirements_in(PINS) if holds(pin, python, set())}
     found: dict[str, str] = {}
