@@ -8,6 +8,8 @@
 #   TEST_WORKERS=N        processes that tests run in, 3 unless told; 0 runs them in pytest's own
 #   BENCH_ARGS=...        options of benchmarks/compare_trl.py, e.g. BENCH_ARGS="--group 8 --prompt-tokens 256"
 #   GPU_CHECK_ARGS=...    options of tools/gpu_check.py, e.g. GPU_CHECK_ARGS="--only machine attention"
+#   IMAGE_PYTHON=python   the interpreter of `make rehearse`; without it a Python 3.12 that runs, else the nearest
+#   REHEARSE_ARGS=...     options of tools/rehearse.py, e.g. REHEARSE_ARGS="--only check-fake"
 #   DEMO_STEPS=N          a shorter or longer demo; DEMO_ARGS="key=value ..." are Hydra overrides for it
 
 SHELL := /bin/bash
@@ -23,6 +25,8 @@ TEST_WORKERS ?= 3
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 GPU_CHECK_ARGS ?=
+IMAGE_PYTHON ?=
+REHEARSE_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -46,7 +50,7 @@ export PIP_ARGS
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export DEMO_STEPS
 
-.PHONY: help install demo docs bench test test-fake-cuda gpu-check test-slow test-engine test-engine-slow test-async lint types format clean
+.PHONY: help install demo docs bench test test-fake-cuda gpu-check rehearse test-slow test-engine test-engine-slow test-async lint types format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -82,6 +86,10 @@ test-fake-cuda: install ## The GPU path on fake CUDA tensors; part of `make test
 gpu-check: ## The GPU path on this machine's GPU, proven in ten minutes
 	$(or $(PYTHON),$(wildcard $(BIN)/python),python3) tools/gpu_check.py $(GPU_CHECK_ARGS)
 
+rehearse: install ## What a GPU machine would run, on this CPU with the GPU image's packages
+	@PIP_ARGS="$(PIP_ARGS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" IMAGE_PYTHON="$(IMAGE_PYTHON)" \
+		$(BIN)/python tools/rehearse.py $(REHEARSE_ARGS)
+
 test-slow: install ## The tests that take minutes, which `make test` leaves out, but for those of `make test-async`
 	$(call run_tests,-m "slow and not gpu and not engine" $(ASYNC:%=--ignore %) $(PYTEST_ARGS))
 
@@ -107,5 +115,5 @@ format: install ## Let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 clean: ## Remove all environments, the site and the caches of the tools; results and prepared models stay
-	rm -rf .venv .venv-peers .venv-engine site .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-peers .venv-engine .venv-image .wheels-image site .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find reinforce_rl examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -99,6 +99,25 @@ def test_importing_the_package_loads_no_heavy_library() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "")
 
 
+# Of the rewards' servers, of records and of pages: a run with `reward=function` starts without them.
+IMPORTED_WHERE_USED = ("plotly", "pyarrow", "tritonclient", "pebble", "scipy")
+ENTRY_POINTS = """
+import sys
+import reinforce_rl.launch.main
+import reinforce_rl.launch.programs
+import reinforce_rl.run
+from reinforce_rl.rewards import function_pool
+print(*sorted({name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def test_a_run_starts_without_the_libraries_of_pages_records_and_servers() -> None:
+    done = subprocess.run([sys.executable, "-c", ENTRY_POINTS], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "torch" in done.stdout.split()
+    assert set(done.stdout.split()) & set(IMPORTED_WHERE_USED) == set()
+
+
 def test_only_the_megatron_folder_imports_megatron() -> None:
     outside = [path for path in source_files(PACKAGE) if PACKAGE / "megatron" not in path.parents]
     assert outside

@@ -3,10 +3,14 @@
 Run by the Python of the project's environment, where there is a network; reads PIP_ARGS, as the Makefile's head
 explains it. FOLDER then holds, for Linux on x86_64 and that Python, what the project needs (pyproject.toml's
 `dependencies`) and what that needs in turn, at the versions of constraints/gpu.txt, and a requirements.txt that names
-them. What is given as --without must be on the machine, and neither it nor what only it needs is fetched. There:
+them. What is given as --without must be on the machine, and neither it nor what only it needs is fetched. Nor is what
+--image lists, such as constraints/gpu-image.txt; the folder then has only what that image lacks. There:
 
-    python -m pip install --no-index --find-links FOLDER -r FOLDER/requirements.txt
+    python -m pip install --no-deps --no-index --find-links FOLDER -r FOLDER/requirements.txt
     PYTHONPATH=/path/to/the/repository python ...
+
+The list is complete, hence --no-deps: with it pip does not refuse what the machine has, such as an ml-dtypes that is
+newer than tritonclient asks for.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Collection, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -42,12 +47,12 @@ def holds(requirement: Requirement, python: str, extras: set[str]) -> bool:
     return marker is None or any(marker.evaluate({**environment, "extra": extra}) for extra in extras or {""})
 
 
-def wheels_needed(python: str, without: set[str]) -> list[str]:
+def wheels_needed(python: str, without: Collection[str], also: Sequence[str] = ()) -> list[str]:
     """Requirements, sorted: pinned, or as a package asks for them where neither a pin nor an installation is known."""
     pins = {canonicalize_name(pin.name): pin for pin in requirements_in(PINS) if holds(pin, python, set())}
     found: dict[str, str] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
-    todo = [Requirement(PROJECT)]
+    todo = [Requirement(PROJECT), *map(Requirement, also)]
     while todo:
         wanted = todo.pop()
         name, extras = canonicalize_name(wanted.name), frozenset(wanted.extras)
@@ -92,9 +97,19 @@ def main() -> None:
     parser.add_argument(
         "--without", nargs="*", default=["torch", "numpy", "transformers"], metavar="NAME", help="what the machine has"
     )
+    parser.add_argument(
+        "--image", type=Path, metavar="FILE", help="pins of what the machine has, instead of --without"
+    )
+    parser.add_argument(
+        "--also", nargs="*", default=[], metavar="NAME", help="packages besides, e.g. hypothesis for tests"
+    )
     parser.add_argument("--list", action="store_true", help="print the requirements and fetch nothing")
     options = parser.parse_args()
-    requirements = wheels_needed(options.python, {canonicalize_name(name) for name in options.without})
+    present = options.without
+    if options.image is not None:
+        present = [pin.name for pin in requirements_in(options.image)]
+    without = {canonicalize_name(name) for name in present}
+    requirements = wheels_needed(options.python, without, options.also)
     if options.list:
         print("\n".join(requirements))
         return

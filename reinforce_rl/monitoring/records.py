@@ -5,19 +5,18 @@ docs/records.md has their columns and shows how to read them. Earlier versions w
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from pydantic_core import to_jsonable_python
 from torch import Tensor
@@ -29,6 +28,7 @@ from reinforce_rl.errors import DataError
 from reinforce_rl.utils.files import encode, plain_number, read_json_lines, write_atomically
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
 Kind = Literal["rollouts", "validation", "test"]
@@ -91,21 +91,29 @@ class SampleTokens:
         return to_jsonable_python(vars(self), inf_nan_mode="null")
 
 
-_FLOATS = pa.list_(pa.float32())
-_TYPES: dict[Any, pa.DataType] = {
-    int: pa.int64(),
-    float: pa.float64(),
-    str: pa.string(),
-    str | None: pa.string(),
-    bool: pa.bool_(),
-    list[int] | None: pa.list_(pa.int32()),
-    list[str] | None: pa.list_(pa.string()),
-    list[float] | None: _FLOATS,
-    Mapping[str, float]: pa.map_(pa.string(), pa.float64()),
-}
-# Type of each column by name.
-SAMPLE_COLUMNS = {name: _TYPES[hint] for name, hint in get_type_hints(RolloutRow).items()}
-TOKEN_COLUMNS = {name: _TYPES[hint] for name, hint in get_type_hints(SampleTokens).items()}
+# Names of the columns, in their order in the file.
+SAMPLE_COLUMNS = tuple(column.name for column in fields(RolloutRow))
+TOKEN_COLUMNS = tuple(column.name for column in fields(SampleTokens))
+
+
+# pyarrow is imported where a file is read or written: a run's start does without its libraries.
+@functools.cache
+def column_types(row: type[RolloutRow] | type[SampleTokens]) -> dict[str, pa.DataType]:
+    """Return Arrow's type of each column by name."""
+    import pyarrow as pa
+
+    arrow_types: dict[Any, pa.DataType] = {
+        int: pa.int64(),
+        float: pa.float64(),
+        str: pa.string(),
+        str | None: pa.string(),
+        bool: pa.bool_(),
+        list[int] | None: pa.list_(pa.int32()),
+        list[str] | None: pa.list_(pa.string()),
+        list[float] | None: pa.list_(pa.float32()),
+        Mapping[str, float]: pa.map_(pa.string(), pa.float64()),
+    }
+    return {name: arrow_types[hint] for name, hint in get_type_hints(row).items()}
 
 
 @dataclass(frozen=True)
@@ -232,8 +240,13 @@ def write_samples(folder: str | Path, step: int, samples: Samples, kind: Kind = 
 
 def write_records(path: Path, samples: Samples) -> None:
     """Write the samples of a step, atomically."""
-    floats = [f"{name}.list.element" for name, kind in TOKEN_COLUMNS.items() if kind == _FLOATS]
-    others = [f"{name}.list.element" for name, kind in TOKEN_COLUMNS.items() if kind != _FLOATS]
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    float_list = pa.list_(pa.float32())
+    token_types = column_types(SampleTokens)
+    floats = [f"{name}.list.element" for name, kind in token_types.items() if kind == float_list]
+    others = [f"{name}.list.element" for name, kind in token_types.items() if kind != float_list]
     encodings: dict[str, Any] = {
         "use_dictionary": ["prompt", "finish_reason", "score_fault", "set_name", "record", *others],
         "use_byte_stream_split": floats,  # a third smaller: exponents and mantissas apart
@@ -245,9 +258,11 @@ def write_records(path: Path, samples: Samples) -> None:
 
 def samples_table(samples: Samples) -> pa.Table:
     """Return the samples as they are written: all columns, null for what is not known."""
+    import pyarrow as pa
+
     rows, tokens = samples.rows, samples.tokens
     arrays = {}
-    for name, kind in SAMPLE_COLUMNS.items():
+    for name, kind in column_types(RolloutRow).items():
         values = [getattr(row, name) for row in rows]
         if kind == pa.float64():
             values = [plain_number(value) for value in values]
@@ -256,7 +271,7 @@ def samples_table(samples: Samples) -> pa.Table:
         elif name == "source_rewards":
             values = [[(source, plain_number(reward)) for source, reward in value.items()] for value in values]
         arrays[name] = pa.array(values, kind)
-    for name, kind in TOKEN_COLUMNS.items():
+    for name, kind in column_types(SampleTokens).items():
         found = None
         if tokens is not None and name == "token_texts":
             ids, places = np.unique(tokens.values["response_tokens"], return_inverse=True)
@@ -283,16 +298,20 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None, filters: 
     Raises:
         DataError: the file is damaged, or not of this version.
     """
+    from pyarrow import ArrowException
+
     try:
         # By the name's bytes, as Arrow cannot encode every name where the locale is not UTF-8. Not a file object of
         # Python's: Arrow's threads would wait for it at the program's end, and abort the program.
         with pa.OSFile(os.fsencode(path)) as file:
             return _read_table(file, path, columns, filters)
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error}); restore it or take it away") from error
 
 
 def _read_table(file: Any, path: str | Path, columns: Sequence[str] | None, filters: Any) -> pa.Table:
+    import pyarrow.parquet as pq
+
     schema = pq.read_schema(file)
     found = (schema.metadata or {}).get(FORMAT.encode())
     version = json.loads(found)["version"] if found else None
@@ -318,13 +337,16 @@ def read_rows(path: str | Path) -> list[RolloutRow]:
     if not path.is_file():
         raise DataError(f"{path}: no such file; expected the samples of a step")
     is_earlier = path.suffix == ".jsonl"
-    rows = read_json_lines(path) if is_earlier else read_table(path, list(SAMPLE_COLUMNS)).to_pylist()
-    fields = set(list(SAMPLE_COLUMNS)[: _EARLIER if is_earlier else None])
+    rows = read_json_lines(path) if is_earlier else read_table(path, SAMPLE_COLUMNS).to_pylist()
+    expected = set(SAMPLE_COLUMNS[: _EARLIER if is_earlier else None])
+    hints = get_type_hints(RolloutRow)
+    float_columns = {name for name, hint in hints.items() if hint is float}
     for number, row in enumerate(rows, 1):
-        if (fields ^ row.keys()) - {"record"}:  # which earlier files lack
-            missing, unknown = sorted(fields - row.keys()), sorted(row.keys() - fields)
+        if (expected ^ row.keys()) - {"record"}:  # which earlier files lack
+            missing = sorted(expected - row.keys())
+            unknown = sorted(row.keys() - expected)
             raise DataError(f"{path}, line {number}: missing fields {missing}, unknown fields {unknown}")
-        row |= {name: math.nan for name in row if row[name] is None and SAMPLE_COLUMNS[name] == pa.float64()}
+        row |= {name: math.nan for name in row if row[name] is None and name in float_columns}
         if not is_earlier:
             row["source_rewards"] = {name: math.nan if v is None else v for name, v in row["source_rewards"]}
     return [RolloutRow(**row) for row in rows]
@@ -357,5 +379,5 @@ def worst_tokens(path: Path, count: int = 5, above: float = 0.0) -> list[tuple[i
 
 def read_tokens(path: Path, filters: Any = None) -> list[SampleTokens]:
     """Read the tokens of the samples that pass; none if they were not recorded."""
-    rows = read_table(path, list(TOKEN_COLUMNS), filters).to_pylist() if path.suffix == ".parquet" else []
+    rows = read_table(path, TOKEN_COLUMNS, filters).to_pylist() if path.suffix == ".parquet" else []
     return [SampleTokens(**row) for row in rows if row["response_tokens"] is not None]

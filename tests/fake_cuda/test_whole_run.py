@@ -75,7 +75,7 @@ def test_models_are_evaluated_and_talked_with(
         found = evaluation.evaluate(
             [model],
             tmp_path / "train.jsonl",
-            rewards=("vader",),
+            rewards=("gsm8k",),
             reference=model,
             samples=2,
             out=tmp_path / "out",

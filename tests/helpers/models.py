@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from filelock import FileLock
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
+from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.smollm2 import DEFAULT_FOLDER, prepare_smollm2
 
 ROOT = Path(__file__).parents[2]
@@ -17,11 +19,21 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def smollm2_folder() -> Path:
-    """Return the folder of SmolLM2-135M-Instruct below the repository's root, creating it once (about 20 s)."""
+    """Return the folder of SmolLM2-135M-Instruct below the repository's root, creating it once (about 20 s).
+
+    A test that calls it is skipped where the weights can be neither found nor made, but fails where `CI` is set.
+    """
     folder = ROOT / DEFAULT_FOLDER
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(folder.name + ".lock")):  # tests run in several processes
-        return prepare_smollm2(folder)
+        try:
+            return prepare_smollm2(folder)
+        except ReinforceError as error:
+            if os.environ.get("CI"):
+                raise
+            import pytest  # benchmarks use this module as well, without it
+
+            pytest.skip(f"the weights of SmolLM2-135M-Instruct are not here: {error}")
 
 
 def tiny_llama_folder(

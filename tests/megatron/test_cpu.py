@@ -141,7 +141,9 @@ def test_torch_does_not_warn_of_the_collectives_that_megatron_calls(tmp_path):
     )
     command = [sys.executable, "-c", code, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+    # torch's CUDA build also logs that it finds no CUDA runtime.
+    warned = [line for line in done.stderr.splitlines() if "Warning" in line]
+    assert (done.returncode, warned) == (0, []), done.stderr
 
 
 RECOMPUTED = ModelOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import resource
@@ -424,7 +425,8 @@ def two_ranks(tmp_path_factory):
         "one_group": {"heads": 4, "groups": 1, "head_dim": 16},
     }
     folders = [tiny_llama_folder(root / name, **shape) for name, shape in shapes.items()]
-    folders.append(smollm2_folder())
+    with contextlib.suppress(pytest.skip.Exception):  # the small models are tested without it
+        folders.append(smollm2_folder())
     out = root / "out"
     out.mkdir()
     run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py", 2, out, "weights", *folders)

@@ -26,6 +26,8 @@ from reinforce_rl.monitoring.records import (
     TOKEN_COLUMNS,
     RolloutRow,
     Samples,
+    SampleTokens,
+    column_types,
     drop_later_samples,
     join_samples,
     read_rows,
@@ -271,9 +273,8 @@ def test_a_space_that_sentencepiece_drops_from_a_first_token_is_kept():
 def test_the_columns_are_those_of_the_page():
     page = (Path(__file__).parents[2] / "docs" / "records.md").read_text(encoding="utf-8")
     rows = [tuple(re.split(r" *\| *", line)[1:3]) for line in page.splitlines() if line.startswith("| `")]
-    expected = [
-        (f"`{name}`", str(kind).replace("item: ", "")) for name, kind in (SAMPLE_COLUMNS | TOKEN_COLUMNS).items()
-    ]
+    types = column_types(RolloutRow) | column_types(SampleTokens)
+    expected = [(f"`{name}`", str(kind).replace("item: ", "")) for name, kind in types.items()]
     assert rows[: len(expected)] == expected
 
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]
 
 from gpu_checks import attention, correctness, counts, ipc, report, runner, speed, switches, trainer  # noqa: E402
-from gpu_checks.base import CPU, CUDA, FAIL, PASS, SKIP, Context, Finding  # noqa: E402
+from gpu_checks.base import CPU, CUDA, FAIL, FAKE, PASS, SKIP, Context, Finding  # noqa: E402
 from gpu_checks.runner import Check  # noqa: E402
 from gpu_checks.runs import Runs, largest_difference, not_finite  # noqa: E402
 from one_gpu import ours  # noqa: E402
@@ -231,6 +232,37 @@ class TestSwitches:
         assert self.judged({"train/actor_loss": math.nan}, tolerance=math.inf)["advice"] == "leave it off"
         assert self.judged({switches.GAP: 0.014, "train/rewards": 3.0}, affects="generation")["advice"] == "no gain"
         assert self.judged({switches.GAP: 0.5}, affects="generation")["advice"] == "leave it off"
+
+    def test_on_fake_tensors_only_the_switches_themselves_run(self, tmp_path, monkeypatch):
+        runs: list[tuple[str, int]] = []
+
+        class RecordedRuns:
+            def __init__(self, *args: Any):
+                pass
+
+            def run(self, name: str, steps: int, more: Sequence[str] = ()) -> list[dict[str, Any]]:
+                runs.append((name, steps))
+                return LINES
+
+        monkeypatch.setattr(switches, "Runs", RecordedRuns)
+        monkeypatch.setattr(switches, "is_installed", lambda name: False)
+        found = switches.check(Context(FAKE, tmp_path, time.time() + 600))
+        advice = {row["key"]: row["advice"] for row in found.numbers["switches"]}
+        assert found.verdict == PASS
+        assert advice["model.shared_prefix=true"] == "runs"
+        assert [name for name, _ in runs if not name.startswith("on_")] == []
+        assert len(runs) == list(advice.values()).count("runs")
+
+    def test_fake_runs_have_few_sequences(self, tmp_path):
+        def words_of(mode: str) -> list[str]:
+            runs = Runs.__new__(Runs)
+            runs._context = Context(mode, tmp_path, 0.0)
+            runs._prompt_tokens = 24
+            runs._response_tokens = 8
+            return runs.words("straight", 1)
+
+        assert "model.reinforce.num_rollout_samples=4" in words_of(FAKE)
+        assert not [word for word in words_of(CPU) if "num_rollout_samples" in word]
 
     @pytest.mark.slow
     def test_a_switch_that_crashes_does_not_take_the_others_with_it(self, context, monkeypatch):

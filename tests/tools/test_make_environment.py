@@ -120,6 +120,67 @@ def test_another_torch_is_refused_before_anything_is_installed(wanted, tmp_path)
         tool.make(dataclasses.replace(wanted, torch="1.0"), tmp_path / "made")
 
 
+def script(path: Path, text: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+class TestInterpreters:
+    """Interpreters by the words that they print when they are started."""
+
+    @pytest.fixture(autouse=True)
+    def no_others(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("PATH", f"{tmp_path / 'first'}:{tmp_path / 'second'}")
+        monkeypatch.delenv("IMAGE_PYTHON", raising=False)
+        tool.find_interpreter.cache_clear()
+        yield
+        tool.find_interpreter.cache_clear()
+
+    def test_one_that_does_not_start_is_passed_over(self, tmp_path):
+        script(tmp_path / "first/python3.12", "echo 'pyenv: python3.12: command not found' >&2; exit 127")
+        works = script(tmp_path / "second/python3.12", "echo 3 12")
+        assert tool.find_interpreter((3, 12)) == tool.Interpreter(works, (3, 12))
+
+    @pytest.mark.parametrize("end", ["exit 1", "kill -9 $$", "echo no version", "echo 3 13"])
+    def test_one_of_pyenv_is_found_behind_others(self, tmp_path, end):
+        script(tmp_path / "first/python3.12", end)
+        script(tmp_path / "second/python3", "echo 3 10")
+        works = script(tmp_path / "home/.pyenv/versions/3.12.1/bin/python", "echo 3 12")
+        assert tool.find_interpreter((3, 12)) == tool.Interpreter(works, (3, 12))
+
+    def test_the_one_that_is_named_comes_first(self, tmp_path, monkeypatch):
+        script(tmp_path / "first/python3.12", "echo 3 12")
+        named = script(tmp_path / "named", "echo 3 12")
+        monkeypatch.setenv("IMAGE_PYTHON", named)
+        assert tool.find_interpreter((3, 12)).path == named
+
+    def test_without_the_right_one_the_nearest_is_taken_with_the_nearest_versions(self, tmp_path):
+        script(tmp_path / "first/python3.12", "exit 1")
+        script(tmp_path / "first/python3.10", "echo 3 10")
+        nearest = script(tmp_path / "second/python3.11", "echo 3 11")
+        assert tool.find_interpreter((3, 12)) == tool.Interpreter(nearest, (3, 11))
+        wanted = tool.ENVIRONMENTS["image"]
+        requirements = tool.requirements_for(wanted, tmp_path).read_text()
+        assert "numpy<=2.5.2" in requirements
+        assert "==" not in requirements
+
+    def test_without_any_the_error_names_the_variable(self, tmp_path):
+        script(tmp_path / "first/python3", "echo 2 7")
+        with pytest.raises(SystemExit, match="IMAGE_PYTHON"):
+            tool.find_interpreter((3, 12))
+
+    def test_the_environment_is_made_by_it(self, wanted, tmp_path, monkeypatch):
+        monkeypatch.setenv("IMAGE_PYTHON", sys.executable)
+        version = sys.version_info[:2]
+        image = dataclasses.replace(wanted, check="import small_thing", borrows=False, python=version)
+        tool.make(image, tmp_path / "made")
+        assert release_in(tmp_path / "made") == "1.0"
+        assert tool.is_complete(image, tmp_path / "made")
+
+
 def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     kept |= {"PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull, **environment}

@@ -16,13 +16,19 @@ from one_gpu.measure import free
 from one_gpu.plain import transformers_model
 from one_gpu.shapes import SHAPES
 
-from gpu_checks.base import Context
+from gpu_checks.base import FAKE, Context
 from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import load_config
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.run import train
 
 OF_CLOCK = ("time", "timers/", "timing/", "memory/")  # of metrics.jsonl
+# On fake tensors each operator takes as long as on real ones of any size, and more sequences teach nothing.
+FEW_SEQUENCES = (
+    "trainer.reinforce.num_rollouts_per_prompt=2",
+    "model.reinforce.num_rollout_samples=4",
+    "model.reinforce.rollout_micro_batch_size=4",
+)
 MUST_BE_FINITE = ("train/actor_loss", "train/grad_norm", "train/rewards")
 Line = dict[str, Any]  # of metrics.jsonl
 
@@ -69,6 +75,8 @@ class Runs:
             f"+reward_function.kwargs.tolerance={characters}",
             "+reward_function.kwargs.unit=characters",
         ]
+        if self._context.mode == FAKE:
+            found += FEW_SEQUENCES
         return [*found, *more]
 
     def run(self, name: str, steps: int, more: Sequence[str] = (), *, saves: bool = False) -> list[Line]:

@@ -74,6 +74,9 @@ def _replace_cuda(gpu: FakeCuda) -> None:
     def reset_peak(*args: Any) -> None:
         memory.peak = memory.bytes
 
+    def no_history(*args: Any, **options: Any) -> None:
+        raise RuntimeError("fake CUDA keeps no history of allocations")
+
     generator = types.SimpleNamespace(get_state=state, clone_state=state, graphsafe_get_state=state)
     generator.set_state = generator.graphsafe_set_state = nothing
     answers: dict[str, Any] = {
@@ -101,6 +104,8 @@ def _replace_cuda(gpu: FakeCuda) -> None:
     for name, answer in answers.items():
         setattr(cuda, name, answer)
     cuda.nvtx.range_push = cuda.nvtx.range_pop = nothing
+    # A CUDA build would ask the driver; a CPU build has no such function.
+    cuda.memory._record_memory_history = no_history
     torch._C._cuda_getDevice = lambda: 0  # type: ignore[attr-defined]
 
 
