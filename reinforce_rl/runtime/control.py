@@ -336,9 +336,9 @@ class RunControl:
                 if role is None:
                     invitation = mesh.from_main(invitation)
                 elif invitation is not None:
-                    role.share(WATCH, invitation)
+                    role.share(WATCH, invitation.to_json())
                 else:
-                    invitation = role.shared(WATCH)
+                    invitation = Invitation.from_json(role.shared(WATCH))
                 with mesh.together():
                     if rank != 0 and invitation is not None:
                         watchdog.join(invitation)
