@@ -85,11 +85,7 @@ def same(a: Any, b: Any) -> bool:
         WorkRequest(-3),
         RESULT,
         Result(7, (3, 9), completions(log_probs=None, weight_versions=None)),
-        Result(
-            7,
-            (),
-            completions(tokens=NOTHING.long(), lengths=NOTHING.sum(1).long(), log_probs=NOTHING, weight_versions=None),
-        ),
+        Result(7, (), EMPTY),
         Received(3, 4, "a fault"),
         Works((WORK, replace(WORK, prompts=(), or_newer=True))),
         WeightsAnnounced(5),
