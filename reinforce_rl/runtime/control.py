@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, LostRankError, ReinforceError, SentinelStop, StoppedEarly
 from reinforce_rl.runtime.links import Invitation, Links, host_of_rank_0
 from reinforce_rl.runtime.phases import Activity, PlaceWatcher
-from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile, refuse_second_run, saved_step
+from reinforce_rl.runtime.run_lock import run_lock
+from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile, saved_step
 from reinforce_rl.runtime.stop import StopNow, StopRequest
 
 if TYPE_CHECKING:
@@ -296,26 +297,29 @@ class RunControl:
     def running(self) -> Iterator[None]:
         """Keep `status.json` up to date during the block, which is the whole run.
 
-        Raises StoppedEarly if a signal came before there was anything to save, and ConfigError if another process on
-        this machine works in this run's folder.
+        Raises StoppedEarly if a signal came before there was anything to save, and ConfigError if another process works
+        in this run's folder, on this machine or on another one.
         """
-        if self.status.enabled:
-            refuse_second_run(self.status.path.parent)
-        self.status.begin()
-        try:
-            yield
-        except StopNow:
-            error = StoppedEarly(f"stopped by {self.stop.reason} before the first step; nothing was to be saved")
-            self.status.end(error.exit_code, str(error))
-            raise error from None
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                step = saved_step(self.status.path.parent)
-                after = f"goes on after step {step}, the last one saved" if step else "begins anew: no step was saved"
-                error.args = (f"interrupted by Ctrl-C; the same command {after}",)
-            self.status.end(*_outcome(error))
-            raise
-        self.status.end(EXIT_FINISHED)
+        with contextlib.ExitStack() as held:
+            if self.status.enabled:
+                held.enter_context(run_lock(self.status.path.parent))
+            self.status.begin()
+            try:
+                yield
+            except StopNow:
+                error = StoppedEarly(f"stopped by {self.stop.reason} before the first step; nothing was to be saved")
+                self.status.end(error.exit_code, str(error))
+                raise error from None
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    step = saved_step(self.status.path.parent)
+                    after = (
+                        f"goes on after step {step}, the last one saved" if step else "begins anew: no step was saved"
+                    )
+                    error.args = (f"interrupted by Ctrl-C; the same command {after}",)
+                self.status.end(*_outcome(error))
+                raise
+            self.status.end(EXIT_FINISHED)
 
     @contextlib.contextmanager
     def watching(self, mesh: Mesh, role: RankRole | None = None, **limits: float) -> Iterator[None]:
