@@ -297,8 +297,8 @@ class RunControl:
     def running(self) -> Iterator[None]:
         """Keep `status.json` up to date during the block, which is the whole run.
 
-        Raises StoppedEarly if a signal came before there was anything to save, and ConfigError if another process works
-        in this run's folder, on this machine or on another one.
+        Raises StoppedEarly if a signal came before there was anything to save, and ConfigError if another process, on
+        this machine or on another one, works in this run's folder.
         """
         with contextlib.ExitStack() as held:
             if self.status.enabled:

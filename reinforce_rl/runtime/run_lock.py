@@ -1,7 +1,7 @@
 """A lock on a run's folder, so that no second run writes into it, on this machine or on another one.
 
-It is a POSIX record lock, which local file systems, NFS, Lustre and GPFS keep for all hosts of a shared file system, and
-which ends with its process, however that ends: what a killed run leaves is no lock.
+It is a POSIX record lock (fcntl(2)), which NFS, Lustre and GPFS keep for all hosts, and which ends with its process,
+however that ends: what a killed run leaves is no lock.
 """
 
 from __future__ import annotations
