@@ -76,6 +76,9 @@ def test_its_configuration_is_the_trainers_with_what_only_training_reads_at_its_
     assert len(raised.value.faults) == 3 and "did you mean" in raised.value.faults[-1], "before any data is read"
 
 
+SHORT_ON_ONE = ["model.reinforce.num_val_samples=2", "trainer.devices=1"]
+
+
 def test_a_runs_settings_can_take_the_place_of_the_defaults(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +88,7 @@ def test_a_runs_settings_can_take_the_place_of_the_defaults(
     ran = tiny_config(folder, *options)
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(ran.model_dump())))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    cfg = inference_config(folder / "model", ["model.reinforce.num_val_samples=2", "trainer.devices=1"], like=tmp_path)
+    cfg = inference_config(folder / "model", SHORT_ON_ONE, like=tmp_path, trust=True)
     assert cfg.placement == "colocated", "this rank generates"
     assert str(tmp_path) in sys.path, "a copied reward function lies there"
     assert cfg.model.seed == 7
@@ -140,7 +143,7 @@ def test_a_run_of_before_the_engines_section(folder: Path, tmp_path: Path, monke
     values["tensorrt_llm"] |= values.pop("engine") | {"max_batch_size": 5}
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(values)))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    cfg = inference_config(folder / "model", ["model.reinforce.num_val_samples=2"], like=tmp_path)
+    cfg = inference_config(folder / "model", ["model.reinforce.num_val_samples=2"], like=tmp_path, trust=True)
     assert cfg.engine.max_batch_size == 5
 
 
