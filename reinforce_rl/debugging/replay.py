@@ -145,7 +145,7 @@ def _check_sizes(cfg: TrainConfig, overrides: Sequence[str]) -> None:
 
 def _threads(recorded: StepRecord) -> int:
     threads = recorded.machine["threads"]
-    if not isinstance(threads, int) or not 1 <= threads <= _MOST_THREADS:
+    if type(threads) is not int or not 1 <= threads <= _MOST_THREADS:
         raise DataError(f"step {recorded.step}: its record has {threads!r} threads; expected 1 to {_MOST_THREADS}")
     return threads
 

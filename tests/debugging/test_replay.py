@@ -95,6 +95,41 @@ def test_a_phase_alone_and_stored_scores(folder: Path) -> None:
     assert found.sentence == "Nothing differs; not replayed: score."
 
 
+def test_a_function_that_only_the_folder_names_is_not_called(folder: Path, tmp_path: Path) -> None:
+    """As `prompts`, it would be imported and called on the recorded prompts."""
+    (folder / "planted_reward.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{REWARD}")
+    (folder / "run" / "planted_reward.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{REWARD}")
+    found = replay(folder / "run", 4)
+    assert verdicts(found)["score"] == "not replayed"
+    assert found.exit_code == 2
+    with pytest.raises(ConfigError, match=r"reward_function\.name is 'planted_reward\.length_or_letters'.*--trust"):
+        replay(folder / "run", 4, reward="restart")
+    assert not (tmp_path / "ran").exists()
+    named = replay(folder / "run", 4, overrides=["reward_function.name=planted_reward.length_or_letters"])
+    assert verdicts(named)["score"] == "same", "the reader has named it"
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("threads", [0, -1, 10**9, "4", None, 1.5, True])
+def test_threads_of_a_record_are_bounded(folder: Path, threads: Any) -> None:
+    path = folder / "run" / "record" / "step_00004.json"
+    values = json.loads(path.read_text())
+    values["machine"]["threads"] = threads
+    path.write_text(json.dumps(values))
+    with pytest.raises(DataError, match=r"step 4: its record has .* threads; expected 1 to"):
+        replay(folder / "run", 4)
+
+
+def test_a_folder_does_not_start_a_crowd_of_processes(folder: Path) -> None:
+    cfg = tiny_config(folder)
+    cfg.trainer.devices = 5000
+    with pytest.raises(ConfigError, match=r"trainer\.devices x trainer\.num_nodes is 5000 x 1 in the run's folder"):
+        module._check_sizes(cfg, ["model.seed=3"])
+    module._check_sizes(cfg, ["trainer.devices=5000"])  # as the reader has it
+    cfg.trainer.devices = 8
+    module._check_sizes(cfg, [])
+
+
 def change_reward(folder: Path) -> None:
     (folder / "planted_reward.py").write_text(REWARD.replace("0.1", "0.2"))
 
