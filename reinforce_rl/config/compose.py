@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -29,6 +31,16 @@ _UNQUOTED = re.compile(r"[\w\s./:+%*@?|-]*", re.ASCII)  # what values have witho
 def compose(name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER) -> DictConfig:
     """Compose FOLDER/NAME.yaml with overrides, as the programs do. ConfigError has Hydra's text or a better one."""
     return _compose(name, overrides, folder, is_whole=True)
+
+
+def compose_stored(tree: Mapping[str, Any], overrides: Sequence[str]) -> DictConfig:
+    """Compose a training run's settings with overrides, as `compose` does a file, but not in the run's folder."""
+    name = "train_reinforce_actor"
+    with tempfile.TemporaryDirectory() as folder:
+        # `defaults` would have Hydra read other files, and `hydra` is its own section.
+        own = {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
+        OmegaConf.save(OmegaConf.create(own), Path(folder, f"{name}.yaml"))
+        return compose(name, overrides, Path(folder))
 
 
 def _compose(name: str, overrides: Sequence[str], folder: Path, is_whole: bool) -> DictConfig:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import tempfile
 from collections.abc import Callable, Sequence
@@ -54,8 +55,11 @@ from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
 from reinforce_rl.run import build_trainer
 from reinforce_rl.runtime.settings import LENGTH, compare, set_keys, settings_of
+from reinforce_rl.runtime.trust import use, withheld
 from reinforce_rl.trainer.build import build_datasets, build_sampler, configured_mesh
 
+_FEW_RANKS = 8  # may be more than the machine has cores
+_MOST_THREADS = 1024
 PHASES = ("generate", "score", "logprobs", "advantages", "update")
 
 
@@ -66,6 +70,7 @@ def replay(
     phase: str = "all",
     reward: str | None = None,
     overrides: Sequence[str] = (),
+    trust: bool = False,
     start: Callable[[int, int], None] = lambda devices, nodes: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Replay:
@@ -75,8 +80,10 @@ def replay(
         step: None for the last one recorded.
         phase: one of `PHASES`, or all.
         reward: where scores come from: `restart` asks the run's own reward source, `stored` takes the recorded ones,
-            an address or a function's name asks that one. None: `restart` for functions, `stored` for servers.
+            an address or a function's name asks that one. None: `restart` for functions that are trusted, `stored` for
+            others and for servers.
         overrides: KEY=VALUE of `train` on top of the run's settings, such as another layout or where the model is now.
+        trust: use functions, addresses and the like that only the folder names; `say` is told each of them first.
         start: called with devices and nodes once the settings were checked.
         say: told on the first rank what is about to be done, and how long the run took for it.
 
@@ -94,8 +101,13 @@ def replay(
     cfg, faults = with_overrides(stored.settings(step)[0], [*asked, *overrides])
     if faults:
         raise ConfigError(faults)
+    has_servers = cfg.reward == "server" or bool(cfg.remote_rm.more_reward_models)
     if reward is None:
-        reward = "stored" if cfg.reward == "server" or cfg.remote_rm.more_reward_models else "restart"
+        is_allowed = trust or not withheld(cfg, [*asked, *overrides], generation=False)
+        reward = "restart" if is_allowed and not has_servers else "stored"
+    use(cfg, [*asked, *overrides], stored.path, trust=trust, rewards=reward != "stored", generation=False, say=say)
+    if not trust:
+        _check_sizes(cfg, overrides)
     with tempfile.TemporaryDirectory() as scratch:
         isolated = _isolated(cfg, scratch)
         start(isolated.trainer.devices, isolated.trainer.num_nodes)
@@ -113,9 +125,30 @@ def replay(
             if mesh.is_main:
                 say(_plan(stored, first, step))
             if mesh.device.type == "cpu" and mesh.world_size == 1:
-                torch.set_num_threads(recorded.machine["threads"])  # the order of sums depends on it
+                torch.set_num_threads(_threads(recorded))  # the order of sums depends on it
             replayer = _Replayer(cfg, isolated, mesh, checkpoint, stack, scores=None if reward == "stored" else reward)
             return replayer.run(stored, recorded, steps, PHASES if phase == "all" else (phase,))
+
+
+def _check_sizes(cfg: TrainConfig, overrides: Sequence[str]) -> None:
+    """Raise ConfigError if a folder asks for more processes than this machine has cores, and nobody else does."""
+    key, cores = "trainer.devices", os.cpu_count() or 1
+    if cfg.trainer.devices * cfg.trainer.num_nodes > max(cores, _FEW_RANKS) and not any(
+        one.startswith((f"{key}=", "trainer.num_nodes=")) for one in overrides
+    ):
+        raise ConfigError(
+            [
+                f"{key} x trainer.num_nodes is {cfg.trainer.devices} x {cfg.trainer.num_nodes} in the run's folder, "
+                f"and this machine has {cores} cores; give {key}=N trainer.num_nodes=1 and a layout, or --trust"
+            ]
+        )
+
+
+def _threads(recorded: StepRecord) -> int:
+    threads = recorded.machine["threads"]
+    if type(threads) is not int or not 1 <= threads <= _MOST_THREADS:
+        raise DataError(f"step {recorded.step}: its record has {threads!r} threads; expected 1 to {_MOST_THREADS}")
+    return threads
 
 
 def _matters(stored: StoredRun, one: int, other: int) -> str:
@@ -148,6 +181,9 @@ def _isolated(cfg: TrainConfig, scratch: str) -> TrainConfig:
     cfg.exp_manager.explicit_log_dir, cfg.exp_manager.record = scratch, "full"
     cfg.trainer.profile.steps = []
     return cfg
+
+
+_STORED = "the recorded scores are taken (--reward stored); --trust asks what the run asked"
 
 
 class _Replayer:
@@ -290,7 +326,7 @@ class _Replayer:
 
     def _score(self, stored: StoredStep, then: pa.Table, bounds: Bounds) -> PhaseResult:
         if self._rescorer is None:
-            return PhaseResult("score", "not replayed", note="the recorded scores are taken (--reward stored)")
+            return PhaseResult("score", "not replayed", note=_STORED)
         if not self._mesh.is_main:
             return PhaseResult("score", "same")
         prompts = [Prompt(row.prompt_id, row.prompt, ()) for row in stored.rows]

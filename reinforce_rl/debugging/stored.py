@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.records import RolloutRow, SampleTokens, read_tokens, rollout_files
 from reinforce_rl.monitoring.run_folder import open_run
 from reinforce_rl.runtime.settings import CONFIG_FILE, settings_of
+from reinforce_rl.runtime.trust import keep_off_path, values_of, without_classes
 from reinforce_rl.trainer.advantages import response_kl
 
 
@@ -59,7 +58,7 @@ class StoredRun:
         self.run = open_run(folder)
         self.path = self.run.path
         self._settings: dict[str, tuple[TrainConfig, list[str]]] = {}
-        sys.path.append(os.path.abspath(folder))  # a function that `reinforce_rl.train` has copied lies there
+        keep_off_path(self.path)
 
     def settings(self, step: int) -> tuple[TrainConfig, list[str]]:
         """Return the settings of a step, the same object for all with the same, and what is wrong with them here."""
@@ -70,7 +69,8 @@ class StoredRun:
                 "where the run was"
             )
         if text not in self._settings:
-            self._settings[text] = read_config(OmegaConf.create(text))  # type: ignore[arg-type]
+            tree = values_of(text, f"{self.path}: the settings of step {step}")
+            self._settings[text] = read_config(OmegaConf.create(without_classes(tree)))
         return self._settings[text]
 
     def step(self, step: int) -> StoredStep:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +35,13 @@ TOLERANCE = 1e-6  # of recomputed advantages: rounding
 
 
 def whatif(
-    run: str | Path, steps: str | None = None, overrides: Sequence[str] = (), *, gradient: bool = False
+    run: str | Path,
+    steps: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    gradient: bool = False,
+    trust: bool = False,
+    say: Callable[[str], object] = lambda text: None,
 ) -> WhatIf:
     """Recompute the advantages of recorded steps with the run's own settings and with overrides, and compare them.
 
@@ -43,6 +50,8 @@ def whatif(
         steps: `10:20` with both ends, `10:`, `:20` or `12`; None for the last one recorded.
         overrides: KEY=VALUE of `train`, on top of the run's settings.
         gradient: also compare the gradients, on the newest checkpoint before the first of these steps.
+        trust: use functions, addresses and the like that only the folder names, where rewards are asked for again.
+        say: told each of them first.
 
     Raises:
         ConfigError: an override is wrong, or changes nothing on stored rollouts; all in one message.
@@ -51,7 +60,8 @@ def whatif(
     stored = StoredRun(run)
     chosen = _chosen(stored, steps)
     last, faults = stored.settings(chosen[-1])
-    asked = Settings(last, faults, list(overrides), with_gradient=gradient)
+    options: dict[str, Any] = {"with_gradient": gradient, "trust": trust, "say": say}
+    asked = Settings(stored.path, last, faults, list(overrides), **options)
     is_stateful = [depends_on_past(cfg) for cfg in (last.trainer.reinforce, asked.reinforce)]
     if any(is_stateful):
         _check_all_before(stored, chosen[0], "overrides" if is_stateful[1] else "run's settings")
@@ -68,7 +78,7 @@ def whatif(
         for number in range(1 if any(is_stateful) else chosen[0], chosen[-1] + 1):
             own, faults = stored.settings(number)
             if id(own) not in by_settings:  # changed at a resume
-                by_settings[id(own)] = Settings(own, faults, list(overrides), with_gradient=gradient)
+                by_settings[id(own)] = Settings(stored.path, own, faults, list(overrides), **options)
             now, step = by_settings[id(own)], stored.step(number)
             batches = step.batch, step.batch if rescored is None else rescored(step)
             pair = [

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
-from reinforce_rl.config.compose import compose
+from reinforce_rl.config.compose import compose_stored
 from reinforce_rl.config.load import read_config
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.rewards.function_pool import function_faults
 from reinforce_rl.runtime.settings import flatten
+from reinforce_rl.runtime.trust import use
 
 # Keys of `trainer.reinforce` that a step's rollouts do not depend on, but its advantages do.
 _OF_ADVANTAGES = re.compile(
@@ -33,25 +31,32 @@ _TAKEN = "what-if takes the keys of KL, baseline, credit, shaping and truncated 
 
 def with_overrides(recorded: TrainConfig, overrides: Sequence[str]) -> tuple[TrainConfig, list[str]]:
     """Return a configuration with KEY=VALUE on top, and all that is wrong with it."""
-    with tempfile.TemporaryDirectory() as folder:
-        tree = OmegaConf.create(recorded.model_dump())
-        OmegaConf.save(tree, Path(folder, "train_reinforce_actor.yaml"))
-        return read_config(compose("train_reinforce_actor", overrides, Path(folder)))
+    return read_config(compose_stored(recorded.model_dump(), overrides))
 
 
 class Settings:
     """A run's settings with overrides.
 
     Args:
+        run: its folder.
         recorded: the run's own, of a step.
         own_faults: what is wrong with them on this machine, such as a model that is elsewhere; nobody's mistake here.
         with_gradient: keys of the loss matter too.
+        trust, say: of rewards that only the folder names; see `runtime.trust.use`.
 
     Raises ConfigError: an override is unknown, wrong, or without effect on stored rollouts; all in one message.
     """
 
     def __init__(
-        self, recorded: TrainConfig, own_faults: list[str], overrides: list[str], *, with_gradient: bool = False
+        self,
+        run: Path,
+        recorded: TrainConfig,
+        own_faults: list[str],
+        overrides: list[str],
+        *,
+        with_gradient: bool = False,
+        trust: bool = False,
+        say: Callable[[str], object] = lambda text: None,
     ):
         self.recorded = recorded
         self.cfg, faults = with_overrides(recorded, overrides)
@@ -63,6 +68,7 @@ class Settings:
         told = {fault.partition(" ")[0] for fault in faults}
         faults += [self._without_effect(key) for key in keys if key not in told and self._is_idle(key, with_gradient)]
         if self.changes_rewards and not faults:
+            use(self.cfg, overrides, run, trust=trust, generation=False, say=say)
             faults = function_faults(self.cfg)
         if faults:
             raise ConfigError(faults)

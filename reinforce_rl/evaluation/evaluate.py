@@ -68,6 +68,8 @@ def evaluate(
     out: str | Path | None = None,
     like: str | Path | None = None,
     overrides: Sequence[str] = (),
+    trust: bool = False,
+    say: Callable[[str], object] = lambda text: None,
     start: Callable[[int, int], None] = lambda devices, nodes: None,
 ) -> Results:
     """Have models answer prompts, score the responses, and compare each model with the first.
@@ -84,6 +86,8 @@ def evaluate(
         out: folder for results.json and, in a folder a model, its samples and metrics.
         like: a run, whose settings take the place of the defaults.
         overrides: KEY=VALUE of `train`.
+        trust: use functions, addresses, interpreters and the like that only `like` names.
+        say: told each of them first.
         start: called with devices and nodes once the configuration was checked.
 
     Raises:
@@ -106,7 +110,7 @@ def evaluate(
 
     def config(model: str | Path, name: str) -> TrainConfig:
         folder = None if out is None else Path(out) / name
-        cfg = inference_config(model, options, data=data, like=like, folder=folder)
+        cfg = inference_config(model, options, data=data, like=like, folder=folder, trust=trust, say=say)
         if not any("max_failed_fraction" in option for option in options):
             cfg.trainer.reinforce.max_failed_fraction = 1.0  # they are counted apart
         _set_sampling(cfg, samples, temperature)

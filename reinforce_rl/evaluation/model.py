@@ -10,16 +10,14 @@ import contextlib
 import itertools
 import json
 import logging
-import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf, open_dict
 
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.config.compose import compose
+from reinforce_rl.config.compose import compose, compose_stored
 from reinforce_rl.config.engines import EngineConfig
 from reinforce_rl.config.load import read_config
 from reinforce_rl.config.model_folder import MODEL, export_command, model_values, no_model
@@ -32,6 +30,7 @@ from reinforce_rl.megatron.hf_weights import STEP
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.rewards.function_pool import with_functions
 from reinforce_rl.runtime.settings import CONFIG_FILE
+from reinforce_rl.runtime.trust import keep_off_path, use, values_of, without_classes
 from reinforce_rl.trainer.build import build_actor, check_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -81,6 +80,8 @@ def inference_config(
     data: str | Path | None = None,
     like: str | Path | None = None,
     folder: str | Path | None = None,
+    trust: bool = False,
+    say: Callable[[str], object] = lambda text: None,
 ) -> TrainConfig:
     """Compose and check the trainer's configuration for a model that generates and scores, and is not trained.
 
@@ -90,15 +91,19 @@ def inference_config(
         data: prompts; None for the validation set of `overrides` or `like`, or none at all.
         like: a run, whose settings take the place of the defaults.
         folder: of what is written.
+        trust, say: of functions, addresses and the like that only `like` names; see `runtime.trust.use`.
 
     Raises ConfigError with all faults in one message.
     """
     path = model_folder(model)
     if like is not None and not (Path(like) / CONFIG_FILE).is_file():
         raise ConfigError([f"{like} has no {CONFIG_FILE}; expected the folder of a run"])
-    if like is not None:
-        sys.path.append(os.path.abspath(like))  # a function that `reinforce_rl.train` has copied lies there
-    cfg = compose(PROGRAM, overrides) if like is None else compose(Path(CONFIG_FILE).stem, overrides, Path(like))
+    if like is None:
+        cfg = compose(PROGRAM, overrides)
+    else:
+        keep_off_path(like)
+        file = Path(like) / CONFIG_FILE
+        cfg = compose_stored(without_classes(values_of(file.read_text("utf-8"), str(file))), overrides)
     with open_dict(cfg):
         for section, _, name in (key.rpartition(".") for key in OF_TRAINING):
             OmegaConf.select(cfg, section).pop(name, None)
@@ -119,6 +124,8 @@ def inference_config(
     for key, value in values.items():
         OmegaConf.update(cfg, key, value, force_add=True)
     config, faults = read_config(cfg)
+    if like is not None:
+        use(config, overrides, like, trust=trust, say=say)
     ours = DATA if prompts is None else f"{DATA}.train"  # nobody has given these
     faults = [fault for fault in faults if not fault.startswith(ours)]
     return with_functions(config, faults)

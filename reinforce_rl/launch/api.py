@@ -88,8 +88,8 @@ def train(
         )
     from reinforce_rl import run
     from reinforce_rl.monitoring.loggers import read_metrics
+    from reinforce_rl.runtime.run_lock import refuse_second_run
     from reinforce_rl.runtime.settings import freeze_template_date, may_start
-    from reinforce_rl.runtime.status import refuse_second_run
 
     freeze_template_date(config)
     if may_start(config):

@@ -19,7 +19,7 @@ from reinforce_rl.launch.check_generation import check_generation
 from reinforce_rl.launch.convert import convert
 from reinforce_rl.launch.demo import demo
 from reinforce_rl.launch.recorded import RunFolder, diff, records, replay, whatif
-from reinforce_rl.launch.terminal import become, fail, plain_errors, start_ranks, use_utf8
+from reinforce_rl.launch.terminal import become, fail, plain_errors, print_error, start_ranks, use_utf8
 
 
 class _Group(TyperGroup):
@@ -259,6 +259,7 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=1, help="of each prompt; several are drawn, one is greedy")] = 1,
     temperature: Annotated[float | None, typer.Option(min=0, help="of drawn samples; 0 for greedy")] = None,
     like: Annotated[Path | None, typer.Option(help="a run whose settings take the place of the defaults")] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="use functions and addresses that only --like names")] = False,
     out: Annotated[Path | None, typer.Option(help="folder for results.json, and the samples for the board")] = None,
 ) -> None:
     """Have models answer the same prompts, score the responses, and compare each model with the first."""
@@ -279,6 +280,8 @@ def evaluate(
         out=out,
         like=like,
         overrides=overrides,
+        trust=trust,
+        say=print_error,
         start=start_ranks,
     )
     if results.models:  # not on the other ranks

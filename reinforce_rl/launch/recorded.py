@@ -8,9 +8,12 @@ from typing import Annotated, Literal
 import typer
 
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.launch.terminal import errors_exit, start_ranks
+from reinforce_rl.launch.terminal import errors_exit, print_error, start_ranks
 from reinforce_rl.utils.files import output_faults
 
+Trust = Annotated[
+    bool, typer.Option("--trust", help="use functions, addresses and the like that only the run's folder names")
+]
 RunFolder = Annotated[Path, typer.Argument(help="the run's folder")]
 
 
@@ -39,6 +42,7 @@ def whatif(
     overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
     steps: Annotated[str | None, typer.Option(help="such as 12 or 10:20 (default: the last one recorded)")] = None,
     gradient: Annotated[bool, typer.Option("--gradient", help="compare the gradients on a checkpoint, too")] = False,
+    trust: Trust = False,
     json: Annotated[Path | None, typer.Option(help="file for all numbers, of each sample too")] = None,
     html: Annotated[Path | None, typer.Option(help="file for the run's page with plots of them")] = None,
 ) -> None:
@@ -47,7 +51,7 @@ def whatif(
     from reinforce_rl.utils.console import table_console
 
     _check(json=json, html=html)
-    found = whatif(run, steps, overrides or (), gradient=gradient)
+    found = whatif(run, steps, overrides or (), gradient=gradient, trust=trust, say=print_error)
     table_console().print(found.table())
     write(found, run, json, html)
 
@@ -63,6 +67,7 @@ def replay(
     reward: Annotated[
         str | None, typer.Option(help="stored, restart, my_rewards.f or http://HOST:PORT; docs/debugging.md#replay")
     ] = None,
+    trust: Trust = False,
     json: Annotated[Path | None, typer.Option(help="file for all that was found")] = None,
 ) -> None:
     """Make a recorded step again, and name the first phase, prompt, token or tensor that differs.
@@ -74,10 +79,10 @@ def replay(
     from reinforce_rl.utils.console import table_console
     from reinforce_rl.utils.files import write_json
 
-    options = {"phase": phase, "reward": reward, "overrides": overrides or (), "start": start_ranks}
+    options = {"phase": phase, "reward": reward, "overrides": overrides or (), "trust": trust}
     with errors_exit(2):
         _check(json=json)
-        found = replay(run, step, say=lambda text: print(text, flush=True), **options)
+        found = replay(run, step, say=lambda text: print(text, flush=True), start=start_ranks, **options)
     if found.phases:  # not on the other ranks
         table_console().print(found.table())
         if json is not None:

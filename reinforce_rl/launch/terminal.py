@@ -71,6 +71,12 @@ def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") ->
     os.execv(sys.executable, [sys.executable, *launcher, *program, *sys.argv[1:]])
 
 
+def print_error(text: str) -> None:
+    """Print on standard error, once where several ranks would."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
+
+
 def fail(text: str, code: int = EXIT_ERROR) -> NoReturn:
     """Say why, on standard error, and end."""
     print(text if code == EXIT_STOPPED else f"error: {text}", file=sys.stderr, flush=True)

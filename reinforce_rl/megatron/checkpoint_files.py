@@ -29,6 +29,7 @@ from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.lora import adapter_rows
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.optimizer import PREFIX
+from reinforce_rl.megatron.stored_metadata import check_stored_metadata
 from reinforce_rl.megatron.weight_map import Split, weight_map
 from reinforce_rl.utils.files import write_atomically
 
@@ -179,6 +180,7 @@ def allow_other_padding(
 
 def load_sharded(lm: CausalLM, state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Fill the model, and the tensors of the optimizer if `state` has one; return what was loaded."""
+    check_stored_metadata(folder)
     allow_other_padding(lm, state["model"], folder, state.get("optimizer"))
     loaded: Any = dist_checkpointing.load(state, str(folder))
     lm.load_state_dict(loaded["model"], strict=False)

@@ -28,6 +28,7 @@ from reinforce_rl.megatron.hf_weights import (
 from reinforce_rl.megatron.lora import LoraSettings, MergedWeights, add_lora, check_lora_identity, trained_state
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.stored_metadata import FORMAT_FILE, check_stored_metadata
 from reinforce_rl.megatron.weight_map import weight_map
 from reinforce_rl.utils.files import replace_folder
 
@@ -108,6 +109,7 @@ def load_weights(lm: CausalLM, checkpoint: Path) -> None:
 
 def plain_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return every tensor of a run's checkpoint, whole, by its key; on one rank."""
+    check_stored_metadata(checkpoint / MODEL)
     found: Any = dist_checkpointing.load_plain_tensors(str(checkpoint / MODEL))
     return {name: one for name, one in found.items() if isinstance(one, torch.Tensor)}
 
@@ -127,7 +129,7 @@ def _add_lora_of(checkpoint: Path, trainer_state: dict[str, Any], lm: CausalLM, 
 def _checkpoint_in(folder: Path) -> Path:
     """Return the folder if it is a checkpoint, else a run's newest one."""
     for candidate in (folder, folder / "checkpoints"):
-        if dist_checkpointing.check_is_distributed_checkpoint(str(candidate / MODEL)):
+        if (candidate / MODEL / FORMAT_FILE).is_file():
             return candidate
         if newest := latest_checkpoint(candidate):
             return newest.folder
@@ -138,6 +140,7 @@ def _checkpoint_in(folder: Path) -> Path:
 
 
 def _dtype_of(checkpoint: Path) -> torch.dtype:
+    check_stored_metadata(checkpoint / MODEL)
     stored = dist_checkpointing.load_tensors_metadata(str(checkpoint / MODEL))
     updates = [tensor for name, tensor in stored.items() if name.endswith(".lora_A.weight")]
     known: Any = stored.get("embedding.word_embeddings.weight", *updates[:1])

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from rich.table import Table
 from rich.text import Text
 
@@ -21,7 +20,7 @@ from reinforce_rl.monitoring.progress import formatted
 from reinforce_rl.monitoring.report import overview
 from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
 from reinforce_rl.monitoring.view import frozen_page
-from reinforce_rl.runtime.settings import SILENT, flatten
+from reinforce_rl.runtime.settings import SILENT, flatten, read_tree
 from reinforce_rl.utils.console import table_console
 from reinforce_rl.utils.files import write_atomically
 
@@ -174,7 +173,7 @@ def _paired(sides: Sequence[_Side]) -> dict[str, Any]:
 
 def _settings(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
     texts = [run.configuration().text for run in runs.values()]
-    flat = [dict(flatten(OmegaConf.to_container(OmegaConf.create(text), resolve=False))) for text in texts]
+    flat = [dict(flatten(read_tree(text))) for text in texts]
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key and not SILENT.match(key)]
     rows = [[key, *(json.dumps(one[key]) if key in one else "-" for one in flat)] for key in keys]
     differing = [row for row in rows if len(set(row[1:])) > 1]

@@ -21,6 +21,7 @@ import math
 import os
 import pkgutil
 import resource
+import secrets
 import signal
 import stat
 import sys
@@ -36,7 +37,7 @@ from typing import Any
 
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec
-from reinforce_rl.utils.process import connect_to_parent, die_with_parent, send
+from reinforce_rl.utils.process import connect_to_parent, die_with_parent, hide_from_other_processes, send
 
 PROVIDED = "reinforce_rl.rewards.functions"
 ANSWER_BYTES = 1 << 16  # maximum
@@ -135,6 +136,7 @@ class _Sample:
     id: int
     pid: int
     answer_fd: int
+    secret: bytes  # before its answer; what a function starts can write into the pipe, but does not know it
     deadline: float  # in time.monotonic
     answer: bytearray = field(default_factory=bytearray)
 
@@ -180,6 +182,7 @@ class _Host:
 
     def _start(self, number: int, request: bytes) -> None:
         parent = os.getpid()
+        secret = secrets.token_hex(16).encode()
         try:
             read_end, write_end = os.pipe()
             pid = os.fork()
@@ -190,11 +193,12 @@ class _Host:
             try:
                 for fd in (self._connection.fileno(), read_end, *self._running):
                     os.close(fd)
-                _work(self._functions, request, write_end, parent)
+                _work(self._functions, request, write_end, parent, secret)
             finally:
                 os._exit(1)
         os.close(write_end)
-        self._running[read_end] = _Sample(number, pid, read_end, time.monotonic() + self._timeout)
+        deadline = time.monotonic() + self._timeout
+        self._running[read_end] = _Sample(number, pid, read_end, secret, deadline)
 
     def _finish(self, sample: _Sample, outcome: Outcome | None = None) -> None:
         """End a sample's process and send `outcome`, or else the answer that the process wrote."""
@@ -206,7 +210,7 @@ class _Host:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
                 os.waitpid(ended.si_pid, 0)
-        self._send(sample.id, outcome or _outcome_of(sample.answer, code))
+        self._send(sample.id, outcome or _outcome_of(sample, code))
 
     def _send(self, number: int, outcome: Outcome) -> None:
         send(self._connection, {"id": number, **asdict(outcome)})
@@ -231,9 +235,13 @@ def _use_of(pid: int) -> str:
     return ""
 
 
-def _outcome_of(answer: bytearray, code: int) -> Outcome:
+def _outcome_of(sample: _Sample, code: int) -> Outcome:
+    line = bytes(sample.answer).partition(b"\n")[0]
+    secret, _, answer = line.partition(b" ")
+    if line and not secrets.compare_digest(secret, sample.secret):
+        return Outcome(base.STATUS_INTERNAL, fault="something else than the function's return wrote into its answer")
     try:
-        read = json.loads(answer.partition(b"\n")[0])
+        read = json.loads(answer)
         outcome = Outcome(int(read["status"]), float(read["value"]), str(read["fault"]), str(read["message"]))
         if outcome.status in STATUSES:  # else the function has written it, not its process
             return outcome
@@ -243,8 +251,8 @@ def _outcome_of(answer: bytearray, code: int) -> Outcome:
     return Outcome(base.STATUS_INTERNAL, fault=f"its process ended with {how}")
 
 
-def _work(functions: Functions, request: bytes, answer_fd: int, parent: int) -> None:
-    """Score one sample in the forked process, write its `Outcome` as a line of JSON, and exit."""
+def _work(functions: Functions, request: bytes, answer_fd: int, parent: int, secret: bytes) -> None:
+    """Score one sample in the forked process, write its `Outcome` as a line of JSON behind the secret, and exit."""
     os.setpgid(0, 0)  # so that killpg also ends what the function starts
     die_with_parent(parent)
     with contextlib.suppress(OSError):  # reopened, so that flags such as O_NONBLOCK are not shared
@@ -255,7 +263,7 @@ def _work(functions: Functions, request: bytes, answer_fd: int, parent: int) -> 
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os.write(answer_fd, json.dumps(asdict(outcome)).encode() + b"\n")
+    os.write(answer_fd, secret + b" " + json.dumps(asdict(outcome)).encode() + b"\n")
     os._exit(0)
 
 
@@ -296,6 +304,7 @@ def _definition(function: Callable[..., Any]) -> str:
 
 def main() -> None:
     connection = connect_to_parent(death_signal=None)  # any thread of the owner's may have started this process
+    hide_from_other_processes()  # so that what a function starts cannot open its descriptors or read its memory
     settings = connection.recv()
     functions, sources, faults = {}, {}, []
     for name, spec in settings["functions"].items():

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ VARIABLE_PREFIXES = ("LC_", "PYTHON")
 SANDBOX = "reward_function.sandbox"
 ETC_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", *ETC_FILES)
+PRIVATE_FOLDERS = ("/dev", "/proc", "/tmp")  # a sandbox has its own
 TMPFS_BYTES = 256 << 20
 PROBE_SECONDS = 30.0
 
@@ -332,17 +334,34 @@ def _request(function: str, sample: TextSample) -> bytes:
     return json.dumps({"function": function, **fields}).encode()
 
 
+def _covers_private(folder: str) -> bool:
+    """Tell whether a folder is, or holds, one that a sandbox has of its own, which it would cover."""
+    real = Path(os.path.realpath(folder))
+    return any(real == Path(private) or real in Path(private).parents for private in PRIVATE_FOLDERS)
+
+
 def bubblewrap(folders: Sequence[str]) -> list[str]:
     """Return the prefix of a command without network, other processes or write access to files.
 
-    It can read Python's own folders, the current one and `folders`; /tmp and /dev/shm are private tmpfs. Raises
-    ConfigError if bubblewrap is not installed or cannot work here.
+    It can read Python's own folders, the current one and `folders`; /tmp and /dev/shm are private tmpfs.
+
+    Raises ConfigError if bubblewrap is not installed or cannot work here, or if one of `folders` would show the whole
+    machine, as / does. A current folder that would do so is not shown.
     """
     program = shutil.which("bwrap")
     if program is None:
         raise ConfigError([f"{SANDBOX} is true, but there is no 'bwrap'; install bubblewrap, 0.8 or later"])
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    readable = {*SYSTEM_FOLDERS, sys.prefix, sys.base_prefix, *folders, *filter(None, libraries), os.getcwd()}
+    readable = {*SYSTEM_FOLDERS, sys.prefix, sys.base_prefix, *folders, *filter(None, libraries)}
+    if too_wide := sorted(filter(_covers_private, readable)):
+        raise ConfigError(
+            [
+                f"{SANDBOX} is true, but functions would be shown the whole of {too_wide[0]}, which is on sys.path or "
+                "LD_LIBRARY_PATH; start elsewhere, and keep the code in a folder of its own"
+            ]
+        )
+    if not _covers_private(os.getcwd()):
+        readable.add(os.getcwd())
     real = {os.path.realpath(folder) for folder in readable}
     size = ["--size", str(TMPFS_BYTES), "--tmpfs"]
     # No signal from inside ends process 1, so no sample can end the host.

@@ -30,7 +30,8 @@ from reinforce_rl.errors import (
 )
 from reinforce_rl.runtime.links import Invitation, Links, host_of_rank_0
 from reinforce_rl.runtime.phases import Activity, PlaceWatcher
-from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile, refuse_second_run, saved_step
+from reinforce_rl.runtime.run_lock import run_lock
+from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile, saved_step
 from reinforce_rl.runtime.stop import StopNow, StopRequest
 from reinforce_rl.utils.files import UNWRITABLE, write_fault
 
@@ -305,28 +306,29 @@ class RunControl:
     def running(self) -> Iterator[None]:
         """Keep `status.json` up to date during the block, which is the whole run.
 
-        Raises StoppedEarly if a signal came before there was anything to save, and ConfigError if another process on
-        this machine works in this run's folder.
+        Raises StoppedEarly if a signal came before there was anything to save, and ConfigError if another process, on
+        this machine or on another one, works in this run's folder.
         """
-        if self.status.enabled:
-            refuse_second_run(self.status.path.parent)
-        self.status.begin()
-        try:
-            yield
-        except StopNow:
-            error = StoppedEarly(f"stopped by {self.stop.reason} before the first step; nothing was to be saved")
-            self.status.end(error.exit_code, str(error))
-            raise error from None
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                error.args = (f"interrupted by Ctrl-C; the same command {self._where_it_goes_on()}",)
-            if isinstance(error, OSError) and error.errno in UNWRITABLE:
-                failure = DiskError(f"{write_fault(error)}, which {self._where_it_goes_on()}")
-                self.status.end(*_outcome(failure))
-                raise failure from error
-            self.status.end(*_outcome(error))
-            raise
-        self.status.end(EXIT_FINISHED)
+        with contextlib.ExitStack() as held:
+            if self.status.enabled:
+                held.enter_context(run_lock(self.status.path.parent))
+            self.status.begin()
+            try:
+                yield
+            except StopNow:
+                error = StoppedEarly(f"stopped by {self.stop.reason} before the first step; nothing was to be saved")
+                self.status.end(error.exit_code, str(error))
+                raise error from None
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    error.args = (f"interrupted by Ctrl-C; the same command {self._where_it_goes_on()}",)
+                if isinstance(error, OSError) and error.errno in UNWRITABLE:
+                    failure = DiskError(f"{write_fault(error)}, which {self._where_it_goes_on()}")
+                    self.status.end(*_outcome(failure))
+                    raise failure from error
+                self.status.end(*_outcome(error))
+                raise
+            self.status.end(EXIT_FINISHED)
 
     def _where_it_goes_on(self) -> str:
         step = saved_step(self.status.path.parent)
@@ -351,9 +353,9 @@ class RunControl:
                 if role is None:
                     invitation = mesh.from_main(invitation)
                 elif invitation is not None:
-                    role.share(WATCH, invitation)
+                    role.share(WATCH, invitation.to_json())
                 else:
-                    invitation = role.shared(WATCH)
+                    invitation = Invitation.from_json(role.shared(WATCH))
                 with mesh.together():
                     if rank != 0 and invitation is not None:
                         watchdog.join(invitation)

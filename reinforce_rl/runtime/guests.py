@@ -17,7 +17,6 @@ from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.net import EVERY_ADDRESS, Address, address_towards, listen
 
 INVITATION_FILE = "generators.json"
-_KEYS = ("server_key", "public_key", "secret_key")
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,7 @@ class OpenInvitation:
 
     def write(self, folder: Path) -> None:
         """Put it into a run's folder, where its owner alone can read it."""
-        values = {**vars(self.links), "store_port": self.store_port}
-        values |= {key: values[key].decode() for key in _KEYS}
+        values = {**json.loads(self.links.to_json()), "store_port": self.store_port}
         write_atomically(folder / INVITATION_FILE, json.dumps(values) + "\n", mode=0o600)
 
     @classmethod
@@ -38,10 +36,9 @@ class OpenInvitation:
         """Return a run's invitation; None where there is none, or one of another version."""
         try:
             values = json.loads((folder / INVITATION_FILE).read_text(encoding="utf-8"))
-            values |= {key: values[key].encode() for key in _KEYS}
             port = values.pop("store_port")
-            return cls(Invitation(**values), port)
-        except (OSError, ValueError, TypeError, KeyError):
+            return cls(Invitation.from_json(json.dumps(values)), port)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
 
 
@@ -53,9 +50,9 @@ class Guest:
     invitation: OpenInvitation
     timeout: timedelta  # of a transfer of weights
 
-    def shared(self, name: str) -> Any:
+    def shared(self, name: str) -> str:
         """Return the invitation to rank 0's links, the only thing that is shared."""
-        return self.invitation.links
+        return self.invitation.links.to_json()
 
     def weight_group(self, device: torch.device) -> ReformedGroup:
         """Return the group, which has to be formed. Raises ConnectionError: rank 0 is not there."""

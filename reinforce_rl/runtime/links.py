@@ -7,6 +7,7 @@ connection; one that stands still sends no heartbeats (ZMTP's own would close th
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 import time
@@ -27,6 +28,7 @@ Message = tuple[int, list[memoryview]]  # sender's rank, parts
 OnMessage = Callable[[int, list[memoryview]], object]
 
 BEATS_A_TIMEOUT = 5  # heartbeats per timeout
+_KEYS = ("server_key", "public_key", "secret_key")
 LINGER_SECONDS = 2.0  # to send queued messages on close
 
 
@@ -39,6 +41,20 @@ class Invitation:
     server_key: bytes  # rank 0's public key
     public_key: bytes
     secret_key: bytes  # shared by all other ranks
+
+    def to_json(self) -> str:
+        values = {**vars(self)}
+        for name in _KEYS:
+            values[name] = values[name].decode()
+        return json.dumps(values)
+
+    @classmethod
+    def from_json(cls, text: str) -> Invitation:
+        """Raises ValueError, TypeError or KeyError if it is none."""
+        values = json.loads(text)
+        for name in _KEYS:
+            values[name] = values[name].encode()
+        return cls(**values)
 
 
 @dataclass(eq=False)

@@ -8,7 +8,6 @@ Between them are `Links` for prompts and rollouts and one process group for weig
 from __future__ import annotations
 
 import os
-import pickle
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -70,14 +69,14 @@ class RankRole:
         """The first rank of each generator."""
         return range(self.trainers, self.size, self.block)
 
-    def share(self, name: str, value: Any) -> None:
-        """Give a picklable value to the job's other ranks, which read it by `shared`."""
-        self.store.set(name, pickle.dumps(value))
+    def share(self, name: str, text: str) -> None:
+        """Give a text to the job's other ranks, which read it by `shared`."""
+        self.store.set(name, text)
 
-    def shared(self, name: str) -> Any:
-        """Wait for the value that a rank shares under this name."""
+    def shared(self, name: str) -> str:
+        """Wait for the text that a rank shares under this name."""
         self.store.wait([name], self.timeout)
-        return pickle.loads(self.store.get(name))
+        return self.store.get(name).decode()
 
     def weight_group(self, device: torch.device) -> WeightGroup:
         """Return the group of the first trainer and all generators; each of these ranks calls it."""

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import Section
 from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.runtime.status import read_status, saved_step
+from reinforce_rl.runtime.trust import parse_stored
 from reinforce_rl.utils.files import read_json_lines, write_atomically, write_json_lines
 
 HISTORY_FILE, CONFIG_FILE = "config_history.jsonl", "config.yaml"
@@ -208,16 +207,11 @@ def _history(folder: Path, step: int) -> list[dict[str, Any]]:
         place = path if path == config else f"{path}, line {number}"
         if not (isinstance(line.get("step"), int) and isinstance(line.get("config"), str)):
             raise DataError(f"{place}: expected a step and a config, found {sorted(line)}; restore the file")
-        try:
-            found = type(read_tree(line["config"])).__name__
-        except (YAMLError, OmegaConfBaseException) as error:
-            raise DataError(f"{place}: not valid YAML ({error}); restore it or take it away") from error
-        if found != "dict":
-            raise DataError(f"{place}: found a {found}, expected keys with values; restore it or take it away")
+        read_tree(line["config"], place)
     return [line for line in lines if line["step"] < step]
 
 
 @functools.lru_cache(32)
-def read_tree(text: str) -> Any:
-    """Read a configuration; the caller does not change what it gets."""
-    return OmegaConf.to_container(OmegaConf.create(text))
+def read_tree(text: str, where: str = "the run's configuration") -> dict[str, Any]:
+    """Read a configuration, as `parse_stored` does; the caller does not change what it gets."""
+    return parse_stored(text, where)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from reinforce_rl.errors import EXIT_FINISHED, EXIT_SENTINEL, EXIT_STOPPED, ConfigError
+from reinforce_rl.errors import EXIT_FINISHED, EXIT_SENTINEL, EXIT_STOPPED
 from reinforce_rl.utils.files import write_atomically
 
 EXIT_INTERRUPTED = 130  # as of a shell after Ctrl-C
@@ -148,12 +148,3 @@ def is_alive(status: Status) -> bool | None:
         process = psutil.Process(status.pid)
         return process.create_time() < status.time and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def refuse_second_run(folder: Path) -> None:
-    """Raise ConfigError if the process that last wrote `status.json` still runs on this machine."""
-    status = read_status(folder)
-    if status is not None and status.pid != os.getpid() and is_alive(status):
-        found = f"{folder} has a run that is still going on (process {status.pid} of this machine)"
-        advice = "Wait for its end or end it, or choose another folder (exp_manager.explicit_log_dir)"
-        raise ConfigError([f"{found}. {advice}"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import sys
 import threading
 from collections import deque
@@ -16,16 +15,30 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.data.batches import Completions
-from reinforce_rl.errors import GenerationError, ReinforceError
+from reinforce_rl.errors import GenerationError, LostRankError, ReinforceError
 from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.generation.responses import completions_of, unbegun
 from reinforce_rl.generation.weight_sync import load_weights, receive_weights
 from reinforce_rl.rewards.base import RewardFuture, RewardSource
 from reinforce_rl.runtime.guests import Guest
-from reinforce_rl.runtime.links import Links, LinkThread
+from reinforce_rl.runtime.links import Invitation, Links, LinkThread
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.roles import RankRole
-from reinforce_rl.trainer.generator_pool import INVITATION, Result, Work
+from reinforce_rl.trainer.generator_pool import INVITATION
+from reinforce_rl.trainer.messages import (
+    HELLO,
+    BadMessageError,
+    GeneratorFailed,
+    Message,
+    Result,
+    RunEnded,
+    WeightsAnnounced,
+    Work,
+    WorkRequest,
+    Works,
+    decode,
+    encode,
+)
 from reinforce_rl.trainer.reward_requests import reward_request
 
 if TYPE_CHECKING:
@@ -70,7 +83,7 @@ class GeneratorRank:
         self._unscored = 0  # results that wait for their scores
         self._awake: contextlib.ExitStack | None = None  # the generator's, while the weights stay the same
         self._failure: BaseException | None = None
-        self._links = Links.connect(role.shared(INVITATION), role.rank, b"generator", CONNECT_SECONDS)
+        self._links = Links.connect(Invitation.from_json(role.shared(INVITATION)), role.rank, HELLO, CONNECT_SECONDS)
         # At once, as it also shows rank 0 that this rank is alive while it loads the model.
         self._thread = LinkThread(self._links, silence_seconds, self._on_message, self._on_lost)
         self._group = role.weight_group(device)
@@ -80,7 +93,7 @@ class GeneratorRank:
 
     def fail(self, error: ReinforceError) -> None:
         """Give the trainers an error that keeps this generator from going on, and wait until they have ended."""
-        self._links.send(0, pickle.dumps(error))
+        self._links.send(0, *encode(GeneratorFailed(error)))
         with self._changed:
             self._wait(lambda: self._has_ended)
 
@@ -137,14 +150,14 @@ class GeneratorRank:
         more = count - self._asked - len(self._inbox)
         if more > 0:
             self._asked += more
-            self._links.send(0, pickle.dumps(more))
+            self._links.send(0, *encode(WorkRequest(more)))
 
     def _withdraw(self) -> None:
         """Take back what was asked for and has not come, so that others get it; what is on its way is taken later."""
         with self._changed:
             asked, self._asked = self._asked, 0
         if asked:
-            self._links.send(0, pickle.dumps(-asked))
+            self._links.send(0, *encode(WorkRequest(-asked)))
 
     def _respond(self, work: Work) -> None:
         """Answer a work with the weights that it asks for."""
@@ -302,8 +315,7 @@ class GeneratorRank:
                 result = result if future is None else replace(result, rewards=future.result())
             except ReinforceError as error:
                 result = replace(result, failure=error)
-            pickle.loads(pickle.dumps(result.failure))  # an exception of somebody else's may not survive it
-            self._links.send(0, pickle.dumps(result))
+            self._links.send(0, *encode(result))
         except BaseException as error:  # a fault of this program: the main thread raises it
             self._failure = error
         with self._changed:
@@ -348,15 +360,24 @@ class GeneratorRank:
             self._changed.wait(_POLL_SECONDS)
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
-        message: list[Work] | int | None = pickle.loads(parts[0])
+        try:
+            self._take_message(decode(parts))
+        except BadMessageError as error:
+            with self._changed:
+                self._failure = self._failure or LostRankError(f"rank 0 sent what is no message: {error}")
+                self._changed.notify_all()
+
+    def _take_message(self, message: Message) -> None:
         with self._changed:
-            if message is None:
+            if isinstance(message, RunEnded):
                 self._has_ended = True
-            elif isinstance(message, int):
-                self._announced.append(message)
+            elif isinstance(message, WeightsAnnounced):
+                self._announced.append(message.version)
+            elif isinstance(message, Works):
+                self._inbox.extend(message.works)
+                self._asked = max(self._asked - len(message.works), 0)
             else:
-                self._inbox.extend(message)
-                self._asked = max(self._asked - len(message), 0)
+                raise BadMessageError(f"{type(message).__name__} is of a generator")
             self._changed.notify_all()
 
     def _on_lost(self, rank: int, reason: str) -> None:

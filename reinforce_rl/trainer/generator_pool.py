@@ -10,51 +10,33 @@ takes the works that are finished first.
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from reinforce_rl.data.batches import Completions, Prompt
-from reinforce_rl.errors import ReinforceError
-from reinforce_rl.rewards.base import STATUS_OK, Rewards
+from reinforce_rl.errors import GenerationError, ReinforceError
+from reinforce_rl.rewards.base import STATUS_OK
 from reinforce_rl.runtime.links import Links, LinkThread, host_of_rank_0
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.trainer.messages import (
+    BadMessageError,
+    GeneratorFailed,
+    Result,
+    RunEnded,
+    WeightsAnnounced,
+    Work,
+    WorkRequest,
+    Works,
+    decode,
+    encode,
+    fault_of_result,
+)
 
 INVITATION = "generators"  # where rank 0's `Invitation` is shared
 _POLL_SECONDS = 0.2
-
-
-@dataclass(frozen=True)
-class Work:
-    """A micro-batch of prompts to answer."""
-
-    number: int
-    step: int  # 0 of a validation
-    version: int  # of the weights
-    prompts: tuple[Prompt, ...]
-    num_samples: int
-    seed: int
-    or_newer: bool = False  # of weights of this version or, rather, newer ones; then of one prompt
-
-    @property
-    def validation(self) -> bool:
-        return self.step == 0
-
-
-@dataclass(frozen=True)
-class Result:
-    """The answer to a `Work`."""
-
-    number: int
-    prompt_ids: tuple[int, ...]
-    completions: Completions | None = None  # None after a failure
-    rewards: Rewards | None = None
-    failure: Exception | None = None  # of the engine if there are no completions, else of the reward source
 
 
 class GeneratorPool:
@@ -71,7 +53,7 @@ class GeneratorPool:
         self._begun, self._leaders = set[int](), set(role.leaders)
         self._lost: str | None = None
         links, invitation = Links.listen(host_of_rank_0())
-        role.share(INVITATION, invitation)
+        role.share(INVITATION, invitation.to_json())
         self._links, seconds = links, role.timeout.total_seconds()
         if missing := sorted(set(role.generators) - links.accept(role.generators, seconds).keys()):
             links.close()
@@ -88,6 +70,7 @@ class GeneratorPool:
         self._again: set[int] | None = None  # while `take` waits: works that were given again before
         self._dropped = 0  # since then
         self._failure: ReinforceError | None = None  # of a generator that cannot go on
+        self._newest = 0  # version of the weights that generators were sent
 
     def submit(self, work: Iterable[Work]) -> None:
         with self._changed:
@@ -195,7 +178,8 @@ class GeneratorPool:
             while self._begun < self._leaders:
                 self._check()
                 self._changed.wait(_POLL_SECONDS)
-        self._links.send_all(pickle.dumps(version))
+        self._newest = version
+        self._links.send_all(*encode(WeightsAnnounced(version)))
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -206,22 +190,35 @@ class GeneratorPool:
     def close(self) -> None:
         """End the generators."""
         self._thread.stopping.set()
-        self._links.send_all(pickle.dumps(None))
+        self._links.send_all(*encode(RunEnded()))
         self._thread.wait_closed(_POLL_SECONDS)
         self._thread.close()
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
-        message: Result | ReinforceError | int = pickle.loads(parts[0])
         with self._changed:
-            if isinstance(message, int):  # works that it asks for; below 0, that it does not ask for any more
-                self._begun.add(rank)
-                self._room[rank] = max(self._room[rank] + message, 0)
-                self._assign()
-            elif isinstance(message, Result):
-                self._results[message.number] = message
-            else:
-                self._failure = message
+            try:
+                self._take_message(rank, parts)
+            except BadMessageError as error:
+                self._failure = GenerationError(f"rank {rank}, which generates, sent what is no answer: {error}")
             self._changed.notify_all()
+
+    def _take_message(self, rank: int, parts: list[memoryview]) -> None:
+        message = decode(parts)
+        if isinstance(message, WorkRequest):
+            self._begun.add(rank)
+            self._room[rank] = max(self._room[rank] + message.count, 0)
+            self._assign()
+        elif isinstance(message, Result):
+            work = self._given.get(message.number)
+            if work is None:  # nobody waits for it any more
+                return
+            if fault := fault_of_result(work, message, self._newest):
+                raise BadMessageError(fault)
+            self._results[message.number] = message
+        elif isinstance(message, GeneratorFailed):
+            self._failure = message.failure
+        else:
+            raise BadMessageError(f"{type(message).__name__} is of the trainers")
 
     def _on_lost(self, rank: int, reason: str) -> None:
         with self._changed:
@@ -237,7 +234,7 @@ class GeneratorPool:
             self._given[work.number] = work
             given.setdefault(rank, []).append(work)
         for rank, works in given.items():
-            self._links.send(rank, pickle.dumps(works))
+            self._links.send(rank, *encode(Works(tuple(works))))
 
 
 def is_sound(result: Result) -> bool:

@@ -34,7 +34,7 @@ from reinforce_rl.rewards.base import (
 from reinforce_rl.runtime.phases import Activity, StepClock
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.disaggregated import Generators, Known, Ticket
-from reinforce_rl.trainer.generator_pool import Result
+from reinforce_rl.trainer.messages import Result
 from reinforce_rl.trainer.reward_requests import faults_of, reward_request, scores_of, with_valid
 from reinforce_rl.trainer.work_queue import WorkQueue
 

@@ -8,7 +8,6 @@ a run do not depend on who is lost. Only where nobody has a version any more its
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,10 +30,28 @@ from reinforce_rl.runtime.reformed_group import ReformedGroup
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.disaggregated import Generators, Ticket
-from reinforce_rl.trainer.generator_pool import GeneratorPool, Result, Work
-from reinforce_rl.trainer.separate_messages import HELLO, RANKS, Abandoned, Arrival, Dismissed, NewWeights, Received
+from reinforce_rl.trainer.generator_pool import GeneratorPool
+from reinforce_rl.trainer.messages import (
+    HELLO,
+    RANKS,
+    Abandoned,
+    Arrival,
+    BadMessageError,
+    Dismissed,
+    GeneratorFailed,
+    NewWeights,
+    Received,
+    Result,
+    Work,
+    WorkRequest,
+    Works,
+    decode,
+    encode,
+    fault_of_result,
+)
 
 _POLL_SECONDS = 0.2
+_MOST_WORKS = 1 << 20  # that a generator can ask for at once
 _MOST_FAILURES = 3  # to receive weights, after which a generator is sent away
 
 
@@ -170,7 +187,7 @@ class SeparatePool(GeneratorPool):
                 self._members, self._answers = ranks, {}
                 for place, rank in enumerate(ranks, 1):
                     offer = NewWeights(self._epoch, version, place, 1 + len(ranks))
-                    self._links.send(rank, pickle.dumps(offer))
+                    self._links.send(rank, *encode(offer))
                     self._sent = offer, ranks
             if not is_new:
                 return self.group
@@ -261,7 +278,7 @@ class SeparatePool(GeneratorPool):
                 continue
             self._idle.remove(chosen)
             self._given[work.number] = self._generators[chosen].under_way[work.number] = work
-            self._links.send(self._generators[chosen].leader, pickle.dumps([work]))
+            self._links.send(self._generators[chosen].leader, *encode(Works((work,))))
         self._waiting = left
 
     def _can_do(self, one: _Generator, work: Work) -> bool:
@@ -275,48 +292,68 @@ class SeparatePool(GeneratorPool):
         if one.ranks & set(self._members):
             self.group.abandon(self._epoch, f"{one.name} was lost")
         for rank in set(self._members) - one.ranks:
-            self._links.send(rank, pickle.dumps(Abandoned(self._epoch, f"{one.name} was lost")))
+            self._links.send(rank, *encode(Abandoned(self._epoch, f"{one.name} was lost")))
         self._waiting = deque(sorted([*self._waiting, *one.under_way.values()], key=lambda work: work.number))
         self._last_loss = f"{one.name} {why}"
         again = f"; {len(one.under_way)} of its micro-batches go to others" if one.under_way else ""
         self._notes.append(f"Generator {self._last_loss}{again}")
         for rank in one.ranks if dismiss else ():
-            self._links.send(rank, pickle.dumps(Dismissed(why)))
+            self._links.send(rank, *encode(Dismissed(why)))
         self._assign()
         self._changed.notify_all()
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
         if bytes(parts[0]) == HELLO:
             return
-        message = pickle.loads(parts[0])
         with self._changed:
-            one = self._generators.get(rank // RANKS)
-            if isinstance(message, Arrival):
-                self._arrive(rank, message)
-            elif one is None:
-                self._links.send(rank, pickle.dumps(Dismissed("the trainers have taken it for lost")))
-            elif isinstance(message, int):  # works that it asks for; below 0, that it does not ask for any more
-                one.is_ready = one.is_ready or len(one.ranks) == one.size
-                self._idle.extend([one.number] * message)
-                for _ in range(min(-message, self._idle.count(one.number))):
-                    self._idle.remove(one.number)
-                self._assign()
-            elif isinstance(message, Received):
-                if message.epoch == self._epoch:
-                    self._answers[rank] = message
-            elif isinstance(message, Result):
-                if one.under_way.pop(message.number, None) is not None:
-                    self._results[message.number] = message
-            else:
-                self._drop(one, f"cannot go on: {message}")
+            try:
+                self._take_message(rank, parts)
+            except BadMessageError as error:
+                what = f"sent what is no answer: {error}"
+                if (one := self._generators.get(rank // RANKS)) is not None:
+                    self._drop(one, what, dismiss=True)
+                else:
+                    self._notes.append(f"A program that is no generator of this run {what}")
+                    self._links.send(rank, *encode(Dismissed(what)))
             self._changed.notify_all()
+
+    def _take_message(self, rank: int, parts: list[memoryview]) -> None:
+        message = decode(parts)
+        one = self._generators.get(rank // RANKS)
+        if isinstance(message, Arrival):
+            self._arrive(rank, message)
+        elif one is None:
+            self._links.send(rank, *encode(Dismissed("the trainers have taken it for lost")))
+        elif isinstance(message, WorkRequest):
+            if abs(message.count) > _MOST_WORKS:
+                raise BadMessageError(f"it asks for {message.count} works, expected at most {_MOST_WORKS}")
+            one.is_ready = one.is_ready or len(one.ranks) == one.size
+            self._idle.extend([one.number] * message.count)
+            for _ in range(min(-message.count, self._idle.count(one.number))):
+                self._idle.remove(one.number)
+            self._assign()
+        elif isinstance(message, Received):
+            if message.epoch == self._epoch:
+                self._answers[rank] = message
+        elif isinstance(message, Result):
+            work = one.under_way.get(message.number)
+            if work is None:  # nobody waits for it any more
+                return
+            if fault := fault_of_result(work, message, self._newest):
+                raise BadMessageError(fault)
+            del one.under_way[message.number]
+            self._results[message.number] = message
+        elif isinstance(message, GeneratorFailed):
+            self._drop(one, f"cannot go on: {message.failure}")
+        else:
+            raise BadMessageError(f"{type(message).__name__} is of the trainers")
 
     def _arrive(self, rank: int, arrival: Arrival) -> None:
         keys = self._settings.keys() | arrival.settings.keys()
         if wrong := sorted(key for key in keys if self._settings.get(key) != arrival.settings.get(key)):
             found = f"{wrong[0]} is {arrival.settings.get(wrong[0])!r}, the trainers' {self._settings.get(wrong[0])!r}"
             self._notes.append(f"Generator {arrival.name} was refused: {found}")
-            self._links.send(rank, pickle.dumps(Dismissed(f"{found}: give it the trainers' keys")))
+            self._links.send(rank, *encode(Dismissed(f"{found}: give it the trainers' keys")))
             return
         number = rank // RANKS
         one = self._generators.setdefault(number, _Generator(number, arrival.size, arrival.name))

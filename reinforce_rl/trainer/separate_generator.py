@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import threading
 import time
@@ -20,8 +19,17 @@ from reinforce_rl.runtime.guests import Guest
 from reinforce_rl.runtime.phases import Activity, PlaceWatcher
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.generate import GeneratorRank
-from reinforce_rl.trainer.generator_pool import Result
-from reinforce_rl.trainer.separate_messages import Abandoned, Arrival, Dismissed, NewWeights, Received
+from reinforce_rl.trainer.messages import (
+    Abandoned,
+    Arrival,
+    Dismissed,
+    GeneratorFailed,
+    Message,
+    NewWeights,
+    Received,
+    Result,
+    encode,
+)
 
 
 class SeparateGeneratorRank(GeneratorRank):
@@ -60,7 +68,7 @@ class SeparateGeneratorRank(GeneratorRank):
             raise
         self.version = -1  # none but those of a file
         self._links.set_beat(self._links.beat_seconds, self._beat)
-        self._links.send(0, pickle.dumps(arrival))
+        self._links.send(0, *encode(arrival))
 
     @property
     def formed(self) -> Any:
@@ -68,7 +76,7 @@ class SeparateGeneratorRank(GeneratorRank):
 
     def fail(self, error: ReinforceError) -> None:
         """Tell the trainers why this generator ends, and raise it."""
-        self._links.send(0, pickle.dumps(error))
+        self._links.send(0, *encode(GeneratorFailed(error)))
         raise error
 
     def _beat(self) -> list[bytes]:
@@ -138,7 +146,7 @@ class SeparateGeneratorRank(GeneratorRank):
                 except RuntimeError as error:
                     fault = str(error) or type(error).__name__
                     group.close()
-                self._links.send(0, pickle.dumps(Received(offer.epoch, offer.version, fault)))
+                self._links.send(0, *encode(Received(offer.epoch, offer.version, fault)))
         except BaseException as error:
             with self._changed:
                 self._failure = self._failure or error
@@ -153,8 +161,7 @@ class SeparateGeneratorRank(GeneratorRank):
         for old in [one for one in self._staged if one < self._newest_received - self._kept]:
             del self._staged[old]
 
-    def _on_message(self, rank: int, parts: list[memoryview]) -> None:
-        message = pickle.loads(parts[0])
+    def _take_message(self, message: Message) -> None:
         if isinstance(message, Abandoned):
             self.formed.abandon(message.epoch, message.why)
         elif isinstance(message, NewWeights | Dismissed):
@@ -165,4 +172,4 @@ class SeparateGeneratorRank(GeneratorRank):
                     self._failure = self._failure or LostRankError(f"the trainers sent it away: {message.why}")
                 self._changed.notify_all()
         else:
-            super()._on_message(rank, parts)
+            super()._take_message(message)

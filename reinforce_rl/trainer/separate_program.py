@@ -23,8 +23,8 @@ from reinforce_rl.runtime.settings import shared_settings
 from reinforce_rl.runtime.status import NoStatus
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.build import build_actor, generator_mesh, generator_options
+from reinforce_rl.trainer.messages import RANKS, Arrival
 from reinforce_rl.trainer.separate_generator import SeparateGeneratorRank
-from reinforce_rl.trainer.separate_messages import RANKS, Arrival
 
 _AGAIN_SECONDS = 1.0
 

@@ -25,7 +25,7 @@ KILL_SECONDS = 60.0  # from SIGKILL to the end of a child; freeing much memory t
 MAX_INTERVAL = 2.0
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 MAX_MESSAGE_BYTES = 1 << 24
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36  # of prctl(2)
 
 Message = dict[str, Any]
 
@@ -44,6 +44,16 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
+
+
+def hide_from_other_processes() -> None:
+    """Keep other processes of this user, forks excepted, from tracing this one and opening its files in /proc.
+
+    Root's can all the same, unless they have no capabilities, as in a sandbox. A program that this one starts is not
+    hidden.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def adopt_orphans() -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from reinforce_rl.errors import CheckpointError, ConfigError, DataError, RewardS
 from reinforce_rl.megatron.checkpointer import checkpoint_up_to
 from reinforce_rl.monitoring.step_record import read_record, record_files
 from reinforce_rl.run import train
+
+again = partial(replay, trust=True)  # of a run of one's own
 
 RL = "trainer.reinforce"
 SCRIPT = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "replay.py"
@@ -75,7 +78,7 @@ def verdicts(found: Replay) -> dict[str, str]:
 def test_nothing_differs(folder: Path) -> None:
     said: list[str] = []
     for step, start, updates in ((2, 0, "2 updates from the initial model"), (5, 3, "2 updates from the checkpoint")):
-        found = replay(folder / "run", step, say=said.append)
+        found = again(folder / "run", step, say=said.append)
         assert verdicts(found) == dict.fromkeys(ALL, "same"), found.sentence
         assert (found.exit_code, found.start, str(found.bounds)) == (0, start, "bit for bit")
         assert found.sentence == "Nothing differs." and found.facts == []
@@ -84,12 +87,47 @@ def test_nothing_differs(folder: Path) -> None:
 
 
 def test_a_phase_alone_and_stored_scores(folder: Path) -> None:
-    found = replay(folder / "run", 4, phase="logprobs")
+    found = again(folder / "run", 4, phase="logprobs")
     assert verdicts(found) == dict.fromkeys(["prompts", "weights", "logprobs"], "same") and found.exit_code == 0
-    found = replay(folder / "run", reward="stored")
+    found = again(folder / "run", reward="stored")
     assert found.step == 6 and found.exit_code == 2
     assert verdicts(found) == {**dict.fromkeys(ALL, "same"), "score": "not replayed"}
     assert found.sentence == "Nothing differs; not replayed: score."
+
+
+def test_a_function_that_only_the_folder_names_is_not_called(folder: Path, tmp_path: Path) -> None:
+    """As `prompts`, it would be imported and called on the recorded prompts."""
+    (folder / "planted_reward.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{REWARD}")
+    (folder / "run" / "planted_reward.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{REWARD}")
+    found = replay(folder / "run", 4)
+    assert verdicts(found)["score"] == "not replayed"
+    assert found.exit_code == 2
+    with pytest.raises(ConfigError, match=r"reward_function\.name is 'planted_reward\.length_or_letters'.*--trust"):
+        replay(folder / "run", 4, reward="restart")
+    assert not (tmp_path / "ran").exists()
+    named = replay(folder / "run", 4, overrides=["reward_function.name=planted_reward.length_or_letters"])
+    assert verdicts(named)["score"] == "same", "the reader has named it"
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("threads", [0, -1, 10**9, "4", None, 1.5, True])
+def test_threads_of_a_record_are_bounded(folder: Path, threads: Any) -> None:
+    path = folder / "run" / "record" / "step_00004.json"
+    values = json.loads(path.read_text())
+    values["machine"]["threads"] = threads
+    path.write_text(json.dumps(values))
+    with pytest.raises(DataError, match=r"step 4: its record has .* threads; expected 1 to"):
+        replay(folder / "run", 4)
+
+
+def test_a_folder_does_not_start_a_crowd_of_processes(folder: Path) -> None:
+    cfg = tiny_config(folder)
+    cfg.trainer.devices = 5000
+    with pytest.raises(ConfigError, match=r"trainer\.devices x trainer\.num_nodes is 5000 x 1 in the run's folder"):
+        module._check_sizes(cfg, ["model.seed=3"])
+    module._check_sizes(cfg, ["trainer.devices=5000"])  # as the reader has it
+    cfg.trainer.devices = 8
+    module._check_sizes(cfg, [])
 
 
 def change_reward(folder: Path) -> None:
@@ -153,7 +191,7 @@ PLANTED: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_named(name: str, folder: Path) -> None:
     plant, phase, column, fact = PLANTED[name]
-    found = replay(folder / "run", 5, overrides=plant(folder) or ())
+    found = again(folder / "run", 5, overrides=plant(folder) or ())
     assert (found.exit_code, first(found).name) == (1, phase), found.sentence
     difference = first(found).differences[0]
     assert difference.what == column and difference.prompt_id is not None
@@ -178,7 +216,7 @@ def test_one_weight_changed_by_a_millionth(folder: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module, "build_trainer", restore_and_change)
     for step in (4, 5, 2):
-        found = replay(folder / "run", step)
+        found = again(folder / "run", step)
         one = first(found)
         assert (one.name, one.note, one.differences[0].count) == ("weights", "as they were read", 1)
         assert one.differences[0].what == "tensor decoder.layers.0.mlp.linear_fc2.weight"
@@ -189,36 +227,36 @@ def test_what_is_missing_is_told(folder: Path) -> None:
     run = folder / "run"
     assert list(record_files(run)) == [1, 2, 3, 4, 5, 6]
     with pytest.raises(DataError, match="no record of step 9; the recorded steps are 1 to 6"):
-        replay(run, 9)
+        again(run, 9)
     with pytest.raises(ConfigError, match="--phase is 'train'"):
-        replay(run, 4, phase="train")
+        again(run, 4, phase="train")
     with pytest.raises(ConfigError, match=r"model\.sed"):
-        replay(run, 4, overrides=["model.sed=1"])
+        again(run, 4, overrides=["model.sed=1"])
     record = run / "record" / "step_00004.json"
     values = json.loads(record.read_text())
     record.write_text(json.dumps({**values, "version": 99}))
     with pytest.raises(DataError, match="version 99; this reinforce_rl reads version 1"):
-        replay(run, 4)
+        again(run, 4)
     damaged = {"": "", "null": "not a JSON object", json.dumps({**values, "step": 5}): "it holds step 5"}
     damaged |= {json.dumps({**values, name: None}): "" for name in ("machine", "updates", "ranks", "settings")}
     damaged[json.dumps({**values, "updates": [None]})] = ""
     for text, reason in damaged.items():
         record.write_text(text)
         with pytest.raises(DataError, match=f"not a readable record .*{reason}"):
-            replay(run, 4)
+            again(run, 4)
     record.write_text(json.dumps(values))
     change_prompt_tokens(folder)
     with pytest.raises(DataError, match=r"step_00005\.parquet: prompt \d+, sample \d has other prompt_tokens"):
-        replay(run, 5)
+        again(run, 5)
     (run / "rollouts" / "step_00004.parquet").unlink()
     with pytest.raises(DataError, match="no samples of step 4"):
-        replay(run, 5)
+        again(run, 5)
     checkpoint = checkpoint_up_to(run / "checkpoints", 4)
     assert checkpoint is not None
     state = checkpoint.folder / "trainer_state.json"
     state.write_text(state.read_text()[:20])
     with pytest.raises(CheckpointError, match=rf"{state} cannot be read: .* move \S+ away"):
-        replay(run, 5)
+        again(run, 5)
 
 
 def test_a_server_that_is_not_there_is_told_while_it_is_waited_for(
@@ -226,7 +264,7 @@ def test_a_server_that_is_not_there_is_told_while_it_is_waited_for(
 ) -> None:
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(RewardServerError, match=f"no answer of the reward server at {address}"):
-        replay(folder / "run", 4, reward=f"http://{address}", overrides=["remote_rm.ready_timeout_seconds=1"])
+        again(folder / "run", 4, reward=f"http://{address}", overrides=["remote_rm.ready_timeout_seconds=1"])
     assert f"reward server {address} does not answer" in " ".join(capsys.readouterr().out.split())
 
 
@@ -237,11 +275,11 @@ def test_settings_that_changed_on_the_way(folder: Path) -> None:
     history.write_text(json.dumps(line) + "\n" + json.dumps(changed) + "\n")
     found = r"step 4 was made with other settings than step 5, .*: model\.optim\.lr: 0\.01 -> 0\.02\."
     with pytest.raises(DataError, match=found):
-        replay(folder / "run", 5)
+        again(folder / "run", 5)
     longer = {**changed, "config": re.sub(r"max_steps: -?\d+", "max_steps: 100", line["config"])}
     assert longer["config"] != line["config"]
     history.write_text(json.dumps(line) + "\n" + json.dumps(longer) + "\n")
-    assert replay(folder / "run", 5).exit_code == 0, "the length changes no step of a constant learning rate"
+    assert again(folder / "run", 5).exit_code == 0, "the length changes no step of a constant learning rate"
 
 
 def test_another_machine_is_compared_within_rounding(folder: Path) -> None:
@@ -249,7 +287,7 @@ def test_another_machine_is_compared_within_rounding(folder: Path) -> None:
     values = json.loads(path.read_text())
     values["machine"]["device"] = "CPU, 128 cores"
     path.write_text(json.dumps(values))
-    found = replay(folder / "run", 4)
+    found = again(folder / "run", 4)
     assert found.exit_code == 2 and "rounding" in str(found.bounds) and len(found.facts) == 1
     assert found.sentence == "Nothing differs; not replayed: weights."
 
@@ -289,5 +327,5 @@ def test_recorded_with_generators_of_its_own(staleness: int, generates: str, tmp
     apart = ["placement=disaggregated", "generation_ranks=1", f"max_staleness={staleness}", "trainer.devices=2"]
     reward = "reward_function.name=helpers.reward_functions.counted"
     run_ranks(SCRIPT, 2, "train", tmp_path, *SETTINGS, reward, *apart)
-    found = replay(tmp_path / "run", 5)
+    found = again(tmp_path / "run", 5)
     assert verdicts(found) == {**dict.fromkeys(ALL, "same"), "generate": generates}, found.sentence

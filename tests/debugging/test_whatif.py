@@ -196,6 +196,18 @@ def test_other_rewards_are_those_of_a_real_run(folder: Path, tmp_path: Path) -> 
     assert len({sample.reward[1] for sample in step.samples}) > 2 and step.sign_changes > 0
 
 
+def test_a_function_that_only_the_folder_names_is_not_called(folder: Path) -> None:
+    name = "reinforce_rl.rewards.functions.length"
+    own = ["reward=function", f"reward_function.name={name}", "+reward_function.kwargs={target: 5, tolerance: 5}"]
+    run = train(folder, "named", *own, f"{RL}.max_steps=1", source=True)
+    other = ["reward_function.kwargs.target=2"]
+    with pytest.raises(ConfigError, match=rf"reward_function\.name is '{name}'.*--trust"):
+        whatif(run, "1", other)
+    said: list[str] = []
+    assert whatif(run, "1", other, trust=True, say=said.append).steps[0].samples
+    assert [name in said[0], "target" in said[1]] == [True, True]
+
+
 MISTAKES = [
     ("3", [], r"rollouts: no samples of step 3; the steps are 1 to 2, 2 in all"),
     ("2:1", [], r"--steps is '2:1', whose first step is after its last"),

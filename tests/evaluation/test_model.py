@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.prompts import fixed_prompts
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.evaluation.model import inference_config, load_actor, model_folder
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.trainer.build import build_actor, build_datasets
@@ -76,6 +76,9 @@ def test_its_configuration_is_the_trainers_with_what_only_training_reads_at_its_
     assert len(raised.value.faults) == 3 and "did you mean" in raised.value.faults[-1], "before any data is read"
 
 
+SHORT_ON_ONE = ["model.reinforce.num_val_samples=2", "trainer.devices=1"]
+
+
 def test_a_runs_settings_can_take_the_place_of_the_defaults(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +88,7 @@ def test_a_runs_settings_can_take_the_place_of_the_defaults(
     ran = tiny_config(folder, *options)
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(ran.model_dump())))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    cfg = inference_config(folder / "model", ["model.reinforce.num_val_samples=2", "trainer.devices=1"], like=tmp_path)
+    cfg = inference_config(folder / "model", SHORT_ON_ONE, like=tmp_path, trust=True)
     assert cfg.placement == "colocated", "this rank generates"
     assert str(tmp_path) in sys.path, "a copied reward function lies there"
     assert cfg.model.seed == 7
@@ -94,6 +97,27 @@ def test_a_runs_settings_can_take_the_place_of_the_defaults(
     assert cfg.model.peft.peft_scheme is None, "the exported weights have the updates merged in"
     with pytest.raises(ConfigError, match=r"has no config\.yaml; expected the folder of a run"):
         inference_config(folder / "model", like=folder)
+
+
+def test_what_only_a_run_names_is_refused_before_anything_is_asked_or_started(folder: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ntouch {marker}\n")
+    python.chmod(0o755)
+    options = ["generation=vllm", f"engine.python={python}", "remote_rm.reward_model.ip=evil.example"]
+    values = tiny_config(folder).model_dump() | {"hydra": {"searchpath": ["file:///"]}, "defaults": ["evil"]}
+    values["generation"], values["engine"]["python"] = "vllm", str(python)
+    values["remote_rm"]["reward_model"]["ip"] = "evil.example"
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(values)))
+    with pytest.raises(ConfigError) as error:
+        inference_config(folder / "model", SHORT_ON_ONE, like=tmp_path)
+    keys = {fault.partition(" ")[0] for fault in error.value.faults}
+    assert {option.partition("=")[0] for option in options[1:]} <= keys
+    assert not marker.exists()
+    values["model"]["seed"] = "${oc.env:HOME}"
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(values)))
+    with pytest.raises(DataError, match=r"config\.yaml: model\.seed is '\$\{oc\.env:HOME\}'; expected a value"):
+        inference_config(folder / "model", SHORT_ON_ONE, like=tmp_path, trust=True)
 
 
 def test_it_answers_as_the_trainers_own_actor_without_room_for_gradients(folder: Path, mesh: Mesh) -> None:
@@ -140,7 +164,7 @@ def test_a_run_of_before_the_engines_section(folder: Path, tmp_path: Path, monke
     values["tensorrt_llm"] |= values.pop("engine") | {"max_batch_size": 5}
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(values)))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    cfg = inference_config(folder / "model", ["model.reinforce.num_val_samples=2"], like=tmp_path)
+    cfg = inference_config(folder / "model", ["model.reinforce.num_val_samples=2"], like=tmp_path, trust=True)
     assert cfg.engine.max_batch_size == 5
 
 

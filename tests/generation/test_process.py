@@ -53,25 +53,50 @@ def process_of(tmp_path: Path, **deadlines: float) -> EngineProcess:
     return EngineProcess(adapter, arguments, EngineConfig(**seconds), tmp_path / "engine.log", 0, None)
 
 
-def test_folders_differ_by_job_restart_process_and_rank(monkeypatch):
-    monkeypatch.setenv("TMPDIR", "/tmp")
+def made_below(folder: Path) -> Path:
+    (folder / "engine").mkdir()
+    return folder / "engine"
+
+
+@pytest.fixture
+def made():
+    """Folders to remove."""
+    folders: list[Path] = []
+    yield folders
+    for folder in folders:
+        folder.rmdir()
+
+
+def test_a_folder_is_new_and_closed_to_others(made, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")
     slurm = {"SLURM_JOB_ID": "12345678", "SLURM_RESTART_COUNT": "2"}
-    found = [
-        private_folder(slurm, 4_194_303, 127),
-        private_folder({"SLURM_JOB_ID": "12345678"}, 4_194_303, 127),
-        private_folder(slurm, 5, 127),
-        private_folder(slurm, 4_194_303, 1),
-        private_folder({}, 5, 1),
-    ]
-    assert len(set(found)) == len(found)
-    assert found[0].name == "rrl-12345678.2-4194303-127"
-    assert max(len(str(folder)) for folder in found) <= MAX_FOLDER_CHARACTERS
+    made += [private_folder(environment, rank) for environment, rank in ((slurm, 127), (slurm, 127), ({}, 5), ({}, 5))]
+    assert len(set(made)) == 4
+    assert [folder.name[:-8] for folder in made] == ["rrl-12345678.2-127-"] * 2 + ["rrl-5-"] * 2
+    assert {folder.stat().st_mode & 0o777 for folder in made} == {0o700}
+    assert max(len(str(folder)) for folder in made) <= MAX_FOLDER_CHARACTERS
 
 
-def test_a_long_temporary_folder_is_not_used(monkeypatch):
+def test_a_folder_that_another_user_has_made_is_not_used(made, monkeypatch, tmp_path):
+    """The next name is guessed here, as no one else can, and taken."""
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")
+    names = iter(["guessed1", "guessed1", "another2"])
+    monkeypatch.setattr("tempfile._get_candidate_names", lambda: names)
+    planted = Path("/tmp/rrl-7-guessed1")
+    planted.symlink_to(tmp_path)
+    try:
+        made.append(private_folder({}, 7))
+    finally:
+        planted.unlink()
+    assert made[0] == Path("/tmp/rrl-7-another2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_long_temporary_folder_is_not_used(made, monkeypatch):
     """Its sockets' names would be too long."""
     monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 60)
-    assert private_folder({}, 5, 1) == Path("/tmp/rrl-5-1")
+    made.append(private_folder({}, 5))
+    assert made[0].parent == Path("/tmp")
 
 
 def test_the_launchers_variables_stay_outside():
@@ -189,12 +214,13 @@ def test_an_engines_config_is_one_that_transformers_4_reads_too(tmp_path):
     assert (found["rope_theta"], found["rope_scaling"]) == (1e5, None)
 
 
-def test_without_the_package_it_says_so_and_leaves_nothing_behind(tmp_path):
+def test_without_the_package_it_says_so_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "private_folder", lambda *_: made_below(tmp_path))
     engine = process_of(tmp_path)
     with pytest.raises(GenerationError, match=r"did not start: .*No module named 'tensorrt_llm'") as raised:
         engine.start()
     assert not isinstance(raised.value, EngineLostError), "another try would not help"
-    assert not engine._folder.exists() and engine._child is None
+    assert not (tmp_path / "engine").exists() and engine._child is None
 
 
 def vllm_of(tmp_path: Path, python: Path | str) -> EngineProcess:
@@ -204,7 +230,8 @@ def vllm_of(tmp_path: Path, python: Path | str) -> EngineProcess:
     return EngineProcess(VLLM(VLLMConfig()), arguments, config, tmp_path / "engine.log", 0, None)
 
 
-def test_an_environment_with_another_version_is_refused(tmp_path):
+def test_an_environment_with_another_version_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "private_folder", lambda *_: made_below(tmp_path))
     package = tmp_path / "packages" / "vllm"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text('__version__ = "0.30.1+cpu"')
@@ -216,7 +243,7 @@ def test_an_environment_with_another_version_is_refused(tmp_path):
         GenerationError, match=r"vLLM did not start: .*vllm is 0\.30\.1; expected 0\.32.*; see its log"
     ):
         engine.start()
-    assert not engine._folder.exists() and engine._child is None
+    assert not (tmp_path / "engine").exists() and engine._child is None
 
 
 def test_an_environment_without_the_package_or_without_python_is_refused(tmp_path):

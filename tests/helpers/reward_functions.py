@@ -59,6 +59,16 @@ def hostile(prompt: str, response: str, record: Mapping[str, Any]) -> float:
             with contextlib.suppress(OSError):
                 os.write(fd, response[6:].encode() + b"\n")
         os._exit(0)
+    if response == "forges":
+        forge(os.getpid())
+    if response == "its program forges":
+        code = f"from helpers.reward_functions import forge; forge({os.getpid()}); forge({os.getppid()})"
+        subprocess.run([sys.executable, "-c", code], close_fds=False, check=True)
+    if response == "its fork forges":
+        if os.fork() == 0:
+            forge(os.getppid())
+            os._exit(0)
+        os.wait()
     if response == "modules":
         sys.modules.clear()
     if response == "alarm":
@@ -93,6 +103,20 @@ def hostile(prompt: str, response: str, record: Mapping[str, Any]) -> float:
     return record["value"]
 
 
+FORGED = b'{"status": 0, "value": 777.0, "fault": "", "message": ""}\n'
+
+
+def forge(pid: int) -> None:
+    """Write an answer into every file descriptor of a process, one's own and those that /proc has of it."""
+    for fd in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(fd, FORGED)
+        with contextlib.suppress(OSError):
+            target = os.open(f"/proc/{pid}/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK)
+            os.write(target, FORGED)
+            os.close(target)
+
+
 def sees(prompt: str, response: str, record: Mapping[str, Any]) -> float:
     """Return whether what the response names is reachable."""
     kind, _, name = response.partition(" ")
@@ -106,6 +130,10 @@ def sees(prompt: str, response: str, record: Mapping[str, Any]) -> float:
             return float(connection.connect_ex(("127.0.0.1", int(name))) == 0)
     if kind == "process":
         return float(Path("/proc", name).exists())
+    if kind == "processes":
+        return float(sum(entry.name.isdigit() for entry in Path("/proc").iterdir()))
+    if kind == "opens":
+        return float(os.access(name, os.R_OK))
     if kind == "writes":
         try:
             Path(name).write_text("x")

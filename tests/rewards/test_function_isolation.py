@@ -86,14 +86,22 @@ def test_flags_of_the_output_are_not_those_of_later_samples(pool):
 @pytest.mark.parametrize("key", ["status", "value"])
 @pytest.mark.parametrize("number", ["999", "1" + 30 * "0", "1" + 400 * "0", "-1"])
 def test_an_answer_that_a_function_writes_itself_stays_with_its_sample(pool, key, number):
-    """It may fake its own score, and nothing else."""
+    """It does not know what stands before an answer, so it fails itself and nothing else."""
     answer = {"status": "0", "value": "1.0", key: number}
     said = f'write {{"status": {answer["status"]}, "value": {answer["value"]}, "fault": "", "message": ""}}'
     scores = pool.submit("f", [sample("", 0.5), sample(said), sample("", 1.5)]).result()
     assert scores.values[[0, 2]].tolist() == [0.5, 1.5]
     assert scores.status[[0, 2]].tolist() == [base.STATUS_OK] * 2
-    assert int(scores.status[1]) in base.STATUS_TEXT or scores.status[1] == base.STATUS_OK
+    assert scores.status[1] == base.STATUS_INTERNAL
     assert pool.submit("f", [sample("", 2.5)]).result().values.tolist() == [2.5]
+
+
+@pytest.mark.parametrize("how", ["forges", "its program forges", "its fork forges"])
+def test_an_answer_that_is_forged_is_no_score(pool, how):
+    scores = pool.submit("f", [sample("", 0.5), sample(how), sample("", 1.5)]).result()
+    assert scores.values[[0, 2]].tolist() == [0.5, 1.5]
+    # It had its own score, if what it wrote reached nothing; never the forged one.
+    assert scores.status[1] == base.STATUS_INTERNAL or scores.values[1] == 1.0
 
 
 def test_a_module_that_keeps_a_file_open_is_refused(tmp_path, monkeypatch):
@@ -234,6 +242,36 @@ class TestSandbox:
             }
             scores = sandboxed.submit("f", [sample(kind) for kind in kinds]).result()
         assert dict(zip(kinds, scores.values.tolist(), strict=True)) == kinds
+
+    @pytest.mark.parametrize("folder", ["/", "/tmp", "/dev"])
+    def test_a_current_folder_that_holds_the_whole_machine_is_not_shown(self, folder, monkeypatch, tmp_path):
+        (tmp_path / "secret").write_text("token")
+        monkeypatch.chdir(folder)
+        kinds = {
+            "opens /etc/shadow": 0.0,
+            "opens /etc/hostname": 0.0,
+            f"opens {tmp_path}/secret": 0.0,
+            f"process {os.getpid()}": 0.0,
+            "writes /tmp/written": 1.0,
+        }
+        with started("sees", sandbox=True, sample_timeout_seconds=10.0) as pool:
+            scores = pool.submit("f", [sample(kind) for kind in [*kinds, "processes"]]).result()
+        assert dict(zip(kinds, scores.values.tolist(), strict=False)) == kinds
+        assert scores.values[-1] < 12, "its own processes alone"
+
+    @pytest.mark.parametrize("folder", ["/", "/tmp", "/proc"])
+    def test_folders_that_hold_the_whole_machine_are_refused(self, folder):
+        with pytest.raises(
+            ConfigError, match=rf"reward_function\.sandbox.* the whole of {folder}, which is on sys.path"
+        ):
+            bubblewrap([folder])
+
+    @pytest.mark.parametrize("how", ["forges", "its program forges", "its fork forges"])
+    def test_an_answer_that_is_forged_is_no_score(self, how):
+        with started("hostile", sandbox=True, num_workers=1, sample_timeout_seconds=10.0) as pool:
+            scores = pool.submit("f", [sample("", 0.5), sample(how), sample("", 1.5)]).result()
+        assert scores.values[[0, 2]].tolist() == [0.5, 1.5]
+        assert scores.status[1] == base.STATUS_INTERNAL or scores.values[1] == 1.0
 
     def test_the_same_without_a_sandbox_is_reached(self, tmp_path):
         """So that the other test can fail."""

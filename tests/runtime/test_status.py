@@ -5,15 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 import pytest
 
-from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ConfigError
-from reinforce_rl.runtime.status import STATUS_FILE, StatusFile, read_status, refuse_second_run, run_status, saved_step
+from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED
+from reinforce_rl.runtime.status import STATUS_FILE, StatusFile, read_status, run_status, saved_step
 
 
 def test_a_restarted_run_knows_how_long_a_save_took(tmp_path):
@@ -81,24 +79,6 @@ def test_other_ranks_write_nothing(tmp_path):
     status.begin()
     status.saved(1.0)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_that_is_still_going_on_is_left_alone(tmp_path):
-    code = f"""
-import sys
-from pathlib import Path
-from reinforce_rl.runtime.status import StatusFile
-StatusFile(Path({str(tmp_path)!r}), enabled=True).begin()
-print(flush=True)
-sys.stdin.read()
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline()
-        with pytest.raises(ConfigError, match=rf"still going on \(process {other.pid} of this machine\)"):
-            refuse_second_run(tmp_path)
-        other.kill()
-        other.wait()
-    refuse_second_run(tmp_path)
 
 
 def test_the_saved_step_is_the_one_that_a_run_resumes_from(tmp_path):

@@ -32,7 +32,7 @@ from reinforce_rl.runtime.status import read_status
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.disaggregated import Generators, Ticket
 from reinforce_rl.trainer.generate import GeneratorRank
-from reinforce_rl.trainer.generator_pool import Work
+from reinforce_rl.trainer.messages import Work
 
 SLOW = pytest.mark.slow
 APART = ("placement=disaggregated", "generation_ranks=1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import random
 import signal
 import threading
@@ -28,7 +27,8 @@ from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.build import build_generator
 from reinforce_rl.trainer.disaggregated import Ticket
 from reinforce_rl.trainer.generate import GeneratorRank
-from reinforce_rl.trainer.generator_pool import GeneratorPool, Result, Work
+from reinforce_rl.trainer.generator_pool import GeneratorPool
+from reinforce_rl.trainer.messages import Result, Work, WorkRequest, Works, decode, encode
 from reinforce_rl.trainer.rollouts import RolloutMaker
 
 SLOW = pytest.mark.slow
@@ -158,10 +158,10 @@ class Sent:
     def __init__(self) -> None:
         self.works: list[int] = []
 
-    def send(self, rank: int, content: bytes) -> None:
-        import pickle
-
-        self.works += [work.number for work in pickle.loads(content)]
+    def send(self, rank: int, *parts: bytes) -> None:
+        message = decode(parts)
+        assert isinstance(message, Works)
+        self.works += [work.number for work in message.works]
 
 
 def pool_of(works: list[Work], results: list[Result]) -> tuple[Any, Sent]:
@@ -220,7 +220,7 @@ class TestWhatAStepTakes:
         pool, _ = pool_of([], [])
         pool._begun = set()
         for message in (3, -2, -4, 1):
-            pool._on_message(1, [memoryview(pickle.dumps(message))])
+            pool._on_message(1, encode(WorkRequest(message)))
         assert pool._room == {1: 1}
 
     def test_what_is_finished_first_in_the_order_of_numbers(self):
@@ -265,10 +265,10 @@ class Links:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def send(self, rank: int, content: bytes) -> None:
-        import pickle
-
-        self.asked.append(pickle.loads(content))
+    def send(self, rank: int, *parts: bytes) -> None:
+        message = decode(parts)
+        assert isinstance(message, WorkRequest)
+        self.asked.append(message.count)
 
 
 class PlannedGenerator:
@@ -386,12 +386,12 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         rank._activity = SimpleNamespace(begin=lambda phase: None)
         monkeypatch.setattr("reinforce_rl.trainer.generate._ON_THEIR_WAY_SECONDS", 30.0)
 
-        def answer(content: bytes) -> None:
-            works = [work_of(2, 2), work_of(3, 3)]
-            threading.Timer(0.2, lambda: rank._on_message(0, [memoryview(pickle.dumps(works))])).start()
+        def answer() -> None:
+            works = Works((work_of(2, 2), work_of(3, 3)))
+            threading.Timer(0.2, lambda: rank._on_message(0, encode(works))).start()
 
         rank._inbox.extend([work_of(0, 0), work_of(1, 1)])
-        rank._links.send = lambda to, content: answer(content)
+        rank._links.send = lambda to, *parts: answer()
         assert [work.number for work in rank._take(4, 4)] == [0, 1, 2, 3]
 
     def test_no_more_groups_than_there_is_room_for(self, monkeypatch):
@@ -409,7 +409,7 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         rank._asked = 3
         rank._lengthen(groups_of(7), 4)
         assert rank._links.asked == ([] if inflight else [-3]) and rank._asked == (3 if inflight else 0)
-        rank._on_message(0, [memoryview(pickle.dumps([work_of(9, 9)]))])  # it was on its way
+        rank._on_message(0, encode(Works((work_of(9, 9),))))  # it was on its way
         assert len(rank._inbox) == 1 and rank._asked == (2 if inflight else 0)
 
     def test_the_end_of_the_run_ends_the_call(self, monkeypatch):

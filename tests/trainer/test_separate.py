@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import signal
 import threading
 import time
@@ -32,7 +31,7 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.runtime.guests import INVITATION_FILE
 from reinforce_rl.runtime.status import read_status
-from reinforce_rl.trainer.generator_pool import Work
+from reinforce_rl.trainer.messages import Work, WorkRequest, Works, decode, encode
 from reinforce_rl.trainer.separate import SeparatePool, _Generator
 from reinforce_rl.trainer.separate_generator import SeparateGeneratorRank
 
@@ -341,9 +340,9 @@ class Sent:
     def __init__(self) -> None:
         self.messages: list[tuple[int, Work]] = []
 
-    def send(self, rank: int, content: bytes) -> None:
-        if isinstance(works := pickle.loads(content), list):
-            self.messages += [(rank, work) for work in works]
+    def send(self, rank: int, *parts: bytes) -> None:
+        if isinstance(message := decode(parts), Works):
+            self.messages += [(rank, work) for work in message.works]
 
 
 def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple[Any, Sent]:
@@ -370,12 +369,12 @@ def test_work_goes_to_who_has_its_weights():
     pool, sent = pool_of(1, [(1, 3, 3), (2, 0, 3)])
     pool.submit(works(2, 3, 3))
     assert [(rank // 4096, work.number, work.version) for rank, work in sent.messages] == [(2, 0, 2), (1, 1, 3)]
-    pool._on_message(4096, [memoryview(pickle.dumps(1))])
+    pool._on_message(4096, encode(WorkRequest(1)))
     assert [(rank // 4096, work.number) for rank, work in sent.messages[2:]] == [(1, 2)]
     pool._on_lost(2 * 4096, "died")
     assert [work.number for work in pool._waiting] == [0]
     assert "1 of its micro-batches go to others" in pool._notes[-1] or "any more" in pool._notes[-1]
-    pool._on_message(4096, [memoryview(pickle.dumps(1))])
+    pool._on_message(4096, encode(WorkRequest(1)))
     rank, work = sent.messages[-1]
     assert (rank, work.number, work.version, work.seed) == (4096, 0, 3, 7), "nobody has version 2 any more"
     assert [note for note in pool._notes if "No generator has the weights after step 2 any more" in note]
@@ -402,7 +401,7 @@ def test_a_prompt_in_any_order_goes_to_who_has_the_least_to_do():
     pool, sent = pool_of(1, [(1, 5, 5), (2, 0, 1), (3, 0, 3)])
     pool._idle = deque()
     for number, room in ((1, 3), (2, 1), (3, 2)):
-        pool._on_message(number * 4096, [memoryview(pickle.dumps(room))])
+        pool._on_message(number * 4096, encode(WorkRequest(room)))
     pool.submit([replace(work, or_newer=True) for work in works(2, 2, 2, 2, 2, 2)])
     assert [(rank // 4096, work.version) for rank, work in sent.messages] == [(1, 2), (3, 2), (1, 2), (3, 2), (1, 2)]
     assert len(pool._waiting) == 1 and set(pool._given) == set(range(5))

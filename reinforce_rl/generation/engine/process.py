@@ -33,6 +33,7 @@ STUCK_SECONDS = 5.0  # grace after a call's deadline
 ABORT_SECONDS = 60.0  # for the engine to abort late requests
 # Unix socket paths have at most 107 characters; Ray adds about 65 to its folder.
 MAX_FOLDER_CHARACTERS = 40
+RANDOM_CHARACTERS = 8  # that mkdtemp adds to a name
 # Launcher variables, which would make the engine join the training job as a rank.
 _OF_THE_LAUNCHER = ("TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "ROLE_", "GROUP_", "LOCAL_", "MASTER_")
 # What engines say of memory when they do not start.
@@ -116,17 +117,17 @@ class EngineProcess:
     ):
         self._arguments, self._config, self._log, self._devices = arguments, config, log, devices
         self._adapter = adapter
-        self._folder = private_folder(os.environ, os.getpid(), dp_rank)
+        self._dp_rank = dp_rank
+        self._folder: Path | None = None  # of its files and sockets, while it runs
         self._child: ModuleChild | None = None
         self._python = config.python or sys.executable
-        # The launcher's own path holds packages of other versions than the engine's environment.
-        self._path = [PACKAGE_PARENT, *sys.path] if config.python is None else [str(self._folder / "package")]
         self._check_package()
 
     def _check_package(self) -> None:
         package, config = self._adapter.package, self._config
         probe = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(self._path)}
+        path = [] if config.python is not None else [PACKAGE_PARENT, *sys.path]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
         try:
             done = subprocess.run([self._python, "-c", probe], env=environment, timeout=PROBE_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -142,21 +143,25 @@ class EngineProcess:
             GenerationError: it did not start; a retry is not expected to help.
         """
         self.kill()
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = self._folder = private_folder(os.environ, self._dp_rank)
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        model = self._folder / "model"
+        model = folder / "model"
         model.mkdir()
         carry_over(Path(self._arguments.model), model)
         self._adapter.write_config(model)
-        if self._config.python is not None:  # of this environment, the engine sees this package alone
-            (self._folder / "package").mkdir()
-            (self._folder / "package" / "reinforce_rl").symlink_to(Path(PACKAGE_PARENT) / "reinforce_rl")
+        path = [PACKAGE_PARENT, *sys.path]
+        if self._config.python is not None:
+            # The launcher's own path holds packages of other versions than the engine's environment.
+            package = folder / "package"
+            package.mkdir()
+            (package / "reinforce_rl").symlink_to(Path(PACKAGE_PARENT) / "reinforce_rl")
+            path = [str(package)]
         arguments = replace(self._arguments, model=str(model))
-        variables = self._adapter.environment(self._folder)
+        variables = self._adapter.environment(folder)
         for name in _LEFT_TO_THE_USER:
             if name in variables and os.environ.get(name):
                 variables[name] = os.environ[name]
-        environment = engine_environment(os.environ, self._folder, self._devices, self._path) | variables
+        environment = engine_environment(os.environ, folder, self._devices, path) | variables
         for name in (*_ALLOCATOR, *variables):
             if name in os.environ and environment.get(name) != os.environ[name]:
                 logger.warning(
@@ -195,6 +200,7 @@ class EngineProcess:
 
     def load_adapter(self, write: Callable[[Path], None], sums: dict[str, int]) -> None:
         """Have the engine load the LoRA updates that `write` puts into a folder; see `EngineHost`."""
+        assert self._folder is not None  # the engine runs
         folder = self._folder / "adapter"
         shutil.rmtree(folder, ignore_errors=True)
         write(folder)
@@ -213,7 +219,9 @@ class EngineProcess:
             self._child.connection.close()
             self._child.kill()
             self._child = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
     def call(self, command: str, *arguments: Any, limit: str = "update_timeout_seconds", grace: float = 0.0) -> Any:
         """Return what the method `command` of `EngineHost` returns, within `limit` of the configuration plus `grace`.
@@ -251,13 +259,15 @@ class EngineProcess:
             stuck.cancel()
 
 
-def private_folder(environment: Mapping[str, str], pid: int, dp_rank: int) -> Path:
-    """Return a folder for one engine's sockets and files, unique per job and per rank of a node."""
+def private_folder(environment: Mapping[str, str], dp_rank: int) -> Path:
+    """Make a folder for one engine's sockets and files that nobody else can have made, with mode 0700."""
     job = environment.get("SLURM_JOB_ID")
     restart = environment.get("SLURM_RESTART_COUNT", "0")
-    name = f"rrl-{pid}-{dp_rank}" if job is None else f"rrl-{job}.{restart}-{pid}-{dp_rank}"
-    folder = Path(tempfile.gettempdir()) / name
-    return folder if len(str(folder)) <= MAX_FOLDER_CHARACTERS else Path("/tmp") / name
+    prefix = f"rrl-{dp_rank}-" if job is None else f"rrl-{job}.{restart}-{dp_rank}-"
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent / prefix)) + RANDOM_CHARACTERS > MAX_FOLDER_CHARACTERS:
+        parent = Path("/tmp")
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
 
 def engine_environment(

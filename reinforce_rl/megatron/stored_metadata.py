@@ -1,0 +1,109 @@
+"""Checks a checkpoint's description before megatron and torch read it, since torch unpickles it.
+
+A checkpoint may come from somebody else. So its description may use the classes of torch's own metadata and nothing
+else, name files of its own folder alone, and describe no more than these files hold.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reinforce_rl.errors import CheckpointError
+
+METADATA_FILE = ".metadata"
+FORMAT_FILE = "metadata.json"
+# What the checkpoints of this program and of megatron's converter say; other formats have other readers.
+FORMAT = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+MAX_METADATA_BYTES = 1 << 30
+MAX_FORMAT_BYTES = 1 << 16
+_METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+# Not BytesStorageMetadata, whose entries torch unpickles too.
+_ALLOWED = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    (_PLANNER, "SavePlan"),
+    (_PLANNER, "TensorWriteData"),
+    (_PLANNER, "WriteItem"),
+    (_PLANNER, "WriteItemType"),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise CheckpointError(f"it names {module}.{name}, which is no part of a checkpoint's description")
+
+
+def check_stored_metadata(folder: Path) -> None:
+    """Raise CheckpointError unless a folder of `dist_checkpointing` can be read without running what it says."""
+    try:
+        _check_format(folder / FORMAT_FILE)
+        metadata = _read(folder / METADATA_FILE)
+        _check_files(folder, metadata)
+    except CheckpointError as error:
+        advice = "It is damaged, was changed, or was not made by this program; do not use it"
+        raise CheckpointError(f"checkpoint {folder} is not read: {error}. {advice}") from error
+
+
+def _check_format(path: Path) -> None:
+    try:
+        form = json.loads(_bytes_of(path, MAX_FORMAT_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} cannot be read ({error})") from error
+    if not isinstance(form, dict):
+        raise CheckpointError(f"{path.name} is no object")
+    for key, expected in FORMAT.items():
+        if form.get(key) != expected:
+            raise CheckpointError(f"{path.name} has {key} {str(form.get(key))[:100]!r}, expected {expected!r}")
+
+
+def _read(path: Path) -> Any:
+    try:
+        metadata = _Unpickler(io.BytesIO(_bytes_of(path, MAX_METADATA_BYTES))).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise CheckpointError(f"{path.name} cannot be read ({error})") from error
+    if type(metadata).__name__ != "Metadata" or not isinstance(metadata.state_dict_metadata, dict):
+        raise CheckpointError(f"{path.name} is no description of tensors")
+    return metadata
+
+
+def _check_files(folder: Path, metadata: Any) -> None:
+    names = {info.relative_path for info in (metadata.storage_data or {}).values()}
+    available = 0
+    for name in names:
+        path = folder / str(name)
+        if not isinstance(name, str) or Path(name).name != name or path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"it names the file {str(name)[:100]!r}, expected files of its own folder")
+        available += path.stat().st_size
+    described = sum(
+        math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in metadata.state_dict_metadata.values()
+    )
+    if described > available:
+        raise CheckpointError(f"it describes tensors of {described} bytes, and its files have {available}")
+
+
+def _bytes_of(path: Path, limit: int) -> bytes:
+    if path.is_symlink() or not path.is_file():
+        raise CheckpointError(f"{path.name} is no regular file")
+    if path.stat().st_size > limit:
+        raise CheckpointError(f"{path.name} has {path.stat().st_size} bytes, expected at most {limit}")
+    return path.read_bytes()

@@ -1,0 +1,121 @@
+"""A lock on a run's folder, so that no second run writes into it, on this machine or on another one.
+
+It is a POSIX record lock (fcntl(2)), which NFS, Lustre and GPFS keep for all hosts, and which ends with its process,
+however that ends: what a killed run leaves is no lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.runtime.status import is_alive, read_status
+
+LOCK_FILE = ".run.lock"
+LEASE_SECONDS = 100.0  # NFS's servers give a lock up after 90 s without a sign of its host
+POLL_SECONDS = 1.0
+_OWNER_BYTES = 4096
+_SHOWN = 100  # characters of what a file says of its owner
+_HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder during the block.
+
+    Raises ConfigError, which names the process and its host, if another process holds it.
+    """
+    _refuse_by_status(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = _open(folder, os.O_CREAT)
+    try:
+        _acquire(handle, folder)
+        owner = {"host": socket.gethostname(), "pid": os.getpid()}
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(owner).encode() + b"\n", 0)
+        yield
+    finally:
+        os.close(handle)  # ends the lock
+
+
+def refuse_second_run(folder: Path) -> None:
+    """Raise ConfigError if a run is going on in a folder; makes no file."""
+    _refuse_by_status(folder)
+    with contextlib.suppress(FileNotFoundError):
+        handle = _open(folder)
+        try:
+            _acquire(handle, folder)
+        finally:
+            os.close(handle)
+
+
+def _open(folder: Path, more: int = 0) -> int:
+    """Open the lock's file: not a link, which could lead to any file, nor a pipe, which would be waited for."""
+    path = folder / LOCK_FILE
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | more, 0o644)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError([f"{path} cannot be opened: {error.strerror}; expected a regular file"]) from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise ConfigError([f"{path} is no regular file; remove it"])
+    return handle
+
+
+def _acquire(handle: int, folder: Path) -> None:
+    """Take the lock; wait for one of another host, as a file server notices only after a while that a host is down."""
+    deadline = time.monotonic() + LEASE_SECONDS
+    has_told = False
+    while True:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in _HELD_BY_ANOTHER:
+                # Some file systems have no locks. A run on this machine is still refused, by its status.
+                logger.warning("event=no_run_lock folder=%s error=%s", folder, error)
+                return
+        host, process = _owner(handle)
+        if host == socket.gethostname() or time.monotonic() > deadline:
+            where = "this machine" if host == socket.gethostname() else host
+            raise ConfigError([_still_going_on(folder, f"process {process} of {where}")])
+        if not has_told:
+            has_told = True
+            who = f"process {process} of {host}"
+            told = f"waiting up to {LEASE_SECONDS:.0f} s for {who}, which works in {folder} or has died with its host"
+            print(told, file=sys.stderr, flush=True)
+        time.sleep(POLL_SECONDS)
+
+
+def _owner(handle: int) -> tuple[str, str]:
+    """Return the host and the process that a lock's owner has written."""
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+        owner = json.loads(os.pread(handle, _OWNER_BYTES, 0))
+        return str(owner["host"])[:_SHOWN], str(owner["pid"])[:_SHOWN]
+    return "another machine", "of an unknown number"
+
+
+def _refuse_by_status(folder: Path) -> None:
+    status = read_status(folder)
+    if status is not None and status.pid != os.getpid() and is_alive(status):
+        raise ConfigError([_still_going_on(folder, f"process {status.pid} of this machine")])
+
+
+def _still_going_on(folder: Path, owner: str) -> str:
+    found = f"{folder} has a run that is still going on ({owner})"
+    return f"{found}. Wait for its end or end it, or choose another folder (exp_manager.explicit_log_dir)"

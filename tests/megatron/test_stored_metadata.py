@@ -1,0 +1,174 @@
+"""A checkpoint of somebody else's is described by torch's own classes alone, or it is not read."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import tiny_llama_folder
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from reinforce_rl.errors import CheckpointError
+from reinforce_rl.megatron.convert import plain_tensors, to_hf, to_megatron
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.stored_metadata import FORMAT_FILE, METADATA_FILE, check_stored_metadata
+
+
+class Bomb:
+    """Makes a folder `bomb` where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("bomb",)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(mesh: Mesh, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stored")
+    return to_megatron(tiny_llama_folder(folder / "hf", vocab_size=32), folder / "checkpoint", mesh)
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy to spoil; the test works in another folder, in which nothing may be made."""
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "copy"
+
+
+def read(model: Path) -> Metadata:
+    return pickle.loads((model / METADATA_FILE).read_bytes())
+
+
+def write(model: Path, value: object) -> None:
+    (model / METADATA_FILE).write_bytes(pickle.dumps(value))
+
+
+def test_a_checkpoint_of_this_program_is_read(copy: Path) -> None:
+    check_stored_metadata(copy / "model")
+    assert plain_tensors(copy)["embedding.word_embeddings.weight"].dtype == torch.float32
+
+
+def spoil_metadata(model: Path) -> None:
+    write(model, Bomb())
+
+
+def spoil_a_field(model: Path) -> None:
+    metadata = read(model)
+    metadata.planner_data = Bomb()
+    write(model, metadata)
+
+
+def spoil_by_torch(model: Path) -> None:
+    """By a function of a module some of whose names are allowed."""
+
+    class Loads:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return torch.load, ("bomb",)
+
+    write(model, Loads())
+
+
+def add_bytes(model: Path) -> None:
+    """torch unpickles what such an entry holds."""
+    metadata = read(model)
+    metadata.state_dict_metadata["embedding.word_embeddings.weight"] = BytesStorageMetadata()
+    write(model, metadata)
+
+
+def lead_outside(model: Path) -> None:
+    metadata = read(model)
+    for info in metadata.storage_data.values():
+        info.relative_path = "../../here/file"
+    (model.parents[1] / "here" / "file").write_bytes(b"x" * 10_000_000)
+    write(model, metadata)
+
+
+def lead_to_a_link(model: Path) -> None:
+    (file,) = model.glob("*_0.distcp")
+    file.rename(model.parent / "moved")
+    file.symlink_to(model.parent / "moved")
+
+
+def lead_to_a_pipe(model: Path) -> None:
+    (file,) = model.glob("*_0.distcp")
+    file.unlink()
+    os.mkfifo(file)
+
+
+def describe_more(model: Path) -> None:
+    metadata = read(model)
+    tensor = metadata.state_dict_metadata["embedding.word_embeddings.weight"]
+    tensor.size = torch.Size((1 << 40, 1 << 10))
+    write(model, metadata)
+
+
+def another_format(model: Path) -> None:
+    path = model / FORMAT_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sharded_backend": "zarr"}))
+
+
+def a_deep_format(model: Path) -> None:
+    (model / FORMAT_FILE).write_text("[" * 60_000)
+
+
+def a_pipe_as_format(model: Path) -> None:
+    (model / FORMAT_FILE).unlink()
+    os.mkfifo(model / FORMAT_FILE)
+
+
+def a_pipe_as_metadata(model: Path) -> None:
+    (model / METADATA_FILE).unlink()
+    os.mkfifo(model / METADATA_FILE)
+
+
+def cut(model: Path) -> None:
+    path = model / METADATA_FILE
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def another_object(model: Path) -> None:
+    write(model, {"state_dict_metadata": {}})
+
+
+SPOILT = [
+    spoil_metadata,
+    spoil_a_field,
+    spoil_by_torch,
+    add_bytes,
+    lead_outside,
+    lead_to_a_link,
+    lead_to_a_pipe,
+    describe_more,
+    another_format,
+    a_deep_format,
+    a_pipe_as_format,
+    a_pipe_as_metadata,
+    cut,
+    another_object,
+]
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_another_one_is_refused_and_runs_nothing(spoil: Callable[[Path], None], copy: Path, mesh: Mesh) -> None:
+    spoil(copy / "model")
+    there = sorted(Path.cwd().iterdir())
+    with pytest.raises(CheckpointError, match=r"copy/model is not read: "):
+        plain_tensors(copy)
+    with pytest.raises(CheckpointError):
+        to_hf(copy, copy.parent / "out", mesh, source=copy)
+    assert sorted(Path.cwd().iterdir()) == there
+
+
+def test_the_bomb_goes_off_without_the_check(copy: Path) -> None:
+    """So that the other tests can fail."""
+    spoil_metadata(copy / "model")
+    read(copy / "model")
+    assert Path("bomb").is_dir()

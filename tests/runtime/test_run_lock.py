@@ -1,0 +1,123 @@
+"""A second run in a folder is refused, and the lock of one that has died is not there any more."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.runtime import run_lock as module
+from reinforce_rl.runtime.run_lock import LOCK_FILE, refuse_second_run, run_lock
+
+HOLDS = """
+import socket, sys
+from pathlib import Path
+socket.gethostname = lambda: {host!r}
+from reinforce_rl.runtime.run_lock import run_lock
+with run_lock(Path({folder!r})):
+    print(flush=True)
+    sys.stdin.read()
+"""
+HAS_STATUS = """
+import sys
+from pathlib import Path
+from reinforce_rl.runtime.status import StatusFile
+StatusFile(Path({folder!r}), enabled=True).begin()
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def other_process(code: str) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline()
+            yield other
+        finally:
+            other.kill()
+            other.wait()
+
+
+def refused(folder: Path) -> list[str]:
+    """What both ways of looking say of a folder that is in use."""
+    found = []
+    for look in (lambda: refuse_second_run(folder), lambda: run_lock(folder).__enter__()):
+        with pytest.raises(ConfigError) as error:
+            look()
+        found.append(error.value.faults[0])
+    return found
+
+
+def test_a_run_on_this_machine_is_left_alone_and_its_end_is_seen(tmp_path):
+    import socket
+
+    with other_process(HOLDS.format(host=socket.gethostname(), folder=str(tmp_path))) as other:
+        for fault in refused(tmp_path):
+            assert str(tmp_path) in fault
+            assert f"(process {other.pid} of this machine)" in fault
+    refuse_second_run(tmp_path)
+    with run_lock(tmp_path):
+        assert json.loads((tmp_path / LOCK_FILE).read_text()) == {"host": socket.gethostname(), "pid": os.getpid()}
+
+
+def test_a_run_without_a_lock_is_known_by_its_status(tmp_path):
+    with other_process(HAS_STATUS.format(folder=str(tmp_path))) as other:
+        assert all(f"(process {other.pid} of this machine)" in fault for fault in refused(tmp_path))
+    with run_lock(tmp_path):
+        pass
+
+
+def test_a_run_on_another_machine_is_refused_once_its_lease_is_over(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "LEASE_SECONDS", 0.1)
+    with other_process(HOLDS.format(host="node7", folder=str(tmp_path))) as other:
+        assert all(f"(process {other.pid} of node7)" in fault for fault in refused(tmp_path))
+    assert capsys.readouterr().err.count("node7") == 2
+
+
+def test_a_machine_that_dies_meanwhile_gives_its_lock_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.05)
+    with other_process(HOLDS.format(host="node7", folder=str(tmp_path))) as other:
+        monkeypatch.setattr(time, "sleep", lambda seconds: (other.kill(), other.wait()))
+        with run_lock(tmp_path):
+            assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("said", [b"", b"{", b"[" * 5000, b'{"host": 5}', b"\xff\x00"])
+def test_whatever_the_file_says_of_its_owner_the_lock_counts(tmp_path, monkeypatch, said):
+    monkeypatch.setattr(module, "LEASE_SECONDS", 0.0)
+    with other_process(HOLDS.format(host="node7", folder=str(tmp_path))):
+        (tmp_path / LOCK_FILE).write_bytes(said)
+        assert all("another machine" in fault for fault in refused(tmp_path))
+    with run_lock(tmp_path):
+        pass
+
+
+def test_a_link_in_its_place_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK_FILE).symlink_to(victim)
+    with pytest.raises(ConfigError, match=LOCK_FILE), run_lock(tmp_path / "run"):
+        pass
+    assert victim.read_text() == "precious"
+
+
+def test_a_pipe_in_its_place_holds_up_nobody(tmp_path):
+    os.mkfifo(tmp_path / LOCK_FILE)
+    with pytest.raises(ConfigError, match=LOCK_FILE), run_lock(tmp_path):
+        pass
+
+
+def test_looking_makes_no_file(tmp_path):
+    refuse_second_run(tmp_path)
+    refuse_second_run(tmp_path / "absent")
+    assert not list(tmp_path.iterdir())
