@@ -298,12 +298,12 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None, filters: 
     Raises:
         DataError: the file is damaged, or not of this version.
     """
-    from pyarrow import ArrowException
+    from pyarrow import ArrowException, OSFile
 
     try:
         # By the name's bytes, as Arrow cannot encode every name where the locale is not UTF-8. Not a file object of
         # Python's: Arrow's threads would wait for it at the program's end, and abort the program.
-        with pa.OSFile(os.fsencode(path)) as file:
+        with OSFile(os.fsencode(path)) as file:
             return _read_table(file, path, columns, filters)
     except (ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error}); restore it or take it away") from error
