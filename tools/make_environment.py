@@ -107,6 +107,7 @@ def probe(path: str) -> Interpreter | None:
             [path, "-I", "-c", code],
             stderr=subprocess.DEVNULL,
             text=True,
+            encoding="utf-8",
             timeout=PROBE_SECONDS,
         )
         major, minor = map(int, output.split())

@@ -148,7 +148,7 @@ def versions_there(python: Path) -> dict[str, str]:
         f"versions = {{name: version(name) for name in {COMPARED!r}}}; "
         "print(json.dumps({'Python': platform.python_version(), **versions}))"
     )
-    output = subprocess.check_output([python, "-I", "-c", code], text=True, timeout=240)
+    output = subprocess.check_output([python, "-I", "-c", code], text=True, encoding="utf-8", timeout=240)
     return json.loads(output)
 
 

@@ -84,7 +84,7 @@ class TestDateOfTemplates:
         joining = tiny_config(tmp_path, *self.OVERRIDES)
         freeze_template_date(joining, joins=True)
         assert joining.model.data.chat_template_date == "2024-02-05"
-        like = inference_config(tmp_path / "model", like=tmp_path / "run", folder=tmp_path / "eval")
+        like = inference_config(tmp_path / "model", like=tmp_path / "run", folder=tmp_path / "eval", trust=True)
         assert like.model.data.chat_template_date == "2024-02-05"
 
     def test_another_date_is_another_run(self, tmp_path, mesh, set_today):
