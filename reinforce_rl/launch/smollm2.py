@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from reinforce_rl.errors import ReinforceError
-from reinforce_rl.utils.files import replace_folder
+from reinforce_rl.utils.files import make_readable, replace_folder
 from reinforce_rl.utils.places import cache_folder
 
 DEFAULT_FOLDER = cache_folder() / "models" / "SmolLM2-135M-Instruct"
@@ -154,7 +154,7 @@ def _convert(gguf_file: Path, built: Path) -> None:
         model.save_pretrained(built)
         tokenizer.save_pretrained(built)
         for path in built.iterdir():
-            path.chmod(0o644)
+            make_readable(path)
 
 
 def _publish(built: Path, out: Path) -> None:

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import resource
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,20 +42,23 @@ def encode(text: str) -> bytes:
     return text.encode("utf-8", errors="replace")
 
 
-def write_atomically(path: Path, text: str | bytes, mode: int = 0o644) -> None:
-    """Write `text` to `path`; readers see either the old file or the complete new one, even after a kill."""
+def write_atomically(path: Path, text: str | bytes, mode: int = 0o666) -> None:
+    """Write `text` to `path`; readers see either the old file or the complete new one, even after a kill.
+
+    The umask takes bits of `mode` away, as for every new file.
+    """
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        name = path.parent / f".{path.name}.{secrets.token_hex(4)}"
+        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             with os.fdopen(handle, "wb") as file:
-                make_readable(file.fileno(), mode)  # mkstemp's 0600 would keep the group from reading
                 file.write(encode(text) if isinstance(text, str) else text)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(name, path)
         except BaseException:
-            Path(name).unlink(missing_ok=True)
+            name.unlink(missing_ok=True)
             raise
 
 
@@ -131,13 +135,16 @@ def write_fault(error: OSError) -> str:
     return f"{text}. {remedy}, and start the same command again"
 
 
-def make_readable(file: Path | int, mode: int = 0o644) -> None:
-    """Set the mode of a file, or of a descriptor, where its file system has modes.
+def make_readable(file: Path) -> None:
+    """Give a file that a library has made for its owner alone the mode of other new files, by the umask.
 
     Buckets mounted by gcsfuse or Mountpoint, and some shares, refuse it: the mount says who may read there.
     """
     with contextlib.suppress(OSError):
-        os.chmod(file, mode)
+        # Read by setting it. A file that a thread makes meanwhile is its owner's alone.
+        umask = os.umask(0o077)
+        os.umask(umask)
+        os.chmod(file, 0o666 & ~umask)
 
 
 def write_json(path: Path, values: Any) -> None:

@@ -117,11 +117,26 @@ def test_a_file_system_without_modes_takes_files(tmp_path, monkeypatch):
     assert path.read_text() == "{}"
     save_tensors({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     assert load_file(tmp_path / "model.safetensors")["a"].item() == 1.0
-    monkeypatch.undo()
-    write_atomically(path, "{}")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
-    write_atomically(path, "{}", mode=0o600)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664), (0o027, 0o640)])
+def test_new_files_follow_the_umask(umask, mode, tmp_path):
+    """docs/security.md: `umask 077` keeps them to their owner."""
+    before = os.umask(umask)
+    try:
+        (tmp_path / "run").mkdir(mode=0o777)
+        path = tmp_path / "run" / "a.json"
+        write_atomically(path, "{}")
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+        write_atomically(path, "{}", mode=0o600)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        write_atomically(path, "[]")
+        assert stat.S_IMODE(path.stat().st_mode) == mode, "as a new file"
+        save_tensors({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+        assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == mode
+        assert os.umask(umask) == umask, "it is as it was"
+    finally:
+        os.umask(before)
 
 
 @pytest.mark.parametrize(("line", "reason"), [("{broken", "not valid JSON"), ("[1]", "found a JSON list")])
