@@ -28,6 +28,7 @@ from reinforce_rl.errors import ConfigError, RewardServerError
 from reinforce_rl.reward_server.scoring import RequestScorer
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import ServerInfo
+from reinforce_rl.utils.process import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,11 @@ class PrivateTriton:
         """Start tritonserver; return it and its children. Raises RewardServerError if it does not become ready."""
         self._triton._initialize_server()
         assert self._triton._triton_server is not None
-        self._triton._triton_server._record_logs = self._print_output
+        server = self._triton._triton_server
+        server._record_logs = self._print_output
+        of_pytriton = server._get_env
+        # At log_level=debug PyTriton logs it whole.
+        server._get_env = lambda: without_secrets(of_pytriton())
         self._triton.run()
         for process in _tritonservers():
             return [process, *process.children(recursive=True)]

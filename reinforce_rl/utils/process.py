@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -27,7 +28,17 @@ PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 MAX_MESSAGE_BYTES = 1 << 24
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36  # of prctl(2)
 
+# Names such as REINFORCE_REWARD_TOKEN, WANDB_API_KEY and AWS_SECRET_ACCESS_KEY.
+_SECRET = re.compile(
+    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)(_|$)", re.I
+)
+
 Message = dict[str, Any]
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for a program of others, without variables whose names say that they are secret."""
+    return {name: value for name, value in environment.items() if not _SECRET.search(name)}
 
 
 def active_stop_signals() -> list[signal.Signals]:

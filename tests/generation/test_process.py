@@ -112,13 +112,14 @@ def test_the_launchers_variables_stay_outside():
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "CUDA_VISIBLE_DEVICES": "0,1,2,3",
         "HF_HUB_OFFLINE": "1",
+        "REINFORCE_REWARD_TOKEN": "secret",
     }
     found = engine_environment(given, Path("/tmp/rrl-5-1"), ["2", "3"], ["/here"])
     assert found["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert (found["PATH"], found["HF_HUB_OFFLINE"]) == ("/bin", "1")
     assert (found["PYTHONPATH"], found["TMPDIR"]) == ("/here", "/tmp/rrl-5-1")
     gone = {"RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PMIX_RANK", "SLURM_PROCID", "RAY_ADDRESS"}
-    gone.add("CUDA_DEVICE_MAX_CONNECTIONS")
+    gone |= {"CUDA_DEVICE_MAX_CONNECTIONS", "REINFORCE_REWARD_TOKEN"}
     assert not gone & found.keys()
     assert engine_environment(given, Path("/tmp/rrl-5-1"), None, [])["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
 

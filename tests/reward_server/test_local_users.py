@@ -67,6 +67,21 @@ def test_another_user_cannot_read_requests(server):
     assert as_nobody("open_files", [*shared, *files]) == []
 
 
+def test_no_secret_is_in_the_log_or_in_tritonserver(tmp_path, monkeypatch):
+    """At log_level=debug PyTriton prints the whole environment that it starts tritonserver with."""
+    secret = "s3cret" * 8
+    for name in ("REINFORCE_REWARD_TOKEN", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, secret)
+    monkeypatch.setenv("HARMLESS_VARIABLE", "printed")
+    server = ToyServer(tmp_path, "--log-level", "DEBUG").start()
+    try:
+        assert "HARMLESS_VARIABLE" in server.log.read_text(), "so that the test can fail"
+        assert secret not in server.log.read_text()
+        assert not {"REINFORCE_REWARD_TOKEN", "WANDB_API_KEY"} & server.tritonserver.environ().keys()
+    finally:
+        server.close()
+
+
 def test_a_healthy_server_logs_no_error(server):
     assert [line for line in server.log.read_text().splitlines() if line.startswith(("E1", "E0", "W1", "W0"))] == []
     assert "\x1b[" not in server.log.read_text()

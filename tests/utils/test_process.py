@@ -13,7 +13,7 @@ import psutil
 import pytest
 from helpers.toy_server import is_alive, wait_for
 
-from reinforce_rl.utils.process import Child, Message, ModuleChild
+from reinforce_rl.utils.process import Child, Message, ModuleChild, without_secrets
 
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
 ECHO = """
@@ -102,3 +102,18 @@ def test_a_stop_does_not_wait_for_what_is_being_sent(echo):
     child.stop(0.1)
     sender.join(30.0)
     assert not sender.is_alive() and child.exit_code == -signal.SIGKILL
+
+
+def test_secrets_stay_out_of_programs_of_others():
+    secret = [
+        "REINFORCE_REWARD_TOKEN",
+        "WANDB_API_KEY",
+        "OPENAI_APIKEY",
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "DB_PASSWORD",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "token",
+    ]
+    plain = ["PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "MONKEY"]
+    assert list(without_secrets(dict.fromkeys([*secret, *plain], "x"))) == plain

@@ -25,7 +25,7 @@ from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
 from reinforce_rl.generation.engine import Answer, EngineArguments, Request
 from reinforce_rl.generation.engine.buckets import Offer
 from reinforce_rl.megatron.hf_weights import carry_over
-from reinforce_rl.utils.process import PACKAGE_PARENT, ModuleChild
+from reinforce_rl.utils.process import PACKAGE_PARENT, ModuleChild, without_secrets
 
 PROBE_SECONDS = 60.0  # to look for the engine's package in its Python
 STOP_SECONDS = 60.0  # TensorRT-LLM alone waits 30 s for its workers
@@ -273,9 +273,9 @@ def private_folder(environment: Mapping[str, str], dp_rank: int) -> Path:
 def engine_environment(
     environment: Mapping[str, str], folder: Path, devices: Sequence[str] | None, path: Sequence[str]
 ) -> dict[str, str]:
-    """Return the engine's environment: without the launcher's variables, on the given GPUs."""
+    """Return the engine's environment: without the launcher's variables and secrets, on the given GPUs."""
     foreign = {name for name in environment if name.startswith(_OF_THE_LAUNCHER) or name in _OF_THE_RANK}
-    kept = {name: value for name, value in environment.items() if name not in foreign}
+    kept = {name: value for name, value in without_secrets(environment).items() if name not in foreign}
     for name in _ALLOCATOR:
         options = without_expandable_segments(kept.pop(name, ""))
         if options:
