@@ -65,16 +65,15 @@ def with_quotes(override: str) -> str:
 def explained(
     error: Exception, name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER, *, is_whole: bool = True
 ) -> ConfigError:
-    """Name every unknown key and bare comma. Hydra stops at the first, so retry without it until none is left.
+    """Name every override that cannot be read, unknown key and bare comma.
+
+    Hydra stops at the first, so this tries again without it until none is left.
 
     Then the keys that were given with a plus, and the values, are judged too, so that one message has all.
 
     Args:
         is_whole: the shipped file and the overrides are all that is composed, so that rules across keys can be judged.
     """
-    if isinstance(error, OverrideParseException) and error.override:
-        expected = "expected KEY=VALUE, with quotes around a text with special letters: \"KEY='a, b'\""
-        return ConfigError([f"{error.override} cannot be read as an override; {expected}"])
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, found = error.missing_cfg_file.rpartition("/")
         return ConfigError([f"{group} is {found!r}; expected one of {', '.join(error.options)}"])
@@ -85,7 +84,12 @@ def explained(
     # Hydra takes a bare comma for a sweep over several runs.
     commas = re.match(r"(?:Ambiguous value for argument|Sweep parameters) '([^=]+)=(.*)'", text)
     unknown = re.search(r"Could not override '([^']+)'|not in struct\s+full_key: (\S+)", text)
-    if commas is not None:
+    key = None
+    if isinstance(error, OverrideParseException) and error.override:
+        expected = "expected KEY=VALUE, with quotes around a text with special letters: \"KEY='a, b'\""
+        faults = [f"{error.override} cannot be read as an override; {expected}"]
+        key = error.override.partition("=")[0]
+    elif commas is not None:
         key, value = commas.groups()
         faults = [f"{key} is {value}; write a list as {key}='[{value}]', a text as {key}=\"'{value}'\""]
     elif unknown is not None:
@@ -100,17 +104,19 @@ def explained(
         except ConfigError as further:
             faults += further.faults
         else:
-            faults += _faults_of_given(composed, name, rest, is_whole)
+            faults += _faults_of_the_rest(composed, name, rest, is_whole)
     return ConfigError(faults)
 
 
-def _faults_of_given(composed: DictConfig, name: str, overrides: Sequence[str], is_whole: bool) -> list[str]:
-    """Return the faults of keys that overrides give; others may be in a file that is not composed here."""
+def _faults_of_the_rest(composed: DictConfig, name: str, overrides: Sequence[str], is_whole: bool) -> list[str]:
+    """Return the faults of what is composed; of keys that overrides give alone, if others may be in another file."""
     if name not in PROGRAMS:
         return []
     given = [override.partition("=")[0].lstrip("+~") for override in overrides]
     schema = PROGRAMS[name]
-    faults = read_config(composed, schema)[1] if is_whole else read(schema, composed)[1]
+    if is_whole:
+        return read_config(composed, schema)[1]
+    faults = read(schema, composed)[1]
     keys = {fault: f"{fault.split(' ')[0]}." for fault in faults}
     return [
         fault
