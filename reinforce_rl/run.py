@@ -101,6 +101,9 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
                         pool = stack.enter_context(contextlib.closing(open_pool(cfg, mesh, role, monitor, control)))
             trainer = build_trainer(cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint, control, pool)
             trainer.wandb_run_id = wandb_run_id
+            if mesh.is_main:
+                begin_files(cfg, monitor, trainer.step)
+            control.has_begun = True
             with contextlib.closing(trainer.model.generator):
                 trainer.fit()
             control.stop.check(mesh)
@@ -113,6 +116,22 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
                     monitor.note(f"PEFT adapter: {trainer.model.export_adapter(source, folder / 'adapter')}")
             monitor.note(f"Report: {monitor.report()}")
         return trainer
+
+
+def begin_files(cfg: TrainConfig, monitor: RunMonitor, step: int) -> None:
+    """Write this start's configuration into the run's folder, and drop what is later than the step it goes on from.
+
+    Not before everything else has been built: a start that is refused leaves an earlier run as it was.
+    """
+    folder = Path(cfg.exp_manager.explicit_log_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    record(cfg)
+    for logger in monitor.metrics.loggers:
+        if isinstance(logger, JsonlLogger):
+            logger.begin()
+    if cfg.exp_manager.resume_if_exists:
+        drop_later_samples(folder, step)
+        drop_records(folder, after=step)
 
 
 def open_pool(
@@ -188,9 +207,7 @@ def build_monitor(
     tokens = cfg.exp_manager.record_tokens_every if record_samples else 0
     if not mesh.is_main:
         return SilentMonitor(folder, tokens), None
-    folder.mkdir(parents=True, exist_ok=True)
     jsonl = JsonlLogger(folder / "metrics.jsonl", resume_step=resume_step)
-    record(cfg)
     steps = total_steps(cfg.trainer.reinforce, sampler.steps_per_epoch)
     progress, factor = TrainingProgress(steps, start_step), cfg.trainer.straggler_factor
     run_id = checkpoint.trainer_state["wandb_run_id"] if checkpoint else None
@@ -198,14 +215,12 @@ def build_monitor(
     if cfg.exp_manager.used_loggers:
         run_id = run_id or secrets.token_hex(4)
         others = start_loggers(cfg, run_id, resume_step, progress.note)
-    if resume_step is not None:
-        drop_later_samples(folder, resume_step)
-        drop_records(folder, after=resume_step)
     tables = cfg.exp_manager.sample_table_interval
     held_out = [text for part in (datasets.validation, datasets.test) if part is not None for text in part.texts]
     sentinel = Sentinel(cfg.sentinel.rules.model_dump(), factor)
     for line in RunFolder(folder).lines:  # of a run that goes on
-        sentinel.look(line)
+        if line["step"] <= start_step:
+            sentinel.look(line)
     loggers, repeated = Loggers([jsonl, *others]), repeated_texts(datasets.train.texts, held_out)
     monitor = RunMonitor(folder, loggers, progress, status, factor, tables, tokens, sentinel, repeated, record_samples)
     if checkpoint:

@@ -157,7 +157,6 @@ class JsonlLogger(MetricLogger):
 
     def __init__(self, path: str | Path, resume_step: int | None = None):
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._pending: dict[int, dict[str, Any]] = {}
         self._last_step = -1
         records = read_metrics(self.path) if self.path.exists() else []
@@ -166,10 +165,18 @@ class JsonlLogger(MetricLogger):
                 f"{self.path} already holds metrics up to step {records[-1]['step']}, and this is a new run; "
                 "choose another run folder, or resume that run"
             )
+        # The file is cut when the first step is written: a start that is refused changes nothing.
+        self._kept: list[dict[str, Any]] | None = None
         if self.path.exists():
-            kept = [record for record in records if record["step"] <= (resume_step or 0)]
+            self._kept = [record for record in records if record["step"] <= (resume_step or 0)]
+            self._last_step = max((record["step"] for record in self._kept), default=-1)
+
+    def begin(self) -> None:
+        """Make the file ready for the next step; `commit` does it by itself."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept, self._kept = self._kept, None
+        if kept is not None:
             write_json_lines(self.path, kept)
-            self._last_step = max((record["step"] for record in kept), default=-1)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
         """Buffer numbers until `commit(step)`; the last value of a name wins."""
@@ -180,6 +187,7 @@ class JsonlLogger(MetricLogger):
         """Append the line of `step` and fsync; merge if the file already has that step."""
         if step not in self._pending:
             return
+        self.begin()
         record = {"step": step, "time": time.time(), **self._pending.pop(step)}
         if step <= self._last_step:
             by_step = {old["step"]: old for old in read_metrics(self.path)}

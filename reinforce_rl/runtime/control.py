@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any
 from reinforce_rl.errors import (
     EXIT_ERROR,
     EXIT_FINISHED,
+    CheckpointError,
+    ConfigError,
+    DataError,
     DiskError,
     LostRankError,
     ReinforceError,
@@ -295,11 +298,15 @@ def _verdict(lost: Sequence[Report], what: str, why: str) -> Verdict:
     return Verdict(text, of_first=any(report.rank == 0 for report in lost))
 
 
+_REFUSALS = (ConfigError, DataError, CheckpointError)
+
+
 class RunControl:
     def __init__(self, folder: str | Path, stop: StopRequest, status: StatusFile | None = None):
         self.activity = Activity()
         self.stop = stop
         self.status = status or StatusFile(Path(folder), enabled=os.environ.get("RANK", "0") == "0")
+        self.has_begun = False  # the start was not refused, and the run's files may be changed
         self._watchdog: Watchdog | None = None
 
     @contextlib.contextmanager
@@ -326,7 +333,10 @@ class RunControl:
                     failure = DiskError(f"{write_fault(error)}, which {self._where_it_goes_on()}")
                     self.status.end(*_outcome(failure))
                     raise failure from error
-                self.status.end(*_outcome(error))
+                if not self.has_begun and isinstance(error, _REFUSALS):
+                    self.status.refuse(*_outcome(error))
+                else:
+                    self.status.end(*_outcome(error))
                 raise
             self.status.end(EXIT_FINISHED)
 

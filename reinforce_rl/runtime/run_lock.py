@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import socket
@@ -22,10 +21,9 @@ from pathlib import Path
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.runtime.status import is_alive, read_status
 
-LOCK_FILE = ".run.lock"
+LOCK_FILE = "run.lock"
 LEASE_SECONDS = 100.0  # NFS's servers give a lock up after 90 s without a sign of its host
 POLL_SECONDS = 1.0
-_OWNER_BYTES = 4096
 _SHOWN = 100  # characters of what a file says of its owner
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 
@@ -43,9 +41,6 @@ def run_lock(folder: Path) -> Iterator[None]:
     handle = _open(folder, os.O_CREAT)
     try:
         _acquire(handle, folder)
-        owner = {"host": socket.gethostname(), "pid": os.getpid()}
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(owner).encode() + b"\n", 0)
         yield
     finally:
         os.close(handle)  # ends the lock
@@ -90,7 +85,7 @@ def _acquire(handle: int, folder: Path) -> None:
                 # Some file systems have no locks. A run on this machine is still refused, by its status.
                 logger.warning("event=no_run_lock folder=%s error=%s", folder, error)
                 return
-        host, process = _owner(handle)
+        host, process = _owner(folder)
         if host == socket.gethostname() or time.monotonic() > deadline:
             where = "this machine" if host == socket.gethostname() else host
             raise ConfigError([_still_going_on(folder, f"process {process} of {where}")])
@@ -102,12 +97,12 @@ def _acquire(handle: int, folder: Path) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _owner(handle: int) -> tuple[str, str]:
-    """Return the host and the process that a lock's owner has written."""
-    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-        owner = json.loads(os.pread(handle, _OWNER_BYTES, 0))
-        return str(owner["host"])[:_SHOWN], str(owner["pid"])[:_SHOWN]
-    return "another machine", "of an unknown number"
+def _owner(folder: Path) -> tuple[str, str]:
+    """Return the host and the process that the run's status names; the lock's file says nothing."""
+    status = read_status(folder)
+    if status is None or status.state != "running":
+        return "another machine", "of an unknown number"
+    return str(status.host)[:_SHOWN], str(status.pid)[:_SHOWN]
 
 
 def _refuse_by_status(folder: Path) -> None:

@@ -50,6 +50,7 @@ class StatusFile:
         self.path = folder / STATUS_FILE
         self.enabled = enabled
         self._status = Status()
+        self._before: bytes | None = None  # what the file held before `begin`
 
     @property
     def save_seconds(self) -> float | None:
@@ -57,6 +58,8 @@ class StatusFile:
 
     def begin(self) -> None:
         """Write the start of the run, with the progress of an earlier one in this folder."""
+        with contextlib.suppress(OSError):
+            self._before = self.path.read_bytes()
         earlier = (read_status(self.path.parent) if self.enabled else None) or Status()
         self._write(Status(step=earlier.step, max_steps=earlier.max_steps, save_seconds=earlier.save_seconds))
 
@@ -97,6 +100,14 @@ class StatusFile:
             file.write(_as_json(status))
             file.truncate()
 
+    def refuse(self, exit_code: int, reason: str) -> None:
+        """Leave an earlier run's status as it was, since this start was refused; of a new run say so."""
+        if self._before is None or not self.enabled:
+            self.end(exit_code, reason)
+        else:
+            with contextlib.suppress(OSError):
+                write_atomically(self.path, self._before)
+
     def _write(self, status: Status) -> None:
         self._status = replace(status, time=time.time())
         if self.enabled:
@@ -119,7 +130,7 @@ class NoStatus(StatusFile):
 
 def read_status(folder: str | Path) -> Status | None:
     """Return the status of the run in a folder; None if there is none, or another version wrote it."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         return Status(**json.loads((Path(folder) / STATUS_FILE).read_text(encoding="utf-8")))
     return None
 

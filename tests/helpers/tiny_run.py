@@ -23,7 +23,7 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.records import Kind
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.rewards.base import RewardSource
-from reinforce_rl.run import build_monitor, build_trainer
+from reinforce_rl.run import begin_files, build_monitor, build_trainer
 from reinforce_rl.runtime.settings import freeze_template_date
 from reinforce_rl.trainer.build import build_datasets
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
@@ -107,6 +107,8 @@ def tiny_trainer(
     with monitor.running():
         trainer = build_trainer(config, mesh, tokenizer, datasets, source, monitor, checkpoint)  # type: ignore[arg-type]
         trainer.wandb_run_id = wandb_run_id
+        if mesh.is_main:
+            begin_files(config, monitor, trainer.step)
         yield trainer
 
 
