@@ -39,7 +39,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(machine: Machine) -> Iterator[None]:
-    """No process group of a failed test waits for the next."""
+    """Neither a process group of a failed test nor what another test's ranks sent reaches the next."""
+    machine.network.objects.clear()
     yield
     import torch.distributed as dist
 
