@@ -218,7 +218,7 @@ def build_monitor(
     tables = cfg.exp_manager.sample_table_interval
     held_out = [text for part in (datasets.validation, datasets.test) if part is not None for text in part.texts]
     sentinel = Sentinel(cfg.sentinel.rules.model_dump(), factor)
-    for line in RunFolder(folder).lines:  # of a run that goes on
+    for line in RunFolder(folder).lines if folder.is_dir() else ():  # of a run that goes on
         if line["step"] <= start_step:
             sentinel.look(line)
     loggers, repeated = Loggers([jsonl, *others]), repeated_texts(datasets.train.texts, held_out)

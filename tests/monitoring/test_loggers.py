@@ -71,6 +71,8 @@ def test_resume_drops_later_steps_and_a_torn_line(tmp_path):
         file.write('{"step": 8, "train/rew')  # what SIGKILL leaves
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7]
     resumed = JsonlLogger(path, resume_step=4)
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7], "the start may still be refused"
+    resumed.begin()
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
     for step in range(5, 9):
         log_step(resumed, step, step / 10)
@@ -83,7 +85,7 @@ def test_resume_from_nothing_keeps_only_step_zero(tmp_path):
     logger = JsonlLogger(path)
     for step in range(3):
         log_step(logger, step)
-    JsonlLogger(path, resume_step=0)
+    JsonlLogger(path, resume_step=0).begin()
     assert [line["step"] for line in read_metrics(path)] == [0]
 
 

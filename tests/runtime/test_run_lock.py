@@ -93,7 +93,7 @@ def test_a_machine_that_dies_meanwhile_gives_its_lock_up(tmp_path, monkeypatch):
             assert other.poll() is not None
 
 
-@pytest.mark.parametrize("said", [b"", b"{", b"[" * 100_000, b'{"host": 5}', b"\xff\x00"])
+@pytest.mark.parametrize("said", [b"", b"{", b"[" * 100_000, b"\xff\x00"])
 def test_whatever_the_status_says_of_its_owner_the_lock_counts(tmp_path, monkeypatch, said):
     monkeypatch.setattr(module, "LEASE_SECONDS", 0.0)
     with other_process(HOLDS.format(host="node7", folder=str(tmp_path))):

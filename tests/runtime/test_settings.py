@@ -9,6 +9,7 @@ import sys
 import time
 from datetime import date
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from helpers.tiny_run import (
@@ -31,8 +32,11 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.evaluation.model import inference_config
 from reinforce_rl.monitoring.report import write_report
 from reinforce_rl.runtime import settings as run_settings
+from reinforce_rl.runtime.control import RunControl
+from reinforce_rl.runtime.run_lock import LOCK_FILE
 from reinforce_rl.runtime.settings import check_changes, compare, freeze_template_date, may_start, record
-from reinforce_rl.runtime.status import Status, read_status
+from reinforce_rl.runtime.status import Status, StatusFile, read_status
+from reinforce_rl.runtime.stop import StopRequest
 
 RL = "trainer.reinforce"
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_reinforce_actor.py"
@@ -322,3 +326,30 @@ def test_a_start_that_fails_leaves_the_step_in_the_status(begun, mesh):
     found = read_status(begun / "run")
     assert found is not None and (found.state, found.step, found.max_steps) == ("running", 2, 6)
     assert metrics_of(begun)[-1]["step"] == 2
+
+
+def files_of(run_folder: Path) -> dict[str, bytes]:
+    found = {str(path.relative_to(run_folder)): path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
+    return {name: content for name, content in found.items() if name != LOCK_FILE}
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_start_that_is_refused_changes_no_file_of_the_run(begun, mesh, monkeypatch, is_late):
+    """Before the model is loaded, or by whatever is built last."""
+    status = StatusFile(begun / "run", enabled=True)
+    status._write(Status(state="stopped", step=2, max_steps=6))
+    with (begun / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "time": 1.0}\n')  # of a step that was not saved
+    before = files_of(begun / "run")
+    changed = [f"{RL}.val_check_interval=1"]
+
+    def refuse(*_: object) -> NoReturn:
+        raise ConfigError(["this part does not fit"])
+
+    monkeypatch.setattr(f"helpers.tiny_run.{'build_trainer' if is_late else 'build_datasets'}", refuse)
+    changed.append("reward=function")
+    changed.append("reward_function.name=reinforce_rl.rewards.functions.instructions")
+    control = RunControl(begun / "run", StopRequest())
+    with pytest.raises(ConfigError, match="this part does not fit"), control.running():
+        run(begun, mesh, *MORE, *changed, "resume_with_changes=true")
+    assert files_of(begun / "run") == before

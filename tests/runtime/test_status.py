@@ -54,7 +54,7 @@ def test_the_end_of_a_run_is_written_on_a_full_disk(tmp_path, monkeypatch, reaso
     status.begin()
     status.progress(3, 9, {"cut": "x" * 300})
     blocks = (tmp_path / STATUS_FILE).stat().st_blocks
-    monkeypatch.setattr("reinforce_rl.utils.files.tempfile.mkstemp", without_space())
+    monkeypatch.setattr("reinforce_rl.utils.files.os.open", without_space())
     status.end(EXIT_ERROR, reason)
     found = read_status(tmp_path)
     assert found is not None
@@ -68,7 +68,7 @@ def test_a_shorter_end_leaves_nothing_of_the_longer_status(tmp_path, monkeypatch
     status = StatusFile(tmp_path, enabled=True)
     status.begin()
     status.waiting("w" * 3000)
-    monkeypatch.setattr("reinforce_rl.utils.files.tempfile.mkstemp", without_space())
+    monkeypatch.setattr("reinforce_rl.utils.files.os.open", without_space())
     status.end(EXIT_ERROR, "short")
     found = read_status(tmp_path)
     assert found is not None and found.reason == "short"
