@@ -27,7 +27,7 @@ class TemplateConfig(Section):
     )
 
     def freeze_date(self, tokenizer_folder: str | Path, recorded: str | None = None) -> None:
-        """Set the date that templates read, where they read one and none is given: that of a record, or today's."""
+        """Set the template date to the recorded one, else to today, if the template reads a date and none is set."""
         if self.chat_template_date is None and reads_date(tokenizer_folder):
             self.chat_template_date = recorded or date.today().isoformat()
 

@@ -204,7 +204,7 @@ def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _is_hidden(path: Path, base: Path) -> bool:
-    """Tell whether `datasets` passes over a file: its name begins with a dot, or that of a folder, or with "__"."""
+    """Tell whether `datasets` ignores a file: hidden, or in a folder whose name begins with "." or "__"."""
     folders = path.relative_to(base).parts[:-1]
     return path.name.startswith(".") or any(name.startswith((".", "__")) for name in folders)
 

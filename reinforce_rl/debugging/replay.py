@@ -55,7 +55,7 @@ from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
 from reinforce_rl.run import build_trainer
 from reinforce_rl.runtime.settings import LENGTH, compare, set_keys, settings_of
-from reinforce_rl.runtime.trust import use, withheld
+from reinforce_rl.runtime.trust import require_trust, untrusted_settings
 from reinforce_rl.trainer.build import build_datasets, build_sampler, configured_mesh
 
 _FEW_RANKS = 8  # may be more than the machine has cores
@@ -98,14 +98,16 @@ def replay(
     step = max(record_files(stored.path), default=0) if step is None else step
     recorded = read_record(stored.path, step)
     asked = [] if reward in (None, "stored", "restart") else reward_overrides([reward], has_base=True)
-    cfg, faults = with_overrides(stored.settings(step)[0], [*asked, *overrides])
+    given = [*asked, *overrides]
+    cfg, faults = with_overrides(stored.settings(step)[0], given)
     if faults:
         raise ConfigError(faults)
-    has_servers = cfg.reward == "server" or bool(cfg.remote_rm.more_reward_models)
     if reward is None:
-        is_allowed = trust or not withheld(cfg, [*asked, *overrides], generation=False)
-        reward = "restart" if is_allowed and not has_servers else "stored"
-    use(cfg, [*asked, *overrides], stored.path, trust=trust, rewards=reward != "stored", generation=False, say=say)
+        has_servers = cfg.reward == "server" or bool(cfg.remote_rm.more_reward_models)
+        is_trusted = trust or not untrusted_settings(cfg, given, generation=False)
+        reward = "restart" if is_trusted and not has_servers else "stored"
+    asks_rewards = reward != "stored"
+    require_trust(cfg, given, stored.path, trust=trust, rewards=asks_rewards, generation=False, say=say)
     if not trust:
         _check_sizes(cfg, overrides)
     with tempfile.TemporaryDirectory() as scratch:

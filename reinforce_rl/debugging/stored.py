@@ -18,7 +18,8 @@ from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.records import RolloutRow, SampleTokens, read_tokens, rollout_files
 from reinforce_rl.monitoring.run_folder import open_run
 from reinforce_rl.runtime.settings import CONFIG_FILE, settings_of
-from reinforce_rl.runtime.trust import keep_off_path, values_of, without_classes
+from reinforce_rl.runtime.stored_config import parse_values
+from reinforce_rl.runtime.trust import remove_from_import_path, without_custom_generator
 from reinforce_rl.trainer.advantages import response_kl
 
 
@@ -58,7 +59,7 @@ class StoredRun:
         self.run = open_run(folder)
         self.path = self.run.path
         self._settings: dict[str, tuple[TrainConfig, list[str]]] = {}
-        keep_off_path(self.path)
+        remove_from_import_path(self.path)
 
     def settings(self, step: int) -> tuple[TrainConfig, list[str]]:
         """Return the settings of a step, the same object for all with the same, and what is wrong with them here."""
@@ -69,8 +70,8 @@ class StoredRun:
                 "where the run was"
             )
         if text not in self._settings:
-            tree = values_of(text, f"{self.path}: the settings of step {step}")
-            self._settings[text] = read_config(OmegaConf.create(without_classes(tree)))
+            tree = parse_values(text, f"{self.path}: the settings of step {step}")
+            self._settings[text] = read_config(OmegaConf.create(without_custom_generator(tree)))
         return self._settings[text]
 
     def step(self, step: int) -> StoredStep:

@@ -13,7 +13,7 @@ from reinforce_rl.config.load import read_config
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.rewards.function_pool import function_faults
 from reinforce_rl.runtime.settings import flatten
-from reinforce_rl.runtime.trust import use
+from reinforce_rl.runtime.trust import require_trust
 
 # Keys of `trainer.reinforce` that a step's rollouts do not depend on, but its advantages do.
 _OF_ADVANTAGES = re.compile(
@@ -42,7 +42,7 @@ class Settings:
         recorded: the run's own, of a step.
         own_faults: what is wrong with them on this machine, such as a model that is elsewhere; nobody's mistake here.
         with_gradient: keys of the loss matter too.
-        trust, say: of rewards that only the folder names; see `runtime.trust.use`.
+        trust, say: of rewards that only the folder names; see `runtime.trust.require_trust`.
 
     Raises ConfigError: an override is unknown, wrong, or without effect on stored rollouts; all in one message.
     """
@@ -68,7 +68,7 @@ class Settings:
         told = {fault.partition(" ")[0] for fault in faults}
         faults += [self._without_effect(key) for key in keys if key not in told and self._is_idle(key, with_gradient)]
         if self.changes_rewards and not faults:
-            use(self.cfg, overrides, run, trust=trust, generation=False, say=say)
+            require_trust(self.cfg, overrides, run, trust=trust, generation=False, say=say)
             faults = function_faults(self.cfg)
         if faults:
             raise ConfigError(faults)

@@ -30,7 +30,8 @@ from reinforce_rl.megatron.hf_weights import STEP
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.rewards.function_pool import with_functions
 from reinforce_rl.runtime.settings import CONFIG_FILE
-from reinforce_rl.runtime.trust import keep_off_path, use, values_of, without_classes
+from reinforce_rl.runtime.stored_config import parse_values
+from reinforce_rl.runtime.trust import remove_from_import_path, require_trust, without_custom_generator
 from reinforce_rl.trainer.build import build_actor, check_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ def inference_config(
         data: prompts; None for the validation set of `overrides` or `like`, or none at all.
         like: a run, whose settings take the place of the defaults.
         folder: of what is written.
-        trust, say: of functions, addresses and the like that only `like` names; see `runtime.trust.use`.
+        trust, say: of functions, addresses and the like that only `like` names; see `runtime.trust.require_trust`.
 
     Raises ConfigError with all faults in one message.
     """
@@ -101,9 +102,9 @@ def inference_config(
     if like is None:
         cfg = compose(PROGRAM, overrides)
     else:
-        keep_off_path(like)
+        remove_from_import_path(like)
         file = Path(like) / CONFIG_FILE
-        cfg = compose_stored(without_classes(values_of(file.read_text("utf-8"), str(file))), overrides)
+        cfg = compose_stored(without_custom_generator(parse_values(file.read_text("utf-8"), str(file))), overrides)
     with open_dict(cfg):
         for section, _, name in (key.rpartition(".") for key in OF_TRAINING):
             OmegaConf.select(cfg, section).pop(name, None)
@@ -125,7 +126,7 @@ def inference_config(
         OmegaConf.update(cfg, key, value, force_add=True)
     config, faults = read_config(cfg)
     if like is not None:
-        use(config, overrides, like, trust=trust, say=say)
+        require_trust(config, overrides, like, trust=trust, say=say)
     ours = DATA if prompts is None else f"{DATA}.train"  # nobody has given these
     faults = [fault for fault in faults if not fault.startswith(ours)]
     return with_functions(config, faults)

@@ -23,7 +23,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import Section
 from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.runtime.status import read_status, saved_step
-from reinforce_rl.runtime.trust import parse_stored
+from reinforce_rl.runtime.stored_config import parse_stored
 from reinforce_rl.utils.files import read_json_lines, write_atomically, write_json_lines
 
 HISTORY_FILE, CONFIG_FILE = "config_history.jsonl", "config.yaml"

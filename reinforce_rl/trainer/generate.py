@@ -25,9 +25,9 @@ from reinforce_rl.runtime.links import Invitation, Links, LinkThread
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.trainer.generator_pool import INVITATION
+from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
 from reinforce_rl.trainer.messages import (
     HELLO,
-    BadMessageError,
     GeneratorFailed,
     Message,
     Result,
@@ -36,8 +36,6 @@ from reinforce_rl.trainer.messages import (
     Work,
     WorkRequest,
     Works,
-    decode,
-    encode,
 )
 from reinforce_rl.trainer.reward_requests import reward_request
 

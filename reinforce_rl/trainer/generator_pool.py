@@ -21,8 +21,8 @@ from reinforce_rl.rewards.base import STATUS_OK
 from reinforce_rl.runtime.links import Links, LinkThread, host_of_rank_0
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
 from reinforce_rl.trainer.messages import (
-    BadMessageError,
     GeneratorFailed,
     Result,
     RunEnded,
@@ -30,8 +30,6 @@ from reinforce_rl.trainer.messages import (
     Work,
     WorkRequest,
     Works,
-    decode,
-    encode,
     fault_of_result,
 )
 

@@ -56,7 +56,7 @@ def request_about(
     *,
     skip_special_tokens: bool = True,
 ) -> RewardRequest:
-    """Return what a reward source is asked about responses; `stop_token_ids` are those that end one.
+    """Build the request to a reward source for these responses, which end at one of `stop_token_ids`.
 
     Logs a warning where a text lacks a special token other than the one at its end.
     """

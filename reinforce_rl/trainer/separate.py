@@ -31,12 +31,12 @@ from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.disaggregated import Generators, Ticket
 from reinforce_rl.trainer.generator_pool import GeneratorPool
+from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
 from reinforce_rl.trainer.messages import (
     HELLO,
     RANKS,
     Abandoned,
     Arrival,
-    BadMessageError,
     Dismissed,
     GeneratorFailed,
     NewWeights,
@@ -45,8 +45,6 @@ from reinforce_rl.trainer.messages import (
     Work,
     WorkRequest,
     Works,
-    decode,
-    encode,
     fault_of_result,
 )
 

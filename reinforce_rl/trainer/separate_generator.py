@@ -19,6 +19,7 @@ from reinforce_rl.runtime.guests import Guest
 from reinforce_rl.runtime.phases import Activity, PlaceWatcher
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.generate import GeneratorRank
+from reinforce_rl.trainer.message_codec import encode
 from reinforce_rl.trainer.messages import (
     Abandoned,
     Arrival,
@@ -28,7 +29,6 @@ from reinforce_rl.trainer.messages import (
     NewWeights,
     Received,
     Result,
-    encode,
 )
 
 

@@ -49,3 +49,8 @@ def test_the_address_of_a_lost_rank_0_has_brackets():
     keys = (invitation.server_key, invitation.public_key, invitation.secret_key)
     with pytest.raises(ConnectionError, match=re.escape(f"rank 0 at [::1]:{port}:")):
         Links.connect(Invitation("::1", port, *keys), 1, b"hello", 5.0)
+
+
+def test_an_invitation_keeps_its_keys():
+    invitation = Invitation("host", 5, b"a" * 40, b"b$" * 20, b"c" * 40)
+    assert Invitation.from_json(invitation.to_json()) == invitation

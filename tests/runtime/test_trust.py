@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.config.compose import compose, compose_stored
+from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import read_config
-from reinforce_rl.errors import ConfigError, DataError
-from reinforce_rl.runtime import trust
-from reinforce_rl.runtime.trust import authorities, keep_off_path, parse_stored, use, values_of, without_classes
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.runtime.trust import (
+    authorities,
+    remove_from_import_path,
+    require_trust,
+    without_custom_generator,
+)
 from reinforce_rl.utils.process import PACKAGE_PARENT
 
 FUNCTION = "reward_function.name"
@@ -49,7 +51,7 @@ def keys(*overrides: str, **parts: bool) -> list[str]:
             ["reward_function.more_functions.b.name", "remote_rm.reward_model.ip"],
         ),
         (
-            ["remote_rm.reward_model.token_file=/root/token", "remote_rm.reward_model.replicas=['evil:1']"],
+            ["remote_rm.reward_model.token_file=/secret/token", "remote_rm.reward_model.replicas=['evil:1']"],
             [f"remote_rm.reward_model.{name}" for name in ("ip", "replicas", "token_file")],
         ),
         (
@@ -63,6 +65,11 @@ def keys(*overrides: str, **parts: bool) -> list[str]:
         (
             ["reward=function", f"{FUNCTION}=a.b", "generation=vllm", "engine.python=/tmp/python"],
             [FUNCTION, "engine.python"],
+        ),
+        # A port that the folder has chosen, on whatever host.
+        (
+            ["remote_rm.reward_model.port=6000"],
+            ["remote_rm.reward_model.ip", "remote_rm.reward_model.port"],
         ),
         # Not used: an engine's Python where there is no engine, a server where a function scores.
         (
@@ -90,7 +97,7 @@ class TestUse:
         cfg = config("reward=function", f"{FUNCTION}=evil.f", "+remote_rm.more_reward_models.b.ip=evil")
         before = [*sys.path]
         with pytest.raises(ConfigError) as error:
-            use(cfg, ["model.seed=3"], tmp_path, trust=False)
+            require_trust(cfg, ["model.seed=3"], tmp_path, trust=False)
         assert [fault.split(" ")[0] for fault in error.value.faults] == [FUNCTION, "remote_rm.more_reward_models.b.ip"]
         assert all(str(tmp_path) in fault and "--trust" in fault for fault in error.value.faults)
         assert "evil.f" in error.value.faults[0]
@@ -100,81 +107,23 @@ class TestUse:
     def test_what_the_reader_names_is_theirs(self, tmp_path, prefix):
         cfg = config("reward=function", f"{FUNCTION}=mine.f", "+reward_function.kwargs.target=3")
         given = [f"{prefix}{FUNCTION}=mine.f", f"{prefix}reward_function.kwargs={{target: 3}}"]
-        use(cfg, given, tmp_path, trust=False)
+        require_trust(cfg, given, tmp_path, trust=False)
         with pytest.raises(ConfigError, match=r"reward_function\.kwargs is .*target"):
-            use(cfg, [f"{prefix}{FUNCTION}=mine.f", "reward_function.kwargs.target=3"], tmp_path, trust=False)
+            require_trust(cfg, [given[0], "reward_function.kwargs.target=3"], tmp_path, trust=False)
 
     def test_trust_lists_all_of_it_first_and_finds_copied_functions(self, tmp_path):
         said: list[str] = []
         cfg = config("reward=function", f"{FUNCTION}=evil.f", "generation=vllm", "engine.python=/tmp/python")
-        use(cfg, [], tmp_path, trust=True, say=said.append)
+        require_trust(cfg, [], tmp_path, trust=True, say=said.append)
         assert ["evil.f" in said[0], "/tmp/python" in said[1], len(said)] == [True, True, 2]
         assert str(tmp_path) in sys.path
 
 
-LETTERS = "abcdefghijklmnopqrst"
-DOUBLED = "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise(LETTERS))
-ALIASES = f"a: &a [x, x]\n{DOUBLED}"  # a million texts
-BAD = {
-    "aliases": ALIASES,
-    "deep": "a: " + "[" * 100_000 + "]" * 100_000,
-    "deep keys": "{a: " * 200 + "1" + "}" * 200,
-    "large": "a: " + "x" * (trust.MAX_CONFIG_BYTES + 1),
-    "a list": "- a\n",
-    "an object": "a: !!python/object/apply:os.mkdir [made]\n",
-    "another object": "!!python/object/new:os.mkdir [made]\n",
-    "no YAML": "a: [\n",
-    "a bell": "a: \x07\n",
-}
-
-
-@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
-def test_what_is_no_configuration_is_a_sentence_and_runs_nothing(text, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"^run/config\.yaml") as error:
-        parse_stored(text, "run/config.yaml")
-    assert len(str(error.value)) < 1000
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"a": {"b": "${oc.env:SECRET}"}},
-        {"a": {"b": ["x", {"c": "pre ${oc.decode:${oc.env:SECRET}} post"}]}},
-        {"a": {"${oc.env:SECRET}": 1}},
-        {"a": {"b": "${.c}", "c": 1}},
-        {"a": {"b": "\\${c}"}},
-    ],
-)
-def test_interpolations_are_kept_as_texts_and_never_used(tree, monkeypatch):
-    monkeypatch.setenv("SECRET", "leaked")
-    text = OmegaConf.to_yaml(OmegaConf.create(tree))
-    assert "leaked" not in str(parse_stored(text, "here"))
-    with pytest.raises(DataError, match=r"^here: a\.\S+ is .*\$\{"):
-        values_of(text, "here")
-
-
-def test_a_runs_own_configuration_is_read_whole():
-    cfg = config("model.optim.lr=1e-5", "reward=function", f"{FUNCTION}=a.b", "+reward_function.kwargs.x=[1, {b: c}]")
-    stored = values_of(OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump())), "here")
-    again, faults = read_config(compose_stored(stored, ["model.seed=99"]))
-    cfg.model.seed = 99
-    assert again.model_dump() == cfg.model_dump()
-    assert [fault for fault in faults if "is not a key" in fault] == []
-
-
-def test_a_stored_configuration_makes_hydra_read_nothing_else(tmp_path):
-    (tmp_path / "other.yaml").write_text("model: {seed: 7}\n")
-    stored = {"defaults": ["other"], "hydra": {"searchpath": [f"file://{tmp_path}"]}, "reward": "function"}
-    composed = compose_stored(stored, [])
-    assert dict(composed) == {"reward": "function"}
-
-
 def test_a_class_that_generates_is_not_even_looked_for():
-    assert without_classes({"generation": "evil.sub.Class", "reward": "x"}) == {"generation": "native", "reward": "x"}
-    assert without_classes({"generation": "vllm"}) == {"generation": "vllm"}
-    assert without_classes({}) == {}
+    expected = {"generation": "native", "reward": "x"}
+    assert without_custom_generator({"generation": "evil.sub.Class", "reward": "x"}) == expected
+    assert without_custom_generator({"generation": "vllm"}) == {"generation": "vllm"}
+    assert without_custom_generator({}) == {}
 
 
 PLUGIN = "raise SystemExit('a plugin of the folder ran')"
@@ -189,7 +138,7 @@ def test_a_folder_in_which_the_reader_starts_is_not_on_the_import_path(start, tm
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path), str(tmp_path / "inside"), str(tmp_path.parent)])
     monkeypatch.chdir(tmp_path / start)
     sys.path.insert(0, "")
-    keep_off_path(tmp_path)
+    remove_from_import_path(tmp_path)
     assert str(tmp_path) not in sys.path
     assert str(tmp_path / "inside") not in sys.path
     assert "" not in sys.path
@@ -202,7 +151,7 @@ def test_hydra_finds_no_plugins_there(tmp_path):
     (plugin / "__init__.py").write_text(PLUGIN)
     code = (
         "import os, sys; sys.path.append(os.getcwd())\n"
-        "from reinforce_rl.runtime.trust import keep_off_path\n"
+        "from reinforce_rl.runtime.trust import remove_from_import_path\n"
         "{keeps}\n"
         "from reinforce_rl.config.compose import compose_stored\n"
         "print(compose_stored({{'model': {{'seed': 1}}}}, []))\n"
@@ -215,12 +164,12 @@ def test_hydra_finds_no_plugins_there(tmp_path):
         return subprocess.run(command, timeout=120, check=False, **options)
 
     assert "a plugin of the folder ran" in run("pass").stderr, "so that the test can fail"
-    kept = run("keep_off_path('.')")
+    kept = run("remove_from_import_path('.')")
     assert (kept.returncode, kept.stdout.strip()) == (0, "{'model': {'seed': 1}}"), kept.stderr
 
 
 def test_the_folder_of_the_tests_is_still_found():
-    """`keep_off_path` is called with folders of runs, below the one where the reader starts."""
+    """`remove_from_import_path` is called with folders of runs, below the one where the reader starts."""
     before = [*sys.path]
-    keep_off_path(Path(os.getcwd()) / "no" / "such" / "run")
+    remove_from_import_path(Path(os.getcwd()) / "no" / "such" / "run")
     assert sys.path == before

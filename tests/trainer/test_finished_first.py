@@ -28,7 +28,8 @@ from reinforce_rl.trainer.build import build_generator
 from reinforce_rl.trainer.disaggregated import Ticket
 from reinforce_rl.trainer.generate import GeneratorRank
 from reinforce_rl.trainer.generator_pool import GeneratorPool
-from reinforce_rl.trainer.messages import Result, Work, WorkRequest, Works, decode, encode
+from reinforce_rl.trainer.message_codec import decode, encode
+from reinforce_rl.trainer.messages import Result, Work, WorkRequest, Works
 from reinforce_rl.trainer.rollouts import RolloutMaker
 
 SLOW = pytest.mark.slow

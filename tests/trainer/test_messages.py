@@ -1,243 +1,71 @@
-"""Messages between trainers and generators: what arrives is what was sent, and data alone."""
+"""A result has to be the answer to the work that it names."""
 
-import json
-import os
-import pickle
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
 
 from reinforce_rl.data.batches import Completions, Prompt
-from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError, ReinforceError, RewardServerError
-from reinforce_rl.rewards.base import Rewards
-from reinforce_rl.runtime.links import Invitation
-from reinforce_rl.trainer.messages import (
-    Abandoned,
-    Arrival,
-    BadMessageError,
-    Dismissed,
-    GeneratorFailed,
-    NewWeights,
-    Received,
-    Result,
-    RunEnded,
-    WeightsAnnounced,
-    Work,
-    WorkRequest,
-    Works,
-    decode,
-    encode,
-    fault_of_result,
-)
+from reinforce_rl.errors import GenerationError
+from reinforce_rl.trainer.messages import Result, Work, fault_of_result
 
-# What a prompt's line may hold: numbers that no 64 bits hold, NaN, a lone surrogate, names like those on the wire.
-METADATA = {"answer": 10**30, "nan": float("inf"), "text": "\ud800", "kind": {"kind": "Works"}, "none": [None, 1.5]}
-PROMPTS = (
-    Prompt(3, "hi", (5, 6), METADATA, ({"role": "user", "content": "hi"},), "easy"),
-    Prompt(9, "", ()),
-)
-WORK = Work(7, 4, 3, PROMPTS, 2, 2**63, or_newer=False)
+NEWEST = 5
+PROMPTS = (Prompt(3, "hi", (5, 6)), Prompt(9, "", ()))
+WORK = Work(number=7, step=4, version=3, prompts=PROMPTS, num_samples=2, seed=1)
+OR_NEWER = replace(WORK, or_newer=True)
 
 
-def completions(**changed: Any) -> Completions:
-    values = {
-        "tokens": torch.arange(12).reshape(4, 3),
-        "lengths": torch.tensor([3, 0, 1, 2]),
-        "finish_reasons": ("stop", "length", "outside_vocabulary", "stop"),
-        "log_probs": -torch.rand(4, 3),
-        "weight_versions": torch.full((4, 3), 3),
-    }
-    return Completions(**{**values, **changed})
+def completions_of(versions: torch.Tensor | None) -> Completions:
+    """Four responses of 3, 0, 1 and 2 tokens; the rest of a row is padding, whose version counts for nothing."""
+    reasons = ("stop", "length", "outside_vocabulary", "stop")
+    tokens = torch.arange(12).reshape(4, 3)
+    return Completions(tokens, torch.tensor([3, 0, 1, 2]), reasons, weight_versions=versions)
 
 
-def rewards() -> Rewards:
-    values = torch.tensor([1.0, float("nan"), -2.5, 1e30])
-    return Rewards(values, torch.arange(4).int(), {"accuracy": values, "a.b": values + 1}, {1: "no \x00 answer"})
+def result_of(versions: torch.Tensor | None, **changes: Any) -> Result:
+    return replace(Result(7, (3, 9), completions_of(versions)), **changes)
 
 
-EMPTY = completions(
-    tokens=torch.zeros(4, 0).long(),
-    lengths=torch.zeros(4).long(),
-    log_probs=torch.zeros(4, 0),
-    weight_versions=torch.zeros(4, 0).long(),
-)
-RESULT = Result(7, (3, 9), completions(), rewards())
+def all_of(version: int) -> torch.Tensor:
+    return torch.full((4, 3), version)
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two values are equal, of one type, with NaN equal to NaN."""
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a.nan_to_num(-9), b.nan_to_num(-9)) and a.shape == b.shape
-    if hasattr(a, "__dataclass_fields__"):
-        return type(a) is type(b) and all(same(getattr(a, n), getattr(b, n)) for n in a.__dataclass_fields__)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    return type(a) is type(b) and a == b
+def rows(*versions: list[int]) -> torch.Tensor:
+    return torch.tensor(versions)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        Arrival(2, "host, process 1", {"seed": 1, "model": {"depth": [1, None]}}),
-        WorkRequest(-3),
-        RESULT,
-        Result(7, (3, 9), completions(log_probs=None, weight_versions=None)),
-        Result(7, (), EMPTY),
-        Received(3, 4, "a fault"),
-        Works((WORK, replace(WORK, prompts=(), or_newer=True))),
-        WeightsAnnounced(5),
-        RunEnded(),
-        NewWeights(1, 2, 3, 4),
-        Abandoned(1, "why"),
-        Dismissed("why \u2028"),
-    ],
-    ids=lambda message: type(message).__name__,
-)
-def test_what_arrives_is_what_was_sent(message):
-    assert same(decode(encode(message)), message)
-    assert same(decode([memoryview(part) for part in encode(message)]), message)
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (GenerationError("a"), GenerationError),
-        (EngineLostError("b"), EngineLostError),
-        (RewardServerError("c"), RewardServerError),
-        (ConfigError(["d", "e"]), ReinforceError),  # with its whole text
-        (type("OfSomebodyElse", (GenerationError,), {})("f"), ReinforceError),
-    ],
-)
-def test_errors_keep_their_text(error, kind):
-    arrived = decode(encode(GeneratorFailed(error)))
-    assert isinstance(arrived, GeneratorFailed)
-    assert (type(arrived.failure), str(arrived.failure)) == (kind, str(error))
-    result = decode(encode(Result(7, (3, 9), failure=error)))
-    assert isinstance(result, Result)
-    assert (type(result.failure), str(result.failure)) == (kind, str(error))
-
-
-class Bomb:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ("bomb",)
-
-
-def changed(**values: Any) -> list[bytes]:
-    """The result's parts with other fields."""
-    text, tensors = encode(RESULT)
-    return [json.dumps({**json.loads(text), **values}).encode(), tensors]
-
-
-def with_tensors(**tensors: torch.Tensor) -> list[bytes]:
-    """The result's parts with other tensors, by names with `__` for a point."""
-    base = {
-        "completions.tokens": torch.zeros(4, 3).long(),
-        "completions.lengths": torch.ones(4).long(),
-        **{name.replace("__", "."): tensor for name, tensor in tensors.items()},
-    }
-    return [encode(RESULT)[0], save(base)]
-
-
-BAD = {
-    "pickled": [pickle.dumps(Bomb()), b""],
-    "pickled tensors": [encode(RESULT)[0], pickle.dumps(Bomb())],
-    "one part": [b"{}"],
-    "no parts": [],
-    "a number": [b"1", b""],
-    "a list": [b"[]", b""],
-    "deep": [b"[" * 100_000, b""],
-    "no kind": [b"{}", b""],
-    "another kind": [b'{"kind": "Bomb"}', b""],
-    "a kind that is no text": [b'{"kind": ["Works"]}', b""],
-    "a field too many": [b'{"kind": "RunEnded", "x": 1}', b""],
-    "a field too few": [b'{"kind": "WorkRequest"}', b""],
-    "a field of another type": [b'{"kind": "WorkRequest", "count": "many"}', b""],
-    "tensors that do not belong": [b'{"kind": "RunEnded"}', save({"a": torch.ones(1)})],
-    "no tokens": [encode(RESULT)[0], save({"completions.lengths": torch.ones(4).long()})],
-    "no tensors": [encode(RESULT)[0], b""],
-    "half of the tensors": [encode(RESULT)[0], encode(RESULT)[1][:-4]],
-    "another reason": changed(finish_reasons=["stop"] * 3 + ["?"]),
-    "too few reasons": changed(finish_reasons=["stop"] * 3),
-    "prompts that are no numbers": changed(prompt_ids=["a"]),
-    "tokens that are real": with_tensors(completions__tokens=torch.zeros(4, 3)),
-    "tokens of one dimension": with_tensors(completions__tokens=torch.zeros(12).long()),
-    "lengths of others": with_tensors(completions__lengths=torch.ones(3).long()),
-    "a length beyond the tokens": with_tensors(completions__lengths=torch.tensor([1, 1, 4, 1])),
-    "a length below 0": with_tensors(completions__lengths=torch.tensor([1, 1, -1, 1])),
-    "log-probs of others": with_tensors(completions__log_probs=torch.zeros(4, 2)),
-    "rewards of others": with_tensors(rewards__values=torch.zeros(5), rewards__status=torch.zeros(5).int()),
-    "rewards without status": with_tensors(rewards__values=torch.zeros(4)),
-    "a source that is missing": changed(sources=["accuracy", "c"]),
-    "a source of others": with_tensors(
-        rewards__values=torch.zeros(4), rewards__status=torch.zeros(4).int(), rewards__by_source__x=torch.zeros(3)
-    ),
-    "an unknown tensor": with_tensors(completions__more=torch.zeros(4)),
+PADDED = rows([3, 3, 3], [9, 9, 9], [3, 0, 0], [3, 3, 8])
+SEVERAL = rows([3, 4, 5], [9, 9, 9], [5, 0, 0], [3, 3, 8])
+RIGHT = {
+    "the work's weights": (WORK, result_of(all_of(3))),
+    "padding of any version": (WORK, result_of(PADDED)),
+    "a failure": (WORK, Result(7, (3, 9), failure=GenerationError("a"))),
+    "newer weights, where they are allowed": (OR_NEWER, result_of(all_of(NEWEST))),
+    "weights of several versions, likewise": (OR_NEWER, result_of(SEVERAL)),
+    "older weights, which are dropped later": (OR_NEWER, result_of(all_of(0))),
+}
+WRONG = {
+    "other prompts": (WORK, result_of(all_of(3), prompt_ids=(9, 3))),
+    "neither responses nor a failure": (WORK, result_of(None, completions=None)),
+    "too few responses": (replace(WORK, num_samples=3), result_of(all_of(3))),
+    "no versions": (WORK, result_of(None)),
+    "the weights before": (WORK, result_of(all_of(2))),
+    "the weights after": (WORK, result_of(all_of(4))),
+    "one token of the weights after": (WORK, result_of(rows([3, 3, 3], [3, 3, 3], [3, 3, 3], [3, 4, 3]))),
+    "one token of the weights before": (WORK, result_of(rows([3, 3, 3], [3, 3, 3], [2, 3, 3], [3, 3, 3]))),
+    "weights that nobody has": (OR_NEWER, result_of(all_of(NEWEST + 1))),
+    "a version below 0": (OR_NEWER, result_of(all_of(-1))),
 }
 
 
-@pytest.mark.parametrize("parts", BAD.values(), ids=BAD)
-def test_what_is_no_message_is_refused_and_runs_nothing(parts, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadMessageError):
-        decode(parts)
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(("work", "result"), RIGHT.values(), ids=RIGHT)
+def test_an_answer_to_the_work_has_no_fault(work, result):
+    assert fault_of_result(work, result, NEWEST) == ""
 
 
-def versions(*rows: list[int]) -> torch.Tensor:
-    return torch.tensor(rows)
-
-
-@pytest.mark.parametrize(
-    ("work", "result", "is_right"),
-    [
-        (WORK, RESULT, True),
-        (WORK, replace(RESULT, prompt_ids=(9, 3)), False),
-        (WORK, replace(RESULT, completions=None), False),
-        (WORK, Result(7, (3, 9), failure=GenerationError("a")), True),
-        (replace(WORK, num_samples=3), RESULT, False),
-        (WORK, replace(RESULT, completions=completions(weight_versions=None)), False),
-        # Tokens of other weights than the work's; [1, 2] and row 1 are padding.
-        (WORK, replace(RESULT, completions=completions(weight_versions=torch.full((4, 3), 2))), False),
-        (WORK, replace(RESULT, completions=completions(weight_versions=torch.full((4, 3), 4))), False),
-        (
-            WORK,
-            replace(
-                RESULT,
-                completions=completions(weight_versions=versions([3, 3, 3], [9, 9, 9], [3, 0, 0], [3, 3, 8])),
-            ),
-            True,
-        ),
-        (replace(WORK, version=2), RESULT, False),
-        (replace(WORK, version=4), RESULT, False),
-        # Or newer: up to the newest, 5, of which a response may have several.
-        (replace(WORK, version=2, or_newer=True), RESULT, True),
-        (
-            replace(WORK, or_newer=True),
-            replace(
-                RESULT,
-                completions=completions(weight_versions=versions([3, 4, 5], [9, 9, 9], [5, 0, 0], [3, 3, 8])),
-            ),
-            True,
-        ),
-        (
-            replace(WORK, or_newer=True),
-            replace(RESULT, completions=completions(weight_versions=torch.full((4, 3), 6))),
-            False,
-        ),
-        (
-            replace(WORK, or_newer=True),
-            replace(RESULT, completions=completions(weight_versions=torch.full((4, 3), -1))),
-            False,
-        ),
-    ],
-)
-def test_a_result_has_to_be_the_answer_to_its_work(work, result, is_right):
-    assert (fault_of_result(work, result, newest=5) == "") == is_right
-
-
-def test_an_invitation_keeps_its_keys():
-    invitation = Invitation("host", 5, b"a" * 40, b"b$" * 20, b"c" * 40)
-    assert Invitation.from_json(invitation.to_json()) == invitation
+@pytest.mark.parametrize(("work", "result"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_the_answer_is_said(work, result):
+    assert fault_of_result(work, result, NEWEST) != ""

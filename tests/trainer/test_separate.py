@@ -31,7 +31,8 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.runtime.guests import INVITATION_FILE
 from reinforce_rl.runtime.status import read_status
-from reinforce_rl.trainer.messages import Work, WorkRequest, Works, decode, encode
+from reinforce_rl.trainer.message_codec import decode, encode
+from reinforce_rl.trainer.messages import Work, WorkRequest, Works
 from reinforce_rl.trainer.separate import SeparatePool, _Generator
 from reinforce_rl.trainer.separate_generator import SeparateGeneratorRank
 

@@ -1,0 +1,73 @@
+"""Reads the configuration that lies in a run's folder, which may be somebody else's: within bounds, and as values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from reinforce_rl.errors import DataError
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_DEPTH = 32
+INTERPOLATION = "${"
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SHOWN = 200  # characters of a value in a message
+
+
+def parse_stored(text: str, where: str) -> dict[str, Any]:
+    """Parse a configuration that lies in a folder; interpolations are kept as texts.
+
+    Raises DataError, which begins with `where`, for what is no mapping, is too large or too deep, or has aliases,
+    whose expansion has no bound.
+    """
+    if len(text) > MAX_CONFIG_BYTES:
+        raise DataError(f"{where}: {len(text)} characters; expected a configuration of at most {MAX_CONFIG_BYTES}")
+    try:
+        _check_form(text, where)
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError, ValueError) as error:
+        raise DataError(f"{where}: not valid YAML ({str(error)[:_SHOWN]}); restore it or take it away") from error
+    if not isinstance(tree, dict):
+        kind = type(tree).__name__
+        raise DataError(f"{where}: found a {kind}, expected keys with values; restore it or take it away")
+    return {str(key): value for key, value in tree.items()}
+
+
+def _check_form(text: str, where: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        if isinstance(event, yaml.AliasEvent):
+            raise DataError(f"{where}, line {event.start_mark.line + 1}: an alias (*{event.anchor}); expected values")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_CONFIG_DEPTH:
+            line = event.start_mark.line + 1
+            raise DataError(f"{where}, line {line}: more than {MAX_CONFIG_DEPTH} levels of keys and lists")
+
+
+def parse_values(text: str, where: str) -> dict[str, Any]:
+    """Parse as `parse_stored`, for settings that are to be used; raise DataError for an interpolation too."""
+    tree = parse_stored(text, where)
+    for key, value in _texts_below(tree):
+        if INTERPOLATION in value:
+            raise DataError(
+                f"{where}: {key} is {value[:_SHOWN]!r}; expected a value. An interpolation could read the environment "
+                "of whoever opens the folder, and a run writes none; write the value in its place"
+            )
+    return tree
+
+
+def _texts_below(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield all keys and texts below a value, with their dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield f"{key}.{name}".lstrip("."), str(name)
+            yield from _texts_below(one, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, Sequence):
+        for index, one in enumerate(value):
+            yield from _texts_below(one, f"{key}[{index}]")

@@ -1,0 +1,243 @@
+"""Encodes messages as JSON and tensors, and checks every field of what it decodes.
+
+Nothing is unpickled, so a program that joins a run can send data and nothing else. A message has two parts,
+`[JSON, tensors]`: `{"kind": NAME, ...fields}` of a dataclass in `messages`, and its tensors in the safetensors format
+(https://github.com/huggingface/safetensors), or nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from safetensors import torch as safetensors
+from torch import Tensor
+
+from reinforce_rl import errors
+from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP, Completions
+from reinforce_rl.errors import ReinforceError
+from reinforce_rl.rewards.base import Rewards
+from reinforce_rl.trainer.messages import (
+    Abandoned,
+    Arrival,
+    Dismissed,
+    GeneratorFailed,
+    Message,
+    NewWeights,
+    Received,
+    Result,
+    RunEnded,
+    WeightsAnnounced,
+    WorkRequest,
+    Works,
+)
+
+_MAX_QUOTED = 300  # characters of a fault that a message has
+
+
+class BadMessageError(ValueError):
+    """What was received is no message. The text names the kind and the field."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error by the name of its class."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class _ResultFields:
+    """A `Result` without its tensors."""
+
+    number: int
+    prompt_ids: tuple[int, ...]
+    finish_reasons: tuple[str, ...] | None
+    sources: tuple[str, ...]  # of `Rewards.by_source`, in order, which safetensors does not keep
+    faults: dict[int, str]
+    failure: _Failure | None
+
+
+@dataclass(frozen=True)
+class _FailedFields:
+    failure: _Failure
+
+
+_PLAIN = (Arrival, WorkRequest, Received, Works, WeightsAnnounced, RunEnded, NewWeights, Abandoned, Dismissed)
+_FIELDS: dict[str, type] = {kind.__name__: kind for kind in _PLAIN}
+_FIELDS |= {Result.__name__: _ResultFields, GeneratorFailed.__name__: _FailedFields}
+
+# Errors that can be made from their text; any other arrives as a `ReinforceError` with the same text.
+_ERRORS: dict[str, type[ReinforceError]] = {
+    kind.__name__: kind
+    for kind in (
+        errors.CheckpointError,
+        errors.DataError,
+        errors.EngineLostError,
+        errors.GenerationError,
+        errors.LostRankError,
+        errors.ModelStuckError,
+        errors.RankLostError,
+        errors.RewardServerError,
+        errors.TooManyFailedRewardsError,
+    )
+}
+
+# Tensors of a result: name, type, number of dimensions.
+_COMPLETIONS = {
+    "tokens": (torch.int64, 2),
+    "lengths": (torch.int64, 1),
+    "log_probs": (torch.float32, 2),
+    "weight_versions": (torch.int64, 2),
+}
+_REWARDS = {"values": (torch.float32, 1), "status": (torch.int32, 1)}
+_BY_SOURCE = "rewards.by_source."
+
+
+def encode(message: Message) -> list[bytes]:
+    """Return the parts of a message."""
+    tensors: dict[str, Tensor] = {}
+    if isinstance(message, Result):
+        fields = asdict(_fields_of(message))
+        tensors = _tensors_of(message)
+    elif isinstance(message, GeneratorFailed):
+        fields = asdict(_FailedFields(_failure_of(message.failure)))
+    else:
+        fields = asdict(message)
+    text = json.dumps({"kind": type(message).__name__, **fields})
+    return [text.encode(), safetensors.save(tensors) if tensors else b""]
+
+
+def decode(parts: Sequence[bytes | memoryview]) -> Message:
+    """Return the message of these parts; raise BadMessageError if they are none."""
+    if len(parts) != 2:
+        raise BadMessageError(f"{len(parts)} parts, expected 2")
+    text, tensors = parts
+    try:
+        values = json.loads(bytes(text))
+    except (ValueError, RecursionError) as error:
+        raise BadMessageError(f"no JSON: {str(error)[:_MAX_QUOTED]}") from error
+    kind = values.pop("kind", None) if isinstance(values, dict) else None
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise BadMessageError(f"kind is {str(kind)[:_MAX_QUOTED]!r}, expected one of {', '.join(_FIELDS)}")
+    if unknown := sorted(values.keys() - set(_FIELDS[kind].__dataclass_fields__)):
+        raise BadMessageError(f"{kind} has no field {unknown[0][:_MAX_QUOTED]!r}")
+    try:
+        fields = _adapter(kind).validate_python(values)
+    except (ValidationError, RecursionError) as error:
+        raise BadMessageError(f"{kind}: {str(error)[:_MAX_QUOTED]}") from error
+    if isinstance(fields, _ResultFields):
+        return _result_of(fields, _read_tensors(bytes(tensors)))
+    if len(tensors):
+        raise BadMessageError(f"{kind} has no tensors, but {len(tensors)} bytes of them came")
+    if isinstance(fields, _FailedFields):
+        return GeneratorFailed(_error_of(fields.failure))
+    return fields
+
+
+@cache
+def _adapter(kind: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_FIELDS[kind])
+
+
+def _fields_of(result: Result) -> _ResultFields:
+    completions, rewards = result.completions, result.rewards
+    return _ResultFields(
+        number=result.number,
+        prompt_ids=result.prompt_ids,
+        finish_reasons=None if completions is None else completions.finish_reasons,
+        sources=() if rewards is None else tuple(rewards.by_source),
+        faults={} if rewards is None else dict(rewards.faults),
+        failure=None if result.failure is None else _failure_of(result.failure),
+    )
+
+
+def _tensors_of(result: Result) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor | None] = {}
+    if result.completions is not None:
+        tensors |= {f"completions.{name}": getattr(result.completions, name) for name in _COMPLETIONS}
+    if result.rewards is not None:
+        tensors |= {f"rewards.{name}": getattr(result.rewards, name) for name in _REWARDS}
+        tensors |= {f"{_BY_SOURCE}{name}": values for name, values in result.rewards.by_source.items()}
+    # Copies, as safetensors refuses tensors that share memory.
+    return {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items() if tensor is not None}
+
+
+def _read_tensors(data: bytes) -> dict[str, Tensor]:
+    if not data:
+        return {}
+    try:
+        return safetensors.load(data)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise BadMessageError(f"tensors: {str(error)[:_MAX_QUOTED]}") from error
+
+
+def _result_of(fields: _ResultFields, tensors: dict[str, Tensor]) -> Result:
+    completions = rewards = None
+    if fields.finish_reasons is not None:
+        given = {name: _take(tensors, f"completions.{name}", *form) for name, form in _COMPLETIONS.items()}
+        tokens, lengths = _needed(given, "tokens"), _needed(given, "lengths")
+        samples, width = tokens.shape
+        _check_rows("completions.lengths", lengths, (samples,))
+        for name in ("log_probs", "weight_versions"):
+            if (tensor := given[name]) is not None:
+                _check_rows(f"completions.{name}", tensor, (samples, width))
+        if len(fields.finish_reasons) != samples:
+            raise BadMessageError(f"finish_reasons are {len(fields.finish_reasons)}, expected {samples}")
+        if unknown := set(fields.finish_reasons) - {FINISH_STOP, FINISH_LENGTH, FINISH_OUTSIDE}:
+            raise BadMessageError(f"finish_reasons has {min(unknown)[:_MAX_QUOTED]!r}")
+        if bool(((lengths < 0) | (lengths > width)).any()):
+            raise BadMessageError(f"completions.lengths is outside of 0 to {width}")
+        completions = Completions(tokens, lengths, fields.finish_reasons, given["log_probs"], given["weight_versions"])
+    if "rewards.values" in tensors:
+        given = {name: _take(tensors, f"rewards.{name}", *form) for name, form in _REWARDS.items()}
+        values, status = _needed(given, "values"), _needed(given, "status")
+        _check_rows("rewards.status", status, values.shape)
+        if completions is not None:
+            _check_rows("rewards.values", values, completions.lengths.shape)
+        by_source = {}
+        for source in fields.sources:
+            name = f"{_BY_SOURCE}{source}"
+            of_source = _needed({name: _take(tensors, name, torch.float32, 1)}, name)
+            _check_rows(name, of_source, values.shape)
+            by_source[source] = of_source
+        rewards = Rewards(values, status, by_source, fields.faults)
+    if tensors:
+        raise BadMessageError(f"Result has no tensor {min(tensors)[:_MAX_QUOTED]!r}")
+    failure = None if fields.failure is None else _error_of(fields.failure)
+    return Result(fields.number, fields.prompt_ids, completions, rewards, failure)
+
+
+def _take(tensors: dict[str, Tensor], name: str, dtype: torch.dtype, dimensions: int) -> Tensor | None:
+    tensor = tensors.pop(name, None)
+    if tensor is not None and (tensor.dtype != dtype or tensor.ndim != dimensions):
+        form = f"{tensor.dtype} of {tensor.ndim} dimensions"
+        raise BadMessageError(f"{name} is {form}, expected {dtype} of {dimensions}")
+    return tensor
+
+
+def _needed(tensors: Mapping[str, Tensor | None], name: str) -> Tensor:
+    tensor = tensors[name]
+    if tensor is None:
+        raise BadMessageError(f"Result has no tensor {name}")
+    return tensor
+
+
+def _check_rows(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != tuple(shape):
+        raise BadMessageError(f"{name} has the shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+
+
+def _failure_of(error: BaseException) -> _Failure:
+    return _Failure(type(error).__name__, str(error))
+
+
+def _error_of(failure: _Failure) -> ReinforceError:
+    return _ERRORS.get(failure.name, ReinforceError)(failure.text)

@@ -1,0 +1,77 @@
+"""A configuration in somebody else's folder is parsed within bounds, and an interpolation of it is never resolved."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from omegaconf import OmegaConf
+
+from reinforce_rl.config.compose import compose, compose_stored
+from reinforce_rl.config.load import read_config
+from reinforce_rl.errors import DataError
+from reinforce_rl.runtime.stored_config import MAX_CONFIG_BYTES, parse_stored, parse_values
+
+LETTERS = "abcdefghijklmnopqrst"
+DOUBLED = "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise(LETTERS))
+ALIASES = f"a: &a [x, x]\n{DOUBLED}"  # a million texts
+BAD = {
+    "aliases": ALIASES,
+    "deep": "a: " + "[" * 100_000 + "]" * 100_000,
+    "deep keys": "{a: " * 200 + "1" + "}" * 200,
+    "large": "a: " + "x" * (MAX_CONFIG_BYTES + 1),
+    "a list": "- a\n",
+    "an object": "a: !!python/object/apply:os.mkdir [made]\n",
+    "another object": "!!python/object/new:os.mkdir [made]\n",
+    "no YAML": "a: [\n",
+    "a bell": "a: \x07\n",
+}
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
+def test_what_is_no_configuration_is_a_sentence_and_runs_nothing(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"^run/config\.yaml") as error:
+        parse_stored(text, "run/config.yaml")
+    assert len(str(error.value)) < 1000
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"a": {"b": "${oc.env:SECRET}"}},
+        {"a": {"b": ["x", {"c": "pre ${oc.decode:${oc.env:SECRET}} post"}]}},
+        {"a": {"${oc.env:SECRET}": 1}},
+        {"a": {"b": "${.c}", "c": 1}},
+        {"a": {"b": "\\${c}"}},
+    ],
+)
+def test_interpolations_are_kept_as_texts_and_never_used(tree, monkeypatch):
+    monkeypatch.setenv("SECRET", "leaked")
+    text = OmegaConf.to_yaml(OmegaConf.create(tree))
+    assert "leaked" not in str(parse_stored(text, "here"))
+    with pytest.raises(DataError, match=r"^here: a\.\S+ is .*\$\{"):
+        parse_values(text, "here")
+
+
+def test_a_runs_own_configuration_is_read_whole():
+    overrides = [
+        "model.optim.lr=1e-5",
+        "reward=function",
+        "reward_function.name=a.b",
+        "+reward_function.kwargs.x=[1, {b: c}]",
+    ]
+    cfg = read_config(compose("train_reinforce_actor", overrides))[0]
+    stored = parse_values(OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump())), "here")
+    again, faults = read_config(compose_stored(stored, ["model.seed=99"]))
+    cfg.model.seed = 99
+    assert again.model_dump() == cfg.model_dump()
+    assert [fault for fault in faults if "is not a key" in fault] == []
+
+
+def test_a_stored_configuration_makes_hydra_read_nothing_else(tmp_path):
+    (tmp_path / "other.yaml").write_text("model: {seed: 7}\n")
+    stored = {"defaults": ["other"], "hydra": {"searchpath": [f"file://{tmp_path}"]}, "reward": "function"}
+    composed = compose_stored(stored, [])
+    assert dict(composed) == {"reward": "function"}

@@ -1,0 +1,182 @@
+"""Messages between trainers and generators: what arrives is what was sent, and data alone."""
+
+import json
+import os
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError, ReinforceError, RewardServerError
+from reinforce_rl.rewards.base import Rewards
+from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
+from reinforce_rl.trainer.messages import (
+    Abandoned,
+    Arrival,
+    Dismissed,
+    GeneratorFailed,
+    NewWeights,
+    Received,
+    Result,
+    RunEnded,
+    WeightsAnnounced,
+    Work,
+    WorkRequest,
+    Works,
+)
+
+# What a prompt's line may hold: numbers that no 64 bits hold, NaN, a lone surrogate, names like those on the wire.
+METADATA = {"answer": 10**30, "nan": float("inf"), "text": "\ud800", "kind": {"kind": "Works"}, "none": [None, 1.5]}
+PROMPTS = (
+    Prompt(3, "hi", (5, 6), METADATA, ({"role": "user", "content": "hi"},), "easy"),
+    Prompt(9, "", ()),
+)
+WORK = Work(7, 4, 3, PROMPTS, 2, 2**63, or_newer=False)
+
+
+def completions(**changed: Any) -> Completions:
+    values = {
+        "tokens": torch.arange(12).reshape(4, 3),
+        "lengths": torch.tensor([3, 0, 1, 2]),
+        "finish_reasons": ("stop", "length", "outside_vocabulary", "stop"),
+        "log_probs": -torch.rand(4, 3),
+        "weight_versions": torch.full((4, 3), 3),
+    }
+    return Completions(**{**values, **changed})
+
+
+def rewards() -> Rewards:
+    values = torch.tensor([1.0, float("nan"), -2.5, 1e30])
+    return Rewards(values, torch.arange(4).int(), {"accuracy": values, "a.b": values + 1}, {1: "no \x00 answer"})
+
+
+EMPTY = completions(
+    tokens=torch.zeros(4, 0).long(),
+    lengths=torch.zeros(4).long(),
+    log_probs=torch.zeros(4, 0),
+    weight_versions=torch.zeros(4, 0).long(),
+)
+RESULT = Result(7, (3, 9), completions(), rewards())
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are equal, of one type, with NaN equal to NaN."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a.nan_to_num(-9), b.nan_to_num(-9)) and a.shape == b.shape
+    if hasattr(a, "__dataclass_fields__"):
+        return type(a) is type(b) and all(same(getattr(a, n), getattr(b, n)) for n in a.__dataclass_fields__)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Arrival(2, "host, process 1", {"seed": 1, "model": {"depth": [1, None]}}),
+        WorkRequest(-3),
+        RESULT,
+        Result(7, (3, 9), completions(log_probs=None, weight_versions=None)),
+        Result(7, (), EMPTY),
+        Received(3, 4, "a fault"),
+        Works((WORK, replace(WORK, prompts=(), or_newer=True))),
+        WeightsAnnounced(5),
+        RunEnded(),
+        NewWeights(1, 2, 3, 4),
+        Abandoned(1, "why"),
+        Dismissed("why \u2028"),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_arrives_is_what_was_sent(message):
+    assert same(decode(encode(message)), message)
+    assert same(decode([memoryview(part) for part in encode(message)]), message)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (GenerationError("a"), GenerationError),
+        (EngineLostError("b"), EngineLostError),
+        (RewardServerError("c"), RewardServerError),
+        (ConfigError(["d", "e"]), ReinforceError),  # with its whole text
+        (type("OfSomebodyElse", (GenerationError,), {})("f"), ReinforceError),
+    ],
+)
+def test_errors_keep_their_text(error, kind):
+    arrived = decode(encode(GeneratorFailed(error)))
+    assert isinstance(arrived, GeneratorFailed)
+    assert (type(arrived.failure), str(arrived.failure)) == (kind, str(error))
+    result = decode(encode(Result(7, (3, 9), failure=error)))
+    assert isinstance(result, Result)
+    assert (type(result.failure), str(result.failure)) == (kind, str(error))
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("bomb",)
+
+
+def changed(**values: Any) -> list[bytes]:
+    """The result's parts with other fields."""
+    text, tensors = encode(RESULT)
+    return [json.dumps({**json.loads(text), **values}).encode(), tensors]
+
+
+def with_tensors(**tensors: torch.Tensor) -> list[bytes]:
+    """The result's parts with other tensors, by names with `__` for a point."""
+    base = {
+        "completions.tokens": torch.zeros(4, 3).long(),
+        "completions.lengths": torch.ones(4).long(),
+        **{name.replace("__", "."): tensor for name, tensor in tensors.items()},
+    }
+    return [encode(RESULT)[0], save(base)]
+
+
+BAD = {
+    "pickled": [pickle.dumps(Bomb()), b""],
+    "pickled tensors": [encode(RESULT)[0], pickle.dumps(Bomb())],
+    "one part": [b"{}"],
+    "no parts": [],
+    "a number": [b"1", b""],
+    "a list": [b"[]", b""],
+    "deep": [b"[" * 100_000, b""],
+    "no kind": [b"{}", b""],
+    "another kind": [b'{"kind": "Bomb"}', b""],
+    "a kind that is no text": [b'{"kind": ["Works"]}', b""],
+    "a field too many": [b'{"kind": "RunEnded", "x": 1}', b""],
+    "a field too few": [b'{"kind": "WorkRequest"}', b""],
+    "a field of another type": [b'{"kind": "WorkRequest", "count": "many"}', b""],
+    "tensors that do not belong": [b'{"kind": "RunEnded"}', save({"a": torch.ones(1)})],
+    "no tokens": [encode(RESULT)[0], save({"completions.lengths": torch.ones(4).long()})],
+    "no tensors": [encode(RESULT)[0], b""],
+    "half of the tensors": [encode(RESULT)[0], encode(RESULT)[1][:-4]],
+    "another reason": changed(finish_reasons=["stop"] * 3 + ["?"]),
+    "too few reasons": changed(finish_reasons=["stop"] * 3),
+    "prompts that are no numbers": changed(prompt_ids=["a"]),
+    "tokens that are real": with_tensors(completions__tokens=torch.zeros(4, 3)),
+    "tokens of one dimension": with_tensors(completions__tokens=torch.zeros(12).long()),
+    "lengths of others": with_tensors(completions__lengths=torch.ones(3).long()),
+    "a length beyond the tokens": with_tensors(completions__lengths=torch.tensor([1, 1, 4, 1])),
+    "a length below 0": with_tensors(completions__lengths=torch.tensor([1, 1, -1, 1])),
+    "log-probs of others": with_tensors(completions__log_probs=torch.zeros(4, 2)),
+    "rewards of others": with_tensors(rewards__values=torch.zeros(5), rewards__status=torch.zeros(5).int()),
+    "rewards without status": with_tensors(rewards__values=torch.zeros(4)),
+    "a source that is missing": changed(sources=["accuracy", "c"]),
+    "a source of others": with_tensors(
+        rewards__values=torch.zeros(4), rewards__status=torch.zeros(4).int(), rewards__by_source__x=torch.zeros(3)
+    ),
+    "an unknown tensor": with_tensors(completions__more=torch.zeros(4)),
+}
+
+
+@pytest.mark.parametrize("parts", BAD.values(), ids=BAD)
+def test_what_is_no_message_is_refused_and_runs_nothing(parts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadMessageError):
+        decode(parts)
+    assert not list(tmp_path.iterdir())
