@@ -27,6 +27,7 @@ from reinforce_rl.run import begin_files, build_monitor, build_trainer
 from reinforce_rl.runtime.settings import freeze_template_date
 from reinforce_rl.trainer.build import build_datasets
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
+from reinforce_rl.utils.files import write_json_lines
 
 PROMPT_TOKENS = 3
 MAX_LENGTH = 5
@@ -52,7 +53,8 @@ def three_letters(count: int) -> list[str]:
 
 
 def write_prompts(path: Path, texts: Sequence[str]) -> Path:
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    """Write a file of prompts at once, since programs that were started before may be reading it."""
+    write_json_lines(path, [{"prompt": text} for text in texts])
     return path
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import select
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from safetensors.torch import load_file
 
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.records import read_tokens
+from reinforce_rl.runtime.status import read_status
 
 DRIVER = Path(__file__).with_name("train_tiny.py")
 RUN_SECONDS = 480.0
@@ -69,6 +74,22 @@ class TrainerProcesses:
         assert self.wait() == 0, (folder / "log").read_text()
         return folder
 
+    def kill_at_random(self, folder: Path, draw: random.Random, seconds: float, *overrides: str, ranks: int) -> None:
+        """Start a run, and kill one rank or all up to `seconds` after it has written something, or has finished."""
+        metrics = folder / "run" / "metrics.jsonl"
+        before = metrics.stat().st_size if metrics.exists() else 0
+        started = self.start(folder, *overrides, ranks=ranks)
+        deadline = time.monotonic() + RUN_SECONDS
+        # A run that was faster than the kill before has nothing left to write.
+        while not (metrics.exists() and metrics.stat().st_size != before) and not has_finished(folder):
+            assert time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0.0, seconds))
+        for process in draw.choice([started, started[:1], started[-1:]]):
+            with contextlib.suppress(ProcessLookupError):  # a fast one has ended
+                os.kill(process, signal.SIGKILL)
+        self.wait()
+
     def _answer(self) -> str:
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], RUN_SECONDS)
@@ -77,6 +98,11 @@ class TrainerProcesses:
 
     def close(self) -> None:
         kill_tree_of(self._process)
+
+
+def has_finished(folder: Path) -> bool:
+    status = read_status(folder / "run")
+    return status is not None and status.state == "finished"
 
 
 def kill_tree_of(process: subprocess.Popen) -> None:

@@ -5,11 +5,9 @@ generators, and through kills.
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ import pytest
 import torch
 from helpers.models import tiny_llama_folder
 from helpers.tiny_run import largest_difference, metrics_of, rollouts_of, tiny_config, without_times
-from helpers.trainer_processes import NUM_PROMPTS, RUN_SECONDS, SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
+from helpers.trainer_processes import NUM_PROMPTS, SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
 from helpers.vllm_engine import OF_RUNS, vllm_model, vllm_overrides
 from safetensors.torch import load_file
 
@@ -160,20 +158,10 @@ def test_killed_at_random_moments(kills, apart, processes, tmp_path):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed of the moments: {seed}")
     draw = random.Random(seed)
-    metrics = tmp_path / "run" / "metrics.jsonl"
     lines = metrics_of(apart)
     seconds = (lines[-1]["time"] - lines[0]["time"]) / kills
     for _ in range(kills):
-        before = metrics.stat().st_size if metrics.exists() else 0
-        started = processes.start(tmp_path, *SETTINGS, *STATEFUL, *APART, ranks=2)
-        deadline = time.monotonic() + RUN_SECONDS
-        while not (metrics.exists() and metrics.stat().st_size != before) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0.0, seconds))
-        for process in draw.choice([started, started[:1], started[1:]]):
-            with contextlib.suppress(ProcessLookupError):  # the run was faster than the one before
-                os.kill(process, signal.SIGKILL)
-        processes.wait()
+        processes.kill_at_random(tmp_path, draw, seconds, *SETTINGS, *STATEFUL, *APART, ranks=2)
     assert_equal_runs(finish(processes, tmp_path, *APART), apart)
 
 

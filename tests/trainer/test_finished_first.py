@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
 import signal
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.tiny_run import rollouts_of, tiny_config
-from helpers.trainer_processes import NUM_PROMPTS, RUN_SECONDS, SETTINGS, TrainerProcesses, assert_sound
+from helpers.trainer_processes import NUM_PROMPTS, SETTINGS, TrainerProcesses, assert_sound
 
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError
@@ -82,18 +79,9 @@ def test_several_ranks(ranks, overrides, processes, tmp_path):
 def test_killed_at_random_moments(kills, processes, tmp_path):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed of the moments: {seed}")
-    draw, metrics = random.Random(seed), tmp_path / "run" / "metrics.jsonl"
+    draw = random.Random(seed)
     for _ in range(kills):
-        before = metrics.stat().st_size if metrics.exists() else 0
-        started = processes.start(tmp_path, *SETTINGS, *INFLIGHT, ranks=2)
-        deadline = time.monotonic() + RUN_SECONDS
-        while not (metrics.exists() and metrics.stat().st_size != before) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0.0, 3.0))
-        for process in draw.choice([started, started[:1], started[1:]]):
-            with contextlib.suppress(ProcessLookupError):  # the run was faster than the one before
-                os.kill(process, signal.SIGKILL)
-        processes.wait()
+        processes.kill_at_random(tmp_path, draw, 3.0, *SETTINGS, *INFLIGHT, ranks=2)
     assert_sound(finish(processes, tmp_path, *INFLIGHT))
 
 

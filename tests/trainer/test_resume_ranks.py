@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +13,7 @@ import pytest
 import torch
 from helpers.models import tiny_llama_folder
 from helpers.tiny_run import largest_difference, metrics_of, rollouts_of, without_times
-from helpers.trainer_processes import NUM_PROMPTS, RUN_SECONDS, SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
+from helpers.trainer_processes import NUM_PROMPTS, SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
 
 SAVING = "exp_manager.checkpoint_callback_params"
 STATEFUL = [
@@ -53,23 +50,6 @@ def uninterrupted(processes, tmp_path_factory) -> Path:
     return folder
 
 
-def kill_at_random(
-    processes: TrainerProcesses, folder: Path, draw: random.Random, seconds: float, *overrides: str, ranks: int
-) -> None:
-    """One rank or all, once the run has said something and some of `seconds` more have gone by."""
-    metrics = folder / "run" / "metrics.jsonl"
-    before = metrics.stat().st_size if metrics.exists() else 0
-    started = processes.start(folder, *STATEFUL, *overrides, ranks=ranks)
-    deadline = time.monotonic() + RUN_SECONDS
-    while not (metrics.exists() and metrics.stat().st_size != before) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(draw.uniform(0.0, seconds))
-    for rank in draw.choice([started, started[:1], started[-1:]]):
-        with contextlib.suppress(ProcessLookupError):  # a fast one has ended
-            os.kill(rank, signal.SIGKILL)
-    processes.wait()
-
-
 @pytest.fixture(
     scope="module",
     params=[
@@ -101,7 +81,7 @@ def test_killed_at_random_moments(kills, whole, processes, tmp_path):
     folder, ranks, overrides, seconds = whole
     for _ in range(kills):
         # A part of the run each, so that the last ones are not left with nothing to kill.
-        kill_at_random(processes, tmp_path, draw, seconds / kills, *overrides, ASYNC, ranks=ranks)
+        processes.kill_at_random(tmp_path, draw, seconds / kills, *STATEFUL, *overrides, ASYNC, ranks=ranks)
     finish(processes, tmp_path, *overrides, ASYNC, ranks=ranks)
     assert_equal_runs(tmp_path, folder)
 
