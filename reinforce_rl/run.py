@@ -16,6 +16,7 @@ from reinforce_rl.config.rules import Allocation, parse_duration
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader, RLHFDatasets, fixed_prompts
 from reinforce_rl.errors import ReinforceError
+from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.lora import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh, before_the_watch, job_rank
@@ -119,16 +120,13 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
 
 
 def begin_files(cfg: TrainConfig, monitor: RunMonitor, step: int) -> None:
-    """Write this start's configuration into the run's folder, and drop what is later than the step it goes on from.
+    """Record this start's configuration, and drop all records after the step from which the run resumes.
 
-    Not before everything else has been built: a start that is refused leaves an earlier run as it was.
+    Called last, so that a start that is refused leaves an earlier run's files unchanged.
     """
     folder = Path(cfg.exp_manager.explicit_log_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     record(cfg)
-    for logger in monitor.metrics.loggers:
-        if isinstance(logger, JsonlLogger):
-            logger.begin()
+    monitor.metrics.begin()
     if cfg.exp_manager.resume_if_exists:
         drop_later_samples(folder, step)
         drop_records(folder, after=step)
@@ -138,9 +136,10 @@ def open_pool(
     cfg: TrainConfig, mesh: Mesh, role: RankRole | None, monitor: RunMonitor, control: RunControl
 ) -> GeneratorPool:
     """Meet the generators of the job, or invite those that are programs of their own, which come when they come."""
+    vocab_size = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size
     if role is not None:
         monitor.note(f"Ranks {role.generators.start} to {role.size - 1} generate")
-        return GeneratorPool(role, mesh.device, cfg.trainer.heartbeat_timeout_seconds)
+        return GeneratorPool(role, mesh.device, cfg.trainer.heartbeat_timeout_seconds, vocab_size)
     folder = Path(cfg.exp_manager.explicit_log_dir)
     pool = SeparatePool(
         folder,
@@ -150,6 +149,7 @@ def open_pool(
         silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
         wait_seconds=cfg.generator_timeout_seconds,
         staleness=cfg.staleness,
+        vocab_size=vocab_size,
         activity=control.activity,
         status=control.status,
         stop=control.stop,

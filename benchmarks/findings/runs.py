@@ -22,6 +22,7 @@ from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.records import RolloutRow, Samples
 from reinforce_rl.monitoring.run import SilentMonitor
@@ -302,7 +303,9 @@ def run(job: Job, mesh: Mesh, folder: Path, role: RankRole | None = None) -> Out
     with contextlib.ExitStack() as stack:
         if role is not None:
             silence = config.trainer.heartbeat_timeout_seconds
-            pool = stack.enter_context(contextlib.closing(GeneratorPool(role, mesh.device, silence)))
+            vocab_size = Architecture.from_folder(config.pretrained_checkpoint.restore_from_path).vocab_size
+            pool = GeneratorPool(role, mesh.device, silence, vocab_size)
+            stack.enter_context(contextlib.closing(pool))
         trainer = build_trainer(
             config, mesh, tokenizer, build_datasets(config, tokenizer), source, recorder, pool=pool
         )

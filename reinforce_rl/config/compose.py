@@ -23,9 +23,8 @@ from reinforce_rl.utils.places import shipped
 
 CONF_FOLDER = shipped("conf", "conf")
 _PROGRAMS = {"serve_reward_model": "serve", "demo_server": "serve", "train_reward_model": "train-rm"}
-
-
-_UNQUOTED = re.compile(r"[\w\s./:+%*@?|-]*", re.ASCII)  # what values have without quotes
+_BARE = re.compile(r"[\w\s./:+%*@?|-]*", re.ASCII)  # values that Hydra's grammar reads without quotes
+_SYNTAX = re.compile(r"""['"\\\[\]{}(),$]""")  # characters with a meaning in Hydra's grammar
 
 
 def compose(name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER) -> DictConfig:
@@ -52,12 +51,12 @@ def _compose(name: str, overrides: Sequence[str], folder: Path, is_whole: bool) 
 
 
 def with_quotes(override: str) -> str:
-    """Quote a value with letters that Hydra's grammar has not, as folders have them: beyond ASCII, `~` or `=`.
+    """Quote a value that Hydra's grammar cannot read bare, such as a path with `~`, `=` or non-ASCII characters.
 
-    A value with special letters of Hydra is left as it is.
+    A value with Hydra's own syntax (quotes, brackets, commas, `$`) is returned unchanged.
     """
     key, equals, value = override.partition("=")
-    if _UNQUOTED.fullmatch(value) or re.search(r"""['"\\\[\]{}(),$]""", value):
+    if _BARE.fullmatch(value) or _SYNTAX.search(value):
         return override
     return f"{key}{equals}'{value}'"
 

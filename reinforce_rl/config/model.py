@@ -80,7 +80,7 @@ class RolloutConfig(Section):
     overlap_offload: bool = key(
         False,
         "with `offload_adam_states`: copy them back while log-probs are computed",
-        more=", on a stream of their own; not yet run on a GPU",
+        more=", on a stream of their own; not yet judged on a GPU",
     )
     sampling_params: SamplingConfig = SamplingConfig()
     allow_biased_sampling: bool = key(
@@ -302,8 +302,8 @@ class ModelConfig(ParallelConfig):
         None,
         "log-prob passes and updates read a group's prompt once, without padding; null: on a CPU, where possible",
         more=(
-            ". No number changes. Needs `context_parallel_size=1` and no `rollout_batch_seq_length`; not yet run on"
-            " a GPU. See [performance.md](performance.md#shared-prefix)"
+            ". No number changes. Needs `context_parallel_size=1` and no `rollout_batch_seq_length`. See "
+            "[performance.md](performance.md#shared-prefix)"
         ),
     )
     global_batch_size: int | None = key(

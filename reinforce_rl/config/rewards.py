@@ -49,7 +49,7 @@ class RewardServerConfig(Section):
         "auto",
         "what it is sent: tokens, text, or auto: conversations as text, for the reward model's own template, and "
         "plain prompts as tokens where both tokenizers are the same, else as text",
-        more="; see [reward-server.md](reward-server.md#a-reward-model-with-another-tokenizer)",
+        more="; see [reward-server.md](reward-server.md#tokens-or-text)",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""Schema of a chat template's keys: of prompts, of a reward model's data, and of a served reward model."""
+"""Chat-template keys, shared by prompts, reward-model training and reward serving."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class TemplateConfig(Section):
             self.chat_template_date = recorded or date.today().isoformat()
 
     def template_options(self, section: str) -> TemplateOptions:
-        """Return the options; `section` stands before their names in the configuration, for messages."""
+        """Return the options; messages name them with the prefix `section`, such as "model.data."."""
         return TemplateOptions(
             kwargs=self.chat_template_kwargs,
             date=self.chat_template_date,
             sanitize_control_tokens=self.sanitize_control_tokens,
-            key=section,
+            section=section,
         )

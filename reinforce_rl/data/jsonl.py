@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.utils.files import space_note, write_atomically
+from reinforce_rl.utils.files import not_written, write_atomically
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 MAX_LISTED_FAULTS = 10
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -72,8 +72,7 @@ def write_jsonl(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None:
         for path, new in ready.items():
             new.replace(path)
     except OSError as error:
-        reason = error.strerror or error
-        raise DataError(f"{path} cannot be written: {reason}{space_note(error, path)}") from error
+        raise DataError(not_written(path, error)) from error
     finally:
         for new in ready.values():
             with contextlib.suppress(OSError):
@@ -100,13 +99,6 @@ def check_text(value: object, key: str) -> str:
     return value
 
 
-def is_messages_as_text(value: object) -> bool:
-    """Return True for a text that holds a list of messages, in JSON or in Python's form."""
-    if not isinstance(value, str):
-        return False
-    return _MESSAGES_OF_PYTHON.match(value) is not None or _parsed_messages(value) is not None
-
-
 def messages_of_json(value: object, key: str) -> object:
     """Return the messages that a text holds as JSON, as CSV and some Parquet files do; any other value unchanged.
 
@@ -122,9 +114,11 @@ def messages_of_json(value: object, key: str) -> object:
 
 
 def refuse_messages_as_text(value: object, key: str, advice: str) -> None:
-    """Raise a `DataError` for a text that can be read as plain text and as a list of messages."""
-    if is_messages_as_text(value):
-        raise DataError(f"{key} is a text that holds a list of messages, {str(value)[:40]!r}; {advice}")
+    """Raise a `DataError` for a text that holds a list of messages, in JSON or in Python's form."""
+    if not isinstance(value, str):
+        return
+    if _MESSAGES_OF_PYTHON.match(value) or _parsed_messages(value) is not None:
+        raise DataError(f"{key} is a text that holds a list of messages, {value[:40]!r}; {advice}")
 
 
 def _parsed_messages(text: str) -> list[dict[str, Any]] | None:
@@ -209,12 +203,12 @@ def _check_tool_calls(calls: object, where: str) -> None:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(f"{place} names no function; expected {_TOOL_CALL}")
         arguments = function.get("arguments")
-        if isinstance(arguments, str) and arguments.strip():
+        if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
+                arguments = json.loads(arguments) if arguments.strip() else None
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{place}: the arguments {arguments[:60]!r} are no JSON: {error}") from error
-        if arguments and not isinstance(arguments, str | dict):
+        if arguments is not None and not isinstance(arguments, dict):
             kind = describe_type(arguments)
             raise DataError(f"{place}: the arguments are {kind}, expected an object, or the JSON of one")
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from reinforce_rl.data.conversation import KWARGS_KEY, TOOLS_KEY
 from reinforce_rl.data.data_prefix import SPLITS
 from reinforce_rl.data.jsonl import (
     HH_NAMES,
@@ -29,7 +30,6 @@ from reinforce_rl.data.jsonl import (
 )
 from reinforce_rl.data.nemo_aligner import is_nemo_text, messages_of_chat, parse_nemo_text, with_system
 from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns, files_of, read_records
-from reinforce_rl.data.rendering import KWARGS_KEY, TOOLS_KEY
 from reinforce_rl.errors import DataError
 
 _Row = dict[str, Any]
@@ -145,13 +145,13 @@ def _messages_of(record: dict[str, Any]) -> tuple[_Messages, str]:
             messages = _without_answer(_conversation(conversation, key, parse_hh_conversation))
             return messages, _turns_fault(conversation, messages)
     if "chosen" in value and "rejected" in value:
+        sides = {key: messages_of_json(value[key], key) for key in ("chosen", "rejected")}
         chosen, rejected = (
-            _without_answer(_conversation(messages_of_json(value[key], key), key, parse_hh_conversation))
-            for key in ("chosen", "rejected")
+            _without_answer(_conversation(side, key, parse_hh_conversation)) for key, side in sides.items()
         )
         if chosen != rejected:
             return chosen, "chosen and rejected answer different prompts"
-        return chosen, _turns_fault(messages_of_json(value["chosen"], "chosen"), chosen)
+        return chosen, _turns_fault(sides["chosen"], chosen)
     present = [key for key in _PROMPT_KEYS if key in record]
     if present:
         raise DataError(f"null in {' and '.join(present)}; expected a prompt in one of them")

@@ -16,19 +16,14 @@ from torch.utils.data import Dataset
 
 from reinforce_rl.data import jsonl, readers
 from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.conversation import KWARGS_KEY, Conversation
 from reinforce_rl.data.data_prefix import SPLITS, resolve_data_prefix
 from reinforce_rl.data.jsonl import LineFaults, Record
 from reinforce_rl.data.nemo_aligner import is_nemo_text
 from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns, WrongForm
-from reinforce_rl.data.rendering import (
-    DEFAULT_OPTIONS,
-    KWARGS_KEY,
-    ChatRenderer,
-    Conversation,
-    TemplateOptions,
-    encode_plain,
-)
+from reinforce_rl.data.rendering import DEFAULT_OPTIONS, ChatRenderer, TemplateOptions
 from reinforce_rl.data.sampler import Blend, PromptSampler, shard
+from reinforce_rl.data.tokenizer import encode_plain
 from reinforce_rl.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -337,9 +332,8 @@ def _render(
         raise ConfigError([f"{fault}; set model.data.apply_chat_template=true"])
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": jsonl.check_text(system, "system")}, *messages]
-    of_prompts = (*PROMPT_KEYS, SHAREGPT_KEY)
-    unused = [name for name in of_prompts if name not in columns.names and value.get(name) is None]
-    metadata = {name: item for name, item in value.items() if name != key and name not in unused}
+    absent = [name for name in (*PROMPT_KEYS, SHAREGPT_KEY) if name not in columns.names and value.get(name) is None]
+    metadata = {name: item for name, item in value.items() if name not in (key, *absent)}
     if not messages:
         return record.where, Prompt(-1, str(content), (), metadata)
     conversation = Conversation.of_record(messages, metadata)

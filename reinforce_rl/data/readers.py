@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from reinforce_rl.data.jsonl import LineFaults, Record, describe_type
-from reinforce_rl.data.splits import SUFFIX, card_configurations, choose_files, one_split
+from reinforce_rl.data.splits import card_configurations, choose_files, one_split, suffix_of
 from reinforce_rl.errors import DataError
 
 T = TypeVar("T")
@@ -171,10 +171,6 @@ def _chosen(path: Path, default: str | None) -> list[Path]:
     raise FileNotFoundError(str(path))
 
 
-def _suffix(path: Path) -> str:
-    return SUFFIX.findall(path.name)[0].lower()
-
-
 def source_fault(source: str | Path, split: str | None = None) -> str | None:
     """Say why nothing can be read there, from the first bytes of its files; None if it may be."""
     try:
@@ -215,7 +211,7 @@ def _zstd(path: Path) -> Any:
 
 def _form_of(path: Path, start: bytes) -> Callable[[io.BufferedReader], Rows]:
     """Choose by a file's first bytes, unpacked, and by its name."""
-    suffix = _suffix(path)
+    suffix = suffix_of(path.name)
     if not start:
         raise DataError("is empty")
     if start.startswith(b"PAR1"):
@@ -261,7 +257,7 @@ def _record_of(value: Any) -> dict[str, Any]:
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; of a key that occurs twice Python would keep the last value, and Arrow refuses it."""
+    """Return a JSON object; raise DataError for a duplicate key, as Arrow does, where Python keeps the last value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
@@ -322,8 +318,8 @@ def _separated(file: io.BufferedReader) -> Rows:
 def _parquet(file: io.BufferedReader) -> Rows:
     from pyarrow import ArrowException, BufferReader, OSFile, parquet
 
-    # What is unpacked cannot be read from its end. A file object of Python's could be waited for by Arrow's threads at
-    # the program's end.
+    # A decompressed stream cannot seek from its end. Arrow opens a plain file itself, since its threads may block on a
+    # Python file object when the interpreter exits.
     source = OSFile(os.fsencode(file.name)) if isinstance(file.raw, io.FileIO) else BufferReader(file.read())
     try:
         yield from _of_batches(parquet.ParquetFile(source).iter_batches(batch_size=_AT_ONCE))
@@ -357,7 +353,7 @@ def _plain(value: Any, arrow_type: Any) -> Any:
         except UnicodeDecodeError:
             return None
     if isinstance(value, float) and str(arrow_type) in ("float", "halffloat"):
-        # As its writer saw it: 0.1 in 32 bits, not the 0.10000000149011612 of 64.
+        # The shortest float32 form: 0.1, not 0.10000000149011612.
         return float(str(arrow_type.to_pandas_dtype()(value)))
     return value if value is None or isinstance(value, str | int | float) else str(value)
 

@@ -14,38 +14,18 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from reinforce_rl.data import jsonl
+from reinforce_rl.data.conversation import DATE_FUNCTION, KWARGS_KEY, TOOLS_KEY, Conversation, kwargs_faults
+from reinforce_rl.data.tokenizer import encode_all
 from reinforce_rl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOOLS_KEY = "tools"
-KWARGS_KEY = "chat_template_kwargs"
-DATE_FUNCTION = "strftime_now"  # what templates call for today's date
-
-# Parameters of `apply_chat_template` that say what is rendered and what is returned.
-_RESERVED = (
-    "conversation",
-    "messages",
-    "tools",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-    "sanitize_control_tokens",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-    DATE_FUNCTION,
-)
 _PROBE = "probe of the template"
+_AS_TEXT = {"tokenize": False, "add_generation_prompt": True}
 _ADVICE_OF_ROLE = {
     "system": "put its text into the first user message",
     "user": "take a model whose template writes it",
@@ -60,7 +40,7 @@ class TemplateOptions:
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # template arguments; those of a record win
     date: str | None = None  # YYYY-MM-DD that templates read as today's; None: the day of the call
     sanitize_control_tokens: bool = False  # as in transformers: control tokens in content are text
-    key: str = "model.data."  # before the names of these options in the configuration, for messages
+    section: str = "model.data."  # configuration prefix of these options, for messages
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -76,84 +56,6 @@ class TemplateOptions:
 DEFAULT_OPTIONS = TemplateOptions()
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """What a chat template renders, in the form of OpenAI and transformers."""
-
-    messages: tuple[Mapping[str, Any], ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)  # template arguments of this record
-
-    @classmethod
-    def of_record(cls, messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Conversation:
-        """Add the tools and template arguments of a record; raises DataError, which names the column."""
-        return cls(tuple(messages), read_tools(record.get(TOOLS_KEY)), read_kwargs(record.get(KWARGS_KEY)))
-
-
-def read_tools(value: object) -> tuple[Mapping[str, Any], ...]:
-    """Return tools in OpenAI's form: a list of objects, or JSON of one; null and an empty text are none."""
-    tools = _parsed(value, TOOLS_KEY)
-    if tools is None:
-        return ()
-    expected = "expected a list of objects, or its JSON"
-    advice = "a column of another meaning needs another name: +model.data.fields.rename.NAME=tools"
-    if not isinstance(tools, list):
-        raise DataError(f"{TOOLS_KEY} is {jsonl.describe_type(tools)}, {expected}; {advice}")
-    parsed = [_parsed(tool, f"{TOOLS_KEY}[{index}]") for index, tool in enumerate(tools)]
-    for index, tool in enumerate(parsed):
-        if not isinstance(tool, dict):
-            kind = jsonl.describe_type(tool)
-            raise DataError(f"{TOOLS_KEY}[{index}] is {kind}, {expected}; {advice}")
-    return tuple(parsed)
-
-
-def read_kwargs(value: object) -> dict[str, Any]:
-    """Return template arguments: an object, or JSON of one; null is none, and so is an argument that is null."""
-    kwargs = _parsed(value, KWARGS_KEY)
-    if kwargs is None:
-        return {}
-    if not isinstance(kwargs, dict):
-        kind = jsonl.describe_type(kwargs)
-        raise DataError(f"{KWARGS_KEY} is {kind}, expected an object of template arguments, or its JSON")
-    given = {name: argument for name, argument in kwargs.items() if argument is not None}
-    faults = kwargs_faults(given, KWARGS_KEY)
-    if faults:
-        raise DataError("; ".join(faults))
-    return given
-
-
-def kwargs_faults(kwargs: Mapping[str, Any], key: str) -> list[str]:
-    """Return a sentence for each argument that a template cannot get."""
-    faults = []
-    for name, argument in kwargs.items():
-        if name in _RESERVED:
-            faults.append(f"{key}.{name} is {argument!r}, but {name} is set by this program; leave it out")
-        elif not _is_json(argument):
-            kind = type(argument).__name__
-            faults.append(f"{key}.{name} is of type {kind}; expected what JSON can say")
-    return faults
-
-
-def _is_json(value: object) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
-
-
-def _parsed(value: object, key: str) -> Any:
-    """Parse the JSON that CSV, Parquet and `datasets` hold for nested values."""
-    if not isinstance(value, str):
-        return value
-    if not value.strip():
-        return None
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{key} is {value[:60]!r}, which is no JSON: {error}") from error
-
-
 class ChatRenderer:
     """A tokenizer's chat template with a run's options.
 
@@ -165,18 +67,18 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.options = options
         self._frozen_date = _date_macro(options)
-        faults = kwargs_faults(options.kwargs, f"{options.key}{KWARGS_KEY}")
+        faults = kwargs_faults(options.kwargs, f"{options.section}{KWARGS_KEY}")
         if options.sanitize_control_tokens and not _can_sanitize(tokenizer):
             import transformers
 
             faults.append(
-                f"{options.key}sanitize_control_tokens is true, but transformers {transformers.__version__} has no "
-                "such argument of apply_chat_template; install a release that has it, such as 5.23"
+                f"{options.section}sanitize_control_tokens is true, but transformers {transformers.__version__} has "
+                "no such argument of apply_chat_template; install a release that has it, such as 5.23"
             )
         if tokenizer.chat_template:
             for name in self.unread(options.kwargs):
                 faults.append(
-                    f"{options.key}{KWARGS_KEY}.{name} has no effect: the chat template of "
+                    f"{options.section}{KWARGS_KEY}.{name} has no effect: the chat template of "
                     f"{tokenizer.name_or_path} does not read {name}"
                 )
         if faults:
@@ -214,7 +116,9 @@ class ChatRenderer:
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """Tokenise `prompt_text`."""
-        return self._tokens(conversation, add_generation_prompt=True)
+        if not self.options.sanitize_control_tokens:
+            return self.encode(self.prompt_text(conversation))
+        return self._sanitized(conversation, add_generation_prompt=True)
 
     def answered(
         self, conversation: Conversation, answer: Mapping[str, Any], *, is_finished: bool = True
@@ -222,7 +126,7 @@ class ChatRenderer:
         """Tokenise `answered_text`."""
         if not self.options.sanitize_control_tokens:
             return self.encode(self.answered_text(conversation, answer, is_finished=is_finished))
-        ids = self._tokens(_with_answer(conversation, answer))
+        ids = self._sanitized(_with_answer(conversation, answer))
         if is_finished:
             return ids
         end = self.encode(self.end_of_turn(conversation))
@@ -233,14 +137,10 @@ class ChatRenderer:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        # Not verbose: transformers would warn about its own length limit; callers check theirs.
-        encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)
-        return cast("list[list[int]]", encoded["input_ids"])
+        return encode_all(self.tokenizer, texts)
 
-    def _tokens(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> list[int]:
-        if not self.options.sanitize_control_tokens:
-            return self.encode(self._render(conversation, add_generation_prompt=add_generation_prompt))
-        self._render(conversation, add_generation_prompt=add_generation_prompt)  # checks it
+    def _sanitized(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> list[int]:
+        self._render(conversation, add_generation_prompt=add_generation_prompt)  # raises if a message is left out
         ids = self._apply(
             conversation,
             add_generation_prompt=add_generation_prompt,
@@ -288,10 +188,11 @@ class ChatRenderer:
             for is_object in (True, False):
                 form = [_with_calls(message, content, is_object) for message in messages]
                 try:
-                    text = self._call(template, form, conversation, _AS_TEXT)
+                    rendered = self._call(template, form, conversation, options)
+                    text = self._call(template, form, conversation, _AS_TEXT) if options["tokenize"] else rendered
                     if is_object and _has_python_form(text, form):
                         raise DataError("the chat template writes tool_calls in Python's form")
-                    return self._call(template, form, conversation, options)
+                    return rendered
                 except DataError as error:
                     refusals.append(error)
         raise refusals[0]
@@ -364,34 +265,6 @@ class ChatRenderer:
             return ""
 
 
-_AS_TEXT = {"tokenize": False, "add_generation_prompt": True}
-
-
-def encode_plain(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_bos: bool | None = None
-) -> list[list[int]]:
-    """Tokenise prompts that no chat template rendered.
-
-    Args:
-        add_bos: begin with the begin-of-sequence token; None: what the tokenizer does by itself, `tokenizer(text)`.
-            There is never a second one, and no end-of-sequence token, behind which nothing would follow.
-    """
-    # Not verbose, as in `encode_all`.
-    encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)
-    rows = cast("list[list[int]]", encoded["input_ids"])
-    prefix = _prefix(tokenizer) if add_bos is None else [cast(int, tokenizer.bos_token_id)][:add_bos]
-    return [ids if ids[: len(prefix)] == prefix else [*prefix, *ids] for ids in rows]
-
-
-def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that a tokenizer puts before every text."""
-    encoded = tokenizer("a", return_special_tokens_mask=True, verbose=False)
-    ids = cast("list[int]", encoded["input_ids"])
-    mask = cast("list[int]", encoded["special_tokens_mask"])
-    count = next((index for index, is_special in enumerate(mask) if not is_special), 0)
-    return list(ids[:count])
-
-
 def reads_date(folder: str | Path) -> bool:
     """Tell whether a chat template of a Hugging Face folder writes today's date."""
     folder = Path(folder)
@@ -399,18 +272,8 @@ def reads_date(folder: str | Path) -> bool:
     return any(file.is_file() and DATE_FUNCTION in file.read_text("utf-8", "replace") for file in files)
 
 
-def common_prefix_length(*rows: Sequence[int]) -> int:
-    """Return the number of leading ids that all rows share."""
-    length = 0
-    for ids in zip(*rows, strict=False):
-        if len(set(ids)) > 1:
-            break
-        length += 1
-    return length
-
-
 def _with_answer(conversation: Conversation, answer: Mapping[str, Any]) -> Conversation:
-    return Conversation((*conversation.messages, answer), conversation.tools, conversation.kwargs)
+    return replace(conversation, messages=(*conversation.messages, answer))
 
 
 def _can_sanitize(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -427,7 +290,7 @@ def _date_macro(options: TemplateOptions) -> str:
     try:
         day = date.fromisoformat(options.date)
     except ValueError as error:
-        key = f"{options.key}chat_template_date"
+        key = f"{options.section}chat_template_date"
         raise ConfigError([f"{key} is {options.date!r}; expected a date such as 2026-01-31"]) from error
     # "%%" first: what it stands for must not begin another directive.
     filters = ['replace("%%", "\\0")']
@@ -457,7 +320,7 @@ def _with_arguments(call: Mapping[str, Any], is_object: bool) -> dict[str, Any]:
         return {**call, "function": _with_arguments(call["function"], is_object)}
     given = call.get("arguments") or {}
     if isinstance(given, str) and is_object:
-        given = json.loads(given) if given.strip() else {}
+        given = (json.loads(given) if given.strip() else None) or {}
     elif not isinstance(given, str) and not is_object:
         given = json.dumps(given, ensure_ascii=False)
     return {**call, "arguments": given}

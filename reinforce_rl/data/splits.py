@@ -39,6 +39,11 @@ _JSON_FORMS = (".jsonl", ".ndjson", ".json")
 _MANY = 6  # names in a message
 
 
+def suffix_of(name: str) -> str:
+    """Return the suffix that tells a file's form, in lower case and without a compression's; "" if none does."""
+    return SUFFIX.findall(name)[0].lower()
+
+
 @dataclass(frozen=True)
 class Part:
     """The files of one split of one configuration."""
@@ -87,7 +92,7 @@ def _refuse_copies(files: Iterable[Path]) -> None:
     by_form: dict[str, Path] = {}
     by_stem: dict[Path, Path] = {}
     for path in files:
-        form = SUFFIX.findall(path.name)[0].lower()
+        form = suffix_of(path.name)
         by_form.setdefault("json" if form in _JSON_FORMS else form, path)
         stem = path.with_name(SUFFIX.sub("", path.name))
         other = by_stem.setdefault(stem, path)
@@ -223,7 +228,7 @@ def _data_files(folder: Path) -> Iterator[Path]:
             # A link may lead back to a folder above.
             if not os.path.islink(path) or (path / "state.json").exists():
                 yield from _data_files(path)
-        elif SUFFIX.findall(path.name)[0] and not is_dict:
+        elif suffix_of(path.name) and not is_dict:
             yield path
 
 
@@ -238,7 +243,7 @@ def _split_of(relative: PurePath) -> str:
     shard = _SHARD.match(relative.name)
     if shard and (_keyword(shard[1]) or not of_folders):  # train_sft, but not part in train/part-00000-of-00001
         return _KEYWORDS.get(shard[1].lower(), shard[1])
-    if not SUFFIX.findall(relative.name)[0]:  # a folder of `save_to_disk`, which has its split's name
+    if not suffix_of(relative.name):  # a folder of `save_to_disk`, which has its split's name
         return _KEYWORDS.get(relative.name, relative.name)
     return of_folders[-1] if of_folders else _keyword(relative.name)
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from reinforce_rl.errors import ConfigError
 
@@ -65,6 +65,38 @@ def decode_all(
         [list(row) for row in rows], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
     return [str(text) for text in texts]
+
+
+def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Tokenise texts and add no special tokens."""
+    # Not verbose: transformers would warn about its own length limit; callers check theirs.
+    encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)
+    return cast("list[list[int]]", encoded["input_ids"])
+
+
+def encode_plain(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_bos: bool | None = None
+) -> list[list[int]]:
+    """Tokenise prompts that no chat template rendered.
+
+    Args:
+        add_bos: begin with the begin-of-sequence token; None: what the tokenizer does by itself, `tokenizer(text)`.
+            There is never a second one, and no end-of-sequence token, behind which nothing would follow.
+    """
+    rows = encode_all(tokenizer, texts)
+    prefix = _prefix(tokenizer) if add_bos is None else []
+    if add_bos:
+        prefix = [cast(int, tokenizer.bos_token_id)]
+    return [ids if ids[: len(prefix)] == prefix else [*prefix, *ids] for ids in rows]
+
+
+def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that a tokenizer puts before every text."""
+    encoded = tokenizer("a", return_special_tokens_mask=True, verbose=False)
+    ids = cast("list[int]", encoded["input_ids"])
+    mask = cast("list[int]", encoded["special_tokens_mask"])
+    count = next((index for index, is_special in enumerate(mask) if not is_special), 0)
+    return list(ids[:count])
 
 
 def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -60,6 +60,7 @@ from reinforce_rl.trainer.build import build_datasets, build_sampler, configured
 
 _FEW_RANKS = 8  # may be more than the machine has cores
 _MOST_THREADS = 1024
+_STORED = "the recorded scores are taken (--reward stored); --reward restart --trust asks the run's own source"
 PHASES = ("generate", "score", "logprobs", "advantages", "update")
 
 
@@ -183,9 +184,6 @@ def _isolated(cfg: TrainConfig, scratch: str) -> TrainConfig:
     cfg.exp_manager.explicit_log_dir, cfg.exp_manager.record = scratch, "full"
     cfg.trainer.profile.steps = []
     return cfg
-
-
-_STORED = "the recorded scores are taken (--reward stored); --trust asks what the run asked"
 
 
 class _Replayer:

@@ -20,8 +20,9 @@ from rich.text import Text
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.data.batches import FINISH_LENGTH, Completions, Prompt
-from reinforce_rl.data.rendering import DEFAULT_OPTIONS, ChatRenderer, Conversation, TemplateOptions, encode_plain
-from reinforce_rl.data.tokenizer import decode_all, load_tokenizer
+from reinforce_rl.data.conversation import Conversation
+from reinforce_rl.data.rendering import DEFAULT_OPTIONS, ChatRenderer, TemplateOptions
+from reinforce_rl.data.tokenizer import decode_all, encode_plain, load_tokenizer
 from reinforce_rl.errors import DataError, ReinforceError, RewardServerError
 from reinforce_rl.evaluation.evaluate import reward_overrides, short_names
 from reinforce_rl.evaluation.model import inference_config, load_actor

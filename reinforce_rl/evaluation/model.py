@@ -30,7 +30,7 @@ from reinforce_rl.megatron.hf_weights import STEP
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.rewards.function_pool import with_functions
 from reinforce_rl.runtime.settings import CONFIG_FILE
-from reinforce_rl.runtime.stored_config import parse_values
+from reinforce_rl.runtime.stored_config import parse_values, read_stored
 from reinforce_rl.runtime.trust import remove_from_import_path, require_trust, without_custom_generator
 from reinforce_rl.trainer.build import build_actor, check_vocabulary
 
@@ -104,7 +104,7 @@ def inference_config(
     else:
         remove_from_import_path(like)
         file = Path(like) / CONFIG_FILE
-        cfg = compose_stored(without_custom_generator(parse_values(file.read_text("utf-8"), str(file))), overrides)
+        cfg = compose_stored(without_custom_generator(parse_values(read_stored(file), str(file))), overrides)
     with open_dict(cfg):
         for section, _, name in (key.rpartition(".") for key in OF_TRAINING):
             OmegaConf.select(cfg, section).pop(name, None)

@@ -60,16 +60,23 @@ class Checkpoint:
         return path.read_bytes() if path.is_file() else b""
 
 
+def _latest_name(folder: Path) -> str:
+    """Return the name of the newest complete checkpoint; "" if there is none."""
+    pointer = folder / LATEST_FILE
+    return pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
+
+
 def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
     """Return the newest complete checkpoint in a folder, or None; CheckpointError if it or its state is missing."""
-    pointer = Path(folder) / LATEST_FILE
-    if not pointer.is_file():
+    folder = Path(folder)
+    name = _latest_name(folder)
+    if not name:
         return None
-    checkpoint = pointer.parent / pointer.read_text(encoding="utf-8").strip()
+    checkpoint = folder / name
     try:
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        fault = f"{pointer} names {checkpoint.name}, whose {STATE_FILE} cannot be read: {error}. "
+        fault = f"{folder / LATEST_FILE} names {name}, whose {STATE_FILE} cannot be read: {error}. "
         raise CheckpointError(fault + _way_out(checkpoint)) from error
     return Checkpoint(checkpoint, state)
 
@@ -322,11 +329,10 @@ class Checkpointer:
             if _NO_SPACE.search(reason):
                 space = f" ({space_left(part, getattr(error, 'errno', None))})"
                 remedy = "free some space and "
-            latest = self.folder / LATEST_FILE
+            name = _latest_name(self.folder)
             previous = "There is no checkpoint before it"
-            if latest.is_file():
-                name = latest.read_text(encoding="utf-8").strip()
-                previous = f"The previous checkpoint, {name}, is untouched, and a run goes on from it"
+            if name:
+                previous = f"The previous checkpoint, {name}, is untouched, and the next start resumes from it"
             return CheckpointError(
                 f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason}{space}. "
                 f"{previous}; {remedy}start the run again"

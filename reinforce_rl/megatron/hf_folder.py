@@ -136,16 +136,15 @@ class HFFolder:
             raise CheckpointError("\n".join(lines))
 
     def _refuse_wrapped(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError if the tensors have the names of a module around the model."""
+        """Raise CheckpointError if the tensor names have the prefix of a wrapper, such as DDP or PEFT."""
         ending = "." + EMBEDDING.removeprefix(_DECODER)
         others = [name for name in self.names if name.endswith(ending)]
         if EMBEDDING not in expected or EMBEDDING in self._entries or not others:
             return
         raise CheckpointError(
-            f"{self.folder} holds {others[0]} where a model of its config.json has {EMBEDDING}: the tensors have the "
-            "names of a module around the model. Save the model itself with save_pretrained: of DDP its module, of "
-            "torch.compile its _orig_mod, of PEFT what merge_and_unload returns, of a model with images its language "
-            "model"
+            f"{self.folder} holds {others[0]} where a model of its config.json has {EMBEDDING}: the model was saved "
+            "inside a wrapper. Call save_pretrained on the model itself: `.module` for DDP, `._orig_mod` for "
+            "torch.compile, the result of merge_and_unload() for PEFT, the language model for a model with images"
         )
 
     def _is_equal_in(self, name: str, other: Path) -> bool:

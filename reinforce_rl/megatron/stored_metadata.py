@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from reinforce_rl.errors import CheckpointError
 
@@ -52,12 +53,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def check_stored_metadata(folder: Path) -> None:
-    """Raise CheckpointError unless a folder of `dist_checkpointing` can be read without running what it says."""
+    """Raise CheckpointError if reading a `dist_checkpointing` folder could execute code from it."""
     try:
         _check_format(folder / FORMAT_FILE)
         metadata = _read(folder / METADATA_FILE)
         _check_files(folder, metadata)
-    except CheckpointError as error:
+    except (CheckpointError, AttributeError, TypeError, ValueError) as error:
         advice = "It is damaged, was changed, or was not made by this program; do not use it"
         raise CheckpointError(f"checkpoint {folder} is not read: {error}. {advice}") from error
 
@@ -74,19 +75,19 @@ def _check_format(path: Path) -> None:
             raise CheckpointError(f"{path.name} has {key} {str(form.get(key))[:100]!r}, expected {expected!r}")
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> Metadata:
     try:
         metadata = _Unpickler(io.BytesIO(_bytes_of(path, MAX_METADATA_BYTES))).load()
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(f"{path.name} cannot be read ({error})") from error
-    if type(metadata).__name__ != "Metadata" or not isinstance(metadata.state_dict_metadata, dict):
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise CheckpointError(f"{path.name} is no description of tensors")
     return metadata
 
 
-def _check_files(folder: Path, metadata: Any) -> None:
+def _check_files(folder: Path, metadata: Metadata) -> None:
     names = {info.relative_path for info in (metadata.storage_data or {}).values()}
     available = 0
     for name in names:
@@ -94,9 +95,13 @@ def _check_files(folder: Path, metadata: Any) -> None:
         if not isinstance(name, str) or Path(name).name != name or path.is_symlink() or not path.is_file():
             raise CheckpointError(f"it names the file {str(name)[:100]!r}, expected files of its own folder")
         available += path.stat().st_size
-    described = sum(
-        math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in metadata.state_dict_metadata.values()
-    )
+    described = 0
+    for name, tensor in metadata.state_dict_metadata.items():
+        if not isinstance(tensor, TensorStorageMetadata):
+            raise CheckpointError(f"{str(name)[:100]!r} is described as no tensor")
+        if min(tensor.size, default=0) < 0:
+            raise CheckpointError(f"{str(name)[:100]!r} has the shape {tuple(tensor.size)}")
+        described += math.prod(tensor.size) * tensor.properties.dtype.itemsize
     if described > available:
         raise CheckpointError(f"it describes tensors of {described} bytes, and its files have {available}")
 

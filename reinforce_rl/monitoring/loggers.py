@@ -27,6 +27,10 @@ CLOSE_SECONDS = 60.0  # for what still waits when the run ends
 class MetricLogger:
     """A back end of metrics, called on rank 0 only, with non-decreasing steps; overrides what it stores."""
 
+    def begin(self) -> None:
+        """Make ready for the first step of this start, which is not refused any more."""
+        self._pass_on("begin")
+
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
         """Log numbers of `step` under `prefix + name`, e.g. `train/rewards`."""
         self._pass_on("log_metrics", dict(metrics), step, prefix)

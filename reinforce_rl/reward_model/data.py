@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import random
 from collections import Counter
@@ -18,10 +19,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reinforce_rl.data import jsonl
+from reinforce_rl.data.conversation import Conversation
 from reinforce_rl.data.jsonl import LineFaults, Record
 from reinforce_rl.data.nemo_aligner import is_nemo_text
 from reinforce_rl.data.readers import ColumnMissing, Columns, WrongForm, read_records
-from reinforce_rl.data.rendering import ChatRenderer, Conversation, common_prefix_length
+from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.errors import DataError
 
 if TYPE_CHECKING:
@@ -213,7 +215,7 @@ def _pair_of(line: Record, renderer: ChatRenderer, data: PairsConfig) -> Encoded
     chosen, rejected = map(encode, answers)
     if chosen == rejected:
         return SKIP_SAME
-    shared = common_prefix_length(_before_answer(renderer, conversation), chosen, rejected)
+    shared = _shared_length(_before_answer(renderer, conversation), chosen, rejected)
     return EncodedPair(
         jsonl.prompt_key(messages), tuple(chosen[:shared]), tuple(chosen[shared:]), tuple(rejected[shared:])
     )
@@ -335,19 +337,25 @@ def encode_conversation(
 ) -> list[int]:
     """Tokenise a conversation and its answer; one of more than `max_answer_tokens` is cut, and has no end of turn.
 
-    The end of a turn counts as one token, as for an actor, which stops at its first one.
+    The end of turn counts as one token, because an actor stops at its first token.
     """
     whole = renderer.answered(conversation, answer)
     if max_answer_tokens is None:
         return whole
     cut = renderer.answered(conversation, answer, is_finished=False)
-    start = common_prefix_length(_before_answer(renderer, conversation), whole)
+    start = _shared_length(_before_answer(renderer, conversation), whole)
     return whole if len(cut) - start < max_answer_tokens else cut[: start + max_answer_tokens]
 
 
 def _before_answer(renderer: ChatRenderer, conversation: Conversation) -> list[int]:
     """Tokenise what stands before an answer, which need not be the generation prompt: Qwen3's has no think block."""
     return renderer.answered(conversation, {"role": "assistant", "content": ""}, is_finished=False)
+
+
+def _shared_length(*rows: Sequence[int]) -> int:
+    """Return the number of leading ids that all rows share."""
+    columns = zip(*rows, strict=False)  # up to the shortest
+    return sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, columns))
 
 
 def end_of_turn_ids(renderer: ChatRenderer) -> list[int]:

@@ -29,7 +29,7 @@ from reinforce_rl.megatron.model.reward_head import RewardHead, pool
 from reinforce_rl.megatron.weight_files import find_weight_files
 from reinforce_rl.reward_model.data import EncodedPair, prompt_position
 from reinforce_rl.reward_model.objectives import Accuracy, pair_accuracy
-from reinforce_rl.utils.files import naming, space_note
+from reinforce_rl.utils.files import naming, not_written
 
 MAX_EARLY_TOKENS = 3
 MAX_PHRASE_TOKENS = 4
@@ -202,8 +202,7 @@ def replaced(path: Path) -> Iterator[Path]:
             yield part
             os.replace(part, path)
     except OSError as error:
-        reason = error.strerror or error
-        raise CheckpointError(f"{path} cannot be written: {reason}{space_note(error, path)}") from error
+        raise CheckpointError(not_written(path, error)) from error
     finally:
         part.unlink(missing_ok=True)
 

@@ -113,9 +113,9 @@ class PrivateTriton:
         assert self._triton._triton_server is not None
         server = self._triton._triton_server
         server._record_logs = self._print_output
-        of_pytriton = server._get_env
-        # At log_level=debug PyTriton logs it whole.
-        server._get_env = lambda: without_secrets(of_pytriton())
+        original_env = server._get_env
+        # PyTriton logs the whole environment at log_level=debug.
+        server._get_env = lambda: without_secrets(original_env())
         self._triton.run()
         for process in _tritonservers():
             return [process, *process.children(recursive=True)]

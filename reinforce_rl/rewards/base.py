@@ -59,19 +59,19 @@ class RewardRequest:
         return [TextSample(*sample) for sample in zip(*fields, strict=True)]
 
     def select(self, rows: Sequence[int]) -> RewardRequest:
-        """Return the request about these rows, in their order."""
+        """Return a request with only these rows, in this order."""
 
-        def of(values: tuple[T, ...]) -> tuple[T, ...]:
+        def pick(values: tuple[T, ...]) -> tuple[T, ...]:
             return tuple(values[row] for row in rows) if values else ()
 
         return RewardRequest(
             tokens=self.tokens[rows],
             lengths=self.lengths[rows],
-            prompts=of(self.prompts),
-            responses=of(self.responses),
-            messages=of(self.messages),
-            metadata=of(self.metadata),
-            finished=of(self.finished),
+            prompts=pick(self.prompts),
+            responses=pick(self.responses),
+            messages=pick(self.messages),
+            metadata=pick(self.metadata),
+            finished=pick(self.finished),
         )
 
 

@@ -136,7 +136,7 @@ class _Sample:
     id: int
     pid: int
     answer_fd: int
-    secret: bytes  # before its answer; what a function starts can write into the pipe, but does not know it
+    secret: bytes  # precedes its answer; a program that a function starts does not know it, a fork does
     deadline: float  # in time.monotonic
     answer: bytearray = field(default_factory=bytearray)
 
@@ -227,9 +227,8 @@ def _end(pid: int) -> int:
 def _use_of(pid: int) -> str:
     """Return what a process has used, which tells a slow function from one that waits, or a busy machine."""
     with contextlib.suppress(OSError):
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        )  # man 5 proc, from the third
+        line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        fields = line.rpartition(")")[2].split()  # man 5 proc, from the third
         seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         return f"it used {seconds:.0f} s of CPU and was in state {fields[0]}"  # rounded: alike ones are counted
     return ""
@@ -304,7 +303,7 @@ def _definition(function: Callable[..., Any]) -> str:
 
 def main() -> None:
     connection = connect_to_parent(death_signal=None)  # any thread of the owner's may have started this process
-    hide_from_other_processes()  # so that what a function starts cannot open its descriptors or read its memory
+    hide_from_other_processes()  # programs that a function starts cannot open its descriptors
     settings = connection.recv()
     functions, sources, faults = {}, {}, []
     for name, spec in settings["functions"].items():

@@ -335,9 +335,9 @@ def _request(function: str, sample: TextSample) -> bytes:
 
 
 def _covers_private(folder: str) -> bool:
-    """Tell whether a folder is, or holds, one that a sandbox has of its own, which it would cover."""
+    """Return True if mounting a folder would cover one of the sandbox's own."""
     real = Path(os.path.realpath(folder))
-    return any(real == Path(private) or real in Path(private).parents for private in PRIVATE_FOLDERS)
+    return any(Path(private).is_relative_to(real) for private in PRIVATE_FOLDERS)
 
 
 def bubblewrap(folders: Sequence[str]) -> list[str]:
@@ -345,8 +345,8 @@ def bubblewrap(folders: Sequence[str]) -> list[str]:
 
     It can read Python's own folders, the current one and `folders`; /tmp and /dev/shm are private tmpfs.
 
-    Raises ConfigError if bubblewrap is not installed or cannot work here, or if one of `folders` would show the whole
-    machine, as / does. A current folder that would do so is not shown.
+    Raises ConfigError if bubblewrap is not installed or cannot work here, or if one of `folders` is /, /dev, /proc or
+    /tmp. A current folder that is one of these is not shown.
     """
     program = shutil.which("bwrap")
     if program is None:

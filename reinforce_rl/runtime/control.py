@@ -316,9 +316,7 @@ class RunControl:
         Raises StoppedEarly if a signal came before there was anything to save, and ConfigError if another process, on
         this machine or on another one, works in this run's folder.
         """
-        with contextlib.ExitStack() as held:
-            if self.status.enabled:
-                held.enter_context(run_lock(self.status.path.parent))
+        with run_lock(self.status.path.parent) if self.status.enabled else contextlib.nullcontext():
             self.status.begin()
             try:
                 yield

@@ -28,7 +28,7 @@ class OpenInvitation:
 
     def write(self, folder: Path) -> None:
         """Put it into a run's folder, where its owner alone can read it."""
-        values = {**json.loads(self.links.to_json()), "store_port": self.store_port}
+        values = {**self.links.to_values(), "store_port": self.store_port}
         write_atomically(folder / INVITATION_FILE, json.dumps(values) + "\n", mode=0o600)
 
     @classmethod
@@ -37,7 +37,7 @@ class OpenInvitation:
         try:
             values = json.loads((folder / INVITATION_FILE).read_text(encoding="utf-8"))
             port = values.pop("store_port")
-            return cls(Invitation.from_json(json.dumps(values)), port)
+            return cls(Invitation.from_values(values), port)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
 

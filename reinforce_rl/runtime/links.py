@@ -12,10 +12,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from socket import gethostname, socketpair
 from types import SimpleNamespace
+from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -42,19 +43,25 @@ class Invitation:
     public_key: bytes
     secret_key: bytes  # shared by all other ranks
 
-    def to_json(self) -> str:
-        values = {**vars(self)}
+    def to_values(self) -> dict[str, Any]:
+        """Return the fields as JSON can hold them."""
+        values = dict(vars(self))
         for name in _KEYS:
             values[name] = values[name].decode()
-        return json.dumps(values)
+        return values
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Invitation:
+        """Return the invitation of `to_values`; raise TypeError, KeyError or AttributeError for anything else."""
+        keys = {name: values[name].encode() for name in _KEYS}
+        return cls(**{**values, **keys})
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_values())
 
     @classmethod
     def from_json(cls, text: str) -> Invitation:
-        """Raises ValueError, TypeError or KeyError if it is none."""
-        values = json.loads(text)
-        for name in _KEYS:
-            values[name] = values[name].encode()
-        return cls(**values)
+        return cls.from_values(json.loads(text))
 
 
 @dataclass(eq=False)

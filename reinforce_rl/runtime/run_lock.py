@@ -61,11 +61,11 @@ def _open(folder: Path, more: int = 0) -> int:
     """Open the lock's file: not a link, which could lead to any file, nor a pipe, which would be waited for."""
     path = folder / LOCK_FILE
     try:
-        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | more, 0o644)
-    except FileNotFoundError:
-        raise
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | more, 0o666)
     except OSError as error:
-        raise ConfigError([f"{path} cannot be opened: {error.strerror}; expected a regular file"]) from error
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+        raise ConfigError([f"{path} is no regular file; remove it"]) from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise ConfigError([f"{path} is no regular file; remove it"])

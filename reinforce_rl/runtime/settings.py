@@ -23,7 +23,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import Section
 from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.runtime.status import read_status, saved_step
-from reinforce_rl.runtime.stored_config import parse_stored
+from reinforce_rl.runtime.stored_config import parse_stored, read_stored
 from reinforce_rl.utils.files import read_json_lines, write_atomically, write_json_lines
 
 HISTORY_FILE, CONFIG_FILE = "config_history.jsonl", "config.yaml"
@@ -97,10 +97,11 @@ def freeze_template_date(cfg: TrainConfig, *, joins: bool = False) -> None:
     """
     folder, step = _place(cfg)
     file = folder / CONFIG_FILE
-    if joins:
-        recorded = file.read_text("utf-8") if file.is_file() else ""
-    else:
-        recorded = settings_of(folder, step)[0] if step else ""
+    recorded = ""
+    if joins and file.is_file():
+        recorded = read_stored(file)
+    elif step and not joins:
+        recorded = settings_of(folder, step)[0]
     tree = read_tree(recorded) if recorded else {}
     cfg.model.data.freeze_date(cfg.pretrained_checkpoint.restore_from_path, _value(tree, DATE_KEY, None))
 
@@ -202,7 +203,7 @@ def _history(folder: Path, step: int) -> list[dict[str, Any]]:
     path, config = folder / HISTORY_FILE, folder / CONFIG_FILE
     lines = read_json_lines(path) if path.is_file() else []
     if not lines and config.is_file():  # a run from before config_history.jsonl existed
-        path, lines = config, [{"step": 0, "config": config.read_text("utf-8")}]
+        path, lines = config, [{"step": 0, "config": read_stored(config)}]
     for number, line in enumerate(lines, 1):
         place = path if path == config else f"{path}, line {number}"
         if not (isinstance(line.get("step"), int) and isinstance(line.get("config"), str)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,6 +19,20 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SHOWN = 200  # characters of a value in a message
 
 
+def read_stored(path: Path) -> str:
+    """Read a configuration that lies in a folder. Raises DataError if it is too large, no file or not UTF-8."""
+    if not path.is_file():
+        raise DataError(f"{path} is no regular file")
+    with path.open("rb") as file:
+        data = file.read(MAX_CONFIG_BYTES + 1)
+    if len(data) > MAX_CONFIG_BYTES:
+        raise DataError(f"{path}: more than {MAX_CONFIG_BYTES} bytes")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error}); restore it or take it away") from error
+
+
 def parse_stored(text: str, where: str) -> dict[str, Any]:
     """Parse a configuration that lies in a folder; interpolations are kept as texts.
 
@@ -25,7 +40,7 @@ def parse_stored(text: str, where: str) -> dict[str, Any]:
     whose expansion has no bound.
     """
     if len(text) > MAX_CONFIG_BYTES:
-        raise DataError(f"{where}: {len(text)} characters; expected a configuration of at most {MAX_CONFIG_BYTES}")
+        raise DataError(f"{where}: more than {MAX_CONFIG_BYTES} characters")
     try:
         _check_form(text, where)
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
@@ -65,9 +80,10 @@ def _texts_below(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
-        for name, one in value.items():
-            yield f"{key}.{name}".lstrip("."), str(name)
-            yield from _texts_below(one, f"{key}.{name}".lstrip("."))
+        for name, child in value.items():
+            place = f"{key}.{name}" if key else str(name)
+            yield place, str(name)
+            yield from _texts_below(child, place)
     elif isinstance(value, Sequence):
-        for index, one in enumerate(value):
-            yield from _texts_below(one, f"{key}[{index}]")
+        for index, child in enumerate(value):
+            yield from _texts_below(child, f"{key}[{index}]")

@@ -20,6 +20,7 @@ from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.generation_rules import GENERATIONS
 from reinforce_rl.config.rewards import MoreFunctionConfig, RewardFunctionConfig, RewardServerConfig
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.utils.process import PACKAGE_PARENT
 
 _SHOWN = 200  # characters of a value in a message
 
@@ -47,10 +48,13 @@ def remove_from_import_path(folder: str | Path) -> None:
     Hydra then finds no plugins in it, and child processes do not get it as PYTHONPATH.
     """
     root = Path(os.path.realpath(folder))
+    # This program and its environment are trusted, even if they lie in the folder.
+    kept = [Path(os.path.realpath(place)) for place in (sys.prefix, sys.base_prefix, PACKAGE_PARENT)]
 
     def is_inside(entry: str) -> bool:
         real = Path(os.path.realpath(entry or os.curdir))
-        return real == root or root in real.parents
+        is_kept = any(real.is_relative_to(place) for place in kept if place != root)
+        return real.is_relative_to(root) and not is_kept
 
     sys.path[:] = [entry for entry in sys.path if not is_inside(entry)]
 
@@ -105,12 +109,13 @@ def untrusted_settings(
     cfg: TrainConfig, overrides: Sequence[str], *, rewards: bool = True, generation: bool = True
 ) -> list[Authority]:
     """Return the authorities that come from the folder's configuration alone, since no override names them."""
-    given = [override.partition("=")[0].lstrip("+~") for override in overrides]
-    return [
-        one
-        for one in authorities(cfg, rewards=rewards, generation=generation)
-        if not any(one.key == key or one.key.startswith(f"{key}.") for key in given)
-    ]
+    given = set()
+    for override in overrides:
+        key, _, value = override.partition("=")
+        # Hydra merges a mapping into the folder's own, which stays in force below the key.
+        if not value.lstrip().startswith("{"):
+            given.add(key.lstrip("+~"))
+    return [one for one in authorities(cfg, rewards=rewards, generation=generation) if one.key not in given]
 
 
 def require_trust(

@@ -362,7 +362,7 @@ class GeneratorRank:
             self._take_message(decode(parts))
         except BadMessageError as error:
             with self._changed:
-                self._failure = self._failure or LostRankError(f"rank 0 sent what is no message: {error}")
+                self._failure = self._failure or LostRankError(f"rank 0 sent an invalid message: {error}")
                 self._changed.notify_all()
 
     def _take_message(self, message: Message) -> None:

@@ -24,6 +24,7 @@ from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
 from reinforce_rl.trainer.messages import (
     GeneratorFailed,
+    Message,
     Result,
     RunEnded,
     WeightsAnnounced,
@@ -40,13 +41,14 @@ _POLL_SECONDS = 0.2
 class GeneratorPool:
     """Rank 0's connections to the generators, and the queue between them.
 
-    A generator of which nothing is heard for `silence_seconds` is lost. `device` is where the weights are.
+    A generator of which nothing is heard for `silence_seconds` is lost. `device` is where the weights are,
+    and `vocab_size` bounds the token ids that are accepted.
 
     Raises ConnectionError: a generator did not come.
     """
 
-    def __init__(self, role: RankRole, device: torch.device, silence_seconds: float):
-        self._begin_empty()
+    def __init__(self, role: RankRole, device: torch.device, silence_seconds: float, vocab_size: int):
+        self._begin_empty(vocab_size)
         self._room = dict.fromkeys(role.leaders, 0)  # works that each has asked for
         self._begun, self._leaders = set[int](), set(role.leaders)
         self._lost: str | None = None
@@ -59,7 +61,8 @@ class GeneratorPool:
         self.group = role.weight_group(device)
         self._thread = LinkThread(links, silence_seconds, self._on_message, self._on_lost)
 
-    def _begin_empty(self) -> None:
+    def _begin_empty(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         self._changed = threading.Condition()
         self._waiting: deque[Work] = deque()
         self._given: dict[int, Work] = {}  # and not forgotten
@@ -193,15 +196,17 @@ class GeneratorPool:
         self._thread.close()
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
-        with self._changed:
-            try:
-                self._take_message(rank, parts)
-            except BadMessageError as error:
-                self._failure = GenerationError(f"rank {rank}, which generates, sent what is no answer: {error}")
-            self._changed.notify_all()
+        try:
+            message = decode(parts)
+            with self._changed:
+                self._take_message(rank, message)
+                self._changed.notify_all()
+        except BadMessageError as error:
+            with self._changed:
+                self._failure = GenerationError(f"rank {rank}, which generates, sent an invalid message: {error}")
+                self._changed.notify_all()
 
-    def _take_message(self, rank: int, parts: list[memoryview]) -> None:
-        message = decode(parts)
+    def _take_message(self, rank: int, message: Message) -> None:
         if isinstance(message, WorkRequest):
             self._begun.add(rank)
             self._room[rank] = max(self._room[rank] + message.count, 0)
@@ -210,7 +215,7 @@ class GeneratorPool:
             work = self._given.get(message.number)
             if work is None:  # nobody waits for it any more
                 return
-            if fault := fault_of_result(work, message, self._newest):
+            if fault := fault_of_result(work, message, newest=self._newest, vocab_size=self._vocab_size):
                 raise BadMessageError(fault)
             self._results[message.number] = message
         elif isinstance(message, GeneratorFailed):

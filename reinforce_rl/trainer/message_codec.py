@@ -8,7 +8,7 @@ Nothing is unpickled, so a program that joins a run can send data and nothing el
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -180,39 +180,49 @@ def _read_tensors(data: bytes) -> dict[str, Tensor]:
 
 
 def _result_of(fields: _ResultFields, tensors: dict[str, Tensor]) -> Result:
-    completions = rewards = None
+    completions = None
     if fields.finish_reasons is not None:
-        given = {name: _take(tensors, f"completions.{name}", *form) for name, form in _COMPLETIONS.items()}
-        tokens, lengths = _needed(given, "tokens"), _needed(given, "lengths")
-        samples, width = tokens.shape
-        _check_rows("completions.lengths", lengths, (samples,))
-        for name in ("log_probs", "weight_versions"):
-            if (tensor := given[name]) is not None:
-                _check_rows(f"completions.{name}", tensor, (samples, width))
-        if len(fields.finish_reasons) != samples:
-            raise BadMessageError(f"finish_reasons are {len(fields.finish_reasons)}, expected {samples}")
-        if unknown := set(fields.finish_reasons) - {FINISH_STOP, FINISH_LENGTH, FINISH_OUTSIDE}:
-            raise BadMessageError(f"finish_reasons has {min(unknown)[:_MAX_QUOTED]!r}")
-        if bool(((lengths < 0) | (lengths > width)).any()):
-            raise BadMessageError(f"completions.lengths is outside of 0 to {width}")
-        completions = Completions(tokens, lengths, fields.finish_reasons, given["log_probs"], given["weight_versions"])
+        completions = _completions_of(fields.finish_reasons, tensors)
+    rewards = None
     if "rewards.values" in tensors:
-        given = {name: _take(tensors, f"rewards.{name}", *form) for name, form in _REWARDS.items()}
-        values, status = _needed(given, "values"), _needed(given, "status")
-        _check_rows("rewards.status", status, values.shape)
+        rewards = _rewards_of(fields, tensors)
         if completions is not None:
-            _check_rows("rewards.values", values, completions.lengths.shape)
-        by_source = {}
-        for source in fields.sources:
-            name = f"{_BY_SOURCE}{source}"
-            of_source = _needed({name: _take(tensors, name, torch.float32, 1)}, name)
-            _check_rows(name, of_source, values.shape)
-            by_source[source] = of_source
-        rewards = Rewards(values, status, by_source, fields.faults)
+            _check_shape("rewards.values", rewards.values, completions.lengths.shape)
     if tensors:
         raise BadMessageError(f"Result has no tensor {min(tensors)[:_MAX_QUOTED]!r}")
     failure = None if fields.failure is None else _error_of(fields.failure)
     return Result(fields.number, fields.prompt_ids, completions, rewards, failure)
+
+
+def _completions_of(finish_reasons: tuple[str, ...], tensors: dict[str, Tensor]) -> Completions:
+    tokens = _take_needed(tensors, "completions.tokens", *_COMPLETIONS["tokens"])
+    lengths = _take_needed(tensors, "completions.lengths", *_COMPLETIONS["lengths"])
+    log_probs = _take(tensors, "completions.log_probs", *_COMPLETIONS["log_probs"])
+    versions = _take(tensors, "completions.weight_versions", *_COMPLETIONS["weight_versions"])
+    samples, width = tokens.shape
+    _check_shape("completions.lengths", lengths, (samples,))
+    for name, tensor in (("log_probs", log_probs), ("weight_versions", versions)):
+        if tensor is not None:
+            _check_shape(f"completions.{name}", tensor, tokens.shape)
+    if len(finish_reasons) != samples:
+        raise BadMessageError(f"finish_reasons are {len(finish_reasons)}, expected {samples}")
+    if unknown := set(finish_reasons) - {FINISH_STOP, FINISH_LENGTH, FINISH_OUTSIDE}:
+        raise BadMessageError(f"finish_reasons has {min(unknown)[:_MAX_QUOTED]!r}")
+    if bool(((lengths < 0) | (lengths > width)).any()):
+        raise BadMessageError(f"completions.lengths is outside of 0 to {width}")
+    return Completions(tokens, lengths, finish_reasons, log_probs, versions)
+
+
+def _rewards_of(fields: _ResultFields, tensors: dict[str, Tensor]) -> Rewards:
+    values = _take_needed(tensors, "rewards.values", *_REWARDS["values"])
+    status = _take_needed(tensors, "rewards.status", *_REWARDS["status"])
+    _check_shape("rewards.status", status, values.shape)
+    by_source = {}
+    for source in fields.sources:
+        name = f"{_BY_SOURCE}{source}"
+        by_source[source] = _take_needed(tensors, name, torch.float32, 1)
+        _check_shape(name, by_source[source], values.shape)
+    return Rewards(values, status, by_source, fields.faults)
 
 
 def _take(tensors: dict[str, Tensor], name: str, dtype: torch.dtype, dimensions: int) -> Tensor | None:
@@ -223,15 +233,15 @@ def _take(tensors: dict[str, Tensor], name: str, dtype: torch.dtype, dimensions:
     return tensor
 
 
-def _needed(tensors: Mapping[str, Tensor | None], name: str) -> Tensor:
-    tensor = tensors[name]
+def _take_needed(tensors: dict[str, Tensor], name: str, dtype: torch.dtype, dimensions: int) -> Tensor:
+    tensor = _take(tensors, name, dtype, dimensions)
     if tensor is None:
         raise BadMessageError(f"Result has no tensor {name}")
     return tensor
 
 
-def _check_rows(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != tuple(shape):
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
         raise BadMessageError(f"{name} has the shape {tuple(tensor.shape)}, expected {tuple(shape)}")
 
 

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.data.batches import Completions, Prompt, length_mask
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.rewards.base import Rewards
 
@@ -139,11 +137,12 @@ Message = (
 )
 
 
-def fault_of_result(work: Work, result: Result, newest: int) -> str:
+def fault_of_result(work: Work, result: Result, *, newest: int, vocab_size: int) -> str:
     """Say why a result cannot be the answer to this work; empty if it can.
 
     Args:
         newest: version of the weights that generators may have.
+        vocab_size: of the model; a token id beyond it has no embedding.
     """
     if result.prompt_ids != tuple(prompt.id for prompt in work.prompts):
         return f"its prompts are {result.prompt_ids}, expected those of work {work.number}"
@@ -156,9 +155,12 @@ def fault_of_result(work: Work, result: Result, newest: int) -> str:
     versions = completions.weight_versions
     if versions is None:
         return "it does not say which weights drew its tokens"
-    if not int(completions.lengths.sum()):
+    is_token = length_mask(completions.lengths, completions.tokens.shape[1])
+    if not bool(is_token.any()):
         return ""
-    is_token = torch.arange(versions.shape[1]) < completions.lengths[:, None]
+    ids = completions.tokens[is_token]
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        return f"it has token ids outside of 0 to {vocab_size - 1}"
     first = int(versions[is_token].min())
     last = int(versions[is_token].max())
     oldest = 0 if work.or_newer else work.version

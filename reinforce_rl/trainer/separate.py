@@ -39,6 +39,7 @@ from reinforce_rl.trainer.messages import (
     Arrival,
     Dismissed,
     GeneratorFailed,
+    Message,
     NewWeights,
     Received,
     Result,
@@ -81,6 +82,7 @@ class SeparatePool(GeneratorPool):
         settings: that the generators must have, too.
         silence_seconds: after which a generator is lost, and for a transfer of weights.
         wait_seconds: for a generator where there is none.
+        vocab_size: bounds the token ids that are accepted.
         note: told what happens, on the thread that calls the methods.
     """
 
@@ -94,12 +96,13 @@ class SeparatePool(GeneratorPool):
         silence_seconds: float,
         wait_seconds: float,
         staleness: int,
+        vocab_size: int,
         activity: Activity,
         status: StatusFile,
         stop: StopRequest,
         note: Callable[[str], object],
     ):
-        self._begin_empty()
+        self._begin_empty(vocab_size)
         self._idle: deque[int] = deque()  # numbers of generators that have asked for work
         self._folder, self._settings = folder, settings
         self._silence_seconds, self._wait_seconds, self._staleness = silence_seconds, wait_seconds, staleness
@@ -303,20 +306,25 @@ class SeparatePool(GeneratorPool):
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
         if bytes(parts[0]) == HELLO:
             return
-        with self._changed:
-            try:
-                self._take_message(rank, parts)
-            except BadMessageError as error:
-                what = f"sent what is no answer: {error}"
-                if (one := self._generators.get(rank // RANKS)) is not None:
-                    self._drop(one, what, dismiss=True)
-                else:
-                    self._notes.append(f"A program that is no generator of this run {what}")
-                    self._links.send(rank, *encode(Dismissed(what)))
-            self._changed.notify_all()
+        try:
+            message = decode(parts)
+            with self._changed:
+                self._take_message(rank, message)
+                self._changed.notify_all()
+        except BadMessageError as error:
+            with self._changed:
+                self._send_away(rank, f"sent an invalid message: {error}")
+                self._changed.notify_all()
 
-    def _take_message(self, rank: int, parts: list[memoryview]) -> None:
-        message = decode(parts)
+    def _send_away(self, rank: int, why: str) -> None:
+        generator = self._generators.get(rank // RANKS)
+        if generator is not None:
+            self._drop(generator, why, dismiss=True)
+        else:
+            self._notes.append(f"A program that is no generator of this run {why}")
+            self._links.send(rank, *encode(Dismissed(why)))
+
+    def _take_message(self, rank: int, message: Message) -> None:
         one = self._generators.get(rank // RANKS)
         if isinstance(message, Arrival):
             self._arrive(rank, message)
@@ -337,7 +345,7 @@ class SeparatePool(GeneratorPool):
             work = one.under_way.get(message.number)
             if work is None:  # nobody waits for it any more
                 return
-            if fault := fault_of_result(work, message, self._newest):
+            if fault := fault_of_result(work, message, newest=self._newest, vocab_size=self._vocab_size):
                 raise BadMessageError(fault)
             del one.under_way[message.number]
             self._results[message.number] = message

@@ -119,13 +119,17 @@ def space_note(error: BaseException, path: Path) -> str:
     return ""
 
 
+def not_written(path: Path, error: OSError) -> str:
+    """Say that a file cannot be written, why, and how much space is left."""
+    return f"{path} cannot be written: {error.strerror or error}{space_note(error, path)}"
+
+
 def write_fault(error: OSError) -> str:
     """Say which file could not be written and why, and how to go on; for the errors of `UNWRITABLE`."""
-    reason = error.strerror or os.strerror(error.errno or 0)
     if error.filename is None:
-        text = f"a file cannot be written: {reason}"
+        text = f"a file cannot be written: {error.strerror or error}"
     else:
-        text = f"{error.filename} cannot be written: {reason}{space_note(error, Path(error.filename))}"
+        text = not_written(Path(error.filename), error)
     remedies = {
         errno.EDQUOT: "Free some space, or have the quota raised",
         errno.EFBIG: "Raise the limit",

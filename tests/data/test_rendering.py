@@ -20,16 +20,9 @@ from helpers.chat_templates import (
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from reinforce_rl.data.rendering import (
-    ChatRenderer,
-    Conversation,
-    TemplateOptions,
-    encode_plain,
-    read_kwargs,
-    read_tools,
-    reads_date,
-)
-from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.data.conversation import Conversation, read_kwargs, read_tools
+from reinforce_rl.data.rendering import ChatRenderer, TemplateOptions, reads_date
+from reinforce_rl.data.tokenizer import encode_plain, load_tokenizer
 from reinforce_rl.errors import ConfigError, DataError
 
 MESSAGES = ({"role": "system", "content": "be kind"}, {"role": "user", "content": " hi\n"})

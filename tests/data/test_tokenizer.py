@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from helpers.tiny_tokenizer import write_model_without_weights, write_tiny_tokenizer
 
-from reinforce_rl.data.rendering import ChatRenderer, Conversation
+from reinforce_rl.data.conversation import Conversation
+from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.tokenizer import TokenizerInfo, decode_all, load_tokenizer
 from reinforce_rl.errors import ConfigError, DataError
 

@@ -110,6 +110,33 @@ def describe_more(model: Path) -> None:
     write(model, metadata)
 
 
+def describe_less(model: Path) -> None:
+    """A negative size would outweigh a huge one."""
+    metadata = read(model)
+    names = list(metadata.state_dict_metadata)
+    metadata.state_dict_metadata[names[0]].size = torch.Size((-(10**9),))
+    metadata.state_dict_metadata[names[1]].size = torch.Size((10**9,))
+    write(model, metadata)
+
+
+def describe_no_tensor(model: Path) -> None:
+    metadata = read(model)
+    metadata.state_dict_metadata["a"] = 5
+    write(model, metadata)
+
+
+def store_no_files(model: Path) -> None:
+    metadata = read(model)
+    metadata.storage_data = [1]
+    write(model, metadata)
+
+
+def name_a_list(model: Path) -> None:
+    metadata = read(model)
+    next(iter(metadata.storage_data.values())).relative_path = ["a"]
+    write(model, metadata)
+
+
 def another_format(model: Path) -> None:
     path = model / FORMAT_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "sharded_backend": "zarr"}))
@@ -147,6 +174,10 @@ SPOILT = [
     lead_to_a_link,
     lead_to_a_pipe,
     describe_more,
+    describe_less,
+    describe_no_tensor,
+    store_no_files,
+    name_a_list,
     another_format,
     a_deep_format,
     a_pipe_as_format,

@@ -16,8 +16,9 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 from reinforce_rl.config.reward_model import FullConfig, PairFieldsConfig, PairsConfig, TrainRewardModelConfig
 from reinforce_rl.data.batches import FINISH_STOP, Completions, join_prompts_and_responses
+from reinforce_rl.data.conversation import Conversation
 from reinforce_rl.data.prompts import PromptDataset
-from reinforce_rl.data.rendering import ChatRenderer, Conversation
+from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.reward_model.data import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 from omegaconf import OmegaConf
@@ -10,7 +11,7 @@ from omegaconf import OmegaConf
 from reinforce_rl.config.compose import compose, compose_stored
 from reinforce_rl.config.load import read_config
 from reinforce_rl.errors import DataError
-from reinforce_rl.runtime.stored_config import MAX_CONFIG_BYTES, parse_stored, parse_values
+from reinforce_rl.runtime.stored_config import MAX_CONFIG_BYTES, parse_stored, parse_values, read_stored
 
 LETTERS = "abcdefghijklmnopqrst"
 DOUBLED = "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise(LETTERS))
@@ -35,6 +36,20 @@ def test_what_is_no_configuration_is_a_sentence_and_runs_nothing(text, tmp_path,
         parse_stored(text, "run/config.yaml")
     assert len(str(error.value)) < 1000
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_read_within_bounds(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_bytes(b"a: \xff\n")
+    with pytest.raises(DataError, match=r"config\.yaml: not UTF-8"):
+        read_stored(file)
+    file.write_bytes(b"#" * (MAX_CONFIG_BYTES + 1))
+    with pytest.raises(DataError, match=rf"config\.yaml: more than {MAX_CONFIG_BYTES} bytes"):
+        read_stored(file)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(DataError, match="no regular file"):
+        read_stored(file)
 
 
 @pytest.mark.parametrize(

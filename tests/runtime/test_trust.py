@@ -106,10 +106,27 @@ class TestUse:
     @pytest.mark.parametrize("prefix", ["", "+", "++"])
     def test_what_the_reader_names_is_theirs(self, tmp_path, prefix):
         cfg = config("reward=function", f"{FUNCTION}=mine.f", "+reward_function.kwargs.target=3")
-        given = [f"{prefix}{FUNCTION}=mine.f", f"{prefix}reward_function.kwargs={{target: 3}}"]
+        given = [f"{prefix}{FUNCTION}=mine.f", "~reward_function.kwargs"]
         require_trust(cfg, given, tmp_path, trust=False)
         with pytest.raises(ConfigError, match=r"reward_function\.kwargs is .*target"):
             require_trust(cfg, [given[0], "reward_function.kwargs.target=3"], tmp_path, trust=False)
+
+    @pytest.mark.parametrize(
+        ("override", "key"),
+        [
+            ("+reward_function.kwargs={target: 5}", "reward_function.kwargs"),
+            ("reward_function={name: my.f}", FUNCTION),
+            ("remote_rm={reward_model: {ip: mine}}", "remote_rm.more_reward_models.b.ip"),
+        ],
+    )
+    def test_a_mapping_vouches_for_nothing_below_it(self, tmp_path, override, key):
+        """Hydra merges it into the folder's own, whose other entries stay."""
+        folder = ["reward=function", f"{FUNCTION}=my.f", "+reward_function.kwargs.url=http://evil"]
+        folder.append("+remote_rm.more_reward_models.b.ip=evil")
+        cfg = config(*folder)
+        with pytest.raises(ConfigError) as error:
+            require_trust(cfg, [override], tmp_path, trust=False)
+        assert key in {fault.partition(" ")[0] for fault in error.value.faults}
 
     def test_trust_lists_all_of_it_first_and_finds_copied_functions(self, tmp_path):
         said: list[str] = []
@@ -166,6 +183,15 @@ def test_hydra_finds_no_plugins_there(tmp_path):
     assert "a plugin of the folder ran" in run("pass").stderr, "so that the test can fail"
     kept = run("remove_from_import_path('.')")
     assert (kept.returncode, kept.stdout.strip()) == (0, "{'model': {'seed': 1}}"), kept.stderr
+
+
+def test_an_environment_within_the_folder_stays_on_the_path(tmp_path, monkeypatch):
+    """As of `explicit_log_dir=.` in a project with its own .venv."""
+    packages = tmp_path / ".venv" / "lib" / "site-packages"
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(packages), str(tmp_path / "run")])
+    remove_from_import_path(tmp_path)
+    assert sys.path == [str(packages)]
 
 
 def test_the_folder_of_the_tests_is_still_found():

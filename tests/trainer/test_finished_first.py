@@ -18,7 +18,7 @@ from helpers.tiny_run import rollouts_of, tiny_config
 from helpers.trainer_processes import NUM_PROMPTS, SETTINGS, TrainerProcesses, assert_sound
 
 from reinforce_rl.data.batches import Completions, Prompt
-from reinforce_rl.errors import EXIT_STOPPED, ConfigError
+from reinforce_rl.errors import EXIT_STOPPED, ConfigError, GenerationError
 from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.build import build_generator
@@ -196,6 +196,17 @@ def test_prompts_under_way_are_drawn_once_by_filtering_too(filters):
     maker.load_state(4, b"", [3, 5, 7])
     assert [one.prompts for one in maker.ahead] == [[3, 5], [7]]
     assert submitted == ([] if filters else [[3, 5], [7]])  # filtering submits them itself
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_an_answer_of_other_weights_ends_the_run(is_right):
+    pool, _ = pool_of(WORKS, [])
+    pool._newest, pool._vocab_size = 3, 32
+    work = replace(WORKS[2], num_samples=1)
+    pool._given[2] = work
+    pool._on_message(1, encode(result_of(work, 3 if is_right else 4)))
+    assert list(pool._results) == ([2] if is_right else [])
+    assert isinstance(pool._failure, GenerationError) is not is_right
 
 
 class TestWhatAStepTakes:

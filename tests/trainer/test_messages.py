@@ -25,8 +25,11 @@ def completions_of(versions: torch.Tensor | None) -> Completions:
     return Completions(tokens, torch.tensor([3, 0, 1, 2]), reasons, weight_versions=versions)
 
 
-def result_of(versions: torch.Tensor | None, **changes: Any) -> Result:
-    return replace(Result(7, (3, 9), completions_of(versions)), **changes)
+def result_of(versions: torch.Tensor | None, tokens: torch.Tensor | None = None, **changes: Any) -> Result:
+    completions = completions_of(versions)
+    if tokens is not None:
+        completions = replace(completions, tokens=tokens)
+    return replace(Result(7, (3, 9), completions), **changes)
 
 
 def all_of(version: int) -> torch.Tensor:
@@ -57,15 +60,17 @@ WRONG = {
     "one token of the weights after": (WORK, result_of(rows([3, 3, 3], [3, 3, 3], [3, 3, 3], [3, 4, 3]))),
     "one token of the weights before": (WORK, result_of(rows([3, 3, 3], [3, 3, 3], [2, 3, 3], [3, 3, 3]))),
     "weights that nobody has": (OR_NEWER, result_of(all_of(NEWEST + 1))),
+    "an id beyond the vocabulary": (WORK, result_of(all_of(3), tokens=torch.full((4, 3), 12))),
+    "an id below 0": (WORK, result_of(all_of(3), tokens=torch.full((4, 3), -1))),
     "a version below 0": (OR_NEWER, result_of(all_of(-1))),
 }
 
 
 @pytest.mark.parametrize(("work", "result"), RIGHT.values(), ids=RIGHT)
 def test_an_answer_to_the_work_has_no_fault(work, result):
-    assert fault_of_result(work, result, NEWEST) == ""
+    assert fault_of_result(work, result, newest=NEWEST, vocab_size=12) == ""
 
 
 @pytest.mark.parametrize(("work", "result"), WRONG.values(), ids=WRONG)
 def test_what_cannot_be_the_answer_is_said(work, result):
-    assert fault_of_result(work, result, NEWEST) != ""
+    assert fault_of_result(work, result, newest=NEWEST, vocab_size=12) != ""

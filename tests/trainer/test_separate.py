@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from helpers.tiny_run import metrics_of, rollouts_of, tiny_config, tiny_overrides, without_times
 from helpers.trainer_processes import (
     NUM_PROMPTS,
@@ -27,12 +28,13 @@ from helpers.trainer_processes import (
     assert_sound,
 )
 
+from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.runtime.guests import INVITATION_FILE
 from reinforce_rl.runtime.status import read_status
 from reinforce_rl.trainer.message_codec import decode, encode
-from reinforce_rl.trainer.messages import Work, WorkRequest, Works
+from reinforce_rl.trainer.messages import Dismissed, Result, RunEnded, Work, WorkRequest, Works
 from reinforce_rl.trainer.separate import SeparatePool, _Generator
 from reinforce_rl.trainer.separate_generator import SeparateGeneratorRank
 
@@ -340,10 +342,13 @@ class Sent:
 
     def __init__(self) -> None:
         self.messages: list[tuple[int, Work]] = []
+        self.dismissed: list[int] = []
 
     def send(self, rank: int, *parts: bytes) -> None:
         if isinstance(message := decode(parts), Works):
             self.messages += [(rank, work) for work in message.works]
+        elif isinstance(message, Dismissed):
+            self.dismissed.append(rank)
 
 
 def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple[Any, Sent]:
@@ -351,7 +356,8 @@ def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple
     pool: Any = object.__new__(SeparatePool)
     sent = Sent()
     pool._links, pool._changed, pool._staleness = sent, threading.Condition(), staleness
-    pool._given = {}
+    pool._given, pool._results = {}, {}
+    pool._newest, pool._vocab_size, pool._last_loss = 3, 32, ""
     pool._waiting, pool._notes, pool._told, pool._members, pool._epoch = deque(), deque(), set(), (), 0
     pool.group = SimpleNamespace(abandon=lambda *_: None)
     pool._generators = {
@@ -379,6 +385,49 @@ def test_work_goes_to_who_has_its_weights():
     rank, work = sent.messages[-1]
     assert (rank, work.number, work.version, work.seed) == (4096, 0, 3, 7), "nobody has version 2 any more"
     assert [note for note in pool._notes if "No generator has the weights after step 2 any more" in note]
+
+
+def answer_to(work: Work, token: int = 1, version: int | None = None) -> Result:
+    """One response of one token to a work of one prompt."""
+    versions = torch.tensor([[work.version if version is None else version]])
+    completions = Completions(torch.tensor([[token]]), torch.tensor([1]), ("stop",), weight_versions=versions)
+    return Result(work.number, tuple(prompt.id for prompt in work.prompts), completions)
+
+
+WRONG_ANSWERS = {
+    "another version's tokens": lambda work: encode(answer_to(work, version=2)),
+    "an id that the model lacks": lambda work: encode(answer_to(work, token=32)),
+    "another prompt": lambda work: encode(replace(answer_to(work), prompt_ids=(8,))),
+    "no message": lambda work: [b"{", b""],
+    "a message of the trainers": lambda work: encode(RunEnded()),
+    "more works than there are": lambda work: encode(WorkRequest(1 << 40)),
+}
+
+
+@pytest.mark.parametrize("wrong", [None, *WRONG_ANSWERS], ids=str)
+def test_an_answer_that_cannot_be_one_sends_its_generator_away(wrong):
+    pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
+    work = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    pool.submit([work])
+    assert [rank for rank, _ in sent.messages] == [4096]
+    answer = encode(answer_to(work)) if wrong is None else WRONG_ANSWERS[wrong](work)
+    pool._on_message(4096, answer)
+    if wrong is None:
+        assert list(pool._results) == [0]
+        assert set(pool._generators) == {1, 2}
+        return
+    assert pool._results == {}
+    assert set(pool._generators) == {2}
+    assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096], "the other one gets its work"
+    assert sent.dismissed == [4096]
+
+
+def test_a_stranger_is_sent_away_and_told_of():
+    pool, sent = pool_of(1, [(1, 0, 3)])
+    pool._on_message(5 * 4096, [b"{", b""])
+    assert sent.dismissed == [5 * 4096]
+    assert set(pool._generators) == {1}
+    assert len(pool._notes) == 1
 
 
 def test_work_of_weights_that_are_on_their_way_waits():

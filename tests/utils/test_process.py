@@ -114,6 +114,10 @@ def test_secrets_stay_out_of_programs_of_others():
         "DB_PASSWORD",
         "GOOGLE_APPLICATION_CREDENTIALS",
         "token",
+        "PGPASSWORD",
+        "OPENAI_KEY",
+        "GITHUB_PAT",
+        "DOCKER_AUTH_CONFIG",
     ]
     plain = ["PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "MONKEY"]
     assert list(without_secrets(dict.fromkeys([*secret, *plain], "x"))) == plain

@@ -1,0 +1,113 @@
+"""A record's conversation: its messages, tools and template arguments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reinforce_rl.data import jsonl
+from reinforce_rl.errors import DataError
+
+TOOLS_KEY = "tools"
+KWARGS_KEY = "chat_template_kwargs"
+DATE_FUNCTION = "strftime_now"  # what templates call for today's date
+
+# Parameters of `apply_chat_template` that say what is rendered and what is returned.
+_RESERVED = (
+    "conversation",
+    "messages",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "sanitize_control_tokens",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    DATE_FUNCTION,
+)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template renders, in the form of OpenAI and transformers."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # template arguments of this record
+
+    @classmethod
+    def of_record(cls, messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Conversation:
+        """Add the tools and template arguments of a record; raises DataError, which names the column."""
+        return cls(tuple(messages), read_tools(record.get(TOOLS_KEY)), read_kwargs(record.get(KWARGS_KEY)))
+
+
+def read_tools(value: object) -> tuple[Mapping[str, Any], ...]:
+    """Return tools in OpenAI's form: a list of objects, or JSON of one; null and an empty text are none."""
+    tools = _parsed(value, TOOLS_KEY)
+    if tools is None:
+        return ()
+    expected = "expected a list of objects, or its JSON"
+    advice = "a column of another meaning needs another name: +model.data.fields.rename.NAME=tools"
+    if not isinstance(tools, list):
+        raise DataError(f"{TOOLS_KEY} is {jsonl.describe_type(tools)}, {expected}; {advice}")
+    parsed = [_parsed(tool, f"{TOOLS_KEY}[{index}]") for index, tool in enumerate(tools)]
+    for index, tool in enumerate(parsed):
+        if not isinstance(tool, dict):
+            kind = jsonl.describe_type(tool)
+            raise DataError(f"{TOOLS_KEY}[{index}] is {kind}, {expected}; {advice}")
+    return tuple(parsed)
+
+
+def read_kwargs(value: object) -> dict[str, Any]:
+    """Return template arguments: an object, or JSON of one; null is none, and so is an argument that is null."""
+    kwargs = _parsed(value, KWARGS_KEY)
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, dict):
+        kind = jsonl.describe_type(kwargs)
+        raise DataError(f"{KWARGS_KEY} is {kind}, expected an object of template arguments, or its JSON")
+    given = {name: argument for name, argument in kwargs.items() if argument is not None}
+    faults = kwargs_faults(given, KWARGS_KEY)
+    if faults:
+        raise DataError("; ".join(faults))
+    return given
+
+
+def kwargs_faults(kwargs: Mapping[str, Any], key: str) -> list[str]:
+    """Return a sentence for each argument that a template cannot get."""
+    faults = []
+    for name, argument in kwargs.items():
+        if name in _RESERVED:
+            faults.append(f"{key}.{name} is {argument!r}, but {name} is set by this program; leave it out")
+        elif not _is_json(argument):
+            kind = type(argument).__name__
+            faults.append(f"{key}.{name} is of type {kind}; expected what JSON can say")
+    return faults
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _parsed(value: object, key: str) -> Any:
+    """Parse the JSON that CSV, Parquet and `datasets` hold for nested values."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{key} is {value[:60]!r}, which is no JSON: {error}") from error
