@@ -370,6 +370,14 @@ def test_too_long_is_refused_by_default(tokenizer, tmp_path):
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
             "messages[0].tool_calls[0]: the arguments are a list",
         ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": []}]}]},
+            "messages[0].tool_calls[0]: the arguments are a list",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": '"x"'}]}]},
+            "messages[0].tool_calls[0]: the arguments are a string",
+        ),
         ({"messages": [{"role": "user", "content": "x"}], "tools": ["f"]}, "tools[0] is 'f', which is no JSON"),
         (
             {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": True},
