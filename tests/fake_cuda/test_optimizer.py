@@ -27,16 +27,21 @@ KINDS = pytest.mark.parametrize(
 )
 
 
+def built_on(mesh: Any, folder: Path, dtype: torch.dtype, distributed: bool) -> tuple[Any, ...]:
+    """Actor, megatron's optimizer and scheduler, and the optimizer that steps."""
+    sharing = OptimConfig(distributed=distributed, overlap_grad_sync=distributed)
+    actor = actor_of(folder, mesh, dtype=dtype, with_reference=False, optim=sharing)
+    built = build_optimizer(actor.ddp, **SETTINGS)
+    return actor, built, ActorOptimizer(*built, actor.ddp, overlap_restore=distributed)
+
+
 @contextmanager
 def trained(machine: Machine, folder: Path, dtype: torch.dtype, distributed: bool) -> Iterator[tuple[Any, ...]]:
     """One of two data-parallel ranks after a step: actor, megatron's parts, optimizer, and the memory of others."""
     gc.collect()  # models of other tests, so that the memory is this one's
     others = machine.gpu.memory.bytes
     with machine.rank(0, 2), Layout().mesh() as mesh:
-        sharing = OptimConfig(distributed=distributed, overlap_grad_sync=distributed)
-        actor = actor_of(folder, mesh, dtype=dtype, with_reference=False, optim=sharing)
-        built = build_optimizer(actor.ddp, **SETTINGS)
-        optimizer = ActorOptimizer(*built, actor.ddp, overlap_restore=distributed)
+        actor, built, optimizer = built_on(mesh, folder, dtype, distributed)
         accumulate(actor)
         optimizer.step()
         yield actor, built, optimizer, others
@@ -44,6 +49,25 @@ def trained(machine: Machine, folder: Path, dtype: torch.dtype, distributed: boo
 
 def accumulate(actor: Any) -> None:
     actor.get_loss_and_metrics(rows_of(whole_batch(), [0, 3]), sequences(4))
+
+
+@KINDS
+def test_moments_can_be_there_before_the_first_step(machine, folders, dtype, distributed):
+    """An engine on the same GPU sizes its cache by what is free when it starts."""
+    with machine.rank(0, 2), Layout().mesh() as mesh:
+        actor, _, optimizer = built_on(mesh, folders[2], dtype, distributed)
+        before = machine.gpu.memory.bytes
+        optimizer.allocate_moments()
+        moments = machine.gpu.memory.bytes - before
+        parameters = list(actor.lm.parameters())
+        elements = sum(parameter.numel() for parameter in parameters)
+        share = elements // 2 if distributed else elements
+        # torch's allocator rounds each tensor up to 512 bytes.
+        assert 2 * 4 * share <= moments <= 2 * (4 * share + 512 * len(parameters))
+        accumulate(actor)
+        with machine.gpu.counting() as ledger:
+            assert not optimizer.step().skipped
+        assert ledger.peak - ledger.start < 10_000
 
 
 @KINDS
