@@ -188,7 +188,7 @@ def _have_same_tensors(one: StepRecord, other: StepRecord) -> bool:
 def _differences(
     runs: tuple[RunFolder, RunFolder], step: int, records: tuple[StepRecord, StepRecord] | None
 ) -> Iterator[tuple[str, Bounds, FirstDifference]]:
-    first, second = (_sorted(read_table(rollout_files(run.path)[step])) for run in runs)
+    first, second = (_with_weight_versions(_sorted(read_table(rollout_files(run.path)[step])), step) for run in runs)
     if (missing := missing_samples(first, second)) is not None:
         yield from (("prompts", bounds, missing) for bounds in (EQUAL_BITS, ROUNDING))
         return
@@ -213,6 +213,21 @@ def _of_records(one: StepRecord, other: StepRecord) -> Iterator[tuple[str, Bound
 def _sorted(table: pa.Table) -> pa.Table:
     """Other numbers of ranks write the samples in another order."""
     return table.sort_by([("prompt_id", "ascending"), ("sample_id", "ascending")])
+
+
+def _with_weight_versions(table: pa.Table, step: int) -> pa.Table:
+    """Fill in `weight_versions`, which a run leaves out if the ranks that train generate: step - 1 for each token."""
+    responses = table["response_tokens"].to_pylist()
+    has_versions = "weight_versions" in table.column_names
+    recorded = table["weight_versions"].to_pylist() if has_versions else [None] * len(responses)
+    versions = []
+    for response, of_tokens in zip(responses, recorded, strict=True):
+        if of_tokens is None and response is not None:
+            of_tokens = [step - 1] * len(response)
+        versions.append(of_tokens)
+    if has_versions:
+        table = table.drop_columns("weight_versions")
+    return table.append_column("weight_versions", pa.array(versions, pa.list_(pa.int32())))
 
 
 def _earliest(found: dict[str, Parting]) -> Parting:

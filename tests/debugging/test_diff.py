@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers.tiny_run import tiny_config
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.console import Console
 from reinforce_rl.debugging.diff import diff, write
 from reinforce_rl.debugging.differences import EQUAL_BITS, ROUNDING, Bounds, missing_samples, sample_differences
 from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring.records import rollout_files
 from reinforce_rl.run import train
 
 RL = "trainer.reinforce"
@@ -98,6 +100,25 @@ def test_what_was_not_recorded_is_not_called_the_same(folder: Path, tmp_path: Pa
     assert "as far as they were compared: samples in all, weights in 0 and update in 0" in found.sentence
     rows = {row[0]: row[1] for row in found.rows()}
     assert rows["weights"] == rows["update"] == "not compared" and rows["generate"] == "same"
+
+
+@pytest.mark.parametrize(("age", "phases"), [(1, []), (0, ["generate"]), (2, ["generate"])])
+def test_versions_that_the_ranks_that_train_leave_out(folder: Path, tmp_path: Path, age: int, phases: list) -> None:
+    """The second run is written as one whose generators draw with weights `age` steps older than the step's."""
+    shutil.copytree(folder / "base", tmp_path / "other")
+    for step, path in rollout_files(tmp_path / "other").items():
+        table = pq.read_table(path)
+        lengths = table["response_length"].to_pylist()
+        versions = pa.array([[step - age] * length for length in lengths], pa.list_(pa.int32()))
+        place = table.column_names.index("weight_versions")
+        assert table["weight_versions"].null_count == table.num_rows
+        pq.write_table(table.set_column(place, "weight_versions", versions), path)
+    result = diff(folder / "base", tmp_path / "other")
+    assert list(result.exact) == phases
+    if phases:
+        parting = result.exact["generate"]
+        assert (parting.step, parting.difference.what) == (1, "weight_versions")
+        assert (parting.difference.first, parting.difference.second) == (0, 1 - age)
 
 
 def test_what_changed_on_the_way_is_named_with_its_step(folder: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from helpers.vllm_engine import OF_RUNS, vllm_model, vllm_overrides
 from safetensors.torch import load_file
 
 from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.debugging.diff import diff
 from reinforce_rl.errors import EXIT_LOST_RANK, EXIT_STOPPED, ConfigError, GenerationError
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.records import read_tokens
@@ -94,6 +95,7 @@ def test_without_staleness_it_is_the_colocated_run_bit_for_bit(trainers, generat
     settings = ("placement=disaggregated", f"generation_ranks={generators}", "max_staleness=0")
     apart = finish(processes, tmp_path / "apart", *overrides, *settings, ranks=trainers + generators)
     assert_same_training(apart, colocated)
+    assert not diff(colocated / "run", apart / "run").exact
 
 
 TRAINERS = {"TP2": (2, "tensor"), "PP2": (2, "pipeline"), "one": (1, "tensor")}
