@@ -28,6 +28,7 @@ from reinforce_rl.trainer.generator_pool import INVITATION
 from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
 from reinforce_rl.trainer.messages import (
     HELLO,
+    EndReceived,
     GeneratorFailed,
     Message,
     Result,
@@ -369,6 +370,7 @@ class GeneratorRank:
         with self._changed:
             if isinstance(message, RunEnded):
                 self._has_ended = True
+                self._links.send(0, *encode(EndReceived()))
             elif isinstance(message, WeightsAnnounced):
                 self._announced.append(message.version)
             elif isinstance(message, Works):

@@ -11,6 +11,7 @@ takes the works that are finished first.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -23,6 +24,7 @@ from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
 from reinforce_rl.trainer.messages import (
+    EndReceived,
     GeneratorFailed,
     Message,
     Result,
@@ -36,6 +38,7 @@ from reinforce_rl.trainer.messages import (
 
 INVITATION = "generators"  # where rank 0's `Invitation` is shared
 _POLL_SECONDS = 0.2
+_END_SECONDS = 10.0  # for generators to read that the run has ended
 
 
 class GeneratorPool:
@@ -71,6 +74,7 @@ class GeneratorPool:
         self._again: set[int] | None = None  # while `take` waits: works that were given again before
         self._dropped = 0  # since then
         self._failure: ReinforceError | None = None  # of a generator that cannot go on
+        self._know_the_end = set[int]()  # ranks that have read that the run has ended
         self._newest = 0  # version of the weights that generators were sent
 
     def submit(self, work: Iterable[Work]) -> None:
@@ -192,8 +196,20 @@ class GeneratorPool:
         """End the generators."""
         self._thread.stopping.set()
         self._links.send_all(*encode(RunEnded()))
-        self._thread.wait_closed(_POLL_SECONDS)
+        self._await_end(time.monotonic() + _END_SECONDS)
         self._thread.close()
+
+    def _await_end(self, deadline: float) -> None:
+        """Wait until all generators that are there have read that the run has ended.
+
+        A connection that closes takes with it what its peer has not read, and the generator would call this run lost.
+        """
+        with self._changed:
+            while time.monotonic() < deadline:
+                peers = list(self._links.peers.values())
+                if all(peer.closed or peer.rank in self._know_the_end for peer in peers):
+                    return
+                self._changed.wait(_POLL_SECONDS)
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
         try:
@@ -220,6 +236,8 @@ class GeneratorPool:
             self._results[message.number] = message
         elif isinstance(message, GeneratorFailed):
             self._failure = message.failure
+        elif isinstance(message, EndReceived):
+            self._know_the_end.add(rank)
         else:
             raise BadMessageError(f"{type(message).__name__} is of the trainers")
 

@@ -27,6 +27,7 @@ from reinforce_rl.trainer.messages import (
     Abandoned,
     Arrival,
     Dismissed,
+    EndReceived,
     GeneratorFailed,
     Message,
     NewWeights,
@@ -70,7 +71,18 @@ class _FailedFields:
     failure: _Failure
 
 
-_PLAIN = (Arrival, WorkRequest, Received, Works, WeightsAnnounced, RunEnded, NewWeights, Abandoned, Dismissed)
+_PLAIN = (
+    Arrival,
+    WorkRequest,
+    Received,
+    EndReceived,
+    Works,
+    WeightsAnnounced,
+    RunEnded,
+    NewWeights,
+    Abandoned,
+    Dismissed,
+)
 _FIELDS: dict[str, type] = {kind.__name__: kind for kind in _PLAIN}
 _FIELDS |= {Result.__name__: _ResultFields, GeneratorFailed.__name__: _FailedFields}
 

@@ -60,6 +60,11 @@ class Received:
     fault: str = ""  # empty: the weights are there
 
 
+@dataclass(frozen=True)
+class EndReceived:
+    """The answer to `RunEnded`, at once, whatever is still under way."""
+
+
 # From the trainers
 
 
@@ -128,6 +133,7 @@ Message = (
     | Result
     | GeneratorFailed
     | Received
+    | EndReceived
     | Works
     | WeightsAnnounced
     | RunEnded

@@ -38,6 +38,7 @@ from reinforce_rl.trainer.messages import (
     Abandoned,
     Arrival,
     Dismissed,
+    EndReceived,
     GeneratorFailed,
     Message,
     NewWeights,
@@ -328,6 +329,8 @@ class SeparatePool(GeneratorPool):
         one = self._generators.get(rank // RANKS)
         if isinstance(message, Arrival):
             self._arrive(rank, message)
+        elif isinstance(message, EndReceived):
+            self._know_the_end.add(rank)
         elif one is None:
             self._links.send(rank, *encode(Dismissed("the trainers have taken it for lost")))
         elif isinstance(message, WorkRequest):
