@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -49,9 +50,14 @@ def _adapter_base(folder: Path) -> str:
 
 
 def export_command(run: Path) -> str:
-    from omegaconf import OmegaConf  # a benchmark on a bare GPU machine needs the rest without it
+    """Return the command that exports a run's newest checkpoint."""
+    import yaml  # a benchmark on a bare GPU machine needs the rest without it
 
-    config = run / "config.yaml"
-    own = OmegaConf.load(config) if config.is_file() else OmegaConf.create()
-    base = OmegaConf.select(own, MODEL, default="THE_MODEL_IT_BEGAN_FROM")
+    base: Any = None
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
+        # The folder may be somebody else's: its values as they are, without what they would resolve to.
+        base = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
+        for key in MODEL.split("."):
+            base = base[key] if isinstance(base, dict) and key in base else None
+    base = base if isinstance(base, str) else "THE_MODEL_IT_BEGAN_FROM"
     return f"reinforce-rl convert to-hf {run} {run / 'hf'} --model {base}"

@@ -30,7 +30,7 @@ from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.run import train
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.build import build_actor, configured_mesh
-from reinforce_rl.utils.process import PACKAGE_PARENT, Child, die_with_parent
+from reinforce_rl.utils.process import Child, die_with_parent, import_path
 
 DEADLINE = 3600.0  # seconds, of a process
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -123,7 +123,7 @@ def resume(cfg: TrainConfig, folder: Path) -> list[Check]:
 def _run(folder: Path, *words: str, ranks: int = 1) -> tuple[int | None, str]:
     """Run this module with these words; return its exit code, and the last line that it said."""
     environment = {name: value for name, value in os.environ.items() if name not in OF_TORCHRUN}
-    environment["PYTHONPATH"] = os.pathsep.join([PACKAGE_PARENT, *filter(None, sys.path)])
+    environment["PYTHONPATH"] = import_path()
     launcher: list[str] = []
     if ranks > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")

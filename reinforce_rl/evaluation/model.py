@@ -97,6 +97,7 @@ def inference_config(
     Raises ConfigError with all faults in one message.
     """
     path = model_folder(model)
+    remove_from_import_path(model)
     if like is not None and not (Path(like) / CONFIG_FILE).is_file():
         raise ConfigError([f"{like} has no {CONFIG_FILE}; expected the folder of a run"])
     if like is None:

@@ -21,6 +21,9 @@ from reinforce_rl.utils.files import encode, write_atomically
 Prompts = str | Path | Iterable[str | Mapping[str, Any]]
 
 
+COPIED_REWARD = "copied_reward"  # how a module begins that a function was copied into
+
+
 @dataclass(frozen=True)
 class Run:
     """What a run left behind."""
@@ -157,4 +160,4 @@ def _copied(function: Any, modules: Mapping[str, str], folder: Path, files: dict
         raise ReinforceError(f"the source of the reward {function.__name__} is not known; {advice}") from error
     if str(folder.resolve()) not in sys.path:
         sys.path.append(str(folder.resolve()))
-    return f"{_add(folder / 'copied_reward.py', code, files).stem}.{function.__name__}"
+    return f"{_add(folder / f'{COPIED_REWARD}.py', code, files).stem}.{function.__name__}"

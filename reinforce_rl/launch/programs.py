@@ -24,6 +24,7 @@ from reinforce_rl.config.load import load_config, read_config
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import EXIT_STOPPED
+from reinforce_rl.launch.api import COPIED_REWARD
 from reinforce_rl.launch.terminal import fail, plain_errors, start_ranks, typed, use_utf8
 from reinforce_rl.runtime.settings import freeze_template_date, may_start
 from reinforce_rl.runtime.stop import StopNow, StopRequest
@@ -79,9 +80,14 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
 
 
 def find_copied_functions(cfg: DictConfig) -> None:
-    """Let the run's folder be searched for modules: `reinforce_rl.train` copies a function there."""
-    folder = str(OmegaConf.select(cfg, "exp_manager.explicit_log_dir", default="."))
-    sys.path.append(os.path.abspath(os.path.expanduser(folder)))
+    """Let the run's folder be searched for modules if `reinforce_rl.train` copied a reward function there."""
+    names = [OmegaConf.select(cfg, "reward_function.name", default=None)]
+    more = OmegaConf.select(cfg, "reward_function.more_functions", default=None)
+    if isinstance(more, DictConfig):
+        names += [OmegaConf.select(more, f"{key}.name", default=None) for key in more]
+    if any(str(name).startswith(COPIED_REWARD) for name in names):
+        folder = str(OmegaConf.select(cfg, "exp_manager.explicit_log_dir", default="."))
+        sys.path.append(os.path.abspath(os.path.expanduser(folder)))
 
 
 @with_config("train_reinforce_actor")

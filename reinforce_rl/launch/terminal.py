@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, LostRankError, ReinforceError
 from reinforce_rl.utils.files import UNWRITABLE, write_fault
-from reinforce_rl.utils.process import PACKAGE_PARENT
+from reinforce_rl.utils.process import PACKAGE_PARENT, RUN_MODULE
 
 _command = ""  # "train" in `reinforce-rl train`; empty in a script
 
@@ -62,9 +62,11 @@ def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") ->
         raise ReinforceError(f"{key} is {num_nodes}, but this is plain python; start it on every node with {expected}")
     # One thread per rank: ranks that each use all cores slow each other down.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    program = ["-m", "reinforce_rl", _command] if _command else sys.argv[:1]  # whatever file of the PATH was typed
-    launcher = ["-m", "reinforce_rl.utils.ranks", "--standalone", "--nproc-per-node", str(devices)]
-    # The package need not be installed for the script to run, and the script's own folder is not on the path of -m.
+    program = (
+        [RUN_MODULE, "reinforce_rl", _command] if _command else sys.argv[:1]
+    )  # whatever file of the PATH was typed
+    launcher = [RUN_MODULE, "reinforce_rl.utils.ranks", "--standalone", "--nproc-per-node", str(devices)]
+    # The package need not be installed for the script to run, and the script's own folder is not on the path.
     paths = [PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.stdout.flush()

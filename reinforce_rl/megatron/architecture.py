@@ -176,6 +176,9 @@ def _faults(values: dict[str, Any], family: _Family) -> list[str]:
         faults.append(f"num_key_value_heads is {groups}, which does not divide {heads} attention heads")
     if not values.get("head_dim") and (hidden := values.get("hidden_size", 0)) % heads:
         faults.append(f"hidden_size is {hidden}, which {heads} attention heads do not divide, and head_dim is missing")
+    head_size = values.get("head_dim") or values.get("hidden_size", 0) // heads
+    if head_size % 2:
+        faults.append(f"the head size (head_dim, or hidden_size by heads) is {head_size}; rotary positions need pairs")
     if len(_windows(values, family)) > 1:
         some = f"sliding_window is {values['sliding_window']} on some layers only (use_sliding_window, with "
         faults.append(f"{some}max_window_layers or layer_types); supported: on all layers or on none")

@@ -28,7 +28,7 @@ from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
-from reinforce_rl.utils.process import PACKAGE_PARENT, Message, ModuleChild, receive
+from reinforce_rl.utils.process import Message, ModuleChild, import_path, receive
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ class FunctionPool:
         return self._host
 
     def _launch(self) -> _Host:
-        folders = [PACKAGE_PARENT, *filter(None, sys.path)]
+        folders = import_path().split(os.pathsep)
         allowed = {*VARIABLES, *self._config.environment}
         variables = {
             name: value

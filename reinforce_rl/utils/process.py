@@ -25,6 +25,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # request a grac
 KILL_SECONDS = 60.0  # from SIGKILL to the end of a child; freeing much memory takes a while
 MAX_INTERVAL = 2.0
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+RUN_MODULE = str(Path(__file__).resolve().with_name("run_module.py"))
 MAX_MESSAGE_BYTES = 1 << 24
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36  # of prctl(2)
 
@@ -32,6 +33,12 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36  # of prctl
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSPHRASE|CREDENTIALS?|PAT|AUTH|API_?KEY|KEY)(_|$)|PASSW(OR)?D", re.I)
 
 Message = dict[str, Any]
+
+
+def import_path() -> str:
+    """Return this process's import path, as PYTHONPATH of a child that is to find the same modules."""
+    folders = [entry or os.getcwd() for entry in sys.path]
+    return os.pathsep.join([PACKAGE_PARENT, *folders])
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
@@ -142,7 +149,7 @@ class Child:
 
 
 class ModuleChild(Child):
-    """Runs `python -m MODULE FD PARENT` with a JSON connection; it must first call `connect_to_parent`.
+    """Runs the module with arguments FD and PARENT, and a JSON connection; it must first call `connect_to_parent`.
 
     The child ends when the connection does, so it never outlives this process. Without `on_message` the caller may use
     `connection` directly.
@@ -169,7 +176,7 @@ class ModuleChild(Child):
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
         self.connection, theirs = Pipe()
         with theirs:
-            command = [*prefix, python, "-m", module, str(theirs.fileno()), str(os.getpid())]
+            command = [*prefix, python, RUN_MODULE, module, str(theirs.fileno()), str(os.getpid())]
             super().__init__(command, env=env, pass_fds=[theirs.fileno(), *pass_fds], **popen)
         self._silence = Silence()
         if on_message is not None:

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from helpers.chat_templates import QWEN25, write_chat_tokenizer
+from helpers.chat_templates import QWEN25, SANITIZED_OR_NOT, needs_sanitize, write_chat_tokenizer
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer
@@ -112,7 +112,7 @@ def test_a_tokenizer_that_was_saved_with_truncation_cuts_nothing(tokenizer, tmp_
         {"messages": [{"role": "user", "content": "hi there"}]},
     )
     saved = load_tokenizer(folder)
-    for template in (TemplateOptions(), TemplateOptions(sanitize_control_tokens=True)):
+    for template in SANITIZED_OR_NOT:
         found = load(saved, file, template=template)
         assert [p.tokens for p in found] == [p.tokens for p in load(tokenizer, file)]
 
@@ -294,6 +294,7 @@ def test_the_public_cases_with_tools(tmp_path, case):
     assert [*prompt.tokens] == expected
 
 
+@needs_sanitize
 def test_control_tokens_of_a_message_may_be_text(tmp_path):
     tokenizer = write_chat_tokenizer(tmp_path / "t", QWEN25)
     messages = [{"role": "user", "content": "hi<|im_end|>"}]

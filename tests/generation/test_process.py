@@ -114,14 +114,14 @@ def test_the_launchers_variables_stay_outside():
         "HF_HUB_OFFLINE": "1",
         "REINFORCE_REWARD_TOKEN": "secret",
     }
-    found = engine_environment(given, Path("/tmp/rrl-5-1"), ["2", "3"], ["/here"])
+    found = engine_environment(given, Path("/tmp/rrl-5-1"), ["2", "3"], "/here")
     assert found["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert (found["PATH"], found["HF_HUB_OFFLINE"]) == ("/bin", "1")
     assert (found["PYTHONPATH"], found["TMPDIR"]) == ("/here", "/tmp/rrl-5-1")
     gone = {"RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PMIX_RANK", "SLURM_PROCID", "RAY_ADDRESS"}
     gone |= {"CUDA_DEVICE_MAX_CONNECTIONS", "REINFORCE_REWARD_TOKEN"}
     assert not gone & found.keys()
-    assert engine_environment(given, Path("/tmp/rrl-5-1"), None, [])["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert engine_environment(given, Path("/tmp/rrl-5-1"), None, "")["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
 
 
 EXPANDABLE = "expandable_segments:True"
@@ -142,7 +142,7 @@ EXPANDABLE = "expandable_segments:True"
 def test_memory_pools_do_not_stand_expandable_segments(name, given, expected):
     if "[" in given:
         expected = "roundup_power2_divisions:[256:1,512:2,>:8],max_split_size_mb:64"
-    found = engine_environment({name: given, "PATH": "/bin"}, Path("/tmp/rrl-5-1"), None, [])
+    found = engine_environment({name: given, "PATH": "/bin"}, Path("/tmp/rrl-5-1"), None, "")
     assert found.get(name) == expected
     assert found["PATH"] == "/bin"
 
@@ -291,7 +291,7 @@ def test_a_stopped_engine_does_not_hold_up_a_long_request(tmp_path, monkeypatch)
     engine = process_of(tmp_path, request=1.0)
     engine._child = ModuleChild("timeit", prefix=["sh", "-c", "exec sleep 60", "sh"])
     prompts = [
-        Request(tuple(range(100_000)), EngineSampling(8, 0, 0, None, None, None, None, []))
+        Request(tuple(range(100_000)), EngineSampling(8, 0, 0, None, None, None, None, ""))
     ] * 20  # far more than the connection holds
     with pytest.raises(EngineLostError, match=r"no answer to generate within 1 s \(engine.request_timeout"):
         engine.generate(prompts)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
+import pytest
 from helpers.tiny_tokenizer import write_tiny_tokenizer
+from transformers import PreTrainedTokenizerBase
 
+from reinforce_rl.data.rendering import TemplateOptions
 from reinforce_rl.data.tokenizer import load_tokenizer
+
+# The GPU image's transformers, 5.17, has no such argument.
+CAN_SANITIZE = "sanitize_control_tokens" in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+needs_sanitize = pytest.mark.skipif(not CAN_SANITIZE, reason="this transformers cannot sanitize control tokens")
+SANITIZED_OR_NOT = [TemplateOptions()]
+if CAN_SANITIZE:
+    SANITIZED_OR_NOT.append(TemplateOptions(sanitize_control_tokens=True))
 
 CONTROL_TOKENS = (
     "<|im_start|>",

@@ -222,13 +222,18 @@ def test_values_of_another_type_are_faults_with_their_key(key, value):
         {"rope_theta": None},
         {"rope_scaling": {"rope_type": "linear", "factor": None}},
         {"rope_scaling": {"rope_type": "linear"}},
-        {"head_dim": 33},
     ],
 )
 def test_what_transformers_refuses_is_a_fault_of_the_configuration(keys):
     architecture = Architecture.from_hf({**SMOLLM2, **keys})
     with pytest.raises(ConfigError, match=r"config\.json"):
         rope_parameters(architecture)
+
+
+def test_a_head_of_odd_size_has_no_pairs_to_turn():
+    """transformers refuses it from 5.23 on, and fails at the first forward pass before."""
+    with pytest.raises(ConfigError, match=r"head size .* is 33"):
+        Architecture.from_hf({**SMOLLM2, "head_dim": 33})
 
 
 def test_swish_is_silu():

@@ -25,7 +25,7 @@ from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
 from reinforce_rl.generation.engine import Answer, EngineArguments, Request
 from reinforce_rl.generation.engine.buckets import Offer
 from reinforce_rl.megatron.hf_weights import carry_over
-from reinforce_rl.utils.process import PACKAGE_PARENT, ModuleChild, without_secrets
+from reinforce_rl.utils.process import PACKAGE_PARENT, ModuleChild, import_path, without_secrets
 
 PROBE_SECONDS = 60.0  # to look for the engine's package in its Python
 STOP_SECONDS = 60.0  # TensorRT-LLM alone waits 30 s for its workers
@@ -126,8 +126,8 @@ class EngineProcess:
     def _check_package(self) -> None:
         package, config = self._adapter.package, self._config
         probe = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
-        path = [] if config.python is not None else [PACKAGE_PARENT, *sys.path]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+        path = "" if config.python is not None else import_path()
+        environment = {**os.environ, "PYTHONPATH": path}
         try:
             done = subprocess.run([self._python, "-c", probe], env=environment, timeout=PROBE_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -149,13 +149,13 @@ class EngineProcess:
         model.mkdir()
         carry_over(Path(self._arguments.model), model)
         self._adapter.write_config(model)
-        path = [PACKAGE_PARENT, *sys.path]
+        path = import_path()
         if self._config.python is not None:
             # The launcher's own path holds packages of other versions than the engine's environment.
             package = folder / "package"
             package.mkdir()
             (package / "reinforce_rl").symlink_to(Path(PACKAGE_PARENT) / "reinforce_rl")
-            path = [str(package)]
+            path = str(package)
         arguments = replace(self._arguments, model=str(model))
         variables = self._adapter.environment(folder)
         for name in _LEFT_TO_THE_USER:
@@ -271,7 +271,7 @@ def private_folder(environment: Mapping[str, str], dp_rank: int) -> Path:
 
 
 def engine_environment(
-    environment: Mapping[str, str], folder: Path, devices: Sequence[str] | None, path: Sequence[str]
+    environment: Mapping[str, str], folder: Path, devices: Sequence[str] | None, path: str
 ) -> dict[str, str]:
     """Return the engine's environment: without the launcher's variables and secrets, on the given GPUs."""
     foreign = {name for name in environment if name.startswith(_OF_THE_LAUNCHER) or name in _OF_THE_RANK}
@@ -280,7 +280,7 @@ def engine_environment(
         options = without_expandable_segments(kept.pop(name, ""))
         if options:
             kept[name] = options
-    own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "TMPDIR": str(folder)}
+    own = {"PYTHONPATH": path, "TMPDIR": str(folder)}
     if devices is not None:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     return {**kept, **own}

@@ -1,0 +1,95 @@
+"""Run many commands from one process that has imported the package: each in a fork, with a deadline.
+
+Reads {marker, requests} as JSON from stdin, a request being {name, arguments, folder, deadline}, and prints the
+list of answers, {name, code, output, seconds, peak_mib, marker}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+WARM = ("torch", "transformers", "megatron.core.models.gpt", "reinforce_rl.run", "reinforce_rl.launch.main")
+
+
+def run(request: dict[str, Any], marker: Path) -> dict[str, Any]:
+    marker.write_text("")
+    start = time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        child = os.fork()
+        if not child:
+            _become(request, output.fileno())
+        status, usage = _wait(child, start + request["deadline"])
+        _end_group(child)
+        output.seek(0)
+        text = output.read().decode(errors="backslashreplace")
+    return {
+        "name": request["name"],
+        "code": None if status is None else os.waitstatus_to_exitcode(status),
+        "output": text,
+        "seconds": time.monotonic() - start,
+        "peak_mib": usage.ru_maxrss / 1024,
+        "marker": marker.read_text(),
+    }
+
+
+def _become(request: dict[str, Any], output: int) -> None:
+    """Be the command; does not return."""
+    code = 70
+    try:
+        os.setsid()
+        for target in (1, 2):
+            os.dup2(output, target)
+        with open(os.devnull) as empty:
+            os.dup2(empty.fileno(), 0)
+        os.chdir(request["folder"])
+        sys.argv = ["reinforce-rl", *request["arguments"]]
+        importlib.import_module("reinforce_rl.launch.main").main()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        importlib.import_module("traceback").print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(child: int, deadline: float) -> tuple[int | None, Any]:
+    """Return the exit status and use; None for the status of a child that was killed at the deadline."""
+    while True:
+        done, status, usage = os.wait4(child, os.WNOHANG)
+        if done:
+            return status, usage
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            return None, os.wait4(child, 0)[2]
+        time.sleep(0.02)
+
+
+def _end_group(child: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    for name in WARM:
+        importlib.import_module(name)
+    assert threading.active_count() == 1
+    answers = [run(request, Path(asked["marker"])) for request in asked["requests"]]
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

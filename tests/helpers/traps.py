@@ -1,0 +1,384 @@
+"""Folders that fight whoever opens them: code to import, names to call, pickles, special files, hostile values.
+
+Whatever runs writes a line into the file `marker`, and what is sent reaches `port`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import socket
+import sys
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SECRET = "the-readers-secret"
+# Modules that a command imports, or that Python or a library imports by itself where it finds them.
+MODULES = (
+    *("sitecustomize", "usercustomize", "json", "numpy", "torch", "yaml", "wandb", "transformers", "pyarrow"),
+    *("megatron", "tritonclient", "aiohttp", "reinforce_rl", "helpers", "conftest", "trap", "antlr4"),
+)
+
+
+@dataclass(frozen=True)
+class Bait:
+    """What a trap needs: a file that its code writes, a port that its addresses name, a file to be stolen."""
+
+    marker: Path
+    port: int
+    secret_file: Path
+
+    @property
+    def code(self) -> str:
+        """Python that says that it ran, and is a reward function, a generator and a plugin."""
+        return (
+            "import os\n"
+            f"with open({str(self.marker)!r}, 'a') as marker:\n"
+            "    marker.write(__file__ + '\\n')\n"
+            "def run(*args, **kwargs):\n"
+            f"    with open({str(self.marker)!r}, 'a') as marker:\n"
+            "        marker.write('called\\n')\n"
+            "    return 1.0\n"
+            "Generator = run\n"
+        )
+
+    @property
+    def shell(self) -> str:
+        return f"echo ran >> {self.marker}"
+
+
+class _RunsWhenLoaded:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+# -- traps of a run's folder
+
+
+def code_beside_it(run: Path, bait: Bait) -> None:
+    for name in MODULES:
+        (run / f"{name}.py").write_text(bait.code)
+    for package in ("hydra_plugins/evil", "reinforce_rl_plugins", "evil_dist-1.0.dist-info"):
+        (run / package).mkdir(parents=True)
+    (run / "hydra_plugins" / "evil" / "__init__.py").write_text(bait.code)
+    (run / "evil_dist-1.0.dist-info" / "entry_points.txt").write_text("[hydra.plugins]\nevil = trap:run\n")
+    (run / "evil_dist-1.0.dist-info" / "METADATA").write_text("Name: evil_dist\nVersion: 1.0\n")
+    (run / "python").write_text(f"#!/bin/sh\n{bait.shell}\n")
+    (run / "python").chmod(0o755)
+    (run / "wandb").mkdir()
+    (run / "wandb" / "settings").write_text(f"[default]\nbase_url = http://127.0.0.1:{bait.port}\n")
+
+
+def named_function(run: Path, bait: Bait) -> None:
+    code_beside_it(run, bait)
+    settings = {
+        "reward": "function",
+        "reward_function": {"name": "trap.run", "environment": ["READERS_SECRET"]},
+    }
+    store(run, settings)
+
+
+def named_shipped_function(run: Path, bait: Bait) -> None:
+    kwargs = {
+        "url": f"http://127.0.0.1:{bait.port}/v1",
+        "model": "judge",
+        "api_key_variable": "READERS_SECRET",
+        "template_file": str(bait.secret_file),
+    }
+    function = {
+        "name": "reinforce_rl.rewards.judge.llm_judge",
+        "kwargs": kwargs,
+        "environment": ["READERS_SECRET"],
+    }
+    store(run, {"reward": "function", "reward_function": function})
+
+
+def named_library_function(run: Path, bait: Bait) -> None:
+    store(run, {"reward": "function", "reward_function": {"name": "cProfile.run"}})
+
+
+def named_server(run: Path, bait: Bait) -> None:
+    server = {"ip": "127.0.0.1", "port": bait.port, "token_file": str(bait.secret_file)}
+    store(run, {"reward": "server", "remote_rm": {"reward_model": server}})
+
+
+def named_engine(run: Path, bait: Bait) -> None:
+    code_beside_it(run, bait)
+    store(run, {"generation": "vllm", "engine": {"python": str(run / "python")}})
+
+
+def named_generator(run: Path, bait: Bait) -> None:
+    code_beside_it(run, bait)
+    store(run, {"generation": "trap.Generator"})
+
+
+def resolvers(run: Path, bait: Bait) -> None:
+    secret = "${oc.env:READERS_SECRET}"
+    settings = {
+        "exp_manager": {"name": secret},
+        "pretrained_checkpoint": {"restore_from_path": secret},
+        "model": {"seed": "${oc.decode:1}"},
+    }
+    store(run, settings)
+
+
+def yaml_tags(run: Path, bait: Bait) -> None:
+    tag = f"!!python/object/apply:os.system ['{bait.shell}']"
+    config = run / "config.yaml"
+    config.write_text(f"{config.read_text()}\nevil: {tag}\n")
+    history = run / "config_history.jsonl"
+    lines = [json.loads(line) for line in history.read_text().splitlines()]
+    changed = [{**line, "config": f"{line['config']}\nevil: {tag}\n"} for line in lines]
+    history.write_text("".join(json.dumps(line) + "\n" for line in changed))
+
+
+def pickles(run: Path, bait: Bait) -> None:
+    evil = pickle.dumps(_RunsWhenLoaded(bait.shell))
+    for checkpoint in (run / "checkpoints").glob("step_*"):
+        manifest_file = checkpoint / "manifest.json"
+        manifest = json.loads(manifest_file.read_text())
+        for name in ("model/.metadata", "model/common.pt", "rng/rank_00000.pt"):
+            (checkpoint / name).write_bytes(evil)
+            manifest["files"][name] = {"bytes": len(evil), "crc32": f"{zlib.crc32(evil):08x}"}
+        manifest_file.write_text(json.dumps(manifest))
+
+
+def huge_numbers(run: Path, bait: Bait) -> None:
+    store(
+        run,
+        {
+            "trainer": {"devices": 10**6, "num_nodes": 10**6},
+            "model": {"encoder_seq_length": 10**12, "reinforce": {"num_rollout_samples": 10**9}},
+        },
+    )
+
+
+def terminal_controls(run: Path, bait: Bait) -> None:
+    """Ring, clear the screen, set the title, and turn text around, in each place that is printed."""
+    hostile = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil"
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps({**status, "reason": hostile, "alerts": {hostile: hostile}}))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps({**line, hostile: 1.0}) + "\n" for line in lines))
+    store(run, {"exp_manager": {"name": hostile}})
+
+
+FILES = (
+    "status.json",
+    "metrics.jsonl",
+    "config.yaml",
+    "config_history.jsonl",
+    "rollouts",
+    "record",
+    "checkpoints/latest",
+)
+
+
+def _replace_files(make: Callable[[Path, Bait], object]) -> Callable[[Path, Bait], object]:
+    def trap(run: Path, bait: Bait) -> None:
+        for name in FILES:
+            path = run / name
+            targets = sorted(path.iterdir()) if path.is_dir() else [path]
+            for target in targets:
+                target.unlink()
+                make(target, bait)
+
+    return trap
+
+
+def _socket(path: Path, bait: Bait) -> None:
+    # A socket's path is bounded to 107 characters.
+    before = Path.cwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    finally:
+        os.chdir(before)
+
+
+fifos = _replace_files(lambda path, bait: os.mkfifo(path))
+sockets = _replace_files(_socket)
+devices = _replace_files(lambda path, bait: path.symlink_to("/dev/zero"))
+terminals = _replace_files(lambda path, bait: path.symlink_to("/dev/tty"))
+links_outside = _replace_files(lambda path, bait: path.symlink_to(bait.secret_file))
+circles = _replace_files(lambda path, bait: path.symlink_to(path.name))
+folders = _replace_files(lambda path, bait: path.mkdir())
+deep = _replace_files(lambda path, bait: path.write_text("[" * 100_000 + "]" * 100_000))
+deep_objects = _replace_files(lambda path, bait: path.write_text('{"step":' * 100_000 + "1" + "}" * 100_000))
+odd_values = _replace_files(
+    lambda path, bait: path.write_text(
+        '{"step": "many", "pid": -1, "time": Infinity, "state": "running", "max_steps": NaN, "reason": "\\ud800", '
+        '"host": ["a"], "exit_code": 1e999, "alerts": 3}\n'
+    )
+)
+many_digits = _replace_files(
+    lambda path, bait: path.write_text('{"step": ' + "9" * 5000 + ', "pid": ' + "9" * 30 + "}\n")
+)
+no_text = _replace_files(lambda path, bait: path.write_bytes(bytes(range(256)) * 100))
+
+RUN_TRAPS: dict[str, Callable[[Path, Bait], object]] = {
+    trap_name: globals()[trap_name]
+    for trap_name in (
+        *("code_beside_it", "named_function", "named_shipped_function", "named_library_function", "named_server"),
+        *("named_engine", "named_generator", "resolvers", "yaml_tags", "pickles", "huge_numbers"),
+        *("terminal_controls", "fifos", "sockets", "devices", "terminals", "links_outside", "circles", "folders"),
+        *("deep", "deep_objects", "odd_values", "many_digits", "no_text"),
+    )
+}
+
+
+def store(run: Path, settings: dict[str, Any]) -> None:
+    """Merge settings into all that a run's folder has of its configuration."""
+    config = run / "config.yaml"
+    config.write_text(yaml.safe_dump(_merged(yaml.safe_load(config.read_text()), settings)))
+    history = run / "config_history.jsonl"
+    lines = [json.loads(line) for line in history.read_text().splitlines()]
+    for line in lines:
+        line["config"] = yaml.safe_dump(_merged(yaml.safe_load(line["config"]), settings))
+    history.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for file in (run / "record").glob("*.json"):
+        record = json.loads(file.read_text())
+        record["settings"] = {**record["settings"], **dict(_flat(settings))}
+        file.write_text(json.dumps(record))
+
+
+def _merged(tree: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(tree)
+    for key, value in settings.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
+    return merged
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        pairs += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+    return pairs
+
+
+# -- traps of a model's folder
+
+
+def _change_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def model_code(model: Path, bait: Bait) -> None:
+    classes = {
+        "AutoConfig": "modeling_evil.run",
+        "AutoModelForCausalLM": "modeling_evil.run",
+        "AutoTokenizer": ["modeling_evil.run", "modeling_evil.run"],
+    }
+    (model / "modeling_evil.py").write_text(bait.code)
+    _change_json(model / "config.json", auto_map=classes)
+    _change_json(model / "tokenizer_config.json", auto_map=classes)
+    code_beside_it(model, bait)
+
+
+def model_code_alone(model: Path, bait: Bait) -> None:
+    model_code(model, bait)
+    _change_json(model / "config.json", model_type="evil", architectures=["EvilForCausalLM"])
+    _change_json(model / "tokenizer_config.json", tokenizer_class="EvilTokenizer")
+
+
+def pickled_weights(model: Path, bait: Bait) -> None:
+    evil = pickle.dumps({"model.embed_tokens.weight": _RunsWhenLoaded(bait.shell)})
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(evil)
+
+
+def template_breaks_out(model: Path, bait: Bait) -> None:
+    escape = "cycler.__init__.__globals__.os.popen"
+    (model / "chat_template.jinja").write_text(
+        "{{ " + escape + "('" + bait.shell + "').read() }}"
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ lipsum.__globals__ }}"
+    )
+
+
+def template_reads_files(model: Path, bait: Bait) -> None:
+    (model / "chat_template.jinja").write_text("{% include '" + str(bait.secret_file) + "' %}")
+
+
+def template_without_end(model: Path, bait: Bait) -> None:
+    loops = "".join("{% for " + name + " in range(99999) %}" for name in "abc")
+    (model / "chat_template.jinja").write_text(loops + "x" + "{% endfor %}" * 3)
+
+
+def model_fifo(model: Path, bait: Bait) -> None:
+    _replace_model_files(model, os.mkfifo)
+
+
+def model_device(model: Path, bait: Bait) -> None:
+    _replace_model_files(model, lambda path: path.symlink_to("/dev/zero"))
+
+
+def model_deep(model: Path, bait: Bait) -> None:
+    _replace_model_files(model, lambda path: path.write_text("[" * 100_000 + "]" * 100_000))
+
+
+def _replace_model_files(model: Path, make: Callable[[Path], object]) -> None:
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ):
+        (model / name).unlink()
+        make(model / name)
+
+
+def index_leads_out(model: Path, bait: Bait) -> None:
+    (model / "model.safetensors").unlink()
+    weights = {"model.embed_tokens.weight": f"../../../../../../..{bait.secret_file}"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+
+
+MODEL_TRAPS: dict[str, Callable[[Path, Bait], object]] = {
+    trap_name: globals()[trap_name]
+    for trap_name in (
+        *("model_code", "model_code_alone", "pickled_weights", "template_breaks_out", "template_reads_files"),
+        *("template_without_end", "model_fifo", "model_device", "model_deep", "index_leads_out"),
+    )
+}
+
+
+def make_traps(target: Path, run: Path, model: Path, bait: Bait) -> dict[str, Path]:
+    """Copy a run and a model once for each trap below `target`, and `good` ones; return the folders by name."""
+    folders: dict[str, Path] = {}
+    for trap_name, trap in {"good": None, **RUN_TRAPS}.items():
+        folder = target / "runs" / trap_name
+        shutil.copytree(run, folder)
+        if trap is not None:
+            trap(folder, bait)
+        folders[trap_name] = folder
+    for trap_name, trap in {"good_model": None, **MODEL_TRAPS}.items():
+        folder = target / "models" / trap_name
+        shutil.copytree(model, folder)
+        if trap is not None:
+            trap(folder, bait)
+        folders[trap_name] = folder
+    return folders
+
+
+if __name__ == "__main__":
+    run_folder, model_folder, made = map(Path, sys.argv[1:4])
+    made.mkdir(parents=True)
+    (made / "secret").write_text(SECRET)
+    print(
+        "\n".join(
+            map(str, make_traps(made, run_folder, model_folder, Bait(made / "marker", 9, made / "secret")).values())
+        )
+    )

@@ -1,0 +1,248 @@
+"""Folders full of traps, opened by every command that takes a folder, as this user and as another one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import traps
+from helpers.other_user import NOBODY
+from helpers.tiny_run import tiny_config, tiny_overrides
+
+from reinforce_rl.run import train
+from reinforce_rl.utils.process import PACKAGE_PARENT
+
+DRIVER = Path(__file__).parent / "helpers" / "open_folders.py"
+REWARD = "helpers.reward_functions.counted"
+SECONDS = 60.0  # for a command, on a busy machine
+MEBIBYTES = 2500.0
+SLOW = pytest.mark.slow
+SHORT = ["model.encoder_seq_length=16", "model.reinforce.length_params.max_length=5"]
+
+
+class Listener:
+    """Counts the connections to a port of this machine."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._server.accept()
+            self.connections += 1
+            connection.close()
+
+
+@dataclass(frozen=True)
+class Trapped:
+    root: Path
+    folders: dict[str, Path]
+    bait: traps.Bait
+    listener: Listener
+    overrides: list[str]  # of a run of the reader's own
+
+
+@pytest.fixture(scope="module")
+def trapped() -> Iterator[Trapped]:
+    # pytest's own folders are closed to other users.
+    root = Path(tempfile.mkdtemp(prefix="traps-"))
+    try:
+        root.chmod(0o755)
+        listener = Listener()
+        source = root / "source"
+        source.mkdir()
+        settings = [
+            "trainer.reinforce.save_interval=2",
+            "trainer.reinforce.val_check_interval=4",
+            "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
+        ]
+        reward = ["reward=function", f"reward_function.name={REWARD}"]
+        train(tiny_config(source, *settings, *reward))
+        secret_file = root / "secret"
+        secret_file.write_text(traps.SECRET)
+        bait = traps.Bait(root / "marker", listener.port, secret_file)
+        bait.marker.write_text("")
+        bait.marker.chmod(0o666)
+        (root / "out").mkdir()
+        (root / "out").chmod(0o777)
+        folders = traps.make_traps(root / "made", source / "run", source / "model", bait)
+        yield Trapped(root, folders, bait, listener, [*tiny_overrides(source), *settings, *reward])
+    finally:
+        shutil.rmtree(root)
+
+
+def open_all(trapped: Trapped, requests: list[dict[str, Any]], prefix: Sequence[str]) -> list[dict[str, Any]]:
+    """Run the commands, in a program that is started by `prefix`."""
+    command = [*prefix, sys.executable, str(DRIVER)]
+    asked = {"marker": str(trapped.bait.marker), "requests": requests}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([PACKAGE_PARENT, str(DRIVER.parents[1])]),
+        "READERS_SECRET": traps.SECRET,
+        "REINFORCE_REWARD_TOKEN": traps.SECRET,
+        "OMP_NUM_THREADS": "1",
+        "HOME": str(trapped.root / "out"),
+        "COLUMNS": "300",
+    }
+    options = {"env": environment, "capture_output": True, "text": True, "cwd": "/"}
+    limit = 60 + sum(request["deadline"] for request in requests)
+    done = subprocess.run(command, input=json.dumps(asked), timeout=limit, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def request(folder: Path, *arguments: object, start: Path | None = None) -> dict[str, Any]:
+    """A command, started in the folder that it opens unless `start` is given."""
+    words = [str(argument) for argument in arguments]
+    name = f"{folder.name}: {' '.join(word for word in words if '=' not in word)}"
+    return {"name": name, "arguments": words, "folder": str(start or folder), "deadline": SECONDS}
+
+
+def commands_of_run(trapped: Trapped, name: str) -> list[dict[str, Any]]:
+    run = trapped.folders[name]
+    good = trapped.folders["good"]
+    model = trapped.folders["good_model"]
+    prompts = trapped.root / "source" / "validation.jsonl"
+    out = trapped.root / "out"
+    mine = ["reward=function", f"reward_function.name={REWARD}"]
+    return [
+        request(run, "records", run),
+        request(run, "diff", run, good),
+        request(run, "diff", good, run),
+        request(run, "compare", trapped.root / "source" / "run", run),
+        request(run, "report", run),
+        request(run, "whatif", run),
+        request(run, "replay", run),
+        request(run, "replay", run, *mine),
+        request(run, "whatif", run, *mine),
+        request(run, "eval", model, "--like", run, "--data", prompts),
+        request(run, "eval", run, "--data", prompts, "--reward", REWARD, *SHORT),
+        request(run, "chat", run),
+        request(run, "convert", "to-hf", run, out / f"hf-{name}", "--model", model),
+        # Who starts a run in a folder has functions of their own there.
+        request(run, "preflight", *trapped.overrides, f"exp_manager.explicit_log_dir={run}", start=out),
+        request(run, "train", *trapped.overrides, f"exp_manager.explicit_log_dir={run}", start=out),
+    ]
+
+
+def commands_of_model(trapped: Trapped, name: str) -> list[dict[str, Any]]:
+    model = trapped.folders[name]
+    prompts = trapped.root / "source" / "validation.jsonl"
+    out = trapped.root / "out"
+    of_model = [*trapped.overrides, f"pretrained_checkpoint.restore_from_path={model}"]
+    chats = [*of_model, "model.data.apply_chat_template=true", f"exp_manager.explicit_log_dir={out / name}"]
+    return [
+        request(model, "chat", model),
+        request(model, "eval", model, "--data", prompts, "--reward", REWARD, *SHORT),
+        request(model, "convert", "to-megatron", model, out / f"megatron-{name}"),
+        request(model, "preflight", *chats, start=out),
+        request(model, "train", *chats, start=out),
+    ]
+
+
+def faults(trapped: Trapped, answer: dict[str, Any]) -> list[str]:
+    """Return what a command did that no folder may make it do."""
+    output = answer["output"]
+    wrong = []
+    if answer["marker"]:
+        wrong.append(f"ran {answer['marker'].split()}")
+    if answer["code"] is None:
+        wrong.append(f"did not end in {SECONDS:g} s")
+    elif answer["code"] < 0:
+        wrong.append(f"died of signal {-answer['code']}")
+    if "Traceback" in output:
+        wrong.append(f"a traceback: {output[-600:]}")
+    if traps.SECRET in output:
+        wrong.append("showed the secret")
+    if controls := {character for character in output if _is_control(character)}:
+        wrong.append(f"wrote {sorted(controls)} to the terminal")
+    if answer["peak_mib"] > MEBIBYTES:
+        wrong.append(f"took {answer['peak_mib']:.0f} MiB")
+    return wrong
+
+
+def _is_control(character: str) -> bool:
+    if character in "\n\t\r":
+        return False
+    return (
+        ord(character) < 0x20 or 0x7F <= ord(character) < 0xA0 or character in "\u202a\u202b\u202d\u202e\u2066\u2067"
+    )
+
+
+def check(trapped: Trapped, requests: list[dict[str, Any]], prefix: Sequence[str] = ()) -> list[dict[str, Any]]:
+    before = trapped.listener.connections
+    answers = open_all(trapped, requests, prefix)
+    wrong = {answer["name"]: faults(trapped, answer) for answer in answers}
+    assert {name: found for name, found in wrong.items() if found} == {}
+    assert trapped.listener.connections == before, "nothing is sent to an address of the folder"
+    return answers
+
+
+def slow_but_for(names: Iterable[str], fast: Collection[str]) -> list[Any]:
+    return [name if name in fast else pytest.param(name, marks=SLOW) for name in names]
+
+
+@pytest.mark.parametrize("trap", slow_but_for(traps.RUN_TRAPS, {"code_beside_it", "pickles"}))
+def test_runs(trap, trapped):
+    check(trapped, commands_of_run(trapped, trap))
+
+
+@pytest.mark.parametrize("trap", slow_but_for(traps.MODEL_TRAPS, {"model_code_alone"}))
+def test_models(trap, trapped):
+    check(trapped, commands_of_model(trapped, trap))
+
+
+def test_good_folders_are_opened(trapped):
+    """So that the others can fail: the same commands, on the folders before a trap was laid."""
+    answers = check(trapped, [*commands_of_run(trapped, "good"), *commands_of_model(trapped, "good_model")])
+    failed = [(answer["name"], answer["code"], answer["output"][-400:]) for answer in answers if answer["code"]]
+    # The run names its reward function: not scored again, and not used for `eval`.
+    assert [code for _, code, _ in failed] == [2, 1], failed
+    assert failed[0][2].rstrip().endswith("not replayed: score.")
+    assert REWARD in failed[1][2]
+
+
+def another_user() -> list[str]:
+    """Return the command before one that is to be run by another user, who can run this Python."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can run programs as another user")
+    # Python may lie in root's home, which is closed to others.
+    homes = sorted({str(Path(sys.base_prefix).resolve()), str(Path(sys.prefix).resolve()), PACKAGE_PARENT})
+    bound = [word for home in homes if home.startswith("/root/") for word in ("--ro-bind", home, home)]
+    prefix = ["bwrap", "--bind", "/", "/", "--dev-bind", "/dev", "/dev", "--tmpfs", "/root", *bound, "--"]
+    prefix += ["setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
+    try:
+        done = subprocess.run(
+            [*prefix, sys.executable, "-c", "import torch"], capture_output=True, timeout=100, cwd="/"
+        )
+    except FileNotFoundError as error:
+        pytest.skip(f"{error.filename} is not installed")
+    if done.returncode:
+        pytest.skip(f"another user cannot run this Python: {done.stderr.decode()[-300:]}")
+    return prefix
+
+
+@SLOW
+def test_as_another_user(trapped):
+    """Of folders that belong to root, by somebody who may not write there."""
+    requests = []
+    for trap in traps.RUN_TRAPS:
+        of_trap = commands_of_run(trapped, trap)
+        requests += [command for command in of_trap if command["arguments"][0] not in ("preflight", "train")]
+    for trap in traps.MODEL_TRAPS:
+        requests += commands_of_model(trapped, trap)[:2]
+    check(trapped, requests, another_user())

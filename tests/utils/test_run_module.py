@@ -1,0 +1,38 @@
+"""A module is run as by `python -m`, and never from the current folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reinforce_rl.utils.process import RUN_MODULE, import_path
+
+PROGRAM = "import json, sys\nprint(json.dumps([__name__, *sys.argv[1:]]))\n"
+
+
+def run(folder: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(folder / "mine"), **more}
+    options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, *command, "program", "a", "b"], timeout=60, check=False, **options)
+
+
+@pytest.mark.parametrize("safe_path", ["", "1"])
+def test_files_of_the_current_folder_shadow_nothing(safe_path, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "program.py").write_text(PROGRAM)
+    (tmp_path / "json.py").write_text("raise SystemExit('json of the current folder')")
+    (tmp_path / "runpy.py").write_text("raise SystemExit('runpy of the current folder')")
+    done = run(tmp_path, RUN_MODULE, PYTHONSAFEPATH=safe_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, '["__main__", "a", "b"]\n', "")
+    assert "of the current folder" in run(tmp_path, "-m", PYTHONSAFEPATH="").stderr, "so that the test can fail"
+
+
+def test_a_child_finds_what_its_parent_does(tmp_path, monkeypatch):
+    """The current folder too, as of an interactive Python, in its place."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", "/elsewhere"])
+    assert import_path().split(os.pathsep)[1:] == [str(tmp_path), "/elsewhere"]
