@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
+
+from reinforce_rl.utils.untrusted_files import read_model_json
 
 MODEL = "pretrained_checkpoint.restore_from_path"
 ADAPTER_FILE = "adapter_config.json"
@@ -15,7 +16,7 @@ MERGE_ADAPTER = "Merge it into its model (PEFT: merge_and_unload, then save_pret
 def model_values(folder: str) -> dict[str, Any]:
     """Return the content of a model's `config.json`; empty if unreadable, which the weights' rules report."""
     try:
-        values = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        values = read_model_json(Path(folder) / "config.json")
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
@@ -42,7 +43,7 @@ def no_model(path: str | Path) -> str:
 
 def _adapter_base(folder: Path) -> str:
     try:
-        values = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
+        values = read_model_json(folder / ADAPTER_FILE)
         return str(values["base_model_name_or_path"])
     except (OSError, ValueError, KeyError, TypeError):
         return f"that {ADAPTER_FILE} should name"

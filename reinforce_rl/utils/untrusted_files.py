@@ -65,21 +65,17 @@ def check_regular(path: Path, *, within: Path | None = None) -> None:
 
 
 def check_entries(folder: Path, *, within: Path | None = None) -> None:
-    """Check the files of a folder, not of those below, as `check_regular`; for a library that opens some of them."""
-    for entry in entries_of(folder):
-        if not entry.is_dir():
-            try:
-                check_regular(entry, within=within)
-            except FileNotFoundError as error:
-                target = os.readlink(entry) if entry.is_symlink() else "nothing"
-                raise UnreadableFileError(f"{entry} is a link to {target}, which does not exist; remove it") from error
+    """Raise UnreadableFileError if a file of a folder is none that `open_regular` opens; folders below are not read.
 
-
-def entries_of(folder: Path) -> list[Path]:
-    """Return the paths in a folder, sorted; UnreadableFileError if the folder cannot be listed."""
+    For a library that opens some of the files by itself.
+    """
     try:
-        return sorted(folder.iterdir())
-    except FileNotFoundError:
+        entries = sorted(folder.iterdir())
+        for entry in entries:
+            # A link to nothing is a missing file to every reader.
+            if entry.exists() and not entry.is_dir():
+                _check(entry, entry.stat().st_mode, within)
+    except UnreadableFileError:
         raise
     except OSError as error:
         _refuse(folder, error)
@@ -121,6 +117,28 @@ def parse_json(text: str | bytes, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     if decoded.count("[") + decoded.count("{") > max_depth and _depth_exceeds(value, max_depth):
         raise ValueError(too_deep)
     return value
+
+
+def link_root(folder: Path) -> Path:
+    """Return the folder that links of a model's folder may not leave.
+
+    It is the folder itself; in the Hugging Face cache, whose snapshots are links to ../../blobs, the model's cache.
+    """
+    snapshots = folder.resolve().parent
+    is_cache = snapshots.name == "snapshots" and (snapshots.parent / "blobs").is_dir()
+    return snapshots.parent if is_cache else folder
+
+
+def read_model_json(path: Path) -> Any:
+    """Read a JSON file of a model's folder; OSError or ValueError if that cannot be done."""
+    return read_json(path, within=link_root(path.parent))
+
+
+def check_model_files(folder: Path) -> None:
+    """Raise UnreadableFileError if a file of a model's folder is no regular file, or a link that leaves the folder."""
+    for part in (folder, folder / "additional_chat_templates"):
+        if part.is_dir():
+            check_entries(part, within=link_root(folder))
 
 
 def _bounded_int(digits: str) -> int:
