@@ -6,7 +6,6 @@ Steps are counted, so that every rank and every machine refuses the same templat
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import re
@@ -35,6 +34,25 @@ _ELEMENTS_PER_STEP = 16
 _STEPS_PER_CALL = 10  # an iteration of a loop is one
 # Methods and filters of lists and objects that do not look into their elements.
 _WITHOUT_TEXT = frozenset({"items", "get", "keys", "values", "length", "count", "default", "first", "last", "list"})
+# Methods and filters that make nothing larger than what they are given.
+_NEVER_LARGER = frozenset(
+    (
+        *(
+            "trim",
+            "strip",
+            "lstrip",
+            "rstrip",
+            "removeprefix",
+            "removesuffix",
+            "lower",
+            "upper",
+            "title",
+            "capitalize",
+        ),
+        *("split", "rsplit", "splitlines", "partition", "rpartition", "startswith", "endswith", "isdigit", "find"),
+        *("get", "items", "keys", "values", "length", "first", "last", "default", "int", "float", "abs"),
+    )
+)
 _LONG_LITERAL = 256  # characters; shorter ones are bounded by the steps
 _WIDE_FIELD = re.compile(r"[0-9]{7}")
 _WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:[0-9]{7}|[0-9]*\.[0-9]{7})")
@@ -125,15 +143,6 @@ def _size_of(value: Any, budget: _Budget | None = None) -> int:
 _budget: ContextVar[_Budget | None] = ContextVar("template_budget", default=None)
 
 
-@contextlib.contextmanager
-def _new_budget(inputs: Any = None) -> Iterator[None]:
-    token = _budget.set(_Budget(inputs))
-    try:
-        yield
-    finally:
-        _budget.reset(token)
-
-
 def _current() -> _Budget:
     return _budget.get() or _Budget()
 
@@ -157,8 +166,11 @@ class _Counted:
 @pass_context
 def _finalize(context: Any, value: Any) -> Any:
     """Count a value that is written. As a function of the context, it is not applied at compile time."""
-    budget = _current()
-    budget.write(len(value) if type(value) is str else budget.check_written(value))
+    budget = _budget.get() or _Budget()
+    if type(value) is str:
+        budget.write(len(value))
+    else:
+        budget.write(budget.check_written(value))
     return value
 
 
@@ -178,6 +190,20 @@ def _joined(values: Iterable[Any]) -> str:
     return "".join(parts)
 
 
+def _checked(value: Any) -> Any:
+    """Check a sum before it is kept: within one expression, the template's length bounds the sum."""
+    _current().check(value)
+    return value
+
+
+_OWN_FILTERS: dict[str, Callable[..., Any]] = {
+    "_counted": _Counted,
+    "_checked": _checked,
+    "_joined": _joined,
+    "_literal": _literal,
+}
+
+
 class _Formatter(SandboxedFormatter):
     def format_field(self, value: Any, format_spec: str) -> Any:
         if _WIDE_FIELD.search(format_spec):
@@ -187,14 +213,17 @@ class _Formatter(SandboxedFormatter):
 
 class _Template(Template):
     def render(self, *args: Any, **kwargs: Any) -> str:
-        with _new_budget((args, kwargs)):
+        token = _budget.set(_Budget((args, kwargs)))
+        try:
             return super().render(*args, **kwargs)
+        finally:
+            _budget.reset(token)
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, in which one rendering has bounds. Raises TemplateBoundError while it renders or compiles."""
 
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("*", "**", "%"))
     template_class = _Template
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -206,18 +235,24 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         # Filters are added after the constructor. Constants are computed while compiling.
         for name, function in self.filters.items():
-            if name not in self._bounded_filters:
+            if name not in self._bounded_filters and name not in _NEVER_LARGER:
                 self.filters[name] = _bounded_filter(name, function)
                 self._bounded_filters.add(name)
-        for name, function in (("_counted", _Counted), ("_joined", _joined), ("_literal", _literal)):
+        for name, function in _OWN_FILTERS.items():
             self.filters[name] = function
             self._bounded_filters.add(name)
-        with _new_budget():
+        token = _budget.set(_Budget())
+        try:
             return super().compile(*args, **kwargs)
+        finally:
+            _budget.reset(token)
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         for loop in source.find_all(nodes.For):
             loop.iter = _filter(loop.iter, "_counted")
+        for assignment in source.find_all(nodes.Assign):
+            if assignment.node.find(nodes.Add) is not None:
+                assignment.node = _filter(assignment.node, "_checked")
         for output in source.find_all(nodes.Output):
             output.nodes = [_counted_literal(node) for node in output.nodes]
         _replace_concat(source)
@@ -229,16 +264,20 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(__obj, LoopContext):  # the next level of a recursive loop
             args = tuple(map(_Counted, args))
         elif isinstance(__obj, types.BuiltinMethodType):
-            _check_method(budget, __obj.__self__, __obj.__name__, args, kwargs)
+            if __obj.__name__ in _NEVER_LARGER:
+                return super().call(__context, __obj, *args, **kwargs)
+            # Jinja passes the variables of loops and blocks this way.
+            given = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
+            _check_method(budget, __obj.__self__, __obj.__name__, args, given)
+        for value in (*args, *kwargs.values()):
+            budget.check(value)
         value = super().call(__context, __obj, *args, **kwargs)
         budget.check(value)
         return value
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         budget = _current()
-        if operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-            budget.check_size(len(left) + len(right))
-        elif operator == "%" and isinstance(left, str):
+        if operator == "%" and isinstance(left, str):
             _check_percent(budget, left, right)
         elif operator in ("*", "**"):
             _check_product(budget, operator, left, right)

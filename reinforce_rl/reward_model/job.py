@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
@@ -49,6 +48,7 @@ from reinforce_rl.reward_model.train_full import FullTrainer, RewardModelMonitor
 from reinforce_rl.runtime.settings import CONFIG_FILE, compare, read_tree
 from reinforce_rl.runtime.stored_config import read_stored
 from reinforce_rl.trainer.build import DTYPES, check_vocabulary, model_options
+from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.files import make_readable, write_atomically
 
 LINE_EVERY_SECONDS = 30.0
