@@ -36,22 +36,11 @@ _STEPS_PER_CALL = 10  # an iteration of a loop is one
 _WITHOUT_TEXT = frozenset({"items", "get", "keys", "values", "length", "count", "default", "first", "last", "list"})
 # Methods and filters that make nothing larger than what they are given.
 _NEVER_LARGER = frozenset(
-    (
-        *(
-            "trim",
-            "strip",
-            "lstrip",
-            "rstrip",
-            "removeprefix",
-            "removesuffix",
-            "lower",
-            "upper",
-            "title",
-            "capitalize",
-        ),
-        *("split", "rsplit", "splitlines", "partition", "rpartition", "startswith", "endswith", "isdigit", "find"),
+    {
+        *("trim", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "lower", "upper", "title"),
+        *("split", "rsplit", "splitlines", "partition", "rpartition", "startswith", "endswith", "find"),
         *("get", "items", "keys", "values", "length", "first", "last", "default", "int", "float", "abs"),
-    )
+    }
 )
 _LONG_LITERAL = 256  # characters; shorter ones are bounded by the steps
 _WIDE_FIELD = re.compile(r"[0-9]{7}")
@@ -251,7 +240,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for loop in source.find_all(nodes.For):
             loop.iter = _filter(loop.iter, "_counted")
         for assignment in source.find_all(nodes.Assign):
-            if assignment.node.find(nodes.Add) is not None:
+            if isinstance(assignment.node, nodes.Add) or assignment.node.find(nodes.Add) is not None:
                 assignment.node = _filter(assignment.node, "_checked")
         for output in source.find_all(nodes.Output):
             output.nodes = [_counted_literal(node) for node in output.nodes]

@@ -75,7 +75,7 @@ def test_a_costly_template_is_refused_within_seconds(kind):
     start = time.monotonic()
     with pytest.raises((TemplateBoundError, RecursionError)):
         BoundedEnvironment(**OPTIONS).from_string(COSTLY[kind]).render(messages=[])
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 40
 
 
 SOUND = {
