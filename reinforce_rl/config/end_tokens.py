@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reinforce_rl.config.model_folder import model_values
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.utils.untrusted_files import read_model_json
 
 GENERATION_CONFIG = "generation_config.json"
 EOS = "eos_token_id"
@@ -76,7 +76,7 @@ def with_end_tokens(folder: Path, end_tokens: EndTokens) -> dict[str, Any]:
 
 def _values_of(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_model_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError([f"{path} is not valid JSON: {error}; correct it, or delete it"]) from error
     if not isinstance(values, dict):

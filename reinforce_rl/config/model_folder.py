@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+from reinforce_rl.utils.untrusted_files import read_bounded, read_model_json
+
 MODEL = "pretrained_checkpoint.restore_from_path"
 ADAPTER_FILE = "adapter_config.json"
+_MAX_CONFIG_BYTES = 1 << 20
 MERGE_ADAPTER = "Merge it into its model (PEFT: merge_and_unload, then save_pretrained) and give that folder"
 
 
 def model_values(folder: str) -> dict[str, Any]:
     """Return the content of a model's `config.json`; empty if unreadable, which the weights' rules report."""
     try:
-        values = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        values = read_model_json(Path(folder) / "config.json")
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
@@ -43,7 +45,7 @@ def no_model(path: str | Path) -> str:
 
 def _adapter_base(folder: Path) -> str:
     try:
-        values = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
+        values = read_model_json(folder / ADAPTER_FILE)
         return str(values["base_model_name_or_path"])
     except (OSError, ValueError, KeyError, TypeError):
         return f"that {ADAPTER_FILE} should name"
@@ -56,7 +58,7 @@ def export_command(run: Path) -> str:
     base: Any = None
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
         # The folder may be somebody else's: its values as they are, without what they would resolve to.
-        base = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
+        base = yaml.safe_load(read_bounded(run / "config.yaml", max_bytes=_MAX_CONFIG_BYTES))
         for key in MODEL.split("."):
             base = base[key] if isinstance(base, dict) and key in base else None
     base = base if isinstance(base, str) else "THE_MODEL_IT_BEGAN_FROM"

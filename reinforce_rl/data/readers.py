@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 from reinforce_rl.data.jsonl import LineFaults, Record, describe_type
 from reinforce_rl.data.splits import card_configurations, choose_files, one_split, suffix_of
 from reinforce_rl.errors import DataError
+from reinforce_rl.utils.untrusted_files import open_regular
 
 T = TypeVar("T")
 Rows = Iterator[tuple[str, Any]]  # the place in the file, ":LINE" or ", row N", and what `_record_of` takes
@@ -196,7 +197,7 @@ def _rows_of(path: Path, split: str | None) -> Rows:
 
 def _open(path: Path) -> io.BufferedReader:
     """Open a file for its text or Parquet: unpacked, behind a byte order mark."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         start = file.read(8)
     opener = next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
     opened = path.open("rb") if opener is None else io.BufferedReader(opener(path))

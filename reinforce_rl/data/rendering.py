@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reinforce_rl.data import jsonl
 from reinforce_rl.data.conversation import DATE_FUNCTION, KWARGS_KEY, TOOLS_KEY, Conversation, kwargs_faults
+from reinforce_rl.data.template_bounds import TemplateBoundError, bound_chat_templates
 from reinforce_rl.data.tokenizer import encode_all
 from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.utils.untrusted_files import MAX_JSON_BYTES, read_bounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,6 +66,7 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: TemplateOptions = DEFAULT_OPTIONS):
+        bound_chat_templates()
         self.tokenizer = tokenizer
         self.options = options
         self._frozen_date = _date_macro(options)
@@ -231,6 +234,15 @@ class ChatRenderer:
                 **{**self.options.kwargs, **conversation.kwargs},
                 **options,
             )
+        except TemplateBoundError as error:
+            # Not of one conversation alone: the next one would take as long.
+            raise ConfigError(
+                [
+                    f"the chat template of {self.tokenizer.name_or_path} {error} for a conversation of "
+                    f"{len(messages)} messages; it is damaged or hostile: take another model's folder, or correct "
+                    "the template"
+                ]
+            ) from error
         except Exception as error:  # such as roles that do not alternate; a template may raise anything
             raise DataError(f"the chat template refuses these messages: {error}") from error
 
@@ -269,7 +281,8 @@ def reads_date(folder: str | Path) -> bool:
     """Tell whether a chat template of a Hugging Face folder writes today's date."""
     folder = Path(folder)
     files = [folder / "tokenizer_config.json", *folder.glob("chat_template*"), *folder.glob("*chat_templates/*.jinja")]
-    return any(file.is_file() and DATE_FUNCTION in file.read_text("utf-8", "replace") for file in files)
+    needle = DATE_FUNCTION.encode()
+    return any(file.is_file() and needle in read_bounded(file, max_bytes=MAX_JSON_BYTES) for file in files)
 
 
 def _with_answer(conversation: Conversation, answer: Mapping[str, Any]) -> Conversation:

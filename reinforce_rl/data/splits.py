@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from reinforce_rl.errors import DataError
+from reinforce_rl.utils.untrusted_files import read_bounded
 
 SUFFIX = re.compile(r"(\.jsonl|\.ndjson|\.json|\.csv|\.tsv|\.parquet)?(?:\.gz|\.bz2|\.xz|\.zst)?$", re.IGNORECASE)
 _KEYWORDS = {
@@ -34,6 +35,7 @@ _KEYWORD = re.compile(
     rf"(?:^|[-._ 0-9])({'|'.join(_KEYWORDS)})(?=[-._ 0-9]|$)", re.IGNORECASE
 )  # between the characters that `datasets` takes for separators
 _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
+_MAX_CARD_BYTES = 16 << 20
 _CARD = re.compile(r"---\s*\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
 _JSON_FORMS = (".jsonl", ".ndjson", ".json")
 _MANY = 6  # names in a message
@@ -152,23 +154,31 @@ def _parts_of(folder: Path) -> tuple[list[Part], str]:
         ]
         parts = [part for config in configs for part in _parts_of_card(folder, config)]
         return parts, next(iter(preferred), "")
+    return _parts_by_name(folder), ""
+
+
+def _parts_by_name(folder: Path) -> list[Part]:
+    """Return the parts that the names of files and folders say."""
     groups: dict[tuple[str, str], list[Path]] = {}
     for path in _data_files(folder):
         relative = path.relative_to(folder)
         groups.setdefault((_configuration_of(relative), _split_of(relative)), []).append(path)
-    return [Part(*names, tuple(files)) for names, files in sorted(groups.items())], ""
+    return [Part(*names, tuple(files)) for names, files in sorted(groups.items())]
 
 
 def _card(folder: Path) -> list[dict[str, Any]]:
     """Return the `configs` of README.md that name files."""
     try:
-        text = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        content = read_bounded(folder / "README.md", max_bytes=_MAX_CARD_BYTES)
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        raise DataError(f"cannot be read: {error}") from error
+    text = content.decode("utf-8", "replace")
     front_matter = _CARD.match(text)
     try:
         card = yaml.safe_load(front_matter[1]) if front_matter else None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         problem = " ".join(str(error).split())
         raise DataError(f"has a README.md whose YAML cannot be read: {problem}") from error
     configs = (card.get("configs") if isinstance(card, dict) else None) or []
@@ -181,10 +191,11 @@ def _card(folder: Path) -> list[dict[str, Any]]:
 
 def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:
     name = str(config.get("config_name", "default"))
-    base = folder / str(config.get("data_dir") or "")
+    data_dir = str(config.get("data_dir") or "")
+    base = _below(folder, data_dir, name)
     data_files = config.get("data_files")
     if data_files is None:
-        for part in _parts_of(base)[0]:
+        for part in _parts_by_name(base):
             yield Part(name, part.split, part.files)
         return
     entries = data_files if isinstance(data_files, list) else [data_files]
@@ -199,6 +210,7 @@ def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:
     for split, globs in patterns.items():
         files: dict[Path, None] = {}
         for pattern in globs:
+            _below(base, pattern.lstrip("/"), name)
             # For `datasets`, "**" at the end means files too.
             wanted = re.sub(r"(^|/)\*\*$", r"\1**/*", pattern.lstrip("/"))
             matches = sorted(path for path in base.glob(wanted) if path.is_file() and not _is_hidden(path, base))
@@ -206,6 +218,13 @@ def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:
                 raise DataError(f"has no file {pattern}, which its README.md names for {name}, {split}")
             files.update(dict.fromkeys(matches))
         yield Part(name, split, tuple(files))
+
+
+def _below(folder: Path, relative: str, name: str) -> Path:
+    """Return a path that a README.md gives for a configuration; DataError if it could leave the folder."""
+    if Path(relative).is_absolute() or ".." in Path(relative).parts:
+        raise DataError(f"has a README.md that names {relative} for {name}; expected files of this folder")
+    return folder / relative
 
 
 def _is_hidden(path: Path, base: Path) -> bool:

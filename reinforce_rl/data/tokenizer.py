@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.utils.untrusted_files import check_model_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,6 +117,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if not folder.is_dir():
         raise ConfigError([f"tokenizer folder {folder} does not exist; expected a Hugging Face model folder"])
     try:
+        check_model_files(folder)
         try:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except ValueError as error:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
@@ -33,6 +32,7 @@ from reinforce_rl.rewards.base import STATUS_OK, STATUS_TEXT, RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.trainer.build import configured_mesh
 from reinforce_rl.trainer.reward_requests import reward_request
+from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.files import write_json_lines
 
 HELP = """/reset        forget the conversation

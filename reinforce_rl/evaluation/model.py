@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -64,7 +63,7 @@ def _warn_if_outdated(folder: Path) -> None:
     if newest is None:
         return
     config, state = folder / "config.json", newest.folder / STATE_FILE
-    exported, step = json.loads(config.read_text("utf-8")).get(STEP), newest.trainer_state["step"]
+    exported, step = model_values(str(folder)).get(STEP), newest.trainer_state["step"]
     is_older = exported < step if exported is not None else config.stat().st_mtime < state.stat().st_mtime
     if is_older:
         of = "an earlier step" if exported is None else f"step {exported}"

@@ -63,13 +63,13 @@ def demo(
 
 def print_answers(out: Path, asked: Path) -> None:
     """Print how many held-out prompts were answered as asked, before and after, and the answers to three of them."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from reinforce_rl.monitoring.paired import paired
     from reinforce_rl.monitoring.run_folder import RunFolder
     from reinforce_rl.rewards.functions import instructions
+    from reinforce_rl.utils.console import Console
     from reinforce_rl.utils.files import read_json_lines
 
     validations = RunFolder(out).validations

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from difflib import get_close_matches
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
@@ -15,6 +14,7 @@ from reinforce_rl.config.compose import CONF_FOLDER
 from reinforce_rl.config.describe import PROGRAMS, Key, keys_of
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.terminal import program_name
+from reinforce_rl.utils.console import Console
 
 HEAD = """Usage: {program} [OPTION ...] KEY=VALUE ...
 

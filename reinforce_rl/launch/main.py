@@ -263,10 +263,9 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="folder for results.json, and the samples for the board")] = None,
 ) -> None:
     """Have models answer the same prompts, score the responses, and compare each model with the first."""
-    from rich.console import Console
-
     from reinforce_rl.evaluation.evaluate import evaluate
     from reinforce_rl.rewards.judge import Judge
+    from reinforce_rl.utils.console import Console
 
     overrides = [one for one in models if ("=" in one or one.startswith("~")) and not Path(one).exists()]
     results = evaluate(

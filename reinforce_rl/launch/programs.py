@@ -118,9 +118,8 @@ def verify(**options: Any) -> None:
         from reinforce_rl.rewards.function_pool import with_functions
 
         config = with_functions(*read_config(cfg))
-        from rich.console import Console
-
         from reinforce_rl.debugging.verify import verify
+        from reinforce_rl.utils.console import Console
 
         found = verify(config, say=lambda text: print(text, file=sys.stderr, flush=True), **options)
         Console().print(found.table())

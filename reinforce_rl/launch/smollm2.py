@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 
 from reinforce_rl.errors import ReinforceError
+from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.files import make_readable, replace_folder
 from reinforce_rl.utils.places import cache_folder
 

@@ -15,8 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, LostRankError, ReinforceError
+from reinforce_rl.utils.control_characters import shown_streams
 from reinforce_rl.utils.files import UNWRITABLE, write_fault
 from reinforce_rl.utils.process import PACKAGE_PARENT, RUN_MODULE
+from reinforce_rl.utils.untrusted_files import UnreadableFileError
 
 _command = ""  # "train" in `reinforce-rl train`; empty in a script
 
@@ -97,24 +99,30 @@ def errors_exit(code: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """End the program with a message and a code where the block raises what is no defect; others pass."""
-    try:
-        yield
-    except LostRankError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        _end(error.exit_code)  # a thread in a collective with the lost rank would abort Python's shutdown
-    except ReinforceError as error:
-        fail(str(error), error.exit_code)
-    except OSError as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python fails once more when it flushes at its end
-            sys.exit(141)  # as a shell says of SIGPIPE
-        if error.errno not in UNWRITABLE:
-            raise
-        fail(write_fault(error))
-    except KeyboardInterrupt as error:
-        print(str(error) or "interrupted by Ctrl-C", flush=True)
-        _end(130)  # a thread that is writing a checkpoint would abort while Python shuts down
+    """End the program with a message and a code where the block raises what is no defect; others pass.
+
+    Control characters of what it prints are shown.
+    """
+    with shown_streams():
+        try:
+            yield
+        except LostRankError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            _end(error.exit_code)  # a thread in a collective with the lost rank would abort Python's shutdown
+        except ReinforceError as error:
+            fail(str(error), error.exit_code)
+        except UnreadableFileError as error:
+            fail(str(error))
+        except OSError as error:
+            if isinstance(error, BrokenPipeError) and _nobody_reads():
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python fails once more when it flushes at its end
+                sys.exit(141)  # as a shell says of SIGPIPE
+            if error.errno not in UNWRITABLE:
+                raise
+            fail(write_fault(error))
+        except KeyboardInterrupt as error:
+            print(str(error) or "interrupted by Ctrl-C", flush=True)
+            _end(130)  # a thread that is writing a checkpoint would abort while Python shuts down
 
 
 def _end(code: int) -> NoReturn:

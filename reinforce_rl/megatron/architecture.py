@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from reinforce_rl.config.model_folder import no_model
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.utils.untrusted_files import UnreadableFileError, read_model_json
 
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 _QWEN |= {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -84,7 +84,9 @@ class Architecture:
         if not path.is_file():
             raise ConfigError([f"{folder} {no_model(folder)}"])
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = read_model_json(path)
+        except UnreadableFileError as error:
+            raise ConfigError([str(error)]) from error
         except (OSError, ValueError) as error:
             raise ConfigError([f"{path} is not valid JSON: {error}"]) from error
         if not isinstance(raw, dict):

@@ -32,6 +32,7 @@ from reinforce_rl.megatron.optimizer import PREFIX
 from reinforce_rl.megatron.stored_metadata import check_stored_metadata
 from reinforce_rl.megatron.weight_map import Split, weight_map
 from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.untrusted_files import open_regular, read_json
 
 MANIFEST_FILE = "manifest.json"
 _CHUNK_BYTES = 1 << 24
@@ -58,21 +59,21 @@ def check_files(folder: Path, rank: int, world_size: int) -> None:
     """Check all sizes, and the contents of this rank's share of files, against the manifest; raise CheckpointError."""
     path = folder / MANIFEST_FILE
     try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        files = read_json(path, within=folder)["files"]
         records = sorted((name, record["bytes"], record["crc32"]) for name, record in files.items())
         for number, (name, size, checksum) in enumerate(records):
             path = folder / name
             if (found := path.stat().st_size) != size:
                 raise CheckpointError(f"{path} has {found} bytes; expected the {size} that were written")
-            if number % world_size == rank and (found := _crc32(path)) != checksum:
+            if number % world_size == rank and (found := _crc32(path, within=folder)) != checksum:
                 raise CheckpointError(f"{path} is damaged: its checksum is {found}; expected {checksum}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
 
 
-def _crc32(path: Path) -> str:
+def _crc32(path: Path, *, within: Path | None = None) -> str:
     checksum = 0
-    with path.open("rb") as file:
+    with open_regular(path, within=within) as file:
         while chunk := file.read(_CHUNK_BYTES):
             checksum = zlib.crc32(chunk, checksum)
     return f"{checksum:08x}"

@@ -42,9 +42,12 @@ from reinforce_rl.megatron.lora import trained_state
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import STEP, adam_state, set_adam_step
 from reinforce_rl.utils.files import naming, space_left, write_atomically
+from reinforce_rl.utils.untrusted_files import read_bounded, read_json
 
 STATE_FILE = "trainer_state.json"
 LATEST_FILE = "latest"
+_MAX_NAME_BYTES = 4096
+_MAX_MORE_BYTES = 1 << 30
 # The last three are raised by torch's writer when a file cannot be written.
 _NO_SPACE = re.compile(r"No space left|quota exceeded|File too large|unexpected pos|failed writing|iostream error")
 
@@ -57,13 +60,18 @@ class Checkpoint:
     def more(self, name: str) -> bytes:
         """Return the content of a file that was saved as one of `more`; nothing if there is none."""
         path = self.folder / name
-        return path.read_bytes() if path.is_file() else b""
+        return read_bounded(path, max_bytes=_MAX_MORE_BYTES, within=self.folder) if path.is_file() else b""
 
 
 def _latest_name(folder: Path) -> str:
     """Return the name of the newest complete checkpoint; "" if there is none."""
     pointer = folder / LATEST_FILE
-    return pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
+    if not pointer.is_file():
+        return ""
+    try:
+        return read_bounded(pointer, max_bytes=_MAX_NAME_BYTES, within=folder).decode("utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{pointer} cannot be read: {error}; write the name of a checkpoint into it") from error
 
 
 def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
@@ -74,11 +82,18 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
         return None
     checkpoint = folder / name
     try:
-        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        state = _state_of(checkpoint)
+    except (OSError, ValueError) as error:
         fault = f"{folder / LATEST_FILE} names {name}, whose {STATE_FILE} cannot be read: {error}. "
         raise CheckpointError(fault + _way_out(checkpoint)) from error
     return Checkpoint(checkpoint, state)
+
+
+def _state_of(checkpoint: Path) -> dict[str, Any]:
+    state = read_json(checkpoint / STATE_FILE, within=checkpoint)
+    if not isinstance(state, dict):
+        raise ValueError(f"it is a JSON {type(state).__name__}, expected an object")
+    return state
 
 
 def checkpoint_up_to(folder: str | Path, step: int) -> Checkpoint | None:
@@ -89,7 +104,7 @@ def checkpoint_up_to(folder: str | Path, step: int) -> Checkpoint | None:
         return None
     file = found[-1] / STATE_FILE
     try:
-        return Checkpoint(found[-1], json.loads(file.read_text(encoding="utf-8")))
+        return Checkpoint(found[-1], _state_of(found[-1]))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Restore it, or move {found[-1]} away") from error
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.stored_metadata import FORMAT_FILE, check_stored_metadata
 from reinforce_rl.megatron.weight_map import weight_map
 from reinforce_rl.utils.files import replace_folder
+from reinforce_rl.utils.untrusted_files import read_json
 
 MODEL = "model"
 
@@ -89,10 +89,17 @@ def to_hf(
         raise ConfigError([f"{checkpoint} has no config.json, {advice}"])
     lm = CausalLM(Architecture.from_folder(source), mesh, _dtype_of(checkpoint))
     state = checkpoint / STATE_FILE
-    trainer_state = json.loads(state.read_text(encoding="utf-8")) if state.is_file() else {}
+    trainer_state = _trainer_state(state) if state.is_file() else {}
     merged = _add_lora_of(checkpoint, trainer_state, lm, source)
     load_weights(lm, checkpoint)
     return export_hf_folder(lm, source, out, values=merged, step=trainer_state.get("step"), **options)
+
+
+def _trainer_state(path: Path) -> dict[str, Any]:
+    try:
+        return dict(read_json(path, within=path.parent))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def load_weights(lm: CausalLM, checkpoint: Path) -> None:

@@ -28,6 +28,7 @@ from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weight_files import INDEX_FILE, NAMED_FILE, SINGLE_FILE
 from reinforce_rl.megatron.weight_map import EMBEDDING, OUTPUT_LAYER, OUTPUT_PARAMETER, SCORE_LAYER, Row, weight_map
 from reinforce_rl.utils.files import make_readable, naming, replace_folder, space_note
+from reinforce_rl.utils.untrusted_files import check_regular, link_root, read_json
 
 T = TypeVar("T")
 Track = Callable[[Sequence[T]], Iterable[T]]  # iterates like `iter`; may show progress
@@ -251,6 +252,7 @@ def shard_files(rows: list[Row], dtype: torch.dtype, max_bytes: int) -> dict[str
 def carry_over(source: Path, out: Path) -> None:
     for path in sorted({path for pattern in _CARRIED_OVER for path in source.glob(pattern)}):
         if path.is_file():  # a folder may have such a name too
+            check_regular(path, within=link_root(source))
             copy = out / path.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
@@ -276,7 +278,7 @@ def _keep_end_tokens(folder: Path) -> None:
 
 
 def _set_config(config: Path, dtype: torch.dtype, others: Mapping[str, Any]) -> None:
-    values = json.loads(config.read_text(encoding="utf-8"))
+    values = read_json(config)
     # "torch_dtype" before transformers 5, which reads both, "dtype" first.
     keys = [key for key in ("torch_dtype", "dtype") if key in values] or ["dtype"]
     values |= dict.fromkeys(keys, str(dtype).removeprefix("torch.")) | dict(others)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from reinforce_rl.config.model_folder import ADAPTER_FILE, MERGE_ADAPTER, model_values, no_model
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.utils.console import warn_once
+from reinforce_rl.utils.untrusted_files import UnreadableFileError, check_model_files, read_model_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -46,6 +46,11 @@ def find_weight_files(folder: Path) -> WeightFiles:
     Logs a warning, once, where the folder holds both. Raises CheckpointError: there are no weights, they have another
     form, or an adapter lies beside them.
     """
+    try:
+        if folder.is_dir():
+            check_model_files(folder)
+    except UnreadableFileError as error:
+        raise CheckpointError(str(error)) from error
     if (folder / ADAPTER_FILE).is_file():
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} {no_model(folder)}")
@@ -66,8 +71,7 @@ def _listing(folder: Path) -> Path:
     named = model_values(str(folder)).get(NAMED_FILE)
     if named is not None:
         path = folder / str(named)
-        is_inside = os.path.abspath(path).startswith(os.path.abspath(folder) + os.sep)
-        if not (path.is_file() and is_inside and path.name.endswith((".safetensors", INDEX_ENDING))):
+        if not (path.is_file() and _is_inside(path, folder) and path.name.endswith((".safetensors", INDEX_ENDING))):
             raise CheckpointError(
                 f"{folder / 'config.json'}: {NAMED_FILE} is {named!r}; expected a file of this folder that ends in "
                 f".safetensors or {INDEX_ENDING}"
@@ -85,6 +89,10 @@ def _listing(folder: Path) -> Path:
     raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; {_other_forms(folder)}")
 
 
+def _is_inside(path: Path, folder: Path) -> bool:
+    return os.path.abspath(path).startswith(os.path.abspath(folder) + os.sep)
+
+
 def _other_forms(folder: Path) -> str:
     for pattern, advice in _OTHER_FORMS.items():
         names = sorted(file.name for file in folder.glob(pattern))
@@ -95,10 +103,13 @@ def _other_forms(folder: Path) -> str:
 
 def _files_of_index(index: Path) -> dict[str, Path]:
     try:
-        names = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        names = dict(read_model_json(index)["weight_map"])
         files = {name: index.parent / file for name, file in names.items()}
-    except (ValueError, KeyError, TypeError) as error:
+        outside = [name for name in files.values() if not _is_inside(name, index.parent)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index} cannot be read: {error!r}; expected a JSON object weight_map") from error
+    if outside:
+        raise CheckpointError(f"{index} names {outside[0]}, which is not in {index.parent}; expected its own shards")
     missing = sorted({file.name for file in files.values() if not file.is_file()})
     if missing:
         raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")

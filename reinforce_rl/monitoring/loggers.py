@@ -139,9 +139,10 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         DataError: the file is absent, or a complete line is not a JSON object with an integer `step`.
     """
     path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; expected the metrics.jsonl of a run")
-    records = read_json_lines(path)
+    try:
+        records = read_json_lines(path, within=path.parent)
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file; expected the metrics.jsonl of a run") from error
     for number, record in enumerate(records, 1):
         if not isinstance(record.get("step"), int):
             raise DataError(f"{path}, line {number}: found step={record.get('step')!r}, expected an integer")

@@ -9,12 +9,15 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from reinforce_rl.utils.console import Console
+from reinforce_rl.utils.control_characters import show_control_characters
 
 PHASES = ("generate", "logprobs", "init_logprobs", "reward_wait", "train_time")
 # A metric's name, its name in the panel and in a log's line, and the form of its number.
@@ -128,7 +131,7 @@ class TrainingProgress:
     def _print(self, text: str) -> None:
         # Not console.print: that wraps at 80 columns where there is no terminal.
         with contextlib.suppress(OSError):  # terminal gone or log full: the files have everything
-            print(text, file=self.console.file, flush=True)
+            print(show_control_characters(text), file=self.console.file, flush=True)
 
     def _seconds_a_step(self) -> float:
         return self._timings.get("step_time", self._durations[-1] if self._durations else math.nan)

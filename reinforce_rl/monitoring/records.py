@@ -26,6 +26,7 @@ from reinforce_rl.data.batches import FINISH_STOP, Prompt, ReinforceBatch, Rollo
 from reinforce_rl.data.tokenizer import decode_all
 from reinforce_rl.errors import DataError
 from reinforce_rl.utils.files import encode, plain_number, read_json_lines, write_atomically
+from reinforce_rl.utils.untrusted_files import check_regular
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -301,6 +302,7 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None, filters: 
     from pyarrow import ArrowException, OSFile
 
     try:
+        check_regular(Path(path), within=Path(path).absolute().parents[1])
         # By the name's bytes, as Arrow cannot encode every name where the locale is not UTF-8. Not a file object of
         # Python's: Arrow's threads would wait for it at the program's end, and abort the program.
         with OSFile(os.fsencode(path)) as file:
@@ -334,10 +336,13 @@ def read_rows(path: str | Path) -> list[RolloutRow]:
         DataError: the file is absent or damaged, or its fields are not those of `RolloutRow`.
     """
     path = Path(path)
-    if not path.is_file():
+    if not path.exists():
         raise DataError(f"{path}: no such file; expected the samples of a step")
     is_earlier = path.suffix == ".jsonl"
-    rows = read_json_lines(path) if is_earlier else read_table(path, SAMPLE_COLUMNS).to_pylist()
+    if is_earlier:
+        rows = read_json_lines(path, within=path.absolute().parents[1])
+    else:
+        rows = read_table(path, SAMPLE_COLUMNS).to_pylist()
     expected = set(SAMPLE_COLUMNS[: _EARLIER if is_earlier else None])
     hints = get_type_hints(RolloutRow)
     float_columns = {name for name, hint in hints.items() if hint is float}

@@ -19,6 +19,7 @@ from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
 from reinforce_rl.monitoring.sentinel import GAP_LIMITS, is_training
 from reinforce_rl.monitoring.view import curves, frozen_page
 from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.untrusted_files import read_json
 
 EVALUATION_FILE = "evaluation.json"  # the best one of reward-model training
 _ENDED = "fraction_of_samples_properly_ended"
@@ -128,7 +129,7 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
     if not path.is_file():
         return {"verdict": "No evaluation has been made since the first step."}
     try:
-        best = json.loads(path.read_bytes())
+        best = read_json(path, within=run.path)
         found, bins, metrics = best["evaluation"], best["evaluation"]["reliability"], best["evaluation"]["metrics"]
         before = next((loss for _, loss in run.series("val/loss") if math.isfinite(loss)), math.nan)
         said = f"The held-out loss went from {before:.4f} to {found['loss']:.4f} (step {best['step']})"
@@ -153,7 +154,7 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
             ],
         }
         observed = {"x": [100 * b["predicted"] for b in bins], "y": [b["observed"] for b in bins]}
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is no evaluation ({error!r}); remove it, or start the run again") from error
     figure = {
         "title": "Predicted and observed",
@@ -194,9 +195,9 @@ def _profile_tables(path: Path) -> list[dict[str, Any]]:
                     for one in step["operations"][:_OPERATIONS]
                 ],
             }
-            for step in json.loads(path.read_bytes())["steps"][-_PROFILES:]
+            for step in read_json(path, within=path.parents[1])["steps"][-_PROFILES:]
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is no profile's table ({error!r}); remove it, and profile again") from error
 
 

@@ -20,6 +20,7 @@ from reinforce_rl.monitoring.sentinel import STRAGGLER_FACTOR, Alert, Sentinel, 
 from reinforce_rl.runtime.settings import Setting, read_tree, set_keys, settings_of
 from reinforce_rl.runtime.status import STATUS_FILE, Status, run_status
 from reinforce_rl.utils.files import json_line, parse_json_lines
+from reinforce_rl.utils.untrusted_files import UnreadableFileError, open_regular
 
 _TAIL = 4096  # bytes before the end of what was read that must be unchanged; each line holds its time
 _NAMED_RUNS = 3  # in a message
@@ -53,7 +54,11 @@ class RunFolder:
         path = self.path / METRICS_FILE
         if not path.is_file():
             return
-        with path.open("rb") as file:
+        try:
+            file = open_regular(path, within=self.path)
+        except UnreadableFileError as error:
+            raise DataError(str(error)) from error
+        with file:
             if _checksum(file, self._end) != self._checksum:  # a resumed run drops later lines
                 self._lines, self._end = [], 0
             file.seek(self._end)

@@ -12,6 +12,7 @@ from typing import Any
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.utils.files import plain_number, write_atomically
+from reinforce_rl.utils.untrusted_files import read_json
 
 FOLDER, VERSION = "record", 1
 _FILE = re.compile(r"step_(\d+)\.json")
@@ -74,7 +75,7 @@ def read_record(run: str | Path, step: int) -> StepRecord:
         )
     path = files[step]
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = read_json(path, within=Path(run))
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
         version = values.pop("version", None)

@@ -15,8 +15,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import rank_at
 from reinforce_rl.config.rules import find_faults
@@ -25,6 +23,7 @@ from reinforce_rl.preflight.plan import BatchPlan, Inputs, layout_of, plan_batch
 from reinforce_rl.preflight.rank import Case, Phases, total
 from reinforce_rl.preflight.report import Tried, as_json, print_alternatives, print_step
 from reinforce_rl.preflight.step import Hardware, Lengths, PredictedJob, Role, StepTime, load_machine, predict
+from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.process import ModuleChild
 

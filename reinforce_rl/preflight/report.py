@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -18,6 +17,7 @@ from reinforce_rl.preflight.step import PredictedJob, StepTime
 from reinforce_rl.rewards.sources import configured_functions
 from reinforce_rl.trainer.build import lora_settings
 from reinforce_rl.trainer.updates import total_steps, total_updates
+from reinforce_rl.utils.console import Console
 
 Tried = tuple[dict[str, Any], StepTime]  # a change as values by key, and the step with it
 LEAST_SHARE, LEAST_BYTES = 0.02, 1e6  # below these, parts and collectives of a phase are not printed

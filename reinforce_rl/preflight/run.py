@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import torch
 from omegaconf import DictConfig
-from rich.console import Console
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import DEEP
@@ -25,7 +24,7 @@ from reinforce_rl.preflight.report import print_plan, print_warnings, resident
 from reinforce_rl.rewards.function_pool import function_faults
 from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress, ask_description, wait_for
 from reinforce_rl.rewards.wire import ServerInfo, read_token, unlike
-from reinforce_rl.utils.console import chosen_width
+from reinforce_rl.utils.console import Console, chosen_width
 from reinforce_rl.utils.net import Address
 
 SERVER_SECONDS = 3.0

@@ -30,6 +30,7 @@ from reinforce_rl.megatron.weight_files import find_weight_files
 from reinforce_rl.reward_model.data import EncodedPair, prompt_position
 from reinforce_rl.reward_model.objectives import Accuracy, pair_accuracy
 from reinforce_rl.utils.files import naming, not_written
+from reinforce_rl.utils.untrusted_files import check_regular, open_regular
 
 MAX_EARLY_TOKENS = 3
 MAX_PHRASE_TOKENS = 4
@@ -147,7 +148,7 @@ def sha256_of_file(path: str | Path) -> str:
     """
     digest = hashlib.sha256()
     try:
-        with open(path, "rb") as file:
+        with open_regular(Path(path)) as file:
             while block := file.read(1 << 20):
                 digest.update(block)
     except OSError as error:
@@ -184,6 +185,7 @@ def load_features(path: str | Path, fingerprint: str) -> dict[str, Tensor] | Non
     if not Path(path).is_file():
         return None
     try:
+        check_regular(Path(path))
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get("fingerprint") != fingerprint:
                 return None

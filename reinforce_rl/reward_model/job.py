@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
@@ -47,7 +46,9 @@ from reinforce_rl.reward_model.objectives import Best, Objective, Ranking, Regre
 from reinforce_rl.reward_model.scorer import load_trunk
 from reinforce_rl.reward_model.train_full import FullTrainer, RewardModelMonitor, TrainableRewardModel, load_trainable
 from reinforce_rl.runtime.settings import CONFIG_FILE, compare, read_tree
+from reinforce_rl.runtime.stored_config import read_stored
 from reinforce_rl.trainer.build import DTYPES, check_vocabulary, model_options
+from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.files import make_readable, write_atomically
 
 LINE_EVERY_SECONDS = 30.0
@@ -68,7 +69,7 @@ def train_reward_model(cfg: TrainRewardModelConfig, *, command: str) -> heads.Tr
         torch.set_num_threads(cfg.num_threads)
     recorded = Path(cfg.output_dir) / CONFIG_FILE
     is_resumed = cfg.mode == "full" and cfg.full.resume_if_exists and recorded.is_file()
-    tree = read_tree(recorded.read_text("utf-8")) if is_resumed else {}
+    tree = read_tree(read_stored(recorded)) if is_resumed else {}
     cfg.data.freeze_date(cfg.model.restore_from_path, tree.get("data", {}).get("chat_template_date"))
     if cfg.mode == "head":
         return _run_head(cfg, command, Console())
@@ -260,7 +261,7 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh, command: str) -> FullTrai
 def _refuse_changes(folder: Path, settings: str) -> None:
     """Raise ConfigError if the run to resume had other values of the keys in `MEANING`."""
     file = folder / CONFIG_FILE
-    changes = compare(file.read_text("utf-8"), settings, TrainRewardModelConfig) if file.is_file() else {}
+    changes = compare(read_stored(file), settings, TrainRewardModelConfig) if file.is_file() else {}
     refused = "; ".join(f"{key}: {values}" for key, values in changes.items() if MEANING.match(key))
     if refused:
         told = f"{folder} has checkpoints of a run with other settings: {refused}. Set them back to go on, or choose "

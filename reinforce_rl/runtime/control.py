@@ -403,9 +403,10 @@ class RunControl:
             self.status.speak_for_first()
         self.status.end(verdict.exit_code, verdict.text)
         with contextlib.suppress(OSError, ValueError):
-            show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # hidden by the live display
+            if sys.stderr.isatty():
+                os.write(2, b"\x1b[?25h")  # show the cursor, hidden by the live display
             kind = "" if verdict.exit_code == StoppedEarly.exit_code else "error: "
-            print(f"{show_cursor}{kind}{verdict.text}", file=sys.stderr, flush=True)
+            print(f"{kind}{verdict.text}", file=sys.stderr, flush=True)
             sys.stdout.flush()
         os._exit(verdict.exit_code)
 

@@ -15,6 +15,7 @@ from reinforce_rl.runtime.links import Invitation
 from reinforce_rl.runtime.reformed_group import ReformedGroup
 from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.net import EVERY_ADDRESS, Address, address_towards, listen
+from reinforce_rl.utils.untrusted_files import read_json
 
 INVITATION_FILE = "generators.json"
 
@@ -35,7 +36,7 @@ class OpenInvitation:
     def read(cls, folder: Path) -> OpenInvitation | None:
         """Return a run's invitation; None where there is none, or one of another version."""
         try:
-            values = json.loads((folder / INVITATION_FILE).read_text(encoding="utf-8"))
+            values = read_json(folder / INVITATION_FILE, within=folder)
             port = values.pop("store_port")
             return cls(Invitation.from_values(values), port)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):

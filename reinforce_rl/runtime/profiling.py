@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.untrusted_files import read_json
 
 if TYPE_CHECKING:
     from reinforce_rl.config.actor import ProfileConfig
@@ -114,7 +115,7 @@ class StepProfiler:
 
     def _add(self, step: dict[str, Any]) -> None:
         path = self._folder / "top_operations.json"
-        past = json.loads(path.read_bytes())["steps"] if path.is_file() else []
+        past = read_json(path)["steps"] if path.is_file() else []
         steps = [*(one for one in past if one["step"] != step["step"]), step]
         write_atomically(path, json.dumps({"steps": sorted(steps, key=lambda one: one["step"])}, indent=1) + "\n")
 

@@ -201,7 +201,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
 def _history(folder: Path, step: int) -> list[dict[str, Any]]:
     """Return the configurations in effect up to this step."""
     path, config = folder / HISTORY_FILE, folder / CONFIG_FILE
-    lines = read_json_lines(path) if path.is_file() else []
+    lines = read_json_lines(path, within=folder) if path.is_file() else []
     if not lines and config.is_file():  # a run from before config_history.jsonl existed
         path, lines = config, [{"step": 0, "config": read_stored(config)}]
     for number, line in enumerate(lines, 1):

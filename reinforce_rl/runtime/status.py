@@ -15,9 +15,11 @@ from typing import Literal
 
 from reinforce_rl.errors import EXIT_FINISHED, EXIT_SENTINEL, EXIT_STOPPED
 from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.untrusted_files import UnreadableFileError, read_bounded, read_json
 
 EXIT_INTERRUPTED = 130  # as of a shell after Ctrl-C
 STATUS_FILE = "status.json"
+_MAX_BYTES = 1 << 20  # of status.json
 RESULTS_FILE = "results.json"  # of `eval`, beside the folders of its models
 # Of a reader only: lost, its process ended without a word; evaluation (of `eval`) and unknown, no status.json.
 State = Literal["running", "finished", "stopped", "interrupted", "failed", "lost", "evaluation", "unknown"]
@@ -59,7 +61,7 @@ class StatusFile:
     def begin(self) -> None:
         """Write the start of the run, with the progress of an earlier one in this folder."""
         with contextlib.suppress(OSError):
-            self._before = self.path.read_bytes()
+            self._before = read_bounded(self.path, max_bytes=_MAX_BYTES, within=self.path.parent)
         earlier = (read_status(self.path.parent) if self.enabled else None) or Status()
         self._write(Status(step=earlier.step, max_steps=earlier.max_steps, save_seconds=earlier.save_seconds))
 
@@ -130,8 +132,9 @@ class NoStatus(StatusFile):
 
 def read_status(folder: str | Path) -> Status | None:
     """Return the status of the run in a folder; None if there is none, or another version wrote it."""
-    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-        return Status(**json.loads((Path(folder) / STATUS_FILE).read_text(encoding="utf-8")))
+    folder = Path(folder)
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Status(**read_json(folder / STATUS_FILE, max_bytes=_MAX_BYTES, within=folder))
     return None
 
 
@@ -145,7 +148,9 @@ def run_status(folder: str | Path) -> Status:
 def saved_step(folder: Path) -> int:
     """Return the step of a run's newest checkpoint; 0 without one."""
     latest = folder / "checkpoints" / "latest"
-    name = latest.read_text("utf-8").strip() if latest.is_file() else ""
+    name = ""
+    with contextlib.suppress(FileNotFoundError, UnreadableFileError):
+        name = read_bounded(latest, max_bytes=_MAX_BYTES).decode("utf-8", "replace").strip()
     return int(name[5:]) if re.fullmatch(r"step_\d+", name) else 0
 
 

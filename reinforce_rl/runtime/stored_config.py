@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from reinforce_rl.errors import DataError
+from reinforce_rl.utils.untrusted_files import UnreadableFileError, read_bounded
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_CONFIG_DEPTH = 32
@@ -21,12 +22,12 @@ _SHOWN = 200  # characters of a value in a message
 
 def read_stored(path: Path) -> str:
     """Read a configuration that lies in a folder. Raises DataError if it is too large, no file or not UTF-8."""
-    if not path.is_file():
-        raise DataError(f"{path} is no regular file")
-    with path.open("rb") as file:
-        data = file.read(MAX_CONFIG_BYTES + 1)
-    if len(data) > MAX_CONFIG_BYTES:
-        raise DataError(f"{path}: more than {MAX_CONFIG_BYTES} bytes")
+    try:
+        data = read_bounded(path, max_bytes=MAX_CONFIG_BYTES, within=path.parent)
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file; expected the configuration of a run") from error
+    except UnreadableFileError as error:
+        raise DataError(str(error)) from error
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -6,11 +6,28 @@ import functools
 import logging
 import os
 import shutil
+from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
+import rich.console
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from reinforce_rl.utils.control_characters import show_control_characters
 
 logger = logging.getLogger(__name__)
+
+
+class Console(rich.console.Console):
+    """rich's console, in which control characters of what is printed are shown; rich's own stay."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        # Also called for each cell of a table, before the cell is cut to its width.
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(show_control_characters(segment.text), segment.style)
 
 
 def table_console(**options: Any) -> Console:

@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from reinforce_rl.errors import DataError
+from reinforce_rl.utils.untrusted_files import UnreadableFileError, parse_json, read_bounded
 
 # A disk, a quota or the limit of a file's size is used up.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNWRITABLE = (*NO_SPACE, errno.EROFS)
+
+_MAX_LINES_BYTES = 4 << 30  # of a file of JSON lines
+_MAX_LINE_BYTES = 64 << 20
 
 
 def plain_number(value: Any) -> int | float | None:
@@ -197,12 +201,16 @@ def write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     write_atomically(path, "".join(json_line(record) for record in records))
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path: Path, *, within: Path | None = None) -> list[dict[str, Any]]:
     """Read one JSON object per line; an unterminated last line, as a killed writer leaves, is dropped.
 
-    Raises DataError if a complete line is not a JSON object.
+    Raises DataError if a complete line is not a JSON object, or the file is none that `open_regular` opens.
     """
-    return parse_json_lines(path, path.read_bytes())
+    try:
+        data = read_bounded(path, max_bytes=_MAX_LINES_BYTES, within=within)
+    except UnreadableFileError as error:
+        raise DataError(str(error)) from error
+    return parse_json_lines(path, data)
 
 
 def parse_json_lines(path: Path, data: bytes) -> list[dict[str, Any]]:
@@ -211,8 +219,10 @@ def parse_json_lines(path: Path, data: bytes) -> list[dict[str, Any]]:
     # Not splitlines(), which also splits at U+2028 and the like inside a response.
     *lines, _torn = data.split(b"\n")
     for number, line in enumerate(lines, 1):
+        if len(line) > _MAX_LINE_BYTES:
+            raise DataError(f"{path}, line {number}: {len(line)} bytes; expected at most {_MAX_LINE_BYTES}")
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
             raise DataError(
                 f"{path}, line {number}: not valid JSON ({error}); every line must be one JSON object. "

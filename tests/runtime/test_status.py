@@ -6,7 +6,6 @@ import errno
 import json
 import os
 from collections.abc import Callable
-from typing import NoReturn
 
 import pytest
 
@@ -40,11 +39,15 @@ def test_what_is_not_understood_is_replaced(tmp_path, text):
     assert json.loads((tmp_path / STATUS_FILE).read_text())["save_seconds"] is None
 
 
-def without_space() -> Callable[..., NoReturn]:
-    def fail(*_: object, **__: object) -> NoReturn:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def without_space() -> Callable[..., int]:
+    real_open = os.open
 
-    return fail
+    def open_without_space(path: str, flags: int, *arguments: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real_open(path, flags, *arguments)
+
+    return open_without_space
 
 
 @pytest.mark.parametrize("reason", ["no space left on the disk", "é" * 9000])

@@ -44,11 +44,11 @@ def test_a_file_is_read_within_bounds(tmp_path):
     with pytest.raises(DataError, match=r"config\.yaml: not UTF-8"):
         read_stored(file)
     file.write_bytes(b"#" * (MAX_CONFIG_BYTES + 1))
-    with pytest.raises(DataError, match=rf"config\.yaml: more than {MAX_CONFIG_BYTES} bytes"):
+    with pytest.raises(DataError, match=rf"config\.yaml holds .* at most {MAX_CONFIG_BYTES}"):
         read_stored(file)
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(DataError, match="no regular file"):
+    with pytest.raises(DataError, match="is a fifo; expected a regular file"):
         read_stored(file)
 
 

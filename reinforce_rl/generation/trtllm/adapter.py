@@ -14,6 +14,7 @@ from reinforce_rl.config.engines import TensorRTLLMConfig
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.engine import buckets
 from reinforce_rl.megatron.architecture import with_old_rope_keys
+from reinforce_rl.utils.untrusted_files import read_json
 
 
 class TensorRTLLM:
@@ -49,7 +50,7 @@ class TensorRTLLM:
     def write_config(self, folder: Path) -> None:
         """Make config.json readable by transformers 4, which TensorRT-LLM 1.2 uses."""
         config = folder / "config.json"
-        values = with_old_rope_keys(json.loads(config.read_text(encoding="utf-8")))
+        values = with_old_rope_keys(read_json(config))
         if "dtype" in values:
             values.setdefault("torch_dtype", values["dtype"])
         config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from reinforce_rl.generation.engine import Answer, EngineArguments, EngineSampling, Request
 from reinforce_rl.generation.engine.host import RequestsUnderway, answers_of, check_version, main
+from reinforce_rl.utils.untrusted_files import read_json
 
 VERSIONS = ("1.2", "1.3")
 WORKER = "reinforce_rl.generation.trtllm.worker.WeightsOfTrainer"
@@ -134,7 +134,7 @@ def check_held(workers: Sequence[Mapping[str, Mapping[str, Any]]], key_value_hea
 
 
 def _key_value_heads(folder: Path) -> int:
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    values = read_json(folder / "config.json")
     return values.get("num_key_value_heads") or values["num_attention_heads"]
 
 

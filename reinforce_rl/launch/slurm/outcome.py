@@ -19,6 +19,7 @@ from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_LOST_RANK, EXIT_
 from reinforce_rl.launch.slurm.settings import ACTOR
 from reinforce_rl.runtime.status import read_status
 from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.untrusted_files import open_regular, read_json
 
 EXIT_FOLDER = "exit"
 HISTORY_FILE = "history.jsonl"
@@ -68,7 +69,7 @@ def record(folder: Path, end: TaskEnd) -> None:
 
 def read_ends(folder: Path) -> list[TaskEnd]:
     paths = sorted((folder / EXIT_FOLDER).glob("*.json"))
-    return [TaskEnd(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return [TaskEnd(**read_json(path, within=folder)) for path in paths]
 
 
 def first_failed(ends: TaskEnds, lost: TaskEnds, harmless: Collection[int]) -> TaskEnd | None:
@@ -195,7 +196,7 @@ def refusal(attempts: Sequence[Attempt], *, job: str, restart: int, max_restarts
 def last_lines(log: Path, count: int = LAST_LOG_LINES) -> str:
     """Return the end of a `srun --label` log, without Python warnings, which explain no failure."""
     try:
-        with log.open("rb") as file:
+        with open_regular(log) as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError as error:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.compose import compose
@@ -34,6 +33,7 @@ from reinforce_rl.launch.slurm.settings import (
 from reinforce_rl.preflight.run import examine, host_memory_of_node
 from reinforce_rl.rewards.wire import DEFAULT_NAME
 from reinforce_rl.runtime.status import read_status
+from reinforce_rl.utils.console import Console
 
 RUN_DIR_KEY = "exp_manager.explicit_log_dir"
 DEFAULT_LEAD, LEAST_LEAD = 300, 120

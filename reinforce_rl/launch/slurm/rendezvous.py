@@ -18,6 +18,7 @@ from pathlib import Path
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.net import EVERY_ADDRESS, Address, address_towards, is_loopback, listen
+from reinforce_rl.utils.untrusted_files import read_json
 
 POLL_SECONDS = 0.2
 HEALTH_SECONDS = 5.0  # to connect, and then for the whole answer
@@ -48,7 +49,7 @@ def read_endpoint(folder: Path, component: str) -> Endpoint | None:
     # List the folder: NFS may cache a missing file for half a minute, but revalidates an opened folder.
     if not folder.is_dir() or path.name not in os.listdir(folder):
         return None
-    return Endpoint(**json.loads(path.read_text(encoding="utf-8")))
+    return Endpoint(**read_json(path, within=folder))
 
 
 def wait_for_endpoint(folder: Path, component: str, seconds: float, stopped: Callable[[], bool]) -> Endpoint | None:

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError
@@ -28,6 +27,7 @@ from reinforce_rl.launch.slurm.plan import Component, JobPlan, make_request
 from reinforce_rl.launch.slurm.steps import SlurmCallError, call
 from reinforce_rl.preflight.report import print_rows, print_warnings
 from reinforce_rl.preflight.run import wide_console
+from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.files import read_json_lines
 
 REPOSITORY = Path(__file__).resolve().parents[3]

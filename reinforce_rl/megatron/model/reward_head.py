@@ -29,6 +29,7 @@ from reinforce_rl.megatron.model.stored_head import (
     read_tensors,
 )
 from reinforce_rl.megatron.weight_map import SCORE_LAYER
+from reinforce_rl.utils.untrusted_files import check_regular, read_model_json
 
 POOLINGS = ("mean", "last")
 POOLING_KEY = "reward_pooling"  # in a classifier's config.json, for a pooling other than transformers'
@@ -107,6 +108,7 @@ class RewardHead:
         if not Path(path).is_file():
             raise CheckpointError(f"reward head {path} does not exist; `reinforce-rl train-rm` writes one")
         try:
+            check_regular(Path(path))
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 return cls(
@@ -138,7 +140,7 @@ class RewardHead:
 
         module = module_of(folder, name)
         layers = layers_of(folder, module)
-        raw: dict[str, Any] = json.loads((folder.folder / "config.json").read_text(encoding="utf-8"))
+        raw: dict[str, Any] = read_model_json(folder.folder / "config.json")
         config: Any = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         labels = tuple(str(config.id2label[label]) for label in sorted(config.id2label))
         if len(labels) != len(layers[-1].weight):

@@ -1,0 +1,414 @@
+"""Bounds on the work and the size of a rendered chat template, which comes with a model and may be anybody's.
+
+Jinja's sandbox keeps a template from the rest of the program, but not from running for ever or filling the memory.
+Steps are counted, so that every rank and every machine refuses the same templates; a clock is the second bound.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from jinja2 import nodes, pass_context
+from jinja2.environment import Template
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+
+logger = logging.getLogger(__name__)
+
+MAX_STEPS = 1_000_000  # of one rendering; and one more a character of the input
+MAX_SECONDS = 30.0
+MIN_CHARS = 16 << 20  # that a text may always have
+CHARS_RATIO = 8  # and for a longer input, this many times the input
+_MAX_BITS = 10_000  # of an integer
+_MAX_DEPTH = 100  # of lists in lists
+_STEPS_BETWEEN_CLOCKS = 256
+_CHARS_PER_STEP = 1024
+_ELEMENTS_PER_STEP = 16
+_STEPS_PER_CALL = 10  # an iteration of a loop is one
+# Methods and filters of lists and objects that do not look into their elements.
+_WITHOUT_TEXT = frozenset({"items", "get", "keys", "values", "length", "count", "default", "first", "last", "list"})
+# Methods and filters that make nothing larger than what they are given.
+_NEVER_LARGER = frozenset(
+    {
+        *("trim", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "lower", "upper", "title"),
+        *("split", "rsplit", "splitlines", "partition", "rpartition", "startswith", "endswith", "find"),
+        *("get", "items", "keys", "values", "length", "first", "last", "default", "int", "float", "abs"),
+    }
+)
+_LONG_LITERAL = 256  # characters; shorter ones are bounded by the steps
+_WIDE_FIELD = re.compile(r"[0-9]{7}")
+_WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:[0-9]{7}|[0-9]*\.[0-9]{7})")
+
+
+class TemplateBoundError(Exception):
+    """A chat template exceeds a bound. The message says which."""
+
+
+class _Budget:
+    """What one rendering may still do."""
+
+    def __init__(self, inputs: Any = None):
+        self._inputs = inputs
+        self._steps = 0
+        self._chars = 0
+        self._next_clock = _STEPS_BETWEEN_CLOCKS
+        self._deadline = time.monotonic() + MAX_SECONDS
+
+    def step(self, count: int = 1) -> None:
+        self._steps += count
+        if self._steps >= self._next_clock:
+            self._check_time()
+
+    def _check_time(self) -> None:
+        self._next_clock = self._steps + _STEPS_BETWEEN_CLOCKS
+        if self._steps > MAX_STEPS and self._steps > MAX_STEPS + self._input_size:
+            raise TemplateBoundError(f"takes more than {MAX_STEPS} steps")
+        if time.monotonic() > self._deadline:
+            raise TemplateBoundError(f"takes longer than {MAX_SECONDS:.0f} s")
+
+    def write(self, chars: int) -> None:
+        """Count what is written; also within macros and blocks, whose text may be written again."""
+        self._chars += chars
+        if self._chars > MIN_CHARS:
+            self.check_size(self._chars)
+
+    def check_size(self, size: int) -> None:
+        if size > MIN_CHARS and size > CHARS_RATIO * self._input_size:
+            raise TemplateBoundError(f"makes a text or list of {size} elements")
+
+    @functools.cached_property
+    def _input_size(self) -> int:
+        return _size_of(self._inputs)
+
+    def check(self, value: Any) -> None:
+        """Check the size of a value that was computed."""
+        if isinstance(value, str | bytes):
+            self.step(len(value) // _CHARS_PER_STEP)
+            self.check_size(len(value))
+        elif isinstance(value, list | tuple | dict):
+            self.step(len(value) // _ELEMENTS_PER_STEP)
+            self.check_size(len(value))
+
+    def check_written(self, value: Any) -> int:
+        """Return how many characters a value takes at least as text, and check it.
+
+        A list that holds one other list twice, and so on, is small in memory and large as text.
+        """
+        size = _size_of(value, self)
+        self.step(size // _CHARS_PER_STEP)
+        return size
+
+
+def _size_of(value: Any, budget: _Budget | None = None) -> int:
+    if isinstance(value, str):
+        return len(value)
+    size = 0
+    elements = 0
+    stack = [(value, 0)]
+    while stack:
+        current, depth = stack.pop()
+        elements += 1
+        size += len(current) if isinstance(current, str) else 1
+        if budget is not None and elements % _ELEMENTS_PER_STEP == 0:
+            budget.step(_ELEMENTS_PER_STEP)
+            budget.check_size(size)
+        if depth > _MAX_DEPTH:
+            raise TemplateBoundError(f"nests lists more than {_MAX_DEPTH} levels deep")
+        if isinstance(current, dict):
+            stack.extend((key, depth + 1) for key in current)
+            stack.extend((child, depth + 1) for child in current.values())
+        elif isinstance(current, list | tuple | set | frozenset):
+            stack.extend((child, depth + 1) for child in current)
+    return size
+
+
+_budget: ContextVar[_Budget | None] = ContextVar("template_budget", default=None)
+
+
+def _current() -> _Budget:
+    return _budget.get() or _Budget()
+
+
+class _Counted:
+    """An iterable whose iterations are steps."""
+
+    def __init__(self, values: Any):
+        self._values = values
+
+    def __iter__(self) -> Iterator[Any]:
+        step = _current().step
+        for value in self._values:
+            step()
+            yield value
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@pass_context
+def _finalize(context: Any, value: Any) -> Any:
+    """Count a value that is written. As a function of the context, it is not applied at compile time."""
+    budget = _budget.get() or _Budget()
+    if type(value) is str:
+        budget.write(len(value))
+    else:
+        budget.write(budget.check_written(value))
+    return value
+
+
+@pass_context
+def _literal(context: Any, text: str) -> str:
+    return text
+
+
+def _joined(values: Iterable[Any]) -> str:
+    budget = _current()
+    parts = []
+    size = 0
+    for value in values:
+        size += budget.check_written(value)
+        budget.check_size(size)
+        parts.append(str(value))
+    return "".join(parts)
+
+
+def _checked(value: Any) -> Any:
+    """Check a sum before it is kept: within one expression, the template's length bounds the sum."""
+    _current().check(value)
+    return value
+
+
+_OWN_FILTERS: dict[str, Callable[..., Any]] = {
+    "_counted": _Counted,
+    "_checked": _checked,
+    "_joined": _joined,
+    "_literal": _literal,
+}
+
+
+class _Formatter(SandboxedFormatter):
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if _WIDE_FIELD.search(format_spec):
+            raise TemplateBoundError(f"formats a field as wide as {format_spec[:40]!r}")
+        return super().format_field(value, format_spec)
+
+
+class _Template(Template):
+    def render(self, *args: Any, **kwargs: Any) -> str:
+        token = _budget.set(_Budget((args, kwargs)))
+        try:
+            return super().render(*args, **kwargs)
+        finally:
+            _budget.reset(token)
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which one rendering has bounds. Raises TemplateBoundError while it renders or compiles."""
+
+    intercepted_binops = frozenset(("*", "**", "%"))
+    template_class = _Template
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.finalize = _finalize
+        self.globals.pop("lipsum", None)  # random text of any length
+        self._bounded_filters: set[str] = set()
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        # Filters are added after the constructor. Constants are computed while compiling.
+        for name, function in self.filters.items():
+            if name not in self._bounded_filters and name not in _NEVER_LARGER:
+                self.filters[name] = _bounded_filter(name, function)
+                self._bounded_filters.add(name)
+        for name, function in _OWN_FILTERS.items():
+            self.filters[name] = function
+            self._bounded_filters.add(name)
+        token = _budget.set(_Budget())
+        try:
+            return super().compile(*args, **kwargs)
+        finally:
+            _budget.reset(token)
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        for loop in source.find_all(nodes.For):
+            loop.iter = _filter(loop.iter, "_counted")
+        for assignment in source.find_all(nodes.Assign):
+            if isinstance(assignment.node, nodes.Add) or assignment.node.find(nodes.Add) is not None:
+                assignment.node = _filter(assignment.node, "_checked")
+        for output in source.find_all(nodes.Output):
+            output.nodes = [_counted_literal(node) for node in output.nodes]
+        _replace_concat(source)
+        return super()._generate(source, *args, **kwargs)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = _current()
+        budget.step(_STEPS_PER_CALL)
+        if isinstance(__obj, LoopContext):  # the next level of a recursive loop
+            args = tuple(map(_Counted, args))
+        elif isinstance(__obj, types.BuiltinMethodType):
+            if __obj.__name__ in _NEVER_LARGER:
+                return super().call(__context, __obj, *args, **kwargs)
+            # Jinja passes the variables of loops and blocks this way.
+            given = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
+            _check_method(budget, __obj.__self__, __obj.__name__, args, given)
+        for value in (*args, *kwargs.values()):
+            budget.check(value)
+        value = super().call(__context, __obj, *args, **kwargs)
+        budget.check(value)
+        return value
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        budget = _current()
+        if operator == "%" and isinstance(left, str):
+            _check_percent(budget, left, right)
+        elif operator in ("*", "**"):
+            _check_product(budget, operator, left, right)
+        value = super().call_binop(context, operator, left, right)
+        budget.check(value)
+        return value
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        text = value.__self__
+        is_map = value.__name__ == "format_map"
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            budget = _current()
+            budget.check_written((args, kwargs))
+            # Jinja's own wrapper checks the arguments of format_map.
+            if is_map and (kwargs or len(args) != 1):
+                return wrapped(*args, **kwargs)
+            values = args[0] if is_map else kwargs
+            formatted = _Formatter(self).vformat(text, () if is_map else args, values)
+            return type(text)(formatted)
+
+        return bounded
+
+
+def _filter(node: Any, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _counted_literal(node: nodes.Expr) -> nodes.Expr:
+    if isinstance(node, nodes.TemplateData) and len(node.data) > _LONG_LITERAL:
+        return _filter(nodes.Const(node.data, lineno=node.lineno), "_literal")
+    return node
+
+
+def _replace_concat(node: nodes.Node) -> None:
+    """Let `a ~ b` below a node be a filter, which checks sizes."""
+    for name, value in node.iter_fields():
+        children = value if isinstance(value, list) else [value]
+        for place, child in enumerate(children):
+            if not isinstance(child, nodes.Node):
+                continue
+            _replace_concat(child)
+            if isinstance(child, nodes.Concat):
+                joined = _filter(nodes.List(child.nodes, lineno=child.lineno), "_joined")
+                if isinstance(value, list):
+                    value[place] = joined
+                else:
+                    setattr(node, name, joined)
+
+
+def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    leading = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @functools.wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        budget = _current()
+        budget.step(_STEPS_PER_CALL)
+        given = args[leading:]
+        _check_method(budget, given[0] if given else None, name, given[1:], kwargs)
+        value = function(*args, **kwargs)
+        if isinstance(value, types.GeneratorType):
+            return _counted_generator(value)
+        budget.check(value)
+        return value
+
+    return bounded
+
+
+def _counted_generator(values: Iterator[Any]) -> Iterator[Any]:
+    step = _current().step
+    for value in values:
+        step()
+        yield value
+
+
+def _check_method(budget: _Budget, subject: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check, before it is made, the size of what a method or filter makes of a text or list."""
+    if isinstance(subject, str | bytes | int | float) or kwargs:
+        for value in (*args, *kwargs.values()):
+            if type(value) is int:
+                budget.check_size(abs(value))
+    if name in ("replace", "join", "indent", "expandtabs", "translate") and (args or kwargs):
+        budget.check_size(_size_made(budget, subject, name, args, kwargs))
+    elif name == "format" and isinstance(subject, str):
+        _check_percent(budget, subject, args or kwargs)
+    elif name == "sum" and not isinstance(args[1] if len(args) > 1 else kwargs.get("start", 0), int | float):
+        raise TemplateBoundError("sums what are no numbers")
+    elif name not in _WITHOUT_TEXT and isinstance(subject, list | tuple | dict):
+        budget.check_written(subject)
+
+
+def _size_made(budget: _Budget, subject: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    values = [*args, *kwargs.values()]
+    sizes = [len(value) if isinstance(value, str) else 0 for value in values]
+    if name == "join":
+        parts = values[0] if isinstance(subject, str) and not isinstance(values[0], str) else subject
+        separator = len(subject) if parts is not subject else sizes[0]
+        if not isinstance(parts, list | tuple | str):
+            return 0
+        return _size_of(parts, budget) + separator * len(parts)
+    if not isinstance(subject, str):
+        return 0
+    if name == "replace" and len(values) > 1:
+        old = values[0] if isinstance(values[0], str) else ""
+        return len(subject) + (subject.count(old) if old else len(subject) + 1) * sizes[1]
+    if name == "translate":
+        longest = max((len(value) for value in values[0].values() if isinstance(value, str)), default=1)
+        return len(subject) * longest if isinstance(values[0], dict) else 0
+    width = max([*sizes, *(value for value in values if type(value) is int)])
+    return len(subject) + (subject.count("\n") + subject.count("\t") + 1) * width
+
+
+def _check_percent(budget: _Budget, text: str, values: Any) -> None:
+    if _WIDE_PERCENT.search(text):
+        raise TemplateBoundError("formats a field that is wider than a million characters")
+    budget.check_written(values)
+    if "*" in text and isinstance(values, list | tuple):
+        for value in values:
+            if type(value) is int:
+                budget.check_size(abs(value))
+
+
+def _check_product(budget: _Budget, operator: str, left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
+        if bits > _MAX_BITS and abs(left) > 1:
+            raise TemplateBoundError(f"computes an integer of about {bits} bits")
+    elif operator == "*":
+        for values, times in ((left, right), (right, left)):
+            if isinstance(values, str | list | tuple | bytes) and isinstance(times, int):
+                budget.check_size(len(values) * max(times, 0))
+
+
+def bound_chat_templates() -> None:
+    """Let transformers render chat templates in a `BoundedEnvironment`; it has no argument for that."""
+    from transformers.utils import chat_template_utils
+
+    if not hasattr(chat_template_utils, "ImmutableSandboxedEnvironment"):
+        import transformers
+
+        logger.warning("chat templates have no bounds under transformers %s", transformers.__version__)
+    setattr(chat_template_utils, "ImmutableSandboxedEnvironment", BoundedEnvironment)  # noqa: B010 (not exported)

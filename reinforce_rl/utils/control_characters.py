@@ -1,0 +1,62 @@
+"""Shows control characters of texts that go to a terminal, which would obey them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO, cast
+
+# C0 but line feed and tab, DEL, C1, line separators, marks and overrides of the writing direction, lone surrogates.
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def show_control_characters(text: str) -> str:
+    r"""Write the control characters of a text as \x1b or, from DEL on, as \u009b.
+
+    Text that is JSON stays JSON with the same values, as JSON holds no raw C0.
+    """
+    return _CONTROL.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"
+
+
+class ShownStream:
+    """A text stream whose writers' control characters are shown.
+
+    rich writes to the stream itself, as its colours are escape sequences; `utils.console.Console` shows its texts.
+    """
+
+    def __init__(self, stream: TextIO):
+        self.rich_proxied_file = stream  # the name that rich looks for
+
+    def write(self, text: str) -> int:
+        # A progress bar of a library begins each drawing so. At the start of a line it has no effect.
+        start = "\r" if text.startswith("\r") and "\n" not in text else ""
+        self.rich_proxied_file.write(start + show_control_characters(text[len(start) :]))
+        return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
+
+
+def shown(stream: TextIO) -> TextIO:
+    """Return a stream that shows control characters and writes to this one."""
+    return stream if isinstance(stream, ShownStream) else cast(TextIO, ShownStream(stream))
+
+
+@contextlib.contextmanager
+def shown_streams() -> Iterator[None]:
+    """Let standard output and standard error show control characters: of prints, logs and tracebacks."""
+    with contextlib.redirect_stdout(shown(sys.stdout)), contextlib.redirect_stderr(shown(sys.stderr)):
+        yield

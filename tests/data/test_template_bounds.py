@@ -1,0 +1,148 @@
+"""Chat templates that would run for ever or fill the memory end in a sentence, and others render as before."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers.chat_templates import TEMPLATES, write_chat_tokenizer
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from reinforce_rl.data import template_bounds
+from reinforce_rl.data.conversation import Conversation
+from reinforce_rl.data.rendering import ChatRenderer
+from reinforce_rl.data.template_bounds import BoundedEnvironment, TemplateBoundError
+from reinforce_rl.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(60)
+
+OPTIONS = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [loopcontrols]}
+DOUBLED = "{% set ns = namespace(a=A) %}{% for i in range(60) %}{% set ns.a = NEXT %}{% endfor %}{{ ns.a|length }}"
+LIST_OF_LISTS = DOUBLED.replace("A", "[1]").replace("NEXT", "[ns.a, ns.a]")
+COSTLY = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loops with output": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+    "filters of ranges": "{% for a in range(99999) %}{{ range(99999)|map('upper')|list|length }}{% endfor %}",
+    "lists of ranges": "{% for a in range(99999) %}{{ range(99999)|list|length }}{% endfor %}",
+    "a macro that calls itself twice": "{% macro f(n) %}{{ f(n+1) }}{{ f(n+1) }}{% endmacro %}{{ f(0) }}",
+    "macros that call twice": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+    "a recursive loop": "{% for a in range(99) recursive %}{{ loop(range(99999)) }}{% endfor %}",
+    "a product of text": "{{ 'a' * 10**9 }}",
+    "a product of a list": "{{ ([1] * 10**9)|length }}",
+    "a power": "{{ 10**(10**10) }}",
+    "a product of integers": DOUBLED.replace("A", "3").replace("NEXT", "ns.a * ns.a"),
+    "a wide percent field": "{{ '%99999999999d' % 1 }}",
+    "a wide percent field of a filter": "{{ '%99999999999d'|format(1) }}",
+    "a percent field of a given width": "{{ '%*d' % (99999999999, 1) }}",
+    "a wide field": "{{ '{:99999999999}'.format(1) }}",
+    "a wide field of a name": "{{ '{a:99999999999}'.format_map({'a': 1}) }}",
+    "a field of a given width": "{{ '{:{w}}'.format(1, w=99999999999) }}",
+    "centred": "{{ 'a'|center(10**11) }}",
+    "centred by a method": "{{ 'a'.center(10**11) }}",
+    "padded": "{{ 'a'.ljust(10**11) }}",
+    "indented": "{{ 'a\nb'|indent(10**11) }}",
+    "bytes of an integer": "{{ (1).to_bytes(10**11, 'big') }}",
+    "doubled text": DOUBLED.replace("A", "'x'").replace("NEXT", "ns.a ~ ns.a"),
+    "added text": DOUBLED.replace("A", "'x'").replace("NEXT", "ns.a + ns.a"),
+    "added lists": DOUBLED.replace("A", "[1]").replace("NEXT", "ns.a + ns.a"),
+    "replaced text": DOUBLED.replace("A", "'xx'").replace("NEXT", "ns.a.replace('x', ns.a)"),
+    "replaced text by a filter": DOUBLED.replace("A", "'xx'").replace("NEXT", "ns.a|replace('x', ns.a)"),
+    "joined text": DOUBLED.replace("A", "'xx'").replace("NEXT", "ns.a.join([ns.a, ns.a])"),
+    "joined text by a filter": DOUBLED.replace("A", "'xx'").replace("NEXT", "[ns.a, ns.a]|join(ns.a)"),
+    "a list of itself twice, written": DOUBLED.replace("A", "[1]")
+    .replace("NEXT", "[ns.a, ns.a]")
+    .replace("|length", ""),
+    "a list of itself twice, as JSON": DOUBLED.replace("A", "[1]")
+    .replace("NEXT", "[ns.a, ns.a]")
+    .replace("length", "tojson"),
+    "a list of itself twice, as text": DOUBLED.replace("A", "[1]")
+    .replace("NEXT", "[ns.a, ns.a]")
+    .replace("length", "string"),
+    "a list of itself twice, joined": LIST_OF_LISTS + "{{ 'x' ~ ns.a }}",
+    "sums of lists": "{{ (range(99999)|map('string')|map('list')|list * 99)|sum(start=[]) }}",
+    "long literals": "{% for a in range(99999) %}" + "x" * 5000 + "{% endfor %}",
+    "a text of a block": "{% set a %}{% for i in range(9999) %}"
+    + "x" * 5000
+    + "{% endfor %}{% endset %}{{ a|length }}",
+}
+
+
+@pytest.mark.parametrize("kind", COSTLY)
+def test_a_costly_template_is_refused_within_seconds(kind):
+    start = time.monotonic()
+    with pytest.raises((TemplateBoundError, RecursionError)):
+        BoundedEnvironment(**OPTIONS).from_string(COSTLY[kind]).render(messages=[])
+    assert time.monotonic() - start < 40
+
+
+SOUND = {
+    "loop variables": "{% for a in items %}{{ loop.index }}/{{ loop.length }} {{ loop.last }} {{ loop.previtem }}"
+    "{{ loop.nextitem }} {{ loop.revindex0 }};{% endfor %}",
+    "filtered loops": "{% for a in items if a.n > 1 %}{{ a.n }}{% else %}none{% endfor %}",
+    "empty loops": "{% for a in missing %}{{ a }}{% else %}none{% endfor %}",
+    "pairs": "{% for k, v in items[0].items() %}{{ k }}={{ v }}{% endfor %}",
+    "generators": "{% for a in items|map(attribute='n') %}{{ a }}{{ loop.last }}{% endfor %}",
+    "recursion": "{% for a in tree recursive %}{{ a.n }}({{ loop(a.below) }}){% endfor %}",
+    "break": "{% for a in items %}{% if a.n == 2 %}{% break %}{% endif %}{{ a.n }}{% endfor %}",
+    "concatenation": "{{ 'a' ~ 1 ~ none ~ missing ~ [1, 'x'] ~ ('b' ~ 'c') }}{% set x = 'p' ~ 'q' %}{{ x }}",
+    "literals": "{% if true %}" + "long text " * 100 + "{% endif %}",
+    "operators": "{{ 3 * 4 }} {{ 2 ** 8 }} {{ 'x' * 3 }} {{ '%s-%d' % ('a', 2) }} {{ [1] + [2] }} {{ 7 % 4 }}"
+    " {{ 1.5 * 2 }}",
+    "filters": "{{ items|tojson }} {{ 'a b'|title|replace('A', 'c') }} {{ [3, 1]|sort|join(', ') }}"
+    " {{ 'x'|indent(2, true) }}"
+    " {{ items|sum(attribute='n') }} {{ items|selectattr('n', 'equalto', 2)|list }} {{ '%s'|format('y') }}",
+    "methods": "{{ 'a,b'.split(',') }} {{ ' x '.strip() }} {{ '{} {b!r:>4}'.format(1, b=2) }}"
+    " {{ 'x'.join(['a', 'b']) }}"
+    " {{ '{a}'.format_map({'a': 3}) }} {{ 'abab'.replace('a', 'c', 1) }} {{ 'a' in 'abc' }}",
+    "macros": "{% macro f(n) %}[{{ n }}{{ caller() if caller else '' }}]{% endmacro %}{{ f(1) }}"
+    "{% call f(2) %}in{% endcall %}",
+    "sets": "{% set ns = namespace(n=0) %}{% for a in items %}{% set ns.n = ns.n + a.n %}{% endfor %}{{ ns.n }}"
+    "{% set b %}text {{ ns.n }}{% endset %}{{ b|upper }}{% filter lower %}ABC{{ 'D' }}{% endfilter %}",
+    "numbers": "{{ 1.0 }} {{ true }} {{ none }} {{ [1.5, none, true] }} {{ {'a': (1, 2)} }}",
+}
+VALUES = {
+    "items": [{"n": 1}, {"n": 2}, {"n": 3}],
+    "tree": [{"n": 1, "below": [{"n": 2, "below": []}]}, {"n": 3, "below": []}],
+}
+
+
+@pytest.mark.parametrize("kind", SOUND)
+def test_other_templates_render_as_in_jinjas_sandbox(kind):
+    expected = ImmutableSandboxedEnvironment(**OPTIONS).from_string(SOUND[kind]).render(**VALUES)
+    assert BoundedEnvironment(**OPTIONS).from_string(SOUND[kind]).render(**VALUES) == expected
+
+
+def test_each_rendering_has_bounds_of_its_own(monkeypatch):
+    monkeypatch.setattr(template_bounds, "MAX_STEPS", 1000)
+    template = BoundedEnvironment().from_string("{% for a in range(n) %}{{ a }}{% endfor %}")
+    with pytest.raises(TemplateBoundError, match="more than 1000 steps"):
+        template.render(n=1300)
+    with ThreadPoolExecutor(4) as pool:
+        lengths = list(pool.map(lambda _: len(template.render(n=700)), range(16)))
+    assert lengths == [len("".join(map(str, range(700))))] * 16
+    assert threading.active_count() < 10
+
+
+def test_a_long_conversation_is_within_the_bounds():
+    """40 MB of text, of which a template makes twice as much."""
+    template = BoundedEnvironment().from_string(
+        "{% for m in messages %}{% set text = m.content ~ '!' %}{{ text }}{{ m.content|trim }}{% endfor %}"
+    )
+    messages = [{"content": "y" * 40_000}] * 1000
+    assert len(template.render(messages=messages)) == 1000 * 80_001
+
+
+def test_time_is_bounded_too(monkeypatch):
+    monkeypatch.setattr(template_bounds, "MAX_SECONDS", 0.2)
+    template = BoundedEnvironment().from_string("{% for a in range(9999) %}{{ 'b' in text }}{% endfor %}")
+    with pytest.raises(TemplateBoundError, match="takes longer than"):
+        template.render(text="a" * 8_000_000)
+
+
+def test_a_renderer_names_the_folder_of_a_costly_template(tmp_path):
+    tokenizer = write_chat_tokenizer(tmp_path / "model", COSTLY["nested loops"] + TEMPLATES["llama3"])
+    with pytest.raises(ConfigError, match=r"model takes more than 1000000 steps.*2 messages|model takes more than"):
+        ChatRenderer(tokenizer).prompt(Conversation(({"role": "user", "content": "hi"},)))

@@ -1,0 +1,97 @@
+"""Texts of others are shown on a terminal, and not obeyed by it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+
+import pytest
+from rich.table import Table
+from rich.text import Text
+
+from reinforce_rl.errors import ReinforceError
+from reinforce_rl.launch.terminal import plain_errors
+from reinforce_rl.monitoring.progress import TrainingProgress
+from reinforce_rl.utils.console import Console
+from reinforce_rl.utils.control_characters import show_control_characters, shown, shown_streams
+
+HOSTILE = "a\x1b[2J\x1b]0;title\x07b\x9b31mc\u202ed\x7fe\ud800f\rg\x00h\u2066i\u2028j"
+SHOWN = r"a\x1b[2J\x1b]0;title\x07b\u009b31mc\u202ed\u007fe\ud800f\x0dg\x00h\u2066i\u2028j"
+
+
+def test_control_characters_are_shown_and_other_texts_stay():
+    assert show_control_characters(HOSTILE) == SHOWN
+    for text in ("tab\tand\nline", "ümläut 漢字 🙂 עברית العربية", "a\u200db", "\u00a0\u00ad"):
+        assert show_control_characters(text) == text
+
+
+@pytest.mark.parametrize("code", [*range(0x20), 0x7F, *range(0x80, 0xA0), 0x202E, 0x2066, 0xDC80, 0xDFFF])
+def test_every_control_character(code):
+    text = show_control_characters(chr(code))
+    assert text == chr(code) if chr(code) in "\t\n" else text.isprintable() and len(text) in (4, 6)
+
+
+def test_json_keeps_its_values():
+    line = json.dumps({"text": HOSTILE}, ensure_ascii=False)
+    assert json.loads(show_control_characters(line)) == {"text": HOSTILE}
+
+
+def test_prints_logs_tracebacks_and_errors_are_shown(capsys):
+    with pytest.raises(SystemExit), plain_errors():
+        print(HOSTILE)
+        handler = logging.StreamHandler()
+        handler.emit(logging.LogRecord("x", logging.WARNING, "", 1, HOSTILE, (), None))
+        sys.excepthook(ValueError, ValueError(HOSTILE), None)
+        raise ReinforceError(HOSTILE)
+    output, errors = capsys.readouterr()
+    assert output == f"{SHOWN}\n"
+    assert errors.count(SHOWN) == 3 and f"error: {SHOWN}\n" in errors
+    assert "\x1b" not in errors
+
+
+def test_streams_are_restored_and_not_wrapped_twice():
+    before = sys.stdout
+    with shown_streams():
+        inner = sys.stdout
+        with shown_streams():
+            assert sys.stdout is inner
+    assert sys.stdout is before
+
+
+def test_what_a_program_makes_itself_stays():
+    stream = io.StringIO()
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    wrapped = shown(stream)
+    wrapped.write("\r 10 %")  # of a library's progress bar
+    assert stream.getvalue() == "\r 10 %"
+    console = Console(file=stream, force_terminal=True, color_system="standard", width=60)
+    console.print(Text(HOSTILE, style="red"))
+    assert "\x1b[31m" in stream.getvalue() and "\x1b[2J" not in stream.getvalue()
+
+
+def test_tables_show_and_keep_their_width():
+    stream = io.StringIO()
+    table = Table(title=f"t{HOSTILE[:4]}")
+    table.add_column("name\x9b")
+    table.add_row("\x1b[31mred\u202e")
+    Console(file=stream, width=40).print(table)
+    text = stream.getvalue()
+    assert r"\x1b[31mred\u202e" in text.replace("\n", "") or r"\x1b" in text
+    assert all(len(line) <= 40 for line in text.splitlines())
+    assert not any(character in text for character in "\x1b\x9b\u202e")
+
+
+def test_a_console_behind_a_shown_stream_keeps_its_colours(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown(stream))
+    Console(force_terminal=True, color_system="standard").print(Text("a\x9b", style="red"))
+    assert "\x1b[31m" in stream.getvalue() and "\x9b" not in stream.getvalue()
+
+
+def test_lines_of_progress_are_shown():
+    stream = io.StringIO()
+    progress = TrainingProgress(2, console=Console(file=stream))
+    progress._print(f"metric {HOSTILE}")
+    assert stream.getvalue() == f"metric {SHOWN}\n"

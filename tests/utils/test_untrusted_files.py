@@ -1,0 +1,152 @@
+"""Files that somebody else may have made: what is no regular file is an error at once."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from reinforce_rl.utils.untrusted_files import (
+    UnreadableFileError,
+    check_entries,
+    open_regular,
+    parse_json,
+    read_bounded,
+    read_json,
+)
+
+pytestmark = pytest.mark.timeout(20)
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_socket(path: Path) -> None:
+    here = Path.cwd()
+    os.chdir(path.parent)  # the path of a socket has at most 107 bytes
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+ODD = {
+    "a fifo": make_fifo,
+    "a socket": make_socket,
+    "a folder": lambda path: path.mkdir(),
+    "/dev/zero, a device": lambda path: path.symlink_to("/dev/zero"),
+    "/dev/tty, a device": lambda path: path.symlink_to("/dev/tty"),
+    "cannot be read": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_no_regular_file_is_named(kind, tmp_path):
+    path = tmp_path / "entry"
+    ODD[kind](path)
+    with pytest.raises(UnreadableFileError) as caught:
+        open_regular(path)
+    assert str(path) in str(caught.value) and kind in str(caught.value)
+    assert "expected a regular file" in str(caught.value)
+
+
+def test_a_link_is_followed_within_the_folder_only(tmp_path):
+    (tmp_path / "secret").write_text("outside")
+    folder = tmp_path / "folder"
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "blobs" / "1").write_text("inside")
+    (folder / "in").symlink_to("blobs/1")
+    (folder / "out").symlink_to("../secret")
+    (folder / "parent").symlink_to("..")
+    (tmp_path / "alias").symlink_to(folder)
+
+    assert read_bounded(folder / "in", max_bytes=6, within=folder) == b"inside"
+    assert read_bounded(tmp_path / "alias" / "in", max_bytes=6, within=tmp_path / "alias") == b"inside"
+    assert read_bounded(folder / "out", max_bytes=7) == b"outside"
+    for name in ("out", "parent/secret"):
+        with pytest.raises(UnreadableFileError) as caught:
+            open_regular(folder / name, within=folder)
+        assert str(folder / name) in str(caught.value) and str(tmp_path / "secret") in str(caught.value)
+
+
+def test_a_file_that_is_exchanged_for_a_fifo_is_seen_after_opening(tmp_path, monkeypatch):
+    path = tmp_path / "entry"
+    path.write_text("x")
+    real_open = os.open
+
+    def exchanging_open(name, flags, *arguments):
+        path.unlink()
+        os.mkfifo(path)
+        return real_open(name, flags, *arguments)
+
+    monkeypatch.setattr(os, "open", exchanging_open)
+    with pytest.raises(UnreadableFileError, match="a fifo"):
+        open_regular(path)
+
+
+def test_a_missing_file_stays_a_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "none")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_a_file_that_may_not_be_read_is_named(tmp_path):
+    path = tmp_path / "entry"
+    path.write_text("x")
+    path.chmod(0)
+    with pytest.raises(UnreadableFileError, match=r"entry cannot be read: Permission denied"):
+        open_regular(path)
+
+
+def test_a_nul_in_a_path_is_a_sentence(tmp_path):
+    with pytest.raises(UnreadableFileError, match="cannot be read"):
+        open_regular(tmp_path / "a\0b")
+
+
+def test_size_is_bounded(tmp_path):
+    path = tmp_path / "big"
+    path.write_bytes(b"x" * 10)
+    assert read_bounded(path, max_bytes=10) == b"x" * 10
+    with pytest.raises(UnreadableFileError, match=r"big holds 10 bytes; expected at most 9"):
+        read_bounded(path, max_bytes=9)
+
+
+def test_the_entries_of_a_folder_are_checked_and_folders_below_are_not(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "below").mkdir()
+    os.mkfifo(tmp_path / "below" / "pipe")
+    check_entries(tmp_path, within=tmp_path)
+    (tmp_path / "broken").symlink_to("nowhere")
+    check_entries(tmp_path, within=tmp_path)
+    os.mkfifo(tmp_path / "added_tokens.json")
+    with pytest.raises(UnreadableFileError, match=r"added_tokens\.json is a fifo"):
+        check_entries(tmp_path, within=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("[" * 100_000 + "]" * 100_000, "100 levels"),
+        ('{"a":' * 101 + "0" + "}" * 101, "100 levels"),
+        ("1" * 10_000, "10000 digits"),
+        ("-" + "1" * 41, "41 digits"),
+        (b'"\xff"', "utf-8"),
+        ("{", "Expecting"),
+        ("\0", "Expecting"),
+    ],
+)
+def test_json_that_no_reader_could_use_is_a_value_error(text, part):
+    with pytest.raises(ValueError, match=part):
+        parse_json(text)
+
+
+def test_json_within_the_bounds_is_what_python_reads(tmp_path):
+    nested = "[" * 99 + "]" * 99
+    assert parse_json(f'{{"a": {nested}, "digits": "{"1" * 50}", "n": {"1" * 40}}}')["n"] == int("1" * 40)
+    assert parse_json("[" + ",".join(["[]"] * 1000) + "]") == [[]] * 1000
+    (tmp_path / "a.json").write_text('{"\\u00fc": 1.5}')
+    assert read_json(tmp_path / "a.json") == {"ü": 1.5}
