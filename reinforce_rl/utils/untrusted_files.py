@@ -1,0 +1,170 @@
+"""Reads files that somebody else may have made: regular files only, links within a folder only, within bounds."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+MAX_JSON_BYTES = 64 << 20  # of a file that is one JSON value
+MAX_JSON_DEPTH = 100
+_MAX_DIGITS = 40  # of an integer
+_LONG_NUMBER = re.compile(rf"[0-9]{{{_MAX_DIGITS + 1}}}")
+_KINDS = {
+    stat.S_IFIFO: "a fifo",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+class UnreadableFileError(OSError):
+    """A path cannot be read safely. The message is a sentence: the path, what it is, and what was expected."""
+
+
+def open_regular(path: Path, *, within: Path | None = None) -> BinaryIO:
+    """Open a regular file for reading, without waiting for a writer.
+
+    A link is followed; if `within` is given, only to a file inside this folder.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnreadableFileError: it is no regular file, leads out of `within`, or may not be read.
+    """
+    try:
+        # Opening a device can have effects of its own, so it is recognised before.
+        _check(path, path.stat().st_mode, within)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except UnreadableFileError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        _refuse(path, error)
+    file = os.fdopen(handle, "rb")
+    try:
+        # The path may have been replaced since.
+        _check(path, os.fstat(handle).st_mode, None)
+        if within is not None:
+            _check_inside(path, Path(os.readlink(f"/proc/self/fd/{handle}")), within)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def check_regular(path: Path, *, within: Path | None = None) -> None:
+    """Raise what `open_regular` would raise, for a file that a library opens by its path."""
+    open_regular(path, within=within).close()
+
+
+def check_entries(folder: Path, *, within: Path | None = None) -> None:
+    """Check the files of a folder, not of those below, as `check_regular`; for a library that opens some of them."""
+    for entry in entries_of(folder):
+        if not entry.is_dir():
+            try:
+                check_regular(entry, within=within)
+            except FileNotFoundError as error:
+                target = os.readlink(entry) if entry.is_symlink() else "nothing"
+                raise UnreadableFileError(f"{entry} is a link to {target}, which does not exist; remove it") from error
+
+
+def entries_of(folder: Path) -> list[Path]:
+    """Return the paths in a folder, sorted; UnreadableFileError if the folder cannot be listed."""
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        _refuse(folder, error)
+
+
+def read_bounded(path: Path, *, max_bytes: int, within: Path | None = None) -> bytes:
+    """Read a file as `open_regular`; UnreadableFileError also if it holds more than `max_bytes`."""
+    with open_regular(path, within=within) as file:
+        try:
+            data = file.read(max_bytes + 1)
+        except OSError as error:
+            _refuse(path, error)
+    if len(data) > max_bytes:
+        size = max(path.stat().st_size, len(data))
+        raise UnreadableFileError(f"{path} holds {size} bytes; expected at most {max_bytes}")
+    return data
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES, within: Path | None = None) -> Any:
+    """Read a JSON file; `read_bounded` and `parse_json` have the errors."""
+    return parse_json(read_bounded(path, max_bytes=max_bytes, within=within))
+
+
+def parse_json(text: str | bytes, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
+    """Parse JSON in UTF-8.
+
+    Raises:
+        ValueError: it is not JSON, is nested deeper than `max_depth`, or has an integer of more digits than a
+            computation can use.
+    """
+    decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+    too_deep = f"nested more than {max_depth} levels deep"
+    # The hook costs a call an integer; responses may hold long numbers as text.
+    parse_int = _bounded_int if _LONG_NUMBER.search(decoded) else None
+    try:
+        value = json.loads(decoded, parse_int=parse_int)
+    except RecursionError as error:
+        raise ValueError(too_deep) from error
+    if decoded.count("[") + decoded.count("{") > max_depth and _depth_exceeds(value, max_depth):
+        raise ValueError(too_deep)
+    return value
+
+
+def _bounded_int(digits: str) -> int:
+    count = len(digits.removeprefix("-"))
+    if count > _MAX_DIGITS:
+        raise ValueError(f"an integer of {count} digits; expected at most {_MAX_DIGITS}")
+    return int(digits)
+
+
+def _depth_exceeds(value: Any, max_depth: int) -> bool:
+    level = [value]
+    for _ in range(max_depth):
+        level = [child for parent in level for child in _children(parent)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: Any) -> Iterator[Any]:
+    """Yield the lists and objects in a list or an object."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (child for child in inner if isinstance(child, dict | list))
+
+
+def _check(path: Path, mode: int, within: Path | None) -> None:
+    if within is not None:
+        _check_inside(path, path.resolve(), within)
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
+        if path.is_symlink():
+            kind = f"a link to {path.resolve()}, {kind}"
+        raise UnreadableFileError(f"{path} is {kind}; expected a regular file")
+
+
+def _check_inside(path: Path, target: Path, within: Path) -> None:
+    if not target.is_relative_to(within.resolve()):
+        raise UnreadableFileError(
+            f"{path} is a link to {target}, outside of {within}; expected a file of this folder. If you trust it, put "
+            "the file itself in its place"
+        )
+
+
+def _refuse(path: Path, error: Exception) -> NoReturn:
+    if getattr(error, "errno", None) == errno.ENXIO:
+        raise UnreadableFileError(f"{path} is a socket or a fifo; expected a regular file") from error
+    reason = getattr(error, "strerror", None) or str(error)
+    raise UnreadableFileError(f"{path} cannot be read: {reason}; expected a regular file that you may read") from error
