@@ -379,7 +379,8 @@ def _entry(path: Path, within: Path) -> dict[str, Any]:
     with contextlib.suppress(FileNotFoundError), open_regular(path / METRICS_FILE, within=within) as file:
         about = os.fstat(file.fileno())
         changed = about.st_mtime
-        step, reward = _end_of(path / METRICS_FILE, within, about.st_mtime_ns, about.st_size)
+        step, reward, fault_of_line = _end_of(path / METRICS_FILE, within, about.st_mtime_ns, about.st_size)
+        fault = fault or fault_of_line
     return {
         "state": status.state,
         "step": max(step, status.step),
@@ -399,19 +400,25 @@ def _fault_entry(path: Path, fault: str) -> dict[str, Any]:
 
 
 @functools.lru_cache(1024)
-def _end_of(metrics: Path, within: Path, _changed: int, size: int) -> tuple[int, float | None]:
-    """Return the last step and the last training reward near the end of a metrics.jsonl."""
+def _end_of(metrics: Path, within: Path, _changed: int, size: int) -> tuple[int, float | None, str]:
+    """Return the last step and training reward near the end of a metrics.jsonl, and what is wrong there."""
     step = 0
     reward = None
+    fault = ""
     with open_regular(metrics, within=within) as file:
         file.seek(max(0, size - _TAIL))
-        for line in file.read(_TAIL).split(b"\n"):
-            with contextlib.suppress(ValueError):  # cut at either end, or damaged
-                line_step, values = checked_line(parse_line(line))
-                step = max(step, line_step)
-                if "train/rewards" in values:
-                    reward = plain_number(values["train/rewards"])
-    return step, reward
+        # The first line may be cut, and the last half-written.
+        lines = file.read(_TAIL).split(b"\n")[int(size > _TAIL) : -1]
+    for line in lines:
+        try:
+            line_step, values = checked_line(parse_line(line))
+        except ValueError as error:
+            fault = f"{metrics}: {error}"
+            continue
+        step = max(step, line_step)
+        if "train/rewards" in values:
+            reward = plain_number(values["train/rewards"])
+    return step, reward, fault
 
 
 def _stamp(run: RunFolder) -> str:

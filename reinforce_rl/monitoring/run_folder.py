@@ -315,8 +315,16 @@ def open_run(path: str | Path) -> RunFolder:
 
 
 def runs_below(folder: str | Path, depth: int = 3) -> list[Path]:
-    """Return the folders of runs in `folder`, itself included, at most `depth` levels down, by path."""
-    folder = Path(folder)
+    """Return the folders of runs in `folder`, itself included, at most `depth` levels down, by path.
+
+    Links that lead out of `folder` are returned as they are, since what is behind them is not looked at.
+    """
+    return _runs_below(Path(folder), depth, Path(folder).resolve())
+
+
+def _runs_below(folder: Path, depth: int, root: Path) -> list[Path]:
+    if folder.is_symlink() and not folder.resolve().is_relative_to(root):
+        return [folder]
     # Not is_file: the reader says what is wrong with a file of another kind.
     if os.path.lexists(folder / METRICS_FILE) or os.path.lexists(folder / STATUS_FILE):
         return [folder]
@@ -324,7 +332,7 @@ def runs_below(folder: str | Path, depth: int = 3) -> list[Path]:
         below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     except OSError:
         return []
-    return [run for path in below for run in runs_below(path, depth - 1)] if depth else []
+    return [run for path in below for run in _runs_below(path, depth - 1, root)] if depth else []
 
 
 def mean(values: Iterable[float]) -> float:
