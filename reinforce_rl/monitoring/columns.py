@@ -44,7 +44,7 @@ class MetricColumns:
         self.num_values += len(values)
         self.num_training += any(key.startswith("train/") for key in values)
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         """Return the names of the metrics, `time` included, in the order of their first lines."""
         return list(self._rows)
 

@@ -61,7 +61,7 @@ def summarize(run: RunFolder) -> list[list[str]]:
             change = change or formatted(f"+{form}", after - before)
             rows.append([name, formatted(form, before), formatted(form, after), change, basis])
 
-    sources = [key[4:] for key in run.keys() if key.startswith("val/rewards_")]
+    sources = [key[4:] for key in run.metric_names() if key.startswith("val/rewards_")]
     for name, key, form in (_QUANTITIES[0], *((f"  {key[8:]}", key, ".3f") for key in sources), *_QUANTITIES[1:]):
         validated = run.values(f"val/{key}").tolist()
         if (found := comparison(run, key)) is not None and found.n:
@@ -110,7 +110,7 @@ def overview(run: RunFolder, seconds: float = math.inf) -> dict[str, Any]:
         "name": run.name,
         "state": {name: getattr(state, name) for name in ("state", "reason", "step", "max_steps")},
         "span": _span(run),
-        "verdict": verdict(run) if found or "train/rewards" in run.keys() else "",
+        "verdict": verdict(run) if found or "train/rewards" in run.metric_names() else "",
         "tone": "" if found is None or not found.p < LEVEL else "good" if found.mean_difference > 0 else "bad",
         "tables": [summary, *_gap_tables(run), *_profile_tables(run)],
         "alerts": [asdict(alert) for alert in run.alerts(seconds)],
@@ -122,7 +122,7 @@ def overview(run: RunFolder, seconds: float = math.inf) -> dict[str, Any]:
         "kinds": run.kinds(),
         **curves(run, found.n if found else 0),
     }
-    return shown | (_of_reward_model(run) if "train/loss" in run.keys() else {})
+    return shown | (_of_reward_model(run) if "train/loss" in run.metric_names() else {})
 
 
 def _of_reward_model(run: RunFolder) -> dict[str, Any]:

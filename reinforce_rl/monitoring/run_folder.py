@@ -21,7 +21,7 @@ from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.columns import MetricColumns, checked_line
 from reinforce_rl.monitoring.loggers import METRICS_FILE
 from reinforce_rl.monitoring.records import Kind, RolloutRow, SampleTokens, read_rows, read_tokens, rollout_files
-from reinforce_rl.monitoring.sentinel import STRAGGLER_FACTOR, Alert, Sentinel, number
+from reinforce_rl.monitoring.sentinel import STRAGGLER_FACTOR, Alert, Sentinel
 from reinforce_rl.runtime.settings import Setting, read_tree, set_keys, settings_of
 from reinforce_rl.runtime.status import STATUS_FILE, Status, run_status
 from reinforce_rl.utils.files import json_line
@@ -128,7 +128,7 @@ class RunFolder:
                 raise DataError(f"{path}, line {number}: {error}; {advice}") from error
         for step, values in lines:
             self.metrics.add(step, values)
-        taken = self.metrics.num_values + _KEY_VALUES * len(self.metrics.keys())
+        taken = self.metrics.num_values + _KEY_VALUES * len(self.metrics.names())
         if self._max_values is not None and taken > self._max_values:
             raise DataError(
                 f"{path}: more than the {self._max_values} values that the dashboard holds of a run; "
@@ -165,10 +165,10 @@ class RunFolder:
         if not self._is_read:
             self.refresh()
 
-    def keys(self) -> list[str]:
+    def metric_names(self) -> list[str]:
         """Return the names of the metrics."""
         self._read_once()
-        return self.metrics.keys()
+        return self.metrics.names()
 
     def series(self, key: str) -> list[tuple[int, float]]:
         """Return (step, value) of the lines that have `key`, by ascending step; null is NaN."""

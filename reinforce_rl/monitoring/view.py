@@ -75,15 +75,15 @@ def curves(run: RunFolder, validated: int = 0) -> dict[str, Any]:
         `axes`: [{step, time}, ...]; `series`: {metric: {axis: index, y: values}}, where METRIC_error is a standard
         error; `about`: {metric: what it means}; `charts`: [{title, unit, form, lines: [[name, metric], ...]}, ...].
     """
-    run.keys()  # reads what was never read
+    run.metric_names()  # reads what was never read
     with np.errstate(all="ignore"):
         derived = {**_rest(run), **_errors(run, _samples_per_step(run), validated)}
     metrics = run.metrics
     steps = metrics.steps()
     times = metrics.dense("time")
     order = metrics.order()
-    finite = {key for key in metrics.keys() if np.isfinite(metrics.series(key)[1]).any()} | derived.keys()
-    names = [key for key in dict.fromkeys([*metrics.keys(), *derived]) if key != "time"]
+    finite = {key for key in metrics.names() if np.isfinite(metrics.series(key)[1]).any()} | derived.keys()
+    names = [key for key in dict.fromkeys([*metrics.names(), *derived]) if key != "time"]
     charts = [(chart, _lines(chart, names, finite)) for chart in CHARTS]
     peaks = {key for chart, lines in charts if chart.peaks for _, key in lines}
     axes: dict[tuple[Any, ...], int] = {}

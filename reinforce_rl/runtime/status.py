@@ -177,7 +177,7 @@ def _fault(key: str, value: Any) -> str | None:
         "host": (isinstance(value, str), "a text"),
     }
     if key not in rules:
-        return f"unknown key {ascii(key[:40])}; another version may have written it"
+        return f"unknown key {key[:40]!a}; another version may have written it"
     is_right, expected = rules[key]
     shown = f"a JSON {type(value).__name__}" if isinstance(value, dict | list) else ascii(value)[:40]
     return None if is_right else f"found {key}={shown}, expected {expected}"
