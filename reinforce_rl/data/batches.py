@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-FINISH_STOP = "stop"  # a stop token or a stop string was produced
-FINISH_LENGTH = "length"  # max_length was reached first: the response is truncated
-FINISH_OUTSIDE = "outside_vocabulary"  # the engine gave a token id that the model does not have
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH as FINISH_LENGTH
+from reinforce_rl.data.finish_reasons import FINISH_OUTSIDE, FINISH_STOP
 
 # Tensors of a `RolloutBatch`: of shape [N]; of shape [N, T], or None.
 _PER_SAMPLE = ("prompt_lengths", "response_lengths", "group_ids", "sample_ids", "rewards", "valid")

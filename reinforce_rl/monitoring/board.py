@@ -9,6 +9,9 @@
     GET /api/tables?name=N&name=M[&...]     {tables: [...]}: the comparison of runs
 
 A fault is answered with {error: text}. Names are those of /api/runs; no path is taken from a request.
+
+Each run has a lock and, while there is something to read, a thread that reads a little at a time: an answer holds what
+has been read so far, and the next one more. A run that cannot be read, or is slow, delays no other.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ import functools
 import ipaddress
 import json
 import math
+import os
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +34,26 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from reinforce_rl.errors import DataError, ReinforceError
+from reinforce_rl.monitoring.columns import checked_line
 from reinforce_rl.monitoring.compare import tables
 from reinforce_rl.monitoring.loggers import METRICS_FILE
 from reinforce_rl.monitoring.records import Kind
 from reinforce_rl.monitoring.report import overview
-from reinforce_rl.monitoring.run_folder import RunFolder, runs_below
+from reinforce_rl.monitoring.run_folder import RunFolder, parse_line, runs_below
 from reinforce_rl.monitoring.view import MAX_ROWS, PAGE, plotly, render, token_values
 from reinforce_rl.runtime.settings import HISTORY_FILE
 from reinforce_rl.runtime.status import STATUS_FILE, run_status
 from reinforce_rl.utils.files import plain_number
 from reinforce_rl.utils.net import Address, listen
+from reinforce_rl.utils.untrusted_files import open_regular
 
 _OPEN_RUNS = 32  # whose metrics are held in memory
+_OPEN_VALUES = 30_000_000  # of all of them together, 12 bytes each
+_RUN_VALUES = 20_000_000  # of one
+_SLICE_SECONDS = 0.05  # that a run's reader holds its lock
+_WAIT_SECONDS = 0.3  # for the reader, before an answer with what has been read
+_ANSWER_SECONDS = 20.0
+_PARALLEL = 16  # answers that are made at once
 _SCAN_SECONDS = 1.0  # between looks for runs
 _TAIL = 1 << 16  # bytes at the end of metrics.jsonl in which the list looks for the last reward
 _PROMPT_STEPS = 60  # step files in which one prompt is looked for
@@ -55,16 +68,75 @@ _HEADERS = {
 }
 
 
+class BoardRun:
+    """A run whose files are read in a thread of its own; `opened` gives access to what has been read."""
+
+    def __init__(self, path: Path, within: Path):
+        self._run = RunFolder(path, within=within, max_values=_RUN_VALUES)
+        self._lock = threading.Lock()
+        self._reader: threading.Thread | None = None
+        self._fault: Exception | None = None
+
+    @property
+    def num_values(self) -> int:
+        return self._run.metrics.num_values
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[RunFolder]:
+        """Read what is new, as far as that is quick, and yield the run, which nothing else uses meanwhile.
+
+        Raises DataError, also of the reader, and if the run is not free in time.
+        """
+        with self._held():
+            if self._reader is None:
+                self._fault = None
+                # A daemon, like all threads of the dashboard: a disk that hangs must not keep it from ending.
+                self._reader = threading.Thread(target=self._read, daemon=True)
+                self._reader.start()
+            reader = self._reader
+        reader.join(_WAIT_SECONDS)
+        with self._held():
+            if self._fault is not None:
+                raise self._fault
+            yield self._run
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        if not self._lock.acquire(timeout=_ANSWER_SECONDS):
+            raise DataError(f"{self._run.path} has been read for {_ANSWER_SECONDS:.0f} s; is its disk there?")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _read(self) -> None:
+        try:
+            for advance in (self._run.refresh, self._run.judge):
+                is_done = False
+                while not is_done:
+                    with self._lock:
+                        is_done = advance(_SLICE_SECONDS)
+                    time.sleep(_SLICE_SECONDS / 10)  # whoever waits for the lock gets it
+        except Exception as error:
+            self._fault = error
+        finally:
+            with self._lock:
+                self._reader = None
+
+
 class Board:
     """The aiohttp application; `host` is the name that it may be asked by, besides localhost and addresses."""
 
     def __init__(self, folder: str | Path, host: str = "127.0.0.1"):
-        self._folder, self._host = Path(folder), host
+        self._folder = Path(folder)
+        self._host = host
         if not self._folder.is_dir():
             raise DataError(f"{folder}: no such folder; expected a folder with runs in it, or that of a run")
         self._scanned: tuple[float, dict[str, Path]] = (-math.inf, {})
-        self._open = functools.lru_cache(_OPEN_RUNS)(RunFolder)
-        self._reader = ThreadPoolExecutor(1)  # files are read in turn, away from the event loop
+        self._scanning = threading.Lock()
+        self._open: OrderedDict[Path, BoardRun] = OrderedDict()
+        self._opening = threading.Lock()
+        self._places = asyncio.Semaphore(_PARALLEL)
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._around])
@@ -90,8 +162,11 @@ class Board:
             response = await handler(request)
         except web.HTTPException as error:
             response = web.json_response({"error": error.text}, status=error.status)
-        except (DataError, OSError) as error:  # also a file of a run that is being deleted
-            response = web.json_response({"error": str(error)}, status=404)
+        except TimeoutError:
+            text = f"no answer within {_ANSWER_SECONDS:.0f} s; other runs are not affected"
+            response = web.json_response({"error": text}, status=503)
+        except Exception as error:  # whatever a file may hold; also a file of a run that is being deleted
+            response = web.json_response({"error": _sentence(error)}, status=404)
         response.headers.update(_HEADERS)
         return response
 
@@ -107,11 +182,16 @@ class Board:
 
         def encoded(request: web.Request) -> bytes | None:
             found = answer(request)
-            text = found if isinstance(found, str | None) else json.dumps(found, ensure_ascii=False, allow_nan=False)
+            # ASCII, as texts of a run may hold lone surrogates.
+            text = found if isinstance(found, str | None) else json.dumps(found, allow_nan=False)
             return text if text is None else text.encode()
 
+        async def answered(request: web.Request) -> bytes | None:
+            async with self._places:
+                return await _in_thread(functools.partial(encoded, request))
+
         async def handle(request: web.Request) -> web.Response:
-            body = await asyncio.get_running_loop().run_in_executor(self._reader, encoded, request)
+            body = await asyncio.wait_for(answered(request), _ANSWER_SECONDS)
             if body is None:
                 return web.Response(status=204)
             response = web.Response(body=body, content_type=kind, charset="utf-8")
@@ -121,68 +201,105 @@ class Board:
         return handle
 
     def _found(self) -> dict[str, Path]:
-        scanned, found = self._scanned
-        if time.monotonic() > scanned + _SCAN_SECONDS:
-            root, paths = self._folder, runs_below(self._folder)
-            found = {
-                path.relative_to(root).as_posix() if path != root else root.resolve().name: path for path in paths
-            }
-            self._scanned = (time.monotonic(), found)
-        return found
+        """Return the runs' folders by the names that the page has for them."""
+        with self._scanning:
+            scanned, found = self._scanned
+            if time.monotonic() > scanned + _SCAN_SECONDS:
+                root = self._folder
+                found = {}
+                for path in runs_below(root):
+                    name = path.relative_to(root).as_posix() if path != root else root.resolve().name
+                    # Names need not be UTF-8.
+                    name = os.fsencode(name).decode("utf-8", "backslashreplace")
+                    while name in found:
+                        name += "'"
+                    found[name] = path
+                self._scanned = (time.monotonic(), found)
+            return found
 
-    def _opened(self, name: str) -> RunFolder:
+    def _opened(self, name: str) -> BoardRun:
         path = self._found().get(name)
         if path is None:
             raise DataError(f"no run {name!r} below {self._folder}")
-        return self._open(path)
+        self._check_inside(path)
+        with self._opening:
+            run = self._open.get(path) or BoardRun(path, self._folder)
+            self._open[path] = run
+            self._open.move_to_end(path)
+            others = list(self._open)[:-1]
+            while others and (
+                len(self._open) > _OPEN_RUNS or sum(run.num_values for run in self._open.values()) > _OPEN_VALUES
+            ):
+                del self._open[others.pop(0)]
+            return run
+
+    def _check_inside(self, path: Path) -> None:
+        target = path.resolve()
+        if not target.is_relative_to(self._folder.resolve()):
+            advice = "start the dashboard on the folder that it leads to"
+            raise DataError(f"{path} is a link to {target}, outside of {self._folder}; {advice}")
 
     def _runs(self, request: web.Request) -> dict[str, Any]:
         found = []
         for name, path in self._found().items():
-            with contextlib.suppress(OSError):  # deleted meanwhile
-                found.append({"name": name, **_entry(path)})
-        return {"folder": str(self._folder), "runs": sorted(found, key=lambda run: -run["time"])}
+            try:
+                self._check_inside(path)
+                entry = _entry(path, self._folder)
+            except FileNotFoundError:  # deleted meanwhile
+                continue
+            except Exception as error:  # whatever a file may hold: the other runs are shown
+                entry = _fault_entry(path, _sentence(error))
+            found.append({"name": name, **entry})
+        folder = os.fsencode(self._folder).decode("utf-8", "backslashreplace")
+        return {"folder": folder, "runs": sorted(found, key=lambda run: -run["time"])}
 
     def _run(self, request: web.Request) -> dict[str, Any] | None:
         name = _asked(request, "name")
-        run = self._opened(name)
-        stamp = _stamp(run)
-        if request.query.get("stamp") == stamp:
-            return None
-        run.refresh()
-        return {**overview(run), "name": name, "stamp": stamp}
+        with self._opened(name).opened() as run:
+            stamp = _stamp(run)
+            if request.query.get("stamp") == stamp:
+                return None
+            shown = {**overview(run, seconds=0.0), "name": name, "stamp": stamp}
+            if run.progress:
+                shown["span"] += f"; {run.progress}"
+            return shown
 
     def _samples(self, request: web.Request) -> dict[str, Any]:
-        run, kind, _ = self._recorded(request)
-        step = _number(request, "step")
-        rows = run.samples(step, kind)
-        tokens = token_values(run, step, kind, [row.prompt_id for row in rows[:1]])
-        columns = list(next(iter(tokens.values()), ()))
-        return {"rows": [row.as_json() for row in rows[:MAX_ROWS]], "total": len(rows), "columns": columns}
+        with self._recorded(request) as (run, kind, _):
+            step = _number(request, "step")
+            rows = run.samples(step, kind)
+            tokens = token_values(run, step, kind, [row.prompt_id for row in rows[:1]])
+            columns = list(next(iter(tokens.values()), ()))
+            return {"rows": [row.as_json() for row in rows[:MAX_ROWS]], "total": len(rows), "columns": columns}
 
     def _tokens(self, request: web.Request) -> dict[str, Any]:
-        run, kind, _ = self._recorded(request)
-        return {"tokens": token_values(run, _number(request, "step"), kind, [_number(request, "prompt")])}
+        with self._recorded(request) as (run, kind, _):
+            return {"tokens": token_values(run, _number(request, "step"), kind, [_number(request, "prompt")])}
 
     def _prompt(self, request: web.Request) -> dict[str, Any]:
-        run, kind, steps = self._recorded(request)
-        prompt = _number(request, "prompt")
-        chosen = steps[:: max(1, math.ceil(len(steps) / _PROMPT_STEPS))]
-        return {"rows": [row.as_json() for i in chosen for row in run.samples(i, kind) if row.prompt_id == prompt]}
+        with self._recorded(request) as (run, kind, steps):
+            prompt = _number(request, "prompt")
+            chosen = steps[:: max(1, math.ceil(len(steps) / _PROMPT_STEPS))]
+            rows = [row for step in chosen for row in run.samples(step, kind) if row.prompt_id == prompt]
+            return {"rows": [row.as_json() for row in rows]}
 
-    def _recorded(self, request: web.Request) -> tuple[RunFolder, Kind, list[int]]:
-        run, asked = self._opened(_asked(request, "name")), _asked(request, "kind")
-        for kind, steps in run.kinds().items():
-            if kind == asked:
-                return run, kind, steps
-        raise DataError(f"{run.name} has no samples of the kind {asked!r}")
+    @contextlib.contextmanager
+    def _recorded(self, request: web.Request) -> Iterator[tuple[RunFolder, Kind, list[int]]]:
+        wanted = _asked(request, "kind")
+        with self._opened(_asked(request, "name")).opened() as run:
+            for kind, steps in run.kinds().items():
+                if kind == wanted:
+                    yield run, kind, steps
+                    return
+            raise DataError(f"{run.name} has no samples of the kind {wanted!r}")
 
     def _tables(self, request: web.Request) -> dict[str, Any]:
-        names = list(dict.fromkeys(request.query.getall("name", [])))
-        runs = {name: self._opened(name) for name in names[:_OPEN_RUNS]}
-        for run in runs.values():
-            run.refresh()
-        return {"tables": tables(runs) if len(runs) > 1 else []}
+        names = list(dict.fromkeys(request.query.getall("name", [])))[:_OPEN_RUNS]
+        with contextlib.ExitStack() as stack:
+            # In one order for all requests: two of them must not wait for each other's runs.
+            runs = {name: stack.enter_context(self._opened(name).opened()) for name in sorted(names)}
+            runs = {name: runs[name] for name in names}
+            return {"tables": tables(runs) if len(runs) > 1 else []}
 
 
 def serve(folder: str | Path, host: str = "127.0.0.1", port: int = 6060) -> None:
@@ -221,31 +338,94 @@ def _number(request: web.Request, name: str) -> int:
     return int(text)
 
 
-def _entry(path: Path) -> dict[str, Any]:
+async def _in_thread(answer: Callable[[], bytes | None]) -> bytes | None:
+    """Call `answer` in a daemon thread: unlike those of an executor, nothing waits for it when the program ends."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[bytes | None] = loop.create_future()
+
+    def finish(body: bytes | None, error: Exception | None) -> None:
+        if future.done():  # too late
+            return
+        if error is None:
+            future.set_result(body)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        body = None
+        fault = None
+        try:
+            body = answer()
+        except Exception as error:
+            fault = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(finish, body, fault)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await future
+
+
+def _sentence(error: Exception) -> str:
+    """Return what is wrong with a run, as a text that can be shown."""
+    text = str(error) if isinstance(error, DataError | OSError) else f"it cannot be read ({type(error).__name__})"
+    # The names in it need not be UTF-8.
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _entry(path: Path, within: Path) -> dict[str, Any]:
     """Return a run's line in the list, without reading all of its metrics."""
-    status, metrics = run_status(path), path / METRICS_FILE
-    changed = metrics.stat() if metrics.is_file() else None
-    step, reward = _end_of(metrics, changed.st_mtime_ns, changed.st_size) if changed else (0, None)
-    seen = {"state": status.state, "step": max(step, status.step), "max_steps": status.max_steps}
-    return {**seen, "reward": reward, "time": (changed or path.stat()).st_mtime}
+    status = run_status(path, within=within)
+    fault = status.reason if status.state == "unknown" else ""
+    step = 0
+    reward = None
+    changed = path.stat().st_mtime
+    with contextlib.suppress(FileNotFoundError), open_regular(path / METRICS_FILE, within=within) as file:
+        about = os.fstat(file.fileno())
+        changed = about.st_mtime
+        step, reward, fault_of_line = _end_of(path / METRICS_FILE, within, about.st_mtime_ns, about.st_size)
+        fault = fault or fault_of_line
+    return {
+        "state": status.state,
+        "step": max(step, status.step),
+        "max_steps": status.max_steps,
+        "reward": reward,
+        "time": changed,
+        "fault": fault,
+    }
+
+
+def _fault_entry(path: Path, fault: str) -> dict[str, Any]:
+    """Return the line of a run that cannot be read."""
+    changed = 0.0
+    with contextlib.suppress(OSError):
+        changed = path.stat().st_mtime
+    return {"state": "unreadable", "step": 0, "max_steps": 0, "reward": None, "time": changed, "fault": fault}
 
 
 @functools.lru_cache(1024)
-def _end_of(metrics: Path, _changed: int, size: int) -> tuple[int, float | None]:
-    """Return the last step and the last training reward near the end of a metrics.jsonl."""
-    step, reward = 0, None
-    with metrics.open("rb") as file:
+def _end_of(metrics: Path, within: Path, _changed: int, size: int) -> tuple[int, float | None, str]:
+    """Return the last step and training reward near the end of a metrics.jsonl, and what is wrong there."""
+    step = 0
+    reward = None
+    fault = ""
+    with open_regular(metrics, within=within) as file:
         file.seek(max(0, size - _TAIL))
-        for line in file.read().split(b"\n"):
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # cut at either end, or damaged
-                found = json.loads(line)
-                step = max(step, int(found["step"]))
-                reward = plain_number(found["train/rewards"])
-    return step, reward
+        # The first line may be cut, and the last half-written.
+        lines = file.read(_TAIL).split(b"\n")[int(size > _TAIL) : -1]
+    for line in lines:
+        try:
+            line_step, values = checked_line(parse_line(line))
+        except ValueError as error:
+            fault = f"{metrics}: {error}"
+            continue
+        step = max(step, line_step)
+        if "train/rewards" in values:
+            reward = plain_number(values["train/rewards"])
+    return step, reward, fault
 
 
 def _stamp(run: RunFolder) -> str:
     places = [run.path / name for name in (METRICS_FILE, STATUS_FILE, HISTORY_FILE, *run.kinds())]
     stats = [(place.stat() if place.exists() else None) for place in places]
     changed = [(found.st_mtime_ns, found.st_size) if found else 0 for found in stats]
-    return f"{hash((run.state().state, *changed)):x}"
+    return f"{hash((run.state().state, run.stamp, *changed)):x}"

@@ -83,7 +83,7 @@ def compare(folders: Sequence[str | Path], html: str | Path | None = None, again
 
 def _metrics(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
     rows = [["state", *(_state(run) for run in runs.values())]]
-    more = dict.fromkeys(key for run in runs.values() for line in run.lines for key in line if _OTHER.fullmatch(key))
+    more = dict.fromkeys(key for run in runs.values() for key in run.metric_names() if _OTHER.fullmatch(key))
     others = [(f"validation {key[4:].replace('rewards_', '')}", key, True, ".3f") for key in more]
     for name, key, has_best, form in (_METRICS[0], *others, *_METRICS[1:]):
         series = [[point for point in run.series(key) if math.isfinite(point[1])] for run in runs.values()]

@@ -17,20 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 import numpy as np
-import torch
 from pydantic_core import to_jsonable_python
-from torch import Tensor
 
-from reinforce_rl.algorithm.kl import token_kl
-from reinforce_rl.data.batches import FINISH_STOP, Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.data.finish_reasons import FINISH_STOP
 from reinforce_rl.data.tokenizer import decode_all
 from reinforce_rl.errors import DataError
 from reinforce_rl.utils.files import encode, plain_number, read_json_lines, write_atomically
 from reinforce_rl.utils.untrusted_files import check_regular
 
+# No torch: the dashboard reads records, and torch alone takes 200 MB.
 if TYPE_CHECKING:
     import pyarrow as pa
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
+
+    from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 
 Kind = Literal["rollouts", "validation", "test"]
 FORMAT, VERSION = "reinforce_rl.records", 1  # key and value in the file's metadata
@@ -50,7 +51,7 @@ class RolloutRow:
     prompt: str  # as given to the tokenizer, chat template applied
     response: str  # without special tokens
     reward: float  # as the reward source returned it, or the weighted sum of sources; NaN: not scored
-    finish_reason: str  # `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE` of `data/batches.py`
+    finish_reason: str  # `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE` of `data/finish_reasons.py`
     response_length: int  # tokens, including the stop token
     kl: float = math.nan  # nats, of the whole response, by kl_estimator and kl_reduction; NaN in validation
     reward_with_kl: float = math.nan  # shaped reward, less beta * kl if the KL is in the reward
@@ -182,6 +183,10 @@ def token_columns(batch: RolloutBatch, *, kl_estimator: str = "", advantages: Te
 
     `kl_estimator` is "" where there is no KL; `advantages` [N, T] are given if they differ within a response.
     """
+    import torch
+
+    from reinforce_rl.algorithm.kl import token_kl
+
     starts, mask = batch.prompt_lengths[:, None], batch.response_mask
     place = torch.arange(batch.sequences.shape[1])[None, :]
     responses = (place >= starts) & (place < starts + batch.response_lengths[:, None])

@@ -14,12 +14,12 @@ from typing import Any
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.paired import LEVEL, REWARD, Difference, chance, compare_validation
 from reinforce_rl.monitoring.progress import clock, formatted
-from reinforce_rl.monitoring.records import rollout_files, worst_tokens
+from reinforce_rl.monitoring.records import worst_tokens
 from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
-from reinforce_rl.monitoring.sentinel import GAP_LIMITS, is_training
+from reinforce_rl.monitoring.sentinel import GAP_LIMITS
 from reinforce_rl.monitoring.view import curves, frozen_page
 from reinforce_rl.utils.files import write_atomically
-from reinforce_rl.utils.untrusted_files import read_json
+from reinforce_rl.utils.untrusted_files import UnreadableFileError, parse_json, read_bounded
 
 EVALUATION_FILE = "evaluation.json"  # the best one of reward-model training
 _ENDED = "fraction_of_samples_properly_ended"
@@ -30,6 +30,8 @@ _QUANTITIES = (  # name, metric, form
     ("Response length, tokens", "response_lengths", ".1f"),
     ("Ended by itself", _ENDED, ".1%"),
 )
+_MAX_TABLE_BYTES = 16 << 20  # of an evaluation or a profile's table
+_MAX_TIME = 253_370_764_800  # unix seconds of the year 9999
 _PROFILES, _OPERATIONS = 3, 12  # the last profiled steps that the page shows, and their operations
 _CALIBRATION = (
     "Pairs by the predicted probability that the answer with the higher score is the preferred one, sigmoid of the "
@@ -59,15 +61,15 @@ def summarize(run: RunFolder) -> list[list[str]]:
             change = change or formatted(f"+{form}", after - before)
             rows.append([name, formatted(form, before), formatted(form, after), change, basis])
 
-    sources = dict.fromkeys(key[4:] for line in run.lines for key in line if key.startswith("val/rewards_"))
+    sources = [key[4:] for key in run.metric_names() if key.startswith("val/rewards_")]
     for name, key, form in (_QUANTITIES[0], *((f"  {key[8:]}", key, ".3f") for key in sources), *_QUANTITIES[1:]):
-        validated = [value for _, value in run.series(f"val/{key}")]
+        validated = run.values(f"val/{key}").tolist()
         if (found := comparison(run, key)) is not None and found.n:
             change = found.change(form) + f", {chance(found.p)}" * (found.p >= 0)
             add(name, f"validation, the same {found.n} prompts", found.mean_before, found.mean_after, form, change)
         elif len(validated) > 1 and key != "rewards":
             add(name, "validation", validated[0], validated[-1], form)
-        values = [value for _, value in run.series(f"train/{key}")] if key not in sources else []
+        values = run.values(f"train/{key}").tolist() if key not in sources else []
         window = min(10, len(values) // 2)  # the first and the last steps must not overlap
         if window:
             basis = f"training, first and last {f'{window} steps' if window > 1 else 'step'}, not paired"
@@ -99,8 +101,8 @@ def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = N
     return "\n".join(lines)
 
 
-def overview(run: RunFolder) -> dict[str, Any]:
-    """Return what the page shows of a run, all but its samples."""
+def overview(run: RunFolder, seconds: float = math.inf) -> dict[str, Any]:
+    """Return what the page shows of a run, all but its samples; the sentinel may take `seconds`."""
     found, state, config = comparison(run), run.state(), run.configuration()
     columns = ["", "before", "after", "change", "measured on"]
     summary = {"title": "Before and after", "columns": columns, "rows": summarize(run)}
@@ -108,10 +110,10 @@ def overview(run: RunFolder) -> dict[str, Any]:
         "name": run.name,
         "state": {name: getattr(state, name) for name in ("state", "reason", "step", "max_steps")},
         "span": _span(run),
-        "verdict": verdict(run) if found or run.series("train/rewards") else "",
+        "verdict": verdict(run) if found or "train/rewards" in run.metric_names() else "",
         "tone": "" if found is None or not found.p < LEVEL else "good" if found.mean_difference > 0 else "bad",
-        "tables": [summary, *_gap_tables(run), *_profile_tables(run.path / "profile" / "top_operations.json")],
-        "alerts": [asdict(alert) for alert in run.alerts()],
+        "tables": [summary, *_gap_tables(run), *_profile_tables(run)],
+        "alerts": [asdict(alert) for alert in run.alerts(seconds)],
         "config": {
             "text": config.text,
             "changes": config.changes,
@@ -120,16 +122,16 @@ def overview(run: RunFolder) -> dict[str, Any]:
         "kinds": run.kinds(),
         **curves(run, found.n if found else 0),
     }
-    return shown | (_of_reward_model(run) if run.series("train/loss") else {})
+    return shown | (_of_reward_model(run) if "train/loss" in run.metric_names() else {})
 
 
 def _of_reward_model(run: RunFolder) -> dict[str, Any]:
     """Return verdict, tables and figures of the best evaluation in reward-model training."""
     path = run.path / EVALUATION_FILE
-    if not path.is_file():
+    if not path.exists():
         return {"verdict": "No evaluation has been made since the first step."}
     try:
-        best = read_json(path, within=run.path)
+        best = _read_table(run, path)
         found, bins, metrics = best["evaluation"], best["evaluation"]["reliability"], best["evaluation"]["metrics"]
         before = next((loss for _, loss in run.series("val/loss") if math.isfinite(loss)), math.nan)
         said = f"The held-out loss went from {before:.4f} to {found['loss']:.4f} (step {best['step']})"
@@ -169,7 +171,9 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
 
 def _gap_tables(run: RunFolder) -> list[dict[str, Any]]:
     """Return the tokens of the last step that trainer and generator see most differently."""
-    step, path = max(rollout_files(run.path).items(), default=(0, Path()))
+    step, path = max(run.files().items(), default=(0, Path()))
+    if step:
+        run.check(path)
     tokens = worst_tokens(path, above=GAP_LIMITS["generator_gap"]) if path.suffix == ".parquet" else []
     shown = {
         "title": f"Step {step}: tokens with the largest gap",
@@ -180,9 +184,17 @@ def _gap_tables(run: RunFolder) -> list[dict[str, Any]]:
     return [shown] if tokens else []
 
 
-def _profile_tables(path: Path) -> list[dict[str, Any]]:
+def _read_table(run: RunFolder, path: Path) -> Any:
+    try:
+        return parse_json(read_bounded(path, max_bytes=_MAX_TABLE_BYTES, within=run.within))
+    except UnreadableFileError as error:
+        raise DataError(str(error)) from error
+
+
+def _profile_tables(run: RunFolder) -> list[dict[str, Any]]:
     """Return the top operations of the profiled steps that `runtime/profiling.py` wrote."""
-    if not path.is_file():
+    path = run.path / "profile" / "top_operations.json"
+    if not path.exists():
         return []
     try:
         return [
@@ -195,7 +207,7 @@ def _profile_tables(path: Path) -> list[dict[str, Any]]:
                     for one in step["operations"][:_OPERATIONS]
                 ],
             }
-            for step in read_json(path, within=path.parents[1])["steps"][-_PROFILES:]
+            for step in _read_table(run, path)["steps"][-_PROFILES:]
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is no profile's table ({error!r}); remove it, and profile again") from error
@@ -220,12 +232,16 @@ def write_report(run_dir: str | Path, *, has_ended: bool = False) -> Path:
 
 
 def _span(run: RunFolder) -> str:
-    times = [line["time"] for line in run.lines if line.get("time") is not None]
-    if not times:
+    _, times = run.metrics.series("time")
+    # A year of four digits is the most that a date can show.
+    times = times[(times >= 0) & (times < _MAX_TIME)]
+    if not len(times):
         return "No step has been logged yet."
-    first_step = run.lines[0].get("timers/step_time") or 0.0  # the first line was written at the end of its step
-    start, end = min(times) - first_step, max(times)
+    # The first line was written at the end of its step.
+    first_step = run.metrics.lines(0, 1)[0].get("timers/step_time") or 0.0
+    start = max(0.0, times.min() - first_step)
+    end = float(times.max())
     begin, finish = (datetime.fromtimestamp(t, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S") for t in (start, end))
-    steps = sum(map(is_training, run.lines))
+    steps = run.metrics.num_training
     counted = "1 training step" if steps == 1 else f"{steps} training steps"
     return f"{begin} to {finish} UTC, {clock(end - start)} from start to end, {counted}"

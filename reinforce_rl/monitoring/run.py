@@ -9,13 +9,13 @@ from pathlib import Path
 
 from reinforce_rl.errors import DivergedError, StoppedEarly
 from reinforce_rl.monitoring.loggers import FAILED, SUCCESS, Loggers
-from reinforce_rl.monitoring.metrics import RankSeconds, slowest_of_phases, timing_metrics
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import Kind, Samples, rollout_files, worst_tokens, write_samples
 from reinforce_rl.monitoring.report import comparison, write_report
 from reinforce_rl.monitoring.responses import sample_metrics
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.sentinel import Sentinel, is_training
+from reinforce_rl.monitoring.stragglers import RankSeconds, slowest_of_phases, timing_metrics
 from reinforce_rl.runtime.status import StatusFile
 
 TABLE_ROWS = 16  # samples sent to back ends that show tables

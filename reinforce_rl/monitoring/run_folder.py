@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import statistics
+import time
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
+import numpy as np
+
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring.loggers import METRICS_FILE, read_metrics
+from reinforce_rl.monitoring.columns import MetricColumns, checked_line
+from reinforce_rl.monitoring.loggers import METRICS_FILE
 from reinforce_rl.monitoring.records import Kind, RolloutRow, SampleTokens, read_rows, read_tokens, rollout_files
-from reinforce_rl.monitoring.sentinel import STRAGGLER_FACTOR, Alert, Sentinel, number
+from reinforce_rl.monitoring.sentinel import STRAGGLER_FACTOR, Alert, Sentinel
 from reinforce_rl.runtime.settings import Setting, read_tree, set_keys, settings_of
 from reinforce_rl.runtime.status import STATUS_FILE, Status, run_status
-from reinforce_rl.utils.files import json_line, parse_json_lines
-from reinforce_rl.utils.untrusted_files import UnreadableFileError, open_regular
+from reinforce_rl.utils.files import json_line
+from reinforce_rl.utils.untrusted_files import UnreadableFileError, check_regular, open_regular, parse_json
 
 _TAIL = 4096  # bytes before the end of what was read that must be unchanged; each line holds its time
 _NAMED_RUNS = 3  # in a message
 _KEPT_SAMPLES = 8  # sample files held in memory
+_CHUNK = 1 << 18  # bytes of metrics.jsonl that are read at once
+_MAX_LINE = 1 << 20  # bytes
+_MAX_LINE_DEPTH = 20
+_KEY_VALUES = 100  # values that take as much memory as a metric's name
+_JUDGED_LINES = 64  # that the sentinel reads between two looks at the clock
+_SETTLED_SECONDS = 2.0  # after which a folder's time of change tells of every later change
 
 
 @dataclass(frozen=True)
@@ -37,55 +48,173 @@ class Configuration:
 class RunFolder:
     """A run of the actor or of full reward-model training; each file may be absent.
 
+    Args:
+        path: of the folder.
+        within: the folder that links may not leave; None for the run's own.
+        max_values: of metrics.jsonl that are held in memory; None for no bound. A value takes 12 bytes.
+
     Raises DataError if there is no such folder; its methods, if a file cannot be read.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, within: Path | None = None, max_values: int | None = None):
         self.path = Path(path)
         if not self.path.is_dir():
             raise DataError(f"{path}: no such folder; expected the folder of a run")
         self.name = self.path.resolve().name
-        self._lines: list[dict[str, Any]] = []
-        self._end, self._checksum = 0, 0  # bytes of metrics.jsonl that were read
+        self.within = self.path if within is None else within
+        self._max_values = max_values
         self._read_samples = functools.lru_cache(_KEPT_SAMPLES)(lambda path, _changed: read_rows(path))
+        self._files: dict[Kind, tuple[int, dict[int, Path]]] = {}
+        self._begin()
 
-    def refresh(self) -> None:
-        """Read what was added to metrics.jsonl since the last call; all of it if it was rewritten since."""
+    def _begin(self) -> None:
+        """Forget what was read of metrics.jsonl."""
+        self.metrics = MetricColumns()
+        self._is_read = False
+        self._inode = -1
+        self._size = 0  # of the file when it was last read
+        self._end = 0  # bytes that were read
+        self._checksum = 0
+        self._rules: tuple[Any, ...] = ()
+        self._sentinel = Sentinel()
+        self._judged = 0  # lines
+
+    def refresh(self, seconds: float = math.inf) -> bool:
+        """Read what was added to metrics.jsonl since the last call; all of it if it was rewritten since.
+
+        Returns False if there is more to read after `seconds`.
+        """
+        deadline = time.monotonic() + seconds
         path = self.path / METRICS_FILE
-        if not path.is_file():
-            return
         try:
-            file = open_regular(path, within=self.path)
+            file = open_regular(path, within=self.within)
+        except FileNotFoundError:
+            self._begin()
+            return True
         except UnreadableFileError as error:
             raise DataError(str(error)) from error
         with file:
-            if _checksum(file, self._end) != self._checksum:  # a resumed run drops later lines
-                self._lines, self._end = [], 0
-            file.seek(self._end)
-            data = file.read()
-            end = self._end + data.rfind(b"\n") + 1  # a half-written line is read next time
-            checksum = _checksum(file, end)
-        try:
-            lines = sorted([*self._lines, *parse_json_lines(path, data)], key=lambda line: line["step"])
-        except (DataError, KeyError, TypeError):
-            read_metrics(path)  # names the line
-            raise
-        self._lines, self._end, self._checksum = lines, end, checksum
+            found = os.fstat(file.fileno())
+            # A resumed run drops later lines, and may write others of the same size.
+            if found.st_ino != self._inode or _checksum(file, self._end) != self._checksum:
+                self._begin()
+                self._inode = found.st_ino
+            self._size = found.st_size
+            while self._read_chunk(file, path):
+                self._is_read = True
+                if time.monotonic() > deadline:
+                    return False
+            self._is_read = True
+        return True
+
+    def _read_chunk(self, file: BinaryIO, path: Path) -> bool:
+        """Read some whole lines; return False if there is none yet."""
+        file.seek(self._end)
+        data = file.read(_CHUNK)
+        if len(data) == _CHUNK and b"\n" not in data:
+            data += file.read(_MAX_LINE - _CHUNK)
+        size = data.rfind(b"\n") + 1
+        number = len(self.metrics)
+        if not size and len(data) >= _MAX_LINE:
+            raise DataError(f"{path}, line {number + 1}: more than {_MAX_LINE} bytes; take the line away")
+        lines = []
+        # A half-written line is read next time.
+        for line in data[:size].split(b"\n")[:-1]:
+            number += 1
+            try:
+                lines.append(checked_line(parse_line(line)))
+            except ValueError as error:
+                advice = "restore the file, or delete that line to go on without it"
+                raise DataError(f"{path}, line {number}: {error}; {advice}") from error
+        for step, values in lines:
+            self.metrics.add(step, values)
+        taken = self.metrics.num_values + _KEY_VALUES * len(self.metrics.names())
+        if self._max_values is not None and taken > self._max_values:
+            raise DataError(
+                f"{path}: more than the {self._max_values} values that the dashboard holds of a run; "
+                "`reinforce-rl report` has no such bound"
+            )
+        self._end += size
+        self._checksum = _checksum(file, self._end)
+        return size > 0
+
+    @property
+    def stamp(self) -> tuple[int, ...]:
+        """Return what changes as more of metrics.jsonl is read, or read by the sentinel."""
+        return self._inode, self._end, self._judged
+
+    @property
+    def progress(self) -> str:
+        """Say what is still to be read; "" for nothing."""
+        if self._size > self._end + _MAX_LINE:
+            return f"{self._end / self._size:.0%} of {METRICS_FILE} has been read so far"
+        if self._judged < len(self.metrics):
+            return f"alerts are known of {self._judged} of {len(self.metrics)} lines so far"
+        return ""
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl as of the last `refresh`, by ascending step; null is NaN or infinity."""
-        if not self._end:
+        """Return the lines of metrics.jsonl as of the last `refresh`, by ascending step; null is NaN or infinity.
+
+        They take ten times the memory of `metrics`.
+        """
+        self._read_once()
+        return sorted(self.metrics.lines(0, len(self.metrics)), key=lambda line: line["step"])
+
+    def _read_once(self) -> None:
+        if not self._is_read:
             self.refresh()
-        return self._lines
+
+    def metric_names(self) -> list[str]:
+        """Return the names of the metrics."""
+        self._read_once()
+        return self.metrics.names()
 
     def series(self, key: str) -> list[tuple[int, float]]:
-        """Return (step, value) of the lines that have `key`; null becomes NaN."""
-        return [(line["step"], number(line[key])) for line in self.lines if key in line]
+        """Return (step, value) of the lines that have `key`, by ascending step; null is NaN."""
+        self._read_once()
+        steps, values = self.metrics.series(key)
+        return list(zip(steps.tolist(), values.tolist(), strict=True))
+
+    def values(self, key: str) -> np.ndarray:
+        """Return the values of `series`: float64 [n]."""
+        self._read_once()
+        return self.metrics.series(key)[1]
+
+    @property
+    def last_step(self) -> int:
+        """Return the largest step of metrics.jsonl; 0 without one."""
+        self._read_once()
+        return int(self.metrics.steps().max(initial=0))
 
     def sample_steps(self, kind: Kind = "rollouts") -> list[int]:
         """Return the steps whose samples are on disk, ascending."""
-        return list(rollout_files(self.path, kind))
+        return list(self.files(kind))
+
+    def files(self, kind: Kind = "rollouts") -> dict[int, Path]:
+        """Return the sample files by step, ascending; the folder is listed again only if it has changed."""
+        folder = self.path / kind
+        if not folder.resolve().is_relative_to(self.within.resolve()):
+            raise DataError(f"{folder} is a link that leads out of {self.within}; expected a folder inside")
+        try:
+            changed = folder.stat().st_mtime_ns
+        except OSError:
+            return {}
+        known = self._files.get(kind)
+        if known is not None and known[0] == changed:
+            return known[1]
+        files = rollout_files(self.path, kind)
+        if time.time() - changed / 1e9 > _SETTLED_SECONDS:
+            self._files[kind] = (changed, files)
+        return files
+
+    def check(self, file: Path) -> Path:
+        """Return a sample file; DataError if it is no regular file in the folder."""
+        try:
+            check_regular(file, within=self.within)
+        except UnreadableFileError as error:
+            raise DataError(str(error)) from error
+        return file
 
     def kinds(self) -> dict[Kind, list[int]]:
         """Return the steps of each kind of samples that there are."""
@@ -97,23 +226,24 @@ class RunFolder:
 
         Raises DataError, with the steps that there are, if it has none.
         """
-        files = rollout_files(self.path, kind)
+        files = self.files(kind)
         if step not in files:
             known = f"the steps are {min(files)} to {max(files)}, {len(files)} in all" if files else "there are none"
             raise DataError(f"{self.path / kind}: no samples of step {step}; {known}")
-        return self._read_samples(files[step], files[step].stat().st_mtime_ns)
+        file = self.check(files[step])
+        return self._read_samples(file, file.stat().st_mtime_ns)
 
     def tokens(
         self, step: int, prompts: Collection[int], kind: Kind = "rollouts"
     ) -> dict[tuple[int, int], SampleTokens]:
         """Return the tokens of the samples of some prompts, by prompt and sample; none if they were not recorded."""
         rows = [row for row in self.samples(step, kind) if row.prompt_id in prompts]
-        found = read_tokens(rollout_files(self.path, kind)[step], [("prompt_id", "in", list(prompts))])
+        found = read_tokens(self.files(kind)[step], [("prompt_id", "in", list(prompts))])
         return {(row.prompt_id, row.sample_id): tokens for row, tokens in zip(rows, found, strict=False)}
 
     def sample_lines(self, step: int | None = None, kind: Kind = "rollouts", *, tokens: bool = False) -> Iterator[str]:
         """Yield a step's samples as lines of JSON; None for the last step recorded."""
-        files = rollout_files(self.path, kind)
+        files = self.files(kind)
         step = max(files, default=0) if step is None else step
         rows = self.samples(step, kind)
         found = (tokens and read_tokens(files[step])) or [None] * len(rows)
@@ -130,25 +260,44 @@ class RunFolder:
 
     def state(self) -> Status:
         """Return the run's status, of the last line of metrics.jsonl where there is no status.json."""
-        status = run_status(self.path)
-        return replace(status, step=self.lines[-1]["step"]) if status.state == "unknown" and self.lines else status
+        status = run_status(self.path, within=self.within)
+        return replace(status, step=self.last_step or status.step) if status.state == "unknown" else status
 
     def configuration(self) -> Configuration:
         """Return the configuration of the last step."""
-        text, changes = settings_of(self.path, self.lines[-1]["step"] if self.lines else 0)
+        text, changes = settings_of(self.path, self.last_step, within=self.within)
         tree = read_tree(text) if text else {}
         schemas = (TrainConfig, TrainRewardModelConfig)
         schema = max(schemas, key=lambda schema: len(schema.model_fields.keys() & tree.keys()))
         return Configuration(text, set_keys(tree, schema), changes)
 
-    def alerts(self) -> list[Alert]:
-        """Return what the sentinel says of the run's lines, the latest first, and why the run failed."""
+    def judge(self, seconds: float = math.inf) -> bool:
+        """Have the sentinel read the lines that it has not read. Returns False if there are more after `seconds`."""
+        self._read_once()
+        deadline = time.monotonic() + seconds
         settings = {setting.key: setting.value for setting in self.configuration().settings}
         rules = {key.rpartition(".")[2]: found for key, found in settings.items() if key.startswith("sentinel.rules.")}
-        sentinel = Sentinel(rules, settings.get("trainer.straggler_factor", STRAGGLER_FACTOR))
-        for line in self.lines:
-            sentinel.look(line)
-        found, state = sentinel.alerts, self.state()
+        factor = settings.get("trainer.straggler_factor", STRAGGLER_FACTOR)
+        if self._rules != (rules, factor):
+            self._rules = (rules, factor)
+            self._sentinel = Sentinel(rules, factor)
+            self._judged = 0
+        while self._judged < len(self.metrics):
+            if time.monotonic() > deadline:
+                return False
+            for line in self.metrics.lines(self._judged, self._judged + _JUDGED_LINES):
+                self._sentinel.look(line)
+                self._judged += 1
+        return True
+
+    def alerts(self, seconds: float = math.inf) -> list[Alert]:
+        """Return what the sentinel says of the run's lines, the latest first, and why the run failed.
+
+        It may take `seconds` to read lines that it has not read.
+        """
+        self.judge(seconds)
+        found = self._sentinel.alerts
+        state = self.state()
         if state.state in ("failed", "lost"):
             text = state.reason or "the run's process is gone and has left no reason; see its log"
             found.append(Alert(state.state, state.step, state.step, 1, text))
@@ -166,15 +315,24 @@ def open_run(path: str | Path) -> RunFolder:
 
 
 def runs_below(folder: str | Path, depth: int = 3) -> list[Path]:
-    """Return the folders of runs in `folder`, itself included, at most `depth` levels down, by path."""
-    folder = Path(folder)
-    if (folder / METRICS_FILE).is_file() or (folder / STATUS_FILE).is_file():
+    """Return the folders of runs in `folder`, itself included, at most `depth` levels down, by path.
+
+    Links that lead out of `folder` are returned as they are, since what is behind them is not looked at.
+    """
+    return _runs_below(Path(folder), depth, Path(folder).resolve())
+
+
+def _runs_below(folder: Path, depth: int, root: Path) -> list[Path]:
+    if folder.is_symlink() and not folder.resolve().is_relative_to(root):
+        return [folder]
+    # Not is_file: the reader says what is wrong with a file of another kind.
+    if os.path.lexists(folder / METRICS_FILE) or os.path.lexists(folder / STATUS_FILE):
         return [folder]
     try:
         below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    except PermissionError:
+    except OSError:
         return []
-    return [run for path in below for run in runs_below(path, depth - 1)] if depth else []
+    return [run for path in below for run in _runs_below(path, depth - 1, root)] if depth else []
 
 
 def mean(values: Iterable[float]) -> float:
@@ -187,3 +345,11 @@ def _checksum(file: BinaryIO, end: int) -> int:
     """Return a checksum of the bytes before `end`: a resumed run rewrites its file, perhaps to the same size."""
     file.seek(max(0, end - _TAIL))
     return zlib.crc32(file.read(min(end, _TAIL)))
+
+
+def parse_line(line: bytes) -> Any:
+    """Parse a line of metrics.jsonl. Raises ValueError if it is not JSON, or nested."""
+    try:
+        return parse_json(line, max_depth=_MAX_LINE_DEPTH)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({str(error)[:200]})") from error

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.monitoring.metrics import Slowest
+from reinforce_rl.monitoring.stragglers import Slowest
 
 STRAGGLER_FACTOR: float = TrainConfig().trainer.straggler_factor  # the default
 GAP_LIMITS = {"generator_gap": 0.05, "generator_gap_p99": 0.5, "generator_gap_max": 5.0}  # nats a token

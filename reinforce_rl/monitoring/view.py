@@ -10,30 +10,28 @@ import functools
 import itertools
 import json
 import math
-import statistics
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader
 
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.progress import PHASES
 from reinforce_rl.monitoring.records import Kind
 from reinforce_rl.monitoring.run_folder import RunFolder
-from reinforce_rl.monitoring.sentinel import number
 from reinforce_rl.utils.files import plain_number
 
 PAGE = Path(__file__).parent / "page"
-MAX_POINTS = 600  # of a line; more are averaged in bins
+MAX_POINTS = 600  # of a line; more are averaged in bins, all but the last
 MAX_ROWS = 2000  # samples of a step that are sent
 # In a page without a server: of each kind of samples, and of the last step of each.
 _FROZEN_STEPS, _FROZEN_ROWS, _FROZEN_TOKENS = 5, 96, 4000
 _IDS = ("prompt_tokens", "response_tokens")
-Point = tuple[int, float | None, float]  # step, unix seconds, value
 
 
 @dataclass(frozen=True)
@@ -77,22 +75,34 @@ def curves(run: RunFolder, validated: int = 0) -> dict[str, Any]:
         `axes`: [{step, time}, ...]; `series`: {metric: {axis: index, y: values}}, where METRIC_error is a standard
         error; `about`: {metric: what it means}; `charts`: [{title, unit, form, lines: [[name, metric], ...]}, ...].
     """
-    columns: dict[str, list[Point]] = {}
-    shape = _samples_per_step(run)
-    for line in run.lines:
-        step, time = line["step"], line.get("time")
-        for key, value in (line | _rest(line) | _errors(line, shape, validated)).items():
-            if key not in ("step", "time") and isinstance(value, int | float | None):
-                columns.setdefault(key, []).append((step, time, number(value)))
-    charts = [(chart, _lines(chart, columns)) for chart in CHARTS]
+    run.metric_names()  # reads what was never read
+    with np.errstate(all="ignore"):
+        derived = {**_rest(run), **_errors(run, _samples_per_step(run), validated)}
+    metrics = run.metrics
+    steps = metrics.steps()
+    times = metrics.dense("time")
+    order = metrics.order()
+    finite = {key for key in metrics.names() if np.isfinite(metrics.series(key)[1]).any()} | derived.keys()
+    names = [key for key in dict.fromkeys([*metrics.names(), *derived]) if key != "time"]
+    charts = [(chart, _lines(chart, names, finite)) for chart in CHARTS]
     peaks = {key for chart, lines in charts if chart.peaks for _, key in lines}
     axes: dict[tuple[Any, ...], int] = {}
     series = {}
-    for key, points in columns.items():
-        steps, y = _thinned(points, max if key in peaks else statistics.fmean)
-        series[key] = {"axis": axes.setdefault(steps, len(axes)), "y": [_short(value) for value in y]}
+    for key in names:
+        if key in derived:
+            rows = np.flatnonzero(np.isfinite(derived[key]))
+            if order is not None:
+                rows = order[np.isin(order, rows)]
+            values = derived[key][rows]
+        else:
+            rows = metrics.rows_of(key)
+            values = metrics.series(key)[1]
+        bins, y = _thinned(values, np.maximum if key in peaks else np.add)
+        ends = rows[bins]
+        axis = (tuple(steps[ends].tolist()), tuple(map(plain_number, times[ends].tolist())))
+        series[key] = {"axis": axes.setdefault(axis, len(axes)), "y": [_short(value) for value in y.tolist()]}
     return {
-        "axes": [{"step": [step for step, _ in axis], "time": [time for _, time in axis]} for axis in axes],
+        "axes": [{"step": axis[0], "time": axis[1]} for axis in axes],
         "series": series,
         "about": {key: f"{found.meaning}. Look: {found.look}." for key in series if (found := metric_of(key))},
         "charts": [{"title": c.title, "unit": c.unit, "form": c.form, "lines": lines} for c, lines in charts if lines],
@@ -107,46 +117,58 @@ def _samples_per_step(run: RunFolder) -> tuple[int, int]:
     return prompts, len(rows) // prompts if prompts else 0
 
 
-def _rest(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of a step outside of its phases; nothing without a time of the step."""
-    known = sum(filter(math.isfinite, (number(line.get(f"timers/{name}")) for name in PHASES)))
-    left = number(line.get("timers/step_time")) - known
-    return {"timers/rest of the step": max(0.0, left)} if math.isfinite(left) else {}
+def _rest(run: RunFolder) -> dict[str, np.ndarray]:
+    """Return the seconds of each line's step outside of its phases; NaN without a time of the step."""
+    known = sum(np.nan_to_num(run.metrics.dense(f"timers/{name}")) for name in PHASES)
+    left = run.metrics.dense("timers/step_time") - known
+    return {"timers/rest of the step": np.maximum(left, 0.0)} if np.isfinite(left).any() else {}
 
 
-def _errors(line: Mapping[str, Any], samples_per_step: tuple[int, int], validated: int) -> dict[str, float]:
-    found = {}
+def _errors(run: RunFolder, samples_per_step: tuple[int, int], validated: int) -> dict[str, np.ndarray]:
+    """Return the standard error of each line's mean reward; NaN where it is not known."""
+    errors = {}
     prompts, responses = samples_per_step
-    deviation, within = number(line.get("train/reward_deviation")), number(line.get("train/reward_group_deviation"))
-    if prompts and math.isfinite(deviation):
+    if prompts:
         # The mean of prompts drawn at random: the variance between prompts counts once for each prompt.
-        inside = within**2 if math.isfinite(within) else deviation**2
-        between = max(0.0, deviation**2 - inside)
-        found["train/rewards_error"] = math.sqrt(between / prompts + inside / (prompts * responses))
-    if validated and math.isfinite(spread := number(line.get("val/reward_deviation"))):
-        found["val/rewards_error"] = spread / math.sqrt(validated)
-    return found
+        variance = run.metrics.dense("train/reward_deviation") ** 2
+        within = run.metrics.dense("train/reward_group_deviation") ** 2
+        inside = np.where(np.isfinite(within), within, variance)
+        between = np.maximum(variance - inside, 0.0)
+        errors["train/rewards_error"] = np.sqrt(between / prompts + inside / (prompts * responses))
+    if validated:
+        errors["val/rewards_error"] = run.metrics.dense("val/reward_deviation") / math.sqrt(validated)
+    return {key: values for key, values in errors.items() if np.isfinite(values).any()}
 
 
-def _lines(chart: Chart, columns: Mapping[str, Sequence[Point]]) -> list[tuple[str, str]]:
+def _lines(chart: Chart, names: Sequence[str], finite: Collection[str]) -> list[tuple[str, str]]:
     """Return (name, metric) of the lines that have a finite point."""
     found = []
     for name, pattern in chart.lines.items():
         begin, _, end = pattern.partition("*")
-        for key in sorted(key for key in columns if fnmatch(key, pattern)):
+        for key in sorted(key for key in names if key in finite and fnmatch(key, pattern)):
             is_other = "*" in pattern and key.endswith(("_with_kl", "_error"))
-            if not is_other and any(math.isfinite(y) for _, _, y in columns[key]):
+            if not is_other:
                 found.append((name.replace("*", key[len(begin) : len(key) - len(end)]), key))
     return found
 
 
-def _thinned(
-    points: Sequence[Point], reduce: Callable[[Sequence[float]], float]
-) -> tuple[tuple[Any, ...], list[float]]:
-    size = math.ceil(len(points) / MAX_POINTS)
-    bins = [points[start : start + size] for start in range(0, len(points), size)]
-    finite = [[y for _, _, y in one if math.isfinite(y)] for one in bins]
-    return tuple((one[-1][0], one[-1][1]) for one in bins), [reduce(ys) if ys else math.nan for ys in finite]
+def _thinned(values: np.ndarray, reduce: np.ufunc) -> tuple[np.ndarray, np.ndarray]:
+    """Return the last place of each bin, and its mean, or what `reduce` gives, of finite values; NaN without any.
+
+    The last value is a bin of its own, so that the curve ends with what the run has now.
+    """
+    num_values = len(values)
+    if num_values <= MAX_POINTS:
+        return np.arange(num_values), values
+    size = math.ceil((num_values - 1) / (MAX_POINTS - 1))
+    starts = np.append(np.arange(0, num_values - 1, size), num_values - 1)
+    is_finite = np.isfinite(values)
+    counts = np.add.reduceat(is_finite.astype(np.int64), starts)
+    with np.errstate(all="ignore"):
+        reduced = reduce.reduceat(np.where(is_finite, values, 0.0 if reduce is np.add else -np.inf), starts)
+    if reduce is np.add:
+        reduced = reduced / np.maximum(counts, 1)
+    return np.append(starts[1:], num_values) - 1, np.where(counts > 0, reduced, math.nan)
 
 
 def _short(value: float) -> float | None:

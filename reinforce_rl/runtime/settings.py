@@ -24,9 +24,11 @@ from reinforce_rl.config.base import Section
 from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.runtime.status import read_status, saved_step
 from reinforce_rl.runtime.stored_config import parse_stored, read_stored
-from reinforce_rl.utils.files import read_json_lines, write_atomically, write_json_lines
+from reinforce_rl.utils.files import parse_json_lines, write_atomically, write_json_lines
+from reinforce_rl.utils.untrusted_files import UnreadableFileError, check_regular, read_bounded
 
 HISTORY_FILE, CONFIG_FILE = "config_history.jsonl", "config.yaml"
+_MAX_HISTORY_BYTES = 64 << 20
 DATE_KEY = "model.data.chat_template_date"
 # Keys that change the meaning of a run: refused on resume without resume_with_changes.
 MEANING = re.compile(
@@ -138,9 +140,12 @@ def record(cfg: TrainConfig) -> None:
     write_atomically(folder / CONFIG_FILE, line["config"])
 
 
-def settings_of(folder: Path, step: int) -> tuple[str, list[str]]:
-    """Return the configuration of a step as YAML, and a sentence for each change before it."""
-    lines = _history(folder, max(step, 1))
+def settings_of(folder: Path, step: int, *, within: Path | None = None) -> tuple[str, list[str]]:
+    """Return the configuration of a step as YAML, and a sentence for each change before it.
+
+    Links of its files may not leave the folder `within`, if it is given.
+    """
+    lines = _history(folder, max(step, 1), within)
     changes = [
         f"changed after step {line['step']}: {key}: {values}"
         for before, line in itertools.pairwise(lines)
@@ -198,12 +203,22 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     return compare(before["config"], now["config"]) | changed
 
 
-def _history(folder: Path, step: int) -> list[dict[str, Any]]:
+def _history(folder: Path, step: int, within: Path | None = None) -> list[dict[str, Any]]:
     """Return the configurations in effect up to this step."""
     path, config = folder / HISTORY_FILE, folder / CONFIG_FILE
-    lines = read_json_lines(path, within=folder) if path.is_file() else []
-    if not lines and config.is_file():  # a run from before config_history.jsonl existed
-        path, lines = config, [{"step": 0, "config": read_stored(config)}]
+    within = within or folder
+    lines = []
+    try:
+        if path.exists():
+            data = read_bounded(path, max_bytes=_MAX_HISTORY_BYTES, within=within)
+            lines = parse_json_lines(path, data)
+        if not lines and config.exists():  # a run from before config_history.jsonl existed
+            check_regular(config, within=within)
+            path, lines = config, [{"step": 0, "config": read_stored(config)}]
+    except UnreadableFileError as error:
+        raise DataError(str(error)) from error
+    except RecursionError as error:
+        raise DataError(f"{path}: nested too deep; restore the file") from error
     for number, line in enumerate(lines, 1):
         place = path if path == config else f"{path}, line {number}"
         if not (isinstance(line.get("step"), int) and isinstance(line.get("config"), str)):

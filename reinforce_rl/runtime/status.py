@@ -11,11 +11,11 @@ import socket
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from reinforce_rl.errors import EXIT_FINISHED, EXIT_SENTINEL, EXIT_STOPPED
+from reinforce_rl.errors import EXIT_FINISHED, EXIT_SENTINEL, EXIT_STOPPED, DataError
 from reinforce_rl.utils.files import write_atomically
-from reinforce_rl.utils.untrusted_files import UnreadableFileError, read_bounded, read_json
+from reinforce_rl.utils.untrusted_files import UnreadableFileError, parse_json, read_bounded
 
 EXIT_INTERRUPTED = 130  # as of a shell after Ctrl-C
 STATUS_FILE = "status.json"
@@ -23,6 +23,9 @@ _MAX_BYTES = 1 << 20  # of status.json
 RESULTS_FILE = "results.json"  # of `eval`, beside the folders of its models
 # Of a reader only: lost, its process ended without a word; evaluation (of `eval`) and unknown, no status.json.
 State = Literal["running", "finished", "stopped", "interrupted", "failed", "lost", "evaluation", "unknown"]
+_MAX_BYTES = 1 << 20  # of status.json
+_MAX_NUMBER = 1 << 53  # JSON's numbers in a browser are exact up to here
+_MAX_PID = (1 << 31) - 1
 _STATES: dict[int, State] = {
     EXIT_FINISHED: "finished",
     EXIT_STOPPED: "stopped",
@@ -131,17 +134,69 @@ class NoStatus(StatusFile):
 
 
 def read_status(folder: str | Path) -> Status | None:
-    """Return the status of the run in a folder; None if there is none, or another version wrote it."""
-    folder = Path(folder)
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return Status(**read_json(folder / STATUS_FILE, max_bytes=_MAX_BYTES, within=folder))
+    """Return the status of the run in a folder; None if there is none, or none that can be read."""
+    with contextlib.suppress(OSError, DataError):
+        return checked_status(Path(folder) / STATUS_FILE, within=Path(folder))
     return None
 
 
-def run_status(folder: str | Path) -> Status:
-    """Return the status of the run in a folder: "lost" if its writer has gone from this machine."""
-    is_evaluation = (Path(folder).parent / RESULTS_FILE).is_file()
-    status = read_status(folder) or Status("evaluation" if is_evaluation else "unknown", time=math.nan)
+def checked_status(path: Path, *, within: Path | None = None) -> Status:
+    """Read a status.json; its links may not leave the folder `within`, if it is given.
+
+    Raises:
+        OSError: it is absent, no regular file or too large.
+        DataError: it is not a status that `StatusFile` writes.
+    """
+    data = read_bounded(path, max_bytes=_MAX_BYTES, within=within)
+    advice = "restore the file or take it away"
+    try:
+        values = parse_json(data)
+        if not isinstance(values, dict):
+            raise ValueError(f"found a JSON {type(values).__name__}, expected an object")
+        for key, value in values.items():
+            if (fault := _fault(key, value)) is not None:
+                raise ValueError(fault)
+    except ValueError as error:
+        raise DataError(f"{path}: {str(error)[:300]}; {advice}") from error
+    return Status(**values)
+
+
+def _fault(key: str, value: Any) -> str | None:
+    """Say what is wrong with a value of a status, if it is."""
+    is_integer = type(value) is int
+    is_number = type(value) in (int, float) and abs(value) < _MAX_NUMBER  # not NaN either
+    rules: dict[str, tuple[bool, str]] = {
+        "state": (isinstance(value, str) and value in get_args(State), f"one of {', '.join(get_args(State))}"),
+        "reason": (isinstance(value, str), "a text"),
+        "step": (is_integer and 0 <= value < _MAX_NUMBER, "a number of steps"),
+        "max_steps": (is_integer and 0 <= value < _MAX_NUMBER, "a number of steps"),
+        "exit_code": (value is None or (is_integer and is_number), "an exit code or null"),
+        "save_seconds": (value is None or is_number, "seconds or null"),
+        "alerts": (isinstance(value, dict) and all(isinstance(text, str) for text in value.values()), "texts by rule"),
+        "time": (is_number, "unix seconds"),
+        "pid": (is_integer and 0 < value <= _MAX_PID, f"1 to {_MAX_PID}"),
+        "host": (isinstance(value, str), "a text"),
+    }
+    if key not in rules:
+        return f"unknown key {key[:40]!a}; another version may have written it"
+    is_right, expected = rules[key]
+    shown = f"a JSON {type(value).__name__}" if isinstance(value, dict | list) else ascii(value)[:40]
+    return None if is_right else f"found {key}={shown}, expected {expected}"
+
+
+def run_status(folder: str | Path, *, within: Path | None = None) -> Status:
+    """Return the status of the run in a folder: "lost" if its writer has gone from this machine.
+
+    If its status.json cannot be read, the state is unknown, and the reason says why.
+    """
+    path = Path(folder) / STATUS_FILE
+    try:
+        status = checked_status(path, within=within)
+    except FileNotFoundError:
+        is_evaluation = (path.parent.parent / RESULTS_FILE).is_file()
+        status = Status("evaluation" if is_evaluation else "unknown", time=math.nan)
+    except (OSError, DataError) as error:
+        status = Status("unknown", str(error), time=math.nan)
     return replace(status, state="lost") if is_alive(status) is False else status
 
 

@@ -24,13 +24,13 @@ from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerEr
 from reinforce_rl.monitoring.metrics import (
     gap_by_age,
     gap_quantiles,
-    of_this_rank,
     reinforce_means,
     sampled_entropy,
     take_means,
     update_metrics,
 )
 from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, token_columns
+from reinforce_rl.monitoring.stragglers import of_this_rank
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.phases import Activity, StepClock
 from reinforce_rl.runtime.profiling import StepProfiler

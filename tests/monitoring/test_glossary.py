@@ -12,7 +12,7 @@ from helpers.tiny_run import PROMPT_TOKENS, SOME_ALIKE, odd_share, run, three_le
 
 from reinforce_rl.monitoring.glossary import METRICS, metric_of
 from reinforce_rl.monitoring.loggers import read_metrics
-from reinforce_rl.monitoring.metrics import RankSeconds, slowest_of_phases, timing_metrics
+from reinforce_rl.monitoring.stragglers import RankSeconds, slowest_of_phases, timing_metrics
 from reinforce_rl.reward_model.objectives import Ranking, Regression
 from reinforce_rl.reward_model.train_full import RewardModelMonitor
 

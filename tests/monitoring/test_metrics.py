@@ -32,22 +32,24 @@ from reinforce_rl.monitoring.loggers import Loggers
 from reinforce_rl.monitoring.metrics import (
     GAP_SHARES,
     Mean,
-    RankSeconds,
-    Slowest,
     Statistics,
     gap_by_age,
     gap_quantiles,
     group_spread,
-    of_this_rank,
     reinforce_means,
     rollout_means,
-    slowest_of_phases,
     take_means,
-    timing_metrics,
     update_metrics,
 )
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.run import REPEAT_STEPS, RunMonitor
+from reinforce_rl.monitoring.stragglers import (
+    RankSeconds,
+    Slowest,
+    of_this_rank,
+    slowest_of_phases,
+    timing_metrics,
+)
 from reinforce_rl.runtime.phases import WaitMeter
 
 NAN = math.nan

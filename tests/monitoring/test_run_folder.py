@@ -57,10 +57,8 @@ def test_cut_anywhere_only_the_new_lines_are_read(tmp_path, monkeypatch):
     log(tmp_path, range(1, 30))
     path, read = tmp_path / "metrics.jsonl", []
     whole, run = path.read_bytes(), RunFolder(tmp_path)
-    parse = run_folder.parse_json_lines
-    monkeypatch.setattr(
-        run_folder, "parse_json_lines", lambda path, data: [read.append(1) or x for x in parse(path, data)]
-    )
+    parse = run_folder.parse_line
+    monkeypatch.setattr(run_folder, "parse_line", lambda line: read.append(1) or parse(line))
     for end in [*sorted(random.Random(0).sample(range(len(whole)), 40)), len(whole)]:
         path.write_bytes(whole[:end])
         run.refresh()

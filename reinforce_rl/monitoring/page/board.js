@@ -167,7 +167,8 @@
           onchange: () => selectRuns(isChosen ? chosen.run.filter((name) => name !== run.name) : [...chosen.run, run.name]) }),
         h("button", { type: "button", "data-run": run.name, title: `Show ${run.name} alone`,
           onclick: () => selectRuns([run.name]) },
-          run.name, h("small", {}, h("span", { class: `dot ${run.state}` }), `${run.state}, ${steps}${reward}`)));
+          run.name, h("small", {}, h("span", { class: `dot ${run.state}` }), `${run.state}, ${steps}${reward}`),
+          run.fault ? h("small", { class: "fault" }, run.fault) : ""));
     }));
     if (focused) {
       [...$("runs").querySelectorAll(wasBox ? "input" : "button")].find((node) => node.dataset.run === focused)?.focus();
