@@ -132,8 +132,6 @@ def _run_tests(root: str, tests: Sequence[str], log: str) -> None:
     os.dup2(output, 2)
     os.chdir(root)
     os.environ["PYTHONPATH"] = root
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    sys.dont_write_bytecode = True
     sys.path.insert(0, root)
     import pytest
 
@@ -157,6 +155,12 @@ def _await_tests(root: Path, tests: Sequence[str], seconds: float, log: Path) ->
         pass
     process.join()
     return process.exitcode if has_ended else None
+
+
+def _forget_bytecode(path: Path) -> None:
+    # Python takes the old bytecode where a file of the same size was written within the same second.
+    for cached in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+        cached.unlink()
 
 
 def _first_failed(log: Path) -> str:
@@ -183,10 +187,12 @@ def run_mutant(tree: Path, mutant: Mutant, seconds: float) -> Outcome:
     log = tree / "mutant.log"
     began = time.monotonic()
     path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+    _forget_bytecode(path)
     try:
         status = _await_tests(tree, mutant.tests, seconds, log)
     finally:
         path.write_text(source, encoding="utf-8")
+        _forget_bytecode(path)
     took = time.monotonic() - began
     if status is None:
         return Outcome(mutant, "killed by the deadline", took, "")
