@@ -62,7 +62,12 @@ class Engine:
 
 
 def rank_of(
-    monkeypatch: pytest.MonkeyPatch, *, version: int = 0, staleness: int = 0, groups: int | None = None, inflight: Any = None
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    version: int = 0,
+    staleness: int = 0,
+    groups: int | None = None,
+    inflight: Any = None,
 ) -> Any:
     """A generator's rank without connections, whose weights are the number of their version."""
     rank: Any = object.__new__(GeneratorRank)
@@ -90,9 +95,7 @@ def rank_of(
     mesh = SimpleNamespace(from_block_leader=lambda value: value, is_block_leader=True)
     lm = SimpleNamespace(architecture=SimpleNamespace(vocab_size=100))
     settings = SimpleNamespace(sampling=None)
-    rank._model = SimpleNamespace(
-        generator=engine, infer=engine.infer, lm=lm, mesh=mesh, pad_id=99, settings=settings
-    )
+    rank._model = SimpleNamespace(generator=engine, infer=engine.infer, lm=lm, mesh=mesh, pad_id=99, settings=settings)
     rank.engine = engine
     rank.results = []
     rank._deliver = lambda result, future: rank.results.append(result)

@@ -104,7 +104,7 @@ class RecordedGenerators:
         self.asked: list[tuple[int, int, int]] = []  # step, version, seed
         self.oldest: list[int] = []  # that `collect_first` was asked for
         self.kept: dict[int, Ticket] = {}
-        self.drawn_with: list[int] = []  # versions of the tokens of the next answers; empty: as asked
+        self.drawn_with: list[list[int]] = []  # versions of each answer's tokens; empty: one token, as asked
         self._prompts: dict[int, Prompt] = {}
 
     def submit(self, prompts: Sequence[Prompt], num_samples: int, seed: int, step: int, version: int) -> Ticket:
@@ -114,8 +114,9 @@ class RecordedGenerators:
         return Ticket([numbers], version)
 
     def collect(self, ticket: Ticket, prompts: Sequence[Prompt]) -> list[Result]:
-        versions = self.drawn_with or [ticket.version]
-        return [result_of(n, p, versions) for n, p in zip(ticket.numbers[0], prompts, strict=True)]
+        of_prompts = self.drawn_with or [[ticket.version]] * len(prompts)
+        rows = zip(ticket.numbers[0], prompts, of_prompts, strict=True)
+        return [result_of(number, prompt, versions) for number, prompt, versions in rows]
 
     def collect_first(self, numbers: Sequence[int], count: int, oldest: int) -> tuple[list[Result], int]:
         self.oldest.append(oldest)
@@ -204,10 +205,10 @@ def test_every_step_has_a_seed_of_its_own():
 def test_the_staleness_of_a_step_is_the_mean_age_of_its_tokens():
     """Padding, whose version is 0 here, is no token."""
     generators = RecordedGenerators()
-    generators.drawn_with = [3, 4, 4]
+    generators.drawn_with = [[3, 4, 4], [4]]
     maker = maker_of(2, generators)
-    made = maker.make(6)  # of weights after 5 updates: ages 2, 1, 1
-    assert made.metrics["staleness"] == pytest.approx(4 / 3)
+    made = maker.make(6)  # of weights after 5 updates: ages 2, 1, 1 and 1
+    assert made.metrics["staleness"] == pytest.approx(5 / 4)
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
@@ -314,4 +315,3 @@ def test_a_step_may_lack_as_many_scores_as_the_bound_says(failed, ends):
         return
     batch = maker.score(pending, "step 1")
     assert batch.valid.tolist() == [i >= failed for i in range(4)]
-

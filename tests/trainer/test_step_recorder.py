@@ -132,9 +132,7 @@ def test_what_is_recorded_of_an_update_is_of_all_ranks(tmp_path: Path) -> None:
     recorder._pending = record, lambda: state, own
     recorder.finish()
     written = read_record(tmp_path, 7)
-    assert written.updates == [
-        {LOSS: -0.75, f"{SUM}tokens": 7.0, "grad_norm": 2.0, "lr": 0.1, f"{SUM}entropy": 1.5}
-    ]
+    assert written.updates == [{LOSS: -0.75, f"{SUM}tokens": 7.0, "grad_norm": 2.0, "lr": 0.1, f"{SUM}entropy": 1.5}]
     assert [one.rank for one in written.ranks] == [0, 1]
 
 
