@@ -622,3 +622,11 @@ class TestVersions:
         pool._newest = 3
         assert pool._lacking() == ([4096] if lacks else [])
         assert pool._has_newest() is not lacks
+
+    @pytest.mark.parametrize(("version", "is_accepted"), [(2, True), (3, True), (4, False)])
+    def test_no_token_is_of_weights_that_nobody_was_sent(self, version, is_accepted):
+        pool, _ = pool_of(1, [(1, 0, 3)])
+        work = Work(0, 1, 2, (Prompt(7, "hi", (3,)),), 1, 7, or_newer=True)
+        pool.submit([work])
+        pool._on_message(4096, encode(answer_to(work, version=version)))
+        assert list(pool._results) == ([0] if is_accepted else [])
