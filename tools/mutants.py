@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -63,10 +64,8 @@ class Outcome:
 
 
 def read_table(path: Path = TABLE) -> list[Mutant]:
-    try:
-        import tomllib
-    except ImportError:  # Python 3.10; pytest brings the same parser
-        import tomli as tomllib
+    # Python 3.10 has no parser; pytest brings the same one there.
+    tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     mutants: list[Mutant] = []
     for section in tomllib.loads(path.read_text(encoding="utf-8"))["file"]:
         for row in section["mutant"]:
@@ -89,7 +88,7 @@ def stale_rows(mutants: Sequence[Mutant], root: Path = ROOT) -> list[str]:
         count = source.count(mutant.old)
         if count != 1:
             errors.append(f"{mutant.file}: {mutant.old!r} occurs {count} times, expected once")
-        elif _compiles(source.replace(mutant.old, mutant.new), mutant.file) is False:
+        elif not _compiles(source.replace(mutant.old, mutant.new), mutant.file):
             errors.append(f"{mutant.file}: {mutant.new!r} is no Python there")
         if mutant.old == mutant.new:
             errors.append(f"{mutant.file}: {mutant.old!r} is replaced by itself")

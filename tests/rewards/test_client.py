@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -386,7 +386,9 @@ class TestDeadlines:
     def call(self, seconds: float, elapsed: float) -> Call:
         return Call("test", seconds, time.monotonic() - elapsed)
 
-    def attempts(self, make_client, monkeypatch, call: Call, outcomes: list[object], **options: float) -> list[float]:
+    def attempts(
+        self, make_client, monkeypatch, call: Call, outcomes: Sequence[object], **options: float
+    ) -> list[float]:
         """Return the seconds that each attempt of a call is given; `outcomes` are raised or returned in turn."""
         client = make_client(1, **options)
         given: list[float] = []

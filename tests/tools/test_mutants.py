@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tomllib", reason="Python 3.11")
-
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("mutants", ROOT / "tools" / "mutants.py")
 assert _spec is not None and _spec.loader is not None
