@@ -36,7 +36,22 @@ BASELINE_SECONDS = 1800
 _TESTS_FAILED = 1
 _NOT_COLLECTED = 2
 # Loaded once in a server process; each run of tests is a fork of it, which saves most of its time.
-PRELOADED = ["pytest", "torch", "transformers", "pydantic", "omegaconf", "megatron.core", "pyarrow", "hypothesis"]
+PRELOADED = [
+    "pytest",
+    "hypothesis",
+    "torch",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "transformers.tokenization_utils_base",
+    "hydra",
+    "omegaconf",
+    "pydantic",
+    "pyarrow",
+    "rich.table",
+    "aiohttp",
+    "psutil",
+    "zmq",
+]
 
 
 @dataclass(frozen=True)
