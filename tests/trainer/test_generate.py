@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,8 +41,6 @@ class Engine:
         return Completions(tokens, torch.full((num_samples,), 4), ("stop",) * num_samples)
 
     def go_on(self, responses: list[PartialResponse], params: Any, updates: Any) -> list[PartialResponse]:
-        from dataclasses import replace
-
         rows = list(responses)
         while any(row.finish_reason is None for row in rows):
             self.drawn += 1
@@ -214,9 +213,7 @@ class TestWhateverIsFinishedFirst:
             calls.append(rank.version)
             if len(calls) == 1:  # one token, then the call is interrupted
                 work, responses = groups[0]
-                from dataclasses import replace
-
-                begun = [replace(one, tokens=(0,), versions=(0,)) for one in responses]
+                        begun = [replace(one, tokens=(0,), versions=(0,)) for one in responses]
                 ended = replace(begun[1], finish_reason="stop")
                 groups[0] = work, [begun[0], ended]
                 rank._staged[3] = 3
