@@ -213,7 +213,7 @@ class TestWhateverIsFinishedFirst:
             calls.append(rank.version)
             if len(calls) == 1:  # one token, then the call is interrupted
                 work, responses = groups[0]
-                        begun = [replace(one, tokens=(0,), versions=(0,)) for one in responses]
+                begun = [replace(one, tokens=(0,), versions=(0,)) for one in responses]
                 ended = replace(begun[1], finish_reason="stop")
                 groups[0] = work, [begun[0], ended]
                 rank._staged[3] = 3
