@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="KIND|FILE", help="mutants of these kinds and files alone")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants that are run at the same time")
-    parser.add_argument("--seconds", type=float, default=300.0, help="deadline of a mutant's tests (default: 300)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="deadline of a mutant's tests (default: 120)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for mutants.json and mutants.md")
     parser.add_argument("--list", action="store_true", help="list the mutants and run nothing")
     parser.add_argument("--check", action="store_true", help="check that the table fits the tree and run nothing")

@@ -18,6 +18,8 @@ from reinforce_rl.trainer import generate
 from reinforce_rl.trainer.generate import GeneratorRank
 from reinforce_rl.trainer.messages import Result, Work
 
+pytestmark = pytest.mark.timeout(20)  # weights that never come would be waited for
+
 PROMPT = Prompt(5, "", (3,))
 
 

@@ -501,6 +501,7 @@ class SwappedWeights:
         rank._forget_old()
 
 
+@pytest.mark.timeout(20)  # weights that never come would be waited for
 class TestVersions:
     """Work is drawn with the version that it names, by whoever has it, whatever happened before."""
 
