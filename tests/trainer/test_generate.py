@@ -233,10 +233,18 @@ class TestWhateverIsFinishedFirst:
     def test_a_work_waits_for_the_weights_that_it_needs_at_least(self, monkeypatch):
         """After a resume the oldest weights that may be asked for are on their way."""
         rank = rank_of(monkeypatch, groups=1)
-        rank._staged = {1: 1}
         works = [[work_of(0, 1, or_newer=True)], None]
         rank._take = lambda count, room, *, waits=True: works.pop(0)
+
+        def arrive() -> None:
+            with rank._changed:
+                rank._staged[1] = 1
+                rank._changed.notify_all()
+
+        timer = threading.Timer(0.2, arrive)
+        timer.start()
         rank._answer_groups(1)
+        timer.join()
         assert_drawn_with(rank.results[0], 1, 1, 1, 1)
 
     def test_while_responses_are_under_way_no_work_is_asked_for_without_updates_in_flight(self, monkeypatch):
