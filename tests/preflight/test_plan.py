@@ -177,6 +177,7 @@ def test_the_peak_is_what_is_held_and_the_largest_phase(changes):
     memory = memory_of(**changes)
     totals = [phase.activations + phase.logits + phase.cache + phase.moved for phase in memory.phases]
     assert len(set(totals)) > 1
+    assert [phase.total for phase in memory.phases] == totals
     assert memory.peak == memory.held + max(totals)
     assert memory.peak_phase.total == max(totals)
 
