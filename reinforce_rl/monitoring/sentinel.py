@@ -296,7 +296,8 @@ def generator_gap(run: History) -> str | None:
     gaps = {name: run.now(f"train/{name}") for name in GAP_LIMITS}
     over = [f"{name} is {gaps[name]:.3g}" for name, limit in GAP_LIMITS.items() if gaps[name] > limit]
     now, first = run.middle("train/generator_gap"), run.first("train/generator_gap")
-    if not over and now > max(0.01, 5 * first):
+    # Within the first three steps there is nothing that a gap could have grown from.
+    if not over and math.isfinite(first) and now > max(0.01, 5 * first):
         over = [f"generator_gap is {now:.3g}, {first:.3g} at first, and grows"]
     return f"trainer and generator differ on the same tokens: {', '.join(over)} nats" if over else None
 

@@ -122,7 +122,9 @@ class RolloutMaker:
                 self.under_way.pop(number, None)
         means = rollout_means(batch)
         if self.staleness and batch.weight_versions is not None:
-            means["staleness"] = Mean.of(step - 1 - batch.weight_versions[batch.response_mask])
+            # A generator may pad its responses beyond the longest.
+            versions = batch.weight_versions[:, : batch.width]
+            means["staleness"] = Mean.of(step - 1 - versions[batch.response_mask])
         metrics = take_means(means, self.model.mesh.gather_over_dp)
         return StepRollouts(drawn.prompts, drawn.position, batch, {**metrics, **counts})
 

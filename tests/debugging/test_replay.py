@@ -21,11 +21,12 @@ from helpers.toy_server import free_port
 from safetensors.torch import load_file, save_file
 
 from reinforce_rl.debugging import replay as module
+from reinforce_rl.debugging.differences import EQUAL_BITS, ROUNDING
 from reinforce_rl.debugging.replay import replay
 from reinforce_rl.debugging.replay_results import PhaseResult, Replay
 from reinforce_rl.errors import CheckpointError, ConfigError, DataError, RewardServerError
 from reinforce_rl.megatron.checkpointer import checkpoint_up_to
-from reinforce_rl.monitoring.step_record import read_record, record_files
+from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
 from reinforce_rl.run import train
 
 again = partial(replay, trust=True)  # of a run of one's own
@@ -329,3 +330,25 @@ def test_recorded_with_generators_of_its_own(staleness: int, generates: str, tmp
     run_ranks(SCRIPT, 2, "train", tmp_path, *SETTINGS, reward, *apart)
     found = again(tmp_path / "run", 5)
     assert verdicts(found) == {**dict.fromkeys(ALL, "same"), "generate": generates}, found.sentence
+
+
+@pytest.mark.parametrize("kind", ["after", "optimizer"])
+def test_the_moments_of_adam_are_compared(kind: str) -> None:
+    """Weights after a step may be equal although its moments are not, and the next step parts."""
+
+    def record(checksum: str) -> StepRecord:
+        facts: dict[str, Any] = {"software": {}, "machine": {}, "layout": {}, "settings": {}, "files": {}}
+        tensors = {"before": {}, "after": {}, "optimizer": {}, kind: {"w.exp_avg_sq": checksum}}
+        state = RankState(0, **tensors, random="")
+        updates = [{"loss": 0.5}]
+        values = {"step": 3, "past": {}, "data": {}, "scorer": None, "reference": None}
+        return StepRecord(updates=updates, ranks=[state], **values, **facts)
+
+    same = module._compare_update(record("01"), record("01"), EQUAL_BITS)
+    assert (same.name, same.verdict) == ("update", "same")
+    other = module._compare_update(record("01"), record("02"), EQUAL_BITS)
+    assert other.verdict == "differs"
+    assert [one.what for one in other.differences] == ["tensor w.exp_avg_sq"]
+    rounded = module._compare_update(record("01"), record("02"), ROUNDING)
+    assert rounded.verdict == "same"
+    assert rounded.note != "", "what was not compared is said"

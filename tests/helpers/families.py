@@ -6,19 +6,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from helpers.accumulate import accumulate_gradients
 from helpers.models import tiny_family_folder
-from helpers.policies import all_logits, megatron_model, random_tokens, transformers_logits, transformers_model
+from helpers.policies import (
+    all_logits,
+    brute_force_entropies,
+    brute_force_log_probs,
+    megatron_model,
+    padded_sequences,
+    random_tokens,
+    transformers_logits,
+    transformers_model,
+)
 from megatron.core import tensor_parallel
 from torch import Tensor
 
 from reinforce_rl.config.model import OptimConfig
-from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.batches import Prompt, join_prompts_and_responses
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.hf_weights import export_hf_folder, hf_tensors, parameters_of
 from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.megatron.model.log_probs import response_scores
+from reinforce_rl.megatron.model.sequences import PackedGroups, PaddedSequences
 from reinforce_rl.megatron.optimizer import (
     ActorOptimizer,
     build_optimizer,
@@ -51,6 +63,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 MAX_SHARD_BYTES = 20_000
 PROMPT_LENGTHS = (3, 11, 1, 7)
 NEW_TOKENS = 14
+TEMPERATURE = 0.7
+# What is trained on: longer than windows and original RoPE lengths; the last two share a prompt of one token.
+TRAINED_PROMPTS = [11, 3, 1, 1]
+TRAINED_RESPONSES = [9, 30, 38, 2]
+GROUPS = (0, 1, 2, 2)
 
 
 def family_folder(root: Path, name: str) -> Path:
@@ -69,7 +86,7 @@ def prompts_of(vocab_size: int) -> list[list[int]]:
 
 
 def computed_here(folder: Path, mesh: Mesh, out: Path) -> dict[str, Any]:
-    """Return logits, greedy responses (batched and alone), gradient of `loss` and its norm; export to `out`."""
+    """Return what is compared with transformers: logits, responses, log-probs, gradients; export to `out`."""
     lm = megatron_model(folder, mesh)
     vocab_size = lm.architecture.vocab_size
     tokens = tokens_of(vocab_size)
@@ -84,6 +101,8 @@ def computed_here(folder: Path, mesh: Mesh, out: Path) -> dict[str, Any]:
     found["responses"] = [row[:n] for row, n in zip(made.tokens.tolist(), made.lengths.tolist(), strict=True)]
     alone = [engine.generate([prompt], 1, params, seed=0) for prompt in prompts]
     found["responses_alone"] = [one.tokens[0].tolist() for one in alone]
+    found["drawn"] = drawn_here(engine, prompts)
+    found["scores"] = scored_here(folder, mesh)
 
     ddp = wrap_data_parallel(lm)
     optim = OptimConfig(lr=1e-3, weight_decay=0.0, betas=[0.9, 0.95])
@@ -104,6 +123,62 @@ def computed_here(folder: Path, mesh: Mesh, out: Path) -> dict[str, Any]:
     return found
 
 
+def trained_sequences(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sequences, prompt lengths and response lengths; the samples of a group have one prompt."""
+    sequences, prompts, responses = padded_sequences(TRAINED_PROMPTS, TRAINED_RESPONSES, vocab_size)
+    sequences[3, 0] = sequences[2, 0]
+    return sequences, prompts, responses
+
+
+def weights_of_scores() -> tuple[Tensor, Tensor]:
+    """Return what log-probs and entropies are multiplied by, in a loss that each token has its own part in."""
+    both = torch.randn(2, len(TRAINED_RESPONSES), max(TRAINED_RESPONSES), generator=torch.Generator().manual_seed(3))
+    return both[0].double(), both[1].double()
+
+
+def scored_here(folder: Path, mesh: Mesh) -> dict[str, Any]:
+    """Return log-probs and entropies of the training path, padded and packed, and the sum of their gradients."""
+    lm = megatron_model(folder, mesh, torch.float64)
+    batch = trained_sequences(lm.architecture.vocab_size)
+    of_log_probs, of_entropies = weights_of_scores()
+    layouts = {"padded": PaddedSequences(lm, *batch), "packed": PackedGroups(lm, *batch, torch.tensor(GROUPS))}
+    found: dict[str, Any] = {}
+    for name, layout in layouts.items():
+        hidden = layout.hidden(lm)
+        width = max(TRAINED_RESPONSES)
+        scores = response_scores(layout, hidden, lm, TEMPERATURE, width, chunk_tokens=7, with_entropy=True)
+        assert scores.entropy is not None
+        found[name] = {"log_probs": scores.log_probs.detach(), "entropy": scores.entropy.detach()}
+        (of_log_probs * scores.log_probs + of_entropies * scores.entropy).sum().backward()
+    gradients: dict[str, Any] = {name: parameter.grad for name, parameter in parameters_of(lm).items()}
+    for name, gradient in gradients.items():
+        # Each rank has the part of its own heads; the end of an accumulation adds them up.
+        if "q_layernorm" in name or "k_layernorm" in name:
+            dist.all_reduce(gradient, group=mesh.tp_group)
+    found["gradient"] = dict(hf_tensors(lm, gradients))
+    return found
+
+
+def scored_by_transformers(folder: Path) -> dict[str, Any]:
+    model = transformers_model(folder, torch.float64)
+    batch = trained_sequences(model.config.vocab_size)
+    of_log_probs, of_entropies = weights_of_scores()
+    options = {"temperature": TEMPERATURE, "width": max(TRAINED_RESPONSES)}
+    log_probs = brute_force_log_probs(model, *batch, **options)
+    entropy = brute_force_entropies(model, *batch, **options)
+    (of_log_probs * log_probs + of_entropies * entropy).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "gradient": gradients}
+
+
+def drawn_here(engine: NativeGenerator, prompts: list[Prompt]) -> dict[str, Any]:
+    """Return sampled responses and the log-probs that the generator reports of them."""
+    params = SamplingParams(max_length=NEW_TOKENS, temperature=TEMPERATURE, stop_token_ids=(2,))
+    made = engine.generate(prompts, 2, params, seed=5)
+    sequences, lengths = join_prompts_and_responses(made.repeat_to_samples(prompts), made, pad_id=0)
+    return {"log_probs": made.log_probs, "sequences": sequences, "prompts": lengths, "responses": made.lengths}
+
+
 def computed_by_transformers(folder: Path) -> dict[str, Any]:
     model = transformers_model(folder)
     vocab_size = model.config.vocab_size
@@ -114,6 +189,8 @@ def computed_by_transformers(folder: Path) -> dict[str, Any]:
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     found["gradient"] = {name: parameter.grad for name, parameter in model.named_parameters()}
     found["norm"] = float(torch.stack([gradient.norm() for gradient in found["gradient"].values()]).norm())
+
+    found["scores"] = scored_by_transformers(folder)
 
     exact = transformers_model(folder, torch.float64)
     found["responses"] = []

@@ -1,5 +1,6 @@
 """Each family on one rank and on two tensor-parallel ones, against transformers: logits, gradient, greedy responses.
 
+So are the log-probs of the training path, their entropies and gradients, and the log-probs that the generator reports.
 And the folder that is exported from either: the same tensors, bit for bit.
 """
 
@@ -9,8 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.families import MAX_SHARD_BYTES, MODELS, computed_by_transformers, computed_here, family_folder, tokens_of
-from helpers.policies import transformers_logits, transformers_model
+from helpers.families import (
+    MAX_SHARD_BYTES,
+    MODELS,
+    TEMPERATURE,
+    computed_by_transformers,
+    computed_here,
+    family_folder,
+    tokens_of,
+)
+from helpers.policies import brute_force_log_probs, transformers_logits, transformers_model
 from helpers.ranks import run_ranks
 from safetensors.torch import load_file
 
@@ -47,13 +56,17 @@ def on_two_ranks(root, folders):
 
 @every_model
 def test_one_rank(name, folders, expected, mesh, tmp_path):
-    assert_equal(computed_here(folders[name], mesh, tmp_path / "out"), expected[name])
+    found = computed_here(folders[name], mesh, tmp_path / "out")
+    assert_equal(found, expected[name])
+    assert_scored_alike(found, expected[name], folders[name])
     assert_same_weights(tmp_path / "out", folders[name])
 
 
 @models_on_two_ranks
 def test_two_ranks(name, folders, expected, on_two_ranks):
-    assert_equal(torch.load(on_two_ranks / f"{name}.pt"), expected[name])
+    found = torch.load(on_two_ranks / f"{name}.pt")
+    assert_equal(found, expected[name])
+    assert_scored_alike(found, expected[name], folders[name])
     assert_same_weights(on_two_ranks / name, folders[name])
     again = transformers_model(on_two_ranks / name)
     assert torch.equal(transformers_logits(again, tokens_of(again.config.vocab_size)), expected[name]["logits"])
@@ -70,6 +83,30 @@ def assert_equal(found: dict, expected: dict) -> None:
         torch.testing.assert_close(found["gradient"][key], gradient, atol=1e-6, rtol=1e-4, msg=key)
     # What several ranks hold, or padding, must count once or not at all.
     assert found["norm"] == pytest.approx(expected["norm"], rel=1e-4)
+
+
+def assert_scored_alike(found: dict, expected: dict, folder: Path) -> None:
+    """What is trained on, and what the generator says of its tokens, is transformers' softmax at the temperature."""
+    ours, theirs = found["scores"], expected["scores"]
+    assert theirs["log_probs"].std() > 0.5
+    for layout in ("padded", "packed"):
+        for name in ("log_probs", "entropy"):
+            torch.testing.assert_close(ours[layout][name].float(), theirs[name].float(), atol=1e-5, rtol=0)
+    assert ours["gradient"].keys() == theirs["gradient"].keys()
+    for key, gradient in theirs["gradient"].items():
+        both_layouts = 2 * gradient
+        torch.testing.assert_close(ours["gradient"][key], both_layouts, atol=1e-4, rtol=1e-4, msg=key)
+    drawn = found["drawn"]
+    of_tokens = brute_force_log_probs(
+        transformers_model(folder, torch.float64),
+        drawn["sequences"],
+        drawn["prompts"],
+        drawn["responses"],
+        temperature=TEMPERATURE,
+        width=drawn["log_probs"].shape[1],
+    )
+    assert len(drawn["responses"].unique()) > 1 or bool((drawn["responses"] > 1).all())
+    torch.testing.assert_close(drawn["log_probs"], of_tokens.detach().float(), atol=1e-5, rtol=0)
 
 
 def assert_same_weights(one: Path, other: Path) -> None:

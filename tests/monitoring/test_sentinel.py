@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +272,132 @@ class TestARun:
         assert {f"train/{name}" for name in read} <= lines[-1].keys()
         assert 0 < lines[-1]["train/entropy_sampled"] < math.log(32) + 0.5
         assert json.dumps(lines[-1])
+
+
+def steps_of(rule: str, lines: Iterable[Mapping[str, float | None]]) -> list[int]:
+    """Return the steps, from 1, at which a rule speaks of these lines."""
+    sentinel = Sentinel()
+    base = {"rewards": 1.0, "reward_deviation": 0.5}
+    found = []
+    for step, values in enumerate(lines, 1):
+        line = {"step": step} | {f"train/{name}": value for name, value in {**base, **values}.items()}
+        found += [step for alert in sentinel.look(line) if alert.kind == rule]
+    return found
+
+
+class TestThresholds:
+    """Where each rule begins and ends: docs/sentinel.md has the numbers."""
+
+    @pytest.mark.parametrize(
+        ("rule", "steps", "fault"),
+        [
+            ("constant_reward", 3, {"reward_deviation": 0.0}),
+            ("no_spread", 3, {"fraction_of_groups_without_spread": 1.0}),
+            ("zero_gradient", 2, {"grad_norm": 0.0}),
+            ("skipped", 1, {"skipped_step": 1.0}),
+        ],
+    )
+    def test_a_rule_speaks_at_so_many_steps_in_a_row(self, rule, steps, fault):
+        sound = [{}] * 3
+        assert steps_of(rule, [*sound, *[fault] * (steps - 1), *sound]) == []
+        assert steps_of(rule, [*sound, *[fault] * steps]) == [3 + steps]
+        if steps > 1:  # steps that are not in a row do not add up
+            assert steps_of(rule, [*sound, *([fault] * (steps - 1) + [{}]) * 4]) == []
+
+    @pytest.mark.parametrize(("sound", "said"), [(QUIET - 2, 1), (QUIET - 1, 2), (QUIET, 2)])
+    def test_it_speaks_again_once_it_was_gone_for_so_many_steps(self, sound, said):
+        """The last step with it and the next one are `QUIET` steps apart at least."""
+        fault = {"skipped_step": 1.0}
+        assert len(steps_of("skipped", [{}, fault, *[{}] * sound, {}, fault])) == said
+
+    @pytest.mark.parametrize(
+        ("rewards", "deviation", "speaks"),
+        [
+            (1.0, 0.0, True),
+            (1.0, 0.0099, True),  # 2 % of the deviation at first, 0.5
+            (1.0, 0.0101, False),
+            (1000.0, 0.099, True),  # 1e-4 of the reward: rounding of large rewards
+            (1000.0, 0.101, False),
+            (-1000.0, 0.099, True),
+            (0.0, 1e-13, True),
+        ],
+    )
+    def test_rewards_that_are_nearly_constant(self, rewards, deviation, speaks):
+        start = [{"rewards": rewards}] * 3
+        fault = {"rewards": rewards, "reward_deviation": deviation}
+        assert steps_of("constant_reward", [*start, *[fault] * 3]) == ([6] if speaks else [])
+
+    def test_rewards_that_are_constant_from_the_first_step_on(self):
+        """There is no first deviation to compare with, at less than three steps, nor afterwards."""
+        fault = {"rewards": 0.5, "reward_deviation": 0.0}
+        assert steps_of("constant_reward", [fault] * 4) == [3]
+        assert steps_of("constant_reward", [{"rewards": 0.0, "reward_deviation": 1e-13}] * 4) == [3]
+
+    @pytest.mark.parametrize(("share", "speaks"), [(0.9, True), (0.89, False)])
+    def test_groups_whose_rewards_are_equal(self, share, speaks):
+        fault = {"fraction_of_groups_without_spread": share}
+        assert steps_of("no_spread", [fault] * 3) == ([3] if speaks else [])
+
+    @pytest.mark.parametrize(
+        ("first", "now", "speaks"),
+        [(1.0, 0.76, False), (1.0, 0.74, True), (0.7, 0.51, False), (0.7, 0.49, True), (0.95, 0.69, True)],
+    )
+    def test_responses_that_are_cut(self, first, now, speaks):
+        """More than half of them, or a quarter more than at first."""
+        ended = "fraction_of_samples_properly_ended"
+        lines = [{ended: first}] * 5 + [{ended: now}] * 5
+        assert bool(steps_of("cut", lines)) is speaks
+
+    @pytest.mark.parametrize(("spikes", "speaks"), [(3, False), (4, True)])
+    def test_gradients_that_spike_in_four_of_ten_steps(self, spikes, speaks):
+        """Three, and two of the steps between them are usual."""
+        usual = [{"grad_norm": 1.0 + 0.01 * (step % 3)} for step in range(12)]
+        last = [{"grad_norm": 30.0}, {"grad_norm": 1.0}] * spikes
+        assert bool(steps_of("gradient_spikes", [*usual, *last])) is speaks
+
+    @pytest.mark.parametrize(
+        ("before", "now", "speaks"),
+        [(1.0, 10.9, False), (1.0, 11.1, True), (10.0, 49.0, False), (10.0, 51.0, True), (0.01, 5.0, False)],
+    )
+    def test_a_kl_that_leaps_by_5_times_and_by_10_nats(self, before, now, speaks):
+        lines = [{"init_policy_kl": before}] * 13 + [{"init_policy_kl": now}] * 3
+        assert bool(steps_of("kl", lines)) is speaks
+
+    @pytest.mark.parametrize(("now", "speaks"), [(0.21, False), (0.19, True), (1.99, False), (2.01, True)])
+    def test_an_entropy_of_a_fifth_or_twice_the_first(self, now, speaks):
+        lines = [{"entropy": 1.0}] * 3 + [{"entropy": now}] * 3
+        assert bool(steps_of("entropy", lines)) is speaks
+
+    @pytest.mark.parametrize(("now", "speaks"), [(0.29, False), (0.31, True)])
+    def test_a_fifth_more_repetition_than_at_first(self, now, speaks):
+        lines = [{"repetition": 0.1}] * 3 + [{"repetition": now}] * 3
+        assert bool(steps_of("repetition", lines)) is speaks
+
+    @pytest.mark.parametrize(("norm", "speaks"), [(0.0, True), (1e-12, True), (2e-12, False)])
+    def test_a_gradient_of_zero_but_for_rounding(self, norm, speaks):
+        assert bool(steps_of("zero_gradient", [{"grad_norm": norm}] * 2)) is speaks
+
+    @pytest.mark.parametrize("name", list(GAP_LIMITS))
+    @pytest.mark.parametrize(("factor", "speaks"), [(0.99, False), (1.01, True)])
+    def test_a_gap_between_trainer_and_generator(self, name, factor, speaks):
+        usual = {one: 0.5 * limit for one, limit in GAP_LIMITS.items()}
+        lines = [{**usual, name: factor * GAP_LIMITS[name]}] * 3
+        assert bool(steps_of("generator_gap", lines)) is speaks
+
+    @pytest.mark.parametrize(("earlier", "speaks"), [(7, False), (8, True)])
+    def test_a_comparison_with_the_past_needs_eight_steps_before(self, earlier, speaks):
+        lines = [{"rewards": 1.0 + 0.01 * (step % 2)} for step in range(earlier)]
+        assert bool(steps_of("changed_scorer", [*lines, {"rewards": 9.0}])) is speaks
+
+    @pytest.mark.parametrize(
+        ("first", "now", "speaks"),
+        [(0.001, 0.0099, False), (0.001, 0.0101, True), (0.004, 0.019, False), (0.004, 0.021, True)],
+    )
+    def test_a_gap_that_grows(self, first, now, speaks):
+        """By 5 times, and to more than 0.01 nats."""
+        lines = [{"generator_gap": first}] * 3 + [{"generator_gap": now}] * 3
+        assert bool(steps_of("generator_gap", lines)) is speaks
+
+    def test_a_gap_of_the_first_steps_has_not_grown(self):
+        """Before the third step nothing is known of the start."""
+        assert steps_of("generator_gap", [{"generator_gap": 0.02}] * 9) == []

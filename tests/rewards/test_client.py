@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import random
 import socket
@@ -9,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,9 +29,10 @@ from helpers.toy_server import ToyServer, free_port, wait_for
 
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError, RewardServerError
-from reinforce_rl.rewards import base
+from reinforce_rl.rewards import base, transport
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient
+from reinforce_rl.rewards.transport import Call
 
 pytest.importorskip("tritonclient.http")
 
@@ -212,6 +217,7 @@ from helpers.rewards import request_of
 from helpers.serve_toy_scorer import toy_scores
 from reinforce_rl.rewards import transport
 from reinforce_rl.rewards.client import RemoteGPTRMClient
+from reinforce_rl.rewards.transport import Call
 
 async def tasks():
     return len(asyncio.all_tasks())
@@ -372,3 +378,99 @@ def test_jitter_leaves_the_random_state_of_the_trainer_alone(make_client):
 def test_a_request_whose_shapes_do_not_fit_is_refused(make_client):
     with pytest.raises(ValueError, match=r"expected \[N, S\] and \[N\]"):
         make_client(1).infer_rm(RewardRequest(torch.zeros(2, 3, dtype=torch.long), torch.zeros(3), ("",), ("",)))
+
+
+class TestDeadlines:
+    """A call ends at its deadline, whatever an attempt may take."""
+
+    def call(self, seconds: float, elapsed: float) -> Call:
+        return Call("test", seconds, time.monotonic() - elapsed)
+
+    def attempts(
+        self, make_client, monkeypatch, call: Call, outcomes: Sequence[object], **options: float
+    ) -> list[float]:
+        """Return the seconds that each attempt of a call is given; `outcomes` are raised or returned in turn."""
+        client = make_client(1, **options)
+        given: list[float] = []
+        left = list(outcomes)
+
+        async def infer(model: object, arrays: object, attributes: int, seconds: float, request_id: str) -> object:
+            given.append(seconds)
+            outcome = left.pop(0)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        @contextlib.asynccontextmanager
+        async def lease(samples: int, call: Call) -> AsyncIterator[object]:
+            yield SimpleNamespace(place="here")
+
+        monkeypatch.setattr(transport, "infer", infer)
+        monkeypatch.setattr(client._replicas, "lease", lease)
+        monkeypatch.setattr(client._replicas, "report", lambda call: None)
+        asyncio.run(client._attempts({"tokens": np.zeros((2, 3))}, 0, call))
+        return given
+
+    def test_an_attempt_takes_no_longer_than_its_call_has_left(self, make_client, monkeypatch):
+        call = self.call(seconds=100.0, elapsed=97.0)
+        (seconds,) = self.attempts(make_client, monkeypatch, call, ["scores"], attempt_timeout_seconds=60.0)
+        assert 2.0 < seconds <= 3.0
+
+    def test_nor_than_an_attempt_may_take(self, make_client, monkeypatch):
+        call = self.call(seconds=100.0, elapsed=0.0)
+        (seconds,) = self.attempts(make_client, monkeypatch, call, ["scores"], attempt_timeout_seconds=60.0)
+        assert seconds == 60.0
+
+    def test_attempts_that_time_out_get_longer_and_others_do_not(self, make_client, monkeypatch):
+        late = transport.FailedAttempt("timed out", timed_out=True)
+        refused = transport.FailedAttempt("connection refused")
+        outcomes = [late, refused, late, "scores"]
+        call = self.call(seconds=100.0, elapsed=0.0)
+        given = self.attempts(make_client, monkeypatch, call, outcomes, attempt_timeout_seconds=5.0)
+        assert given == [5.0, 10.0, 10.0, 20.0]
+
+    def test_a_call_whose_time_is_up_asks_for_next_to_nothing(self, make_client, monkeypatch):
+        """Not for a negative time, which would be none."""
+        call = self.call(seconds=10.0, elapsed=11.0)
+        (seconds,) = self.attempts(make_client, monkeypatch, call, ["scores"])
+        assert 0.0 < seconds <= 0.01
+
+    def test_wrong_answers_have_an_end(self, make_client, monkeypatch):
+        wrong = [transport.FailedAttempt("gave a wrong answer", bad_answer=True)] * 50
+        with pytest.raises(RewardServerError, match="wrong answers"):
+            self.attempts(make_client, monkeypatch, self.call(seconds=1000.0, elapsed=0.0), wrong)
+
+    def test_a_server_that_does_not_answer_is_given_up_in_time(self, make_client):
+        """It describes itself, and a call waits for it a minute."""
+        with FakeRewardServer(score=sum) as fake:
+            client = make_client(fake.port, deadline_seconds=1.0, attempt_timeout_seconds=60.0)
+            client.wait_until_ready()
+            fake.gate.clear()
+            began = time.monotonic()
+            with pytest.raises(RewardServerError, match=r"within 1 s"):
+                client.infer_rm(request_of([[1]])).result()
+            assert time.monotonic() - began < 10.0
+            fake.gate.set()
+
+    def test_conversations_and_plain_prompts_keep_their_rows(self, make_client, monkeypatch):
+        """They are asked for apart, since they go in other forms; the scores come back in the rows' order."""
+        client = make_client(1)
+        info = describe(input_forms=("tokens", "text"))
+        client._sends_chats_as_texts = True
+        client._form = "tokens"
+
+        async def described(call: Call) -> tuple[object, None]:
+            return info, None
+
+        async def scored(arrays: dict[str, np.ndarray], attributes: int, call: Call) -> tuple[np.ndarray, ...]:
+            count = len(next(iter(arrays.values())))
+            is_text = "tokens" not in "".join(arrays)
+            values = np.full(count, 100.0 if is_text else 0.0, np.float32) + np.arange(count, dtype=np.float32)
+            return values, np.zeros(count, np.int32), np.zeros((count, 0), np.float32)
+
+        monkeypatch.setattr(client._replicas, "describe", described)
+        monkeypatch.setattr(client, "_attempts", scored)
+        chat = ({"role": "user", "content": "hi"},)
+        request = replace(request_of([[1], [2], [3], [4]]), messages=(chat, (), chat, ()))
+        rewards = asyncio.run(client._score(request, self.call(seconds=10.0, elapsed=0.0)))
+        assert rewards.values.tolist() == [100.0, 0.0, 101.0, 1.0]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +22,7 @@ from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.errors import ConfigError, RewardServerError
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
-from reinforce_rl.rewards.function_pool import PING, FunctionPool
+from reinforce_rl.rewards.function_pool import FORK_SECONDS, PING, SLACK_SECONDS, FunctionPool, _Host
 
 TOLD = "helpers.reward_functions.told"
 TESTS = Path(__file__).parents[1]
@@ -183,3 +186,51 @@ def test_workers_die_with_a_killed_host(tmp_path):
         assert wait_for(lambda: not any(map(is_alive, workers)), 20), workers
     finally:
         pool.close()
+
+
+class Queued:
+    """Stands for the processes: keeps what is queued, and has so many samples of earlier requests in flight."""
+
+    ended = False
+
+    def __init__(self, in_flight: int = 0):
+        self.in_flight = in_flight
+
+    def add(self, batch: object, requests: list[object]) -> int:
+        self.in_flight += len(requests)
+        return self.in_flight
+
+
+class TestDeadlines:
+    """A request may take as long as all samples before and in it, one after another on every worker."""
+
+    def seconds(self, samples: int, workers: int, in_flight: int = 0) -> float:
+        config = RewardFunctionConfig(num_workers=workers, sample_timeout_seconds=3.0)
+        pool = FunctionPool({"told": FunctionSpec("reward_function", TOLD)}, config)
+        pool._host = Queued(in_flight)  # type: ignore[assignment]
+        before = time.monotonic()
+        pending = pool.submit("told", [sample("a")] * samples)
+        return pending.deadline - before
+
+    @pytest.mark.parametrize(
+        ("samples", "workers", "in_flight", "rounds"),
+        [(1, 1, 0, 1), (4, 1, 0, 4), (4, 2, 0, 2), (5, 2, 0, 3), (1, 8, 0, 1), (1000, 8, 0, 125), (1, 2, 6, 4)],
+    )
+    def test_a_request_has_time_for_all_rounds(self, samples, workers, in_flight, rounds):
+        """Less, and a large batch would time out although every sample keeps to its limit of 3 s."""
+        seconds = self.seconds(samples, workers, in_flight)
+        assert seconds == pytest.approx(rounds * (3.0 + FORK_SECONDS) + SLACK_SECONDS, abs=1.0)
+
+    def test_the_host_counts_what_is_in_flight_of_all_requests(self):
+        host = object.__new__(_Host)
+        host.ended = False
+        host._lock = threading.Lock()
+        host._samples = {}
+        host._next_id = 0
+        host._waiting = queue.SimpleQueue()
+        batch = object()
+        assert host.add(batch, [(0, b"{}"), (1, b"{}")]) == 2  # type: ignore[arg-type]
+        assert host.add(batch, [(0, b"{}")]) == 3  # type: ignore[arg-type]
+        host._samples.pop(0)
+        assert host.add(batch, [(0, b"{}")]) == 3  # type: ignore[arg-type]
+        assert sorted(host._samples) == [1, 2, 3]

@@ -71,6 +71,16 @@ def test_a_run_on_this_machine_is_left_alone_and_its_end_is_seen(tmp_path):
         assert (tmp_path / LOCK_FILE).read_bytes() == b""
 
 
+def test_a_lock_of_this_machine_is_not_waited_for(tmp_path, monkeypatch):
+    """Not even where the process that the status names has ended, and one that it started holds the lock."""
+    import socket
+
+    monkeypatch.setattr(module, "is_alive", lambda status: False)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
+    with other_process(HOLDS.format(host=socket.gethostname(), folder=str(tmp_path))) as other:
+        assert all(f"(process {other.pid} of this machine)" in fault for fault in refused(tmp_path))
+
+
 def test_a_run_without_a_lock_is_known_by_its_status(tmp_path):
     with other_process(HAS_STATUS.format(folder=str(tmp_path))) as other:
         assert all(f"(process {other.pid} of this machine)" in fault for fault in refused(tmp_path))

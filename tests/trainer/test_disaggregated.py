@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +27,15 @@ from reinforce_rl.debugging.diff import diff
 from reinforce_rl.errors import EXIT_LOST_RANK, EXIT_STOPPED, ConfigError, GenerationError
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.records import read_tokens
+from reinforce_rl.rewards.base import STATUS_OK, Rewards
 from reinforce_rl.runtime.status import read_status
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.disaggregated import Generators, Ticket
 from reinforce_rl.trainer.generate import GeneratorRank
-from reinforce_rl.trainer.messages import Work
+from reinforce_rl.trainer.messages import Result, Work
 
 SLOW = pytest.mark.slow
+FAILED = STATUS_OK + 1
 APART = ("placement=disaggregated", "generation_ranks=1")
 TWO_GENERATORS = ("placement=disaggregated", "generation_ranks=2")
 # What state carries over steps, and two saves between which steps are lost by a kill.
@@ -367,3 +369,145 @@ def test_an_engine_that_failed_wakes_before_new_weights_count(monkeypatch):
     assert failures[0] is None and isinstance(failures[1], GenerationError)
     assert found.completions is not None and found.completions.weight_versions.tolist() == [[1]]
     assert engine.events == ["wakes", "answers", "answers", "refit", "wakes", "answers", "sleeps"]
+
+
+class RecordedPool:
+    """Rank 0's queue, which keeps what it is given and has these results."""
+
+    group = None
+
+    def __init__(self, *results: Result) -> None:
+        self.submitted: list[Work] = []
+        self.readmitted: list[tuple[Work, Result]] = []
+        self.announced: list[int] = []
+        self.results = {result.number: result for result in results}
+
+    def submit(self, works: Sequence[Work]) -> None:
+        self.submitted += works
+
+    def readmit(self, work: Work, result: Result) -> None:
+        self.readmitted.append((work, result))
+
+    def announce(self, version: int) -> None:
+        self.announced.append(version)
+
+    def wait(self, numbers: Sequence[int], stop: StopRequest | None = None) -> list[Result]:
+        return [self.results[number] for number in numbers]
+
+    def finished(self) -> list[Result]:
+        return list(self.results.values())
+
+
+def generators_of(pool: RecordedPool, monkeypatch: pytest.MonkeyPatch, *, takes_finished: bool = False) -> Generators:
+    """The trainers' side of generators, on one rank, two prompts in a micro-batch."""
+
+    def cut(prompts: Sequence[Prompt], validation: bool) -> list[Sequence[Prompt]]:
+        return [prompts[start : start + 2] for start in range(0, len(prompts), 2)]
+
+    monkeypatch.setattr("reinforce_rl.trainer.disaggregated.send_weights", lambda lm, group: None)
+    mesh = SimpleNamespace(gather_over_dp=lambda value: [value], together=contextlib.nullcontext, dp_rank=0)
+    model: Any = SimpleNamespace(mesh=mesh, lm=None)
+    return Generators(model, pool, cut, StopRequest(), takes_finished)  # type: ignore[arg-type]
+
+
+def result_of(number: int, *prompts: int, version: int = 1, statuses: Sequence[int] = ()) -> Result:
+    """Two responses a prompt, whose tokens, log-probs and scores are all different numbers."""
+    count = 2 * len(prompts)
+    tokens = torch.arange(count * 3).reshape(count, 3)
+    completions = Completions(
+        tokens=tokens,
+        lengths=torch.arange(count) % 3 + 1,
+        finish_reasons=tuple("stop" if row % 2 else "length" for row in range(count)),
+        log_probs=-tokens / 7,
+        weight_versions=torch.full((count, 3), version),
+    )
+    status = torch.tensor(statuses or [STATUS_OK] * count, dtype=torch.int32)
+    values = torch.arange(count).float().masked_fill(status != STATUS_OK, torch.nan)
+    faults = {row: f"fault of row {row}" for row in range(count) if int(status[row]) != STATUS_OK}
+    return Result(number, prompts, completions, Rewards(values, status, {"a": values * 2}, faults))
+
+
+PROMPTS = [Prompt(number, "", (3,)) for number in (7, 8, 9)]
+
+
+class TestTickets:
+    """Which weights work asks for, and which rollouts a checkpoint keeps."""
+
+    def test_a_step_asks_for_its_version_however_new_the_weights_are(self, monkeypatch):
+        pool = RecordedPool()
+        generators = generators_of(pool, monkeypatch)
+        generators.publish(5)
+        ticket = generators.submit(PROMPTS, 2, 1, 6, 3)
+        assert ticket.version == 3
+        assert [(work.number, work.version, len(work.prompts)) for work in pool.submitted] == [(0, 3, 2), (1, 3, 1)]
+        assert pool.announced == [5]
+
+    def test_after_a_resume_nothing_older_than_the_checkpoint_is_asked_for(self, monkeypatch):
+        """Its weights are the oldest that generators have; later ones change nothing about that."""
+        pool = RecordedPool()
+        generators = generators_of(pool, monkeypatch)
+        generators.publish(4, as_oldest=True)
+        assert generators.submit(PROMPTS, 2, 1, 5, 2).version == 4
+        generators.publish(5)
+        assert generators.submit(PROMPTS, 2, 1, 6, 3).version == 4
+        assert generators.submit(PROMPTS, 2, 1, 7, 5).version == 5
+
+    def test_in_any_order_a_step_takes_newer_weights_and_a_validation_the_newest_alone(self, monkeypatch):
+        pool = RecordedPool()
+        generators = generators_of(pool, monkeypatch, takes_finished=True)
+        generators.publish(4, as_oldest=True)
+        generators.publish(6)
+        generators.submit(PROMPTS[:1], 2, 1, 7, 5)
+        generators.submit(PROMPTS[:1], 1, 1, 0, generators.version)
+        assert [(work.version, work.or_newer) for work in pool.submitted] == [(4, True), (6, False)]
+
+    @pytest.mark.parametrize("version", [1, 3])
+    def test_rollouts_of_older_weights_come_back_as_they_were(self, version, monkeypatch):
+        result = result_of(0, 7, 8, version=version)
+        pool = RecordedPool(result)
+        generators = generators_of(pool, monkeypatch)
+        generators.version = 4
+        content = generators.state({5: Ticket([[0]], version)})
+        tickets = generators_of(RecordedPool(), monkeypatch).restore(content)
+        assert {step: ticket.version for step, ticket in tickets.items()} == {5: version}
+        results = generators.collect(tickets[5], PROMPTS[:2])
+        assert [one.prompt_ids for one in results] == [(7,), (8,)]
+        assert result.completions is not None and result.rewards is not None
+        for place, one in enumerate(results):
+            rows = slice(2 * place, 2 * place + 2)
+            assert one.completions is not None and one.rewards is not None
+            for name in ("tokens", "lengths", "log_probs", "weight_versions"):
+                stored, drawn = getattr(one.completions, name), getattr(result.completions, name)
+                assert torch.equal(stored, drawn[rows]), name
+            assert one.completions.finish_reasons == result.completions.finish_reasons[rows]
+            assert torch.equal(one.rewards.values, result.rewards.values[rows])
+            assert torch.equal(one.rewards.by_source["a"], result.rewards.by_source["a"][rows])
+
+    def test_rollouts_of_the_newest_weights_are_made_again(self, monkeypatch):
+        generators = generators_of(RecordedPool(result_of(0, 7), result_of(1, 8)), monkeypatch)
+        generators.version = 4
+        content = generators.state({5: Ticket([[0]], 3), 6: Ticket([[1]], 4)})
+        assert list(generators.restore(content)) == [5]
+
+    @pytest.mark.parametrize("statuses", [(STATUS_OK, FAILED), (FAILED, FAILED)])
+    def test_a_step_with_a_failed_score_and_all_after_it_are_not_kept(self, statuses, monkeypatch):
+        """A run that goes on asks for them again, and may get a score this time."""
+        results = result_of(0, 7), result_of(1, 8, statuses=statuses), result_of(2, 9)
+        generators = generators_of(RecordedPool(*results), monkeypatch)
+        generators.version = 9
+        content = generators.state({step: Ticket([[number]], 1) for number, step in enumerate((5, 6, 7))})
+        assert list(generators.restore(content)) == [5]
+        one_step = generators.state({5: Ticket([[0, 1]], 1)})
+        assert generators.restore(one_step) == {}, "a step is kept as a whole"
+
+    def test_faults_stay_with_their_samples(self, monkeypatch):
+        """A run in any order keeps results by prompt; its own pool leaves out failed ones, others may not."""
+        result = result_of(0, 7, 8, 9, statuses=[STATUS_OK, FAILED, STATUS_OK, STATUS_OK, FAILED, STATUS_OK])
+        generators = generators_of(RecordedPool(result), monkeypatch, takes_finished=True)
+        generators.restore(generators.state({}))
+        pool = RecordedPool()
+        generators._give([Work(n, 1, 0, (prompt,), 2, 1, True) for n, prompt in enumerate(PROMPTS)], pool)  # type: ignore[arg-type]
+        faults = [dict(one.rewards.faults) for _, one in pool.readmitted if one.rewards is not None]
+        assert faults == [{1: "fault of row 1"}, {}, {0: "fault of row 4"}]
+        assert [(work.number, one.number) for work, one in pool.readmitted] == [(0, 0), (1, 1), (2, 2)]
+        assert pool.submitted == []

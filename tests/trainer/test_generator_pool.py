@@ -1,18 +1,167 @@
-"""Rank 0's end of the connections to generators, with real connections."""
+"""Which results are too old, which are kept in a checkpoint, and which answers count at all."""
 
 from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
+import torch
 
+from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.errors import GenerationError
+from reinforce_rl.rewards.base import STATUS_OK, Rewards
 from reinforce_rl.runtime.links import Links, LinkThread
+from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.generator_pool import GeneratorPool
 from reinforce_rl.trainer.message_codec import decode, encode
-from reinforce_rl.trainer.messages import EndReceived, Message, RunEnded
+from reinforce_rl.trainer.messages import EndReceived, Message, Result, RunEnded, WeightsAnnounced, Work, Works
 
+FAILED = STATUS_OK + 1
 SILENCE = 30.0
+
+
+class Sent:
+    """Links that keep what is sent."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.announced: list[int] = []
+
+    def send(self, rank: int, *parts: bytes) -> None:
+        message = decode(parts)
+        assert isinstance(message, Works)
+        self.works += message.works
+
+    def send_all(self, *parts: bytes) -> None:
+        message = decode(parts)
+        assert isinstance(message, WeightsAnnounced)
+        self.announced.append(message.version)
+
+
+def pool_of(*works: Work, room: int = 0) -> tuple[Any, Sent]:
+    """A pool without connections, of one generator that has been given these works and has `room` for more."""
+    pool: Any = object.__new__(GeneratorPool)
+    pool._begin_empty(vocab_size=32)
+    pool._links = Sent()
+    pool._room = {1: room}
+    pool._begun = {1}
+    pool._leaders = {1}
+    pool._lost = None
+    pool._given = {work.number: work for work in works}
+    return pool, pool._links
+
+
+def work_of(number: int, *, version: int = 0, or_newer: bool = True, step: int = 1) -> Work:
+    return Work(number, step, version, (Prompt(100 + number, "", (3,)),), 1, 7, or_newer)
+
+
+def result_of(work: Work, *versions: int, statuses: tuple[int, ...] = (STATUS_OK,), **more: Any) -> Result:
+    """As many responses as statuses, of a token a version."""
+    count = len(statuses)
+    completions = Completions(
+        tokens=torch.ones(count, len(versions), dtype=torch.long),
+        lengths=torch.full((count,), len(versions)),
+        finish_reasons=("stop",) * count,
+        weight_versions=torch.tensor([versions] * count),
+    )
+    values = torch.tensor([1.0 if status == STATUS_OK else float("nan") for status in statuses])
+    rewards = Rewards(values, torch.tensor(statuses, dtype=torch.int32))
+    return Result(work.number, tuple(prompt.id for prompt in work.prompts), completions, rewards, **more)
+
+
+def taken(pool: Any, numbers: list[int], count: int, oldest: int) -> list[int] | None:
+    """Return the numbers of the results that a step takes; None if it has to wait."""
+    stop = StopRequest()
+    stop.reason = "a test"
+    made = pool.take([(numbers, count)], oldest, stop)
+    return None if made is None else [result.number for result in made[0]]
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_taken"),
+    [((3, 3), True), ((3, 5), True), ((2, 3), False), ((5, 2), False), ((2, 2), False), ((4, 4), True)],
+)
+def test_a_result_is_as_old_as_its_oldest_token(versions, is_taken):
+    """Weights of version 3 are just new enough."""
+    work = work_of(0)
+    pool, _ = pool_of(work)
+    pool.readmit(work, result_of(work, *versions))
+    assert taken(pool, [0], 1, oldest=3) == ([0] if is_taken else None)
+
+
+def test_what_is_too_old_is_answered_again_before_the_others_in_its_order():
+    works = [work_of(number) for number in range(4)]
+    pool, sent = pool_of(*works[:3])
+    for work in works[:3]:
+        pool.readmit(work, result_of(work, 1))
+    pool.submit([works[3]])
+    assert taken(pool, [0, 1, 2, 3], 1, oldest=2) is None
+    assert pool._results == {}, "an old answer does not count as new"
+    pool._room[1] = 4
+    pool._assign()
+    assert [work.number for work in sent.works] == [0, 1, 2, 3]
+
+
+def test_what_is_answered_again_is_waited_for_by_the_next_step_alone():
+    works = [work_of(number) for number in range(3)]
+    pool, _ = pool_of(*works)
+    pool.readmit(works[0], result_of(works[0], 1))
+    pool.readmit(works[1], result_of(works[1], 2))
+    assert taken(pool, [0, 1, 2], 1, oldest=2) == [1]
+    pool.forget([1])
+    pool.readmit(works[2], result_of(works[2], 2))
+    assert taken(pool, [0, 2], 1, oldest=2) is None, "the prompt that was dropped gets its turn"
+    pool.readmit(works[0], result_of(works[0], 2))
+    assert taken(pool, [0, 2], 1, oldest=2) == [0]
+    pool.forget([0])
+    assert taken(pool, [2], 1, oldest=2) == [2]
+    assert pool._given_again == set(), "what is forgotten is not waited for"
+
+
+def test_what_was_forgotten_has_no_result_any_more():
+    work = work_of(0)
+    pool, _ = pool_of(work)
+    pool._on_message(1, encode(result_of(work, 0)))
+    assert list(pool._results) == [0]
+    pool.forget([0])
+    assert pool._results == {}
+    pool._on_message(1, encode(result_of(work, 0)))  # of a generator that had it under way
+    assert pool._results == {}
+    assert pool._failure is None
+
+
+@pytest.mark.parametrize(("announced", "drawn", "is_accepted"), [(3, 3, True), (3, 4, False), (4, 4, True)])
+def test_no_token_is_of_weights_that_nobody_was_sent(announced, drawn, is_accepted):
+    work = work_of(0)
+    pool, sent = pool_of(work)
+    pool.announce(announced)
+    assert sent.announced == [announced]
+    pool._on_message(1, encode(result_of(work, drawn)))
+    assert list(pool._results) == ([0] if is_accepted else [])
+    assert isinstance(pool._failure, GenerationError) is not is_accepted
+
+
+def test_a_checkpoint_has_finished_rollouts_that_passed_their_check_alone():
+    """Neither a failure, nor a response without its score, nor a validation's."""
+    works = [work_of(number) for number in range(4)]
+    validation = work_of(4, or_newer=False, step=0)
+    pool, _ = pool_of(*works, validation)
+    pool.readmit(works[0], result_of(works[0], 0))
+    pool.readmit(works[1], result_of(works[1], 0, statuses=(STATUS_OK, FAILED)))
+    pool.readmit(works[2], result_of(works[2], 0, failure=GenerationError("out of memory")))
+    pool.readmit(validation, result_of(validation, 0))
+    assert [result.number for result in pool.finished()] == [0]
+
+
+def test_works_go_in_their_order_to_who_has_the_most_room():
+    pool, sent = pool_of()
+    pool._room = {1: 1, 2: 2}
+    pool.submit([work_of(number) for number in range(4)])
+    assert [work.number for work in sent.works] == [0, 2, 1], "the second one has two"
+    assert pool._room == {1: 0, 2: 0}
+    assert [work.number for work in pool._waiting] == [3]
 
 
 @pytest.fixture

@@ -182,3 +182,45 @@ def test_what_is_no_message_is_refused_and_runs_nothing(parts, tmp_path, monkeyp
     with pytest.raises(BadMessageError):
         decode(parts)
     assert not list(tmp_path.iterdir())
+
+
+def right_but(**tensors: torch.Tensor) -> list[bytes]:
+    """A result of four responses with scores of one source, right but for these tensors, by names as above."""
+    text, _ = changed(sources=[], faults={})
+    right = {
+        "completions.tokens": torch.zeros(4, 3).long(),
+        "completions.lengths": torch.ones(4).long(),
+        "completions.log_probs": torch.zeros(4, 3),
+        "completions.weight_versions": torch.zeros(4, 3).long(),
+        "rewards.values": torch.zeros(4),
+        "rewards.status": torch.zeros(4).int(),
+    }
+    return [text, save(right | {name.replace("__", "."): tensor for name, tensor in tensors.items()})]
+
+
+def test_the_result_that_the_next_test_spoils_is_right():
+    assert isinstance(decode(right_but()), Result)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "field"),
+    [
+        ({"completions__lengths": torch.tensor([1, 1, 4, 1])}, "completions.lengths"),
+        ({"completions__lengths": torch.tensor([1, 1, -1, 1])}, "completions.lengths"),
+        ({"completions__lengths": torch.ones(3).long()}, "completions.lengths"),
+        ({"completions__lengths": torch.ones(4).int()}, "completions.lengths"),
+        ({"completions__tokens": torch.zeros(4, 3)}, "completions.tokens"),
+        ({"completions__tokens": torch.zeros(12).long()}, "completions.tokens"),
+        ({"completions__log_probs": torch.zeros(4, 2)}, "completions.log_probs"),
+        ({"completions__weight_versions": torch.zeros(4, 2).long()}, "completions.weight_versions"),
+        ({"rewards__values": torch.zeros(5), "rewards__status": torch.zeros(5).int()}, "rewards.values"),
+        ({"rewards__values": torch.zeros(3), "rewards__status": torch.zeros(3).int()}, "rewards.values"),
+        ({"rewards__status": torch.zeros(5).int()}, "rewards.status"),
+        ({"rewards__status": torch.zeros(1).int()}, "rewards.status"),
+        ({"rewards__status": torch.zeros(4)}, "rewards.status"),
+        ({"rewards__values": torch.zeros(4, 1)}, "rewards.values"),
+    ],
+)
+def test_each_tensor_is_checked_and_named(tensors, field):
+    with pytest.raises(BadMessageError, match=field.replace(".", r"\.")):
+        decode(right_but(**tensors))

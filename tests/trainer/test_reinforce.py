@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,11 +29,14 @@ from helpers.tiny_run import (
 )
 
 from reinforce_rl.config.rules import Allocation
-from reinforce_rl.data.batches import FINISH_STOP, Completions, Prompt
+from reinforce_rl.data.batches import FINISH_STOP, Completions, Prompt, ReinforceBatch
 from reinforce_rl.errors import RewardServerError, StoppedEarly, TooManyFailedRewardsError
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.rewards.base import STATUS_INTERNAL, RewardRequest, Rewards
 from reinforce_rl.runtime.stop import Outlook, RunTimer
+from reinforce_rl.trainer.reinforce import ReinforceTrainer
+from reinforce_rl.trainer.rollouts import RolloutMaker
+from reinforce_rl.trainer.updates import mini_batches
 
 RL = "trainer.reinforce"
 EVERY_FAILURE = f"{RL}.max_failed_fraction=1"
@@ -132,6 +136,113 @@ class TestAStep:
         )
         expected = [0.0025, 0.005, 0.0075, 0.01, 0.008, 0.006, 0.004, 0.002, 0.002, 0.002]
         assert [line["train/lr"] for line in lines] == pytest.approx(expected)
+
+
+class TestWhatAStepLeaves:
+    """The version of the weights, the terms of the loss, and the state that goes on."""
+
+    def test_weights_are_numbered_by_the_steps_that_have_trained_them(self, tmp_path, mesh, monkeypatch):
+        """Those that a resumed run begins with are the oldest that it has."""
+        trained = []
+        given = []
+        update = ReinforceTrainer.run_training
+
+        def count(trainer: ReinforceTrainer, batch: ReinforceBatch) -> dict[str, float]:
+            trained.append(trainer.step + 1)
+            return update(trainer, batch)
+
+        def record(maker: RolloutMaker, version: int, *, as_oldest: bool = False) -> None:
+            given.append((version, as_oldest, len(trained)))
+            maker.model.generator.refit()
+
+        monkeypatch.setattr(ReinforceTrainer, "run_training", count)
+        monkeypatch.setattr(RolloutMaker, "refit", record)
+        run(tmp_path, mesh, f"{RL}.max_steps=2", f"{RL}.max_epochs=2")
+        assert given == [(1, False, 1), (2, False, 2)]
+        trained.clear()
+        given.clear()
+        run(tmp_path, mesh, f"{RL}.max_steps=3", f"{RL}.max_epochs=2")
+        assert given == [(2, True, 0), (3, False, 1)]
+
+    def test_the_age_of_a_token_is_counted_from_the_weights_that_it_trains(self, tmp_path, mesh):
+        """At step 3, weights of version 1 are a step old: two updates were made before this one."""
+        with tiny_trainer(tiny_config(tmp_path), mesh) as trainer:
+            rollouts, _, _ = trainer.generate_rollouts()
+            assert rollouts.generator_log_probs is not None
+            trainer.step = 2
+            trainer._rollouts = replace(trainer._rollouts, staleness=2)
+            versions = torch.ones_like(rollouts.sequences[:, : rollouts.width])
+            data, _ = trainer.generate_reinforce_data(replace(rollouts, weight_versions=versions))
+            metrics = trainer.run_training(data)
+        ages = [name for name in metrics if name.startswith("generator_gap_age_")]
+        assert ages == ["generator_gap_age_1"]
+
+    @pytest.mark.parametrize(("placement", "in_loss"), [("loss", 0.1), ("reward", 0.0), ("advantage", 0.0)])
+    def test_the_kl_is_in_the_loss_where_it_is_placed_there(self, placement, in_loss, tmp_path, mesh):
+        with tiny_trainer(tiny_config(tmp_path, f"{RL}.kl_placement={placement}"), mesh) as trainer:
+            calls = recorded_calls(trainer)
+            rollouts, _, _ = trainer.generate_rollouts()
+            trainer.run_training(trainer.generate_reinforce_data(rollouts)[0])
+        assert [call["kl_coefficient"] for call in calls] == [in_loss]
+
+    def test_the_first_optimizer_step_of_a_batch_is_on_policy_and_the_others_are_not(self, tmp_path, mesh):
+        keys = (f"{RL}.reinforce_epochs=3", f"{RL}.importance_ratio=token")
+        with tiny_trainer(tiny_config(tmp_path, *keys), mesh) as trainer:
+            calls = recorded_calls(trainer)
+            for _ in range(2):
+                rollouts, _, _ = trainer.generate_rollouts()
+                trainer.run_training(trainer.generate_reinforce_data(rollouts)[0])
+        assert [call["on_policy"] for call in calls] == [True, False, False] * 2
+
+    def test_mini_batches_are_cut_anew_each_step(self, tmp_path, mesh, monkeypatch):
+        seeds = []
+
+        def record(ids: object, rank: int, size: int | None, epochs: int, seed: int) -> Iterator[torch.Tensor]:
+            seeds.append(seed)
+            return mini_batches(ids, rank, size, epochs, seed)  # type: ignore[arg-type]
+
+        monkeypatch.setattr("reinforce_rl.trainer.reinforce.mini_batches", record)
+        run(tmp_path, mesh, f"{RL}.max_epochs=2")
+        assert len(seeds) == len(set(seeds)) == 4
+
+    def test_a_state_is_of_the_last_whole_step(self, tmp_path, mesh):
+        """Prompts of the next one that were drawn already are drawn again by a resumed run."""
+        keys = (f"{RL}.kl_target=0.5", f"{RL}.kl_horizon=50", f"{RL}.advantage_estimator=running_mean")
+        with tiny_trainer(tiny_config(tmp_path, *keys, f"{RL}.max_steps=1"), mesh) as trainer:
+            trainer.fit()
+            whole = trainer.state_dict()
+        assert (whole["step"], whole["data"]["consumed_prompts"]) == (1, 4)
+        assert whole["past_rewards"]["count"] == 16, "the rewards of a step count once it is over"
+        with tiny_trainer(tiny_config(tmp_path, *keys), mesh) as resumed:
+            assert resumed.state_dict() == whole
+            next_prompts = resumed.generate_rollouts()[0].group_ids
+            assert resumed.state_dict() == whole
+        trained_on = {row["prompt_id"] for row in rollouts_of(tmp_path, 1)}
+        assert trained_on.isdisjoint(next_prompts.tolist())
+
+    def test_weights_whose_loss_is_not_finite_are_not_saved(self, tmp_path, mesh):
+        with tiny_trainer(tiny_config(tmp_path), mesh) as trainer:
+            trainer.step = 1
+            trainer.logger.report = lambda: None  # type: ignore[method-assign, assignment]
+            trainer._divergence.is_sound = False
+            trainer.save(wait=True)
+            assert saved_step(tmp_path) is None
+            trainer._divergence.is_sound = True
+            trainer.save(wait=True)
+        assert saved_step(tmp_path) == 1
+
+
+def recorded_calls(trainer: ReinforceTrainer) -> list[dict[str, Any]]:
+    """Return the keyword arguments of the calls of the loss, as they are made."""
+    calls: list[dict[str, Any]] = []
+    compute = trainer.model.get_loss_and_metrics
+
+    def record(*inputs: Any, **options: Any) -> Any:
+        calls.append(options)
+        return compute(*inputs, **options)
+
+    trainer.model.get_loss_and_metrics = record  # type: ignore[method-assign]
+    return calls
 
 
 class TestFiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,19 @@ from helpers.rewards import FunctionReward
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 from reinforce_rl.config.actor import ReinforceConfig
-from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.data.batches import Completions, Prompt, RolloutBatch
 from reinforce_rl.data.prompts import PromptDataset
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.rewards.base import RewardRequest
+from reinforce_rl.rewards.base import (
+    STATUS_INTERNAL,
+    STATUS_NOT_FINITE,
+    STATUS_OK,
+    STATUS_TIMED_OUT,
+    RewardRequest,
+    Rewards,
+)
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.reward_requests import request_about
+from reinforce_rl.trainer.reward_requests import faults_of, request_about, scores_of, with_valid
 from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.utils.console import warn_once
 
@@ -115,3 +123,46 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
     assert [sample.messages for sample in samples] == [()] * 3 + [MESSAGES] * 3
     assert [sample.record for sample in samples] == [{"answer": "1"}] * 3 + [{}] * 3
     assert rm.requests[0].lengths.tolist() == [1 + 3, 1 + 4, 1 + 1, 2 + 0, 2 + 2, 2 + 2]  # tokens are all there
+
+
+class Scored:
+    """A future that is done."""
+
+    def __init__(self, values: list[float], status: list[int]):
+        self.rewards = Rewards(torch.tensor(values), torch.tensor(status, dtype=torch.int32))
+
+    def result(self) -> Rewards:
+        return self.rewards
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_not_finite_is_a_failed_one(value):
+    found = scores_of(Scored([1.0, value], [STATUS_OK, STATUS_OK]), 2)
+    assert found.status.tolist() == [STATUS_OK, STATUS_NOT_FINITE]
+    assert found.values[0] == 1.0 and found.values[1].isnan()
+
+
+def test_a_failed_sample_has_no_score_whatever_number_came_with_it():
+    found = scores_of(Scored([0.0, 2.0, 3.0], [STATUS_TIMED_OUT, STATUS_OK, STATUS_INTERNAL]), 3)
+    assert found.values.isnan().tolist() == [True, False, True]
+    assert found.status.tolist() == [STATUS_TIMED_OUT, STATUS_OK, STATUS_INTERNAL]
+    assert [fault is None for fault in faults_of(found)] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [("keep", [True, True, False, False, False]), ("drop", [True, False, False, False, False])],
+)
+def test_which_samples_are_valid(option, expected):
+    """Whole, cut, empty, without a score, and with a token outside of the vocabulary."""
+    batch = RolloutBatch(
+        sequences=torch.zeros(5, 4, dtype=torch.long),
+        prompt_lengths=torch.ones(5, dtype=torch.long),
+        response_lengths=torch.tensor([2, 3, 0, 2, 1]),
+        group_ids=torch.arange(5),
+        sample_ids=torch.zeros(5, dtype=torch.long),
+        finish_reasons=("stop", "length", "stop", "stop", "outside_vocabulary"),
+        rewards=torch.tensor([1.0, 1.0, 1.0, math.nan, 1.0]),
+        valid=torch.zeros(5, dtype=torch.bool),
+    )
+    assert with_valid(batch, option).valid.tolist() == expected

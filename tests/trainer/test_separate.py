@@ -34,7 +34,16 @@ from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.runtime.guests import INVITATION_FILE
 from reinforce_rl.runtime.status import read_status
 from reinforce_rl.trainer.message_codec import decode, encode
-from reinforce_rl.trainer.messages import Dismissed, Result, RunEnded, Work, WorkRequest, Works
+from reinforce_rl.trainer.messages import (
+    Dismissed,
+    NewWeights,
+    Received,
+    Result,
+    RunEnded,
+    Work,
+    WorkRequest,
+    Works,
+)
 from reinforce_rl.trainer.separate import SeparatePool, _Generator
 from reinforce_rl.trainer.separate_generator import SeparateGeneratorRank
 
@@ -457,3 +466,168 @@ def test_a_prompt_in_any_order_goes_to_who_has_the_least_to_do():
     assert len(pool._waiting) == 1 and set(pool._given) == set(range(5))
     pool._on_lost(3 * 4096, "died")
     assert [work.number for work in pool._waiting] == [1, 3, 5]
+
+
+class SwappedWeights:
+    """A rank without connections, whose weights are the number of their version and change places with older ones."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, staleness: int):
+        self.loaded = -1
+
+        def exchange(lm: Any, weights: list[int]) -> None:
+            before = self.loaded
+            self.loaded = weights[0]
+            weights[0] = before
+
+        monkeypatch.setattr("reinforce_rl.trainer.separate_generator.exchange_weights", exchange)
+        rank: Any = object.__new__(SeparateGeneratorRank)
+        rank._changed = threading.Condition()
+        rank._staged = {}
+        rank._staleness = staleness
+        rank._groups = None
+        rank._is_alone = True
+        rank._failure = None
+        rank._has_ended = False
+        rank._stop = SimpleNamespace(reason=None)
+        rank._newest_received = -1
+        rank.version = -1
+        rank._model = SimpleNamespace(lm=None)
+        self.rank = rank
+
+    def receive(self, version: int) -> None:
+        rank = self.rank
+        rank._staged[version] = [version]
+        rank._newest_received = version
+        rank._forget_old()
+
+
+@pytest.mark.timeout(20)  # weights that never come would be waited for
+class TestVersions:
+    """Work is drawn with the version that it names, by whoever has it, whatever happened before."""
+
+    @pytest.mark.parametrize("staleness", [0, 1, 2])
+    def test_a_generator_has_its_newest_weights_and_so_many_before(self, staleness, monkeypatch):
+        swapped = SwappedWeights(monkeypatch, staleness=staleness)
+        for version in range(5):
+            swapped.receive(version)
+        assert sorted(swapped.rank._staged) == list(range(4 - staleness, 5))
+
+    def test_weights_that_are_used_again_are_those_of_their_version(self, monkeypatch):
+        """Work of a lost generator comes back with an older version; later work has newer ones."""
+        swapped = SwappedWeights(monkeypatch, staleness=2)
+        for version in (1, 2, 3):
+            swapped.receive(version)
+        for version in (3, 1, 2, 3, 2, 1):
+            swapped.rank._load(version)
+            assert swapped.rank.version == version
+            assert swapped.loaded == version
+            others = {1, 2, 3} - {version}
+            assert {number: weights[0] for number, weights in swapped.rank._staged.items() if number > 0} == {
+                number: number for number in others
+            }
+
+    def test_weights_that_are_not_there_are_waited_for(self, monkeypatch):
+        swapped = SwappedWeights(monkeypatch, staleness=2)
+        swapped.receive(1)
+
+        def arrive() -> None:
+            with swapped.rank._changed:
+                swapped.receive(2)
+                swapped.rank._changed.notify_all()
+
+        timer = threading.Timer(0.1, arrive)
+        timer.start()
+        swapped.rank._load(2)
+        timer.join()
+        assert (swapped.rank.version, swapped.loaded) == (2, 2)
+
+    def test_older_weights_than_may_be_asked_for_go_when_they_are_put_back(self, monkeypatch):
+        swapped = SwappedWeights(monkeypatch, staleness=1)
+        for version in (1, 2):
+            swapped.receive(version)
+        swapped.rank._load(1)
+        swapped.receive(3)
+        swapped.rank._load(3)
+        assert sorted(swapped.rank._staged) == [2], "weights 1 are two versions old"
+
+    @pytest.mark.parametrize(
+        ("since", "newest", "staleness", "able"),
+        [(0, 3, 0, {3}), (0, 3, 1, {2, 3}), (0, 3, 5, {0, 1, 2, 3}), (2, 3, 5, {2, 3}), (3, 3, 1, {3})],
+    )
+    def test_a_generator_is_given_work_of_the_versions_that_it_has(self, since, newest, staleness, able):
+        """Those since it came, of which it keeps `staleness` besides the newest."""
+        other = (2, 0, 9)  # so that no version is given up: this one is never idle
+        given = set()
+        for version in range(5):
+            pool, sent = pool_of(staleness, [(1, since, newest), other])
+            pool._generators[2].since = 0
+            pool._generators[2].version = staleness
+            pool._idle = deque([1])
+            pool.submit(works(version))
+            given |= {work.version for _, work in sent.messages}
+        assert given == able
+
+    def test_work_of_a_lost_generator_is_done_again_with_its_own_weights(self):
+        pool, sent = pool_of(2, [(1, 0, 3), (2, 0, 3)])
+        pool._idle = deque([1])
+        pool.submit(works(1, 2, 3))
+        pool._on_message(4096, encode(WorkRequest(1)))
+        assert [(rank // 4096, work.number, work.version) for rank, work in sent.messages] == [(1, 0, 1), (1, 1, 2)]
+        pool._on_lost(4096, "died")
+        assert [work.number for work in pool._waiting] == [0, 1, 2]
+        for _ in range(3):
+            pool._on_message(2 * 4096, encode(WorkRequest(1)))
+        again = [(rank // 4096, work.number, work.version, work.seed) for rank, work in sent.messages[2:]]
+        assert again == [(2, 0, 1, 7), (2, 1, 2, 7), (2, 2, 3, 7)]
+
+    def test_weights_are_given_up_only_where_nobody_has_them_and_then_for_the_oldest_there_are(self):
+        """Generator 1 has 3 alone; generator 2, which is busy, has 2 and 3: work of 1 is done with 2, not with 3."""
+        pool, sent = pool_of(1, [(1, 3, 3), (2, 0, 3)])
+        pool._idle = deque([1])
+        pool.submit(works(1, 2))
+        assert sent.messages == []
+        assert [work.version for work in pool._waiting] == [2, 2]
+        pool._on_message(2 * 4096, encode(WorkRequest(2)))
+        assert [(rank // 4096, work.number, work.version) for rank, work in sent.messages] == [(2, 0, 2), (2, 1, 2)]
+
+    def settled(self, since: int, version: int, faults: dict[int, str], *, epoch: int = 1) -> Any:
+        """Return a generator of a pool after weights 4 were sent to it."""
+        pool, _ = pool_of(1, [(1, since, version)])
+        pool.group = SimpleNamespace(fault="", abandon=lambda *_: None, close=lambda: None)
+        pool._silence_seconds = 0.05
+        pool._answers = {}
+        pool._epoch = 1
+        pool._newest = 4
+        pool._sent = NewWeights(1, 4, 1, 2), (4096,)
+        for rank, fault in faults.items():
+            pool._on_message(rank, encode(Received(epoch, 4, fault)))
+        pool._settle()
+        return pool._generators.get(1)
+
+    def test_a_generator_that_received_weights_has_them_and_keeps_those_since_it_came(self):
+        newcomer = self.settled(-1, -1, {4096: ""})
+        assert (newcomer.since, newcomer.version) == (4, 4)
+        older = self.settled(2, 3, {4096: ""})
+        assert (older.since, older.version) == (2, 4)
+
+    def test_a_generator_that_could_not_receive_them_does_not_have_them(self):
+        one = self.settled(2, 3, {4096: "the connection was closed"})
+        assert (one.since, one.version, one.failures) == (2, 3, 1)
+
+    def test_an_answer_of_an_earlier_transfer_does_not_count(self):
+        assert self.settled(2, 3, {4096: ""}, epoch=0) is None, "it said nothing of this one in time"
+
+    @pytest.mark.parametrize(("version", "lacks"), [(-1, True), (2, True), (3, False)])
+    def test_whoever_has_not_the_newest_weights_lacks_them(self, version, lacks):
+        pool, _ = pool_of(1, [(1, version, version)])
+        pool._newest = 3
+        assert pool._lacking() == ([4096] if lacks else [])
+        assert pool._has_newest() is not lacks
+
+    @pytest.mark.parametrize(("version", "is_accepted"), [(2, True), (3, True), (4, False)])
+    def test_no_token_is_of_weights_that_nobody_was_sent(self, version, is_accepted):
+        pool, _ = pool_of(1, [(1, 0, 3)])
+        work = Work(0, 1, 2, (Prompt(7, "hi", (3,)),), 1, 7, or_newer=True)
+        pool.submit([work])
+        pool._on_message(4096, encode(answer_to(work, version=version)))
+        assert list(pool._results) == ([0] if is_accepted else [])

@@ -7,6 +7,7 @@ import math
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ import torch
 
 from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
-from reinforce_rl.errors import ConfigError
-from reinforce_rl.trainer.state import BestCheckpoints, PastSteps
+from reinforce_rl.errors import ConfigError, DivergedError
+from reinforce_rl.trainer.state import BestCheckpoints, Divergence, PastSteps
 
 ESTIMATORS = ["running_mean", "moving_average", "exponential_moving_average"]
 WINDOW, DECAY = 3, 0.8
@@ -182,3 +183,58 @@ def test_resumed():
 def test_unknown_metric():
     with pytest.raises(ConfigError, match=r"best_metric is 'val/reward'.*expected one of val/rewards, val/other"):
         BestCheckpoints(1, "val/reward").add(1, {"rewards": 1.0, "other": 2.0})
+
+
+def test_a_beta_that_adapts_goes_on_and_a_fixed_one_is_the_configurations():
+    adapted = PastSteps(ReinforceConfig(initial_policy_kl_penalty=0.1, kl_target=1.0, kl_horizon=2.0))
+    adapted.add(batch_of([1.0, 2.0], kl=5.0), alone)
+    assert adapted.beta.value == pytest.approx(0.12)
+    state = json.loads(json.dumps(adapted.state_dict()))
+    resumed = PastSteps(ReinforceConfig(initial_policy_kl_penalty=0.1, kl_target=1.0, kl_horizon=2.0))
+    resumed.load_state_dict(state)
+    assert resumed.beta.value == adapted.beta.value
+    fixed = PastSteps(ReinforceConfig(initial_policy_kl_penalty=0.3))
+    fixed.load_state_dict(state)
+    assert fixed.beta.value == 0.3
+
+
+class TestDivergence:
+    MESH: Any = SimpleNamespace(any_rank=lambda value: value)
+
+    def update(self, *, skipped: bool = False, weights_lost: bool = False) -> Any:
+        return SimpleNamespace(skipped=skipped, weights_lost=weights_lost)
+
+    def check(self, divergence: Divergence, *skipped: bool, loss: float = 0.5) -> None:
+        divergence.check(1, [self.update(skipped=one) for one in skipped], loss, self.MESH, lambda text: None)
+
+    @pytest.mark.parametrize("most", [1, 2, 3])
+    def test_the_run_ends_at_so_many_skipped_optimizer_steps_in_a_row(self, most):
+        divergence = Divergence(most)
+        for _ in range(most - 1):
+            self.check(divergence, True)
+        with pytest.raises(DivergedError):
+            self.check(divergence, True)
+
+    def test_one_that_is_not_skipped_begins_a_new_row(self):
+        divergence = Divergence(3)
+        for _ in range(4):
+            self.check(divergence, True, True, False)
+        self.check(divergence, True, True)
+        with pytest.raises(DivergedError):
+            self.check(divergence, True)
+
+    @pytest.mark.parametrize("loss", [math.nan, math.inf])
+    def test_weights_after_a_loss_that_is_not_finite_are_not_kept(self, loss):
+        divergence = Divergence(3)
+        assert divergence.is_sound
+        self.check(divergence, False, loss=loss)
+        assert not divergence.is_sound
+        with pytest.raises(DivergedError):
+            divergence.check_end(1)
+        self.check(divergence, False, loss=0.5)
+        assert divergence.is_sound
+        divergence.check_end(2)
+
+    def test_lost_weights_end_it_at_once(self):
+        with pytest.raises(DivergedError, match="step 4"):
+            Divergence(9).check(4, [self.update(weights_lost=True)], 0.5, self.MESH, lambda text: None)

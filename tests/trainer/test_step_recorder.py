@@ -11,9 +11,9 @@ import torch
 from helpers.tiny_run import metrics_of, run, tiny_config, tiny_trainer
 
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
-from reinforce_rl.monitoring.step_record import read_record, record_files
+from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
 from reinforce_rl.trainer import step_recorder
-from reinforce_rl.trainer.step_recorder import checksum
+from reinforce_rl.trainer.step_recorder import LOSS, SUM, StepRecorder, checksum
 
 RL = "trainer.reinforce"
 
@@ -104,3 +104,43 @@ def test_less_is_recorded_where_that_is_asked_for(
     assert len(list((tmp_path / "run").glob("rollouts/*.parquet"))) == samples
     assert len(record_files(tmp_path / "run")) == records and len(metrics_of(tmp_path)) == 2
     assert not any("timers/record" in line for line in metrics_of(tmp_path))
+
+
+class Gathered:
+    """The mesh of the first of two data-parallel ranks; the other one sends these."""
+
+    def __init__(self, other: Any, dp_rank: int = 0):
+        self.other = other
+        self.dp_rank = dp_rank
+        self.is_block_leader = True
+
+    def gather_on_main(self, own: Any) -> list[Any]:
+        return [own, self.other]
+
+
+def test_what_is_recorded_of_an_update_is_of_all_ranks(tmp_path: Path) -> None:
+    """A loss and its sums are shares of each rank; the norm of the gradient and the learning rate are everybody's."""
+    own = [{LOSS: 0.25, f"{SUM}tokens": 3.0, "grad_norm": 2.0, "lr": 0.1}]
+    others = [{LOSS: -1.0, f"{SUM}tokens": 4.0, f"{SUM}entropy": 1.5, "grad_norm": 2.0, "lr": 0.1}]
+    state = RankState(0, {}, {}, {}, "")
+    recorder: Any = object.__new__(StepRecorder)
+    recorder._folder = tmp_path
+    recorder._keep = 3
+    recorder._mesh = Gathered((RankState(1, {}, {}, {}, ""), others))
+    facts: dict[str, Any] = {"software": {}, "machine": {}, "layout": {}, "settings": {}, "files": {}}
+    record = StepRecord(step=7, past={}, updates=[], data={}, scorer=None, reference=None, **facts)
+    recorder._pending = record, lambda: state, own
+    recorder.finish()
+    written = read_record(tmp_path, 7)
+    assert written.updates == [{LOSS: -0.75, f"{SUM}tokens": 7.0, "grad_norm": 2.0, "lr": 0.1, f"{SUM}entropy": 1.5}]
+    assert [one.rank for one in written.ranks] == [0, 1]
+
+
+@pytest.mark.parametrize("dp_rank", [0, 1])
+def test_the_checksums_of_a_copy_are_one(dp_rank: int, tmp_path: Path) -> None:
+    """Data-parallel ranks hold the same weights; a record has those of the first, and one sum of each other."""
+    recorder: Any = object.__new__(StepRecorder)
+    recorder._mesh = Gathered(None, dp_rank)
+    sums = {"embedding": "0a", "head": "0b"}
+    found = recorder._of_copy(sums)
+    assert found == sums if dp_rank == 0 else list(found) == ["all"]

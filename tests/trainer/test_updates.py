@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.thread_ranks import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from reinforce_rl.config.actor import ReinforceConfig
+from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 from reinforce_rl.data.sampler import shard
-from reinforce_rl.trainer.updates import mini_batches, total_steps, total_updates
+from reinforce_rl.trainer.updates import denominators_of, mini_batches, total_steps, total_updates
 
 
 def steps(groups: list[int], samples: int, ranks: int, size: int | None, epochs: int, seed: int) -> list[Counter[int]]:
@@ -93,3 +97,52 @@ class TestCounts:
         """An epoch of 4, 4 and 1 prompts; five steps; two passes over each."""
         cfg = ReinforceConfig(reinforce_epochs=2, max_epochs=9, max_steps=5)
         assert total_updates(cfg, size, [4, 4, 1]) == expected
+
+
+class TestDenominators:
+    """What the loss of an optimizer step is divided by: counts of what trains, on all ranks."""
+
+    TRAINS = torch.tensor([True, False, True, True, False, True])  # two of the valid samples do not
+    LENGTHS = (5, 7, 2, 0, 3, 4)
+    MAX_LENGTH = 9
+
+    def batch(self, rows: list[int]) -> ReinforceBatch:
+        """These samples, all of them valid, of responses that are shorter than the run's longest."""
+        count = len(rows)
+        lengths = torch.tensor([self.LENGTHS[row] for row in rows], dtype=torch.long)
+        zeros = torch.zeros(count)
+        rollouts = RolloutBatch(
+            sequences=torch.zeros(count, 9, dtype=torch.long),
+            prompt_lengths=torch.ones(count, dtype=torch.long),
+            response_lengths=lengths,
+            group_ids=torch.arange(count),
+            sample_ids=torch.zeros(count, dtype=torch.long),
+            finish_reasons=("stop",) * count,
+            rewards=zeros,
+            valid=torch.ones(count, dtype=torch.bool),
+        )
+        return ReinforceBatch(rollouts, zeros, zeros, zeros, torch.zeros(count, 7), self.TRAINS[rows])
+
+    def test_samples_that_do_not_train_are_in_none_of_them(self):
+        """A response that is empty trains, and has no token."""
+        whole = self.batch([0, 1, 2, 3, 4, 5])
+        found = denominators_of(whole, torch.arange(6), self.MAX_LENGTH, lambda own: own)
+        assert (found.sequences, found.tokens, found.fixed_length) == (4.0, 5.0 + 2.0 + 0.0 + 4.0, 9.0)
+
+    def test_they_are_of_the_rows_of_this_optimizer_step(self):
+        whole = self.batch([0, 1, 2, 3, 4, 5])
+        first = denominators_of(whole, torch.tensor([0, 1]), self.MAX_LENGTH, lambda own: own)
+        second = denominators_of(whole, torch.tensor([2, 3, 4, 5]), self.MAX_LENGTH, lambda own: own)
+        assert (first.sequences, first.tokens) == (1.0, 5.0)
+        assert (second.sequences, second.tokens) == (3.0, 6.0)
+        nothing = denominators_of(whole, torch.tensor([], dtype=torch.long), self.MAX_LENGTH, lambda own: own)
+        assert (nothing.sequences, nothing.tokens) == (0.0, 0.0)
+
+    @pytest.mark.parametrize("shares", [[[0, 1, 2, 3, 4, 5]], [[0, 1], [2, 3, 4, 5]], [[0], [1, 2, 3], [4, 5]]])
+    def test_any_number_of_ranks_has_the_same(self, shares):
+        def of_rank(rank: int, total: Callable[[Tensor], Tensor]) -> tuple[float, float, float]:
+            own = self.batch(shares[rank])
+            found = denominators_of(own, torch.arange(len(shares[rank])), self.MAX_LENGTH, total)
+            return found.sequences, found.tokens, found.fixed_length
+
+        assert on_ranks(len(shares), of_rank) == [(4.0, 11.0, 9.0)] * len(shares)

@@ -1,0 +1,117 @@
+"""What counts as equal: bits, rounding, NaN, moments, and what one of two records lacks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from reinforce_rl.debugging.differences import (
+    EQUAL_BITS,
+    ROUNDING,
+    fact_differences,
+    number_differences,
+    sample_differences,
+    tensor_differences,
+    update_differences,
+)
+from reinforce_rl.monitoring.step_record import RankState, StepRecord
+
+
+def record_of(**changes: Any) -> StepRecord:
+    facts: dict[str, Any] = {"software": {}, "machine": {}, "layout": {}, "settings": {}, "files": {}}
+    values = {**facts, "step": 3, "past": {}, "updates": [], "data": {}, "scorer": None, "reference": None}
+    return StepRecord(**{**values, **changes})
+
+
+@pytest.mark.parametrize("bounds", [EQUAL_BITS, ROUNDING])
+@pytest.mark.parametrize("other", [0.0, 1.0, math.inf, None])
+def test_nan_equals_nan_alone(other, bounds):
+    nan = math.nan
+    assert number_differences({"loss": nan}, {"loss": nan}, bounds) == []
+    assert len(number_differences({"loss": nan}, {"loss": other}, bounds)) == 1
+    assert len(number_differences({"loss": other}, {"loss": nan}, bounds)) == 1
+    for one, two in ((nan, other), (other, nan)):
+        table, another = (
+            pa.table({"prompt_id": [0], "sample_id": [0], "x": pa.array([value], pa.float64(), from_pandas=False)})
+            for value in (one, two)
+        )
+        assert len(sample_differences(table, another, ["x"], bounds)) == 1
+
+
+@pytest.mark.parametrize("bounds", [EQUAL_BITS, ROUNDING])
+def test_nan_within_a_list_equals_nan_alone(bounds):
+    def table(*values: float) -> pa.Table:
+        return pa.table({"prompt_id": [0], "sample_id": [0], "x": [list(values)]})
+
+    assert sample_differences(table(0.5, math.nan), table(0.5, math.nan), ["x"], bounds) == []
+    (found,) = sample_differences(table(0.5, math.nan), table(0.5, 0.25), ["x"], bounds)
+    assert found.token == 1
+    (found,) = sample_differences(table(0.5, 0.25), table(math.nan, 0.25), ["x"], bounds)
+    assert found.token == 0
+
+
+def test_a_response_that_is_the_beginning_of_another_one_is_another():
+    """Comparisons stop at the shorter one, so that the length has to be compared, too."""
+    short = pa.table({"prompt_id": [0], "sample_id": [0], "x": [[0.5, 0.25]]})
+    long = pa.table({"prompt_id": [0], "sample_id": [0], "x": [[0.5, 0.25, 0.125]]})
+    for bounds in (EQUAL_BITS, ROUNDING):
+        for one, other in ((short, long), (long, short)):
+            (found,) = sample_differences(one, other, ["x"], bounds)
+            assert found.token == 2
+
+
+@pytest.mark.parametrize(("difference", "is_rounding"), [(0.9, True), (1.1, False), (5.0, False)])
+def test_rounding_has_its_size(difference, is_rounding):
+    """Near 0 it is absolute, at 1,000 relative; here in multiples of the bounds."""
+    small = number_differences({"x": 0.0}, {"x": difference * ROUNDING.absolute}, ROUNDING)
+    large = number_differences({"x": 1000.0}, {"x": 1000.0 * (1 + difference * ROUNDING.relative)}, ROUNDING)
+    assert (small == []) is is_rounding
+    assert (large == []) is is_rounding
+
+
+MOMENTS = {"w.exp_avg": "01", "w.exp_avg_sq": "02"}
+
+
+@pytest.mark.parametrize("kind", ["before", "after", "optimizer"])
+@pytest.mark.parametrize(
+    ("sums", "name"),
+    [
+        ({**MOMENTS, "w.exp_avg": "09"}, "w.exp_avg"),
+        ({**MOMENTS, "w.exp_avg_sq": "09"}, "w.exp_avg_sq"),
+        ({"w.exp_avg": "01"}, "w.exp_avg_sq"),
+        ({}, "w.exp_avg"),
+        ({**MOMENTS, "w.step": "03"}, "w.step"),
+    ],
+)
+def test_a_tensor_that_differs_or_is_absent_is_named(sums, name, kind):
+    def states(values: dict[str, str]) -> list[RankState]:
+        tensors = {"before": {}, "after": {}, "optimizer": {}, kind: values}
+        return [RankState(0, **tensors, random="")]
+
+    assert tensor_differences(states(MOMENTS), states(dict(MOMENTS)), kind) == []
+    for one, other in ((MOMENTS, sums), (sums, MOMENTS)):
+        (found,) = tensor_differences(states(one), states(other), kind)
+        assert found.what == f"tensor {name}"
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
+def test_another_number_of_optimizer_steps_is_a_difference(counts):
+    """Neither of the steps that both have would show it."""
+    one, other = (record_of(updates=[{"loss": 0.5}] * count) for count in counts)
+    (found,) = update_differences(one, other)
+    assert (found.first, found.second) == counts
+
+
+def test_facts_that_one_of_two_records_lacks_are_no_difference():
+    """A record of an earlier release has no digest of a file; one that both have is compared."""
+    known = record_of(files={"reward": "aa"}, scorer={"name": "a"}, reference="01")
+    unknown = record_of(files={"reward": None}, scorer=None, reference=None)
+    assert fact_differences(known, unknown) == fact_differences(unknown, known) == []
+    assert fact_differences(known, known) == []
+    other = record_of(files={"reward": "bb"}, scorer={"name": "b"}, reference="02")
+    found = fact_differences(known, other)
+    assert len(found) == 3
+    assert "reward" in found[0]

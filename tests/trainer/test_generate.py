@@ -1,0 +1,282 @@
+"""The weights that a generator's rank draws with are those that its tokens are labelled with."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.generation.base import PartialResponse
+from reinforce_rl.trainer import generate
+from reinforce_rl.trainer.generate import GeneratorRank
+from reinforce_rl.trainer.messages import Result, Work
+
+pytestmark = pytest.mark.timeout(20)  # weights that never come would be waited for
+
+PROMPT = Prompt(5, "", (3,))
+
+
+class Engine:
+    """An engine with a copy of the weights, a number. It draws the number of its weights as every token.
+
+    So a token says which weights drew it, whatever its label says. Responses have four tokens.
+    """
+
+    def __init__(self, rank: Any) -> None:
+        self.rank = rank
+        self.weights = rank.loaded
+        self.before: dict[int, Callable[[], None]] = {}  # called before this token of the run, from 1
+        self.drawn = 0
+
+    def refit(self) -> None:
+        self.weights = self.rank.loaded
+
+    def infer(self, prompts: Any, num_samples: int, seed: int, *, validation: bool) -> Completions:
+        tokens = torch.full((num_samples, 4), self.weights)
+        return Completions(tokens, torch.full((num_samples,), 4), ("stop",) * num_samples)
+
+    def go_on(self, responses: list[PartialResponse], params: Any, updates: Any) -> list[PartialResponse]:
+        rows = list(responses)
+        while any(row.finish_reason is None for row in rows):
+            self.drawn += 1
+            self.before.get(self.drawn, lambda: None)()
+            action = updates.next_action(sum(row.finish_reason is None for row in rows))
+            if action == "stop":
+                break
+            if action == "load":
+                updates.load()
+                self.refit()
+            for place, row in enumerate(rows):
+                if row.finish_reason is None:
+                    tokens = (*row.tokens, self.weights)
+                    versions = (*row.versions, updates.version)
+                    reason = "stop" if len(tokens) == 4 else None
+                    rows[place] = replace(row, tokens=tokens, versions=versions, finish_reason=reason)
+        return rows
+
+
+def rank_of(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    version: int = 0,
+    staleness: int = 0,
+    groups: int | None = None,
+    inflight: Any = None,
+) -> Any:
+    """A generator's rank without connections, whose weights are the number of their version."""
+    rank: Any = object.__new__(GeneratorRank)
+    rank._changed = threading.Condition()
+    rank._staged = {}
+    rank._announced = deque()
+    rank._inbox = deque()
+    rank._asked = 0
+    rank.version = version
+    rank.loaded = version
+    rank._staleness = staleness
+    rank._groups = groups
+    rank._inflight = inflight
+    rank._is_leader = True
+    rank._is_alone = True
+    rank._failure = None
+    rank._has_ended = False
+    rank._unscored = 0
+    rank._awake = None
+    rank._group = None
+    rank._wake = lambda: None
+    rank._activity = SimpleNamespace(begin=lambda *_, **__: None, step=0)
+    rank._links = SimpleNamespace(send=lambda *_: None)
+    engine = Engine(rank)
+    mesh = SimpleNamespace(from_block_leader=lambda value: value, is_block_leader=True)
+    lm = SimpleNamespace(architecture=SimpleNamespace(vocab_size=100))
+    settings = SimpleNamespace(sampling=None)
+    rank._model = SimpleNamespace(generator=engine, infer=engine.infer, lm=lm, mesh=mesh, pad_id=99, settings=settings)
+    rank.engine = engine
+    rank.results = []
+    rank._deliver = lambda result, future: rank.results.append(result)
+    rank._ask_for_scores = lambda work, made: None
+    monkeypatch.setattr(generate, "load_weights", lambda lm, weights: setattr(rank, "loaded", weights))
+    return rank
+
+
+def work_of(number: int, version: int, *, or_newer: bool = False, step: int = 1) -> Work:
+    return Work(number, step, version, (PROMPT,), 2, 7, or_newer)
+
+
+def labels_and_weights(result: Result) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the versions that the tokens are labelled with, and those of the weights that drew them."""
+    assert result.completions is not None and result.completions.weight_versions is not None
+    return result.completions.weight_versions.tolist(), result.completions.tokens.tolist()
+
+
+def assert_drawn_with(result: Result, *versions: int) -> None:
+    labels, weights = labels_and_weights(result)
+    assert labels == weights == [list(versions)] * len(labels)
+
+
+class TestWorksInTheirOrder:
+    def test_each_is_drawn_with_the_weights_that_it_asks_for(self, monkeypatch):
+        """Newer weights that are there are left alone until a work asks for them."""
+        rank = rank_of(monkeypatch, staleness=2)
+        rank._staged = {1: 1, 2: 2, 3: 3}
+        for number, version in enumerate([0, 1, 1, 2, 3]):
+            rank._respond(work_of(number, version))
+        for result, version in zip(rank.results, [0, 1, 1, 2, 3], strict=True):
+            assert_drawn_with(result, *[version] * 4)
+
+    def test_weights_that_no_work_asked_for_are_passed_over(self, monkeypatch):
+        rank = rank_of(monkeypatch, staleness=2)
+        rank._staged = {1: 1, 2: 2}
+        rank._respond(work_of(0, 2))
+        assert_drawn_with(rank.results[0], 2, 2, 2, 2)
+        assert rank._staged == {}, "older ones are never asked for again"
+
+    def test_a_work_waits_for_weights_that_are_on_their_way(self, monkeypatch):
+        rank = rank_of(monkeypatch)
+        rank._staged = {}
+
+        def arrive() -> None:
+            with rank._changed:
+                rank._staged[1] = 1
+                rank._changed.notify_all()
+
+        timer = threading.Timer(0.1, arrive)
+        timer.start()
+        rank._respond(work_of(0, 1))
+        timer.join()
+        assert_drawn_with(rank.results[0], 1, 1, 1, 1)
+
+    def test_older_weights_that_are_there_are_not_the_ones(self, monkeypatch):
+        """Weights 1 came; a work asks for 2, which come later."""
+        rank = rank_of(monkeypatch)
+        rank._staged = {1: 1}
+
+        def arrive() -> None:
+            with rank._changed:
+                rank._staged[2] = 2
+                rank._changed.notify_all()
+
+        timer = threading.Timer(0.1, arrive)
+        timer.start()
+        rank._respond(work_of(0, 2))
+        timer.join()
+        assert_drawn_with(rank.results[0], 2, 2, 2, 2)
+
+
+@pytest.mark.parametrize(("staleness", "kept"), [(0, [5]), (1, [4, 5]), (2, [3, 4, 5]), (9, [1, 2, 3, 4, 5])])
+def test_as_many_versions_are_kept_as_may_be_asked_for(staleness, kept, monkeypatch):
+    """While nothing is drawn, weights 1 to 5 come: the newest, and `staleness` before it, may still be asked for."""
+    rank = rank_of(monkeypatch, staleness=staleness)
+    monkeypatch.setattr(generate, "receive_weights", lambda lm, group: "weights")
+    rank._announced = deque([1, 2, 3, 4, 5])
+    rank._wait = lambda condition, phase="": None  # with nothing announced, the thread ends
+    rank._receive()
+    assert rank._failure is None
+    assert list(rank._staged) == kept
+
+
+class TestWhateverIsFinishedFirst:
+    def groups(self, *works: Work) -> dict[int, Any]:
+        return {work.number: (work, [PartialResponse(PROMPT, sample) for sample in range(2)]) for work in works}
+
+    def test_without_updates_in_flight_a_response_has_one_version(self, monkeypatch):
+        rank = rank_of(monkeypatch, groups=2)
+        rank.engine.before = {2: lambda: rank._staged.update({1: 1, 2: 2})}
+        rank._lengthen(groups := self.groups(work_of(0, 0, or_newer=True)), 2)
+        assert groups == {}
+        assert_drawn_with(rank.results[0], 0, 0, 0, 0)
+
+    @pytest.mark.parametrize("inflight", ["keep", "recompute"])
+    def test_with_them_every_token_has_the_version_of_its_weights(self, inflight, monkeypatch):
+        rank = rank_of(monkeypatch, groups=2, inflight=inflight)
+        rank.engine.before = {3: lambda: rank._staged.update({1: 1, 2: 2})}
+        groups = self.groups(work_of(0, 0, or_newer=True))
+        rank._lengthen(groups, 2)
+        if inflight == "recompute":
+            assert list(groups) == [0], "the call ends, so that the cache is computed anew"
+            rank._advance(rank._newest())
+            rank._lengthen(groups, 2)
+        assert_drawn_with(rank.results[0], 0, 0, 2, 2)
+
+    @pytest.mark.parametrize(("inflight", "expected"), [(None, [0, 0, 0, 0]), ("recompute", [0, 3, 3, 3])])
+    def test_the_newest_weights_are_taken_where_nothing_keeps_older_ones(self, inflight, expected, monkeypatch):
+        """Between two calls weights 3 come, while one response of a group is under way and the other has ended."""
+        rank = rank_of(monkeypatch, groups=1, inflight=inflight)
+        groups = self.groups(work_of(0, 0, or_newer=True))
+        calls = []
+
+        def lengthen(groups: dict[int, Any], count: int) -> None:
+            calls.append(rank.version)
+            if len(calls) == 1:  # one token, then the call is interrupted
+                work, responses = groups[0]
+                begun = [replace(one, tokens=(0,), versions=(0,)) for one in responses]
+                ended = replace(begun[1], finish_reason="stop")
+                groups[0] = work, [begun[0], ended]
+                rank._staged[3] = 3
+                return
+            GeneratorRank._lengthen(rank, groups, count)
+
+        rank._lengthen = lengthen
+        works = [[groups[0][0]], [], None]
+        rank._take = lambda count, room, *, waits=True: works.pop(0) if works else None
+        rank._answer_groups(1)
+        labels, _ = labels_and_weights(rank.results[0])
+        assert labels[0] == expected
+        assert calls[1:] == [expected[1]]
+
+    def test_a_work_waits_for_the_weights_that_it_needs_at_least(self, monkeypatch):
+        """After a resume the oldest weights that may be asked for are on their way."""
+        rank = rank_of(monkeypatch, groups=1)
+        works = [[work_of(0, 1, or_newer=True)], None]
+        rank._take = lambda count, room, *, waits=True: works.pop(0)
+
+        def arrive() -> None:
+            with rank._changed:
+                rank._staged[1] = 1
+                rank._changed.notify_all()
+
+        timer = threading.Timer(0.2, arrive)
+        timer.start()
+        rank._answer_groups(1)
+        timer.join()
+        assert_drawn_with(rank.results[0], 1, 1, 1, 1)
+
+    def test_while_responses_are_under_way_no_work_is_asked_for_without_updates_in_flight(self, monkeypatch):
+        """A validation that came with them would draw with other weights."""
+        asked = []
+        rank = rank_of(monkeypatch, groups=2)
+        work = work_of(0, 0, or_newer=True)
+
+        def take(count: int, room: int, *, waits: bool = True) -> list[Work] | None:
+            asked.append(count)
+            return [work] if len(asked) == 1 else None if len(asked) == 3 else []
+
+        def interrupted(groups: dict[int, Any], count: int) -> None:
+            """The call ends with both responses under way."""
+
+        rank._take = take
+        rank._lengthen = interrupted
+        rank._answer_groups(2)
+        assert asked == [2, 0, 0]
+
+
+def test_a_validation_is_drawn_with_its_version_while_nothing_is_under_way(monkeypatch):
+    rank = rank_of(monkeypatch, groups=2, version=1)
+    rank._staged = {2: 2}
+    works = [[work_of(0, 2, step=0)], None]
+    rank._take = lambda count, room, *, waits=True: works.pop(0)
+    rank._answer_groups(2)
+    assert_drawn_with(rank.results[0], 2, 2, 2, 2)
+
+
+def test_the_label_is_of_the_weights_even_where_the_work_asked_for_others(monkeypatch):
+    """The trainers refuse such an answer; a label of the work's version would hide it."""
+    rank = rank_of(monkeypatch, version=3)
+    result, _ = rank._answer(work_of(0, 1))
+    assert_drawn_with(result, 3, 3, 3, 3)

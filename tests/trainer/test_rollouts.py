@@ -1,0 +1,317 @@
+"""Which weights each step's rollouts are asked for, which log-probs its KL is taken from, and what a state keeps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from reinforce_rl.config.actor import ReinforceConfig
+from reinforce_rl.data.batches import Completions, Prompt, RolloutBatch
+from reinforce_rl.errors import TooManyFailedRewardsError
+from reinforce_rl.rewards.base import STATUS_OK, Rewards
+from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.trainer.disaggregated import Ticket
+from reinforce_rl.trainer.messages import Result
+from reinforce_rl.trainer.rollouts import RolloutMaker
+
+STATUS_BAD = 1 if STATUS_OK != 1 else 2
+
+
+class OnePass:
+    """A clock that measures nothing."""
+
+    @contextlib.contextmanager
+    def phase(self, name: str, *, has_deadline: bool = False) -> Iterator[None]:
+        yield
+
+
+class OneRank:
+    """The mesh of a single rank."""
+
+    dp_rank = 0
+    dp_size = 1
+    is_block_leader = True
+    is_main = True
+
+    def gather_over_dp(self, value: Any) -> list[Any]:
+        return [value]
+
+    def sum_over_dp(self, value: Tensor) -> Tensor:
+        return value
+
+    def from_block_leader(self, value: Any) -> Any:
+        return value
+
+    def check_together(self, failure: Exception | None) -> None:
+        if failure is not None:
+            raise failure
+
+    def any_rank(self, value: bool) -> bool:
+        return value
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class Loader:
+    """Prompts 0, 1, 2, ... two a step."""
+
+    prompts_per_step = 2
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    finished = False
+
+    def __next__(self) -> list[Prompt]:
+        prompts = [Prompt(self.drawn + i, "", (3,)) for i in range(self.prompts_per_step)]
+        self.drawn += self.prompts_per_step
+        return prompts
+
+    def share(self, ids: Sequence[int]) -> list[Prompt]:
+        return [Prompt(number, "", (3,)) for number in ids]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"consumed_prompts": self.drawn}
+
+
+def result_of(number: int, prompt: Prompt, versions: Sequence[int], status: int = STATUS_OK) -> Result:
+    """One response, of a token a version, with a score."""
+    width = len(versions)
+    completions = Completions(
+        tokens=torch.full((1, width + 2), 5),  # two columns of padding
+        lengths=torch.tensor([width]),
+        finish_reasons=("stop",),
+        log_probs=torch.full((1, width + 2), -1.0),
+        weight_versions=torch.tensor([[*versions, 0, 0]]),
+    )
+    values = torch.tensor([1.0 if status == STATUS_OK else float("nan")])
+    return Result(number, (prompt.id,), completions, Rewards(values, torch.tensor([status], dtype=torch.int32)))
+
+
+class RecordedGenerators:
+    """Keeps what is asked of the generators, and answers each prompt with tokens of the version that it asks for."""
+
+    def __init__(self, *, takes_finished: bool = False) -> None:
+        self.takes_finished = takes_finished
+        self.version = 0
+        self.asked: list[tuple[int, int, int]] = []  # step, version, seed
+        self.oldest: list[int] = []  # that `collect_first` was asked for
+        self.kept: dict[int, Ticket] = {}
+        self.drawn_with: list[list[int]] = []  # versions of each answer's tokens; empty: one token, as asked
+        self._prompts: dict[int, Prompt] = {}
+
+    def submit(self, prompts: Sequence[Prompt], num_samples: int, seed: int, step: int, version: int) -> Ticket:
+        self.asked.append((step, version, seed))
+        numbers = [len(self._prompts) + i for i in range(len(prompts))]
+        self._prompts.update(zip(numbers, prompts, strict=True))
+        return Ticket([numbers], version)
+
+    def collect(self, ticket: Ticket, prompts: Sequence[Prompt]) -> list[Result]:
+        of_prompts = self.drawn_with or [[ticket.version]] * len(prompts)
+        rows = zip(ticket.numbers[0], prompts, of_prompts, strict=True)
+        return [result_of(number, prompt, versions) for number, prompt, versions in rows]
+
+    def collect_first(self, numbers: Sequence[int], count: int, oldest: int) -> tuple[list[Result], int]:
+        self.oldest.append(oldest)
+        return [result_of(number, self._prompts[number], [oldest]) for number in numbers[:count]], 0
+
+    def forget(self, ticket: Ticket) -> None:
+        pass
+
+    def state(self, tickets: dict[int, Ticket]) -> bytes:
+        self.kept = tickets
+        return b""
+
+    def restore(self, content: bytes) -> dict[int, Ticket]:
+        return {}
+
+
+class Policy:
+    """Log-probs that name who computed them: -2 the policy, -3 the reference."""
+
+    pad_id = 0
+
+    def __init__(self, *, is_exact: bool = True) -> None:
+        self.mesh = OneRank()
+        self.settings = SimpleNamespace(seed=7)
+        self.generator = SimpleNamespace(is_exact=is_exact)
+        self.passes: list[str] = []
+
+    def get_inference_log_probs(self, sequences: Tensor, prompts: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
+        self.passes.append("policy")
+        return torch.full((len(lengths), int(lengths.max())), -2.0)
+
+    def get_init_policy_logprobs(self, sequences: Tensor, prompts: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
+        self.passes.append("reference")
+        return torch.full((len(lengths), int(lengths.max())), -3.0)
+
+
+def maker_of(
+    staleness: int,
+    generators: RecordedGenerators | None = None,
+    *,
+    max_steps: int = 100,
+    is_exact: bool = True,
+    has_ratios: bool = False,
+    **keys: Any,
+) -> RolloutMaker:
+    settings: Any = {"num_rollouts_per_prompt": 1, "initial_policy_kl_penalty": 0.1, **keys}
+    parts: Any = {"batch_iterator_cls": None, "clock": OnePass(), "stop": StopRequest(), "rm": None}
+    return RolloutMaker(
+        cfg=ReinforceConfig(**settings),
+        model=Policy(is_exact=is_exact),  # type: ignore[arg-type]
+        loader=Loader(),  # type: ignore[arg-type]
+        generators=generators,  # type: ignore[arg-type]
+        staleness=staleness,
+        max_steps=max_steps,
+        has_ratios=has_ratios,
+        **parts,
+    )
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 3])
+def test_each_step_asks_for_weights_of_exactly_so_many_steps_before(staleness):
+    """Step s trains weights of s - 1 updates; those that draw its tokens have `staleness` fewer, at least none."""
+    generators = RecordedGenerators()
+    maker = maker_of(staleness, generators, max_steps=6)
+    for step in range(1, 7):
+        generators.version = step - 1
+        made = maker.make(step)
+        assert made.metrics["staleness"] == min(staleness, step - 1) if staleness else "staleness" not in made.metrics
+        # No more is drawn ahead than the bound allows, and nothing after the run's last step.
+        assert len({number for number, _, _ in generators.asked}) == min(step + staleness, 6)
+    updates_before = {step: step - 1 for step in range(1, 7)}
+    expected = {step: max(0, count - staleness) for step, count in updates_before.items()}
+    assert {step: version for step, version, _ in generators.asked} == expected
+
+
+def test_every_step_has_a_seed_of_its_own():
+    generators = RecordedGenerators()
+    maker = maker_of(1, generators, max_steps=5)
+    for step in range(1, 6):
+        maker.make(step)
+    seeds = [seed for _, _, seed in generators.asked]
+    assert len(set(seeds)) == 5
+    assert maker._seed(3) == seeds[2], "generated here, a step has the same noise"
+
+
+def test_the_staleness_of_a_step_is_the_mean_age_of_its_tokens():
+    """Padding, whose version is 0 here, is no token."""
+    generators = RecordedGenerators()
+    generators.drawn_with = [[3, 4, 4], [4]]
+    maker = maker_of(2, generators)
+    made = maker.make(6)  # of weights after 5 updates: ages 2, 1, 1 and 1
+    assert made.metrics["staleness"] == pytest.approx(5 / 4)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_the_oldest_weights_that_a_step_takes_are_so_many_steps_old(staleness):
+    generators = RecordedGenerators(takes_finished=True)
+    maker = maker_of(staleness, generators)
+    ages = []
+    for step in range(1, 5):
+        made = maker.make(step)
+        updates = step - 1
+        ages.append(updates - generators.oldest[-1])
+        assert made.metrics["staleness"] == staleness
+    assert ages == [staleness] * 4
+
+
+class TestLogProbs:
+    """Which policy the log-probs of a batch are of. The KL is taken from them."""
+
+    def batch(self) -> RolloutBatch:
+        maker = maker_of(0)
+        completions = result_of(0, Prompt(0, "", (3,)), [0, 0]).completions
+        assert completions is not None
+        return maker._unscored([Prompt(0, "", (3,))], completions)
+
+    def test_what_is_generated_with_the_present_weights_needs_no_pass(self):
+        maker = maker_of(0)
+        batch = maker._with_log_probs(self.batch())
+        assert batch.log_probs is not None and batch.generator_log_probs is not None
+        assert torch.equal(batch.log_probs, batch.generator_log_probs)
+        assert maker.model.passes == ["reference"]  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("staleness", [1, 2, 5])
+    def test_the_kl_of_older_rollouts_is_that_of_the_present_policy(self, staleness):
+        """The generator's own log-probs are those of the weights `staleness` steps before."""
+        maker = maker_of(staleness)
+        batch = maker._with_log_probs(self.batch())
+        assert batch.log_probs is not None and batch.init_log_probs is not None
+        assert batch.log_probs.tolist() == [[-2.0, -2.0]]
+        assert batch.init_log_probs.tolist() == [[-3.0, -3.0]]
+        assert batch.generator_log_probs is not None and batch.generator_log_probs.max() == -1.0
+
+    def test_another_engines_log_probs_are_not_the_policys(self):
+        batch = maker_of(0, is_exact=False)._with_log_probs(self.batch())
+        assert batch.log_probs is not None and batch.log_probs.tolist() == [[-2.0, -2.0]]
+
+    def test_ratios_begin_from_the_trainers_own(self):
+        batch = maker_of(0, has_ratios=True)._with_log_probs(self.batch())
+        assert batch.log_probs is not None and batch.log_probs.tolist() == [[-2.0, -2.0]]
+
+    def test_ratios_need_them_without_a_kl_too(self):
+        maker = maker_of(0, has_ratios=True, initial_policy_kl_penalty=0.0)
+        batch = maker._with_log_probs(self.batch())
+        assert batch.log_probs is not None and batch.init_log_probs is None
+        assert maker.model.passes == ["policy"]  # type: ignore[attr-defined]
+
+    def test_without_a_kl_and_ratios_there_is_no_pass(self):
+        maker = maker_of(3, initial_policy_kl_penalty=0.0)
+        assert maker._with_log_probs(self.batch()).log_probs is None
+        assert maker.model.passes == []  # type: ignore[attr-defined]
+
+
+def test_a_state_has_the_steps_after_its_own():
+    """A run that is stopped between steps has the rollouts of steps 3 to 5; one stopped within step 3 still has it."""
+    generators = RecordedGenerators()
+    maker = maker_of(2, generators)
+    maker.make(1)
+    maker.make(2)
+    maker._draw(3)
+    maker.state(2)
+    assert list(generators.kept) == [3, 4, 5]
+    assert {step: ticket.version for step, ticket in generators.kept.items()} == {3: 0, 4: 1, 5: 2}
+    maker.make(3)
+    maker.state(3)
+    assert list(generators.kept) == [4, 5]
+
+
+def test_prompts_under_way_are_asked_for_as_of_the_steps_after_the_checkpoint():
+    generators = RecordedGenerators()
+    maker = maker_of(2, generators)
+    maker.load_state(4, b"", [3, 5, 7, 8])
+    assert [(step, version) for step, version, _ in generators.asked] == [(5, 2), (6, 3)]
+
+
+def test_samples_without_a_score_are_not_valid_and_groups_are_numbered():
+    maker = maker_of(0)
+    completions = Completions(torch.ones(4, 2, dtype=torch.long), torch.tensor([2, 1, 2, 2]), ("stop",) * 4)
+    batch = maker._unscored([Prompt(9, "", (3,)), Prompt(4, "", (3, 3))], completions)
+    assert batch.group_ids.tolist() == [9, 9, 4, 4]
+    assert batch.sample_ids.tolist() == [0, 1, 0, 1]
+    assert batch.prompt_lengths.tolist() == [1, 1, 2, 2]
+    assert batch.rewards.isnan().all() and not batch.valid.any()
+
+
+@pytest.mark.parametrize(("failed", "ends"), [(0, False), (1, False), (2, False), (3, True), (4, True)])
+def test_a_step_may_lack_as_many_scores_as_the_bound_says(failed, ends):
+    generators = RecordedGenerators()
+    maker = maker_of(1, generators, max_failed_fraction=0.5)
+    prompts = [Prompt(i, "", (3,)) for i in range(4)]
+    results = [result_of(i, prompt, [0], STATUS_BAD if i < failed else STATUS_OK) for i, prompt in enumerate(prompts)]
+    pending = maker._received(prompts, results)
+    if ends:
+        with pytest.raises(TooManyFailedRewardsError, match="max_failed_fraction"):
+            maker.score(pending, "step 1")
+        return
+    batch = maker.score(pending, "step 1")
+    assert batch.valid.tolist() == [i >= failed for i in range(4)]
