@@ -162,7 +162,7 @@ class Board:
             response = await handler(request)
         except web.HTTPException as error:
             response = web.json_response({"error": error.text}, status=error.status)
-        except TimeoutError:
+        except asyncio.TimeoutError:
             text = f"no answer within {_ANSWER_SECONDS:.0f} s; other runs are not affected"
             response = web.json_response({"error": text}, status=503)
         except Exception as error:  # whatever a file may hold; also a file of a run that is being deleted
@@ -187,8 +187,8 @@ class Board:
             return text if text is None else text.encode()
 
         async def handle(request: web.Request) -> web.Response:
-            async with asyncio.timeout(_ANSWER_SECONDS), self._places:
-                body = await _in_thread(functools.partial(encoded, request))
+            async with self._places:
+                body = await asyncio.wait_for(_in_thread(functools.partial(encoded, request)), _ANSWER_SECONDS)
             if body is None:
                 return web.Response(status=204)
             response = web.Response(body=body, content_type=kind, charset="utf-8")
