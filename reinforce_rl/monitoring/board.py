@@ -162,7 +162,7 @@ class Board:
             response = await handler(request)
         except web.HTTPException as error:
             response = web.json_response({"error": error.text}, status=error.status)
-        except TimeoutError:
+        except asyncio.TimeoutError:
             text = f"no answer within {_ANSWER_SECONDS:.0f} s; other runs are not affected"
             response = web.json_response({"error": text}, status=503)
         except Exception as error:  # whatever a file may hold; also a file of a run that is being deleted
