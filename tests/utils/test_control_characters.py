@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -95,3 +96,10 @@ def test_lines_of_progress_are_shown():
     progress = TrainingProgress(2, console=Console(file=stream))
     progress._print(f"metric {HOSTILE}")
     assert stream.getvalue() == f"metric {SHOWN}\n"
+
+
+def test_an_error_of_a_command_shows_a_hostile_name():
+    command = [sys.executable, "-m", "reinforce_rl", "report", "no\x1b[2J\u202erun"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert r"no\x1b[2J\u202erun" in done.stderr and "\x1b" not in done.stderr
