@@ -24,7 +24,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
@@ -35,6 +34,7 @@ from reinforce_rl.preflight.deep import Worker, job_of  # noqa: E402
 from reinforce_rl.preflight.plan import read_inputs  # noqa: E402
 from reinforce_rl.preflight.report import print_step  # noqa: E402
 from reinforce_rl.preflight.step import MACHINES, Engine, Lengths, PhaseTime, PredictedJob, predict  # noqa: E402
+from reinforce_rl.utils.console import Console  # noqa: E402
 
 LLAMA = {
     "model_type": "llama",
