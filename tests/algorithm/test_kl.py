@@ -34,6 +34,14 @@ def test_the_estimators_a_token():
     torch.testing.assert_close(k3(log_probs, reference), by_hand)
 
 
+def test_k3_is_never_below_0():
+    """At any distance, though its two terms cancel where policies are nearly equal."""
+    normal = torch.randn(20_000, generator=torch.Generator().manual_seed(5))
+    for scale in (1e-9, 1e-7, 1e-6, 1e-4, 1e-2, 1.0, 20.0):
+        differences = normal * scale
+        assert k3(differences, torch.zeros_like(differences)).min() >= 0, scale
+
+
 def test_k3_of_nearly_equal_policies_is_not_cancelled():
     """exp(x) - 1 - x of float32 has no digit left at 1e-4; some of its values would be negative."""
     log_probs = torch.linspace(-1e-3, 1e-3, 101)

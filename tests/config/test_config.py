@@ -339,6 +339,11 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     ),
     ("top_p", [f"{ROLLOUT}.sampling_params.top_p=0.9"], ["top_p=0.9", "biases the gradient", "allow_biased_sampling"]),
     ("top_k", [f"{ROLLOUT}.sampling_params.top_k=50"], ["top_k=50", "biases the gradient"]),
+    (
+        "repetition",
+        [f"{ROLLOUT}.sampling_params.repetition_penalty=1.1"],
+        ["repetition_penalty=1.1", "biases the gradient", "allow_biased_sampling"],
+    ),
     ("greedy", [f"{ROLLOUT}.sampling_params.use_greedy=true"], ["use_greedy is true", "nothing to learn"]),
     ("no room", [f"{ROLLOUT}.length_params.max_length=64"], ["max_length is 64", "no room", "encoder_seq_length"]),
     (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,23 @@ from reinforce_rl.data.conversation import Conversation
 from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.tokenizer import TokenizerInfo, decode_all, load_tokenizer
 from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.megatron.architecture import Architecture
+
+
+def test_a_name_of_the_hub_is_not_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **_: asked.append(address))
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    with pytest.raises(ConfigError, match=f"{name} does not exist; expected a Hugging Face model folder"):
+        load_tokenizer(name)
+    with pytest.raises(ConfigError, match=f"{name}.*hf download {name} --local-dir"):
+        Architecture.from_folder(name)
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"{name} holds no tokenizer"):
+        load_tokenizer(name)
+    assert asked == []
 
 
 @pytest.mark.parametrize("change", ["list", "text for a number"])

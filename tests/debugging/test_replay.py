@@ -25,7 +25,9 @@ from reinforce_rl.debugging.differences import EQUAL_BITS, ROUNDING
 from reinforce_rl.debugging.replay import replay
 from reinforce_rl.debugging.replay_results import PhaseResult, Replay
 from reinforce_rl.errors import CheckpointError, ConfigError, DataError, RewardServerError
+from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.checkpointer import checkpoint_up_to
+from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
 from reinforce_rl.run import train
 
@@ -85,6 +87,19 @@ def test_nothing_differs(folder: Path) -> None:
         assert found.sentence == "Nothing differs." and found.facts == []
         assert updates in said[-1] and "the run took" in said[-1]
     assert not any("replay" in path.name for path in (folder / "run").iterdir()), "nothing is left in the run's folder"
+
+
+def test_steps_on_the_way_are_not_generated_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    generate = NativeGenerator.generate
+
+    def counted(self: NativeGenerator, prompts: Any, *args: Any, **options: Any) -> Any:
+        drawn.extend(prompt.id for prompt in prompts)
+        return generate(self, prompts, *args, **options)
+
+    monkeypatch.setattr(NativeGenerator, "generate", counted)
+    assert again(folder / "run", 2).exit_code == 0, "step 1 is made again on the way"
+    assert len(drawn) == len({row.prompt_id for row in RunFolder(folder / "run").samples(2, "rollouts")}) > 0
 
 
 def test_a_phase_alone_and_stored_scores(folder: Path) -> None:

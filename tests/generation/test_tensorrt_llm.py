@@ -397,6 +397,12 @@ class TestConfiguration:
         with pytest.raises(ConfigError, match=text):
             load_config(compose(*tiny_overrides(tmp_path), *ENGINE, allowed, override))
 
+    def test_another_temperature_is_refused_where_log_probs_are_corrected(self, tmp_path):
+        corrected = "trainer.reinforce.generator_correction=token"
+        overrides = [*tiny_overrides(tmp_path), *ENGINE, "model.reinforce.sampling_params.temperature=0.7"]
+        with pytest.raises(ConfigError, match=r"generator_correction is 'token'.*temperature is 0\.7.*expected 1\.0"):
+            load_config(compose(*overrides, corrected))
+
     def test_no_gpu(self, tmp_path, mesh):
         with pytest.raises(ConfigError, match="the ranks compute on cpu; it needs CUDA"):
             generator_of(tmp_path, mesh)

@@ -70,6 +70,9 @@ elif what == "fails" and os.environ["RANK"] == "1":
 elif what == "diverges":
     save(7, "failed")
     sys.exit(77)
+elif what == "alerts":
+    save(7, "stopped")
+    sys.exit(78)
 elif what == "killed" and os.environ["RANK"] == "1":
     os.kill(os.getpid(), 9)
 else:

@@ -87,6 +87,7 @@ def test_hydras_own_options_and_yaml_of_ones_own(tmp_path: Path) -> None:
     done = command(tmp_path, *words, "model.optim.weight_decay=0.5")
     assert done.returncode == 0, done.stderr
     assert "lr: 3.0e-05" in done.stdout and "weight_decay: 0.5" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"], "nothing was started"
 
 
 @pytest.mark.parametrize(

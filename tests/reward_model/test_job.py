@@ -154,6 +154,17 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
         run(*overrides)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [("data.held_out_fraction=0.4", r"data\.held_out_fraction: \S+ -> 0\.4"), ("seed=77", r"seed: \d+ -> 77")],
+)
+def test_a_run_with_another_split_or_seed_is_refused(tmp_path, change, said):
+    overrides = [*ranking_overrides(tmp_path), "full.max_steps=1"]
+    run(*overrides)
+    with pytest.raises(ConfigError, match=rf"other settings: {said}\. "):
+        run(*overrides, "full.max_steps=2", change)
+
+
 def test_it_stops_early_and_keeps_the_best(tmp_path):
     """Half of the pairs are turned around, so that what is learnt beyond that is learnt by heart."""
     overrides = [*ranking_overrides(tmp_path, noise=0.5), "full.val_check_interval=4", "full.patience=2"]

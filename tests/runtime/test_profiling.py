@@ -135,6 +135,7 @@ class TestOfOneStep:
         told: list[str] = []
         self.profile(tmp_path, told, **keys)
         assert told[0] == f"profile: {what} need CUDA; none are made on a CPU"
+        assert any(tmp_path.iterdir()) is (keys.get("tool") != "nsys"), "nsys is the one that records"
 
     def test_other_ranks_are_left_out(self, tmp_path):
         self.profile(tmp_path, [], ranks=[1])

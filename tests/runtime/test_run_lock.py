@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
 import subprocess
 import sys
@@ -86,6 +88,20 @@ def test_a_run_without_a_lock_is_known_by_its_status(tmp_path):
         assert all(f"(process {other.pid} of this machine)" in fault for fault in refused(tmp_path))
     with run_lock(tmp_path):
         pass
+
+
+def test_without_locks_a_second_run_is_refused_on_the_same_machine_only(tmp_path, monkeypatch):
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(module.fcntl, "lockf", no_locks)
+    with other_process(HAS_STATUS.format(folder=str(tmp_path))) as other:
+        with pytest.raises(ConfigError, match=f"process {other.pid} of this machine"), run_lock(tmp_path):
+            pass
+        status = json.loads((tmp_path / STATUS_FILE).read_text())
+        (tmp_path / STATUS_FILE).write_text(json.dumps({**status, "host": "node7"}))
+        with run_lock(tmp_path):
+            pass
 
 
 def test_a_run_on_another_machine_is_refused_once_its_lease_is_over(tmp_path, monkeypatch, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,8 @@ from reinforce_rl.runtime.stop import (
     MARGIN_SECONDS,
     STOP_SIGNALS,
     RunTimer,
+    StopNow,
+    StopRequest,
     first_save_seconds,
     with_margin,
 )
@@ -41,6 +44,16 @@ assert request.reason
 last = Last()
 sys.exit({EXIT_STOPPED})
 """
+
+
+def test_a_second_signal_changes_nothing(monkeypatch):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("atexit.register", lambda *_: None)
+    request = StopRequest.on_signals()
+    with pytest.raises(StopNow):
+        request._on_signal(signal.SIGUSR1, None)
+    request._on_signal(signal.SIGTERM, None)
+    assert request.reason == "SIGUSR1"
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

@@ -705,6 +705,11 @@ class TestTheEnd:
         kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
         assert kept == ["step_00000004", "step_00000006"]
 
+    def test_an_interval_of_0_never_validates(self, tmp_path, mesh):
+        lines = run(tmp_path, mesh, f"{RL}.max_epochs=1", f"{RL}.val_check_interval=0")
+        assert [line["step"] for line in lines] == [1, 2]
+        assert [key for line in lines for key in line if key.startswith("val/")] == []
+
     def test_validation_is_the_same_at_every_step_for_the_same_weights(self, tmp_path, mesh):
         sampled = "model.reinforce.val_sampling_params.use_greedy=false"
         lines = run(tmp_path, mesh, f"{RL}.val_check_interval=1", "model.optim.lr=1e-12", sampled)

@@ -195,6 +195,9 @@ class TestRefused:
         with pytest.raises(CheckpointError, match=r"prompts|data") as raised, tiny_trainer(config, mesh):
             pass
         assert "new run in another folder" in str(raised.value)
+        config.resume_with_changes = True
+        with pytest.raises(CheckpointError, match=r"prompts|data"), tiny_trainer(config, mesh):
+            pass
 
     def test_another_seed(self, tmp_path, mesh):
         with tiny_trainer(tiny_config(tmp_path), mesh) as trainer:

@@ -11,6 +11,7 @@ import torch
 from helpers.tiny_run import metrics_of, run, tiny_config, tiny_trainer
 
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
+from reinforce_rl.monitoring.records import read_tokens, rollout_files
 from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
 from reinforce_rl.trainer import step_recorder
 from reinforce_rl.trainer.step_recorder import LOSS, SUM, StepRecorder, checksum
@@ -81,6 +82,14 @@ def _after(held: threading.Event, finish: Any) -> Any:
         held.clear()
 
     return set_and_finish
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, []), (2, [2])])
+def test_tokens_are_recorded_every_so_many_steps(every: int, expected: list[int], tmp_path: Path, mesh: Mesh) -> None:
+    run(tmp_path, mesh, f"{RL}.max_steps=3", f"{RL}.max_epochs=2", f"exp_manager.record_tokens_every={every}")
+    files = rollout_files(tmp_path / "run")
+    assert list(files) == [1, 2, 3]
+    assert [step for step, file in files.items() if read_tokens(file)] == expected
 
 
 def test_what_is_kept(tmp_path: Path, mesh: Mesh) -> None:

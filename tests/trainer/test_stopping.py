@@ -108,6 +108,7 @@ def test_in_every_phase(processes, uninterrupted, tmp_path, phase, step, number,
     assert (found.state, found.step, found.max_steps, found.exit_code) == ("stopped", saved, STEPS, EXIT_STOPPED)
     if saved < STEPS:
         assert f"stopped by {signal.Signals(number).name} after step {saved} of {STEPS}" in found.reason
+        assert not (tmp_path / "run" / "hf").exists(), "nothing is exported"
     finish(processes, tmp_path)
     assert_equal_runs(tmp_path, uninterrupted)
 
@@ -180,6 +181,7 @@ def test_the_sentinel_stops_every_rank(processes, uninterrupted_on_two, tmp_path
     assert processes.wait() == EXIT_SENTINEL, log(tmp_path)
     assert processes.statuses == [EXIT_SENTINEL] * 2 and "Traceback" not in log(tmp_path)
     assert saved_step(tmp_path) == 1 and "prompts_repeated" in status(tmp_path).reason
+    assert not (tmp_path / "run" / "hf").exists(), "nothing is exported"
     finish(processes, tmp_path, ranks=2)
     assert_equal_runs(tmp_path, uninterrupted_on_two)
 
