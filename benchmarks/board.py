@@ -133,7 +133,8 @@ def measure(folder: Path, steps: int) -> list[tuple[str, str]]:
             later = ask(f"{url}/api/run?name=long&stamp={stamp}")
             reward = later.content["series"]["train/rewards"]
             assert later.content["axes"][reward["axis"]]["step"][-1] == steps + 1
-            peak = int(Path(f"/proc/{server.pid}/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+            status = Path(f"/proc/{server.pid}/status").read_text(encoding="utf-8")
+            peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
             server.terminate()
             start = time.perf_counter()
             server.wait(WAIT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import torch
@@ -76,7 +77,8 @@ def test_every_element_has_one_place_and_comes_back(shape):
 def test_groups_are_interleaved_as_megatron_has_them():
     """6 query heads in 3 groups on two ranks, one row a head: q q k v of each group, and a group of zeros."""
     raw = {"model_type": "llama", "vocab_size": 4, "hidden_size": 1, "num_hidden_layers": 1, "intermediate_size": 2}
-    arch = Architecture.from_hf({**raw, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 1})
+    arch = Architecture.from_hf({**raw, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 2})
+    arch = dataclasses.replace(arch, head_size=1)  # no model has this; a row is then a head
     rows = {row.hf.split(".")[-2]: row for row in weight_map(arch, 2) if "proj" in row.hf}
     sources = {"q_proj": [1, 2, 3, 4, 5, 6], "k_proj": [10, 20, 30], "v_proj": [100, 200, 300]}
     found = []
