@@ -108,7 +108,7 @@ def ask(url: str) -> Answer:
 
 def measure(folder: Path, steps: int) -> list[tuple[str, str]]:
     command = [sys.executable, "-m", "reinforce_rl", "board", str(folder), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8") as server:
         try:
             assert server.stdout is not None
             url = server.stdout.readline().split("; ")[0].split(" on ")[-1]
