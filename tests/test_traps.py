@@ -222,7 +222,13 @@ def another_user() -> list[str]:
         pytest.skip("only root can run programs as another user")
     # Python may lie in root's home, which is closed to others.
     homes = sorted({str(Path(sys.base_prefix).resolve()), str(Path(sys.prefix).resolve()), PACKAGE_PARENT})
-    bound = [word for home in homes if home.startswith("/root/") for word in ("--ro-bind", home, home)]
+    bound: list[str] = []
+    for home in map(Path, homes):
+        if home.is_relative_to("/root"):
+            # bwrap would make them for root alone.
+            for parent in reversed([home, *home.parents][:-2]):
+                bound += ["--perms", "0755", "--dir", str(parent)]
+            bound += ["--ro-bind", str(home), str(home)]
     prefix = ["bwrap", "--bind", "/", "/", "--dev-bind", "/dev", "/dev", "--tmpfs", "/root", *bound, "--"]
     prefix += ["setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
     try:

@@ -220,14 +220,18 @@ def write_report(run_dir: str | Path, *, has_ended: bool = False) -> Path:
         has_ended: the run's own last work, before its status says that it is finished.
 
     Raises:
-        DataError: `run_dir` holds no run, or a file of it cannot be read.
+        DataError: `run_dir` holds no run, a file of it cannot be read, or the folder may not be written.
     """
     run = open_run(run_dir)
     path = run.path / "report.html"
     shown = overview(run)
     if has_ended:
         shown["state"]["state"] = "finished"
-    write_atomically(path, frozen_page({run.name: (run, shown)}))
+    try:
+        write_atomically(path, frozen_page({run.name: (run, shown)}))
+    except PermissionError as error:
+        advice = "look at it with `reinforce-rl board`, or copy the folder to one of your own"
+        raise DataError(f"{path} cannot be written: {error.strerror}; {advice}") from error
     return path
 
 

@@ -328,3 +328,13 @@ def test_the_page_of_a_reward_model(tmp_path):
 def test_the_package_imports_without_wandb():
     code = "import sys; sys.modules['wandb'] = None; import reinforce_rl.monitoring.run"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_folder_that_is_not_ones_own_is_one_sentence(tmp_path, monkeypatch):
+    def refused(path, content):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    make_run(tmp_path, 2)
+    monkeypatch.setattr("reinforce_rl.monitoring.report.write_atomically", refused)
+    with pytest.raises(DataError, match=r"report\.html cannot be written: Permission denied; .*board"):
+        write_report(tmp_path)
