@@ -23,13 +23,13 @@ from reinforce_rl.algorithm.loss import Denominators
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.config.parallelism import Layout
 from reinforce_rl.data.batches import (
-    FINISH_LENGTH,
     Completions,
     Prompt,
     ReinforceBatch,
     RolloutBatch,
     join_prompts_and_responses,
 )
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture

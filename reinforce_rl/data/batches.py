@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from reinforce_rl.data.finish_reasons import FINISH_LENGTH as FINISH_LENGTH
 from reinforce_rl.data.finish_reasons import FINISH_OUTSIDE, FINISH_STOP
 
 # Tensors of a `RolloutBatch`: of shape [N]; of shape [N, T], or None.

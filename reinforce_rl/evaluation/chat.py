@@ -18,8 +18,9 @@ from rich.text import Text
 
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.engines import ENGINES
-from reinforce_rl.data.batches import FINISH_LENGTH, Completions, Prompt
+from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.data.conversation import Conversation
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH
 from reinforce_rl.data.rendering import DEFAULT_OPTIONS, ChatRenderer, TemplateOptions
 from reinforce_rl.data.tokenizer import decode_all, encode_plain, load_tokenizer
 from reinforce_rl.errors import DataError, ReinforceError, RewardServerError

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from reinforce_rl.data.batches import FINISH_LENGTH, Completions, Prompt
+from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH
 from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.generation.native.sampling import sample_seeds
 

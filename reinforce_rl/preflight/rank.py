@@ -245,7 +245,8 @@ class RankRun:
     def _rollouts(self, count: int) -> RolloutBatch:
         import torch
 
-        from reinforce_rl.data.batches import FINISH_LENGTH, RolloutBatch
+        from reinforce_rl.data.batches import RolloutBatch
+        from reinforce_rl.data.finish_reasons import FINISH_LENGTH
 
         case, number = self._case, torch.arange(count)
         zeros = torch.zeros((count, case.response_tokens))

@@ -23,7 +23,6 @@ _MAX_BYTES = 1 << 20  # of status.json
 RESULTS_FILE = "results.json"  # of `eval`, beside the folders of its models
 # Of a reader only: lost, its process ended without a word; evaluation (of `eval`) and unknown, no status.json.
 State = Literal["running", "finished", "stopped", "interrupted", "failed", "lost", "evaluation", "unknown"]
-_MAX_BYTES = 1 << 20  # of status.json
 _MAX_NUMBER = 1 << 53  # JSON's numbers in a browser are exact up to here
 _MAX_PID = (1 << 31) - 1
 _STATES: dict[int, State] = {

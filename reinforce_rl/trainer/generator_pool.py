@@ -74,7 +74,7 @@ class GeneratorPool:
         self._again: set[int] | None = None  # while `take` waits: works that were given again before
         self._dropped = 0  # since then
         self._failure: ReinforceError | None = None  # of a generator that cannot go on
-        self._know_the_end = set[int]()  # ranks that have read that the run has ended
+        self._informed_of_end = set[int]()  # ranks that have read that the run has ended
         self._newest = 0  # version of the weights that generators were sent
 
     def submit(self, work: Iterable[Work]) -> None:
@@ -207,7 +207,7 @@ class GeneratorPool:
         with self._changed:
             while time.monotonic() < deadline:
                 peers = list(self._links.peers.values())
-                if all(peer.closed or peer.rank in self._know_the_end for peer in peers):
+                if all(peer.closed or peer.rank in self._informed_of_end for peer in peers):
                     return
                 self._changed.wait(_POLL_SECONDS)
 
@@ -219,8 +219,11 @@ class GeneratorPool:
                 self._changed.notify_all()
         except BadMessageError as error:
             with self._changed:
-                self._failure = GenerationError(f"rank {rank}, which generates, sent an invalid message: {error}")
+                self._refuse_message(rank, f"sent an invalid message: {error}")
                 self._changed.notify_all()
+
+    def _refuse_message(self, rank: int, why: str) -> None:
+        self._failure = GenerationError(f"rank {rank}, which generates, {why}")
 
     def _take_message(self, rank: int, message: Message) -> None:
         if isinstance(message, WorkRequest):
@@ -237,7 +240,7 @@ class GeneratorPool:
         elif isinstance(message, GeneratorFailed):
             self._failure = message.failure
         elif isinstance(message, EndReceived):
-            self._know_the_end.add(rank)
+            self._informed_of_end.add(rank)
         else:
             raise BadMessageError(f"{type(message).__name__} is of the trainers")
 

@@ -20,7 +20,8 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from reinforce_rl import errors
-from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP, Completions
+from reinforce_rl.data.batches import Completions
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.trainer.messages import (

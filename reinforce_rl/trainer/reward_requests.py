@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from reinforce_rl.data.batches import (
-    FINISH_OUTSIDE,
-    FINISH_STOP,
     Completions,
     Prompt,
     RolloutBatch,
     join_prompts_and_responses,
 )
+from reinforce_rl.data.finish_reasons import FINISH_OUTSIDE, FINISH_STOP
 from reinforce_rl.data.tokenizer import decode_all, pad_id_of
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards.base import (

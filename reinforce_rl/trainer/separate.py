@@ -31,7 +31,7 @@ from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.disaggregated import Generators, Ticket
 from reinforce_rl.trainer.generator_pool import GeneratorPool
-from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
+from reinforce_rl.trainer.message_codec import BadMessageError, encode
 from reinforce_rl.trainer.messages import (
     HELLO,
     RANKS,
@@ -305,19 +305,10 @@ class SeparatePool(GeneratorPool):
         self._changed.notify_all()
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
-        if bytes(parts[0]) == HELLO:
-            return
-        try:
-            message = decode(parts)
-            with self._changed:
-                self._take_message(rank, message)
-                self._changed.notify_all()
-        except BadMessageError as error:
-            with self._changed:
-                self._send_away(rank, f"sent an invalid message: {error}")
-                self._changed.notify_all()
+        if bytes(parts[0]) != HELLO:
+            super()._on_message(rank, parts)
 
-    def _send_away(self, rank: int, why: str) -> None:
+    def _refuse_message(self, rank: int, why: str) -> None:
         generator = self._generators.get(rank // RANKS)
         if generator is not None:
             self._drop(generator, why, dismiss=True)
@@ -330,7 +321,7 @@ class SeparatePool(GeneratorPool):
         if isinstance(message, Arrival):
             self._arrive(rank, message)
         elif isinstance(message, EndReceived):
-            self._know_the_end.add(rank)
+            self._informed_of_end.add(rank)
         elif one is None:
             self._links.send(rank, *encode(Dismissed("the trainers have taken it for lost")))
         elif isinstance(message, WorkRequest):

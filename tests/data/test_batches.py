@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reinforce_rl.data.batches import (
-    FINISH_LENGTH,
-    FINISH_STOP,
     Completions,
     Prompt,
     ReinforceBatch,
@@ -21,6 +19,7 @@ from reinforce_rl.data.batches import (
     join_rollouts,
     length_mask,
 )
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 
 PAD = 99
 sizes = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=6)

@@ -18,7 +18,8 @@ from helpers.models import tiny_llama_folder
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from rich.console import Console
 
-from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Completions
+from reinforce_rl.data.batches import Completions
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.data.jsonl import LineFaults
 from reinforce_rl.data.readers import read_records
 from reinforce_rl.data.tokenizer import load_tokenizer

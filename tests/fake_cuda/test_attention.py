@@ -15,7 +15,8 @@ from helpers.public_configs import LLAMA_3_1_8B
 
 from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import Denominators, LossSettings
-from reinforce_rl.data.batches import FINISH_LENGTH, ReinforceBatch, RolloutBatch
+from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture

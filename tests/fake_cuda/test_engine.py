@@ -22,7 +22,8 @@ from torch import Tensor
 
 from reinforce_rl.config.engines import EngineConfig, TensorRTLLMConfig, VLLMConfig
 from reinforce_rl.config.load import load_config
-from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Prompt
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.engine import Answer, EngineArguments, Request, buckets, process

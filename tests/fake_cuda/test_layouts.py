@@ -15,7 +15,8 @@ from helpers.policies import megatron_model, random_tokens
 from helpers.trainable import CASES, NAMES, PAD_ID, examples_of, model_of, take_gradient
 
 from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
-from reinforce_rl.data.batches import FINISH_LENGTH, Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator

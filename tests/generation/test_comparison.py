@@ -14,7 +14,8 @@ from helpers.models import tiny_llama_folder
 from helpers.policies import LayersOfTransformers
 from typer.main import get_command
 
-from reinforce_rl.data.batches import FINISH_STOP, Completions, Prompt
+from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.data.finish_reasons import FINISH_STOP
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.engine import generator as engine_generator
 from reinforce_rl.generation.native.generator import NativeGenerator

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Prompt
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.generation.base import PartialResponse, SamplingParams
 from reinforce_rl.generation.engine import TAKEN_BACK, Answer, EngineSampling, Request
 from reinforce_rl.generation.engine.host import RequestsUnderway

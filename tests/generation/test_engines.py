@@ -14,7 +14,7 @@ from helpers.engine_fake import install_fake
 from helpers.vllm_engine import NUM_SAMPLES, PARAMS, PROMPTS, draw, generator_of, vllm_model, vllm_overrides
 from helpers.weight_updates import PlannedUpdates
 
-from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.errors import GenerationError
 from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.generation.engine import Answer, process

@@ -29,7 +29,8 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 from safetensors.torch import load_file
 
 from reinforce_rl.config.load import load_config
-from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP, Prompt
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError, GenerationError
 from reinforce_rl.generation.base import SamplingParams

@@ -21,7 +21,8 @@ from helpers.watched_vllm import watched
 from helpers.weight_updates import Action, PlannedUpdates, Versions
 
 from reinforce_rl.config.load import load_config
-from reinforce_rl.data.batches import FINISH_LENGTH, Prompt
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.generation.base import PartialResponse, SamplingParams
 from reinforce_rl.generation.engine import process

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.algorithm.rewards import RunningMoments
-from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, ReinforceBatch, RolloutBatch
+from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.megatron.optimizer import OptimizerUpdate
 from reinforce_rl.monitoring.loggers import Loggers
 from reinforce_rl.monitoring.metrics import (

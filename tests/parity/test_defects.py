@@ -37,7 +37,8 @@ from helpers.toy_server import ToyServer, wait_for
 
 from reinforce_rl.config.load import load_config
 from reinforce_rl.config.rules import Allocation
-from reinforce_rl.data.batches import FINISH_STOP, Prompt
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.finish_reasons import FINISH_STOP
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer

@@ -15,8 +15,9 @@ from helpers.models import smollm2_folder
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
 from reinforce_rl.config.reward_model import FullConfig, PairFieldsConfig, PairsConfig, TrainRewardModelConfig
-from reinforce_rl.data.batches import FINISH_STOP, Completions, join_prompts_and_responses
+from reinforce_rl.data.batches import Completions, join_prompts_and_responses
 from reinforce_rl.data.conversation import Conversation
+from reinforce_rl.data.finish_reasons import FINISH_STOP
 from reinforce_rl.data.prompts import PromptDataset
 from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.tokenizer import load_tokenizer

@@ -29,7 +29,8 @@ from helpers.tiny_run import (
 )
 
 from reinforce_rl.config.rules import Allocation
-from reinforce_rl.data.batches import FINISH_STOP, Completions, Prompt, ReinforceBatch
+from reinforce_rl.data.batches import Completions, Prompt, ReinforceBatch
+from reinforce_rl.data.finish_reasons import FINISH_STOP
 from reinforce_rl.errors import RewardServerError, StoppedEarly, TooManyFailedRewardsError
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.rewards.base import STATUS_INTERNAL, RewardRequest, Rewards

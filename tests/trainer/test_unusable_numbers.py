@@ -13,7 +13,8 @@ from helpers.tiny_run import metrics_of, odd_share, run, tiny_config, tiny_train
 from helpers.trainer_processes import TrainerProcesses
 from safetensors.torch import load_file
 
-from reinforce_rl.data.batches import FINISH_STOP, Completions
+from reinforce_rl.data.batches import Completions
+from reinforce_rl.data.finish_reasons import FINISH_STOP
 from reinforce_rl.errors import EXIT_DIVERGED, DivergedError, RewardServerError, TooManyFailedRewardsError
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.runtime.status import read_status

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from reinforce_rl.config.engines import EngineConfig
-from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Completions, Prompt
+from reinforce_rl.data.batches import Completions, Prompt
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.data.tokenizer import decode_all, pad_id_of
 from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
 from reinforce_rl.generation.base import PartialResponse, SamplingParams, WeightUpdates, check_lengths

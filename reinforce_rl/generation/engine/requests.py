@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Prompt
+from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.generation.base import PartialResponse, SamplingParams
 from reinforce_rl.generation.engine import Answer, EngineSampling, Request
 from reinforce_rl.generation.native.sampling import sample_seeds

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reinforce_rl.data.batches import FINISH_LENGTH, FINISH_STOP, Completions
+from reinforce_rl.data.batches import Completions
+from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.data.tokenizer import decode_all, pad_id_of
 from reinforce_rl.generation.base import PartialResponse, SamplingParams, WeightUpdates
 from reinforce_rl.generation.native.sampling import (
