@@ -18,7 +18,6 @@ from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, LostRankError, Reinfor
 from reinforce_rl.utils.control_characters import shown_streams
 from reinforce_rl.utils.files import UNWRITABLE, write_fault
 from reinforce_rl.utils.process import PACKAGE_PARENT, RUN_MODULE
-from reinforce_rl.utils.untrusted_files import UnreadableFileError
 
 _command = ""  # "train" in `reinforce-rl train`; empty in a script
 
@@ -111,8 +110,6 @@ def plain_errors() -> Iterator[None]:
             _end(error.exit_code)  # a thread in a collective with the lost rank would abort Python's shutdown
         except ReinforceError as error:
             fail(str(error), error.exit_code)
-        except UnreadableFileError as error:
-            fail(str(error))
         except OSError as error:
             if isinstance(error, BrokenPipeError) and _nobody_reads():
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python fails once more when it flushes at its end

@@ -37,15 +37,16 @@ from reinforce_rl.errors import DataError, ReinforceError
 from reinforce_rl.monitoring.columns import checked_line
 from reinforce_rl.monitoring.compare import tables
 from reinforce_rl.monitoring.loggers import METRICS_FILE
+from reinforce_rl.monitoring.metrics_file import parse_line
 from reinforce_rl.monitoring.records import Kind
 from reinforce_rl.monitoring.report import overview
-from reinforce_rl.monitoring.run_folder import RunFolder, parse_line, runs_below
+from reinforce_rl.monitoring.run_folder import RunFolder, runs_below
 from reinforce_rl.monitoring.view import MAX_ROWS, PAGE, plotly, render, token_values
 from reinforce_rl.runtime.settings import HISTORY_FILE
 from reinforce_rl.runtime.status import STATUS_FILE, run_status
 from reinforce_rl.utils.files import plain_number
 from reinforce_rl.utils.net import Address, listen
-from reinforce_rl.utils.untrusted_files import open_regular
+from reinforce_rl.utils.untrusted_files import leads_out, open_regular
 
 _OPEN_RUNS = 32  # whose metrics are held in memory
 _OPEN_VALUES = 30_000_000  # of all of them together, 12 bytes each
@@ -234,10 +235,9 @@ class Board:
             return run
 
     def _check_inside(self, path: Path) -> None:
-        target = path.resolve()
-        if not target.is_relative_to(self._folder.resolve()):
+        if leads_out(path, self._folder):
             advice = "start the dashboard on the folder that it leads to"
-            raise DataError(f"{path} is a link to {target}, outside of {self._folder}; {advice}")
+            raise DataError(f"{path} is a link to {path.resolve()}, outside of {self._folder}; {advice}")
 
     def _runs(self, request: web.Request) -> dict[str, Any]:
         found = []

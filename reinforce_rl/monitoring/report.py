@@ -19,7 +19,7 @@ from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
 from reinforce_rl.monitoring.sentinel import GAP_LIMITS
 from reinforce_rl.monitoring.view import curves, frozen_page
 from reinforce_rl.utils.files import write_atomically
-from reinforce_rl.utils.untrusted_files import UnreadableFileError, parse_json, read_bounded
+from reinforce_rl.utils.untrusted_files import check_regular, read_json
 
 EVALUATION_FILE = "evaluation.json"  # the best one of reward-model training
 _ENDED = "fraction_of_samples_properly_ended"
@@ -156,7 +156,7 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
             ],
         }
         observed = {"x": [100 * b["predicted"] for b in bins], "y": [b["observed"] for b in bins]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is no evaluation ({error!r}); remove it, or start the run again") from error
     figure = {
         "title": "Predicted and observed",
@@ -173,7 +173,7 @@ def _gap_tables(run: RunFolder) -> list[dict[str, Any]]:
     """Return the tokens of the last step that trainer and generator see most differently."""
     step, path = max(run.files().items(), default=(0, Path()))
     if step:
-        run.check(path)
+        check_regular(path, within=run.within)
     tokens = worst_tokens(path, above=GAP_LIMITS["generator_gap"]) if path.suffix == ".parquet" else []
     shown = {
         "title": f"Step {step}: tokens with the largest gap",
@@ -185,10 +185,7 @@ def _gap_tables(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _read_table(run: RunFolder, path: Path) -> Any:
-    try:
-        return parse_json(read_bounded(path, max_bytes=_MAX_TABLE_BYTES, within=run.within))
-    except UnreadableFileError as error:
-        raise DataError(str(error)) from error
+    return read_json(path, max_bytes=_MAX_TABLE_BYTES, within=run.within)
 
 
 def _profile_tables(run: RunFolder) -> list[dict[str, Any]]:
@@ -209,7 +206,7 @@ def _profile_tables(run: RunFolder) -> list[dict[str, Any]]:
             }
             for step in _read_table(run, path)["steps"][-_PROFILES:]
         ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is no profile's table ({error!r}); remove it, and profile again") from error
 
 

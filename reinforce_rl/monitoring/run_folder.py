@@ -7,33 +7,28 @@ import math
 import os
 import statistics
 import time
-import zlib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring.columns import MetricColumns, checked_line
+from reinforce_rl.monitoring.columns import MetricColumns
 from reinforce_rl.monitoring.loggers import METRICS_FILE
+from reinforce_rl.monitoring.metrics_file import MetricsFile
 from reinforce_rl.monitoring.records import Kind, RolloutRow, SampleTokens, read_rows, read_tokens, rollout_files
 from reinforce_rl.monitoring.sentinel import STRAGGLER_FACTOR, Alert, Sentinel
 from reinforce_rl.runtime.settings import Setting, read_tree, set_keys, settings_of
 from reinforce_rl.runtime.status import STATUS_FILE, Status, run_status
 from reinforce_rl.utils.files import json_line
-from reinforce_rl.utils.untrusted_files import UnreadableFileError, check_regular, open_regular, parse_json
+from reinforce_rl.utils.untrusted_files import check_regular, leads_out
 
-_TAIL = 4096  # bytes before the end of what was read that must be unchanged; each line holds its time
 _NAMED_RUNS = 3  # in a message
 _KEPT_SAMPLES = 8  # sample files held in memory
-_CHUNK = 1 << 18  # bytes of metrics.jsonl that are read at once
-_MAX_LINE = 1 << 20  # bytes
-_MAX_LINE_DEPTH = 20
-_KEY_VALUES = 100  # values that take as much memory as a metric's name
 _JUDGED_LINES = 64  # that the sentinel reads between two looks at the clock
 _SETTLED_SECONDS = 2.0  # after which a folder's time of change tells of every later change
 
@@ -62,92 +57,40 @@ class RunFolder:
             raise DataError(f"{path}: no such folder; expected the folder of a run")
         self.name = self.path.resolve().name
         self.within = self.path if within is None else within
-        self._max_values = max_values
+        self._file = MetricsFile(self.path / METRICS_FILE, self.within, max_values)
         self._read_samples = functools.lru_cache(_KEPT_SAMPLES)(lambda path, _changed: read_rows(path))
         self._files: dict[Kind, tuple[int, dict[int, Path]]] = {}
-        self._begin()
+        self._begin_judging(())
 
-    def _begin(self) -> None:
-        """Forget what was read of metrics.jsonl."""
-        self.metrics = MetricColumns()
-        self._is_read = False
-        self._inode = -1
-        self._size = 0  # of the file when it was last read
-        self._end = 0  # bytes that were read
-        self._checksum = 0
-        self._rules: tuple[Any, ...] = ()
-        self._sentinel = Sentinel()
+    def _begin_judging(self, rules: tuple[Any, ...], sentinel: Sentinel | None = None) -> None:
+        self._rules = rules
+        self._sentinel = sentinel or Sentinel()
         self._judged = 0  # lines
 
+    @property
+    def metrics(self) -> MetricColumns:
+        """Return the metrics as of the last `refresh`."""
+        return self._file.columns
+
     def refresh(self, seconds: float = math.inf) -> bool:
-        """Read what was added to metrics.jsonl since the last call; all of it if it was rewritten since.
-
-        Returns False if there is more to read after `seconds`.
-        """
-        deadline = time.monotonic() + seconds
-        path = self.path / METRICS_FILE
+        """Read what was added to metrics.jsonl, as `MetricsFile.refresh`."""
+        before = self.metrics
         try:
-            file = open_regular(path, within=self.within)
-        except FileNotFoundError:
-            self._begin()
-            return True
-        except UnreadableFileError as error:
-            raise DataError(str(error)) from error
-        with file:
-            found = os.fstat(file.fileno())
-            # A resumed run drops later lines, and may write others of the same size.
-            if found.st_ino != self._inode or _checksum(file, self._end) != self._checksum:
-                self._begin()
-                self._inode = found.st_ino
-            self._size = found.st_size
-            while self._read_chunk(file, path):
-                self._is_read = True
-                if time.monotonic() > deadline:
-                    return False
-            self._is_read = True
-        return True
-
-    def _read_chunk(self, file: BinaryIO, path: Path) -> bool:
-        """Read some whole lines; return False if there is none yet."""
-        file.seek(self._end)
-        data = file.read(_CHUNK)
-        if len(data) == _CHUNK and b"\n" not in data:
-            data += file.read(_MAX_LINE - _CHUNK)
-        size = data.rfind(b"\n") + 1
-        number = len(self.metrics)
-        if not size and len(data) >= _MAX_LINE:
-            raise DataError(f"{path}, line {number + 1}: more than {_MAX_LINE} bytes; take the line away")
-        lines = []
-        # A half-written line is read next time.
-        for line in data[:size].split(b"\n")[:-1]:
-            number += 1
-            try:
-                lines.append(checked_line(parse_line(line)))
-            except ValueError as error:
-                advice = "restore the file, or delete that line to go on without it"
-                raise DataError(f"{path}, line {number}: {error}; {advice}") from error
-        for step, values in lines:
-            self.metrics.add(step, values)
-        taken = self.metrics.num_values + _KEY_VALUES * len(self.metrics.names())
-        if self._max_values is not None and taken > self._max_values:
-            raise DataError(
-                f"{path}: more than the {self._max_values} values that the dashboard holds of a run; "
-                "`reinforce-rl report` has no such bound"
-            )
-        self._end += size
-        self._checksum = _checksum(file, self._end)
-        return size > 0
+            return self._file.refresh(seconds)
+        finally:
+            if self.metrics is not before:
+                self._begin_judging(())
 
     @property
     def stamp(self) -> tuple[int, ...]:
         """Return what changes as more of metrics.jsonl is read, or read by the sentinel."""
-        return self._inode, self._end, self._judged
+        return *self._file.stamp, self._judged
 
     @property
     def progress(self) -> str:
         """Say what is still to be read; "" for nothing."""
-        if self._size > self._end + _MAX_LINE:
-            return f"{self._end / self._size:.0%} of {METRICS_FILE} has been read so far"
+        if self._file.share_read < 1.0:
+            return f"{self._file.share_read:.0%} of {METRICS_FILE} has been read so far"
         if self._judged < len(self.metrics):
             return f"alerts are known of {self._judged} of {len(self.metrics)} lines so far"
         return ""
@@ -162,7 +105,7 @@ class RunFolder:
         return sorted(self.metrics.lines(0, len(self.metrics)), key=lambda line: line["step"])
 
     def _read_once(self) -> None:
-        if not self._is_read:
+        if not self._file.is_read:
             self.refresh()
 
     def metric_names(self) -> list[str]:
@@ -194,7 +137,7 @@ class RunFolder:
     def files(self, kind: Kind = "rollouts") -> dict[int, Path]:
         """Return the sample files by step, ascending; the folder is listed again only if it has changed."""
         folder = self.path / kind
-        if not folder.resolve().is_relative_to(self.within.resolve()):
+        if leads_out(folder, self.within):
             raise DataError(f"{folder} is a link that leads out of {self.within}; expected a folder inside")
         try:
             changed = folder.stat().st_mtime_ns
@@ -207,14 +150,6 @@ class RunFolder:
         if time.time() - changed / 1e9 > _SETTLED_SECONDS:
             self._files[kind] = (changed, files)
         return files
-
-    def check(self, file: Path) -> Path:
-        """Return a sample file; DataError if it is no regular file in the folder."""
-        try:
-            check_regular(file, within=self.within)
-        except UnreadableFileError as error:
-            raise DataError(str(error)) from error
-        return file
 
     def kinds(self) -> dict[Kind, list[int]]:
         """Return the steps of each kind of samples that there are."""
@@ -230,7 +165,8 @@ class RunFolder:
         if step not in files:
             known = f"the steps are {min(files)} to {max(files)}, {len(files)} in all" if files else "there are none"
             raise DataError(f"{self.path / kind}: no samples of step {step}; {known}")
-        file = self.check(files[step])
+        file = files[step]
+        check_regular(file, within=self.within)
         return self._read_samples(file, file.stat().st_mtime_ns)
 
     def tokens(
@@ -279,9 +215,7 @@ class RunFolder:
         rules = {key.rpartition(".")[2]: found for key, found in settings.items() if key.startswith("sentinel.rules.")}
         factor = settings.get("trainer.straggler_factor", STRAGGLER_FACTOR)
         if self._rules != (rules, factor):
-            self._rules = (rules, factor)
-            self._sentinel = Sentinel(rules, factor)
-            self._judged = 0
+            self._begin_judging((rules, factor), Sentinel(rules, factor))
         while self._judged < len(self.metrics):
             if time.monotonic() > deadline:
                 return False
@@ -317,13 +251,13 @@ def open_run(path: str | Path) -> RunFolder:
 def runs_below(folder: str | Path, depth: int = 3) -> list[Path]:
     """Return the folders of runs in `folder`, itself included, at most `depth` levels down, by path.
 
-    Links that lead out of `folder` are returned as they are, since what is behind them is not looked at.
+    A link that leads out of `folder` is returned and not followed.
     """
-    return _runs_below(Path(folder), depth, Path(folder).resolve())
+    return _runs_below(Path(folder), depth, Path(folder))
 
 
 def _runs_below(folder: Path, depth: int, root: Path) -> list[Path]:
-    if folder.is_symlink() and not folder.resolve().is_relative_to(root):
+    if folder.is_symlink() and leads_out(folder, root):
         return [folder]
     # Not is_file: the reader says what is wrong with a file of another kind.
     if os.path.lexists(folder / METRICS_FILE) or os.path.lexists(folder / STATUS_FILE):
@@ -339,17 +273,3 @@ def mean(values: Iterable[float]) -> float:
     """Return the mean of the finite values; NaN without any."""
     finite = [float(value) for value in values if math.isfinite(value)]
     return statistics.fmean(finite) if finite else math.nan
-
-
-def _checksum(file: BinaryIO, end: int) -> int:
-    """Return a checksum of the bytes before `end`: a resumed run rewrites its file, perhaps to the same size."""
-    file.seek(max(0, end - _TAIL))
-    return zlib.crc32(file.read(min(end, _TAIL)))
-
-
-def parse_line(line: bytes) -> Any:
-    """Parse a line of metrics.jsonl. Raises ValueError if it is not JSON, or nested."""
-    try:
-        return parse_json(line, max_depth=_MAX_LINE_DEPTH)
-    except ValueError as error:
-        raise ValueError(f"not valid JSON ({str(error)[:200]})") from error

@@ -25,7 +25,7 @@ from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.runtime.status import read_status, saved_step
 from reinforce_rl.runtime.stored_config import parse_stored, read_stored
 from reinforce_rl.utils.files import parse_json_lines, write_atomically, write_json_lines
-from reinforce_rl.utils.untrusted_files import UnreadableFileError, check_regular, read_bounded
+from reinforce_rl.utils.untrusted_files import read_bounded
 
 HISTORY_FILE, CONFIG_FILE = "config_history.jsonl", "config.yaml"
 _MAX_HISTORY_BYTES = 64 << 20
@@ -208,17 +208,11 @@ def _history(folder: Path, step: int, within: Path | None = None) -> list[dict[s
     path, config = folder / HISTORY_FILE, folder / CONFIG_FILE
     within = within or folder
     lines = []
-    try:
-        if path.exists():
-            data = read_bounded(path, max_bytes=_MAX_HISTORY_BYTES, within=within)
-            lines = parse_json_lines(path, data)
-        if not lines and config.exists():  # a run from before config_history.jsonl existed
-            check_regular(config, within=within)
-            path, lines = config, [{"step": 0, "config": read_stored(config)}]
-    except UnreadableFileError as error:
-        raise DataError(str(error)) from error
-    except RecursionError as error:
-        raise DataError(f"{path}: nested too deep; restore the file") from error
+    if path.exists():
+        data = read_bounded(path, max_bytes=_MAX_HISTORY_BYTES, within=within)
+        lines = parse_json_lines(path, data)
+    if not lines and config.exists():  # a run from before config_history.jsonl existed
+        path, lines = config, [{"step": 0, "config": read_stored(config)}]
     for number, line in enumerate(lines, 1):
         place = path if path == config else f"{path}, line {number}"
         if not (isinstance(line.get("step"), int) and isinstance(line.get("config"), str)):

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.utils.untrusted_files import UnreadableFileError, read_bounded
+from reinforce_rl.utils.untrusted_files import read_bounded
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_CONFIG_DEPTH = 32
@@ -26,8 +26,6 @@ def read_stored(path: Path) -> str:
         data = read_bounded(path, max_bytes=MAX_CONFIG_BYTES, within=path.parent)
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file; expected the configuration of a run") from error
-    except UnreadableFileError as error:
-        raise DataError(str(error)) from error
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.utils.untrusted_files import UnreadableFileError, parse_json, read_bounded
+from reinforce_rl.utils.untrusted_files import parse_json, read_bounded
 
 # A disk, a quota or the limit of a file's size is used up.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -206,11 +206,7 @@ def read_json_lines(path: Path, *, within: Path | None = None) -> list[dict[str,
 
     Raises DataError if a complete line is not a JSON object, or the file is none that `open_regular` opens.
     """
-    try:
-        data = read_bounded(path, max_bytes=_MAX_LINES_BYTES, within=within)
-    except UnreadableFileError as error:
-        raise DataError(str(error)) from error
-    return parse_json_lines(path, data)
+    return parse_json_lines(path, read_bounded(path, max_bytes=_MAX_LINES_BYTES, within=within))
 
 
 def parse_json_lines(path: Path, data: bytes) -> list[dict[str, Any]]:

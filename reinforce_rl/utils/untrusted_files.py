@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from reinforce_rl.errors import DataError
+
 MAX_JSON_BYTES = 64 << 20  # of a file that is one JSON value
 MAX_JSON_DEPTH = 100
 _MAX_DIGITS = 40  # of an integer
@@ -24,7 +26,7 @@ _KINDS = {
 }
 
 
-class UnreadableFileError(OSError):
+class UnreadableFileError(DataError, OSError):
     """A path cannot be read safely. The message is a sentence: the path, what it is, and what was expected."""
 
 
@@ -171,6 +173,11 @@ def _check(path: Path, mode: int, within: Path | None) -> None:
         if path.is_symlink():
             kind = f"a link to {path.resolve()}, {kind}"
         raise UnreadableFileError(f"{path} is {kind}; expected a regular file")
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Tell whether a path lies outside of a folder once links are followed."""
+    return not path.resolve().is_relative_to(folder.resolve())
 
 
 def _check_inside(path: Path, target: Path, within: Path) -> None:

@@ -54,6 +54,9 @@ class Bait:
         return f"echo ran >> {self.marker}"
 
 
+Trap = Callable[[Path, Bait], object]
+
+
 class _RunsWhenLoaded:
     def __init__(self, command: str) -> None:
         self.command = command
@@ -184,7 +187,7 @@ FILES = (
 )
 
 
-def _replace_files(make: Callable[[Path, Bait], object]) -> Callable[[Path, Bait], object]:
+def _replace_files(make: Trap) -> Trap:
     def trap(run: Path, bait: Bait) -> None:
         for name in FILES:
             path = run / name
@@ -227,14 +230,31 @@ many_digits = _replace_files(
 )
 no_text = _replace_files(lambda path, bait: path.write_bytes(bytes(range(256)) * 100))
 
-RUN_TRAPS: dict[str, Callable[[Path, Bait], object]] = {
-    trap_name: globals()[trap_name]
-    for trap_name in (
-        *("code_beside_it", "named_function", "named_shipped_function", "named_library_function", "named_server"),
-        *("named_engine", "named_generator", "resolvers", "yaml_tags", "pickles", "huge_numbers"),
-        *("terminal_controls", "fifos", "sockets", "devices", "terminals", "links_outside", "circles", "folders"),
-        *("deep", "deep_objects", "odd_values", "many_digits", "no_text"),
-    )
+RUN_TRAPS: dict[str, Trap] = {
+    "code_beside_it": code_beside_it,
+    "named_function": named_function,
+    "named_shipped_function": named_shipped_function,
+    "named_library_function": named_library_function,
+    "named_server": named_server,
+    "named_engine": named_engine,
+    "named_generator": named_generator,
+    "resolvers": resolvers,
+    "yaml_tags": yaml_tags,
+    "pickles": pickles,
+    "huge_numbers": huge_numbers,
+    "terminal_controls": terminal_controls,
+    "fifos": fifos,
+    "sockets": sockets,
+    "devices": devices,
+    "terminals": terminals,
+    "links_outside": links_outside,
+    "circles": circles,
+    "folders": folders,
+    "deep": deep,
+    "deep_objects": deep_objects,
+    "odd_values": odd_values,
+    "many_digits": many_digits,
+    "no_text": no_text,
 }
 
 
@@ -346,30 +366,37 @@ def index_leads_out(model: Path, bait: Bait) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
 
 
-MODEL_TRAPS: dict[str, Callable[[Path, Bait], object]] = {
-    trap_name: globals()[trap_name]
-    for trap_name in (
-        *("model_code", "model_code_alone", "pickled_weights", "template_breaks_out", "template_reads_files"),
-        *("template_without_end", "model_fifo", "model_device", "model_deep", "index_leads_out"),
-    )
+MODEL_TRAPS: dict[str, Trap] = {
+    "model_code": model_code,
+    "model_code_alone": model_code_alone,
+    "pickled_weights": pickled_weights,
+    "template_breaks_out": template_breaks_out,
+    "template_reads_files": template_reads_files,
+    "template_without_end": template_without_end,
+    "model_fifo": model_fifo,
+    "model_device": model_device,
+    "model_deep": model_deep,
+    "index_leads_out": index_leads_out,
 }
+
+
+def _leave_alone(folder: Path, bait: Bait) -> None:
+    """The trap of a good folder."""
+
+
+def _copy_with_trap(source: Path, target: Path, trap: Trap, bait: Bait) -> Path:
+    shutil.copytree(source, target)
+    trap(target, bait)
+    return target
 
 
 def make_traps(target: Path, run: Path, model: Path, bait: Bait) -> dict[str, Path]:
     """Copy a run and a model once for each trap below `target`, and `good` ones; return the folders by name."""
     folders: dict[str, Path] = {}
-    for trap_name, trap in {"good": None, **RUN_TRAPS}.items():
-        folder = target / "runs" / trap_name
-        shutil.copytree(run, folder)
-        if trap is not None:
-            trap(folder, bait)
-        folders[trap_name] = folder
-    for trap_name, trap in {"good_model": None, **MODEL_TRAPS}.items():
-        folder = target / "models" / trap_name
-        shutil.copytree(model, folder)
-        if trap is not None:
-            trap(folder, bait)
-        folders[trap_name] = folder
+    for name, trap in {"good": _leave_alone, **RUN_TRAPS}.items():
+        folders[name] = _copy_with_trap(run, target / "runs" / name, trap, bait)
+    for name, trap in {"good_model": _leave_alone, **MODEL_TRAPS}.items():
+        folders[name] = _copy_with_trap(model, target / "models" / name, trap, bait)
     return folders
 
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring import run_folder
+from reinforce_rl.monitoring import metrics_file
 from reinforce_rl.monitoring.compare import compare
 from reinforce_rl.monitoring.loggers import JsonlLogger
 from reinforce_rl.monitoring.records import RolloutRow
@@ -57,8 +57,8 @@ def test_cut_anywhere_only_the_new_lines_are_read(tmp_path, monkeypatch):
     log(tmp_path, range(1, 30))
     path, read = tmp_path / "metrics.jsonl", []
     whole, run = path.read_bytes(), RunFolder(tmp_path)
-    parse = run_folder.parse_line
-    monkeypatch.setattr(run_folder, "parse_line", lambda line: read.append(1) or parse(line))
+    parse = metrics_file.parse_line
+    monkeypatch.setattr(metrics_file, "parse_line", lambda line: read.append(1) or parse(line))
     for end in [*sorted(random.Random(0).sample(range(len(whole)), 40)), len(whole)]:
         path.write_bytes(whole[:end])
         run.refresh()
