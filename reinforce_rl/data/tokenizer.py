@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.utils.untrusted_files import check_model_files
+from reinforce_rl.utils.untrusted_files import UnreadableFileError, check_model_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,7 +109,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a local Hugging Face folder, never from a hub.
 
     Raises:
-        ConfigError: the folder is missing or holds no tokenizer.
+        ConfigError: the folder is missing, holds no tokenizer, or a file that is no regular one of this folder.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -118,6 +118,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         raise ConfigError([f"tokenizer folder {folder} does not exist; expected a Hugging Face model folder"])
     try:
         check_model_files(folder)
+    except UnreadableFileError as error:
+        raise ConfigError([str(error)]) from error
+    try:
         try:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except ValueError as error:

@@ -85,3 +85,14 @@ def test_a_template_that_leaves_out_a_turn_is_a_fault(tmp_path: Path) -> None:
             renderer.prompt_text(Conversation(tuple(messages)))
     empty = Conversation(({"role": "system", "content": ""}, question))
     assert renderer.prompt_text(empty) == "system: \nuser: Hi\n"
+
+
+def test_a_link_out_of_the_folder_is_no_fault_of_the_tokenizer(tmp_path):
+    folder = write_tiny_tokenizer(tmp_path / "model")
+    weights = tmp_path / "weights"
+    weights.touch()
+    (folder / "model.safetensors").symlink_to(weights)
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(folder)
+    (fault,) = error.value.faults
+    assert fault.startswith(f"{folder / 'model.safetensors'} is a link to {weights}, outside of {folder}")
