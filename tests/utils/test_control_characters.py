@@ -44,7 +44,8 @@ def test_prints_logs_tracebacks_and_errors_are_shown(capsys):
         print(HOSTILE)
         handler = logging.StreamHandler()
         handler.emit(logging.LogRecord("x", logging.WARNING, "", 1, HOSTILE, (), None))
-        sys.excepthook(ValueError, ValueError(HOSTILE), None)
+        # Not sys.excepthook: torch.distributed sets another one for the rest of a process.
+        sys.__excepthook__(ValueError, ValueError(HOSTILE), None)
         raise ReinforceError(HOSTILE)
     output, errors = capsys.readouterr()
     assert output == f"{SHOWN}\n"
