@@ -1,11 +1,11 @@
-"""Data-parallel ranks as threads, for functions that take an all-reduce as an argument."""
+"""Data-parallel ranks as threads, for functions that take a collective as an argument."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,27 +14,32 @@ T = TypeVar("T")
 DEADLINE = 60.0  # seconds, after which a rank that waits for the others gives up
 
 
-def on_ranks(count: int, function: Callable[[int, Callable[[Tensor], Tensor]], T]) -> list[T]:
-    """Return `function(rank, total)` of each rank, where `total` sums over ranks.
+def gathering_ranks(count: int, function: Callable[[int, Callable[[Any], list[Any]]], T]) -> list[T]:
+    """Return `function(rank, gather)` of each rank, where `gather` returns the values of all ranks.
 
-    A call of `total` that a rank skips fails instead of hanging.
+    A call of `gather` that a rank skips fails instead of hanging.
     """
-    parts: list[Tensor] = [torch.zeros(0)] * count
+    parts: list[Any] = [None] * count
     barrier = threading.Barrier(count, timeout=DEADLINE)
 
     def run(rank: int) -> T:
-        def total(own: Tensor) -> Tensor:
-            parts[rank] = own
+        def gather(value: Any) -> list[Any]:
+            parts[rank] = value
             barrier.wait()
-            found = torch.stack(parts).sum(0)
+            gathered = list(parts)
             barrier.wait()
-            return found
+            return gathered
 
         try:
-            return function(rank, total)
+            return function(rank, gather)
         except Exception:
             barrier.abort()
             raise
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(run, range(count)))
+
+
+def on_ranks(count: int, function: Callable[[int, Callable[[Tensor], Tensor]], T]) -> list[T]:
+    """Return `function(rank, total)` of each rank, where `total` sums over ranks; as `gathering_ranks`."""
+    return gathering_ranks(count, lambda rank, gather: function(rank, lambda own: torch.stack(gather(own)).sum(0)))

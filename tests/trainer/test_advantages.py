@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
+from helpers.thread_ranks import gathering_ranks
 from torch import Tensor
 
 from reinforce_rl.config.actor import ReinforceConfig
@@ -111,20 +110,8 @@ def test_whitening_counts_the_samples_that_train_alone():
 @pytest.mark.parametrize("shares", [[[0, 1, 2], [3, 4, 5, 6]], [[0, 1, 2, 3, 4], [5, 6]], [[0, 1, 2], [], ALL[3:]]])
 def test_ranks_of_unequal_shares_have_their_own_rows(shares):
     """Groups lie on one rank each here; the mean of the batch is over all ranks."""
-    barrier = Barrier(len(shares), timeout=60)
-    parts: list[Any] = [None] * len(shares)
 
-    def gatherer(rank: int) -> Callable[[Any], list[Any]]:
-        def gather(own: Any) -> list[Any]:
-            parts[rank] = own
-            barrier.wait()
-            gathered = list(parts)
-            barrier.wait()
-            return gathered
-
-        return gather
-
-    def of_rank(rank: int) -> tuple[Tensor, Tensor]:
+    def of_rank(rank: int, gather: Callable[[Any], list[Any]]) -> tuple[Tensor, Tensor]:
         cfg = ReinforceConfig(initial_policy_kl_penalty=BETA, kl_estimator="k1", advantage_estimator="batch_mean")
         found = reinforce_batch(
             batch_of(shares[rank]),
@@ -132,14 +119,13 @@ def test_ranks_of_unequal_shares_have_their_own_rows(shares):
             PastSteps(cfg),
             step=1,
             max_length=8,
-            gather_over_ranks=gatherer(rank),
+            gather_over_ranks=gather,
             rank=rank,
         )
         first = found.advantages[:, 0] if len(shares[rank]) else torch.zeros(0)
         return first, found.rewards_with_kl
 
-    with ThreadPoolExecutor(len(shares)) as pool:
-        found = list(pool.map(of_rank, range(len(shares))))
+    found = gathering_ranks(len(shares), of_rank)
     whole = made(ALL, advantage_estimator="batch_mean")
     torch.testing.assert_close(torch.cat([one for one, _ in found]), whole.advantages[:, 0])
     torch.testing.assert_close(torch.cat([rewards for _, rewards in found]), whole.rewards_with_kl)

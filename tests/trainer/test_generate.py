@@ -137,36 +137,21 @@ class TestWorksInTheirOrder:
         assert_drawn_with(rank.results[0], 2, 2, 2, 2)
         assert rank._staged == {}, "older ones are never asked for again"
 
-    def test_a_work_waits_for_weights_that_are_on_their_way(self, monkeypatch):
+    @pytest.mark.parametrize(("there", "wanted"), [({}, 1), ({1: 1}, 2)], ids=["none", "older ones"])
+    def test_a_work_waits_for_its_weights_whatever_is_there(self, there, wanted, monkeypatch):
         rank = rank_of(monkeypatch)
-        rank._staged = {}
+        rank._staged = dict(there)
 
         def arrive() -> None:
             with rank._changed:
-                rank._staged[1] = 1
+                rank._staged[wanted] = wanted
                 rank._changed.notify_all()
 
         timer = threading.Timer(0.1, arrive)
         timer.start()
-        rank._respond(work_of(0, 1))
+        rank._respond(work_of(0, wanted))
         timer.join()
-        assert_drawn_with(rank.results[0], 1, 1, 1, 1)
-
-    def test_older_weights_that_are_there_are_not_the_ones(self, monkeypatch):
-        """Weights 1 came; a work asks for 2, which come later."""
-        rank = rank_of(monkeypatch)
-        rank._staged = {1: 1}
-
-        def arrive() -> None:
-            with rank._changed:
-                rank._staged[2] = 2
-                rank._changed.notify_all()
-
-        timer = threading.Timer(0.1, arrive)
-        timer.start()
-        rank._respond(work_of(0, 2))
-        timer.join()
-        assert_drawn_with(rank.results[0], 2, 2, 2, 2)
+        assert_drawn_with(rank.results[0], *[wanted] * 4)
 
 
 @pytest.mark.parametrize(("staleness", "kept"), [(0, [5]), (1, [4, 5]), (2, [3, 4, 5]), (9, [1, 2, 3, 4, 5])])

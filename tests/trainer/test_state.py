@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers.thread_ranks import gathering_ranks
 
 from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
@@ -119,24 +119,14 @@ def test_a_state_from_before_these_baselines_can_be_loaded():
 def test_all_ranks_have_the_same_bit_for_bit(ranks):
     """Ranks are threads, and each has its own share of a step's samples, which may be none."""
     steps = random_steps(2)
-    parts: list[Any] = [None] * ranks
-    barrier = threading.Barrier(ranks, timeout=60)
 
-    def run(rank: int) -> dict[str, Any]:
-        def gather(value: Any) -> list[Any]:
-            parts[rank] = value
-            barrier.wait()
-            found = list(parts)
-            barrier.wait()
-            return found
-
+    def run(rank: int, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
         past = new_past()
         for rewards in steps:
             past.add(batch_of(rewards[rank::ranks]), gather)
         return {**past.state_dict(), **{name: past.reward_mean(name) for name in ESTIMATORS}}
 
-    with ThreadPoolExecutor(ranks) as pool:
-        first, *others = list(pool.map(run, range(ranks)))
+    first, *others = gathering_ranks(ranks, run)
     assert all(other == first for other in others)
     for name in ESTIMATORS:
         assert first[name] == pytest.approx(brute_force(steps, name), rel=1e-13)
