@@ -102,10 +102,10 @@ def _generation(cfg: TrainConfig) -> Iterator[str]:
         elif rollout.generation_cache_tokens < cfg.model.encoder_seq_length:
             yield told(".generation_cache_tokens model.encoder_seq_length", "the longest sequence must fit")
     if rollout.static_decoding and not is_native:
-        yield told(".static_decoding generation", "only native has such steps: expected false")
+        yield told(".static_decoding generation", "only native has such steps: expected null or false")
     if rollout.static_decoding and not rollout.lean_decoding:
         yield told(".static_decoding .lean_decoding", "the latter asks for megatron's own layers: expected true")
-    if rollout.cuda_graphs and not rollout.static_decoding:
+    if rollout.cuda_graphs and rollout.static_decoding is False:
         yield told(".cuda_graphs .static_decoding", "without the latter, steps change their shape: expected true")
     if rollout.cuda_graphs and cfg.model.pipeline_model_parallel_size > 1:
         advice = "a graph cannot hold what stages hand over: expected 1, or cuda_graphs=false"

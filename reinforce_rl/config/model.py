@@ -60,18 +60,18 @@ class RolloutConfig(Section):
             "changes but for rounding"
         ),
     )
-    static_decoding: bool = key(
-        False,
-        "native engine on a GPU in bf16: steps of a static shape; needs `lean_decoding`",
+    static_decoding: bool | None = key(
+        None,
+        "native engine: decode steps of a static shape; needs `lean_decoding`; null: on a GPU in bf16",
         more=(
-            ". It reads the cache by flash attention and checks every eighth step which responses have ended; "
-            "pipeline stages decode at the same time. Off until `tools/gpu_check.py` has passed it on hardware"
+            ", where no sliding window binds. They read the cache by flash attention and check every eighth step "
+            "which responses have ended; pipeline stages decode at the same time. On other devices it is ignored"
         ),
     )
-    cuda_graphs: bool = key(
-        False,
-        "replay these steps as CUDA graphs, one for each number of rows; needs `static_decoding`",
-        more=" and no pipeline stages. Off until `tools/gpu_check.py` has passed it on hardware",
+    cuda_graphs: bool | None = key(
+        None,
+        "replay these steps as CUDA graphs, one for each number of rows; null: with one pipeline stage",
+        more=". Needs `static_decoding` and no pipeline stages",
     )
     num_val_samples: Count | None = key(None, "validate on the first prompts of the set only; null for all", "prompts")
     offload_adam_states: bool = key(
@@ -302,8 +302,8 @@ class ModelConfig(ParallelConfig):
         None,
         "log-prob passes and updates read a group's prompt once, without padding; null: on a CPU, where possible",
         more=(
-            ". No number changes. Needs `context_parallel_size=1` and no `rollout_batch_seq_length`. See "
-            "[performance.md](performance.md#shared-prefix)"
+            ". No number changes but for rounding. Needs `context_parallel_size=1` and no "
+            "`rollout_batch_seq_length`. See [performance.md](performance.md#shared-prefix)"
         ),
     )
     global_batch_size: int | None = key(

@@ -154,7 +154,9 @@ def build_actor(
 def actor_settings(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> ActorSettings:
     """Read the settings that need no other model."""
     rollout, padded = cfg.model.reinforce, cfg.trainer.reinforce.rollout_batch_seq_length
-    can_share, on_cpu = cfg.model.context_parallel_size == 1 and padded is None, lm.mesh.device.type == "cpu"
+    on_cpu = lm.mesh.device.type == "cpu"
+    # On a GPU the gradients of shared prompts are summed by atomics, so that a resumed run differs in the last digits.
+    shares_by_default = on_cpu and cfg.model.context_parallel_size == 1 and padded is None
     stop_ids = stop_token_ids(cfg.pretrained_checkpoint.restore_from_path, tokenizer)
     return ActorSettings(
         sampling=_sampling_params(cfg, rollout.sampling_params, stop_ids),
@@ -164,7 +166,7 @@ def actor_settings(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenize
         seed=cfg.model.seed,
         tokens_per_micro_batch=cfg.model.tokens_per_micro_batch,
         pad_to=padded or 0,
-        shared_prefix=on_cpu and can_share if cfg.model.shared_prefix is None else cfg.model.shared_prefix,
+        shared_prefix=shares_by_default if cfg.model.shared_prefix is None else cfg.model.shared_prefix,
         logits_chunk_tokens=logits_chunk_tokens(cfg.model, gpu=not on_cpu),
         offload_optimizer=rollout.offload_adam_states,
         loss=loss_settings(cfg.trainer.reinforce),
@@ -191,8 +193,8 @@ def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokeniz
             tokenizer,
             cfg.model.reinforce.generation_cache_tokens,
             is_lean=cfg.model.reinforce.lean_decoding,
-            is_static=cfg.model.reinforce.static_decoding,
-            use_graphs=cfg.model.reinforce.cuda_graphs,
+            is_static=cfg.model.reinforce.static_decoding is not False,
+            use_graphs=cfg.model.reinforce.cuda_graphs is not False,
         )
     if cfg.generation not in ENGINES:
         try:

@@ -251,11 +251,11 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     (
         "static steps of another engine",
         ["model.reinforce.static_decoding=true", "generation=tensorrt_llm"],
-        ["static_decoding is true", "generation is 'tensorrt_llm'", "expected false"],
+        ["static_decoding is true", "generation is 'tensorrt_llm'", "expected null or false"],
     ),
     (
         "graphs of changing shapes",
-        ["model.reinforce.cuda_graphs=true"],
+        ["model.reinforce.cuda_graphs=true", "model.reinforce.static_decoding=false"],
         ["cuda_graphs is true", "static_decoding is false", "expected true"],
     ),
     (

@@ -44,7 +44,7 @@ def assert_same(found: list[PartialResponse], expected: list[PartialResponse]) -
 
 
 def engine_of(lm: Any, folder: Path, max_tokens: int | None = None) -> NativeGenerator:
-    return NativeGenerator(lm, load_tokenizer(folder), max_tokens, is_static=True)
+    return NativeGenerator(lm, load_tokenizer(folder), max_tokens, use_graphs=False)
 
 
 @pytest.fixture(params=["plain", "static"])

@@ -47,7 +47,7 @@ def ways(lm, tokenizer, prompts, params) -> Iterator[tuple[str, list[torch.Tenso
         out = engine.generate(some, GROUP, params, seed=5)
         return [row[:length] for row, length in zip(out.tokens, out.lengths.tolist(), strict=True)]
 
-    engine = NativeGenerator(lm, tokenizer, is_static=True)
+    engine = NativeGenerator(lm, tokenizer, use_graphs=False)
     yield "one prompt at a time", [row for prompt in prompts for row in rows(engine, [prompt])]
     longest = max(len(prompt.tokens) for prompt in prompts) + params.max_length
     yield "with a bound on the cache", rows(NativeGenerator(lm, tokenizer, 3 * longest), prompts)

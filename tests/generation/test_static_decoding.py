@@ -50,7 +50,7 @@ def assert_same(found: Completions, expected: Completions) -> None:
 @pytest.mark.parametrize("max_tokens", [None, 75])
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_samples(kind, max_tokens, lm, folder, prompts, monkeypatch):
-    engine = NativeGenerator(lm, load_tokenizer(folder), max_tokens, is_static=True)
+    engine = NativeGenerator(lm, load_tokenizer(folder), max_tokens, use_graphs=False)
     expected = engine.generate(prompts, 4, KINDS[kind], seed=3)
     decode_statically(monkeypatch)
     assert_same(engine.generate(prompts, 4, KINDS[kind], seed=3), expected)
@@ -58,7 +58,7 @@ def test_same_samples(kind, max_tokens, lm, folder, prompts, monkeypatch):
 
 @pytest.mark.parametrize("samples", [1, 7])
 def test_same_samples_of_another_number(samples, lm, folder, prompts, monkeypatch):
-    engine = NativeGenerator(lm, load_tokenizer(folder), is_static=True)
+    engine = NativeGenerator(lm, load_tokenizer(folder), use_graphs=False)
     expected = engine.generate(prompts, samples, PARAMS, seed=5)
     decode_statically(monkeypatch)
     assert_same(engine.generate(prompts, samples, PARAMS, seed=5), expected)
@@ -71,7 +71,7 @@ def test_shapes_are_few_and_the_host_looks_each_eighth_step(lm, folder, prompts,
     monkeypatch.setattr(StaticDecoding, "_look", lambda self, steps: (looks.append(steps), look(self, steps))[1])
     handle = lm.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     try:
-        found = NativeGenerator(lm, load_tokenizer(folder), is_static=True).generate(
+        found = NativeGenerator(lm, load_tokenizer(folder), use_graphs=False).generate(
             prompts, 6, replace(PARAMS, max_length=64, stop_token_ids=tuple(range(4, 10))), seed=0
         )
     finally:
@@ -86,14 +86,14 @@ def test_shapes_are_few_and_the_host_looks_each_eighth_step(lm, folder, prompts,
 def test_graphs_give_the_same_samples(kind, lm, folder, prompts, monkeypatch):
     """Steps recorded once for a number of rows and run again on the same memory."""
     params = replace(KINDS[kind], max_length=48)
-    expected = NativeGenerator(lm, load_tokenizer(folder), is_static=True).generate(prompts, 4, params, seed=3)
+    expected = NativeGenerator(lm, load_tokenizer(folder), use_graphs=False).generate(prompts, 4, params, seed=3)
     decode_statically(monkeypatch)
     recorded = stand_in()
     monkeypatch.setattr(generator, "cuda", recorded)
     shapes = []
     handle = lm.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     try:
-        engine = NativeGenerator(lm, load_tokenizer(folder), is_static=True, use_graphs=True)
+        engine = NativeGenerator(lm, load_tokenizer(folder))
         assert_same(engine.generate(prompts, 4, params, seed=3), expected)
     finally:
         handle.remove()
@@ -111,7 +111,7 @@ def test_a_capture_that_waits_for_the_device_fails(lm, folder, prompts, monkeypa
     monkeypatch.setattr(generator, "cuda", recorded)
     draw = StaticDecoding._draw
     monkeypatch.setattr(StaticDecoding, "_draw", lambda self, *args: (args[2].max().item(), draw(self, *args))[1])
-    engine = NativeGenerator(lm, load_tokenizer(folder), is_static=True, use_graphs=True)
+    engine = NativeGenerator(lm, load_tokenizer(folder))
     with pytest.raises(RuntimeError, match="capturing: _local_scalar_dense"):
         engine.generate(prompts, 4, PARAMS, seed=3)
 
@@ -140,9 +140,7 @@ def test_the_cache_is_freed_at_once(use_graphs, lm, folder, prompts, monkeypatch
     gc.collect()
     gc.disable()
     try:
-        NativeGenerator(lm, load_tokenizer(folder), is_static=True, use_graphs=use_graphs).generate(
-            prompts, 2, PARAMS, seed=0
-        )
+        NativeGenerator(lm, load_tokenizer(folder), use_graphs=use_graphs).generate(prompts, 2, PARAMS, seed=0)
         assert isinstance(caches[0], weakref.ref) and caches[0]() is None
     finally:
         gc.enable()

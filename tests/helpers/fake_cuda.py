@@ -47,7 +47,7 @@ def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
     batch = rows_of(whole_batch(), [0, 3])
     rollouts = batch.rollouts
     where = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths, rollouts.group_ids)
-    generator = NativeGenerator(actor.lm, actor.tokenizer, is_static=True)
+    generator = NativeGenerator(actor.lm, actor.tokenizer)
     done = generator.generate(PROMPTS, 2, SamplingParams(max_length=2), seed=3)
     assert done.tokens.shape == (8, 2)
     assert not done.tokens.is_cuda

@@ -75,11 +75,12 @@ def compared(
     rows, faults = [], []
     for name, counts in per.items():
         row: dict[str, Any] = {"work": name, "launches": counts.launches}
-        for kind, allowed in (("kernels", slack), ("syncs", 1.0)):
-            found, budget = getattr(counts, kind), budgets[name][kind]
-            row |= {kind: found, f"{kind} allowed": allowed * budget}
-            if not found <= allowed * budget:
-                faults.append(f"{name}: {found:.1f} {kind}, allowed {allowed * budget:g}")
+        for kind, budget in budgets[name].items():
+            found = getattr(counts, kind)
+            allowed = slack * budget if kind == "kernels" else budget
+            row |= {kind: found, f"{kind} allowed": allowed}
+            if not found <= allowed:
+                faults.append(f"{name}: {found:.1f} {kind}, allowed {allowed:g}")
         rows.append(row)
     return rows, faults
 

@@ -1,11 +1,15 @@
-"""What is off by default until hardware has passed it: each on against off, in whole runs of the trainer."""
+"""What changes kernels or streams on a GPU: each on against off, in whole runs of the trainer.
+
+Most run on 135M. What saves arithmetic runs on 1B, where a step waits for the GPU and not for the host.
+"""
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from gpu_checks.base import CUDA, FAKE, Context, Finding, judged
 from gpu_checks.runner import is_installed
@@ -16,6 +20,19 @@ STEPS = 3
 TRAINING, GENERATION = "training", "generation"
 GAP = "train/generator_gap"  # nats between the generator's log-probs and the trainer's
 PADDING = "train/padding_fraction"  # packing is there to change it
+
+
+class RunSize(NamedTuple):
+    """One of `SHAPES`, the most tokens of a prompt and of a response, and the seconds that two runs may take."""
+
+    shape: str
+    prompt_tokens: int
+    response_tokens: int
+    seconds: float
+
+
+SMALL, LARGE = RunSize("135m", 192, 128, 20), RunSize("1b", 512, 128, 60)
+TINY = RunSize("tiny", 24, 8, 20)  # where numbers are not a GPU's
 
 
 @dataclass(frozen=True)
@@ -30,6 +47,7 @@ class Switch:
         tolerance: of that, relative above 1.
         needs: a module.
         gpus: of which it makes sense.
+        run: the model and the lengths of its two runs, on a GPU.
     """
 
     name: str
@@ -39,16 +57,24 @@ class Switch:
     off: Sequence[str] = ()
     needs: str | None = None
     gpus: int = 1
+    run: RunSize = SMALL
 
 
 PACKED, SUMS = "model.shared_prefix", "model.optim.overlap_grad_sync"
-STATIC = "model.reinforce.static_decoding=true"
+GRAPHS, STATIC = "model.reinforce.cuda_graphs", "model.reinforce.static_decoding"
 OFFLOAD = "model.reinforce.offload_adam_states=true"
 SWITCHES = (  # one whose key this version does not have is not tried
-    Switch("packed groups, each prompt attended once", [f"{PACKED}=true"], TRAINING, 0.05, [f"{PACKED}=false"]),
-    Switch("decode steps of static shape", [STATIC], GENERATION),
-    Switch("decode steps as CUDA graphs", [STATIC, "model.reinforce.cuda_graphs=true"], GENERATION, off=[STATIC]),
+    Switch("decode steps as CUDA graphs", [f"{GRAPHS}=true"], GENERATION, off=[f"{GRAPHS}=false"]),
     Switch("Adam's states return beside log-probs", [OFFLOAD, "model.reinforce.overlap_offload=true"], off=[OFFLOAD]),
+    Switch(
+        "packed groups, each prompt attended once",
+        [f"{PACKED}=true"],
+        TRAINING,
+        0.05,
+        [f"{PACKED}=false"],
+        run=LARGE,
+    ),
+    Switch("decode steps of static shape", [f"{GRAPHS}=false"], GENERATION, off=[f"{STATIC}=false"]),
     Switch("Transformer Engine", ["model.transformer_engine=true"], GENERATION, 0.02, needs="transformer_engine"),
     Switch("distributed optimizer", ["model.optim.distributed=true"], off=["model.optim.distributed=false"]),
     Switch("overlapped gradient sums", [f"{SUMS}=true"], off=[f"{SUMS}=false"]),
@@ -58,23 +84,37 @@ SWITCHES = (  # one whose key this version does not have is not tried
 
 def check(context: Context) -> Finding:
     steps = 1 if context.mode == FAKE else STEPS
-    runs = Runs(context, *(("135m", 192, 128) if context.mode == CUDA else ("tiny", 24, 8)))
-    plain: dict[tuple[str, ...], list[Line]] = {}
+
+    @functools.cache
+    def runs_of(size: RunSize) -> Runs:
+        folder = context.folder / size.shape
+        folder.mkdir()
+        return Runs(replace(context, folder=folder), size.shape, size.prompt_tokens, size.response_tokens)
+
+    made: dict[tuple[RunSize, tuple[str, ...]], list[Line]] = {}
+
+    def lines_of(size: RunSize, words: Sequence[str], name: str) -> list[Line]:
+        """The metrics of a run, which is made once."""
+        key = (size, tuple(words))
+        if key not in made:
+            made[key] = runs_of(size).run(name, steps, words)
+        return made[key]
+
     rows: list[dict[str, Any]] = []
     for number, switch in enumerate(SWITCHES):
         row: dict[str, Any] = {"switch": switch.name, "key": " ".join(switch.on)}
         reason = why_not(switch, context)
         if reason is None:
             try:
-                off = tuple(switch.off)
+                size = switch.run if context.mode == CUDA else TINY
                 # Without numbers there is nothing to compare: the run without the switch is left out.
-                if off not in plain and context.mode != FAKE:
-                    plain[off] = runs.run(f"off_{number}", steps, off)
-                lines = runs.run(f"on_{number}", steps, switch.on)
                 if context.mode == FAKE:
+                    lines_of(size, switch.on, f"on_{number}")
                     row |= {"advice": "runs", "why": "numbers are not real here"}
                 else:
-                    row |= judge(switch, plain[off], lines, context.mode)
+                    off = lines_of(size, switch.off, f"off_{number}")
+                    on = lines_of(size, switch.on, f"on_{number}")
+                    row |= judge(switch, off, on, context.mode)
             except ConfigError as error:
                 reason = str(error)[:200]
             except Exception as error:  # one that crashes does not take the others with it
@@ -94,7 +134,7 @@ def why_not(switch: Switch, context: Context) -> str | None:
         return f"{switch.needs} is not installed"
     if switch.gpus > 1:
         return f"takes {switch.gpus} GPUs: NCCL refuses two ranks on one"
-    return "no time left" if context.left() < 20 else None
+    return "no time left" if context.left() < switch.run.seconds else None
 
 
 def judge(switch: Switch, off: list[Line], on: list[Line], mode: str) -> dict[str, Any]:

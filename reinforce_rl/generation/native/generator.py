@@ -53,8 +53,8 @@ class NativeGenerator:
         max_tokens: int | None = None,
         *,
         is_lean: bool = True,
-        is_static: bool = False,
-        use_graphs: bool = False,
+        is_static: bool = True,
+        use_graphs: bool = True,
     ):
         self._lm, self._max_tokens, self._is_lean = lm, max_tokens, is_lean
         self._is_static, self._use_graphs = is_lean and is_static, use_graphs

@@ -27,7 +27,7 @@ def main() -> None:
         passes = []
         whole = StaticDecoding._read
         for params, samples, max_tokens in ((stops, 4, None), (stops, 4, 60), (plain, 5, None), (stops, 1, 30)):
-            engine = NativeGenerator(lm, tokenizer, max_tokens, is_static=True)
+            engine = NativeGenerator(lm, tokenizer, max_tokens, use_graphs=False)
             expected = engine.generate(prompts, samples, params, seed=3)
             passes.clear()
             with pytest.MonkeyPatch.context() as patch:
