@@ -45,7 +45,7 @@ CHECKS = (  # in order of value
     Check("counts", "kernels and host syncs in budget", "gpu_checks.counts:check", 120, 15, (CUDA, FAKE)),
     Check("memory", "peaks as planned", "gpu_checks.memory:check", 120, 15, (CUDA, FAKE)),
     Check("speed", "tokens/s and MFU beside transformers", "gpu_checks.speed:check", 240, 40),
-    Check("switches", "what is off by default, on", "gpu_checks.switches:check", 330, 40, ALL, TRAINER),
+    Check("switches", "what changes kernels, on and off", "gpu_checks.switches:check", 330, 40, ALL, TRAINER),
 )
 # The first minute of a run says which versions and clocks everything after it depends on.
 PRINTED_WHOLE = ("machine",)

@@ -105,6 +105,10 @@ def _generation(cfg: TrainConfig) -> Iterator[str]:
         yield told(".static_decoding generation", "only native has such steps: expected null or false")
     if rollout.static_decoding and not rollout.lean_decoding:
         yield told(".static_decoding .lean_decoding", "the latter asks for megatron's own layers: expected true")
+    if rollout.cuda_graphs and not is_native:
+        yield told(".cuda_graphs generation", "only native takes this key: expected null or false")
+    if rollout.cuda_graphs and not rollout.lean_decoding:
+        yield told(".cuda_graphs .lean_decoding", "the latter asks for megatron's own layers: expected true")
     if rollout.cuda_graphs and rollout.static_decoding is False:
         yield told(".cuda_graphs .static_decoding", "without the latter, steps change their shape: expected true")
     if rollout.cuda_graphs and cfg.model.pipeline_model_parallel_size > 1:

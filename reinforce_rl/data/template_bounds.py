@@ -28,17 +28,18 @@ MIN_CHARS = 16 << 20  # that a text may always have
 CHARS_RATIO = 8  # and for a longer input, this many times the input
 _MAX_BITS = 10_000  # of an integer
 _MAX_DEPTH = 100  # of lists in lists
-_STEPS_BETWEEN_CLOCKS = 256
-_CHARS_PER_STEP = 1024
+_STEPS_BETWEEN_CLOCKS = 8  # a step may be a search in a long text
+_CHARS_PER_STEP = 256
 _ELEMENTS_PER_STEP = 16
 _STEPS_PER_CALL = 10  # an iteration of a loop is one
 # Methods and filters of lists and objects that do not look into their elements.
 _WITHOUT_TEXT = frozenset({"items", "get", "keys", "values", "length", "count", "default", "first", "last", "list"})
+_SPLITTING = frozenset({"split", "rsplit", "splitlines"})  # into at most as many parts as there are characters
 # Methods and filters that make nothing larger than what they are given.
 _NEVER_LARGER = frozenset(
     {
-        *("trim", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "lower", "upper", "title"),
-        *("split", "rsplit", "splitlines", "partition", "rpartition", "startswith", "endswith", "find"),
+        *("trim", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "lower"),
+        *(*_SPLITTING, "partition", "rpartition", "startswith", "endswith", "find"),
         *("get", "items", "keys", "values", "length", "first", "last", "default", "int", "float", "abs"),
     }
 )
@@ -95,6 +96,12 @@ class _Budget:
         elif isinstance(value, list | tuple | dict):
             self.step(len(value) // _ELEMENTS_PER_STEP)
             self.check_size(len(value))
+
+    def charge(self, text: Any, name: str) -> None:
+        """Count, before it is made, what a method or filter of `_NEVER_LARGER` makes of a text."""
+        if isinstance(text, str | bytes):
+            chars_per_step = _ELEMENTS_PER_STEP if name in _SPLITTING else _CHARS_PER_STEP
+            self.step(len(text) // chars_per_step)
 
     def check_written(self, value: Any) -> int:
         """Return how many characters a value takes at least as text, and check it.
@@ -155,7 +162,7 @@ class _Counted:
 @pass_context
 def _finalize(context: Any, value: Any) -> Any:
     """Count a value that is written. As a function of the context, it is not applied at compile time."""
-    budget = _budget.get() or _Budget()
+    budget = _current()
     if type(value) is str:
         budget.write(len(value))
     else:
@@ -180,7 +187,7 @@ def _joined(values: Iterable[Any]) -> str:
 
 
 def _checked(value: Any) -> Any:
-    """Check a sum before it is kept: within one expression, the template's length bounds the sum."""
+    """Check a sum or slice before it is kept: within one expression, the template's length bounds it."""
     _current().check(value)
     return value
 
@@ -224,8 +231,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         # Filters are added after the constructor. Constants are computed while compiling.
         for name, function in self.filters.items():
-            if name not in self._bounded_filters and name not in _NEVER_LARGER:
-                self.filters[name] = _bounded_filter(name, function)
+            if name not in self._bounded_filters:
+                bounded = _charged_filter if name in _NEVER_LARGER else _bounded_filter
+                self.filters[name] = bounded(name, function)
                 self._bounded_filters.add(name)
         for name, function in _OWN_FILTERS.items():
             self.filters[name] = function
@@ -244,7 +252,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 assignment.node = _filter(assignment.node, "_checked")
         for output in source.find_all(nodes.Output):
             output.nodes = [_counted_literal(node) for node in output.nodes]
-        _replace_concat(source)
+        _replace_makers(source)
         return super()._generate(source, *args, **kwargs)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -254,6 +262,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             args = tuple(map(_Counted, args))
         elif isinstance(__obj, types.BuiltinMethodType):
             if __obj.__name__ in _NEVER_LARGER:
+                budget.charge(__obj.__self__, __obj.__name__)
                 return super().call(__context, __obj, *args, **kwargs)
             # Jinja passes the variables of loops and blocks this way.
             given = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
@@ -304,20 +313,24 @@ def _counted_literal(node: nodes.Expr) -> nodes.Expr:
     return node
 
 
-def _replace_concat(node: nodes.Node) -> None:
-    """Let `a ~ b` below a node be a filter, which checks sizes."""
+def _replace_makers(node: nodes.Node) -> None:
+    """Let `a ~ b` and slices below a node be filters, which check sizes."""
     for name, value in node.iter_fields():
         children = value if isinstance(value, list) else [value]
         for place, child in enumerate(children):
             if not isinstance(child, nodes.Node):
                 continue
-            _replace_concat(child)
+            _replace_makers(child)
             if isinstance(child, nodes.Concat):
-                joined = _filter(nodes.List(child.nodes, lineno=child.lineno), "_joined")
-                if isinstance(value, list):
-                    value[place] = joined
-                else:
-                    setattr(node, name, joined)
+                checked = _filter(nodes.List(child.nodes, lineno=child.lineno), "_joined")
+            elif isinstance(child, nodes.Getitem) and isinstance(child.arg, nodes.Slice):
+                checked = _filter(child, "_checked")
+            else:
+                continue
+            if isinstance(value, list):
+                value[place] = checked
+            else:
+                setattr(node, name, checked)
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -336,6 +349,18 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         return value
 
     return bounded
+
+
+def _charged_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    leading = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @functools.wraps(function)
+    def charged(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > leading:
+            _current().charge(args[leading], name)
+        return function(*args, **kwargs)
+
+    return charged
 
 
 def _counted_generator(values: Iterator[Any]) -> Iterator[Any]:
@@ -376,8 +401,9 @@ def _size_made(budget: _Budget, subject: Any, name: str, args: tuple[Any, ...], 
         old = values[0] if isinstance(values[0], str) else ""
         return len(subject) + (subject.count(old) if old else len(subject) + 1) * sizes[1]
     if name == "translate":
-        longest = max((len(value) for value in values[0].values() if isinstance(value, str)), default=1)
-        return len(subject) * longest if isinstance(values[0], dict) else 0
+        table = values[0].values() if isinstance(values[0], dict) else ()
+        longest = max((len(value) for value in table if isinstance(value, str)), default=1)
+        return len(subject) * longest
     width = max([*sizes, *(value for value in values if type(value) is int)])
     return len(subject) + (subject.count("\n") + subject.count("\t") + 1) * width
 

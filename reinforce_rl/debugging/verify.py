@@ -253,6 +253,9 @@ def _variations(
     if cfg.generation == "native":
         yield {f"{rollout}lean_decoding": not cfg.model.reinforce.lean_decoding}, OF_GENERATION
         yield {f"{rollout}generation_cache_tokens": cfg.model.encoder_seq_length}, OF_GENERATION
+        if actor.lm.mesh.device.type == "cuda":
+            yield {f"{rollout}cuda_graphs": False}, OF_GENERATION
+            yield {f"{rollout}cuda_graphs": False, f"{rollout}static_decoding": False}, OF_GENERATION
 
 
 def _other_models(cfg: TrainConfig, mesh: Mesh) -> Iterator[dict[str, Any]]:

@@ -92,7 +92,8 @@ def check_generation(
     cfg = inference_config(model, [f"{key}={value}" for key, value in values.items()], folder=log_folder)
     with configured_mesh(cfg) as mesh:
         actor = load_actor(cfg, mesh)
-        native, params = NativeGenerator(actor.lm, actor.tokenizer), replace(actor.settings.sampling, use_greedy=True)
+        native = NativeGenerator(actor.lm, actor.tokenizer, is_static=False)  # the simplest path, on a GPU too
+        params = replace(actor.settings.sampling, use_greedy=True)
         found, log_probs = [], []
         with contextlib.closing(actor.generator) as other:
             for scale in (1.0, SCALE):

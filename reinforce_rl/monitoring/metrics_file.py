@@ -71,6 +71,8 @@ class MetricsFile:
 
     def _read_chunk(self, file: BinaryIO) -> bool:
         """Read some whole lines; return False if there is none yet."""
+        # A file that was too large at an earlier call is not read further.
+        self._check_values()
         file.seek(self._end)
         data = file.read(_CHUNK)
         if len(data) == _CHUNK and b"\n" not in data:
@@ -90,9 +92,9 @@ class MetricsFile:
                 raise DataError(f"{self._path}, line {number}: {error}; {advice}") from error
         for step, values in lines:
             self.columns.add(step, values)
-        self._check_values()
         self._end += size
         self._checksum = _checksum(file, self._end)
+        self._check_values()
         return size > 0
 
     def _check_values(self) -> None:

@@ -155,7 +155,7 @@ def actor_settings(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenize
     """Read the settings that need no other model."""
     rollout, padded = cfg.model.reinforce, cfg.trainer.reinforce.rollout_batch_seq_length
     on_cpu = lm.mesh.device.type == "cpu"
-    # On a GPU the gradients of shared prompts are summed by atomics, so that a resumed run differs in the last digits.
+    # On a GPU two equal runs with shared prompts were seen to differ: atomics sum the gradients of prompts.
     shares_by_default = on_cpu and cfg.model.context_parallel_size == 1 and padded is None
     stop_ids = stop_token_ids(cfg.pretrained_checkpoint.restore_from_path, tokenizer)
     return ActorSettings(

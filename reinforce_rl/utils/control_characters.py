@@ -35,10 +35,20 @@ class ShownStream:
 
     def __init__(self, stream: TextIO):
         self.rich_proxied_file = stream  # the name that rich looks for
+        self._line_is_empty = True
+        self._line_is_redrawn = False
 
     def write(self, text: str) -> int:
-        # A progress bar of a library begins each drawing so. At the start of a line it has no effect.
-        start = "\r" if text.startswith("\r") and "\n" not in text else ""
+        # A progress bar begins each drawing with a carriage return. It may hide its own earlier
+        # drawings, and nothing that somebody else wrote to the line.
+        may_redraw = self._line_is_empty or self._line_is_redrawn
+        start = "\r" if text.startswith("\r") and "\n" not in text and may_redraw else ""
+        if "\n" in text:
+            self._line_is_empty = text.endswith("\n")
+            self._line_is_redrawn = False
+        elif text:
+            self._line_is_empty = False
+            self._line_is_redrawn = bool(start)
         self.rich_proxied_file.write(start + show_control_characters(text[len(start) :]))
         return len(text)
 

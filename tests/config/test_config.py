@@ -264,6 +264,16 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ["static_decoding is true", "lean_decoding is false", "expected true"],
     ),
     (
+        "graphs of another engine",
+        ["model.reinforce.cuda_graphs=true", "generation=tensorrt_llm"],
+        ["cuda_graphs is true", "generation is 'tensorrt_llm'", "expected null or false"],
+    ),
+    (
+        "graphs of megatron's layers",
+        ["model.reinforce.cuda_graphs=true", "model.reinforce.lean_decoding=false"],
+        ["cuda_graphs is true", "lean_decoding is false", "expected true"],
+    ),
+    (
         "nothing to take over",
         [f"{RL}.generation_work_queue=true", "trainer.devices=2", "model.reinforce.num_rollout_samples=15"],
         ["each of 2 data-parallel ranks has at most 8", "rollout_micro_batch_size is 8", "expected a size below 8"],

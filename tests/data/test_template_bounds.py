@@ -22,6 +22,10 @@ pytestmark = pytest.mark.timeout(60)
 OPTIONS = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [loopcontrols]}
 DOUBLED = "{% set ns = namespace(a=A) %}{% for i in range(60) %}{% set ns.a = NEXT %}{% endfor %}{{ ns.a|length }}"
 LIST_OF_LISTS = DOUBLED.replace("A", "[1]").replace("NEXT", "[ns.a, ns.a]")
+LONG_TEXT = (
+    "{% set a = 'x' * 10**7 %}{% set ns = namespace(l=[]) %}"
+    "{% for i in range(99999) %}{% for j in range(99999) %}WORK{% endfor %}{% endfor %}"
+)
 COSTLY = {
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "loops with output": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
@@ -51,6 +55,10 @@ COSTLY = {
     "replaced text": DOUBLED.replace("A", "'xx'").replace("NEXT", "ns.a.replace('x', ns.a)"),
     "replaced text by a filter": DOUBLED.replace("A", "'xx'").replace("NEXT", "ns.a|replace('x', ns.a)"),
     "joined text": DOUBLED.replace("A", "'xx'").replace("NEXT", "ns.a.join([ns.a, ns.a])"),
+    "slices of a long text": LONG_TEXT.replace("WORK", "{% set ns.l = [a[i:], ns.l] %}"),
+    "splits of a long text": LONG_TEXT.replace("WORK", "{% set ns.l = [a.split('x'), ns.l] %}"),
+    "capital ligatures": "{% set a = '\ufb03' * 10**7 %}{{ a.upper()|length }}",
+    "capital ligatures by a filter": "{% set a = '\ufb03' * 10**7 %}{{ (a|upper)|length }}",
     "joined text by a filter": DOUBLED.replace("A", "'xx'").replace("NEXT", "[ns.a, ns.a]|join(ns.a)"),
     "a list of itself twice, written": DOUBLED.replace("A", "[1]")
     .replace("NEXT", "[ns.a, ns.a]")
@@ -76,6 +84,15 @@ def test_a_costly_template_is_refused_within_seconds(kind):
     with pytest.raises((TemplateBoundError, RecursionError)):
         BoundedEnvironment(**OPTIONS).from_string(COSTLY[kind]).render(messages=[])
     assert time.monotonic() - start < 40
+
+
+def test_the_clock_is_read_between_searches_of_a_long_text(monkeypatch):
+    monkeypatch.setattr(template_bounds, "MAX_SECONDS", 1.0)
+    template = LONG_TEXT.replace("WORK", "{% if 'xy' in a %}{% endif %}")
+    start = time.monotonic()
+    with pytest.raises(TemplateBoundError):
+        BoundedEnvironment(**OPTIONS).from_string(template).render(messages=[])
+    assert time.monotonic() - start < 10
 
 
 SOUND = {

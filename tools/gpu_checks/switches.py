@@ -31,7 +31,8 @@ class RunSize(NamedTuple):
     seconds: float
 
 
-SMALL, LARGE = RunSize("135m", 192, 128, 20), RunSize("1b", 512, 128, 60)
+SMALL = RunSize("135m", 192, 128, 20)
+LARGE = RunSize("1b", 512, 128, 60)
 TINY = RunSize("tiny", 24, 8, 20)  # where numbers are not a GPU's
 
 
@@ -61,10 +62,16 @@ class Switch:
 
 
 PACKED, SUMS = "model.shared_prefix", "model.optim.overlap_grad_sync"
-GRAPHS, STATIC = "model.reinforce.cuda_graphs", "model.reinforce.static_decoding"
+GRAPHS = "model.reinforce.cuda_graphs"
+STATIC = "model.reinforce.static_decoding"
 OFFLOAD = "model.reinforce.offload_adam_states=true"
 SWITCHES = (  # one whose key this version does not have is not tried
-    Switch("decode steps as CUDA graphs", [f"{GRAPHS}=true"], GENERATION, off=[f"{GRAPHS}=false"]),
+    Switch(
+        "decode steps as CUDA graphs",
+        [f"{STATIC}=true", f"{GRAPHS}=true"],
+        GENERATION,
+        off=[f"{STATIC}=true", f"{GRAPHS}=false"],
+    ),
     Switch("Adam's states return beside log-probs", [OFFLOAD, "model.reinforce.overlap_offload=true"], off=[OFFLOAD]),
     Switch(
         "packed groups, each prompt attended once",
@@ -74,7 +81,7 @@ SWITCHES = (  # one whose key this version does not have is not tried
         [f"{PACKED}=false"],
         run=LARGE,
     ),
-    Switch("decode steps of static shape", [f"{GRAPHS}=false"], GENERATION, off=[f"{STATIC}=false"]),
+    Switch("decode steps of static shape", [f"{STATIC}=true", f"{GRAPHS}=false"], GENERATION, off=[f"{STATIC}=false"]),
     Switch("Transformer Engine", ["model.transformer_engine=true"], GENERATION, 0.02, needs="transformer_engine"),
     Switch("distributed optimizer", ["model.optim.distributed=true"], off=["model.optim.distributed=false"]),
     Switch("overlapped gradient sums", [f"{SUMS}=true"], off=[f"{SUMS}=false"]),
@@ -134,7 +141,8 @@ def why_not(switch: Switch, context: Context) -> str | None:
         return f"{switch.needs} is not installed"
     if switch.gpus > 1:
         return f"takes {switch.gpus} GPUs: NCCL refuses two ranks on one"
-    return "no time left" if context.left() < switch.run.seconds else None
+    size = switch.run if context.mode == CUDA else TINY
+    return "no time left" if context.left() < size.seconds else None
 
 
 def judge(switch: Switch, off: list[Line], on: list[Line], mode: str) -> dict[str, Any]:
