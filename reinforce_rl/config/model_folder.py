@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -62,4 +63,4 @@ def export_command(run: Path) -> str:
         for key in MODEL.split("."):
             base = base[key] if isinstance(base, dict) and key in base else None
     base = base if isinstance(base, str) else "THE_MODEL_IT_BEGAN_FROM"
-    return f"reinforce-rl convert to-hf {run} {run / 'hf'} --model {base}"
+    return shlex.join(["reinforce-rl", "convert", "to-hf", str(run), str(run / "hf"), "--model", base])

@@ -18,6 +18,7 @@ import yaml
 from reinforce_rl.errors import DataError
 from reinforce_rl.utils.untrusted_files import read_bounded
 
+_MAX_RECURSIVE = 2  # "**" in a pattern of a data set's card
 SUFFIX = re.compile(r"(\.jsonl|\.ndjson|\.json|\.csv|\.tsv|\.parquet)?(?:\.gz|\.bz2|\.xz|\.zst)?$", re.IGNORECASE)
 _KEYWORDS = {
     "train": "train",
@@ -177,7 +178,7 @@ def _card(folder: Path) -> list[dict[str, Any]]:
     text = content.decode("utf-8", "replace")
     front_matter = _CARD.match(text)
     try:
-        card = yaml.safe_load(front_matter[1]) if front_matter else None
+        card = _without_aliases(front_matter[1]) if front_matter else None
     except (yaml.YAMLError, RecursionError) as error:
         problem = " ".join(str(error).split())
         raise DataError(f"has a README.md whose YAML cannot be read: {problem}") from error
@@ -187,6 +188,15 @@ def _card(folder: Path) -> list[dict[str, Any]]:
     return [
         config for config in configs if isinstance(config, dict) and ("data_files" in config or "data_dir" in config)
     ]
+
+
+def _without_aliases(text: str) -> Any:
+    """Parse YAML. An alias can make a small text large beyond all bounds."""
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            line = event.start_mark.line + 1
+            raise DataError(f"has a README.md with an alias (*{event.anchor}, line {line}); expected values")
+    return yaml.safe_load(text)
 
 
 def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:
@@ -213,6 +223,9 @@ def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:
             _below(base, pattern.lstrip("/"), name)
             # For `datasets`, "**" at the end means files too.
             wanted = re.sub(r"(^|/)\*\*$", r"\1**/*", pattern.lstrip("/"))
+            # Each takes every folder below every folder that the one before it took.
+            if wanted.count("**") > _MAX_RECURSIVE:
+                raise DataError(f"has a README.md with the pattern {pattern[:100]}: more than {_MAX_RECURSIVE} **")
             matches = sorted(path for path in base.glob(wanted) if path.is_file() and not _is_hidden(path, base))
             if not matches:
                 raise DataError(f"has no file {pattern}, which its README.md names for {name}, {split}")

@@ -34,6 +34,7 @@ _ELEMENTS_PER_STEP = 16
 _STEPS_PER_CALL = 10  # an iteration of a loop is one
 # Methods and filters of lists and objects that do not look into their elements.
 _WITHOUT_TEXT = frozenset({"items", "get", "keys", "values", "length", "count", "default", "first", "last", "list"})
+_FILLING = frozenset({"batch", "slice"})  # to a given number of elements
 _SPLITTING = frozenset({"split", "rsplit", "splitlines"})  # into at most as many parts as there are characters
 # Methods and filters that make nothing larger than what they are given.
 _NEVER_LARGER = frozenset(
@@ -372,7 +373,7 @@ def _counted_generator(values: Iterator[Any]) -> Iterator[Any]:
 
 def _check_method(budget: _Budget, subject: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Check, before it is made, the size of what a method or filter makes of a text or list."""
-    if isinstance(subject, str | bytes | int | float) or kwargs:
+    if isinstance(subject, str | bytes | int | float) or kwargs or name in _FILLING:
         for value in (*args, *kwargs.values()):
             if type(value) is int:
                 budget.check_size(abs(value))

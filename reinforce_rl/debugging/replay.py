@@ -108,7 +108,7 @@ def replay(
         is_trusted = trust or not untrusted_settings(cfg, given, generation=False)
         reward = "restart" if is_trusted and not has_servers else "stored"
     asks_rewards = reward != "stored"
-    require_trust(cfg, given, stored.path, trust=trust, rewards=asks_rewards, generation=False, say=say)
+    require_trust(cfg, given, stored.path, trust=trust, rewards=asks_rewards, generation=False, data=True, say=say)
     if not trust:
         _check_sizes(cfg, overrides)
     with tempfile.TemporaryDirectory() as scratch:

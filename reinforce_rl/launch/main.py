@@ -20,6 +20,12 @@ from reinforce_rl.launch.convert import convert
 from reinforce_rl.launch.demo import demo
 from reinforce_rl.launch.recorded import RunFolder, diff, records, replay, whatif
 from reinforce_rl.launch.terminal import become, fail, plain_errors, print_error, start_ranks, use_utf8
+from reinforce_rl.utils.process import PACKAGE_PARENT
+
+# Commands that run code of the folder in which they are started: rewards and generators of one's own.
+_WITH_OWN_CODE = frozenset({"train", "generate", "serve", "train-rm", "preflight", "launch", "verify"})
+# Arguments by which the other commands are asked to.
+_ASKS_FOR_OWN_CODE = ("--reward", "--trust", "reward", "generation=")
 
 
 class _Group(TyperGroup):
@@ -89,7 +95,8 @@ app = typer.Typer(
 
 
 def main() -> None:
-    _prepare()
+    command, *words = [*sys.argv[1:], ""]
+    _prepare(command, words)
     app()
 
 
@@ -97,20 +104,26 @@ def run_script(command: str) -> None:
     """Run a command as a script of examples/, by the script's own name."""
     from typer.main import get_command
 
-    _prepare()
+    _prepare(command, sys.argv[1:])
     group: Any = get_command(app)
     with plain_errors():
         group.commands[command].main(prog_name=f"python {sys.argv[0]}")
 
 
-def _prepare() -> None:
+def _prepare(command: str, words: list[str]) -> None:
     use_utf8()
     try:
         here = os.getcwd()
     except OSError:
         fail("the folder in which this was started does not exist any more; change to another one")
-    if here not in sys.path:
-        sys.path.append(here)  # rewards and generators of one's own are found there, as with `python -m`
+    asks = command in _WITH_OWN_CODE or any(word.lstrip("+~").startswith(_ASKS_FOR_OWN_CODE) for word in words)
+    if not asks:
+        # The folder may be somebody else's. Libraries look for optional modules, which need not be installed, and
+        # would find them there. `python -m` has put the folder first.
+        if sys.path[0] in ("", here) and here != PACKAGE_PARENT:
+            del sys.path[0]
+    elif here not in sys.path:
+        sys.path.append(here)
     os.environ.setdefault("GOMP_SPINCOUNT", "0")  # idle OpenMP threads that spin cost a busy CPU tenfold
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import logging
@@ -28,6 +29,7 @@ from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
+from reinforce_rl.utils.control_characters import show_control_characters
 from reinforce_rl.utils.process import Message, ModuleChild, import_path, receive
 
 logger = logging.getLogger(__name__)
@@ -185,8 +187,12 @@ class _Host(ModuleChild):
 
     def _show_output(self) -> None:
         assert self.process.stdout is not None
+        # A terminal would obey what a program printed that the function started.
+        decoder = codecs.getincrementaldecoder("utf-8")("replace") if os.isatty(2) else None
         # Through a pipe, since RLIMIT_FSIZE would otherwise count the size of the log file.
         while chunk := os.read(self.process.stdout.fileno(), 1 << 16):
+            if decoder is not None:
+                chunk = show_control_characters(decoder.decode(chunk)).encode()
             with contextlib.suppress(OSError):  # a full log must not block the functions
                 os.write(2, chunk)
 

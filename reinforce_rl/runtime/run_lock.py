@@ -20,6 +20,7 @@ from pathlib import Path
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.runtime.status import is_alive, read_status
+from reinforce_rl.utils.untrusted_files import leads_out
 
 LOCK_FILE = "run.lock"
 LEASE_SECONDS = 100.0  # NFS's servers give a lock up after 90 s without a sign of its host
@@ -38,6 +39,7 @@ def run_lock(folder: Path) -> Iterator[None]:
     """
     _refuse_by_status(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    _refuse_links(folder)
     handle = _open(folder, os.O_CREAT)
     try:
         _acquire(handle, folder)
@@ -55,6 +57,17 @@ def refuse_second_run(folder: Path) -> None:
             _acquire(handle, folder)
         finally:
             os.close(handle)
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise ConfigError if a folder of the run leads out of it: a run deletes what is too new there."""
+    faults = [
+        f"{path} is a link to {path.resolve()}, outside of the run's folder; remove it"
+        for path in sorted(folder.iterdir())
+        if path.is_dir() and leads_out(path, folder)
+    ]
+    if faults:
+        raise ConfigError(faults)
 
 
 def _open(folder: Path, more: int = 0) -> int:

@@ -19,6 +19,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.generation_rules import GENERATIONS
 from reinforce_rl.config.rewards import MoreFunctionConfig, RewardFunctionConfig, RewardServerConfig
+from reinforce_rl.data.readers import HUB
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.process import PACKAGE_PARENT
 
@@ -59,9 +60,13 @@ def remove_from_import_path(folder: str | Path) -> None:
     sys.path[:] = [entry for entry in sys.path if not is_inside(entry)]
 
 
-def authorities(cfg: TrainConfig, *, rewards: bool = True, generation: bool = True) -> list[Authority]:
-    """Return the settings of a configuration that are authority, where its rewards and its generation are used."""
+def authorities(
+    cfg: TrainConfig, *, rewards: bool = True, generation: bool = True, data: bool = False
+) -> list[Authority]:
+    """Return the settings that are authority, where a configuration's rewards, generation and data are used."""
     found: list[Authority] = []
+    if data:
+        found += _of_data(cfg)
     if rewards:
         found += _of_functions(cfg)
         found += _of_servers(cfg)
@@ -70,6 +75,16 @@ def authorities(cfg: TrainConfig, *, rewards: bool = True, generation: bool = Tr
     if generation and cfg.generation in ENGINES and cfg.engine.python is not None:
         found.append(Authority("engine.python", cfg.engine.python, "a program that is started"))
     return found
+
+
+def _of_data(cfg: TrainConfig) -> Iterator[Authority]:
+    for split, value in vars(cfg.model.data.data_prefix).items():
+        sources = value.values() if isinstance(value, dict) else [value]
+        for source in sources:
+            for path in source if isinstance(source, list) else [source]:
+                if str(path).startswith(HUB):
+                    effect = "a data set that is asked for over the network, with your token"
+                    yield Authority(f"model.data.data_prefix.{split}", path, effect)
 
 
 def _of_functions(cfg: TrainConfig) -> Iterator[Authority]:
@@ -106,7 +121,7 @@ def _of_servers(cfg: TrainConfig) -> Iterator[Authority]:
 
 
 def untrusted_settings(
-    cfg: TrainConfig, overrides: Sequence[str], *, rewards: bool = True, generation: bool = True
+    cfg: TrainConfig, overrides: Sequence[str], *, rewards: bool = True, generation: bool = True, data: bool = False
 ) -> list[Authority]:
     """Return the authorities that come from the folder's configuration alone, since no override names them."""
     given = set()
@@ -115,7 +130,8 @@ def untrusted_settings(
         # Hydra merges a mapping into the folder's own, which stays in force below the key.
         if not value.lstrip().startswith("{"):
             given.add(key.lstrip("+~"))
-    return [one for one in authorities(cfg, rewards=rewards, generation=generation) if one.key not in given]
+    named = authorities(cfg, rewards=rewards, generation=generation, data=data)
+    return [authority for authority in named if authority.key not in given]
 
 
 def require_trust(
@@ -126,6 +142,7 @@ def require_trust(
     trust: bool,
     rewards: bool = True,
     generation: bool = True,
+    data: bool = False,
     say: Callable[[str], object] = lambda text: None,
 ) -> None:
     """Check that a configuration, made of a folder's and of overrides, may be used.
@@ -135,7 +152,7 @@ def require_trust(
 
     Raises ConfigError: without `trust`, the folder alone names what is run, asked, read or sent.
     """
-    found = untrusted_settings(cfg, overrides, rewards=rewards, generation=generation)
+    found = untrusted_settings(cfg, overrides, rewards=rewards, generation=generation, data=data)
     if not trust and found:
         raise ConfigError([f"{one}; only {folder} says so. {_advice(one)}" for one in found])
     if trust:

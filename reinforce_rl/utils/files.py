@@ -67,8 +67,9 @@ def write_atomically(path: Path, text: str | bytes, mode: int = 0o666) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append to a file and fsync; after an error the file is as it was."""
-    with naming(path), path.open("ab", buffering=0) as file:
+    """Append to a file, which may be no link, and fsync; after an error the file is as it was."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with naming(path), os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
             rest = memoryview(data)

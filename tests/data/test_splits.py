@@ -9,6 +9,7 @@ import pytest
 
 from reinforce_rl.data.jsonl import LineFaults
 from reinforce_rl.data.readers import files_of, read_records, source_fault
+from reinforce_rl.data.splits import choose_files
 from reinforce_rl.errors import DataError
 
 GSM8K_CARD = """---
@@ -247,6 +248,20 @@ def test_files_that_datasets_passes_over(tmp_path):
         assert read(carded) == ["data/a.jsonl"]
         if not pattern.startswith("/"):
             assert splits_of_datasets(carded, tmp_path / "cache") == {"train": ["data/a.jsonl"]}
+
+
+@pytest.mark.parametrize(
+    ("card", "fault"),
+    [
+        ("a: &a [x, x]\nconfigs: [{config_name: *a, data_files: a.jsonl}]", "alias"),
+        ("configs: [{config_name: a, data_files: '**/**/**/*.jsonl'}]", "pattern"),
+    ],
+)
+def test_a_card_that_takes_for_ever_is_refused(tmp_path, card, fault):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    (tmp_path / "README.md").write_text(f"---\n{card}\n---\n")
+    with pytest.raises(DataError, match=fault):
+        choose_files(tmp_path)
 
 
 def test_a_card_whose_configs_is_no_list_is_refused(tmp_path):

@@ -57,6 +57,7 @@ COSTLY = {
     "joined text": DOUBLED.replace("A", "'xx'").replace("NEXT", "ns.a.join([ns.a, ns.a])"),
     "slices of a long text": LONG_TEXT.replace("WORK", "{% set ns.l = [a[i:], ns.l] %}"),
     "splits of a long text": LONG_TEXT.replace("WORK", "{% set ns.l = [a.split('x'), ns.l] %}"),
+    "a batch of any width": "{{ [1]|batch(10**9, 0)|list|length }}",
     "capital ligatures": "{% set a = '\ufb03' * 10**7 %}{{ a.upper()|length }}",
     "capital ligatures by a filter": "{% set a = '\ufb03' * 10**7 %}{{ (a|upper)|length }}",
     "joined text by a filter": DOUBLED.replace("A", "'xx'").replace("NEXT", "[ns.a, ns.a]|join(ns.a)"),

@@ -19,6 +19,18 @@ ROOT = Path(__file__).parents[2]
 COMMANDS: Any = get_command(app)
 
 
+OPTIONAL = ("pickle5", "pytz", "bottleneck", "apex", "einops", "flash_attn", "gmpy2", "lz4")
+
+
+@pytest.mark.parametrize("words", [["records"], ["report"], ["diff", "."], ["compare"], ["chat"]])
+def test_a_command_that_opens_a_folder_imports_nothing_from_it(tmp_path, words):
+    """Libraries look for optional modules that are not installed; the folder may have such files."""
+    for name in OPTIONAL:
+        (tmp_path / f"{name}.py").write_text("open('ran', 'a').write(__name__ + ' ')\n")
+    command(tmp_path, *words, ".")
+    assert not (tmp_path / "ran").exists()
+
+
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """`python -m reinforce_rl WORDS` in a folder."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}

@@ -88,6 +88,16 @@ def test_only_what_is_used_counts():
     assert keys(*overrides, rewards=False) == ["generation"]
 
 
+def test_a_data_set_of_the_hub_is_asked_for_with_a_token():
+    prefix = "model.data.data_prefix"
+    data = [f"{prefix}.train=[0.5,hf:evil/a,0.5,b.jsonl]", f"{prefix}.validation={{x:[hf:evil/c]}}"]
+    assert f"{prefix}.train" not in keys(*data)
+    assert [key for key in keys(*data, data=True) if key.startswith(prefix)] == [
+        f"{prefix}.train",
+        f"{prefix}.validation",
+    ]
+
+
 class TestUse:
     @pytest.fixture(autouse=True)
     def _own_path(self, monkeypatch):

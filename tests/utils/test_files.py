@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from reinforce_rl.errors import DataError
 from reinforce_rl.megatron.hf_weights import save_tensors
 from reinforce_rl.utils.files import (
+    append,
     json_line,
     naming,
     output_faults,
@@ -159,6 +160,16 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, "new")
     assert [p.name for p in tmp_path.iterdir()] == ["file"] and path.read_text() == "old"
+
+
+def test_nothing_is_appended_through_a_link(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "outside")
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        append(tmp_path / "metrics.jsonl", b"{}\n")
+    assert not (tmp_path / "outside").exists()
+    append(tmp_path / "new", b"a")
+    append(tmp_path / "new", b"b")
+    assert (tmp_path / "new").read_bytes() == b"ab"
 
 
 def test_a_lone_surrogate_can_be_written(tmp_path):
