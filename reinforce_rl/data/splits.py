@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.utils.untrusted_files import read_bounded
+from reinforce_rl.utils.untrusted_files import MAX_JSON_DEPTH, read_bounded, yaml_fault
 
 _MAX_RECURSIVE = 2  # "**" in a pattern of a data set's card
 SUFFIX = re.compile(r"(\.jsonl|\.ndjson|\.json|\.csv|\.tsv|\.parquet)?(?:\.gz|\.bz2|\.xz|\.zst)?$", re.IGNORECASE)
@@ -178,25 +178,20 @@ def _card(folder: Path) -> list[dict[str, Any]]:
     text = content.decode("utf-8", "replace")
     front_matter = _CARD.match(text)
     try:
-        card = _without_aliases(front_matter[1]) if front_matter else None
+        fault = yaml_fault(front_matter[1], max_depth=MAX_JSON_DEPTH) if front_matter else None
+        card = yaml.safe_load(front_matter[1]) if front_matter and fault is None else None
     except (yaml.YAMLError, RecursionError) as error:
         problem = " ".join(str(error).split())
         raise DataError(f"has a README.md whose YAML cannot be read: {problem}") from error
+    if fault is not None:
+        line, what = fault
+        raise DataError(f"has a README.md whose YAML has in line {line} {what}")
     configs = (card.get("configs") if isinstance(card, dict) else None) or []
     if not isinstance(configs, list):
         raise DataError("has a README.md whose configs is no list, which `datasets` expects")
     return [
         config for config in configs if isinstance(config, dict) and ("data_files" in config or "data_dir" in config)
     ]
-
-
-def _without_aliases(text: str) -> Any:
-    """Parse YAML. An alias can make a small text large beyond all bounds."""
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.AliasEvent):
-            line = event.start_mark.line + 1
-            raise DataError(f"has a README.md with an alias (*{event.anchor}, line {line}); expected values")
-    return yaml.safe_load(text)
 
 
 def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:

@@ -23,8 +23,8 @@ from reinforce_rl.launch.terminal import become, fail, plain_errors, print_error
 from reinforce_rl.utils.process import PACKAGE_PARENT
 
 # Commands that run code of the folder in which they are started: rewards and generators of one's own.
-_WITH_OWN_CODE = frozenset({"train", "generate", "serve", "train-rm", "preflight", "launch", "verify"})
-# Arguments by which the other commands are asked to.
+_WITH_OWN_CODE = frozenset({"train", "generate", "serve", "train-rm", "preflight", "launch", "verify", "submit"})
+# How arguments begin by which the other commands are asked to.
 _ASKS_FOR_OWN_CODE = ("--reward", "--trust", "reward", "generation=")
 
 
@@ -95,8 +95,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    command, *words = [*sys.argv[1:], ""]
-    _prepare(command, words)
+    _prepare(sys.argv[1:])
     app()
 
 
@@ -104,20 +103,20 @@ def run_script(command: str) -> None:
     """Run a command as a script of examples/, by the script's own name."""
     from typer.main import get_command
 
-    _prepare(command, sys.argv[1:])
+    _prepare([command, *sys.argv[1:]])
     group: Any = get_command(app)
     with plain_errors():
         group.commands[command].main(prog_name=f"python {sys.argv[0]}")
 
 
-def _prepare(command: str, words: list[str]) -> None:
+def _prepare(words: list[str]) -> None:
     use_utf8()
     try:
         here = os.getcwd()
     except OSError:
         fail("the folder in which this was started does not exist any more; change to another one")
-    asks = command in _WITH_OWN_CODE or any(word.lstrip("+~").startswith(_ASKS_FOR_OWN_CODE) for word in words)
-    if not asks:
+    asks_for_it = any(word.lstrip("+~").startswith(_ASKS_FOR_OWN_CODE) for word in words)
+    if not asks_for_it and _WITH_OWN_CODE.isdisjoint(words[:1]):
         # The folder may be somebody else's. Libraries look for optional modules, which need not be installed, and
         # would find them there. `python -m` has put the folder first.
         if sys.path[0] in ("", here) and here != PACKAGE_PARENT:

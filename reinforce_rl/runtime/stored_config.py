@@ -11,12 +11,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.utils.untrusted_files import read_bounded
+from reinforce_rl.utils.untrusted_files import read_bounded, yaml_fault
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_CONFIG_DEPTH = 32
 INTERPOLATION = "${"
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SHOWN = 200  # characters of a value in a message
 
 
@@ -41,7 +40,9 @@ def parse_stored(text: str, where: str) -> dict[str, Any]:
     if len(text) > MAX_CONFIG_BYTES:
         raise DataError(f"{where}: more than {MAX_CONFIG_BYTES} characters")
     try:
-        _check_form(text, where)
+        if fault := yaml_fault(text, max_depth=MAX_CONFIG_DEPTH):
+            line, what = fault
+            raise DataError(f"{where}, line {line}: {what}")
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError, ValueError) as error:
         raise DataError(f"{where}: not valid YAML ({str(error)[:_SHOWN]}); restore it or take it away") from error
@@ -49,17 +50,6 @@ def parse_stored(text: str, where: str) -> dict[str, Any]:
         kind = type(tree).__name__
         raise DataError(f"{where}: found a {kind}, expected keys with values; restore it or take it away")
     return {str(key): value for key, value in tree.items()}
-
-
-def _check_form(text: str, where: str) -> None:
-    depth = 0
-    for event in yaml.parse(text, Loader=_LOADER):
-        if isinstance(event, yaml.AliasEvent):
-            raise DataError(f"{where}, line {event.start_mark.line + 1}: an alias (*{event.anchor}); expected values")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_CONFIG_DEPTH:
-            line = event.start_mark.line + 1
-            raise DataError(f"{where}, line {line}: more than {MAX_CONFIG_DEPTH} levels of keys and lists")
 
 
 def parse_values(text: str, where: str) -> dict[str, Any]:

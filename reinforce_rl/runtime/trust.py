@@ -8,6 +8,7 @@ alone names is used, unless --trust allows it, after all of them have been liste
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.generation_rules import GENERATIONS
 from reinforce_rl.config.rewards import MoreFunctionConfig, RewardFunctionConfig, RewardServerConfig
+from reinforce_rl.data.data_prefix import sets_of
 from reinforce_rl.data.readers import HUB
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.process import PACKAGE_PARENT
@@ -78,13 +80,11 @@ def authorities(
 
 
 def _of_data(cfg: TrainConfig) -> Iterator[Authority]:
+    effect = "a data set that is asked for over the network, with your token"
     for split, value in vars(cfg.model.data.data_prefix).items():
-        sources = value.values() if isinstance(value, dict) else [value]
-        for source in sources:
-            for path in source if isinstance(source, list) else [source]:
-                if str(path).startswith(HUB):
-                    effect = "a data set that is asked for over the network, with your token"
-                    yield Authority(f"model.data.data_prefix.{split}", path, effect)
+        for path in itertools.chain(*sets_of(value).values()):
+            if str(path).startswith(HUB):
+                yield Authority(f"model.data.data_prefix.{split}", path, effect)
 
 
 def _of_functions(cfg: TrainConfig) -> Iterator[Authority]:

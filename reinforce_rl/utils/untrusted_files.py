@@ -121,6 +121,24 @@ def parse_json(text: str | bytes, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     return value
 
 
+def yaml_fault(text: str, *, max_depth: int) -> tuple[int, str] | None:
+    """Return the line and the fault of YAML that could become large or deep; None if it can be loaded.
+
+    An alias can make a small text large beyond all bounds. Raises yaml.YAMLError for what is no YAML.
+    """
+    import yaml  # a benchmark on a bare GPU machine needs the rest without it
+
+    depth = 0
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.AliasEvent):
+            return line, f"an alias (*{event.anchor}); expected values"
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > max_depth:
+            return line, f"more than {max_depth} levels of keys and lists"
+    return None
+
+
 def link_root(folder: Path) -> Path:
     """Return the folder that links of a model's folder may not leave.
 

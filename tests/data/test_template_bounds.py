@@ -22,10 +22,8 @@ pytestmark = pytest.mark.timeout(60)
 OPTIONS = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [loopcontrols]}
 DOUBLED = "{% set ns = namespace(a=A) %}{% for i in range(60) %}{% set ns.a = NEXT %}{% endfor %}{{ ns.a|length }}"
 LIST_OF_LISTS = DOUBLED.replace("A", "[1]").replace("NEXT", "[ns.a, ns.a]")
-LONG_TEXT = (
-    "{% set a = 'x' * 10**7 %}{% set ns = namespace(l=[]) %}"
-    "{% for i in range(99999) %}{% for j in range(99999) %}WORK{% endfor %}{% endfor %}"
-)
+# Few rounds: without the bound the rendering ends, with a gigabyte at most.
+LONG_TEXT = "{% set a = 'x' * 10**7 %}{% set ns = namespace(l=[]) %}{% for i in range(99) %}WORK{% endfor %}"
 COSTLY = {
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "loops with output": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
@@ -56,7 +54,7 @@ COSTLY = {
     "replaced text by a filter": DOUBLED.replace("A", "'xx'").replace("NEXT", "ns.a|replace('x', ns.a)"),
     "joined text": DOUBLED.replace("A", "'xx'").replace("NEXT", "ns.a.join([ns.a, ns.a])"),
     "slices of a long text": LONG_TEXT.replace("WORK", "{% set ns.l = [a[i:], ns.l] %}"),
-    "splits of a long text": LONG_TEXT.replace("WORK", "{% set ns.l = [a.split('x'), ns.l] %}"),
+    "splits of a long text": LONG_TEXT.replace("WORK", "{% set ns.l = a.split('x')|length %}"),
     "a batch of any width": "{{ [1]|batch(10**9, 0)|list|length }}",
     "capital ligatures": "{% set a = '\ufb03' * 10**7 %}{{ a.upper()|length }}",
     "capital ligatures by a filter": "{% set a = '\ufb03' * 10**7 %}{{ (a|upper)|length }}",
@@ -87,13 +85,21 @@ def test_a_costly_template_is_refused_within_seconds(kind):
     assert time.monotonic() - start < 40
 
 
+class SearchedText:
+    searches = 0
+
+    def __contains__(self, part: object) -> bool:
+        self.searches += 1
+        return False
+
+
 def test_the_clock_is_read_between_searches_of_a_long_text(monkeypatch):
-    monkeypatch.setattr(template_bounds, "MAX_SECONDS", 1.0)
-    template = LONG_TEXT.replace("WORK", "{% if 'xy' in a %}{% endif %}")
-    start = time.monotonic()
+    monkeypatch.setattr(template_bounds, "MAX_SECONDS", -1.0)
+    template = "{% for i in range(999) %}{% if 'x' in text %}{% endif %}{% endfor %}"
+    text = SearchedText()
     with pytest.raises(TemplateBoundError):
-        BoundedEnvironment(**OPTIONS).from_string(template).render(messages=[])
-    assert time.monotonic() - start < 10
+        BoundedEnvironment(**OPTIONS).from_string(template).render(text=text)
+    assert text.searches <= 8
 
 
 SOUND = {

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from reinforce_rl.actor import policy
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.debugging.verify import Verification, verify
+from reinforce_rl.debugging.verify import Verification, _variations, verify
 from reinforce_rl.debugging.verify_step import DRAWN, GRADIENT, LOG_PROBS, SAMPLES, UPDATE, WEIGHTS, Check, check
 from reinforce_rl.megatron.checkpointer import Checkpointer
 
@@ -176,3 +177,20 @@ def test_all_faults_of_the_configuration_are_one_message(tmp_path: Path) -> None
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "model.micro_batch_size is 0" in done.stderr and "trainer.reinforce.max_epochs is 0" in done.stderr
+
+
+@pytest.mark.parametrize(("device", "graphs"), [("cpu", []), ("cuda", [(False, None), (False, False)])])
+def test_on_a_gpu_decoding_is_tried_without_graphs_and_without_static_steps(tmp_path, device, graphs):
+    lengths = torch.tensor([4])
+    rollouts = SimpleNamespace(prompt_lengths=lengths, response_lengths=lengths, rewards=lengths)
+    step: Any = SimpleNamespace(data=SimpleNamespace(rollouts=rollouts), prompts=[None])
+    mesh = SimpleNamespace(device=torch.device(device))
+    settings = SimpleNamespace(shared_prefix=False)
+    actor: Any = SimpleNamespace(lm=SimpleNamespace(mesh=mesh), settings=settings)
+    prefix = "model.reinforce."
+    tried = [
+        (values[f"{prefix}cuda_graphs"], values.get(f"{prefix}static_decoding"))
+        for values, _ in _variations(config(tmp_path), step, actor)
+        if f"{prefix}cuda_graphs" in values
+    ]
+    assert tried == graphs

@@ -13,22 +13,10 @@ import pytest
 from typer.main import get_command
 
 from reinforce_rl import __version__
-from reinforce_rl.launch.main import app
+from reinforce_rl.launch.main import _prepare, app
 
 ROOT = Path(__file__).parents[2]
 COMMANDS: Any = get_command(app)
-
-
-OPTIONAL = ("pickle5", "pytz", "bottleneck", "apex", "einops", "flash_attn", "gmpy2", "lz4")
-
-
-@pytest.mark.parametrize("words", [["records"], ["report"], ["diff", "."], ["compare"], ["chat"]])
-def test_a_command_that_opens_a_folder_imports_nothing_from_it(tmp_path, words):
-    """Libraries look for optional modules that are not installed; the folder may have such files."""
-    for name in OPTIONAL:
-        (tmp_path / f"{name}.py").write_text("open('ran', 'a').write(__name__ + ' ')\n")
-    command(tmp_path, *words, ".")
-    assert not (tmp_path / "ran").exists()
 
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -42,6 +30,37 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         env=environment,
     )
+
+
+@pytest.mark.parametrize("words", [["records"], ["report"], ["diff", "."], ["compare"], ["chat"]])
+def test_a_command_that_opens_a_folder_imports_nothing_from_it(tmp_path, words):
+    """Libraries look for optional modules that are not installed; the folder may have such files."""
+    for name in ("pickle5", "pytz", "bottleneck", "apex", "einops", "flash_attn", "gmpy2", "lz4"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'a').write(__name__ + ' ')\n")
+    command(tmp_path, *words, ".")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train", "--config-dir", "."], True),
+        (["submit", "--config-dir", "."], True),
+        (["eval", "model", "--reward", "mine.f"], True),
+        (["whatif", "run", "+reward_function.name=mine.f"], True),
+        (["whatif", "run", "model.optim.lr=1"], False),
+        (["records", "run"], False),
+        ([], False),
+    ],
+)
+def test_the_current_folder_is_imported_from_for_code_of_ones_own(tmp_path, monkeypatch, words, expected):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    _prepare(words)
+    assert (str(tmp_path) in sys.path) is expected
+    sys.path.insert(0, str(tmp_path))  # as `python -m` does
+    _prepare(words)
+    assert (sys.path[0] == str(tmp_path)) is expected
 
 
 def test_help_names_every_command_and_loads_no_heavy_library(tmp_path: Path) -> None:

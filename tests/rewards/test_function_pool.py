@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pty
 import queue
 import re
 import signal
@@ -234,3 +235,34 @@ class TestDeadlines:
         host._samples.pop(0)
         assert host.add(batch, [(0, b"{}")]) == 3  # type: ignore[arg-type]
         assert sorted(host._samples) == [1, 2, 3]
+
+
+def test_what_a_sample_s_program_prints_is_shown_on_a_terminal(tmp_path):
+    """It prints through a pipe of its own, and the pool passes that on."""
+    (tmp_path / "printing.py").write_text(
+        "import subprocess, sys\n"
+        "def f(prompt, response, record):\n"
+        "    subprocess.run([sys.executable, '-c', r\"print('\\x1b[2J\\x9b \\xe4')\"], check=True)\n"
+        "    return 1.0\n"
+    )
+    program = (
+        "from reinforce_rl.config.rewards import RewardFunctionConfig\n"
+        "from reinforce_rl.rewards.base import FunctionSpec, TextSample\n"
+        "from reinforce_rl.rewards.function_pool import FunctionPool\n"
+        "pool = FunctionPool({'f': FunctionSpec('reward_function', 'printing.f', {})}, RewardFunctionConfig())\n"
+        "pool.start()\n"
+        "pool.submit('f', [TextSample('', '', {})]).result()\n"
+        "pool.close()\n"
+    )
+    terminal, end = pty.openpty()
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1"}
+    try:
+        done = subprocess.run([sys.executable, "-c", program], stderr=end, timeout=120, env=environment, check=False)
+        printed = os.read(terminal, 1 << 16).decode()
+    finally:
+        os.close(end)
+        os.close(terminal)
+    assert done.returncode == 0, printed
+    assert r"\x1b[2J\u009b " + "\xe4" in printed
+    assert "\x1b" not in printed
