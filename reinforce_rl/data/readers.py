@@ -17,7 +17,6 @@ import lzma
 import os
 import re
 import stat
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +29,7 @@ from typing import Any, TypeVar
 from reinforce_rl.data.jsonl import LineFaults, Record, describe_type
 from reinforce_rl.data.splits import card_configurations, choose_files, one_split, suffix_of
 from reinforce_rl.errors import DataError
+from reinforce_rl.utils.files import MAX_LINE_BYTES, bounded_lines
 from reinforce_rl.utils.untrusted_files import open_regular
 
 T = TypeVar("T")
@@ -37,6 +37,7 @@ Rows = Iterator[tuple[str, Any]]  # the place in the file, ":LINE" or ", row N",
 
 HUB = "hf:"  # hf:OWNER/NAME[/CONFIGURATION][:SPLIT], as FOLDER[/CONFIGURATION][:SPLIT]
 _START_BYTES, _AT_ONCE = 4096, 1024
+_MAX_WHOLE_BYTES = 4 << 30  # of a file that cannot be read piece by piece
 _BOM = b"\xef\xbb\xbf"
 _OPENERS: dict[bytes, Callable[[Path], Any]] = {
     b"\x1f\x8b": gzip.open,
@@ -234,8 +235,11 @@ def _form_of(path: Path, start: bytes) -> Callable[[io.BufferedReader], Rows]:
 
 
 def _lines(file: io.BufferedReader) -> Rows:
-    # Bytes: a line that is not UTF-8 must not hide the others, and only "\n" ends a line.
-    for number, raw in enumerate(file, 1):
+    # Bytes: a line that is not UTF-8 must not hide the others.
+    for number, raw in enumerate(bounded_lines(file), 1):
+        if len(raw) > MAX_LINE_BYTES:
+            yield f":{number}", DataError(f"expected at most {MAX_LINE_BYTES} bytes in a line, found more")
+            return
         if raw.strip():
             yield f":{number}", raw
 
@@ -275,9 +279,17 @@ def _decoded(raw: bytes, of: str = "line") -> str:
         raise DataError(f"not valid UTF-8 (byte {error.start + 1} of the {of}); {advice}") from error
 
 
+def _whole(file: io.BufferedReader, advice: str) -> bytes:
+    data = file.read(_MAX_WHOLE_BYTES + 1)
+    if len(data) > _MAX_WHOLE_BYTES:
+        raise DataError(f"holds more than {_MAX_WHOLE_BYTES} bytes; {advice}")
+    return data
+
+
 def _list(file: io.BufferedReader) -> Rows:
+    data = _whole(file, "write one record a line (.jsonl)")
     try:
-        values = json.loads(_decoded(file.read(), "file"), object_pairs_hook=_object_of)
+        values = json.loads(_decoded(data, "file"), object_pairs_hook=_object_of)
     except DataError as error:
         raise DataError(f"is {error}") from error
     except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
@@ -288,9 +300,9 @@ def _list(file: io.BufferedReader) -> Rows:
 
 def _separated(file: io.BufferedReader) -> Rows:
     """Read CSV, separated by comma, semicolon or tab, with names in its first line. Every value is a text."""
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(MAX_LINE_BYTES)
     first = file.peek(_START_BYTES).partition(b"\n")[0].decode(errors="replace")
-    rows = csv.reader(map(_decoded, file), delimiter=max(",;\t", key=first.count), strict=True)
+    rows = csv.reader(map(_decoded, _csv_lines(file)), delimiter=max(",;\t", key=first.count), strict=True)
     header, line = list[str](), 1  # the line where the row begins
     try:
         for row in rows:
@@ -316,12 +328,20 @@ def _separated(file: io.BufferedReader) -> Rows:
         yield f":{rows.line_num + 1}", error
 
 
+def _csv_lines(file: io.BufferedReader) -> Iterator[bytes]:
+    for line in bounded_lines(file):
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(f"expected at most {MAX_LINE_BYTES} bytes in a line, found more")
+        yield line
+
+
 def _parquet(file: io.BufferedReader) -> Rows:
     from pyarrow import ArrowException, BufferReader, OSFile, parquet
 
     # A decompressed stream cannot seek from its end. Arrow opens a plain file itself, since its threads may block on a
     # Python file object when the interpreter exits.
-    source = OSFile(os.fsencode(file.name)) if isinstance(file.raw, io.FileIO) else BufferReader(file.read())
+    is_plain = isinstance(file.raw, io.FileIO)
+    source = OSFile(os.fsencode(file.name)) if is_plain else BufferReader(_whole(file, "unpack it"))
     try:
         yield from _of_batches(parquet.ParquetFile(source).iter_batches(batch_size=_AT_ONCE))
     except ArrowException as error:

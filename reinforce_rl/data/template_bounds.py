@@ -26,11 +26,13 @@ MAX_STEPS = 1_000_000  # of one rendering; and one more a character of the input
 MAX_SECONDS = 30.0
 MIN_CHARS = 16 << 20  # that a text may always have
 CHARS_RATIO = 8  # and for a longer input, this many times the input
+MIN_ELEMENTS = 1 << 20  # that a list may always hold, with those of the lists in it; and one a character of the input
 _MAX_BITS = 10_000  # of an integer
 _MAX_DEPTH = 100  # of lists in lists
 _STEPS_BETWEEN_CLOCKS = 8  # a step may be a search in a long text
 _CHARS_PER_STEP = 256
-_ELEMENTS_PER_STEP = 16
+_SPLIT_CHARS_PER_STEP = 16
+_ELEMENTS_PER_STEP = 4
 _STEPS_PER_CALL = 10  # an iteration of a loop is one
 # Methods and filters of lists and objects that do not look into their elements.
 _WITHOUT_TEXT = frozenset({"items", "get", "keys", "values", "length", "count", "default", "first", "last", "list"})
@@ -44,6 +46,7 @@ _NEVER_LARGER = frozenset(
         *("get", "items", "keys", "values", "length", "first", "last", "default", "int", "float", "abs"),
     }
 )
+_CONTAINERS = (list, tuple, dict, set, frozenset)
 _LONG_LITERAL = 256  # characters; shorter ones are bounded by the steps
 _WIDE_FIELD = re.compile(r"[0-9]{7}")
 _WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:[0-9]{7}|[0-9]*\.[0-9]{7})")
@@ -83,7 +86,11 @@ class _Budget:
 
     def check_size(self, size: int) -> None:
         if size > MIN_CHARS and size > CHARS_RATIO * self._input_size:
-            raise TemplateBoundError(f"makes a text or list of {size} elements")
+            raise TemplateBoundError(f"makes a text or list of {size} characters or elements")
+
+    def check_elements(self, count: int) -> None:
+        if count > MIN_ELEMENTS and count > self._input_size:
+            raise TemplateBoundError(f"makes a list of {count} elements")
 
     @functools.cached_property
     def _input_size(self) -> int:
@@ -94,14 +101,24 @@ class _Budget:
         if isinstance(value, str | bytes):
             self.step(len(value) // _CHARS_PER_STEP)
             self.check_size(len(value))
-        elif isinstance(value, list | tuple | dict):
+        elif isinstance(value, _CONTAINERS):
             self.step(len(value) // _ELEMENTS_PER_STEP)
-            self.check_size(len(value))
+            self.check_elements(len(value))
+
+    def check_made(self, value: Any) -> None:
+        """Check a value that was made of others, with all that it holds.
+
+        So every value is small enough to be compared, hashed and written.
+        """
+        if isinstance(value, _CONTAINERS):
+            self.check_written(value)
+        else:
+            self.check(value)
 
     def charge(self, text: Any, name: str) -> None:
         """Count, before it is made, what a method or filter of `_NEVER_LARGER` makes of a text."""
         if isinstance(text, str | bytes):
-            chars_per_step = _ELEMENTS_PER_STEP if name in _SPLITTING else _CHARS_PER_STEP
+            chars_per_step = _SPLIT_CHARS_PER_STEP if name in _SPLITTING else _CHARS_PER_STEP
             self.step(len(text) // chars_per_step)
 
     def check_written(self, value: Any) -> int:
@@ -125,8 +142,9 @@ def _size_of(value: Any, budget: _Budget | None = None) -> int:
         elements += 1
         size += len(current) if isinstance(current, str) else 1
         if budget is not None and elements % _ELEMENTS_PER_STEP == 0:
-            budget.step(_ELEMENTS_PER_STEP)
+            budget.step()
             budget.check_size(size)
+            budget.check_elements(elements)
         if depth > _MAX_DEPTH:
             raise TemplateBoundError(f"nests lists more than {_MAX_DEPTH} levels deep")
         if isinstance(current, dict):
@@ -188,16 +206,33 @@ def _joined(values: Iterable[Any]) -> str:
 
 
 def _checked(value: Any) -> Any:
-    """Check a sum or slice before it is kept: within one expression, the template's length bounds it."""
+    """Check a slice, which holds no more than what it is of."""
     _current().check(value)
+    return value
+
+
+def _made(value: Any) -> Any:
+    """Check a literal, or a sum before it is kept: within one expression, the template's length bounds a sum."""
+    _current().check_made(value)
+    return value
+
+
+def _compared(value: Any) -> Any:
+    """Count a comparison by what is compared."""
+    budget = _current()
+    budget.step()
+    if isinstance(value, _CONTAINERS):
+        budget.check_written(value)
     return value
 
 
 _OWN_FILTERS: dict[str, Callable[..., Any]] = {
     "_counted": _Counted,
     "_checked": _checked,
+    "_compared": _compared,
     "_joined": _joined,
     "_literal": _literal,
+    "_made": _made,
 }
 
 
@@ -250,7 +285,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             loop.iter = _filter(loop.iter, "_counted")
         for assignment in source.find_all(nodes.Assign):
             if isinstance(assignment.node, nodes.Add) or assignment.node.find(nodes.Add) is not None:
-                assignment.node = _filter(assignment.node, "_checked")
+                assignment.node = _filter(assignment.node, "_made")
         for output in source.find_all(nodes.Output):
             output.nodes = [_counted_literal(node) for node in output.nodes]
         _replace_makers(source)
@@ -271,7 +306,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for value in (*args, *kwargs.values()):
             budget.check(value)
         value = super().call(__context, __obj, *args, **kwargs)
-        budget.check(value)
+        budget.check_made(value)
         return value
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -281,8 +316,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif operator in ("*", "**"):
             _check_product(budget, operator, left, right)
         value = super().call_binop(context, operator, left, right)
-        budget.check(value)
+        budget.check_made(value)
         return value
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        budget = _current()
+        budget.step()
+        if isinstance(argument, tuple):  # which is hashed
+            budget.check_written(argument)
+        return super().getitem(obj, argument)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
@@ -315,7 +357,7 @@ def _counted_literal(node: nodes.Expr) -> nodes.Expr:
 
 
 def _replace_makers(node: nodes.Node) -> None:
-    """Let `a ~ b` and slices below a node be filters, which check sizes."""
+    """Let `a ~ b`, slices, lists and what is compared below a node be filters, which check sizes."""
     for name, value in node.iter_fields():
         children = value if isinstance(value, list) else [value]
         for place, child in enumerate(children):
@@ -326,12 +368,25 @@ def _replace_makers(node: nodes.Node) -> None:
                 checked = _filter(nodes.List(child.nodes, lineno=child.lineno), "_joined")
             elif isinstance(child, nodes.Getitem) and isinstance(child.arg, nodes.Slice):
                 checked = _filter(child, "_checked")
+            elif _holds_values(child):
+                checked = _filter(child, "_made")
             else:
+                if isinstance(child, nodes.Compare):
+                    child.expr = _filter(child.expr, "_compared")
                 continue
             if isinstance(value, list):
                 value[place] = checked
             else:
                 setattr(node, name, checked)
+
+
+def _holds_values(node: nodes.Node) -> bool:
+    """Tell whether a node is a list, tuple or dictionary of more than constants; not the target of an assignment."""
+    if isinstance(node, nodes.Tuple) and node.ctx != "load":
+        return False
+    if isinstance(node, nodes.Dict):
+        return not all(isinstance(pair.value, nodes.Const) for pair in node.items)
+    return isinstance(node, nodes.List | nodes.Tuple) and not all(isinstance(item, nodes.Const) for item in node.items)
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -346,7 +401,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         value = function(*args, **kwargs)
         if isinstance(value, types.GeneratorType):
             return _counted_generator(value)
-        budget.check(value)
+        budget.check_made(value)
         return value
 
     return bounded
@@ -427,7 +482,11 @@ def _check_product(budget: _Budget, operator: str, left: Any, right: Any) -> Non
     elif operator == "*":
         for values, times in ((left, right), (right, left)):
             if isinstance(values, str | list | tuple | bytes) and isinstance(times, int):
-                budget.check_size(len(values) * max(times, 0))
+                count = len(values) * max(times, 0)
+                if isinstance(values, str | bytes):
+                    budget.check_size(count)
+                else:
+                    budget.check_elements(count)
 
 
 def bound_chat_templates() -> None:

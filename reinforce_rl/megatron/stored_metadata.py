@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from reinforce_rl.errors import CheckpointError
+from reinforce_rl.megatron.pickle_size import check_pickle_size
 
 METADATA_FILE = ".metadata"
 FORMAT_FILE = "metadata.json"
@@ -77,7 +78,9 @@ def _check_format(path: Path) -> None:
 
 def _read(path: Path) -> Metadata:
     try:
-        metadata = _Unpickler(io.BytesIO(_bytes_of(path, MAX_METADATA_BYTES))).load()
+        data = _bytes_of(path, MAX_METADATA_BYTES)
+        check_pickle_size(data)
+        metadata = _Unpickler(io.BytesIO(data)).load()
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle may raise anything

@@ -22,6 +22,7 @@ from pydantic_core import to_jsonable_python
 from reinforce_rl.data.finish_reasons import FINISH_STOP
 from reinforce_rl.data.tokenizer import decode_all
 from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring.parquet_bounds import read_bounded_table
 from reinforce_rl.utils.files import encode, plain_number, read_json_lines, write_atomically
 from reinforce_rl.utils.untrusted_files import check_regular
 
@@ -302,7 +303,7 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None, filters: 
     """Read columns of a file of `write_records`, all for None; `filters` are those of `pyarrow.parquet.read_table`.
 
     Raises:
-        DataError: the file is damaged, or not of this version.
+        DataError: the file is damaged, not of this version, or takes far more memory than its size.
     """
     from pyarrow import ArrowException, OSFile
 
@@ -331,7 +332,10 @@ def _read_table(file: Any, path: str | Path, columns: Sequence[str] | None, filt
     if missing := [name for name in expected if name not in schema.names]:  # earlier files lack these two
         raise DataError(f"{path}: missing columns {missing}; docs/records.md has all. Restore the file")
     known = None if columns is None else [name for name in columns if name in schema.names]
-    return pq.read_table(file, columns=known, filters=filters)
+    try:
+        return read_bounded_table(file, known, filters)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 def read_rows(path: str | Path) -> list[RolloutRow]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -210,7 +211,7 @@ def _history(folder: Path, step: int, within: Path | None = None) -> list[dict[s
     lines = []
     if path.exists():
         data = read_bounded(path, max_bytes=_MAX_HISTORY_BYTES, within=within)
-        lines = parse_json_lines(path, data)
+        lines = parse_json_lines(path, io.BytesIO(data))
     if not lines and config.exists():  # a run from before config_history.jsonl existed
         path, lines = config, [{"step": 0, "config": read_stored(config)}]
     for number, line in enumerate(lines, 1):

@@ -14,17 +14,17 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.utils.untrusted_files import parse_json, read_bounded
+from reinforce_rl.utils.untrusted_files import open_regular, parse_json
 
 # A disk, a quota or the limit of a file's size is used up.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNWRITABLE = (*NO_SPACE, errno.EROFS)
 
 _MAX_LINES_BYTES = 4 << 30  # of a file of JSON lines
-_MAX_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 64 << 20  # of JSON
 
 
 def plain_number(value: Any) -> int | float | None:
@@ -202,22 +202,35 @@ def write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     write_atomically(path, "".join(json_line(record) for record in records))
 
 
+def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield a file's lines with their ends, and of a longer line only the first `MAX_LINE_BYTES` + 1 bytes.
+
+    A small compressed or sparse file can hold one line that is larger than the memory. Only "\\n" ends a line, as
+    U+2028 and the like may stand in a response.
+    """
+    return iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
+
+
 def read_json_lines(path: Path, *, within: Path | None = None) -> list[dict[str, Any]]:
     """Read one JSON object per line; an unterminated last line, as a killed writer leaves, is dropped.
 
     Raises DataError if a complete line is not a JSON object, or the file is none that `open_regular` opens.
     """
-    return parse_json_lines(path, read_bounded(path, max_bytes=_MAX_LINES_BYTES, within=within))
+    with open_regular(path, within=within) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MAX_LINES_BYTES:
+            raise DataError(f"{path} holds {size} bytes; expected at most {_MAX_LINES_BYTES}")
+        return parse_json_lines(path, file)
 
 
-def parse_json_lines(path: Path, data: bytes) -> list[dict[str, Any]]:
-    """Parse `data` of the file `path` as `read_json_lines` does."""
+def parse_json_lines(path: Path, file: BinaryIO) -> list[dict[str, Any]]:
+    """Parse the lines of `file`, opened from `path`, as `read_json_lines` does."""
     records = []
-    # Not splitlines(), which also splits at U+2028 and the like inside a response.
-    *lines, _torn = data.split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if len(line) > _MAX_LINE_BYTES:
-            raise DataError(f"{path}, line {number}: {len(line)} bytes; expected at most {_MAX_LINE_BYTES}")
+    for number, line in enumerate(bounded_lines(file), 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(f"{path}, line {number}: expected at most {MAX_LINE_BYTES} bytes, found more")
+        if not line.endswith(b"\n"):
+            break
         try:
             record = parse_json(line)
         except ValueError as error:

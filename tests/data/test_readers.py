@@ -18,6 +18,7 @@ import pytest
 from pyarrow import ArrowInvalid
 from pyarrow import json as arrow_json
 
+from reinforce_rl.data import readers
 from reinforce_rl.data.jsonl import LineFaults
 from reinforce_rl.data.readers import Columns, files_of, read_records, source_fault
 from reinforce_rl.errors import DataError
@@ -278,6 +279,30 @@ def test_what_cannot_be_read_is_named_with_what_to_do(tmp_path, content, fault):
 def test_a_broken_file_is_named_with_the_place(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     assert f"{tmp_path / name}{'' if said[0] in ',:' else ' '}{said}" in refused(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "filling", "said"),
+    [
+        ("a.jsonl.gz", LINES, b"x", ":4: expected at most 67108864 bytes in a line"),
+        ("a.csv.gz", b"prompt,answer\n", b"x", ":2: expected at most 67108864 bytes in a line"),
+        ("a.csv.gz", b'prompt,answer\n"', b"x\n", ":2: field larger than field limit"),
+    ],
+)
+def test_a_small_file_that_unpacks_to_a_huge_line(tmp_path, name, start, filling, said):
+    content = start + filling * (300_000_000 // len(filling))
+    (tmp_path / name).write_bytes(gzip.compress(content, compresslevel=1))
+    assert f"{tmp_path / name}{said}" in refused(tmp_path / name)
+
+
+def test_a_small_file_that_unpacks_to_a_huge_list(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "_MAX_WHOLE_BYTES", 1000)
+    whole = json.dumps([{"prompt": "x" * 984}]).encode()
+    assert len(whole) == 1000
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(whole))
+    assert read(tmp_path / "a.json.gz")
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(whole + b" "))
+    assert "a.json.gz holds more than 1000 bytes; write one record a line" in refused(tmp_path / "a.json.gz")
 
 
 @pytest.mark.parametrize(

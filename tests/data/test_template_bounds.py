@@ -69,6 +69,32 @@ COSTLY = {
     .replace("NEXT", "[ns.a, ns.a]")
     .replace("length", "string"),
     "a list of itself twice, joined": LIST_OF_LISTS + "{{ 'x' ~ ns.a }}",
+    "a list of itself twice, compared": DOUBLED.replace("A", "[1]")
+    .replace("for i", "set ns.b = [1] %}{% for i")
+    .replace("%}{% endfor", "%}{% set ns.b = [ns.b, ns.b] %}{% endfor")
+    .replace("NEXT", "[ns.a, ns.a]")
+    .replace("ns.a|length", "ns.a == ns.b"),
+    "a tuple of itself twice as a key": DOUBLED.replace("A", "(1,)")
+    .replace("NEXT", "(ns.a, ns.a)")
+    .replace("ns.a|length", "{ns.a: 1}|length"),
+    "a sum of itself twice as a key": DOUBLED.replace("A", "(1,)")
+    .replace("NEXT", "(ns.a,) + (ns.a,)")
+    .replace("ns.a|length", "{ns.a: 1}|length"),
+    "a product of itself as a key": DOUBLED.replace("A", "(1,)")
+    .replace("NEXT", "(ns.a,) * 2")
+    .replace("ns.a|length", "{ns.a: 1}|length"),
+    "a dictionary of itself twice": DOUBLED.replace("A", "1")
+    .replace("NEXT", "dict(a=ns.a, b=ns.a)")
+    .replace("|length", " == 1"),
+    "a dictionary literal of itself twice": DOUBLED.replace("A", "1")
+    .replace("NEXT", "{'a': ns.a, 'b': ns.a}")
+    .replace("|length", " == 1"),
+    "a list of itself twice by a filter": DOUBLED.replace("A", "[1]")
+    .replace("NEXT", "[1, 1]|map(attribute='a', default=ns.a)|list")
+    .replace("|length", " == [1]"),
+    "comparisons of long lists": "{% set a = [1] * 10**6 %}{% set b = [1] * 10**6 %}"
+    + "{% if a == b %}{% endif %}" * 999,
+    "searches of long keys": "{% set a = (1,) * 10**6 %}{% set b = {} %}" + "{% if b[a] %}{% endif %}" * 999,
     "sums of lists": "{{ (range(99999)|map('string')|map('list')|list * 99)|sum(start=[]) }}",
     "long literals": "{% for a in range(99999) %}" + "x" * 5000 + "{% endfor %}",
     "a text of a block": "{% set a %}{% for i in range(9999) %}"

@@ -161,6 +161,16 @@ def cut(model: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
 
+def a_key_of_itself(model: Path) -> None:
+    """Its hash would never be computed."""
+    header = b"\x80\x02"
+    key: Any = 1
+    for _ in range(60):
+        key = (key, key)
+    data = pickle.dumps(key, 2).removeprefix(header).removesuffix(b".")
+    (model / METADATA_FILE).write_bytes(header + b"}" + data + b"K\x01s.")
+
+
 def another_object(model: Path) -> None:
     write(model, {"state_dict_metadata": {}})
 
@@ -183,6 +193,7 @@ SPOILT = [
     a_pipe_as_format,
     a_pipe_as_metadata,
     cut,
+    a_key_of_itself,
     another_object,
 ]
 

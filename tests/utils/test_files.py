@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import resource
 import stat
 from pathlib import Path
 
@@ -138,6 +139,19 @@ def test_new_files_follow_the_umask(umask, mode, tmp_path):
         assert os.umask(umask) == umask, "it is as it was"
     finally:
         os.umask(before)
+
+
+def test_one_line_larger_than_the_memory_is_not_read(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"a": 1}\n')
+    os.truncate(path, 3 << 30)  # sparse: no disk is used
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=r"lines\.jsonl, line 2: expected at most 67108864 bytes"):
+        read_json_lines(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 1024, "KiB"
+    os.truncate(path, 5 << 30)
+    with pytest.raises(DataError, match=r"lines\.jsonl holds 5368709120 bytes; expected at most 4294967296"):
+        read_json_lines(path)
 
 
 @pytest.mark.parametrize(("line", "reason"), [("{broken", "not valid JSON"), ("[1]", "found a JSON list")])

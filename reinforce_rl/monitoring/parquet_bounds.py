@@ -1,0 +1,89 @@
+"""Reads Parquet of somebody else within bounds: a small file can repeat one long text, or one number, endlessly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from reinforce_rl.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyarrow.parquet import FileMetaData
+
+MAX_ROWS = 1 << 18  # samples of a step
+MIN_BYTES = 256 << 20  # that the values may always take in memory
+BYTES_RATIO = 200  # and of a larger file, this many times its size
+_MAX_ROW_GROUPS = 1000
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT96": 12}  # bytes of a value; else 8
+_TEXT = "BYTE_ARRAY"
+
+
+def read_bounded_table(file: pa.NativeFile, columns: Sequence[str] | None, filters: Any) -> pa.Table:
+    """Read columns of a Parquet file as `pyarrow.parquet.read_table`.
+
+    Raises:
+        DataError: it has more than `MAX_ROWS` rows, or its values take far more memory than the file is large.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    metadata = pq.read_metadata(file)
+    limit = max(MIN_BYTES, BYTES_RATIO * file.size())
+    _check_metadata(metadata, limit)
+    leaves = [metadata.schema.column(index) for index in range(metadata.num_columns)]
+    # As the file stores them: a text once, however often it occurs.
+    texts = [leaf.path for leaf in leaves if leaf.physical_type == _TEXT]
+    table = pq.read_table(file, columns=columns, filters=filters, read_dictionary=texts)
+    _check_bytes(sum(map(_text_bytes, table.columns)), limit)
+    plain = pq.read_schema(file)
+    types = pa.schema([plain.field(name) for name in table.column_names], metadata=table.schema.metadata)
+    return table.cast(types)
+
+
+def _check_metadata(metadata: FileMetaData, limit: int) -> None:
+    if metadata.num_rows > MAX_ROWS:
+        raise DataError(f"{metadata.num_rows} rows; expected at most {MAX_ROWS}")
+    if metadata.num_row_groups > _MAX_ROW_GROUPS:
+        raise DataError(f"{metadata.num_row_groups} row groups; expected at most {_MAX_ROW_GROUPS}")
+    size = 0
+    for group in range(metadata.num_row_groups):
+        for column in range(metadata.num_columns):
+            chunk = metadata.row_group(group).column(column)
+            fixed_length = metadata.schema.column(column).length or 0  # of a FIXED_LEN_BYTE_ARRAY
+            size += chunk.num_values * max(_WIDTHS.get(chunk.physical_type, 8), fixed_length)
+    _check_bytes(size, limit)
+
+
+def _check_bytes(size: int, limit: int) -> None:
+    if size > limit:
+        raise DataError(f"its values take {size} bytes; expected at most {limit} of a file of this size")
+
+
+def _text_bytes(column: pa.ChunkedArray) -> int:
+    """Return how many bytes the texts of a column take when each is stored by itself."""
+    return sum(_bytes_of(leaf) for chunk in column.chunks for leaf in _leaves(chunk))
+
+
+def _leaves(array: pa.Array) -> Iterable[pa.Array]:
+    import pyarrow as pa
+
+    if isinstance(array, pa.MapArray):
+        yield from _leaves(array.keys)
+        yield from _leaves(array.items)
+    elif isinstance(array, pa.StructArray | pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+        parts = array.flatten()
+        for part in parts if isinstance(parts, list) else [parts]:
+            yield from _leaves(part)
+    else:
+        yield array
+
+
+def _bytes_of(array: pa.Array) -> int:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not isinstance(array, pa.DictionaryArray):
+        return 0
+    lengths = pc.binary_length(array.dictionary).cast(pa.int64())
+    return pc.sum(lengths.take(array.indices)).as_py() or 0

@@ -1,0 +1,86 @@
+"""What a pickle would take is known before it is read."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from reinforce_rl.errors import CheckpointError
+from reinforce_rl.megatron.pickle_size import check_pickle_size
+
+
+def doubled(value: Any, rounds: int) -> Any:
+    for _ in range(rounds):
+        value = (value, value)
+    return value
+
+
+def nested_index(rounds: int) -> Any:
+    """An object whose hash is that of its fields."""
+    index = MetadataIndex("a")
+    for _ in range(rounds):
+        index = MetadataIndex((index, index))  # type: ignore[arg-type]
+    return index
+
+
+def test_its_key_would_be_hashed_for_ever() -> None:
+    """`pickle.loads` would not end; a small one shows that the key comes back."""
+    assert list(pickle.loads(pickle.dumps(doubled(1, 3)))) == list(doubled(1, 3))
+    header = b"\x80\x02"
+    key = pickle.dumps(doubled(1, 60), 2).removeprefix(header).removesuffix(b".")
+    data = header + b"}" + key + b"K\x01s."  # a dictionary, its key, 1, set
+    with pytest.raises(CheckpointError):
+        check_pickle_size(data)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("value", [doubled(1, 60), [doubled("a", 60)], {"a": doubled((), 60)}, nested_index(60)])
+def test_values_that_hold_each_other_are_refused(value: Any, protocol: int) -> None:
+    data = pickle.dumps(value, protocol)
+    assert len(data) < 30_000
+    with pytest.raises(CheckpointError):
+        check_pickle_size(data)
+
+
+def test_values_that_grow_after_they_were_taken_are_refused() -> None:
+    lists: list[Any] = [[] for _ in range(60)]
+    names = dict(enumerate(lists))  # all of them are in the memo before one grows
+    for inner, outer in zip(lists, lists[1:], strict=False):
+        outer += [inner, inner]
+    with pytest.raises(CheckpointError):
+        check_pickle_size(pickle.dumps([names, lists]))
+    # By hand: the list is put into the memo, then into a tuple, and only then it is filled.
+    with pytest.raises(CheckpointError, match="changes a value that another one holds"):
+        check_pickle_size(b"\x80\x02]q\x00\x85h\x00K\x01a\x86.")
+
+
+def test_a_key_used_again_and_again_is_refused() -> None:
+    key = tuple(range(100_000))
+    with pytest.raises(CheckpointError):
+        check_pickle_size(pickle.dumps([[key, index] for index in range(1000)]))
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize(
+    "value",
+    [
+        list(range(100_000)),
+        {str(index): (index, index) for index in range(10_000)},
+        {index for index in range(10_000)},
+        [("a", b"b", 1.5, None, True, 10**30, -1), frozenset((1, 2)), bytearray(b"x"), {}, (), []],
+        [[ChunkStorageMetadata(torch.Size([i, 0]), torch.Size([8, 64])), MetadataIndex("a", [i])] for i in range(2000)],
+        [doubled(1, 8)] * 40,
+    ],
+)
+def test_other_values_pass(value: Any, protocol: int) -> None:
+    check_pickle_size(pickle.dumps(value, protocol))
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x04", b"\x80\x04s.", b"\x80\x04h\x05.", b"\x80\x04u.", b"\x80\x04\x85."])
+def test_a_damaged_one_is_refused(data: bytes) -> None:
+    with pytest.raises(CheckpointError):
+        check_pickle_size(data)

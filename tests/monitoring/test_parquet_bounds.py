@@ -1,0 +1,127 @@
+"""Parquet of a few kilobytes that would fill the memory is refused, and other files read as pyarrow reads them."""
+
+from __future__ import annotations
+
+import io
+import resource
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.rows import write_rows
+
+from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring import parquet_bounds
+from reinforce_rl.monitoring.parquet_bounds import MAX_ROWS, read_bounded_table
+from reinforce_rl.monitoring.records import RolloutRow, read_rows
+
+TEXTS = pa.list_(pa.string())
+REWARDS = pa.map_(pa.string(), pa.float64())
+
+
+def stored(table: pa.Table, **options: Any) -> pa.PythonFile:
+    file = io.BytesIO()
+    pq.write_table(table, file, compression="zstd", **options)
+    assert file.tell() < 1 << 20
+    return pa.BufferReader(file.getvalue())
+
+
+def repeated(text: str, count: int) -> pa.DictionaryArray:
+    return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), [text])
+
+
+def in_lists(values: pa.Array, count: int) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array(range(0, len(values) + 1, count), pa.int32()), values)
+
+
+def test_values_and_types_are_those_of_pyarrow() -> None:
+    table = pa.table(
+        {
+            "text": ["a", None, "", "ü" * 1000],
+            "texts": pa.array([["a", "b"], [], None, ["a", None]], TEXTS),
+            "numbers": pa.array([[1, 2], [3], None, []], pa.list_(pa.int32())),
+            "rewards": pa.array([[("a", 1.0)], [], [("b", None), ("c", 2.0)], None], REWARDS),
+            "valid": [True, False, None, True],
+        }
+    ).replace_schema_metadata({"reinforce_rl.records": "1"})
+    for is_dictionary in (True, False):
+        file = stored(table, use_dictionary=is_dictionary)
+        read = read_bounded_table(file, None, None)
+        assert read.equals(pq.read_table(file), check_metadata=True)
+        assert read.equals(table)
+        some = read_bounded_table(file, ["texts", "valid"], [("text", "==", "a")])
+        assert some.to_pylist() == [{"texts": ["a", "b"], "valid": True}]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        repeated("x" * 1_000_000, 1000),
+        in_lists(repeated("x" * 1000, 1_000_000), 1000),
+        pa.MapArray.from_arrays(pa.array([0, 1000], pa.int32()), repeated("x" * 1_000_000, 1000), [1.0] * 1000),
+        pa.StructArray.from_arrays([repeated("x" * 1_000_000, 1000)], ["a"]),
+    ],
+    ids=["text", "list", "map", "struct"],
+)
+def test_a_small_file_of_much_text_is_refused(values: pa.Array) -> None:
+    file = stored(pa.table({"column": values}), store_schema=False)
+    assert not pa.types.is_dictionary(pq.read_schema(file).field(0).type), "pyarrow would read each text"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=r"its values take 1[0-9]{9} bytes; expected at most 268435456"):
+        read_bounded_table(file, None, None)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024, "KiB"
+
+
+@pytest.mark.parametrize(
+    ("values", "size"),
+    [
+        (in_lists(pa.array([1] * 1000, pa.int32()), 100), 4000),
+        (in_lists(pa.array([True] * 1000), 100), 1000),
+        (pa.array([b"x" * 40] * 100, pa.binary(40)), 4000),
+        (pa.array([1.5] * 100), 800),
+    ],
+    ids=["integers", "booleans", "fixed length", "floats"],
+)
+def test_the_size_of_values_without_text(monkeypatch: pytest.MonkeyPatch, values: pa.Array, size: int) -> None:
+    monkeypatch.setattr(parquet_bounds, "BYTES_RATIO", 0)
+    monkeypatch.setattr(parquet_bounds, "MIN_BYTES", size)
+    table = pa.table({"column": values})
+    assert read_bounded_table(stored(table), None, None).equals(table)
+    monkeypatch.setattr(parquet_bounds, "MIN_BYTES", size - 1)
+    with pytest.raises(DataError, match=f"take {size} bytes; expected at most {size - 1} "):
+        read_bounded_table(stored(table), None, None)
+
+
+def test_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_bounds, "MIN_BYTES", 10_000)
+    monkeypatch.setattr(parquet_bounds, "BYTES_RATIO", 0)
+    exact = pa.table({"a": ["x" * 100] * 100})  # 10,000 bytes of text
+    assert read_bounded_table(stored(exact), None, None).equals(exact)
+    with pytest.raises(DataError, match="take 10001 bytes; expected at most 10000"):
+        read_bounded_table(stored(pa.table({"a": ["x" * 100] * 99 + ["x" * 101]})), None, None)
+    file = stored(pa.table({"a": ["x" * 100] * 1000}))
+    monkeypatch.setattr(parquet_bounds, "BYTES_RATIO", 100_000 / file.size())
+    assert len(read_bounded_table(file, None, None)) == 1000
+    monkeypatch.setattr(parquet_bounds, "BYTES_RATIO", 99_000 / file.size())
+    with pytest.raises(DataError):
+        read_bounded_table(file, None, None)
+
+
+def test_rows_and_row_groups() -> None:
+    assert len(read_bounded_table(stored(pa.table({"a": pa.nulls(MAX_ROWS, pa.bool_())})), None, None)) == MAX_ROWS
+    with pytest.raises(DataError, match="262145 rows; expected at most 262144"):
+        read_bounded_table(stored(pa.table({"a": pa.nulls(MAX_ROWS + 1, pa.bool_())})), None, None)
+    groups = pa.table({"a": range(1001)})
+    with pytest.raises(DataError, match="1001 row groups; expected at most 1000"):
+        read_bounded_table(stored(groups, row_group_size=1), None, None)
+    assert len(read_bounded_table(stored(groups[:1000], row_group_size=1), None, None)) == 1000
+
+
+def test_the_records_of_a_step_are_read_so(tmp_path: Path) -> None:
+    row = RolloutRow(1, 0, 0, "x" * 1_000_000, "a", 1.0, "stop", 1)
+    path = write_rows(tmp_path, 1, [row] * 300)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(DataError, match=r"step_00001\.parquet: its values take 3000[0-9]{5} bytes"):
+        read_rows(path)
