@@ -57,6 +57,9 @@ ODD: dict[str, Callable[[Path], object]] = {
 }
 
 
+LINKS = ("device", "terminal", "link out")
+
+
 def read_latest(run: Path) -> object:
     return latest_checkpoint(run / "checkpoints")
 
@@ -88,6 +91,8 @@ def test_an_odd_file_of_a_run_is_an_error_of_the_project(name, kind, tmp_path):
         READERS[name](run)
     assert path.name in str(caught.value) and SECRET not in str(caught.value)
     assert len(str(caught.value)) < 1500
+    if kind in LINKS:  # not what is behind it
+        assert "is a link to" in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ODD)
@@ -122,6 +127,8 @@ def test_an_odd_file_of_a_model_is_an_error_of_the_project(name, kind, tmp_path)
         with pytest.raises(ReinforceError) as caught:
             load_tokenizer(model)
         assert str(model) in str(caught.value) and SECRET not in str(caught.value)
+        if kind in LINKS:
+            assert "is a link to" in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "link out"])

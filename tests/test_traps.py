@@ -192,6 +192,65 @@ def check(trapped: Trapped, requests: list[dict[str, Any]], prefix: Sequence[str
     return answers
 
 
+def kinds_of(answer: dict[str, Any], trapped: Trapped) -> list[str]:
+    return [fault.split(" [")[0].split(":")[0] for fault in faults(trapped, answer)]
+
+
+def test_each_fault_is_seen(trapped):
+    """So that the others can fail."""
+    good = {"name": "a", "code": 1, "output": "a\tb\r\n", "seconds": 1.0, "peak_mib": 100.0, "marker": ""}
+    assert faults(trapped, good) == []
+    assert kinds_of({**good, "marker": "called\n"}, trapped) == ["ran"]
+    assert kinds_of({**good, "code": None}, trapped) == ["did not end in 60 s"]
+    assert kinds_of({**good, "code": -9}, trapped) == ["died of signal 9"]
+    assert kinds_of({**good, "output": "Traceback (most"}, trapped) == ["a traceback"]
+    assert kinds_of({**good, "output": f"a {traps.SECRET}"}, trapped) == ["showed the secret"]
+    assert kinds_of({**good, "output": "\x1b[2J"}, trapped) == ["wrote"]
+    assert kinds_of({**good, "output": "\x9b"}, trapped) == ["wrote"]
+    assert kinds_of({**good, "output": "\u202e"}, trapped) == ["wrote"]
+    assert kinds_of({**good, "peak_mib": 2501.0}, trapped) == ["took 2501 MiB"]
+
+
+def test_what_the_reader_names_runs_and_is_asked(trapped):
+    """The bait's code writes its marker and the listener counts, where the command line names them."""
+    run = trapped.folders["code_beside_it"]
+    model = trapped.folders["good_model"]
+    prompts = trapped.root / "source" / "validation.jsonl"
+    server = ["remote_rm.reward_model.ip=127.0.0.1", f"remote_rm.reward_model.port={trapped.listener.port}"]
+    asked = [value for value in trapped.overrides if not value.startswith("reward")]
+    asked += ["reward=server", *server, "remote_rm.ready_timeout_seconds=2"]
+    out = trapped.root / "out"
+    named = [
+        request(run, "eval", model, "--data", prompts, "--reward", "trap.run", *SHORT),
+        request(run, "train", *asked, f"exp_manager.explicit_log_dir={out / 'asks'}", start=out),
+    ]
+    before = trapped.listener.connections
+    function, server_run = open_all(trapped, named, ())
+    assert "called" in function["marker"], function["output"]
+    assert trapped.listener.connections > before, server_run["output"]
+
+
+def test_a_new_process_takes_no_module_from_the_folder(trapped):
+    """The other tests fork a process that has imported much already."""
+    script = Path(sys.executable).with_name("reinforce-rl")
+    if not script.exists():
+        pytest.skip("reinforce-rl is not installed beside this Python")
+    trapped.bait.marker.write_text("")
+    for name in ("code_beside_it", "good"):
+        run = trapped.folders[name]
+        done = subprocess.run(
+            [str(script), "records", str(run)],
+            cwd=run,
+            env={**os.environ, "PYTHONPATH": PACKAGE_PARENT, "OMP_NUM_THREADS": "1", "COLUMNS": "300"},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert trapped.bait.marker.read_text() == ""
+
+
 def slow_but_for(names: Iterable[str], fast: Collection[str]) -> list[Any]:
     return [name if name in fast else pytest.param(name, marks=SLOW) for name in names]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from reinforce_rl.data.tokenizer_bounds import tokenizer_fault
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.untrusted_files import UnreadableFileError, check_model_files
 
@@ -109,7 +110,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a local Hugging Face folder, never from a hub.
 
     Raises:
-        ConfigError: the folder is missing, holds no tokenizer, or a file that is no regular one of this folder.
+        ConfigError: the folder is missing, holds no tokenizer, a file that is no regular one of this folder, or a
+            tokenizer that makes a text many times as long.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -118,8 +120,13 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         raise ConfigError([f"tokenizer folder {folder} does not exist; expected a Hugging Face model folder"])
     try:
         check_model_files(folder)
+        fault = tokenizer_fault(folder)
     except UnreadableFileError as error:
         raise ConfigError([str(error)]) from error
+    except ValueError as error:
+        raise ConfigError([f"{folder} holds no tokenizer: {error}"]) from error
+    if fault:
+        raise ConfigError([f"{fault}; it is not used"])
     try:
         try:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True)

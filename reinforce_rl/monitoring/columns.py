@@ -90,7 +90,7 @@ class MetricColumns:
 
 
 def checked_line(line: Any) -> tuple[int, dict[str, float]]:
-    """Return the step and the metrics of a line of metrics.jsonl; null is NaN.
+    """Return the step and the metrics of a line of metrics.jsonl; null is NaN. The step is removed from `line` itself.
 
     Raises ValueError, which says what was found, if it is no object of numbers with a step.
     """

@@ -10,13 +10,14 @@ import os
 import pickle
 import shutil
 import socket
-import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import yaml
 
 SECRET = "the-readers-secret"
@@ -156,6 +157,34 @@ def pickles(run: Path, bait: Bait) -> None:
         manifest_file.write_text(json.dumps(manifest))
 
 
+def pickle_without_end(run: Path, bait: Bait) -> None:
+    """A dictionary whose key holds one tuple twice, which holds another one twice, and so on."""
+    header = b"\x80\x02"
+    key: Any = 1
+    for _ in range(60):
+        key = (key, key)
+    data = header + b"}" + pickle.dumps(key, 2).removeprefix(header).removesuffix(b".") + b"K\x01s."
+    for checkpoint in (run / "checkpoints").glob("step_*"):
+        manifest_file = checkpoint / "manifest.json"
+        manifest = json.loads(manifest_file.read_text())
+        (checkpoint / "model" / ".metadata").write_bytes(data)
+        manifest["files"]["model/.metadata"] = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+        manifest_file.write_text(json.dumps(manifest))
+
+
+def small_files_of_much(run: Path, bait: Bait) -> None:
+    """Sparse files of one line, and Parquet of a text that is stored once and read a thousand times."""
+    long_text = "x" * 10_000_000
+    for name in ("metrics.jsonl", "config_history.jsonl"):
+        os.truncate(run / name, 3 << 30)
+    for path in (run / "rollouts").glob("*.parquet"):
+        table = pq.read_table(path)
+        many = table.take([0] * 1000)
+        texts = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), [long_text])
+        many = many.set_column(many.column_names.index("response"), "response", texts)
+        pq.write_table(many, path, compression="zstd", store_schema=False)
+
+
 def huge_numbers(run: Path, bait: Bait) -> None:
     store(
         run,
@@ -241,6 +270,8 @@ RUN_TRAPS: dict[str, Trap] = {
     "resolvers": resolvers,
     "yaml_tags": yaml_tags,
     "pickles": pickles,
+    "pickle_without_end": pickle_without_end,
+    "small_files_of_much": small_files_of_much,
     "huge_numbers": huge_numbers,
     "terminal_controls": terminal_controls,
     "fifos": fifos,
@@ -336,6 +367,18 @@ def template_without_end(model: Path, bait: Bait) -> None:
     (model / "chat_template.jinja").write_text(loops + "x" + "{% endfor %}" * 3)
 
 
+def template_compares_without_end(model: Path, bait: Bait) -> None:
+    double = "{% set ns.NAME = (ns.NAME, ns.NAME) %}"
+    doubles = double.replace("NAME", "a") + double.replace("NAME", "b")
+    start = "{% set ns = namespace(a=1, b=1) %}{% for i in range(60) %}"
+    (model / "chat_template.jinja").write_text(start + doubles + "{% endfor %}{{ ns.a == ns.b }}{{ {ns.a: 1} }}")
+
+
+def growing_tokenizer(model: Path, bait: Bait) -> None:
+    double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    _change_json(model / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [double] * 40})
+
+
 def model_fifo(model: Path, bait: Bait) -> None:
     _replace_model_files(model, os.mkfifo)
 
@@ -373,6 +416,8 @@ MODEL_TRAPS: dict[str, Trap] = {
     "template_breaks_out": template_breaks_out,
     "template_reads_files": template_reads_files,
     "template_without_end": template_without_end,
+    "template_compares_without_end": template_compares_without_end,
+    "growing_tokenizer": growing_tokenizer,
     "model_fifo": model_fifo,
     "model_device": model_device,
     "model_deep": model_deep,
@@ -399,13 +444,3 @@ def make_traps(target: Path, run: Path, model: Path, bait: Bait) -> dict[str, Pa
         folders[name] = _copy_with_trap(model, target / "models" / name, trap, bait)
     return folders
 
-
-if __name__ == "__main__":
-    run_folder, model_folder, made = map(Path, sys.argv[1:4])
-    made.mkdir(parents=True)
-    (made / "secret").write_text(SECRET)
-    print(
-        "\n".join(
-            map(str, make_traps(made, run_folder, model_folder, Bait(made / "marker", 9, made / "secret")).values())
-        )
-    )
