@@ -2,7 +2,8 @@
 
 tools/mutants.toml has the changes (mutants), by file, each with its kind and the tests that must fail. Every mutant
 is applied to a copy of the tree in a temporary folder; this tree is never written to. The tests run on the unchanged
-copy first, where they must pass. A mutant is killed if a test fails, or if the tests take longer than --seconds.
+copy first, where they must pass. A mutant is killed if a test fails, or if the tests take longer than --seconds,
+which is counted apart. One whose tests end by a signal has not been killed: the machine may lack memory.
 Prints a table; --out FOLDER writes it as mutants.json and mutants.md. Ends with 1 if less than 90 % are killed.
 """
 
@@ -69,13 +70,13 @@ class Mutant:
 @dataclass(frozen=True)
 class Outcome:
     mutant: Mutant
-    verdict: str  # "killed", "killed by the deadline" or "survived"
+    verdict: str  # "killed", "killed by the deadline", "survived" or "ended by signal N"
     seconds: float
     failed: str  # first test that failed
 
     @property
     def is_killed(self) -> bool:
-        return self.verdict != "survived"
+        return self.verdict.startswith("killed")
 
 
 def read_table(path: Path = TABLE) -> list[Mutant]:
@@ -214,7 +215,9 @@ def run_mutant(tree: Path, mutant: Mutant, seconds: float) -> Outcome:
         return Outcome(mutant, "killed by the deadline", took, "")
     if status == 0:
         return Outcome(mutant, "survived", took, "")
-    if status > 0 and status not in (_TESTS_FAILED, _NOT_COLLECTED):  # such as no test, or a wrong option
+    if status < 0:
+        return Outcome(mutant, f"ended by signal {-status}", took, "")
+    if status not in (_TESTS_FAILED, _NOT_COLLECTED):  # such as no test, or a wrong option
         raise SystemExit(f"error: {describe(mutant)}: pytest ended with {status}, expected 0 to 2; see {log}")
     return Outcome(mutant, "killed", took, _first_failed(log))
 
@@ -256,9 +259,11 @@ def as_markdown(outcomes: Sequence[Outcome]) -> str:
     kinds = list(dict.fromkeys(outcome.mutant.kind for outcome in outcomes))
     of_kind = Counter(outcome.mutant.kind for outcome in outcomes)
     killed = Counter(outcome.mutant.kind for outcome in outcomes if outcome.is_killed)
-    lines = ["| kind | mutants | killed |", "|---|---|---|"]
-    lines += [f"| {kind} | {of_kind[kind]} | {killed[kind]} |" for kind in kinds]
-    lines.append(f"| all | {len(outcomes)} | {sum(killed.values())} ({share_killed(outcomes):.0%}) |")
+    late = Counter(outcome.mutant.kind for outcome in outcomes if outcome.verdict == "killed by the deadline")
+    lines = ["| kind | mutants | killed | of these by the deadline |", "|---|---|---|---|"]
+    lines += [f"| {kind} | {of_kind[kind]} | {killed[kind]} | {late[kind]} |" for kind in kinds]
+    share = f"{sum(killed.values())} ({share_killed(outcomes):.0%})"
+    lines.append(f"| all | {len(outcomes)} | {share} | {sum(late.values())} |")
     survivors = [outcome.mutant for outcome in outcomes if not outcome.is_killed]
     if survivors:
         lines += ["", "| survivor | why |", "|---|---|"]

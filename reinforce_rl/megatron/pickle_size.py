@@ -50,6 +50,7 @@ def _count(data: bytes) -> None:
     for count, (opcode, argument, _) in enumerate(pickletools.genops(io.BytesIO(data)), 1):
         name = opcode.name
         if name in _GETS:
+            assert argument is not None
             stack.append(memo[argument])
         elif name in _PUTS:
             memo[len(memo) if argument is None else argument] = stack[-1]

@@ -85,5 +85,5 @@ def _bytes_of(array: pa.Array) -> int:
 
     if not isinstance(array, pa.DictionaryArray):
         return 0
-    lengths = pc.binary_length(array.dictionary).cast(pa.int64())
-    return pc.sum(lengths.take(array.indices)).as_py() or 0
+    lengths = pc.call_function("binary_length", [array.dictionary]).cast(pa.int64())
+    return pc.call_function("sum", [lengths.take(array.indices)]).as_py() or 0

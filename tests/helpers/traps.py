@@ -443,4 +443,3 @@ def make_traps(target: Path, run: Path, model: Path, bait: Bait) -> dict[str, Pa
     for name, trap in {"good_model": _leave_alone, **MODEL_TRAPS}.items():
         folders[name] = _copy_with_trap(model, target / "models" / name, trap, bait)
     return folders
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_values_that_hold_each_other_are_refused(value: Any, protocol: int) -> N
 def test_values_that_grow_after_they_were_taken_are_refused() -> None:
     lists: list[Any] = [[] for _ in range(60)]
     names = dict(enumerate(lists))  # all of them are in the memo before one grows
-    for inner, outer in zip(lists, lists[1:], strict=False):
+    for inner, outer in itertools.pairwise(lists):
         outer += [inner, inner]
     with pytest.raises(CheckpointError):
         check_pickle_size(pickle.dumps([names, lists]))
@@ -72,7 +73,10 @@ def test_a_key_used_again_and_again_is_refused() -> None:
         {str(index): (index, index) for index in range(10_000)},
         {index for index in range(10_000)},
         [("a", b"b", 1.5, None, True, 10**30, -1), frozenset((1, 2)), bytearray(b"x"), {}, (), []],
-        [[ChunkStorageMetadata(torch.Size([i, 0]), torch.Size([8, 64])), MetadataIndex("a", [i])] for i in range(2000)],
+        [
+            [ChunkStorageMetadata(torch.Size([i, 0]), torch.Size([8, 64])), MetadataIndex("a", [i])]
+            for i in range(2000)
+        ],
         [doubled(1, 8)] * 40,
     ],
 )

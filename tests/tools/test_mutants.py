@@ -71,16 +71,16 @@ def outcome_of(verdict: str, kind: str = "kl", survives: str = "") -> Outcome:
 
 def test_the_share_and_the_survivors_are_in_the_tables():
     outcomes = [outcome_of("killed")] * 7 + [outcome_of("killed by the deadline", "versions")]
-    outcomes += [outcome_of("survived", "versions", "no test can see it"), outcome_of("survived")]
+    outcomes += [outcome_of("survived", "versions", "no test can see it"), outcome_of("ended by signal 9")]
     assert mutants.share_killed(outcomes) == 0.8
     text = mutants.as_markdown(outcomes)
-    assert "| kl | 8 | 7 |" in text
-    assert "| versions | 2 | 1 |" in text
-    assert "| all | 10 | 8 (80%) |" in text
+    assert "| kl | 8 | 7 | 0 |" in text
+    assert "| versions | 2 | 1 | 1 |" in text
+    assert "| all | 10 | 8 (80%) | 1 |" in text
     assert "no test can see it" in text and "not explained" in text
     assert "x \\| y" in text, "a bar would end a cell"
     rows = mutants.as_json(outcomes)
-    assert [row["verdict"] for row in rows].count("survived") == 2
+    assert [row["verdict"] for row in rows].count("survived") == 1
     assert rows[0]["tests"] == ("test_a.py",)
 
 
@@ -95,12 +95,13 @@ def test_a_mutant_is_killed_survives_or_hangs(tmp_path, monkeypatch):
         ("1 + 1", "1 - 1", 60.0),
         ("other = 2", "other = 3", 60.0),
         ("other = 2", "import time; time.sleep(60)", 3.0),
+        ("other = 2", "import os; os.kill(os.getpid(), 9)", 60.0),
     ):
         mutant = Mutant("package.py", "a kind", old, new, ("test_value.py",))
         outcome = mutants.run_mutant(tree, mutant, seconds)
         verdicts.append(outcome.verdict)
         assert (tree / "package.py").read_text() == source
-    assert verdicts == ["killed", "survived", "killed by the deadline"]
+    assert verdicts == ["killed", "survived", "killed by the deadline", "ended by signal 9"]
     nothing = Mutant("package.py", "a kind", "1 + 1", "1 - 1", ("test_value.py::test_absent",))
     with pytest.raises(SystemExit, match="pytest ended with"):
         mutants.run_mutant(tree, nothing, 60.0)
