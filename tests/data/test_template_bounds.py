@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers.chat_templates import TEMPLATES, write_chat_tokenizer
+from jinja2.exceptions import UndefinedError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -140,7 +141,10 @@ SOUND = {
     "concatenation": "{{ 'a' ~ 1 ~ none ~ missing ~ [1, 'x'] ~ ('b' ~ 'c') }}{% set x = 'p' ~ 'q' %}{{ x }}",
     "literals": "{% if true %}" + "long text " * 100 + "{% endif %}",
     "operators": "{{ 3 * 4 }} {{ 2 ** 8 }} {{ 'x' * 3 }} {{ '%s-%d' % ('a', 2) }} {{ [1] + [2] }} {{ 7 % 4 }}"
-    " {{ 1.5 * 2 }}",
+    " {{ 1.5 * 2 }} {{ 1 ** 100000 }} {{ (-1) ** 100001 }} {{ 2 ** 4000 % 7 }}",
+    "comparisons": "{{ [1, [2]] == [1, [2]] }} {{ (1, 2) in [(1, 2)] }} {{ {'a': items} == {'a': items} }}"
+    " {{ {(1, 2): 3}[(1, 2)] }} {% if items[0] != items[1] and 1 < 2 <= 2 %}x{% endif %}"
+    "{% for a, (b, c) in [(1, (2, 3))] %}{{ a + b + c }}{% endfor %}{% set a, b = [items, 1] %}{{ a|length + b }}",
     "filters": "{{ items|tojson }} {{ 'a b'|title|replace('A', 'c') }} {{ [3, 1]|sort|join(', ') }}"
     " {{ 'x'|indent(2, true) }}"
     " {{ items|sum(attribute='n') }} {{ items|selectattr('n', 'equalto', 2)|list }} {{ '%s'|format('y') }}",
@@ -163,6 +167,12 @@ VALUES = {
 def test_other_templates_render_as_in_jinjas_sandbox(kind):
     expected = ImmutableSandboxedEnvironment(**OPTIONS).from_string(SOUND[kind]).render(**VALUES)
     assert BoundedEnvironment(**OPTIONS).from_string(SOUND[kind]).render(**VALUES) == expected
+
+
+def test_there_is_no_random_text():
+    assert ImmutableSandboxedEnvironment(**OPTIONS).from_string("{{ lipsum(n=1) }}").render()
+    with pytest.raises(UndefinedError):
+        BoundedEnvironment(**OPTIONS).from_string("{{ lipsum(n=1) }}").render()
 
 
 def test_each_rendering_has_bounds_of_its_own(monkeypatch):

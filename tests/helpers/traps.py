@@ -172,17 +172,25 @@ def pickle_without_end(run: Path, bait: Bait) -> None:
         manifest_file.write_text(json.dumps(manifest))
 
 
-def small_files_of_much(run: Path, bait: Bait) -> None:
-    """Sparse files of one line, and Parquet of a text that is stored once and read a thousand times."""
+def sparse_files(run: Path, bait: Bait) -> None:
+    """Files of one line that is larger than the memory, and take no space on the disk."""
+    for path in (run / "rollouts").glob("*.parquet"):
+        path.rename(path.with_suffix(".jsonl"))
+    for path in (run / "metrics.jsonl", run / "config_history.jsonl", *(run / "rollouts").iterdir()):
+        os.truncate(path, 3 << 30)
+
+
+def parquet_of_much(run: Path, bait: Bait) -> None:
+    """A text that is stored once and read a thousand times."""
     long_text = "x" * 10_000_000
-    for name in ("metrics.jsonl", "config_history.jsonl"):
-        os.truncate(run / name, 3 << 30)
     for path in (run / "rollouts").glob("*.parquet"):
         table = pq.read_table(path)
         many = table.take([0] * 1000)
         texts = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), [long_text])
         many = many.set_column(many.column_names.index("response"), "response", texts)
-        pq.write_table(many, path, compression="zstd", store_schema=False)
+        with pq.ParquetWriter(path, many.schema, compression="zstd", store_schema=False) as writer:
+            writer.write_table(many)
+            writer.add_key_value_metadata(table.schema.metadata)
 
 
 def huge_numbers(run: Path, bait: Bait) -> None:
@@ -271,7 +279,8 @@ RUN_TRAPS: dict[str, Trap] = {
     "yaml_tags": yaml_tags,
     "pickles": pickles,
     "pickle_without_end": pickle_without_end,
-    "small_files_of_much": small_files_of_much,
+    "sparse_files": sparse_files,
+    "parquet_of_much": parquet_of_much,
     "huge_numbers": huge_numbers,
     "terminal_controls": terminal_controls,
     "fifos": fifos,
