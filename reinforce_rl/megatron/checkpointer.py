@@ -41,6 +41,7 @@ from reinforce_rl.megatron import checkpoint_files as files
 from reinforce_rl.megatron.lora import trained_state
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import STEP, adam_state, set_adam_step
+from reinforce_rl.megatron.torch_archive import check_torch_file
 from reinforce_rl.utils.files import naming, space_left, write_atomically
 from reinforce_rl.utils.untrusted_files import read_bounded, read_json
 
@@ -317,6 +318,7 @@ class Checkpointer:
         self._scheduler.load_state_dict(loaded["scheduler"])
         rng = folder / "rng" / f"rank_{self._mesh.rank:05d}.pt"
         if rng.is_file():  # absent if resumed with more ranks
+            check_torch_file(rng, within=folder)
             set_random_state(torch.load(rng, weights_only=True), self._mesh)
 
     def _sharded_state(self) -> dict[str, Any]:

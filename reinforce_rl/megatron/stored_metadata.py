@@ -7,6 +7,7 @@ else, name files of its own folder alone, and describe no more than these files 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import pickle
@@ -18,8 +19,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.pickle_size import check_pickle_size
+from reinforce_rl.megatron.torch_archive import check_torch_archive, check_torch_file
+from reinforce_rl.utils.untrusted_files import UnreadableFileError, open_regular
 
 METADATA_FILE = ".metadata"
+COMMON_FILE = "common.pt"
 FORMAT_FILE = "metadata.json"
 # What the checkpoints of this program and of megatron's converter say; other formats have other readers.
 FORMAT = {"sharded_backend": "torch_dist", "common_backend": "torch"}
@@ -59,7 +63,8 @@ def check_stored_metadata(folder: Path) -> None:
         _check_format(folder / FORMAT_FILE)
         metadata = _read(folder / METADATA_FILE)
         _check_files(folder, metadata)
-    except (CheckpointError, AttributeError, TypeError, ValueError) as error:
+        _check_archives(folder, metadata)
+    except (CheckpointError, UnreadableFileError, AttributeError, TypeError, ValueError) as error:
         advice = "It is damaged, was changed, or was not made by this program; do not use it"
         raise CheckpointError(f"checkpoint {folder} is not read: {error}. {advice}") from error
 
@@ -107,6 +112,23 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
         described += math.prod(tensor.size) * tensor.properties.dtype.itemsize
     if described > available:
         raise CheckpointError(f"it describes tensors of {described} bytes, and its files have {available}")
+
+
+def _check_archives(folder: Path, metadata: Metadata) -> None:
+    """Check what torch reads with `torch.load`: common.pt, and each part of a tensor."""
+    common = folder / COMMON_FILE
+    if common.exists() or common.is_symlink():
+        check_torch_file(common, within=folder)
+    parts = sorted((metadata.storage_data or {}).values(), key=lambda part: (part.relative_path, part.offset))
+    for name, parts_of_file in itertools.groupby(parts, key=lambda part: part.relative_path):
+        with open_regular(folder / name, within=folder) as file:
+            for part in parts_of_file:
+                if getattr(part, "transform_descriptors", None):
+                    raise CheckpointError(f"{name!r} is compressed")
+                try:
+                    check_torch_archive(file, part.offset, part.length)
+                except CheckpointError as error:
+                    raise CheckpointError(f"{name!r}, from byte {part.offset} on: {error}") from error
 
 
 def _bytes_of(path: Path, limit: int) -> bytes:

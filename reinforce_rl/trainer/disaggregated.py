@@ -13,6 +13,7 @@ import torch
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import ReinforceError, StoppedEarly
 from reinforce_rl.generation.weight_sync import send_weights
+from reinforce_rl.megatron.torch_archive import check_torch_archive
 from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.generator_pool import GeneratorPool, is_sound
@@ -175,6 +176,8 @@ class Generators:
 
     def restore(self, content: bytes) -> dict[int, Ticket]:
         """Return the tickets of a `state`, by step."""
+        if content:
+            check_torch_archive(io.BytesIO(content), 0, len(content))
         steps = torch.load(io.BytesIO(content), weights_only=True) if content else []
         self._stored = {prompt: packed for one in steps if not one["step"] for prompt, packed in one["stored"].items()}
         return {one["step"]: Ticket([], one["version"], one["stored"]) for one in steps if one["step"]}

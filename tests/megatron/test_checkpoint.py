@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.archives import compressed
 from helpers.checkpoint_run import OPTIM, Run
 from helpers.models import tiny_llama_folder
 
@@ -318,6 +321,17 @@ class TestDamagedCheckpoint:
         path = tmp_path / "step_00000001" / "rng" / "rank_00000.pt"
         path.write_bytes(path.read_bytes()[:100])
         with pytest.raises(CheckpointError, match="step_00000001 cannot be loaded"):
+            run.checkpointer.restore(latest_checkpoint(tmp_path))
+
+    def test_random_state_that_torch_would_unpack(self, run, tmp_path):
+        path = tmp_path / "step_00000001" / "rng" / "rank_00000.pt"
+        packed = compressed(path.read_bytes())
+        path.write_bytes(packed)
+        manifest = path.parents[1] / "manifest.json"
+        entries = json.loads(manifest.read_text())
+        entries["files"]["rng/rank_00000.pt"] = {"bytes": len(packed), "crc32": f"{zlib.crc32(packed):08x}"}
+        manifest.write_text(json.dumps(entries))
+        with pytest.raises(CheckpointError, match=r"rank_00000\.pt is not read: an entry is compressed"):
             run.checkpointer.restore(latest_checkpoint(tmp_path))
 
     def test_altered_bytes_are_found_by_their_checksum(self, run, tmp_path):

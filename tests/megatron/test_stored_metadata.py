@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.archives import compressed
 from helpers.models import tiny_llama_folder
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
@@ -171,6 +172,33 @@ def a_key_of_itself(model: Path) -> None:
     (model / METADATA_FILE).write_bytes(header + b"}" + data + b"K\x01s.")
 
 
+def compressed_values(model: Path) -> None:
+    (model / "common.pt").write_bytes(compressed((model / "common.pt").read_bytes()))
+
+
+def compressed_tensor(model: Path) -> None:
+    metadata = read(model)
+    part = list(metadata.storage_data.values())[1]
+    path = model / part.relative_path
+    content = path.read_bytes()
+    packed = compressed(content[part.offset : part.offset + part.length])
+    part.offset = len(content)
+    part.length = len(packed)
+    path.write_bytes(content + packed)
+    write(model, metadata)
+
+
+def transformed_tensor(model: Path) -> None:
+    metadata = read(model)
+    next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd"]
+    write(model, metadata)
+
+
+def linked_values(model: Path) -> None:
+    (model / "common.pt").rename(model.parents[1] / "here" / "file")
+    (model / "common.pt").symlink_to(model.parents[1] / "here" / "file")
+
+
 def another_object(model: Path) -> None:
     write(model, {"state_dict_metadata": {}})
 
@@ -194,6 +222,10 @@ SPOILT = [
     a_pipe_as_metadata,
     cut,
     a_key_of_itself,
+    compressed_values,
+    compressed_tensor,
+    transformed_tensor,
+    linked_values,
     another_object,
 ]
 

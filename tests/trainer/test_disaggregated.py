@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.archives import compressed
 from helpers.models import tiny_llama_folder
 from helpers.tiny_run import largest_difference, metrics_of, rollouts_of, tiny_config, without_times
 from helpers.trainer_processes import NUM_PROMPTS, SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
@@ -24,7 +25,7 @@ from safetensors.torch import load_file
 
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.debugging.diff import diff
-from reinforce_rl.errors import EXIT_LOST_RANK, EXIT_STOPPED, ConfigError, GenerationError
+from reinforce_rl.errors import EXIT_LOST_RANK, EXIT_STOPPED, CheckpointError, ConfigError, GenerationError
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.rewards.base import STATUS_OK, Rewards
@@ -488,6 +489,14 @@ class TestTickets:
         generators.version = 4
         content = generators.state({5: Ticket([[0]], 3), 6: Ticket([[1]], 4)})
         assert list(generators.restore(content)) == [5]
+
+    def test_a_state_that_torch_would_unpack_is_refused(self, monkeypatch):
+        generators = generators_of(RecordedPool(result_of(0, 7)), monkeypatch)
+        generators.version = 9
+        content = generators.state({5: Ticket([[0]], 1)})
+        assert generators.restore(content)
+        with pytest.raises(CheckpointError):
+            generators.restore(compressed(content))
 
     @pytest.mark.parametrize("statuses", [(STATUS_OK, FAILED), (FAILED, FAILED)])
     def test_a_step_with_a_failed_score_and_all_after_it_are_not_kept(self, statuses, monkeypatch):
