@@ -205,12 +205,6 @@ def _joined(values: Iterable[Any]) -> str:
     return "".join(parts)
 
 
-def _checked(value: Any) -> Any:
-    """Check a slice, which holds no more than what it is of."""
-    _current().check(value)
-    return value
-
-
 def _made(value: Any) -> Any:
     """Check a literal, or a sum before it is kept: within one expression, the template's length bounds a sum."""
     _current().check_made(value)
@@ -228,7 +222,6 @@ def _compared(value: Any) -> Any:
 
 _OWN_FILTERS: dict[str, Callable[..., Any]] = {
     "_counted": _Counted,
-    "_checked": _checked,
     "_compared": _compared,
     "_joined": _joined,
     "_literal": _literal,
@@ -357,7 +350,7 @@ def _counted_literal(node: nodes.Expr) -> nodes.Expr:
 
 
 def _replace_makers(node: nodes.Node) -> None:
-    """Let `a ~ b`, slices, lists and what is compared below a node be filters, which check sizes."""
+    """Let `a ~ b`, lists and what is compared below a node be filters, which check sizes."""
     for name, value in node.iter_fields():
         children = value if isinstance(value, list) else [value]
         for place, child in enumerate(children):
@@ -366,8 +359,6 @@ def _replace_makers(node: nodes.Node) -> None:
             _replace_makers(child)
             if isinstance(child, nodes.Concat):
                 checked = _filter(nodes.List(child.nodes, lineno=child.lineno), "_joined")
-            elif isinstance(child, nodes.Getitem) and isinstance(child.arg, nodes.Slice):
-                checked = _filter(child, "_checked")
             elif _holds_values(child):
                 checked = _filter(child, "_made")
             else:

@@ -54,6 +54,7 @@ COSTLY = {
     "replaced text": DOUBLED.replace("A", "'xx'").replace("NEXT", "ns.a.replace('x', ns.a)"),
     "replaced text by a filter": DOUBLED.replace("A", "'xx'").replace("NEXT", "ns.a|replace('x', ns.a)"),
     "joined text": DOUBLED.replace("A", "'xx'").replace("NEXT", "ns.a.join([ns.a, ns.a])"),
+    "lists in each other": DOUBLED.replace("A", "[1]").replace("range(60)", "range(200)").replace("NEXT", "[ns.a]"),
     "slices of a long text": LONG_TEXT.replace("WORK", "{% set ns.l = [a[i:], ns.l] %}"),
     "splits of a long text": LONG_TEXT.replace("WORK", "{% set ns.l = a.split('x')|length %}"),
     "a batch of any width": "{{ [1]|batch(10**9, 0)|list|length }}",

@@ -47,6 +47,7 @@ GROWING = {
     "sequences in sequences": {"normalizer": sequence(*[sequence(replace("a", "aa"))] * 7)},
     "one long text": {"normalizer": replace("a", "a" * 101)},
     "two long texts": {"normalizer": sequence(replace("aa", "a" * 22), replace("a", "a" * 10))},
+    "one that shortens first": {"normalizer": sequence(replace("b" * 100, ""), replace("a", "a" * 101))},
     "an expression": {"normalizer": expression("", "a" * 100)},
     "an empty text": {"normalizer": replace("", "a" * 100)},
     "prepended": {"normalizer": sequence(*[{"type": "Prepend", "prepend": "a"}] * 7)},
