@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.archives import compressed
 from helpers.models import tiny_llama_folder
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.convert import plain_tensors, to_hf, to_megatron
@@ -70,11 +70,11 @@ def spoil_a_field(model: Path) -> None:
 def spoil_by_torch(model: Path) -> None:
     """By a function of a module some of whose names are allowed."""
 
-    class Loads:
+    class Saves:
         def __reduce__(self) -> tuple[Any, ...]:
-            return torch.load, ("bomb",)
+            return torch.save, ({}, "bomb")
 
-    write(model, Loads())
+    write(model, Saves())
 
 
 def add_bytes(model: Path) -> None:
@@ -122,7 +122,10 @@ def describe_less(model: Path) -> None:
 
 def describe_no_tensor(model: Path) -> None:
     metadata = read(model)
-    metadata.state_dict_metadata["a"] = 5
+    chunk = ChunkStorageMetadata(torch.Size([1]), torch.Size([1]))
+    tensor = metadata.state_dict_metadata["embedding.word_embeddings.weight"]
+    vars(chunk).update(size=tensor.size, properties=tensor.properties)
+    metadata.state_dict_metadata["a"] = chunk
     write(model, metadata)
 
 

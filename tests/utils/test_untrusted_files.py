@@ -88,6 +88,23 @@ def test_a_file_that_is_exchanged_for_a_fifo_is_seen_after_opening(tmp_path, mon
         open_regular(path)
 
 
+def test_a_file_that_is_exchanged_for_a_link_out_is_seen_after_opening(tmp_path, monkeypatch):
+    (tmp_path / "secret").write_text("outside")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "entry").write_text("inside")
+    system_open = os.open
+
+    def exchange_and_open(path, flags):
+        (folder / "entry").unlink()
+        (folder / "entry").symlink_to("../secret")
+        return system_open(path, flags)
+
+    monkeypatch.setattr(os, "open", exchange_and_open)
+    with pytest.raises(UnreadableFileError, match="secret, outside of"):
+        open_regular(folder / "entry", within=folder)
+
+
 def test_a_missing_file_stays_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         open_regular(tmp_path / "none")
