@@ -32,7 +32,7 @@ _MAX_DEPTH = 100  # of lists in lists
 _STEPS_BETWEEN_CLOCKS = 8  # a step may be a search in a long text
 _CHARS_PER_STEP = 256
 _SPLIT_CHARS_PER_STEP = 16
-_ELEMENTS_PER_STEP = 4
+_ELEMENTS_PER_STEP = 16
 _STEPS_PER_CALL = 10  # an iteration of a loop is one
 # Methods and filters of lists and objects that do not look into their elements.
 _WITHOUT_TEXT = frozenset({"items", "get", "keys", "values", "length", "count", "default", "first", "last", "list"})
@@ -111,7 +111,8 @@ class _Budget:
         So every value is small enough to be compared, hashed and written.
         """
         if isinstance(value, _CONTAINERS):
-            self.check_written(value)
+            # Its texts are not copied, so they are no steps.
+            _size_of(value, self)
         else:
             self.check(value)
 

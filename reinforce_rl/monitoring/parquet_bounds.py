@@ -30,7 +30,7 @@ def read_bounded_table(file: pa.NativeFile, columns: Sequence[str] | None, filte
 
     metadata = pq.read_metadata(file)
     limit = max(MIN_BYTES, BYTES_RATIO * file.size())
-    _check_metadata(metadata, limit)
+    _check_metadata(metadata, columns, limit)
     leaves = [metadata.schema.column(index) for index in range(metadata.num_columns)]
     # As the file stores them: a text once, however often it occurs.
     texts = [leaf.path for leaf in leaves if leaf.physical_type == _TEXT]
@@ -41,7 +41,7 @@ def read_bounded_table(file: pa.NativeFile, columns: Sequence[str] | None, filte
     return table.cast(types)
 
 
-def _check_metadata(metadata: FileMetaData, limit: int) -> None:
+def _check_metadata(metadata: FileMetaData, columns: Sequence[str] | None, limit: int) -> None:
     if metadata.num_rows > MAX_ROWS:
         raise DataError(f"{metadata.num_rows} rows; expected at most {MAX_ROWS}")
     if metadata.num_row_groups > _MAX_ROW_GROUPS:
@@ -50,6 +50,8 @@ def _check_metadata(metadata: FileMetaData, limit: int) -> None:
     for group in range(metadata.num_row_groups):
         for column in range(metadata.num_columns):
             chunk = metadata.row_group(group).column(column)
+            if columns is not None and chunk.path_in_schema.partition(".")[0] not in columns:
+                continue
             fixed_length = metadata.schema.column(column).length or 0  # of a FIXED_LEN_BYTE_ARRAY
             size += chunk.num_values * max(_WIDTHS.get(chunk.physical_type, 8), fixed_length)
     _check_bytes(size, limit)

@@ -196,6 +196,13 @@ def test_a_long_conversation_is_within_the_bounds():
     assert len(template.render(messages=messages)) == 1000 * 80_001
 
 
+def test_a_conversation_may_be_collected_in_a_list():
+    template = BoundedEnvironment().from_string(
+        "{% set ns = namespace(l=[]) %}{% for m in messages %}{% set ns.l = ns.l + [m] %}{% endfor %}{{ ns.l|length }}"
+    )
+    assert template.render(messages=[{"role": "user", "content": "y" * 2000}] * 1000) == "1000"
+
+
 def test_time_is_bounded_too(monkeypatch):
     monkeypatch.setattr(template_bounds, "MAX_SECONDS", 0.2)
     template = BoundedEnvironment().from_string("{% for a in range(9999) %}{{ 'b' in text }}{% endfor %}")

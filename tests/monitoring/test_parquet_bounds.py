@@ -109,6 +109,16 @@ def test_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         read_bounded_table(file, None, None)
 
 
+def test_columns_that_are_not_read_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_bounds, "MIN_BYTES", 1000)
+    monkeypatch.setattr(parquet_bounds, "BYTES_RATIO", 0)
+    tokens = in_lists(pa.array([1] * 1000, pa.int32()), 100)
+    file = stored(pa.table({"text": ["a"] * 10, "tokens": tokens}))
+    assert read_bounded_table(file, ["text"], None).to_pylist() == [{"text": "a"}] * 10
+    with pytest.raises(DataError):
+        read_bounded_table(file, ["tokens"], None)
+
+
 def test_rows_and_row_groups() -> None:
     assert len(read_bounded_table(stored(pa.table({"a": pa.nulls(MAX_ROWS, pa.bool_())})), None, None)) == MAX_ROWS
     with pytest.raises(DataError, match="262145 rows; expected at most 262144"):
