@@ -29,6 +29,7 @@ FORMAT_FILE = "metadata.json"
 FORMAT = {"sharded_backend": "torch_dist", "common_backend": "torch"}
 MAX_METADATA_BYTES = 1 << 30
 MAX_FORMAT_BYTES = 1 << 16
+_MAX_DIMENSIONS = 16
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 # Not BytesStorageMetadata, whose entries torch unpickles too.
@@ -107,9 +108,12 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
     for name, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata):
             raise CheckpointError(f"{str(name)[:100]!r} is described as no tensor")
-        if min(tensor.size, default=0) < 0:
-            raise CheckpointError(f"{str(name)[:100]!r} has the shape {tuple(tensor.size)}")
-        described += math.prod(tensor.size) * tensor.properties.dtype.itemsize
+        dtype = tensor.properties.dtype
+        if type(tensor.size) is not torch.Size or not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"{str(name)[:100]!r} has no shape and type of torch")
+        if len(tensor.size) > _MAX_DIMENSIONS or min(tensor.size, default=0) < 0:
+            raise CheckpointError(f"{str(name)[:100]!r} has the shape {tuple(tensor.size[:_MAX_DIMENSIONS])}")
+        described += math.prod(tensor.size) * dtype.itemsize
     if described > available:
         raise CheckpointError(f"it describes tensors of {described} bytes, and its files have {available}")
 
@@ -121,10 +125,14 @@ def _check_archives(folder: Path, metadata: Metadata) -> None:
         check_torch_file(common, within=folder)
     parts = sorted((metadata.storage_data or {}).values(), key=lambda part: (part.relative_path, part.offset))
     for name, parts_of_file in itertools.groupby(parts, key=lambda part: part.relative_path):
+        end = 0
         with open_regular(folder / name, within=folder) as file:
             for part in parts_of_file:
                 if getattr(part, "transform_descriptors", None):
                     raise CheckpointError(f"{name!r} is compressed")
+                if part.offset < end:
+                    raise CheckpointError(f"two parts of {name!r} overlap")
+                end = part.offset + part.length
                 try:
                     check_torch_archive(file, part.offset, part.length)
                 except CheckpointError as error:

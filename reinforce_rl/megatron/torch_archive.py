@@ -1,12 +1,14 @@
 """Checks what `torch.save` wrote before `torch.load` reads it, for files that somebody else may have made.
 
-With `weights_only` torch executes no code of a file. But it unpacks a compressed entry of any size, and hashes any
-key.
+With `weights_only`, torch executes no code of a file. But it decompresses an entry to any size, calls constructors
+that allocate memory, and computes the hash of any key of a dictionary.
 """
 
 from __future__ import annotations
 
 import io
+import pickletools
+import struct
 import zipfile
 from pathlib import Path
 from typing import BinaryIO
@@ -16,10 +18,15 @@ from reinforce_rl.megatron.pickle_size import check_pickle_size
 from reinforce_rl.utils.untrusted_files import open_regular
 
 _MAX_PICKLE_BYTES = 64 << 20
+_END = struct.Struct("<4s4H2IH")  # of an archive
+_ZIP64_END = struct.Struct("<4sQ2H2I4Q")
+_ZIP64_LOCATOR = struct.Struct("<4sIQI")
+# What the pickle of tensors, numbers and texts names. torch also allows bytearray(N) and the like.
+_ALLOWED = frozenset({"torch._utils _rebuild_tensor_v2", "collections OrderedDict", "torch Size"})
 
 
 def check_torch_file(path: Path, *, within: Path | None = None) -> None:
-    """Raise CheckpointError unless `torch.load` takes no more memory for a file than its size.
+    """Raise CheckpointError if a file may take more memory than its size, or is not as `torch.save` writes it.
 
     `open_regular` has further errors, and the meaning of `within`.
     """
@@ -33,26 +40,69 @@ def check_torch_file(path: Path, *, within: Path | None = None) -> None:
 
 def check_torch_archive(file: BinaryIO, start: int, length: int) -> None:
     """Check `length` bytes of a file from `start` on, as `check_torch_file` does."""
+    part = io.BufferedReader(_Part(file, start, length))
     try:
-        with zipfile.ZipFile(io.BufferedReader(_Part(file, start, length))) as archive:
-            _check(archive, length)
-    except (OSError, ValueError, NotImplementedError, RuntimeError, zipfile.BadZipFile) as error:
+        _check_directory(part, length)
+        with zipfile.ZipFile(part) as archive:
+            _check_entries(archive, length)
+    except (OSError, ValueError, NotImplementedError, RuntimeError, struct.error, zipfile.BadZipFile) as error:
         raise CheckpointError(f"it is no archive of torch.save ({error})") from error
 
 
-def _check(archive: zipfile.ZipFile, length: int) -> None:
+def _check_directory(part: BinaryIO, length: int) -> None:
+    """Check that the archive has one directory, directly before its end records, with nothing behind them.
+
+    Else Python's reader and torch's could read different entries.
+    """
+    end = length - _END.size
+    part.seek(end)
+    signature, *_, size, offset, comment = _END.unpack(part.read(_END.size))
+    if signature != b"PK\5\6" or comment:
+        raise zipfile.BadZipFile("something is behind its directory")
+    part.seek(max(0, end - _ZIP64_LOCATOR.size))
+    signature, _, zip64_offset, _ = _ZIP64_LOCATOR.unpack(part.read(_ZIP64_LOCATOR.size))
+    if signature == b"PK\6\7":
+        end -= _ZIP64_LOCATOR.size + _ZIP64_END.size
+        part.seek(max(0, end))
+        signature, *_, size, offset = _ZIP64_END.unpack(part.read(_ZIP64_END.size))
+        if signature != b"PK\6\6" or zip64_offset != end:
+            raise zipfile.BadZipFile("its zip64 record is elsewhere")
+    if offset + size != end:
+        raise zipfile.BadZipFile("its directory is elsewhere")
+
+
+def _check_entries(archive: zipfile.ZipFile, length: int) -> None:
     entries = archive.infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise CheckpointError("an entry is compressed, which torch.save never does")
+    # torch finds an entry whatever the case of its name.
+    names = {entry.filename.lower() for entry in entries}
+    if len(names) < len(entries):
+        raise CheckpointError("two of its entries have the same name")
     # Entries may share bytes of the file.
     size = sum(entry.file_size for entry in entries)
     if size > length:
         raise CheckpointError(f"its entries have {size} bytes, and it has {length}")
     for entry in entries:
-        if entry.filename.endswith(".pkl"):
+        if entry.filename.lower().endswith(".pkl"):
             if entry.file_size > _MAX_PICKLE_BYTES:
                 raise CheckpointError(f"{entry.filename[:100]!r} has more than {_MAX_PICKLE_BYTES} bytes")
-            check_pickle_size(archive.read(entry))
+            data = archive.read(entry)
+            check_pickle_size(data)
+            _check_names(data)
+
+
+def _check_names(data: bytes) -> None:
+    for opcode, name, _ in pickletools.genops(data):
+        if opcode.name in ("STACK_GLOBAL", "INST"):
+            raise CheckpointError(f"its pickle has a {opcode.name}, which torch.save never writes")
+        if opcode.name == "GLOBAL" and not _is_allowed(str(name)):
+            raise CheckpointError(f"it names {str(name)[:100]!r}; expected tensors, numbers and texts")
+
+
+def _is_allowed(name: str) -> bool:
+    module, _, attribute = name.partition(" ")
+    return name in _ALLOWED or (module == "torch" and attribute.endswith("Storage"))
 
 
 class _Part(io.RawIOBase):
@@ -62,7 +112,7 @@ class _Part(io.RawIOBase):
         self._file = file
         self._start = start
         self._length = length
-        self._place = 0
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -71,16 +121,16 @@ class _Part(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         if base + offset < 0:
-            raise ValueError("a place before the beginning")
-        self._place = base + offset
-        return self._place
+            raise ValueError("a position before the beginning")
+        self._position = base + offset
+        return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count = max(0, min(len(buffer), self._length - self._place))
-        self._file.seek(self._start + self._place)
+        count = max(0, min(len(buffer), self._length - self._position))
+        self._file.seek(self._start + self._position)
         data = self._file.read(count)
         buffer[: len(data)] = data
-        self._place += len(data)
+        self._position += len(data)
         return len(data)

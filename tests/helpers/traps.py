@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
+from helpers.archives import pickle_of_key
 
 SECRET = "the-readers-secret"
 # Modules that a command imports, or that Python or a library imports by itself where it finds them.
@@ -158,12 +159,7 @@ def pickles(run: Path, bait: Bait) -> None:
 
 
 def pickle_without_end(run: Path, bait: Bait) -> None:
-    """A dictionary whose key holds one tuple twice, which holds another one twice, and so on."""
-    header = b"\x80\x02"
-    key: Any = 1
-    for _ in range(60):
-        key = (key, key)
-    data = header + b"}" + pickle.dumps(key, 2).removeprefix(header).removesuffix(b".") + b"K\x01s."
+    data = pickle_of_key(60)
     for checkpoint in (run / "checkpoints").glob("step_*"):
         manifest_file = checkpoint / "manifest.json"
         manifest = json.loads(manifest_file.read_text())

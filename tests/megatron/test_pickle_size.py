@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.archives import doubled, pickle_of_key
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.pickle_size import check_pickle_size
-
-
-def doubled(value: Any, rounds: int) -> Any:
-    for _ in range(rounds):
-        value = (value, value)
-    return value
 
 
 def nested_index(rounds: int) -> Any:
@@ -29,13 +24,10 @@ def nested_index(rounds: int) -> Any:
 
 
 def test_its_key_would_be_hashed_for_ever() -> None:
-    """`pickle.loads` would not end; a small one shows that the key comes back."""
-    assert list(pickle.loads(pickle.dumps(doubled(1, 3)))) == list(doubled(1, 3))
-    header = b"\x80\x02"
-    key = pickle.dumps(doubled(1, 60), 2).removeprefix(header).removesuffix(b".")
-    data = header + b"}" + key + b"K\x01s."  # a dictionary, its key, 1, set
-    with pytest.raises(CheckpointError):
-        check_pickle_size(data)
+    """`pickle.loads` would not end."""
+    assert pickle.loads(pickle_of_key(3)) == {doubled(1, 3): 1}
+    with pytest.raises(CheckpointError, match="would not end"):
+        check_pickle_size(pickle_of_key(60))
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -72,7 +64,7 @@ def test_a_key_used_again_and_again_is_refused() -> None:
         list(range(100_000)),
         {str(index): (index, index) for index in range(10_000)},
         {index for index in range(10_000)},
-        [("a", b"b", 1.5, None, True, 10**30, -1), frozenset((1, 2)), bytearray(b"x"), {}, (), []],
+        [("a", b"b", 1.5, None, True, 2**63 - 1, -1), frozenset((1, 2)), bytearray(b"x"), {}, (), []],
         [
             [ChunkStorageMetadata(torch.Size([i, 0]), torch.Size([8, 64])), MetadataIndex("a", [i])]
             for i in range(2000)
@@ -82,6 +74,23 @@ def test_a_key_used_again_and_again_is_refused() -> None:
 )
 def test_other_values_pass(value: Any, protocol: int) -> None:
     check_pickle_size(pickle.dumps(value, protocol))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\x80\x02N(0.", "POP"),  # CPython removes the mark
+        (b"\x80\x02N(N1.", "POP_MARK"),
+        (b"\x80\x02N2\x86.", "DUP"),
+        (pickle.dumps(2**64), "65 bits"),
+        (pickle.dumps({2**100: 1}, 0), "101 bits"),
+        (b"\x80\x02cbuiltins\nint\nN}X\x01\0\0\0aK\x01s\x86b.", "changes a value"),  # sets an attribute of a class
+        (b"\x80\x02K\x01(K\x02\x86.", "below a mark"),
+    ],
+)
+def test_what_no_checkpoint_needs_is_refused(data: bytes, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        check_pickle_size(data)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x04", b"\x80\x04s.", b"\x80\x04h\x05.", b"\x80\x04u.", b"\x80\x04\x85."])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.archives import compressed
+from helpers.archives import compressed, pickle_of_key
 from helpers.models import tiny_llama_folder
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata
 
@@ -166,13 +166,7 @@ def cut(model: Path) -> None:
 
 
 def a_key_of_itself(model: Path) -> None:
-    """Its hash would never be computed."""
-    header = b"\x80\x02"
-    key: Any = 1
-    for _ in range(60):
-        key = (key, key)
-    data = pickle.dumps(key, 2).removeprefix(header).removesuffix(b".")
-    (model / METADATA_FILE).write_bytes(header + b"}" + data + b"K\x01s.")
+    (model / METADATA_FILE).write_bytes(pickle_of_key(60))
 
 
 def compressed_values(model: Path) -> None:
@@ -194,6 +188,41 @@ def compressed_tensor(model: Path) -> None:
 def transformed_tensor(model: Path) -> None:
     metadata = read(model)
     next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd"]
+    write(model, metadata)
+
+
+def overlapping_parts(model: Path) -> None:
+    metadata = read(model)
+    first, second = list(metadata.storage_data.values())[:2]
+    second.offset = first.offset
+    second.length = first.length
+    write(model, metadata)
+
+
+def a_text_as_type(model: Path) -> None:
+    """150,000,000 times this text would be computed."""
+    metadata = read(model)
+    tensor = metadata.state_dict_metadata["embedding.word_embeddings.weight"]
+    chunk = ChunkStorageMetadata(torch.Size([1]), torch.Size([1]))
+    vars(chunk).update(itemsize="x")
+    # TensorProperties has a form of its own in a pickle, whose types are checked.
+    properties = ChunkStorageMetadata(torch.Size([1]), torch.Size([1]))
+    vars(properties).update(dtype=chunk)
+    tensor.properties = properties
+    tensor.size = torch.Size([150_000_000])
+    write(model, metadata)
+
+
+def many_dimensions(model: Path) -> None:
+    metadata = read(model)
+    metadata.state_dict_metadata["embedding.word_embeddings.weight"].size = torch.Size([1] * 17)
+    write(model, metadata)
+
+
+def a_list_as_shape(model: Path) -> None:
+    metadata = read(model)
+    tensor = metadata.state_dict_metadata["embedding.word_embeddings.weight"]
+    tensor.size = list(tensor.size)
     write(model, metadata)
 
 
@@ -229,6 +258,10 @@ SPOILT = [
     compressed_tensor,
     transformed_tensor,
     linked_values,
+    overlapping_parts,
+    a_text_as_type,
+    many_dimensions,
+    a_list_as_shape,
     another_object,
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.archives import doubled, pickle_of_key
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.torch_archive import check_torch_archive, check_torch_file
 from reinforce_rl.utils.untrusted_files import UnreadableFileError
 
-STATE = {"tensor": torch.arange(1000), "numbers": [1, 2.5, None], "text": "a"}
+END = struct.Struct("<4s4H2IH")
+BYTEARRAY = b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R."  # two gigabytes
+STATE: dict[str, Any] = {"tensor": torch.arange(1000), "numbers": [1, 2.5, None], "text": "a"}
 
 
 def saved(value: Any = STATE, **options: Any) -> bytes:
@@ -36,7 +40,7 @@ def repacked(
     return target.getvalue()
 
 
-def compressed(kind: int) -> bytes:
+def packed(kind: int) -> bytes:
     return repacked(lambda archive, entry, data: archive.writestr(entry.filename, data), kind)
 
 
@@ -47,11 +51,43 @@ def with_pickle(pickled: bytes) -> bytes:
     return repacked(change)
 
 
-def endless_pickle() -> bytes:
-    key: Any = 1
-    for _ in range(60):
-        key = (key, key)
-    return pickle.dumps(key, 2)
+def in_capitals() -> bytes:
+    """torch finds data.pkl also by this name."""
+
+    def change(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, data: bytes) -> None:
+        is_pickle = entry.filename.endswith("data.pkl")
+        archive.writestr(
+            entry.filename.upper() if is_pickle else entry.filename, pickle_of_key(60) if is_pickle else data
+        )
+
+    return repacked(change)
+
+
+def twice_named() -> bytes:
+    def change(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, data: bytes) -> None:
+        archive.writestr(entry.filename, data)
+        if entry.filename.endswith("data.pkl"):
+            archive.writestr(entry.filename.upper(), data)
+
+    return repacked(change)
+
+
+def two_directories() -> bytes:
+    """The end names the directory of the first archive, whose entries are compressed; Python reads the second one."""
+    first = packed(zipfile.ZIP_DEFLATED)
+    second = repacked(lambda archive, entry, data: archive.writestr(entry.filename, b""))
+    fields = list(END.unpack(second[-END.size :]))
+    first_fields = END.unpack(first[-END.size :])
+    fields[-2] = first_fields[-2]
+    return first[: -END.size] + second[: -END.size] + END.pack(*fields)
+
+
+def with_comment() -> bytes:
+    """Its comment ends as an archive does."""
+    content = bytearray(packed(zipfile.ZIP_STORED))
+    comment = packed(zipfile.ZIP_STORED)[-END.size :]
+    content[-2:] = len(comment).to_bytes(2, "little")
+    return bytes(content) + comment[:-2] + b"\1\0"
 
 
 def shared_bytes() -> bytes:
@@ -69,10 +105,20 @@ def shared_bytes() -> bytes:
 
 
 HOSTILE = {
-    "deflated": (compressed(zipfile.ZIP_DEFLATED), "compressed"),
-    "lzma": (compressed(zipfile.ZIP_LZMA), "compressed"),
+    "deflated": (packed(zipfile.ZIP_DEFLATED), "compressed"),
+    "lzma": (packed(zipfile.ZIP_LZMA), "compressed"),
     "shared bytes": (shared_bytes(), "its entries have 10000000 bytes"),
-    "a key of itself": (with_pickle(endless_pickle()), "would not end"),
+    "a key of itself": (with_pickle(pickle_of_key(60)), "would not end"),
+    "capitals": (in_capitals(), "would not end"),
+    "a name twice": (twice_named(), "the same name"),
+    "two directories": (two_directories(), "its directory is elsewhere"),
+    "a prefix": (b"x" * 100 + saved(), "its zip64 record is elsewhere"),
+    "a prefix without zip64": (b"x" * 100 + packed(zipfile.ZIP_STORED), "its directory is elsewhere"),
+    "something behind it": (saved() + b"x", "something is behind its directory"),
+    "a comment": (with_comment(), "something is behind its directory"),
+    "memory": (with_pickle(BYTEARRAY), "names '__builtin__ bytearray'"),
+    "a function by the stack": (with_pickle(pickle.dumps(bytearray, 4)), "STACK_GLOBAL"),
+    "an instance": (with_pickle(b"(ibuiltins\nobject\n."), "INST"),
     "a damaged pickle": (with_pickle(b"\x80\x02h\x05."), "damaged"),
     "torch's old format": (saved(_use_new_zipfile_serialization=False), "no archive"),
     "a pickle": (pickle.dumps(STATE["numbers"]), "no archive"),
@@ -90,20 +136,22 @@ def test_a_hostile_archive_is_refused(tmp_path: Path, kind: str) -> None:
         check_torch_file(path)
 
 
-@pytest.mark.parametrize("name", ["deflated", "a key of itself"])
-def test_torch_would_read_it(name: str) -> None:
-    """So that the test above is of what can happen."""
+@pytest.mark.parametrize("name", ["deflated", "two directories"])
+def test_torch_would_unpack_it(name: str) -> None:
     content = HOSTILE[name][0]
-    if name == "deflated":
-        assert torch.equal(torch.load(io.BytesIO(content), weights_only=True)["tensor"], STATE["tensor"])
-    else:
-        assert len(torch.load(io.BytesIO(content), weights_only=True)) == 2
+    assert torch.equal(torch.load(io.BytesIO(content), weights_only=True)["tensor"], STATE["tensor"])
+
+
+def test_torch_would_hash_the_key() -> None:
+    content = with_pickle(pickle_of_key(3))
+    assert torch.load(io.BytesIO(content), weights_only=True) == {doubled(1, 3): 1}
 
 
 def test_what_torch_saves_passes(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
-    path.write_bytes(saved())
-    check_torch_file(path, within=tmp_path)
+    for value in (STATE, STATE["tensor"].bfloat16(), [torch.Size([2]), torch.ones(2, dtype=torch.bool)], {}):
+        path.write_bytes(saved(value))
+        check_torch_file(path, within=tmp_path)
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "link.pt").symlink_to(path)
     with pytest.raises(UnreadableFileError):
@@ -113,7 +161,7 @@ def test_what_torch_saves_passes(tmp_path: Path) -> None:
 def test_a_part_of_a_file_is_checked_by_itself() -> None:
     """As of a checkpoint, whose files hold many of them one after the other."""
     good = saved()
-    bad = compressed(zipfile.ZIP_DEFLATED)
+    bad = packed(zipfile.ZIP_DEFLATED)
     file = io.BytesIO(good + bad + good)
     check_torch_archive(file, 0, len(good))
     check_torch_archive(file, len(good) + len(bad), len(good))
