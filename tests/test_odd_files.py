@@ -107,7 +107,6 @@ def test_an_odd_status_or_pointer_is_none(kind, tmp_path):
 
 
 READ_AS_IT_IS = [("chat_template.jinja", kind) for kind in ("depth", "objects", "number", "large number", "nul")]
-READ_AS_IT_IS.append(("tokenizer_config.json", "large number"))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ODD if kind != "folder"])

@@ -38,6 +38,7 @@ Rows = Iterator[tuple[str, Any]]  # the place in the file, ":LINE" or ", row N",
 HUB = "hf:"  # hf:OWNER/NAME[/CONFIGURATION][:SPLIT], as FOLDER[/CONFIGURATION][:SPLIT]
 _START_BYTES, _AT_ONCE = 4096, 1024
 _MAX_WHOLE_BYTES = 4 << 30  # of a file that cannot be read piece by piece
+_TOO_LONG = f"expected at most {MAX_LINE_BYTES} bytes in a line or row, found more"
 _BOM = b"\xef\xbb\xbf"
 _OPENERS: dict[bytes, Callable[[Path], Any]] = {
     b"\x1f\x8b": gzip.open,
@@ -238,7 +239,7 @@ def _lines(file: io.BufferedReader) -> Rows:
     # Bytes: a line that is not UTF-8 must not hide the others.
     for number, raw in enumerate(bounded_lines(file), 1):
         if len(raw) > MAX_LINE_BYTES:
-            yield f":{number}", DataError(f"expected at most {MAX_LINE_BYTES} bytes in a line, found more")
+            yield f":{number}", DataError(_TOO_LONG)
             return
         if raw.strip():
             yield f":{number}", raw
@@ -302,7 +303,8 @@ def _separated(file: io.BufferedReader) -> Rows:
     """Read CSV, separated by comma, semicolon or tab, with names in its first line. Every value is a text."""
     csv.field_size_limit(MAX_LINE_BYTES)
     first = file.peek(_START_BYTES).partition(b"\n")[0].decode(errors="replace")
-    rows = csv.reader(map(_decoded, _csv_lines(file)), delimiter=max(",;\t", key=first.count), strict=True)
+    lines = _CsvLines(file)
+    rows = csv.reader(map(_decoded, lines), delimiter=max(",;\t", key=first.count), strict=True)
     header, line = list[str](), 1  # the line where the row begins
     try:
         for row in rows:
@@ -317,6 +319,7 @@ def _separated(file: io.BufferedReader) -> Rows:
                     found = DataError(f"{len(row)} values, expected {len(header)}, of {', '.join(header)}")
                 yield f":{line}", found
             line = rows.line_num + 1
+            lines.row_bytes = 0
     except csv.Error as error:
         fault = str(error)
         if "unexpected end" in fault:
@@ -328,11 +331,19 @@ def _separated(file: io.BufferedReader) -> Rows:
         yield f":{rows.line_num + 1}", error
 
 
-def _csv_lines(file: io.BufferedReader) -> Iterator[bytes]:
-    for line in bounded_lines(file):
-        if len(line) > MAX_LINE_BYTES:
-            raise DataError(f"expected at most {MAX_LINE_BYTES} bytes in a line, found more")
-        yield line
+class _CsvLines:
+    """Lines of a file, of which a row with quotes may take several."""
+
+    def __init__(self, file: io.BufferedReader):
+        self.row_bytes = 0  # of the row so far; its reader sets it to 0
+        self._lines = bounded_lines(file)
+
+    def __iter__(self) -> Iterator[bytes]:
+        for line in self._lines:
+            self.row_bytes += len(line)
+            if self.row_bytes > MAX_LINE_BYTES:
+                raise DataError(_TOO_LONG)
+            yield line
 
 
 def _parquet(file: io.BufferedReader) -> Rows:

@@ -46,6 +46,12 @@ _NEVER_LARGER = frozenset(
         *("get", "items", "keys", "values", "length", "first", "last", "default", "int", "float", "abs"),
     }
 )
+# They take time that grows faster than the text; chat templates have no use for them.
+_UNBOUNDED_FILTERS = ("urlize", "wordwrap", "pprint", "xmlattr")
+# Tests that compare their value with another.
+_COMPARING_TESTS = frozenset(
+    {"eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", ">", "ge", ">=", "in"}
+)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _LONG_LITERAL = 256  # characters; shorter ones are bounded by the steps
 _WIDE_FIELD = re.compile(r"[0-9]{7}")
@@ -86,7 +92,7 @@ class _Budget:
 
     def check_size(self, size: int) -> None:
         if size > MIN_CHARS and size > CHARS_RATIO * self._input_size:
-            raise TemplateBoundError(f"makes a text or list of {size} characters or elements")
+            raise TemplateBoundError(f"makes a value of {size} characters")
 
     def check_elements(self, count: int) -> None:
         if count > MIN_ELEMENTS and count > self._input_size:
@@ -101,15 +107,15 @@ class _Budget:
         if isinstance(value, str | bytes):
             self.step(len(value) // _CHARS_PER_STEP)
             self.check_size(len(value))
+        elif isinstance(value, int):
+            if value.bit_length() > _MAX_BITS:
+                raise TemplateBoundError(f"makes an integer of {value.bit_length()} bits")
         elif isinstance(value, _CONTAINERS):
             self.step(len(value) // _ELEMENTS_PER_STEP)
             self.check_elements(len(value))
 
     def check_made(self, value: Any) -> None:
-        """Check a value that was made of others, with all that it holds.
-
-        So every value is small enough to be compared, hashed and written.
-        """
+        """Check a value that was made of others, with all that it holds, since comparing and hashing visit all."""
         if isinstance(value, _CONTAINERS):
             # Its texts are not copied, so they are no steps.
             _size_of(value, self)
@@ -207,7 +213,7 @@ def _joined(values: Iterable[Any]) -> str:
 
 
 def _made(value: Any) -> Any:
-    """Check a literal, or a sum before it is kept: within one expression, the template's length bounds a sum."""
+    """Check a list, tuple or dictionary that the template writes."""
     _current().check_made(value)
     return value
 
@@ -249,13 +255,15 @@ class _Template(Template):
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, in which one rendering has bounds. Raises TemplateBoundError while it renders or compiles."""
 
-    intercepted_binops = frozenset(("*", "**", "%"))
+    intercepted_binops = frozenset(("+", "*", "**", "%", "//"))
     template_class = _Template
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.finalize = _finalize
         self.globals.pop("lipsum", None)  # random text of any length
+        for name in _UNBOUNDED_FILTERS:
+            self.filters.pop(name, None)
         self._bounded_filters: set[str] = set()
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
@@ -277,9 +285,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         for loop in source.find_all(nodes.For):
             loop.iter = _filter(loop.iter, "_counted")
-        for assignment in source.find_all(nodes.Assign):
-            if isinstance(assignment.node, nodes.Add) or assignment.node.find(nodes.Add) is not None:
-                assignment.node = _filter(assignment.node, "_made")
         for output in source.find_all(nodes.Output):
             output.nodes = [_counted_literal(node) for node in output.nodes]
         _replace_makers(source)
@@ -365,6 +370,8 @@ def _replace_makers(node: nodes.Node) -> None:
             else:
                 if isinstance(child, nodes.Compare):
                     child.expr = _filter(child.expr, "_compared")
+                elif isinstance(child, nodes.Test) and child.name in _COMPARING_TESTS:
+                    child.node = _filter(child.node, "_compared")
                 continue
             if isinstance(value, list):
                 value[place] = checked
@@ -404,9 +411,13 @@ def _charged_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
     @functools.wraps(function)
     def charged(*args: Any, **kwargs: Any) -> Any:
+        budget = _current()
         if len(args) > leading:
-            _current().charge(args[leading], name)
-        return function(*args, **kwargs)
+            budget.charge(args[leading], name)
+        value = function(*args, **kwargs)
+        if type(value) is int:
+            budget.check(value)
+        return value
 
     return charged
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from reinforce_rl.data.tokenizer_bounds import tokenizer_fault
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.utils.untrusted_files import UnreadableFileError, check_model_files
+from reinforce_rl.utils.untrusted_files import check_model_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -121,7 +121,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     try:
         check_model_files(folder)
         fault = tokenizer_fault(folder)
-    except UnreadableFileError as error:
+    except OSError as error:
         raise ConfigError([str(error)]) from error
     except ValueError as error:
         raise ConfigError([f"{folder} holds no tokenizer: {error}"]) from error

@@ -1,12 +1,14 @@
 """Bounds on what a tokenizer may make of a text; its file comes with a model and may be anybody's.
 
 The `tokenizers` library follows the rules of tokenizer.json without bounds of its own: thirty rules that each write a
-character twice make a billion of one.
+character twice make a billion characters of one.
 """
 
 from __future__ import annotations
 
-import re
+import base64
+import struct
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,13 @@ from reinforce_rl.utils.untrusted_files import link_root, parse_json, read_bound
 MAX_GROWTH = 100  # times, of a text's characters
 MAX_ADDED_TOKENS = 100  # around a text
 _MAX_BYTES = 256 << 20
-# A file without these words and without escaped letters, which could spell them, has no rule that adds anything.
-_ADDING = re.compile(rb'"(?:Replace|Prepend|TemplateProcessing)"|\\u00[4-7]')
+# transformers loads a file whose name contains "tokenizer." if tokenizer_config.json names it under this key.
+_FILES = "fast_tokenizer_files"
+_PARTS = ("normalizer", "pre_tokenizer", "decoder", "post_processor")
+_LISTS = ("normalizers", "pretokenizers", "decoders", "processors")  # rules of a sequence
+# They make several characters of some; a second one would do it again.
+_ONCE = ("ByteLevel", "BertNormalizer", "Precompiled")
+_MAX_REPLACEMENT_BYTES = 100  # of a Precompiled rule; U+FDFA, the longest of NFKC, becomes 33 bytes
 
 
 def tokenizer_fault(folder: Path) -> str | None:
@@ -25,62 +32,86 @@ def tokenizer_fault(folder: Path) -> str | None:
 
     Raises OSError or ValueError if one cannot be read.
     """
-    for path in sorted(folder.glob("tokenizer*.json")):
+    for path in sorted(folder.glob("*tokenizer*.json")):
         if not path.exists():  # a link to nothing
             continue
-        data = read_bounded(path, max_bytes=_MAX_BYTES, within=link_root(folder))
-        if not _ADDING.search(data):
-            continue
-        rules = parse_json(data)
-        if not isinstance(rules, dict):
-            continue
-        for part in ("normalizer", "pre_tokenizer", "decoder"):
-            growth = 1.0
-            for rule in _rules_in(rules.get(part)):
-                growth *= _growth(rule)
-                if growth > MAX_GROWTH:
-                    return f"{path}: its {part} makes a text more than {MAX_GROWTH} times as long"
-        if _added_tokens(rules.get("post_processor")) > MAX_ADDED_TOKENS:
-            return f"{path}: its post_processor adds more than {MAX_ADDED_TOKENS} tokens to a text"
+        rules = parse_json(read_bounded(path, max_bytes=_MAX_BYTES, within=link_root(folder)))
+        if isinstance(rules, dict) and (fault := _fault_of(rules)):
+            return f"{path}: {fault}"
     return None
 
 
-def _rules_in(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield each object in a value of JSON, and the value."""
-    stack = [value]
-    while stack:
-        current = stack.pop()
-        if isinstance(current, dict):
-            yield current
-            stack.extend(current.values())
-        elif isinstance(current, list):
-            stack.extend(current)
+def _fault_of(rules: dict[str, Any]) -> str | None:
+    if any("/" in str(name) for name in _list(rules.get(_FILES))):
+        return f"its {_FILES} name a file of another folder"
+    for part in _PARTS:
+        if fault := _fault_of_part(list(_rules_of(rules.get(part)))):
+            return f"its {part} {fault}"
+    return None
+
+
+def _fault_of_part(rules: list[dict[str, Any]]) -> str | None:
+    growth = 1.0
+    added_tokens = 0
+    counts = Counter(str(rule.get("type")) for rule in rules)
+    for rule in rules:
+        # The library would guess the type by the other keys.
+        if not isinstance(rule.get("type"), str):
+            return "has a rule without a type"
+        if rule["type"] == "Precompiled" and _longest_replacement(rule) > _MAX_REPLACEMENT_BYTES:
+            return f"makes more than {_MAX_REPLACEMENT_BYTES} bytes of a character"
+        growth *= _growth(rule)
+        added_tokens += _added_tokens(rule)
+    if growth > MAX_GROWTH:
+        return f"makes a text more than {MAX_GROWTH} times as long"
+    if added_tokens > MAX_ADDED_TOKENS:
+        return f"adds more than {MAX_ADDED_TOKENS} tokens to a text"
+    repeated = [kind for kind in _ONCE if counts[kind] > 1]
+    return f"has {repeated[0]} {counts[repeated[0]]} times, expected once" if repeated else None
+
+
+def _rules_of(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield a part of a tokenizer, and the rules of its sequences."""
+    if not isinstance(part, dict):
+        return
+    yield part
+    for key in _LISTS:
+        for rule in _list(part.get(key)):
+            yield from _rules_of(rule)
 
 
 def _growth(rule: dict[str, Any]) -> float:
-    """Return how many times as long a rule makes a text of a character at most."""
-    if rule.get("type") == "Prepend":
+    """Return how many times as long a rule may make a text."""
+    if rule["type"] == "Prepend":
         return 1 + len(str(rule.get("prepend", "")))
-    if rule.get("type") != "Replace":
+    if rule["type"] != "Replace":
         return 1
     content = len(str(rule.get("content", "")))
     pattern = rule.get("pattern")
     text = pattern.get("String") if isinstance(pattern, dict) else None
     if isinstance(text, str) and text:
         return max(1.0, content / len(text))
-    return 1 + content  # a regular expression may match between two characters
+    # It may match before each character and at the end.
+    return 1 + 2 * content
 
 
-def _added_tokens(processor: Any) -> int:
-    count = 0
-    for rule in _rules_in(processor):
-        if rule.get("type") != "TemplateProcessing":
-            continue
-        pieces = [piece for name in ("single", "pair") for piece in _list(rule.get(name))]
-        special = rule.get("special_tokens")
-        ids = [len(_list(token.get("ids"))) for token in _rules_in(special) if "ids" in token]
-        count += len(pieces) * max(ids, default=1)
-    return count
+def _longest_replacement(rule: dict[str, Any]) -> int:
+    """Return the bytes of the longest text of a SentencePiece table: size of its trie, trie, texts that end in NUL."""
+    table = base64.b64decode(str(rule.get("precompiled_charsmap", "")), validate=True)
+    if len(table) < 4:
+        return 0
+    (trie_bytes,) = struct.unpack_from("<I", table)
+    return max(map(len, table[4 + trie_bytes :].split(b"\0")))
+
+
+def _added_tokens(rule: dict[str, Any]) -> int:
+    if rule["type"] != "TemplateProcessing":
+        return 0
+    pieces = [piece for name in ("single", "pair") for piece in _list(rule.get(name))]
+    special = rule.get("special_tokens")
+    tokens = special.values() if isinstance(special, dict) else ()
+    ids = [len(_list(token.get("ids"))) for token in tokens if isinstance(token, dict)]
+    return len(pieces) * max(ids, default=1)
 
 
 def _list(value: Any) -> list[Any]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MAX_ROWS = 1 << 18  # samples of a step
 MIN_BYTES = 256 << 20  # that the values may always take in memory
 BYTES_RATIO = 200  # and of a larger file, this many times its size
-_MAX_ROW_GROUPS = 1000
+_MAX_FOOTER_BYTES = 64 << 10  # that of the 27 columns of a step has 8 KiB
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT96": 12}  # bytes of a value; else 8
 _TEXT = "BYTE_ARRAY"
 
@@ -28,6 +28,7 @@ def read_bounded_table(file: pa.NativeFile, columns: Sequence[str] | None, filte
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    _check_footer(file)
     metadata = pq.read_metadata(file)
     limit = max(MIN_BYTES, BYTES_RATIO * file.size())
     _check_metadata(metadata, columns, limit)
@@ -41,12 +42,21 @@ def read_bounded_table(file: pa.NativeFile, columns: Sequence[str] | None, filte
     return table.cast(types)
 
 
+def _check_footer(file: pa.NativeFile) -> None:
+    # Arrow crashes on a schema of thousands of nested groups. The footer also bounds the row groups.
+    size = file.size()
+    file.seek(max(0, size - 8))
+    length = int.from_bytes(file.read(4), "little")
+    file.seek(0)
+    if length > _MAX_FOOTER_BYTES:
+        raise DataError(f"a footer of {length} bytes; expected at most {_MAX_FOOTER_BYTES}")
+
+
 def _check_metadata(metadata: FileMetaData, columns: Sequence[str] | None, limit: int) -> None:
     if metadata.num_rows > MAX_ROWS:
         raise DataError(f"{metadata.num_rows} rows; expected at most {MAX_ROWS}")
-    if metadata.num_row_groups > _MAX_ROW_GROUPS:
-        raise DataError(f"{metadata.num_row_groups} row groups; expected at most {_MAX_ROW_GROUPS}")
     size = 0
+    stored = 0  # bytes of the columns once they are decompressed
     for group in range(metadata.num_row_groups):
         for column in range(metadata.num_columns):
             chunk = metadata.row_group(group).column(column)
@@ -54,7 +64,8 @@ def _check_metadata(metadata: FileMetaData, columns: Sequence[str] | None, limit
                 continue
             fixed_length = metadata.schema.column(column).length or 0  # of a FIXED_LEN_BYTE_ARRAY
             size += chunk.num_values * max(_WIDTHS.get(chunk.physical_type, 8), fixed_length)
-    _check_bytes(size, limit)
+            stored += chunk.total_uncompressed_size
+    _check_bytes(max(size, stored), limit)
 
 
 def _check_bytes(size: int, limit: int) -> None:
@@ -70,7 +81,9 @@ def _text_bytes(column: pa.ChunkedArray) -> int:
 def _leaves(array: pa.Array) -> Iterable[pa.Array]:
     import pyarrow as pa
 
-    if isinstance(array, pa.MapArray):
+    if isinstance(array, pa.ExtensionArray):
+        yield from _leaves(array.storage)
+    elif isinstance(array, pa.MapArray):
         yield from _leaves(array.keys)
         yield from _leaves(array.items)
     elif isinstance(array, pa.StructArray | pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
@@ -85,7 +98,9 @@ def _bytes_of(array: pa.Array) -> int:
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    if isinstance(array, pa.StringArray | pa.BinaryArray | pa.LargeStringArray | pa.LargeBinaryArray):
+        return array.nbytes
     if not isinstance(array, pa.DictionaryArray):
-        return 0
+        return 0  # counted by its metadata
     lengths = pc.call_function("binary_length", [array.dictionary]).cast(pa.int64())
     return pc.call_function("sum", [lengths.take(array.indices)]).as_py() or 0

@@ -313,7 +313,7 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None, filters: 
         # Python's: Arrow's threads would wait for it at the program's end, and abort the program.
         with OSFile(os.fsencode(path)) as file:
             return _read_table(file, path, columns, filters)
-    except (ArrowException, OSError, ValueError) as error:
+    except (ArrowException, OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not a readable Parquet file ({error}); restore it or take it away") from error
 
 

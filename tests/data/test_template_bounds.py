@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers.chat_templates import TEMPLATES, write_chat_tokenizer
-from jinja2.exceptions import UndefinedError
+from jinja2.exceptions import TemplateAssertionError, UndefinedError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -94,6 +94,13 @@ COSTLY = {
     "a list of itself twice by a filter": DOUBLED.replace("A", "[1]")
     .replace("NEXT", "[1, 1]|map(attribute='a', default=ns.a)|list")
     .replace("|length", " == [1]"),
+    "sums of a with": "{% with a='x' * 10**6 %}{% with b=a+a+a+a+a %}{% with c=b+b+b+b %}{{ c|length }}"
+    + "{% endwith %}" * 3,
+    "sums of a macro's defaults": "{% macro f(a='x' * 10**6, b=a+a+a+a+a, c=b+b+b+b) %}{{ c|length }}{% endmacro %}"
+    + "{{ f() }}",
+    "a long integer of a text": "{{ ('f' * 10000)|int(0, 16) > 1 }}",
+    "tests of long lists": "{% set a = [1] * 10**6 %}{% set b = [1] * 10**6 %}"
+    + "{% if a is eq b %}{% endif %}" * 999,
     "comparisons of long lists": "{% set a = [1] * 10**6 %}{% set b = [1] * 10**6 %}"
     + "{% if a == b %}{% endif %}" * 999,
     "searches of long keys": "{% set a = (1,) * 10**6 %}{% set b = {} %}" + "{% if b[a] %}{% endif %}" * 999,
@@ -174,6 +181,12 @@ def test_there_is_no_random_text():
     assert ImmutableSandboxedEnvironment(**OPTIONS).from_string("{{ lipsum(n=1) }}").render()
     with pytest.raises(UndefinedError):
         BoundedEnvironment(**OPTIONS).from_string("{{ lipsum(n=1) }}").render()
+
+
+@pytest.mark.parametrize("name", ["urlize", "wordwrap", "pprint", "xmlattr"])
+def test_filters_without_a_bound_are_missing(name):
+    with pytest.raises(TemplateAssertionError, match=name):
+        BoundedEnvironment(**OPTIONS).from_string("{{ 'a'|" + name + " }}")
 
 
 def test_each_rendering_has_bounds_of_its_own(monkeypatch):

@@ -55,10 +55,10 @@ def in_capitals() -> bytes:
     """torch finds data.pkl also by this name."""
 
     def change(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, data: bytes) -> None:
-        is_pickle = entry.filename.endswith("data.pkl")
-        archive.writestr(
-            entry.filename.upper() if is_pickle else entry.filename, pickle_of_key(60) if is_pickle else data
-        )
+        if entry.filename.endswith("data.pkl"):
+            archive.writestr(entry.filename.upper(), pickle_of_key(60))
+        else:
+            archive.writestr(entry.filename, data)
 
     return repacked(change)
 

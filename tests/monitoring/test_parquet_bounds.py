@@ -119,14 +119,44 @@ def test_columns_that_are_not_read_do_not_count(monkeypatch: pytest.MonkeyPatch)
         read_bounded_table(file, ["tokens"], None)
 
 
-def test_rows_and_row_groups() -> None:
+def test_rows_and_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(read_bounded_table(stored(pa.table({"a": pa.nulls(MAX_ROWS, pa.bool_())})), None, None)) == MAX_ROWS
     with pytest.raises(DataError, match="262145 rows; expected at most 262144"):
         read_bounded_table(stored(pa.table({"a": pa.nulls(MAX_ROWS + 1, pa.bool_())})), None, None)
-    groups = pa.table({"a": range(1001)})
-    with pytest.raises(DataError, match="1001 row groups; expected at most 1000"):
-        read_bounded_table(stored(groups, row_group_size=1), None, None)
-    assert len(read_bounded_table(stored(groups[:1000], row_group_size=1), None, None)) == 1000
+    file = stored(pa.table({"a": range(1001)}), row_group_size=1)
+    with pytest.raises(DataError, match=r"a footer of [0-9]{6} bytes; expected at most 65536"):
+        read_bounded_table(file, None, None)
+    monkeypatch.setattr(parquet_bounds, "_MAX_FOOTER_BYTES", 1 << 20)
+    assert len(read_bounded_table(file, None, None)) == 1001
+
+
+def test_different_texts_are_not_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """zstd makes a few kilobytes of them."""
+    monkeypatch.setattr(parquet_bounds, "MIN_BYTES", 1_000_000)
+    texts = pa.table({"a": [str(number) * 300_000 for number in range(8)]})
+    monkeypatch.setattr(pq, "read_table", None)
+    with pytest.raises(DataError, match=r"take 24[0-9]{5} bytes"):
+        read_bounded_table(stored(texts, use_dictionary=False), None, None)
+
+
+def test_texts_of_an_extension_type_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_bounds, "MIN_BYTES", 1_000_000)
+    texts = pa.ExtensionArray.from_storage(pa.json_(pa.string()), pa.array(['"' + "x" * 10_000 + '"'] * 200))
+    with pytest.raises(DataError, match=r"take 20[0-9]{5} bytes"):
+        read_bounded_table(stored(pa.table({"a": texts})), None, None)
+
+
+def test_a_schema_that_would_end_the_process(tmp_path: Path) -> None:
+    kind: pa.DataType = pa.int32()
+    for _ in range(400):
+        kind = pa.struct([("a" * 200, kind)])
+    path = tmp_path / "rollouts" / "step_00001.parquet"
+    path.parent.mkdir()
+    pq.write_table(pa.table({"a": pa.nulls(1, kind)}), path, store_schema=False)
+    with pytest.raises(DataError, match=r"a footer of [0-9]{5,} bytes; expected at most 65536"):
+        read_bounded_table(pa.OSFile(str(path)), None, None)
+    with pytest.raises(DataError, match=r"step_00001\.parquet"):
+        read_rows(path)
 
 
 def test_the_records_of_a_step_are_read_so(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -19,8 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.megatron.hf_weights import save_tensors
+from reinforce_rl.utils import files
 from reinforce_rl.utils.files import (
     append,
+    bounded_lines,
     json_line,
     naming,
     output_faults,
@@ -152,6 +155,14 @@ def test_one_line_larger_than_the_memory_is_not_read(tmp_path):
     os.truncate(path, 5 << 30)
     with pytest.raises(DataError, match=r"lines\.jsonl holds 5368709120 bytes; expected at most 4294967296"):
         read_json_lines(path)
+
+
+def test_a_long_line_is_not_read_to_its_end(monkeypatch):
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 10)
+    file = io.BytesIO(b"0123456789\n" + b"x" * 1000)
+    assert next(bounded_lines(file)) == b"0123456789\n"
+    assert next(bounded_lines(file)) == b"x" * 11
+    assert file.tell() == 22
 
 
 @pytest.mark.parametrize(("line", "reason"), [("{broken", "not valid JSON"), ("[1]", "found a JSON list")])
