@@ -10,7 +10,7 @@ up() {
     # Namespaces of processes and mounts a node, so that it can die as a whole and its memory with it, and of host names.
     # The network is that of the machine, and so are the claims of its ports.
     mkdir -p "$shared_memory/$1"
-    unshare --uts --mount --pid --fork --kill-child --mount-proc sh -c '
+    unshare --uts --mount --propagation slave --pid --fork --kill-child --mount-proc sh -c '
         set -e
         mount --rbind "$2" /dev/shm
         hostname "$1"
@@ -26,6 +26,8 @@ crash() {
     rm -rf "${shared_memory:?}/$1"
 }
 
+# The nodes see what is mounted here later, too; the machine does not.
+mount --make-rshared /
 mount --bind "$folder/hosts" /etc/hosts
 mount -t tmpfs -o size=16m none "$folder/small"
 munged --force --socket="$folder/run/munge.sock" --key-file="$folder/run/munge.key" --pid-file="$folder/run/munged.pid" \

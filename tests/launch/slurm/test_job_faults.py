@@ -70,10 +70,11 @@ def test_scancel_saves_and_does_not_requeue(lab, run):
 
 
 def test_a_full_disk_ends_the_job_and_keeps_the_last_checkpoint(lab, run):
-    run.run_dir.mkdir()
+    (run.run_dir / "checkpoints").mkdir(parents=True)
     folder = lab.small / "checkpoints"
     lab.inside("mkdir", str(folder))
-    (run.run_dir / "checkpoints").symlink_to(folder)
+    # Not a link: a run is refused where one of its folders leads outside.
+    lab.inside("mount", "--bind", str(folder), str(run.run_dir / "checkpoints"))
     job = run.submit()
     run.wait_for_step(job, 2)
     filler = str(lab.small / "filler")
