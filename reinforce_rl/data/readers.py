@@ -280,7 +280,7 @@ def _decoded(raw: bytes, of: str = "line") -> str:
         raise DataError(f"not valid UTF-8 (byte {error.start + 1} of the {of}); {advice}") from error
 
 
-def _whole(file: io.BufferedReader, advice: str) -> bytes:
+def _read_whole(file: io.BufferedReader, advice: str) -> bytes:
     data = file.read(_MAX_WHOLE_BYTES + 1)
     if len(data) > _MAX_WHOLE_BYTES:
         raise DataError(f"holds more than {_MAX_WHOLE_BYTES} bytes; {advice}")
@@ -288,7 +288,7 @@ def _whole(file: io.BufferedReader, advice: str) -> bytes:
 
 
 def _list(file: io.BufferedReader) -> Rows:
-    data = _whole(file, "write one record a line (.jsonl)")
+    data = _read_whole(file, "write one record a line (.jsonl)")
     try:
         values = json.loads(_decoded(data, "file"), object_pairs_hook=_object_of)
     except DataError as error:
@@ -352,7 +352,7 @@ def _parquet(file: io.BufferedReader) -> Rows:
     # A decompressed stream cannot seek from its end. Arrow opens a plain file itself, since its threads may block on a
     # Python file object when the interpreter exits.
     is_plain = isinstance(file.raw, io.FileIO)
-    source = OSFile(os.fsencode(file.name)) if is_plain else BufferReader(_whole(file, "unpack it"))
+    source = OSFile(os.fsencode(file.name)) if is_plain else BufferReader(_read_whole(file, "unpack it"))
     try:
         yield from _of_batches(parquet.ParquetFile(source).iter_batches(batch_size=_AT_ONCE))
     except ArrowException as error:

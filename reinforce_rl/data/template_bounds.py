@@ -114,7 +114,7 @@ class _Budget:
             self.step(len(value) // _ELEMENTS_PER_STEP)
             self.check_elements(len(value))
 
-    def check_made(self, value: Any) -> None:
+    def check_result(self, value: Any) -> None:
         """Check a value that was made of others, with all that it holds, since comparing and hashing visit all."""
         if isinstance(value, _CONTAINERS):
             # Its texts are not copied, so they are no steps.
@@ -212,9 +212,9 @@ def _joined(values: Iterable[Any]) -> str:
     return "".join(parts)
 
 
-def _made(value: Any) -> Any:
+def _checked_literal(value: Any) -> Any:
     """Check a list, tuple or dictionary that the template writes."""
-    _current().check_made(value)
+    _current().check_result(value)
     return value
 
 
@@ -232,7 +232,7 @@ _OWN_FILTERS: dict[str, Callable[..., Any]] = {
     "_compared": _compared,
     "_joined": _joined,
     "_literal": _literal,
-    "_made": _made,
+    "_checked_literal": _checked_literal,
 }
 
 
@@ -305,7 +305,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for value in (*args, *kwargs.values()):
             budget.check(value)
         value = super().call(__context, __obj, *args, **kwargs)
-        budget.check_made(value)
+        budget.check_result(value)
         return value
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -315,7 +315,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif operator in ("*", "**"):
             _check_product(budget, operator, left, right)
         value = super().call_binop(context, operator, left, right)
-        budget.check_made(value)
+        budget.check_result(value)
         return value
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -366,7 +366,7 @@ def _replace_makers(node: nodes.Node) -> None:
             if isinstance(child, nodes.Concat):
                 checked = _filter(nodes.List(child.nodes, lineno=child.lineno), "_joined")
             elif _holds_values(child):
-                checked = _filter(child, "_made")
+                checked = _filter(child, "_checked_literal")
             else:
                 if isinstance(child, nodes.Compare):
                     child.expr = _filter(child.expr, "_compared")
@@ -400,7 +400,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         value = function(*args, **kwargs)
         if isinstance(value, types.GeneratorType):
             return _counted_generator(value)
-        budget.check_made(value)
+        budget.check_result(value)
         return value
 
     return bounded
