@@ -20,12 +20,14 @@ from reinforce_rl.launch.convert import convert
 from reinforce_rl.launch.demo import demo
 from reinforce_rl.launch.recorded import RunFolder, diff, records, replay, whatif
 from reinforce_rl.launch.terminal import become, fail, plain_errors, print_error, start_ranks, use_utf8
-from reinforce_rl.utils.process import PACKAGE_PARENT
+from reinforce_rl.utils.process import PACKAGE_PARENT, limit_memory
 
 # Commands that run code of the folder in which they are started: rewards and generators of one's own.
 _WITH_OWN_CODE = frozenset({"train", "generate", "serve", "train-rm", "preflight", "launch", "verify", "submit"})
 # How arguments begin by which the other commands are asked to.
 _ASKS_FOR_OWN_CODE = ("--reward", "--trust", "reward", "generation=")
+# Commands that only read runs' folders, which may be somebody else's, and hold no model.
+_READS_RUNS = frozenset({"records", "report", "compare", "board"})
 
 
 class _Group(TyperGroup):
@@ -123,6 +125,9 @@ def _prepare(words: list[str]) -> None:
             del sys.path[0]
     elif here not in sys.path:
         sys.path.append(here)
+    if not _READS_RUNS.isdisjoint(words[:1]):
+        # Arrow and JSON take what a file's headers ask for; this is not to take the machine down.
+        limit_memory(0.5)
     os.environ.setdefault("GOMP_SPINCOUNT", "0")  # idle OpenMP threads that spin cost a busy CPU tenfold
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

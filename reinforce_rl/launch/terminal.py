@@ -117,6 +117,8 @@ def plain_errors() -> Iterator[None]:
             if error.errno not in UNWRITABLE:
                 raise
             fail(write_fault(error))
+        except MemoryError:
+            fail("out of memory: a file may hold more than its size suggests, or the machine is full")
         except KeyboardInterrupt as error:
             print(str(error) or "interrupted by Ctrl-C", flush=True)
             _end(130)  # a thread that is writing a checkpoint would abort while Python shuts down

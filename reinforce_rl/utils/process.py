@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -44,6 +45,18 @@ def import_path() -> str:
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment for a program of others, without variables whose names say that they are secret."""
     return {name: value for name, value in environment.items() if not _SECRET.search(name)}
+
+
+def limit_memory(fraction: float) -> None:
+    """Limit this process to a fraction of the machine's memory; beyond, Python raises MemoryError.
+
+    Counts writable private memory (RLIMIT_DATA), not mapped files. A lower limit stays.
+    """
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = int(machine * fraction)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft == resource.RLIM_INFINITY or soft > limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def active_stop_signals() -> list[signal.Signals]:

@@ -13,7 +13,9 @@ import pytest
 from typer.main import get_command
 
 from reinforce_rl import __version__
+from reinforce_rl.launch import main
 from reinforce_rl.launch.main import _prepare, app
+from reinforce_rl.launch.terminal import plain_errors
 
 ROOT = Path(__file__).parents[2]
 COMMANDS: Any = get_command(app)
@@ -54,6 +56,7 @@ def test_a_command_that_opens_a_folder_imports_nothing_from_it(tmp_path, words):
     ],
 )
 def test_the_current_folder_is_imported_from_for_code_of_ones_own(tmp_path, monkeypatch, words, expected):
+    monkeypatch.setattr(main, "limit_memory", lambda fraction: None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     _prepare(words)
@@ -61,6 +64,27 @@ def test_the_current_folder_is_imported_from_for_code_of_ones_own(tmp_path, monk
     sys.path.insert(0, str(tmp_path))  # as `python -m` does
     _prepare(words)
     assert (sys.path[0] == str(tmp_path)) is expected
+
+
+def test_commands_that_only_read_runs_take_at_most_half_of_the_memory(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    fractions = []
+    monkeypatch.setattr(main, "limit_memory", fractions.append)
+    limited = set()
+    for name in COMMANDS.commands:
+        _prepare([name, "run"])
+        if fractions:
+            limited.add(name)
+            assert fractions == [0.5]
+            fractions.clear()
+    assert limited == {"records", "report", "compare", "board"}
+
+
+def test_a_command_that_runs_out_of_memory_says_so(capsys):
+    with pytest.raises(SystemExit) as ended, plain_errors():
+        bytearray(1 << 60)
+    assert ended.value.code == 1
+    assert "out of memory" in capsys.readouterr().err
 
 
 def test_help_names_every_command_and_loads_no_heavy_library(tmp_path: Path) -> None:

@@ -39,6 +39,41 @@ def echo(tmp_path, monkeypatch):
     child.kill()
 
 
+LIMITED = """
+import os, resource, sys
+from reinforce_rl.utils.process import limit_memory
+before, fraction = sys.argv[1:]
+hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+resource.setrlimit(resource.RLIMIT_DATA, (int(before), hard))
+limit_memory(float(fraction))
+limit, hard_after = resource.getrlimit(resource.RLIMIT_DATA)
+assert hard_after == hard
+machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+bytearray(limit // 4)
+try:
+    bytearray(limit)
+except MemoryError:
+    print(limit / machine, limit)
+"""
+UNLIMITED = -1
+
+
+@pytest.mark.parametrize(
+    ("before", "expected_bytes"),
+    [(UNLIMITED, None), (1 << 60, None), (200 << 20, 200 << 20)],
+)
+def test_memory_beyond_a_fraction_of_the_machines_is_not_given(before, expected_bytes):
+    fraction = 0.05
+    command = [sys.executable, "-c", LIMITED, str(before), str(fraction)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    share, limit = done.stdout.split()
+    if expected_bytes is None:
+        assert float(share) == pytest.approx(fraction, rel=1e-6)
+    else:
+        assert int(limit) == expected_bytes
+
+
 def test_a_child_that_ignores_sigterm_is_killed_and_another_is_not():
     stubborn = python(STUBBORN, stdout=subprocess.PIPE)
     assert stubborn.process.stdout is not None and stubborn.process.stdout.readline()

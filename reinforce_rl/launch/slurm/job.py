@@ -19,7 +19,7 @@ from pathlib import Path
 from reinforce_rl.errors import EXIT_DIVERGED, EXIT_ERROR, EXIT_FINISHED, EXIT_SENTINEL, EXIT_STOPPED, ConfigError
 from reinforce_rl.launch.slurm import outcome, steps
 from reinforce_rl.launch.slurm.generators import Generators
-from reinforce_rl.launch.slurm.outcome import Attempt, Outcome, judge
+from reinforce_rl.launch.slurm.outcome import Attempt, Outcome, TaskEnd, judge
 from reinforce_rl.launch.slurm.rendezvous import Endpoint, health_fault, read_endpoint
 from reinforce_rl.launch.slurm.settings import REPOSITORY, Allocation, Settings, read_allocation, read_settings
 from reinforce_rl.launch.slurm.steps import POLL_SECONDS, SlurmCallError, Step, StepPlan, call
@@ -30,6 +30,7 @@ REPORT_SECONDS = 30.0
 REQUEUE_SECONDS = 30.0  # reserved for the requeue before the end of the allocation
 LEAST_SECONDS = 10.0
 HEALTH_POLL_SECONDS = 1.0
+STOPPED_SECONDS = 10.0  # between the ends of tasks that stop together
 
 
 class Job:
@@ -42,6 +43,8 @@ class Job:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._steps: list[Step] = []
         self._end_time: int | None = None
+        # Of the actor's tasks, where the others did not stop with it.
+        self._first_stopped: TaskEnd | None = None
 
     def _log(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a full disk must not prevent an orderly end
@@ -86,6 +89,7 @@ class Job:
         self._make_token()
         self._set_times()
         settings, allocation = self._settings, self._allocation
+        step_before = saved_step(settings.run_dir)
         nodes = [
             call(["scontrol", "show", "hostnames", self._environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"]]).split()
             for group in range(len(allocation.components))
@@ -117,7 +121,14 @@ class Job:
         by_itself = self._end_all(servers, actor, unasked, generators)
         ends = [end for server in servers for end in server.ends()]
         lost = [end for step in (*servers, actor) for end in step.lost()]
-        return judge(actor.ends(), ends, lost, unasked=unasked, signalled=self._stop.number, killed=not by_itself)
+        signalled = self._stop.number
+        if signalled is None and self._first_stopped is not None:
+            signalled = signal.SIGTERM
+        reason = {"unasked": unasked, "signalled": signalled, "killed": not by_itself}
+        result = judge(actor.ends(), ends, lost, **reason)
+        if self._first_stopped is not None and saved_step(settings.run_dir) == step_before:
+            return replace(result, never_began=True)
+        return result
 
     def _make_token(self) -> None:
         path = self._settings.token_file
@@ -214,8 +225,23 @@ class Job:
                 self._log(f"{server.name} has ended without being asked to; the run goes on with {names}")
             if generators is not None:
                 generators.look()
+            self._first_stopped = self._stopped_alone(actor)
+            if self._first_stopped is not None:
+                return ""
             time.sleep(POLL_SECONDS)
         return ""
+
+    def _stopped_alone(self, actor: Step) -> TaskEnd | None:
+        """Return the task that stopped a while ago while others still run; None for none.
+
+        Slurm 22.05 may signal the tasks of one node alone, to end the step of an earlier attempt
+        that this node has missed. Where the run has not begun, the other ranks wait for this one.
+        """
+        ends = [end for end in actor.ends() if end.code in outcome.STOPPED]
+        first = min(ends, key=lambda end: end.time, default=None)
+        if first is None or time.time() - first.time < STOPPED_SECONDS:
+            return None
+        return first
 
     def _end_all(
         self, servers: Sequence[Step], actor: Step, unasked: str, generators: Generators | None = None
@@ -226,7 +252,12 @@ class Job:
             step = saved_step(self._settings.run_dir)
             self._log(f"node {node} has failed: Slurm requeues the job, and it goes on from step {step}")
         if not actor.has_ended:
-            why = f"{unasked} has ended without being asked to" if unasked else f"got {self._stop.name}"
+            if unasked:
+                why = f"{unasked} has ended without being asked to"
+            elif self._stop.number is None and self._first_stopped is not None:
+                why = f"{self._first_stopped}, and the others have not"
+            else:
+                why = f"got {self._stop.name}"
             if self._stop.number == signal.SIGTERM:
                 why += " (the job is being cancelled, or requeued by somebody)"
             self._log(f"{why}; the actor is asked to save and to end")

@@ -29,6 +29,9 @@ IDLE_ATTEMPTS = 3  # attempts of one job from the same checkpoint, after which i
 # Exit codes caused by another task's end: a rank that lost its peer, and tasks killed by `srun` or by us.
 CONSEQUENCES = (EXIT_LOST_RANK, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
+# Exit codes of tasks that were asked to end. A program that is still starting dies of the signal.
+STOPPED = (EXIT_STOPPED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+
 Arguments = tuple[tuple[str, ...], tuple[str, ...]]
 
 
@@ -86,7 +89,7 @@ class Outcome:
     text: str
     first: TaskEnd | None = None  # first task to fail, if any
     log_of: str = ""  # step whose log says more; empty for none
-    never_began: bool = False  # Slurm started no task of the actor
+    never_began: bool = False  # the actor did not begin, and may in another attempt
 
 
 def judge(
@@ -103,8 +106,8 @@ def judge(
         text += "The lead of sbatch --signal=B:USR1@SECONDS must be above a step and a save, and 60 s"
         return Outcome(EXIT_STOPPED, text, None, ACTOR)
     stopped = {EXIT_FINISHED, EXIT_STOPPED}
-    if signalled is not None:  # a program still starting has no handler and dies of it
-        stopped |= {128 + signal.SIGTERM, 128 + signal.SIGUSR1}
+    if signalled is not None:
+        stopped |= set(STOPPED)
     ends = [*actor, *servers]
     if not unasked:  # a server that failed while others went on, or during shutdown, is not the cause
         ends = list(actor)

@@ -186,6 +186,18 @@ def test_an_actor_that_hangs_is_killed_in_time_for_a_requeue(started: type[Job])
     assert due - 2 < time.time() < due + 25, lines
 
 
+def test_tasks_that_wait_for_one_that_was_stopped_alone_are_stopped_too(started: type[Job]) -> None:
+    """Slurm may end one node's tasks of an attempt that has just begun, for the attempt that the node missed."""
+    job = started(FAKE_ACTOR="stops alone")
+    code, lines = job.finish()
+    assert code == 75, lines
+    (line,) = [line for line in lines if "the others have not" in line]
+    assert line.startswith("actor rank 1 on ") and "exit code 75" in line
+    assert not any("killing it" in line for line in lines), lines
+    assert job.requeued and job.attempts[0].requeued, lines
+    assert (job.attempts[0].step_before, job.attempts[0].step_after) == (0, 0)
+
+
 @pytest.mark.parametrize(("what", "expected", "how"), [("fails", 5, "exit code 5"), ("killed", 137, "SIGKILL")])
 def test_an_actor_task_that_fails(started: type[Job], what: str, expected: int, how: str) -> None:
     job = started(FAKE_ACTOR=what)
