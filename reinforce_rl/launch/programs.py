@@ -25,7 +25,7 @@ from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import EXIT_STOPPED
 from reinforce_rl.launch.api import COPIED_REWARD
-from reinforce_rl.launch.terminal import fail, plain_errors, start_ranks, typed, use_utf8
+from reinforce_rl.launch.terminal import end_at_once, fail, plain_errors, start_ranks, typed, use_utf8
 from reinforce_rl.runtime.settings import freeze_template_date, may_start
 from reinforce_rl.runtime.stop import StopNow, StopRequest
 
@@ -47,7 +47,9 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                 with plain_errors():
                     main(cfg)
             except StopNow:
-                fail("stopped by a signal before the run began", EXIT_STOPPED)
+                print("stopped by a signal before the run began", file=sys.stderr, flush=True)
+                # A thread of torch's may still wait for other ranks.
+                end_at_once(EXIT_STOPPED)
 
         def run_program() -> None:
             use_utf8()

@@ -107,7 +107,7 @@ def plain_errors() -> Iterator[None]:
             yield
         except LostRankError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
-            _end(error.exit_code)  # a thread in a collective with the lost rank would abort Python's shutdown
+            end_at_once(error.exit_code)  # a thread in a collective with the lost rank would abort Python's shutdown
         except ReinforceError as error:
             fail(str(error), error.exit_code)
         except OSError as error:
@@ -121,10 +121,10 @@ def plain_errors() -> Iterator[None]:
             fail("out of memory: a file may hold more than its size suggests, or the machine is full")
         except KeyboardInterrupt as error:
             print(str(error) or "interrupted by Ctrl-C", flush=True)
-            _end(130)  # a thread that is writing a checkpoint would abort while Python shuts down
+            end_at_once(130)  # a thread that is writing a checkpoint would abort while Python shuts down
 
 
-def _end(code: int) -> NoReturn:
+def end_at_once(code: int) -> NoReturn:
     """Exit without Python's shutdown, in which other threads may abort the process."""
     atexit._run_exitfuncs()  # which os._exit would skip
     sys.stdout.flush()

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +35,7 @@ from reinforce_rl.errors import (
 )
 from reinforce_rl.utils.ranks import STORE_VARIABLE
 
+_SIGNAL_SECONDS = 0.2  # until a signal is handled
 # Errors re-raised on the other ranks as the same type, by name.
 _KINDS = (CheckpointError, DataError, GenerationError, RewardServerError, StoppedEarly, TooManyFailedRewardsError)
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
@@ -245,7 +247,11 @@ def parallel_mesh(
                     store = dist.HashStore() if world_size == 1 else job_store(world_size)  # type: ignore[attr-defined]
                 # NCCL waits spin on the GPU, so objects, votes and barriers, which may wait long, use gloo.
                 backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-                dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
+                _in_thread(
+                    lambda: dist.init_process_group(
+                        backend, rank=rank, world_size=world_size, store=store, timeout=timeout
+                    )
+                )
                 stack.callback(dist.destroy_process_group)
             stack.callback(_leave_groups)
             minutes: Any = timeout_seconds / 60
@@ -270,6 +276,28 @@ def parallel_mesh(
             device=device,
             block_group=block_group,
         )
+
+
+def _in_thread(action: Callable[[], None]) -> None:
+    """Call `action` in a thread, so that this one handles signals while torch waits for ranks.
+
+    Raises what the action raises, or at once what a signal's handler does. The thread then waits
+    on, so the program must end.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="rendezvous")
+    thread.start()
+    while thread.is_alive():
+        thread.join(_SIGNAL_SECONDS)
+    if errors:
+        raise errors[0]
 
 
 def job_rank() -> tuple[int, int]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +51,39 @@ def test_a_rank_that_does_not_come(monkeypatch, rank):
     )
     assert str(caught.value).startswith(start)
     assert not torch.distributed.is_initialized()
+
+
+LONE_RANK = """
+import sys
+from reinforce_rl.megatron.mesh import parallel_mesh
+from reinforce_rl.runtime.stop import StopNow, StopRequest
+StopRequest.on_signals()
+print("ready", flush=True)
+try:
+    with parallel_mesh(timeout_seconds=600):
+        print("another rank came", flush=True)
+except StopNow:
+    print("stopped", flush=True)
+    os._exit(75)
+"""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_that_waits_for_others_is_stopped_by_a_signal(rank):
+    port = free_port()
+    place = {"WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    environment = {**os.environ, **place, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", f"import os\n{LONE_RANK}"]
+    options = {"env": environment, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **options) as process:  # type: ignore[call-overload]
+        try:
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(1.0)
+            process.send_signal(signal.SIGTERM)
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, output) == (75, "stopped\n")
 
 
 def test_closed_after_an_error():

@@ -31,6 +31,7 @@ REQUEUE_SECONDS = 30.0  # reserved for the requeue before the end of the allocat
 LEAST_SECONDS = 10.0
 HEALTH_POLL_SECONDS = 1.0
 STOPPED_SECONDS = 10.0  # between the ends of tasks that stop together
+STOPPED_ALONE_SECONDS = 60.0  # for the others to end, once they are asked to
 
 
 class Job:
@@ -262,13 +263,19 @@ class Job:
                 why += " (the job is being cancelled, or requeued by somebody)"
             self._log(f"{why}; the actor is asked to save and to end")
             number = signal.SIGUSR1 if self._stop.number == signal.SIGUSR1 else signal.SIGTERM
-            by_itself = actor.end(number, self._deadline())
+            by_itself = actor.end(number, self._actor_deadline())
             # Log it before the servers end: Slurm may kill a cancelled job meanwhile.
             self._log(f"the actor has ended; the newest checkpoint is of step {saved_step(self._settings.run_dir)}")
         # Generators, too, wait for servers.
         self._end_servers(generators.running if generators else ())
         self._end_servers(servers)
         return by_itself
+
+    def _actor_deadline(self) -> float:
+        if self._stop.number is None and self._first_stopped is not None:
+            # Ranks stop once all have saved, or before the run began.
+            return time.monotonic() + min(self._settings.grace_seconds, STOPPED_ALONE_SECONDS)
+        return self._deadline()
 
     def _deadline(self) -> float:
         """Return when to SIGKILL: near the end of the allocation, with time left for a requeue."""
