@@ -45,7 +45,7 @@ sys.path[:0] = [str(SCRIPT.parents[1]), str(SCRIPT.parents[2])]
 
 from omegaconf import DictConfig  # noqa: E402
 
-from reinforce_rl.launch import terminal  # noqa: E402
+from reinforce_rl.launch import programs, terminal  # noqa: E402
 from reinforce_rl.launch.programs import with_config  # noqa: E402
 from reinforce_rl.launch.terminal import start_ranks  # noqa: E402
 from reinforce_rl.runtime.stop import StopRequest  # noqa: E402
@@ -269,7 +269,9 @@ def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides:
             limit_collectives(options["torch_timeout"])
         if options.get("generates"):
             GENERATES.append(True)
-            terminal._end = sys.exit  # its status is printed below
+            # Its status is printed below.
+            terminal.end_at_once = sys.exit  # type: ignore[assignment]
+            programs.end_at_once = sys.exit  # type: ignore[assignment]
         if options.get("die_receiving"):
             die_receiving(options["die_receiving"])
         if options.get("die_before"):
