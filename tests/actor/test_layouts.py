@@ -13,8 +13,6 @@ from helpers.policies import random_tokens, transformers_logits, transformers_mo
 from helpers.ranks import run_ranks
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/layouts.py"
-# Two of four ranks, with which every kind of group has two ranks in some layout; the others are slow tests.
-QUICK_ON_FOUR = ("TP2 PP2 SP", "PP2 CP2")
 ON_TWO, ON_FOUR = (
     tuple(name for name, layout in (LAYOUTS | LORA_LAYOUTS).items() if layout.ranks == ranks) for ranks in (2, 4)
 )
@@ -75,12 +73,6 @@ def run_and_check(names, folder, one_process, out):
 def test_every_layout_of_two_ranks(folder, one_process, tmp_path):
     quick = ("PP2 LoRA", "DP2 distributed optimizer LoRA")  # of LoRA
     run_and_check([name for name in ON_TWO if name in (*LAYOUTS, *quick)], folder, one_process, tmp_path)
-
-
-@pytest.mark.parametrize("folder", ["untied"], indirect=True)
-@pytest.mark.slow
-def test_layouts_of_four_ranks(folder, one_process, tmp_path):
-    run_and_check(QUICK_ON_FOUR, folder, one_process, tmp_path)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from helpers.slurm_run import ACTOR_SCRIPT, RUN_SECONDS, SHORT, SlurmRun, assert
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(3600)]
-STEPS = 60
+STEPS = 40
 LONGER = [*SHORT, f"trainer.reinforce.max_steps={STEPS}"]
 
 
