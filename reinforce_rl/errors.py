@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 EXIT_FINISHED = 0
 EXIT_ERROR = 1
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -11,9 +13,37 @@ EXIT_SENTINEL = 78
 
 
 class ReinforceError(Exception):
-    """Base of the package's deliberate errors. Scripts print the message without a traceback."""
+    """Base of the package's deliberate errors. Scripts print the message and its key, without a traceback.
+
+    Args:
+        message: what was found, what was expected, what to do. It may be reworded in any release.
+        key: names this kind of error in every release, such as "data.line.not_json". Tests and programs ask for it.
+    """
 
     exit_code = EXIT_ERROR  # of the script that it ends
+
+    def __init__(self, message: str = "", *, key: str = ""):
+        super().__init__(message)
+        self.key = key
+
+    def with_keys(self) -> str:
+        """Return the message as programs print it, with the key in brackets at its end."""
+        return _with_key(str(self), self.key)
+
+
+class Fault(str):
+    """A sentence about one fault of a configuration, and the stable key of its kind."""
+
+    key: str
+
+    def __new__(cls, sentence: str, key: str = "") -> Fault:
+        fault = super().__new__(cls, sentence)
+        fault.key = key
+        return fault
+
+
+def _with_key(text: str, key: str) -> str:
+    return f"{text} [{key}]" if key else text
 
 
 class StoppedEarly(ReinforceError):
@@ -39,25 +69,46 @@ class DivergedError(ReinforceError):
 
     exit_code = EXIT_DIVERGED
 
-    def __init__(self, found: str):
+    def __init__(self, cause: str, *, key: str = "diverged"):
         super().__init__(
-            f"{found}: the policy has diverged, and was not saved. The same command would repeat it; lower "
+            f"{cause}: the policy has diverged, and was not saved. The same command would repeat it; lower "
             "model.optim.lr, or look for what else spoils it, and go on from the last checkpoint, or from an older "
-            "one by writing its name into checkpoints/latest"
+            "one by writing its name into checkpoints/latest",
+            key=key,
         )
 
 
 class ConfigError(ReinforceError):
-    """One or more configuration faults, each naming the key, what was found and what was expected."""
+    """One or more configuration faults, each naming the setting, what was found and what was expected.
 
-    def __init__(self, faults: list[str]):
+    Args:
+        faults: sentences; a `Fault` has a key of its own.
+    """
+
+    def __init__(self, faults: Sequence[str]):
         self.faults = list(faults)
-        count = len(self.faults)
-        head = f"{count} fault{'s' if count != 1 else ''} in the configuration:"
-        super().__init__("\n".join([head, *(f"  {i}. {fault}" for i, fault in enumerate(self.faults, 1))]))
+        super().__init__(self._listed(self.faults), key="config")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
         return type(self), (self.faults,)  # by default pickled with the text, as if that were the faults
+
+    @property
+    def keys(self) -> list[str]:
+        """Return the key of each fault, in their order."""
+        return [getattr(fault, "key", "") for fault in self.faults]
+
+    def with_keys(self) -> str:
+        """Return the list of faults, each with its key."""
+        return self._listed([_with_key(fault, key) for fault, key in zip(self.faults, self.keys, strict=True)])
+
+    @staticmethod
+    def _listed(sentences: list[str]) -> str:
+        count = len(sentences)
+        ending = "" if count == 1 else "s"
+        lines = [f"{count} fault{ending} in the configuration:"]
+        for number, sentence in enumerate(sentences, start=1):
+            lines.append(f"  {number}. {sentence}")
+        return "\n".join(lines)
 
 
 class DiskError(ReinforceError):

@@ -106,10 +106,10 @@ def plain_errors() -> Iterator[None]:
         try:
             yield
         except LostRankError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {error.with_keys()}", file=sys.stderr, flush=True)
             end_at_once(error.exit_code)  # a thread in a collective with the lost rank would abort Python's shutdown
         except ReinforceError as error:
-            fail(str(error), error.exit_code)
+            fail(error.with_keys(), error.exit_code)
         except OSError as error:
             if isinstance(error, BrokenPipeError) and _nobody_reads():
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python fails once more when it flushes at its end

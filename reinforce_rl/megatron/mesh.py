@@ -172,12 +172,16 @@ class Mesh:
 
     def check_together(self, error: Exception | None) -> None:
         """Raise on every rank if one failed: its own error there, elsewhere one of that kind naming the first."""
-        found = _gathered(None if error is None else (type(error).__name__, str(error)), None)
+        own_failure = None
+        if error is not None:
+            own_failure = (type(error).__name__, str(error), getattr(error, "key", ""))
+        failures = _gathered(own_failure, None)
         if error is not None:
             raise error
-        for rank, failure in enumerate(found):
+        for rank, failure in enumerate(failures):
             if failure is not None:
-                raise _ERRORS.get(failure[0], ReinforceError)(f"rank {rank} failed: {failure[1]}")
+                name, message, key = failure
+                raise _ERRORS.get(name, ReinforceError)(f"rank {rank} failed: {message}", key=key)
 
     @contextlib.contextmanager
     def together(self, failure_of: Callable[[BaseException], Exception] | None = None) -> Iterator[None]:

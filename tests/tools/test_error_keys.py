@@ -1,0 +1,57 @@
+"""The list of errors and their keys: what counts as an error without one, and that the list is today's."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("error_keys", ROOT / "tools" / "error_keys.py")
+assert _spec is not None and _spec.loader is not None
+error_keys = importlib.util.module_from_spec(_spec)
+sys.modules["error_keys"] = error_keys
+_spec.loader.exec_module(error_keys)
+
+SOURCE = """
+raise DataError(f"{path}, line {line}: no JSON\\n" + advice, key="data.line.not_json")
+raise errors.CheckpointError("no key")
+raise CheckpointError(text, key=error.key)
+raise ConfigError([Fault(f"lr is {lr}", key="config.out_of_range"), "a text alone", other])
+raise ValueError("not ours")
+"""
+
+
+def test_keys_and_sentences_of_a_source():
+    errors = list(error_keys.error_calls(SOURCE, "reinforce_rl/new/file.py"))
+    found = {(error.place.rpartition(":")[2], error.key, error.is_computed, error.sentence) for error in errors}
+    assert found == {
+        ("2", "data.line.not_json", False, "{path}, line {line}: no JSON\n{advice}"),
+        ("3", "", False, "no key"),
+        ("4", "", True, "{text}"),
+        ("5", "config.out_of_range", False, "lr is {lr}"),
+        ("5", "", False, "a text alone"),
+    }
+    assert error_keys.listing(errors) == (
+        "config.out_of_range\tlr is {lr}\ndata.line.not_json\t{path}, line {line}: no JSON\\n{advice}\n"
+    )
+    assert sorted(error_keys.faults_of(errors)) == [
+        "reinforce_rl/new/file.py:3: has no key",
+        "reinforce_rl/new/file.py:5: has no key",
+    ]
+
+
+def test_a_key_has_two_parts():
+    errors = list(error_keys.error_calls('raise DataError("text", key="Data")', "reinforce_rl/new/file.py"))
+    assert error_keys.faults_of(errors) == ["reinforce_rl/new/file.py:1: the key 'Data' is not of the form area.kind"]
+
+
+def test_the_list_is_todays_and_every_error_of_a_part_that_is_done_has_a_key():
+    errors = error_keys.package_errors()
+    assert error_keys.faults_of(errors) == []
+    assert error_keys.SENTENCES.read_text() == error_keys.listing(errors)
+
+
+def test_parts_without_keys_exist():
+    """A part that was renamed would be let off for ever."""
+    assert all((error_keys.PACKAGE / part).exists() for part in error_keys.WITHOUT_KEYS)

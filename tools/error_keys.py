@@ -1,0 +1,186 @@
+"""List the stable keys of the package's errors, each with its sentence, in tests/error_sentences.txt.
+
+python tools/error_keys.py --write    writes the file
+python tools/error_keys.py --check    exits with 1 if the file is not today's, or an error has no key
+
+A sentence is what stands in the source: `{...}` where a value goes. Whoever rewords an error runs --write, and
+the file's diff shows what users will read. A key has at least two parts, such as `data.line.not_json`; the
+first is the folder of the package, or the area that users know.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "reinforce_rl"
+# Parts of the package whose errors have no keys yet. A part that is done is taken out, and none is added.
+WITHOUT_KEYS = (
+    "actor",
+    "algorithm",
+    "config",
+    "data",
+    "debugging",
+    "evaluation",
+    "generation",
+    "launch",
+    "megatron",
+    "monitoring",
+    "preflight",
+    "reward_model",
+    "reward_server",
+    "rewards",
+    "run.py",
+    "runtime",
+    "trainer",
+    "utils",
+)
+SENTENCES = ROOT / "tests" / "error_sentences.txt"
+KEY = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
+# Errors that are raised with a sentence, and so with a key. ConfigError lists faults, which have the keys.
+KINDS = frozenset(
+    {
+        "CheckpointError",
+        "DataError",
+        "DeepFault",
+        "DiskError",
+        "DivergedError",
+        "EngineLostError",
+        "Fault",
+        "GenerationError",
+        "LostRankError",
+        "ModelStuckError",
+        "RankLostError",
+        "ReinforceError",
+        "RewardServerError",
+        "SentinelStop",
+        "StoppedEarly",
+        "TooManyFailedRewardsError",
+        "UnreadableFileError",
+        "WrongForm",
+    }
+)
+
+
+@dataclass(frozen=True)
+class RaisedError:
+    """A call in the source that makes an error."""
+
+    place: str  # FILE:LINE
+    key: str  # empty: none is given
+    is_computed: bool  # the key is an expression, such as that of an error which is raised again
+    sentence: str
+
+
+def error_calls(source: str, name: str) -> Iterator[RaisedError]:
+    """Yield the calls in a file's text that make an error; `name` is the file's."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        if _called_name(node.func) == "ConfigError":
+            yield from _faults_without_keys(node, name)
+        if _called_name(node.func) in KINDS:
+            key = _key_argument(node)
+            is_text = isinstance(key, ast.Constant)
+            yield RaisedError(
+                place=f"{name}:{node.lineno}",
+                key=str(key.value) if is_text else "",
+                is_computed=key is not None and not is_text,
+                sentence=_template(node.args[0]) if node.args else "",
+            )
+
+
+def _faults_without_keys(call: ast.Call, name: str) -> Iterator[RaisedError]:
+    """Yield the texts in a list of faults that are not a `Fault`."""
+    for faults in call.args:
+        for fault in faults.elts if isinstance(faults, ast.List) else ():
+            if isinstance(fault, ast.Constant | ast.JoinedStr | ast.BinOp):
+                yield RaisedError(f"{name}:{fault.lineno}", "", False, _template(fault))
+
+
+def _called_name(function: ast.expr) -> str:
+    if isinstance(function, ast.Name):
+        return function.id
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return ""
+
+
+def _key_argument(call: ast.Call) -> ast.expr | None:
+    for keyword in call.keywords:
+        if keyword.arg == "key":
+            return keyword.value
+    return None
+
+
+def _template(sentence: ast.expr) -> str:
+    """Return a sentence as it stands in the source, with `{...}` for each value."""
+    if isinstance(sentence, ast.Constant):
+        return str(sentence.value)
+    if isinstance(sentence, ast.JoinedStr):
+        return "".join(map(_template, sentence.values))
+    if isinstance(sentence, ast.FormattedValue):
+        return "{" + ast.unparse(sentence.value) + "}"
+    if isinstance(sentence, ast.BinOp) and isinstance(sentence.op, ast.Add):
+        return _template(sentence.left) + _template(sentence.right)
+    return "{" + ast.unparse(sentence) + "}"
+
+
+def package_errors() -> list[RaisedError]:
+    """Return the errors that the package makes."""
+    errors: list[RaisedError] = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        errors.extend(error_calls(path.read_text(), str(path.relative_to(ROOT))))
+    return errors
+
+
+def listing(errors: list[RaisedError]) -> str:
+    """Return the text of tests/error_sentences.txt: a line for each key and sentence."""
+    lines = set()
+    for error in errors:
+        if error.key:
+            sentence = error.sentence.replace("\n", "\\n")
+            lines.add(f"{error.key}\t{sentence}\n")
+    return "".join(sorted(lines))
+
+
+def faults_of(errors: list[RaisedError]) -> list[str]:
+    """Return a sentence for each error without a key, or with one that is not of the form."""
+    faults = []
+    for error in errors:
+        part = Path(error.place.partition(":")[0]).parts[1]
+        if error.is_computed or part in WITHOUT_KEYS:
+            continue
+        if not error.key:
+            faults.append(f"{error.place}: has no key")
+        elif not KEY.fullmatch(error.key):
+            faults.append(f"{error.place}: the key {error.key!r} is not of the form area.kind")
+    return faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", action="store_true", help="write tests/error_sentences.txt")
+    action.add_argument("--check", action="store_true", help="exit with 1 if it is not today's")
+    arguments = parser.parse_args()
+    errors = package_errors()
+    if arguments.write:
+        SENTENCES.write_text(listing(errors))
+        return 0
+    faults = faults_of(errors)
+    if SENTENCES.read_text() != listing(errors):
+        faults.append("tests/error_sentences.txt is not today's: run python tools/error_keys.py --write")
+    for fault in faults:
+        print(fault)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
