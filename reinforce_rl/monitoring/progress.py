@@ -158,7 +158,7 @@ class TrainingProgress:
         now = Text(self._waiting, style="yellow") if self._waiting else Text(phase, style="cyan")
         # The panel's lines are fixed in number, so that the display does not jump while a step runs.
         lines = Group(head, self._numbers(), Text("seconds: " + "  ".join(times), style="dim"), now)
-        return Panel(lines, title=self._title, expand=False)
+        return Panel(lines, title=Text(self._title), expand=False)
 
     def _numbers(self) -> Table:
         table = Table(box=None, padding=(0, 2), header_style="dim")

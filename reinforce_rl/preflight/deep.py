@@ -15,6 +15,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import rank_at
 from reinforce_rl.config.rules import find_faults
@@ -46,7 +48,12 @@ def deep(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[str]:
     Raises ConfigError: `preflight_machine` is wrong.
     """
     job = job_of(cfg, inputs, load_machine(cfg.preflight_machine))
-    with console.status("fake GPU") as status, Worker(lambda text: status.update(f"fake GPU, {text}")) as worker:
+    status = console.status("fake GPU")
+
+    def tell(text: str) -> None:
+        status.update(Text(f"fake GPU, {text}"))
+
+    with status, Worker(tell) as worker:
         try:
             step = predict(job, worker.measure(job))
         except DeepFault as error:

@@ -12,6 +12,8 @@ from typing import Any
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.status import Status
+from rich.text import Text
 
 from reinforce_rl.utils.control_characters import show_control_characters
 
@@ -19,7 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 class Console(rich.console.Console):
-    """rich's console, in which control characters of what is printed are shown; rich's own stay."""
+    """rich's console for texts of others, which it prints as they are.
+
+    Control characters are shown, and `[red]`, `[/]` or `:smile:` are no markup. Our own styles are those of a `Text`.
+    """
+
+    def __init__(self, **options: Any):
+        super().__init__(markup=False, emoji=False, **options)
+
+    def status(self, status: RenderableType, **options: Any) -> Status:
+        # rich takes a plain text for markup here, whatever the console says.
+        return super().status(Text(status) if isinstance(status, str) else status, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         # Also called for each cell of a table, before the cell is cut to its width.

@@ -1,11 +1,93 @@
-"""The width of tables."""
+"""The width of tables, and texts of others in what the commands print."""
 
 from __future__ import annotations
 
-import pytest
+import io
+import re
+from pathlib import Path
 
+import pytest
+from rich.console import RenderableType
+from rich.table import Table
+
+from reinforce_rl.debugging.differences import Bounds, FirstDifference
+from reinforce_rl.debugging.replay_results import PhaseResult, Replay
+from reinforce_rl.debugging.verify import Verification
+from reinforce_rl.debugging.verify_step import Check
+from reinforce_rl.debugging.whatif_results import SampleChange, StepChange, WhatIf
+from reinforce_rl.evaluation.results import ModelResult, Results
+from reinforce_rl.evaluation.statistics import Estimate
+from reinforce_rl.monitoring.progress import TrainingProgress
+from reinforce_rl.preflight.report import print_rows, print_warnings
 from reinforce_rl.preflight.run import wide_console
-from reinforce_rl.utils.console import table_console
+from reinforce_rl.utils.console import Console, table_console
+
+PACKAGE = Path(__file__).parents[2] / "reinforce_rl"
+# rich raises MarkupError for the last tag where it takes the text for markup.
+HOSTILE = "[red]x[/red] [link=http://x]y[/link] :warning: [@click=f]z [/b]"
+
+
+def printed(*shown: RenderableType, console: Console | None = None) -> str:
+    console = console or Console(file=io.StringIO(), width=2000, force_terminal=False)
+    for one in shown:
+        console.print(one)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def evaluation() -> RenderableType:
+    numbers = {f"reward/{HOSTILE}": Estimate(1.0, 0.1, 2)}
+    model = ModelResult(HOSTILE, "folder", numbers, {HOSTILE: 1}, {})
+    return Results([model], []).table()
+
+
+def what_if() -> RenderableType:
+    sample = SampleChange(1, 0, 0, HOSTILE, (True, True), (0.0, 1.0), (0.0, 1.0))
+    step = StepChange(1, [sample], 0, 1.0, (0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0))
+    return WhatIf("run", {HOSTILE: (1, 2)}, [step], notes=[HOSTILE]).table()
+
+
+def replay() -> RenderableType:
+    phase = PhaseResult.of(HOSTILE, [FirstDifference(HOSTILE, 1, 2, 1, 1)], HOSTILE)
+    return Replay(HOSTILE, 1, 0, [phase], [HOSTILE], Bounds()).table()
+
+
+def verification() -> RenderableType:
+    return Verification(HOSTILE, [Check(HOSTILE, HOSTILE, 1.0, 0.5, HOSTILE)]).table()
+
+
+def plain_table() -> RenderableType:
+    table = Table(HOSTILE, title=HOSTILE, caption=HOSTILE)
+    table.add_row(HOSTILE)
+    return table
+
+
+@pytest.mark.parametrize("make", [str, evaluation, what_if, replay, verification, plain_table])
+def test_texts_of_others_are_no_markup(make) -> None:
+    shown = HOSTILE if make is str else make()
+    expected = {str: 1, evaluation: 4, what_if: 2, replay: 7, verification: 6, plain_table: 4}
+    assert printed(shown).count(HOSTILE) == expected[make]
+
+
+def test_texts_of_others_in_rows_warnings_and_progress_are_no_markup() -> None:
+    console = Console(file=io.StringIO(), width=2000, force_terminal=False)
+    print_rows(console, HOSTILE, [(HOSTILE, HOSTILE)])
+    print_warnings(console, [HOSTILE])
+    panel = TrainingProgress(1, console=console, title=HOSTILE)._render()
+    assert printed(panel, console=console).count(HOSTILE) == 5
+
+
+def test_a_status_is_no_markup() -> None:
+    console = Console(file=io.StringIO(), width=2000, force_terminal=False)
+    assert HOSTILE in printed(console.status(HOSTILE).renderable, console=console)
+
+
+def test_the_package_prints_on_this_console_only() -> None:
+    """rich's own Console takes texts for markup, as `from_markup` and `rich.print` do."""
+    others = r"rich\.console import (\w+, )*Console\b|from_markup|from rich import (print|get_console)"
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert len(files) > 200
+    assert [str(path) for path in files if re.search(others, path.read_text())] == []
 
 
 @pytest.mark.parametrize(("columns", "width"), [("120", 120), ("20", 20), ("0", 160), ("", 160)])
