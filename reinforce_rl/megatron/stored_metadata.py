@@ -19,7 +19,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.pickle_size import check_pickle_size
-from reinforce_rl.megatron.torch_archive import check_torch_archive, check_torch_file
+from reinforce_rl.megatron.torch_archive import (
+    check_torch_archive,
+    check_torch_file,
+    check_weights_only,
+)
 from reinforce_rl.utils.untrusted_files import UnreadableFileError, open_regular
 
 METADATA_FILE = ".metadata"
@@ -60,6 +64,7 @@ class _Unpickler(pickle.Unpickler):
 
 def check_stored_metadata(folder: Path) -> None:
     """Raise CheckpointError if reading a `dist_checkpointing` folder could execute code from it."""
+    check_weights_only()
     try:
         _check_format(folder / FORMAT_FILE)
         metadata = _read(folder / METADATA_FILE)

@@ -7,7 +7,9 @@ that allocate memory, and computes the hash of any key of a dictionary.
 from __future__ import annotations
 
 import io
+import os
 import pickletools
+import re
 import struct
 import zipfile
 from pathlib import Path
@@ -21,6 +23,14 @@ _MAX_PICKLE_BYTES = 64 << 20
 _END = struct.Struct("<4s4H2IH")  # of an archive
 _ZIP64_END = struct.Struct("<4sQ2H2I4Q")
 _ZIP64_LOCATOR = struct.Struct("<4sIQI")
+_LOCAL_HEADER = struct.Struct("<4s22s2H")  # of an entry; it ends with two lengths
+_DESCRIPTOR = b"PK\7\x08"
+_ZIP64_BOUND = 0xFFFFFFFF  # of a place or a size of four bytes
+_ENTRY_NAME = re.compile(r"[^/]+/[\w./-]+", re.ASCII)
+# With it, torch unpickles whatever a file names unless the caller passes `weights_only`; megatron
+# does not pass it.
+_FORCE_VARIABLE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_FORCE_VALUES = ("1", "y", "yes", "true")
 # What the pickle of tensors, numbers and texts names. torch also allows bytearray(N) and the like.
 _ALLOWED = frozenset({"torch._utils _rebuild_tensor_v2", "collections OrderedDict", "torch Size"})
 
@@ -40,13 +50,26 @@ def check_torch_file(path: Path, *, within: Path | None = None) -> None:
 
 def check_torch_archive(file: BinaryIO, start: int, length: int) -> None:
     """Check `length` bytes of a file from `start` on, as `check_torch_file` does."""
+    check_weights_only()
     part = io.BufferedReader(_Part(file, start, length))
     try:
         _check_directory(part, length)
         with zipfile.ZipFile(part) as archive:
-            _check_entries(archive, length)
+            _check_entries(archive.infolist())
+            _check_places(part, archive)
+            _check_pickles(archive)
     except (OSError, ValueError, NotImplementedError, RuntimeError, struct.error, zipfile.BadZipFile) as error:
         raise CheckpointError(f"it is no archive of torch.save ({error})") from error
+
+
+def check_weights_only() -> None:
+    """Raise CheckpointError if the environment tells torch to execute code of a checkpoint."""
+    value = os.environ.get(_FORCE_VARIABLE, "")
+    if value.lower() in _FORCE_VALUES:
+        raise CheckpointError(
+            f"the environment variable {_FORCE_VARIABLE} is {value!r}, so torch would execute code "
+            "of a checkpoint; expected it to be unset. Unset it for this command"
+        )
 
 
 def _check_directory(part: BinaryIO, length: int) -> None:
@@ -71,19 +94,59 @@ def _check_directory(part: BinaryIO, length: int) -> None:
         raise zipfile.BadZipFile("its directory is elsewhere")
 
 
-def _check_entries(archive: zipfile.ZipFile, length: int) -> None:
-    entries = archive.infolist()
+def _check_entries(entries: list[zipfile.ZipInfo]) -> None:
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise CheckpointError("an entry is compressed, which torch.save never does")
+    for entry in entries:
+        # torch keeps tensors by their names, which a pickle could give as tuples of equal hashes.
+        if not _ENTRY_NAME.fullmatch(entry.orig_filename):
+            name = entry.orig_filename[:100]
+            raise CheckpointError(f"an entry is named {name!r}, which torch.save never writes")
     # torch finds an entry whatever the case of its name.
     names = {entry.filename.lower() for entry in entries}
     if len(names) < len(entries):
         raise CheckpointError("two of its entries have the same name")
-    # Entries may share bytes of the file.
-    size = sum(entry.file_size for entry in entries)
-    if size > length:
-        raise CheckpointError(f"its entries have {size} bytes, and it has {length}")
+
+
+def _check_places(part: BinaryIO, archive: zipfile.ZipFile) -> None:
+    """Check that entries lie end to end from the first byte on, and the directory behind the last.
+
+    Else entries could share bytes, or the file could begin with torch's old format: torch chooses
+    the format by the first bytes, and Python finds an archive by its last ones.
+    """
+    entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+    end = 0
     for entry in entries:
+        name = entry.filename[:100]
+        # Python and torch could choose different ones of two fields that give a place.
+        if len(entry.extra) not in (0, 4 + int.from_bytes(entry.extra[2:4], "little")):
+            raise CheckpointError(f"{name!r} has more than one field of sizes")
+        if entry.header_offset != end:
+            start = entry.header_offset
+            raise CheckpointError(f"{name!r} begins at byte {start}, expected byte {end}")
+        part.seek(end)
+        header = _LOCAL_HEADER.unpack(part.read(_LOCAL_HEADER.size))
+        signature, _, name_length, extra_length = header
+        if signature != b"PK\3\4" or entry.file_size != entry.compress_size:
+            raise zipfile.BadZipFile(f"{name!r} has no header of its own")
+        end += _LOCAL_HEADER.size + name_length + extra_length + entry.file_size
+        end += _descriptor_bytes(part, entry, end)
+    if archive.start_dir != end:
+        start = archive.start_dir
+        raise CheckpointError(f"its directory begins at byte {start}, expected byte {end}")
+
+
+def _descriptor_bytes(part: BinaryIO, entry: zipfile.ZipInfo, data_end: int) -> int:
+    """Return how many bytes repeat an entry's sizes behind its data, as torch writes them."""
+    part.seek(data_end)
+    if part.read(len(_DESCRIPTOR)) != _DESCRIPTOR:
+        return 0
+    is_large = max(entry.header_offset, entry.file_size) >= _ZIP64_BOUND
+    return 24 if is_large else 16
+
+
+def _check_pickles(archive: zipfile.ZipFile) -> None:
+    for entry in archive.infolist():
         if entry.filename.lower().endswith(".pkl"):
             if entry.file_size > _MAX_PICKLE_BYTES:
                 raise CheckpointError(f"{entry.filename[:100]!r} has more than {_MAX_PICKLE_BYTES} bytes")

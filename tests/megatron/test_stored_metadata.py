@@ -57,6 +57,12 @@ def test_a_checkpoint_of_this_program_is_read(copy: Path) -> None:
     assert plain_tensors(copy)["embedding.word_embeddings.weight"].dtype == torch.float32
 
 
+def test_no_checkpoint_is_read_where_torch_would_execute_code(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    with pytest.raises(CheckpointError, match=r"^the environment variable .* Unset it"):
+        plain_tensors(copy)
+
+
 def spoil_metadata(model: Path) -> None:
     write(model, Bomb())
 

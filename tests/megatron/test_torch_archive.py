@@ -104,10 +104,66 @@ def shared_bytes() -> bytes:
     return target.getvalue()
 
 
+def old_format_in_front() -> bytes:
+    """torch reads the stream of its old format, and Python the archive behind it."""
+    target = io.BytesIO(saved({"other": 1}, _use_new_zipfile_serialization=False))
+    with zipfile.ZipFile(io.BytesIO(saved())) as old, zipfile.ZipFile(target, "a") as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry))
+    return target.getvalue()
+
+
+def with_a_gap() -> bytes:
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w") as archive:
+        archive.writestr("archive/first", b"x")
+        archive.start_dir += 100
+        archive.writestr("archive/second", b"x")
+    return target.getvalue()
+
+
+def directory_behind_a_gap() -> bytes:
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w") as archive:
+        archive.writestr("archive/first", b"x")
+        archive.start_dir += 100
+    return target.getvalue()
+
+
+def entry_without_header() -> bytes:
+    content = bytearray(packed(zipfile.ZIP_STORED))
+    second = content.index(b"PK\3\4", 4)
+    content[second] = 0
+    return bytes(content)
+
+
+def two_places() -> bytes:
+    """Of two fields of sizes, Python takes one and torch the other."""
+    sizes = struct.pack("<2HQ", 1, 8, 0xFFFFFFFF)
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w") as archive:
+        archive.writestr("archive/first", b"x")
+        archive.infolist()[0].extra = sizes + sizes
+    return target.getvalue()
+
+
+def name_of_a_tuple() -> bytes:
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w") as archive:
+        archive.writestr("archive/data/(1, 2)", b"x")
+    return target.getvalue()
+
+
 HOSTILE = {
     "deflated": (packed(zipfile.ZIP_DEFLATED), "compressed"),
     "lzma": (packed(zipfile.ZIP_LZMA), "compressed"),
-    "shared bytes": (shared_bytes(), "its entries have 10000000 bytes"),
+    "shared bytes": (shared_bytes(), "begins at byte 0, expected byte 100044"),
+    "the old format in front": (old_format_in_front(), "begins at byte [1-9][0-9]*, expected byte 0"),
+    "a gap": (with_a_gap(), "'archive/second' begins at byte 144, expected byte 44"),
+    "a gap before the directory": (directory_behind_a_gap(), "its directory begins at byte 144, expected byte 44"),
+    "no header": (entry_without_header(), "has no header of its own"),
+    "two places": (two_places(), "more than one field of sizes"),
+    "a name of a tuple": (name_of_a_tuple(), r"is named 'archive/data/\(1, 2\)'"),
     "a key of itself": (with_pickle(pickle_of_key(60)), "would not end"),
     "capitals": (in_capitals(), "would not end"),
     "a name twice": (twice_named(), "the same name"),
@@ -140,6 +196,23 @@ def test_a_hostile_archive_is_refused(tmp_path: Path, kind: str) -> None:
 def test_torch_would_unpack_it(name: str) -> None:
     content = HOSTILE[name][0]
     assert torch.equal(torch.load(io.BytesIO(content), weights_only=True)["tensor"], STATE["tensor"])
+
+
+def test_torch_would_read_what_is_in_front() -> None:
+    content = HOSTILE["the old format in front"][0]
+    assert torch.load(io.BytesIO(content), weights_only=True) == {"other": 1}
+
+
+@pytest.mark.parametrize("value", ["1", "TRUE", "yes", "y"])
+def test_nothing_is_read_where_torch_would_execute_code(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron calls `torch.load` without `weights_only`."""
+    content = saved()
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", value)
+    said = rf"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is '{value}', .* Unset it"
+    with pytest.raises(CheckpointError, match=said):
+        check_torch_archive(io.BytesIO(content), 0, len(content))
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0")
+    check_torch_archive(io.BytesIO(content), 0, len(content))
 
 
 def test_torch_would_hash_the_key() -> None:
