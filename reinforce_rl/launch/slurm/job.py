@@ -16,7 +16,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from reinforce_rl.errors import EXIT_DIVERGED, EXIT_ERROR, EXIT_FINISHED, EXIT_SENTINEL, EXIT_STOPPED, ConfigError
+from reinforce_rl.errors import (
+    EXIT_DIVERGED,
+    EXIT_ERROR,
+    EXIT_FINISHED,
+    EXIT_SENTINEL,
+    EXIT_STOPPED,
+    ConfigError,
+    Fault,
+    ReinforceError,
+)
 from reinforce_rl.launch.slurm import outcome, steps
 from reinforce_rl.launch.slurm.generators import Generators
 from reinforce_rl.launch.slurm.outcome import Attempt, Outcome, TaskEnd, judge
@@ -63,7 +72,11 @@ class Job:
             return EXIT_FINISHED
         step = saved_step(self._settings.run_dir)
         if text := self._refusal(attempts, step):
-            self._log(f"error: {text}. Nothing was started; the run stands at step {step}.")
+            refused = ReinforceError(
+                f"{text}. Nothing was started; the run stands at step {step}.",
+                key=text.key,
+            )
+            self._log(f"error: {refused.with_keys()}")
             return EXIT_ERROR
         attempt = Attempt(job, restart, time.time(), step, args)
         outcome.write_attempt(settings.slurm_folder, attempt)
@@ -79,11 +92,14 @@ class Job:
                     left.end(signal.SIGTERM, time.monotonic() + settings.grace_seconds)
         return self._close(attempt, result)
 
-    def _refusal(self, attempts: Sequence[Attempt], step: int) -> str | None:
+    def _refusal(self, attempts: Sequence[Attempt], step: int) -> Fault | None:
         job, restart = self._allocation.job_id, self._allocation.restart
         for other in sorted({attempt.job for attempt in attempts if attempt.end is None and attempt.job != job}):
             if steps.job_states(other) & {"R", "CF", "S", "ST"}:  # it has nodes
-                return f"job {other} works in {self._settings.run_dir}; wait for it, or cancel it (scancel {other})"
+                return Fault(
+                    f"job {other} works in {self._settings.run_dir}; wait for it, or cancel it (scancel {other})",
+                    key="slurm.run_dir.in_use",
+                )
         return outcome.refusal(attempts, job=job, restart=restart, max_restarts=self._settings.max_restarts, step=step)
 
     def _attempt(self) -> Outcome:
@@ -308,7 +324,11 @@ class Job:
             try:
                 call(["scontrol", "requeue", self._allocation.job_id])  # with all its components
             except SlurmCallError as error:
-                self._log(f"error: the job could not be requeued ({error}); submit the same command again")
+                failed = ReinforceError(
+                    f"the job could not be requeued ({error}); submit the same command again",
+                    key="slurm.job.not_requeued",
+                )
+                self._log(f"error: {failed.with_keys()}")
                 with contextlib.suppress(OSError):
                     outcome.write_attempt(self._settings.slurm_folder, replace(closed, requeued=False))
         return result.code
@@ -344,14 +364,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = read_settings(sys.argv[1:] if argv is None else argv, os.environ, repository)
         allocation = read_allocation(settings, os.environ)
     except ConfigError as error:
-        print(f"error: {error}", flush=True)
+        print(f"error: {error.with_keys()}", flush=True)
         return EXIT_ERROR
     try:
         return Job(settings, allocation, dict(os.environ), stop).run()
     except OSError as error:
-        print(f"error: cannot work in {settings.run_dir}, the run's folder: {error}", flush=True)
+        failed = ReinforceError(
+            f"the job cannot work in {settings.run_dir}, the run's folder: {error}",
+            key="slurm.run_dir.unusable",
+        )
     except SlurmCallError as error:
-        print(f"error: Slurm does not answer: {error}", flush=True)
+        failed = ReinforceError(
+            f"Slurm does not answer: {error}",
+            key="slurm.command.failed",
+        )
+    print(f"error: {failed.with_keys()}", flush=True)
     return EXIT_ERROR
 
 

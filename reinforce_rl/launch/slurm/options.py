@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from reinforce_rl.errors import Fault
 from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.settings import (
     ACTOR,
@@ -128,7 +129,12 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
         try:
             return None if text is None else parse(text)
         except ValueError as error:
-            faults.append(f"{option} is '{text}'; expected {error}")
+            faults.append(
+                Fault(
+                    f"{option} is '{text}'; expected {error}",
+                    key="slurm.option.invalid",
+                )
+            )
             return None
 
     def component(which: str) -> ComponentOptions:

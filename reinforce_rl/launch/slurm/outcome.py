@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_LOST_RANK, EXIT_STOPPED
+from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, EXIT_LOST_RANK, EXIT_STOPPED, Fault
 from reinforce_rl.launch.slurm.settings import ACTOR
 from reinforce_rl.runtime.status import read_status
 from reinforce_rl.utils.files import write_atomically
@@ -188,12 +188,20 @@ def may_requeue(restart: int, max_restarts: int, step_before: int, step_after: i
     return True, f"from step {step_before} to step {step_after}, restart {restart + 1} of {max_restarts}"
 
 
-def refusal(attempts: Sequence[Attempt], *, job: str, restart: int, max_restarts: int, step: int) -> str | None:
+def refusal(attempts: Sequence[Attempt], *, job: str, restart: int, max_restarts: int, step: int) -> Fault | None:
     """Return why a job restarted by Slurm (as after a node failure) must not train; None if it may."""
     if restart > max_restarts:
-        return f"the job was requeued {restart} times, of {max_restarts} (REINFORCE_MAX_RESTARTS)"
+        return Fault(
+            f"the job was requeued {restart} times, of {max_restarts} (REINFORCE_MAX_RESTARTS)",
+            key="slurm.job.too_many_restarts",
+        )
     idle = sum(attempt.job == job and attempt.step_before == step for attempt in attempts)
-    return f"{idle} attempts of this job began at step {step} and got no further" if idle >= IDLE_ATTEMPTS else None
+    if idle < IDLE_ATTEMPTS:
+        return None
+    return Fault(
+        f"{idle} attempts of this job began at step {step} and got no further",
+        key="slurm.job.no_progress",
+    )
 
 
 def last_lines(log: Path, count: int = LAST_LOG_LINES) -> str:

@@ -16,7 +16,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import read_config
 from reinforce_rl.config.rewards import ServeRewardModelConfig
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.options import ComponentOptions, Options, parse_gpus, parse_memory
 from reinforce_rl.launch.slurm.settings import (
@@ -167,8 +167,14 @@ def make_request(options: Options, environment: Mapping[str, str], repository: P
         ranks = settings.generator_devices or size
         faults += _gpu_faults(GENERATOR, options.generator, ranks)
         if ranks % size:
-            found = f"--generator-devices is {ranks}, and generation_tensor_parallel_size {size}"
-            faults.append(f"{found}; expected a multiple, as a generator has one node")
+            faults.append(
+                Fault(
+                    f"--generator-devices is {ranks}, and generation_tensor_parallel_size is "
+                    f"{size}; expected a multiple of {size}, as all ranks of a generator are on "
+                    "one node",
+                    key="slurm.generators.not_a_multiple",
+                )
+            )
     megabytes = math.ceil(host_memory_of_node(cfg, actor.memory) / 2**20) if actor.memory else 0
     plan = None if server is None else _plan(options, lead, cfg, server, settings, variables)
     return Request(plan, run_dir, megabytes, faults, list(_warnings(cfg, options, megabytes)))
@@ -192,36 +198,59 @@ def default_lead(save_seconds: float | None) -> int:
 def lead_faults(lead: int, seconds: int | None, save_seconds: float | None) -> Iterator[str]:
     """Check a lead against Slurm's range, the time limit and the run's last save, all in seconds."""
     if lead > MOST_LEAD:
-        yield f"--signal-lead is {lead}; expected at most {MOST_LEAD}, which is what Slurm keeps"
+        yield Fault(
+            f"--signal-lead is {lead} s; expected at most {MOST_LEAD} s, as Slurm keeps no more",
+            key="slurm.signal_lead.too_long",
+        )
     if seconds is not None and lead + LEAD_MARGIN >= seconds:
-        yield (
-            f"--signal-lead is {lead} s and --time {seconds} s: the run would have to save as soon as it starts; "
-            f"expected --time above {lead + LEAD_MARGIN} s, or a smaller lead"
+        yield Fault(
+            f"--signal-lead is {lead} s and --time is {seconds} s, so the run would have to save "
+            f"as soon as it starts; expected --time above {lead + LEAD_MARGIN} s, or a shorter lead",
+            key="slurm.signal_lead.no_time_to_train",
         )
     if save_seconds is not None and lead < save_seconds + LEAD_MARGIN:
         least = math.ceil(save_seconds) + LEAD_MARGIN
-        yield f"--signal-lead is {lead} s, but the last save took {save_seconds:.0f} s; expected at least {least} s"
+        yield Fault(
+            f"--signal-lead is {lead} s, but the last save took {save_seconds:.0f} s; expected at least {least} s",
+            key="slurm.signal_lead.shorter_than_save",
+        )
 
 
 def _actor_faults(cfg: TrainConfig, options: Options) -> Iterator[str]:
     if cfg.preflight:
-        yield f"preflight is {str(cfg.preflight).lower()}, with which a job would end at once; use --dry-run"
+        yield Fault(
+            f"preflight is {str(cfg.preflight).lower()}, with which a job would end at once; "
+            "expected false; use --dry-run to look at the plan",
+            key="slurm.preflight.in_a_job",
+        )
     if cfg.reward != "server":
-        yield (
-            f"reward is '{cfg.reward}', which needs no reward server, and this job starts one; give the function to "
-            "the server (-- reward_function.name=NAME), or start the trainer alone"
+        yield Fault(
+            f"reward is '{cfg.reward}', which needs no reward server, and this job starts one; "
+            "give the function to the server (-- reward_function.name=NAME), or start the trainer "
+            "alone",
+            key="slurm.servers.not_needed",
         )
     if not cfg.exp_manager.resume_if_exists:
-        yield "exp_manager.resume_if_exists is false: a requeued or later job would begin again; expected true"
+        yield Fault(
+            "exp_manager.resume_if_exists is false, so a requeued or later job would begin again; expected true",
+            key="slurm.resume.off",
+        )
     name = override_of(options.actor_args, "remote_rm.reward_model.name")
     served = override_of(options.server_args, "inference.name") or DEFAULT_NAME
     if name is not None and name != served:
-        yield f"remote_rm.reward_model.name is {name}, but the server's inference.name is {served}; expected the same"
+        yield Fault(
+            f"remote_rm.reward_model.name is {name}, but the server's inference.name is {served}; "
+            "expected the same name",
+            key="slurm.servers.other_name",
+        )
 
 
 def _gpu_faults(component: str, options: ComponentOptions, ranks: int) -> Iterator[str]:
     if 0 < parse_gpus(options.gpus or "0") < ranks:
-        yield f"--{component}-gpus is {options.gpus}, for {ranks} ranks of a node; expected a GPU for each"
+        yield Fault(
+            f"--{component}-gpus is {options.gpus}, but a node has {ranks} ranks; expected a GPU for each",
+            key="slurm.gpus.too_few",
+        )
 
 
 def _plan(

@@ -61,8 +61,10 @@ def wait_for_endpoint(folder: Path, component: str, seconds: float, stopped: Cal
             return endpoint
         if time.monotonic() > deadline:
             raise ReinforceError(
-                f"the first task of {component} did not write its address to {_path(folder, component)} within "
-                f"{seconds:.0f} s; see its lines in the log, and whether all nodes share the folder"
+                f"the first task of {component} did not write its address to "
+                f"{_path(folder, component)} within {seconds:.0f} s; look at its lines in the log, "
+                "and check that all nodes share the folder",
+                key="slurm.rendezvous.no_address",
             )
         time.sleep(POLL_SECONDS)
     return None
@@ -92,7 +94,11 @@ def claim_ports(count: int, key: str) -> Iterator[list[int]]:
             if len(ports) == count:
                 yield ports
                 return
-    raise ReinforceError(f"no {count} free ports from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on this node")
+    raise ReinforceError(
+        f"this node has fewer than {count} free ports from {FIRST_PORT} to "
+        f"{FIRST_PORT + PORTS - 1}; end what listens there, or use another node",
+        key="slurm.rendezvous.no_free_port",
+    )
 
 
 def own_address(peers: Sequence[str]) -> str:
@@ -107,7 +113,10 @@ def own_address(peers: Sequence[str]) -> str:
             with contextlib.suppress(OSError):
                 return address_towards(other)
     if address is None:
-        raise ReinforceError(f"the name of this node, {socket.gethostname()}, has no address")
+        raise ReinforceError(
+            f"the name of this node, {socket.gethostname()}, has no address; expected one in DNS or in /etc/hosts",
+            key="slurm.rendezvous.node_without_address",
+        )
     return address
 
 

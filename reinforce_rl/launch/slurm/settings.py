@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 
 PREFIX = "REINFORCE_"
 RUN_DIR = "REINFORCE_RUN_DIR"
@@ -179,21 +179,55 @@ def read_settings(argv: Sequence[str], environment: Mapping[str, str], repositor
             if text:
                 values[variable.option.replace("-", "_")] = variable.parse(text)
         except ValueError as error:
-            faults.append(f"{variable.name} is '{text}'; expected {error}")
+            faults.append(
+                Fault(
+                    f"{variable.name} is '{text}'; expected {error}",
+                    key="slurm.variable.invalid",
+                )
+            )
     settings = Settings(**values, repository=repository, actor_args=actor_args, server_args=server_args)
     run_dir = environment.get(RUN_DIR, "").strip()
     if not run_dir:
-        faults.append(f"{RUN_DIR} is not set; expected the run's folder, which all nodes share")
+        faults.append(
+            Fault(
+                f"{RUN_DIR} is not set; expected the run's folder, which all nodes share",
+                key="slurm.run_dir.not_set",
+            )
+        )
     own = override_of(actor_args, "exp_manager.explicit_log_dir")
     if own is not None and run_dir and Path(own) != Path(run_dir):
-        expected = "expected the same folder, or only the latter"
-        faults.append(f"exp_manager.explicit_log_dir is {own}, but {RUN_DIR} is {run_dir}; {expected}")
+        faults.append(
+            Fault(
+                f"exp_manager.explicit_log_dir is {own}, but {RUN_DIR} is {run_dir}; expected the "
+                f"same folder; set only {RUN_DIR}",
+                key="slurm.run_dir.set_twice",
+            )
+        )
     if settings.container_mounts and not (settings.container_image or settings.server_container_image):
-        faults.append(f"REINFORCE_CONTAINER_MOUNTS is set, but neither {CONTAINER_IMAGE} nor another image")
+        faults.append(
+            Fault(
+                f"REINFORCE_CONTAINER_MOUNTS is set, but no image is; set {CONTAINER_IMAGE} or "
+                f"{SERVER_CONTAINER_IMAGE}, or leave the mounts out",
+                key="slurm.container.no_image",
+            )
+        )
     for whose, args, keys in (("actor", actor_args, ACTOR_KEYS), ("server", server_args, SERVER_KEYS)):
-        faults += [f"'{arg}' among the {whose}'s arguments; expected KEY=VALUE" for arg in args if "=" not in arg]
+        faults += [
+            Fault(
+                f"'{arg}' stands among the {whose}'s arguments; expected KEY=VALUE",
+                key="slurm.argument.no_override",
+            )
+            for arg in args
+            if "=" not in arg
+        ]
         given = [key for key in keys if override_of(args, key) is not None]
-        faults += [f"{key} is given among the {whose}'s arguments; the job sets it, leave it out" for key in given]
+        faults += [
+            Fault(
+                f"{key} is given among the {whose}'s arguments, but the job sets it; leave it out",
+                key="slurm.argument.set_by_job",
+            )
+            for key in given
+        ]
     if faults:
         raise ConfigError(faults)
     return settings
@@ -230,7 +264,14 @@ def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Alloc
         what = f"a heterogeneous job of {size} components" if size else "no heterogeneous job"
         number, more = ("three", " : [those of the generators]") if kind == "separate" else ("two", "")
         expected = f"sbatch [OPTIONS of the reward servers] : [OPTIONS of the actor]{more} slurm/train_hetjob.sbatch"
-        raise ConfigError([f"this is {what}; expected {number}: {expected} ..."])
+        raise ConfigError(
+            [
+                Fault(
+                    f"this is {what}; expected {number}: {expected} ...",
+                    key="slurm.components.wrong_number",
+                )
+            ]
+        )
     server = _component(0, settings.server_devices, environment)
     actor = _component(1, settings.actor_devices, environment)
     generator, each = None, 1
@@ -240,14 +281,31 @@ def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Alloc
         text = override_of(settings.actor_args, "generation_tensor_parallel_size") or "1"
         each = int(text) if text.isdecimal() and int(text) else 1  # the program says what is wrong with another
         if kind not in (None, "separate"):
-            faults.append(f"generators is {kind}, but the job has component 2; expected separate, or two components")
+            faults.append(
+                Fault(
+                    f"generators is {kind}, but the job has component 2; expected "
+                    "generators=separate, or a job of two components",
+                    key="slurm.generators.not_separate",
+                )
+            )
         if generator.devices % each:
-            found = f"generation_tensor_parallel_size is {each}, and component 2 has {generator.devices} ranks a node"
-            faults.append(f"{found} ({GENERATOR_DEVICES}); expected a multiple, as a generator has one node")
+            faults.append(
+                Fault(
+                    f"generation_tensor_parallel_size is {each}, and component 2 has "
+                    f"{generator.devices} ranks a node ({GENERATOR_DEVICES}); expected a multiple "
+                    f"of {each}, as all ranks of a generator are on one node",
+                    key="slurm.generators.not_a_multiple",
+                )
+            )
     nodes = server.nodes // settings.servers
     if server.nodes % settings.servers:
-        found = f"REINFORCE_SERVERS is {settings.servers}, and component 0 has {server.nodes} nodes"
-        faults.append(f"{found}; expected a divisor, since each server has nodes of its own")
+        faults.append(
+            Fault(
+                f"REINFORCE_SERVERS is {settings.servers}, and component 0 has {server.nodes} "
+                f"nodes; expected a divisor of {server.nodes}, as each server has nodes of its own",
+                key="slurm.servers.no_divisor",
+            )
+        )
     for key, args, number, what in (
         ("trainer.num_nodes", settings.actor_args, actor.nodes, "nodes of component 1"),
         ("trainer.devices", settings.actor_args, actor.devices, f"ranks a node ({ACTOR_DEVICES})"),
@@ -256,11 +314,21 @@ def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Alloc
     ):
         found = override_of(args, key)
         if found is not None and found != str(number):
-            faults.append(f"{key} is {found}, but the job has {number} {what}; leave the key out, or ask for as many")
+            faults.append(
+                Fault(
+                    f"{key} is {found}, but the job has {number} {what}; leave the key out, or ask for as many",
+                    key="slurm.argument.not_the_jobs_size",
+                )
+            )
     function = override_of(settings.server_args, "reward_function.name")
     if function not in (None, "null", "") and (ranks := nodes * server.devices) > 1:
-        found = f"reward_function.name is {function}, which one process serves, but each server has {ranks} ranks"
-        faults.append(f"{found}; expected one node a server and {SERVER_DEVICES}=1")
+        faults.append(
+            Fault(
+                f"reward_function.name is {function}, which one process serves, but each server "
+                f"has {ranks} ranks; expected one node a server and {SERVER_DEVICES}=1",
+                key="slurm.servers.function_on_ranks",
+            )
+        )
     if faults:
         raise ConfigError(faults)
     restart = int(environment.get("SLURM_RESTART_COUNT", "0"))

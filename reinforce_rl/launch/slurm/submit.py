@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError
+from reinforce_rl.errors import EXIT_ERROR, EXIT_FINISHED, ConfigError, Fault, ReinforceError
 from reinforce_rl.launch.slurm.options import PLANNED, parse_memory, parse_options, parse_time
 from reinforce_rl.launch.slurm.outcome import finished, read_attempts
 from reinforce_rl.launch.slurm.plan import Component, JobPlan, make_request
@@ -63,7 +63,8 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     elif cluster.unchecked:
         console.print("\nNot checked:", *(f"  {reason}" for reason in cluster.unchecked), sep="\n", markup=False)
     if faults or plan is None:
-        errors.print(f"error: {ConfigError(faults)}\nNothing was submitted.", style="red", markup=False)
+        text = ConfigError(faults).with_keys()
+        errors.print(f"error: {text}\nNothing was submitted.", style="red", markup=False)
         return EXIT_ERROR
     print_command(console, plan)
     settings = plan.settings
@@ -99,19 +100,33 @@ def ask_cluster(run_dir: Path, plan: JobPlan | None, actor_megabytes: int, envir
     `actor_megabytes` of host memory is what an actor node needs, 0 if unknown; `environment` is sbatch's.
     """
     if shutil.which("sbatch") is None:
-        what = "nodes and queue could not be asked; submit from a machine that has Slurm's commands"
-        return Answer(unchecked=[f"sbatch is not on the PATH, so {what}"])
+        missing = Fault(
+            "sbatch is not on the PATH, so nodes and queue could not be asked; submit from a "
+            "machine that has Slurm's commands",
+            key="slurm.command.missing",
+        )
+        return Answer(unchecked=[missing])
     answer = Answer()
     try:
         answer.faults += queue_faults(run_dir)
     except SlurmCallError as error:
-        answer.unchecked.append(f"whether this run is in the queue already: {error}")
+        answer.unchecked.append(
+            Fault(
+                f"whether this run is in the queue already is not known: {error}",
+                key="slurm.queue.not_known",
+            )
+        )
     if plan is None:
         return answer
     try:
         answer.faults += partition_faults(plan, call(PARTITIONS))
     except SlurmCallError as error:
-        answer.unchecked.append(f"whether the partitions run such a job: {error}")
+        answer.unchecked.append(
+            Fault(
+                f"whether the partitions run such a job is not known: {error}",
+                key="slurm.partition.not_known",
+            )
+        )
     if not answer.faults:
         _test(plan, environment, answer)
     actor = answer.starts[1]
@@ -142,9 +157,10 @@ def queue_faults(run_dir: Path) -> Iterator[str]:
             found[job] = f"{shown.split('+')[0]} ({name}, {state.lower()})"
     if found:
         jobs = ", ".join(found[job] for job in sorted(found, key=int))
-        yield (
+        yield Fault(
             f"the run in {run_dir} is in the queue already: {jobs}; wait for it, cancel it "
-            f"(scancel {' '.join(found)}), or set exp_manager.explicit_log_dir to another folder"
+            f"(scancel {' '.join(found)}), or set exp_manager.explicit_log_dir to another folder",
+            key="slurm.queue.same_run",
         )
 
 
@@ -168,11 +184,24 @@ def partition_faults(plan: JobPlan, sinfo: str) -> Iterator[str]:
     for component in plan.components:
         wanted = (component.options.partition or default).split(",")
         unknown = [name for name in wanted if name not in reasons]
-        if unknown:
-            what = f"partition {unknown[0]} is unknown" if unknown[0] else "the cluster has no default partition"
-            yield f"the {component.name}: {what}; expected --partition to be of {', '.join(sorted(reasons))}"
+        names = ", ".join(sorted(reasons))
+        if unknown and unknown[0]:
+            yield Fault(
+                f"the {component.name}: partition {unknown[0]} is unknown; expected --partition to be one of {names}",
+                key="slurm.partition.unknown",
+            )
+        elif unknown:
+            yield Fault(
+                f"the {component.name}: the cluster has no default partition; expected "
+                f"--partition to be one of {names}",
+                key="slurm.partition.no_default",
+            )
         elif all(reasons[name] for name in wanted):
-            yield f"the {component.name}: {'; '.join(reasons[name] for name in wanted)}; use another one"
+            why = "; ".join(reasons[name] for name in wanted)
+            yield Fault(
+                f"the {component.name}: {why}; use another one",
+                key="slurm.partition.unusable",
+            )
 
 
 def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None:
@@ -188,7 +217,12 @@ def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None
         if "node configuration is not available" in refusal:
             refusal += f"; use fewer nodes or ranks a node, or another partition. What the nodes have: {NODES_HINT}"
         if refusal:
-            answer.faults.append(f"sbatch --test-only refuses {what}: {refusal}")
+            answer.faults.append(
+                Fault(
+                    f"sbatch --test-only refuses {what}: {refusal}",
+                    key="slurm.sbatch.refuses",
+                )
+            )
     if answer.faults:
         return
     answer.starts = tuple(start for start, _ in tested.values())
@@ -208,18 +242,24 @@ def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None
 
 def _do_not_fit(
     plan: JobPlan, first: Component, second: Component, before: str, after: str, refusal: str, env: Mapping[str, str]
-) -> str:
+) -> Fault:
     """Say why `second` cannot be there with what is before it, of which `first` is the last."""
     alone = f"alone, the {first.name} would get {before} and the {second.name} {after}"
     alone += f"; without {before}, sbatch says of the {second.name}: {refusal}"
     if _test_only(plan.test_command(first, exclude=after), env)[1]:
-        found = "the components fit singly, but not together"
-        use = f"expected {first.nodes} + {second.nodes} different nodes: use fewer, or another partition or nodelist"
-    else:
-        found = f"the {first.name} may be put on nodes that the {second.name} cannot do without"
-        one = plan.option_name(first)
-        use = f"use --{one}-partition, --{one}-constraint, --{one}-exclude or --{one}-nodelist"
-    return f"{found} ({alone}), and the job would wait for ever; {use}"
+        return Fault(
+            f"the components fit singly, but not together ({alone}), and the job would wait for "
+            f"ever; expected {first.nodes} + {second.nodes} different nodes: use fewer, or another "
+            "partition or nodelist",
+            key="slurm.components.do_not_fit",
+        )
+    option = plan.option_name(first)
+    return Fault(
+        f"the {first.name} may be put on nodes that the {second.name} cannot do without ({alone}), "
+        f"and the job would wait for ever; use --{option}-partition, --{option}-constraint, "
+        f"--{option}-exclude or --{option}-nodelist",
+        key="slurm.components.take_nodes",
+    )
 
 
 def _test_only(command: Sequence[str], environment: Mapping[str, str]) -> tuple[Start | None, str]:
@@ -255,11 +295,17 @@ def _submit(plan: JobPlan, environment: Mapping[str, str], console: Console, err
             with (folder / SUBMITTED_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
     except OSError as error:
-        fault = f"exp_manager.explicit_log_dir is {run_dir}: {error}"
+        fault = ReinforceError(
+            f"exp_manager.explicit_log_dir is {run_dir}, which cannot be written: {error}",
+            key="slurm.run_dir.unusable",
+        )
     except SlurmCallError as error:
-        fault = f"sbatch did not take job {len(jobs) + 1} of {chain}: {error.said}"
+        fault = ReinforceError(
+            f"sbatch did not take job {len(jobs) + 1} of {chain}: {error.said}",
+            key="slurm.sbatch.failed",
+        )
     if fault:
-        errors.print(f"error: {fault}", style="red", markup=False)
+        errors.print(f"error: {fault.with_keys()}", style="red", markup=False)
     if not jobs:
         errors.print("Nothing was submitted.")
         return EXIT_ERROR

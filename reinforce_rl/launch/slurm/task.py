@@ -184,10 +184,15 @@ def main(text: str) -> int:
     try:
         end, is_well = run(task)
     except (ReinforceError, OSError) as error:  # OSError: a full disk, say
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        said = error.with_keys() if isinstance(error, ReinforceError) else str(error)
+        print(f"error: {said}", file=sys.stderr, flush=True)
         end, is_well = task.end(EXIT_ERROR, str(error)), False
     try:
         record(task.folder, end)
     except OSError as error:
-        print(f"error: cannot write down how this task ended, {end}: {error}", file=sys.stderr, flush=True)
+        failed = ReinforceError(
+            f"cannot write down how this task ended, {end}: {error}",
+            key="slurm.task.end_not_written",
+        )
+        print(f"error: {failed.with_keys()}", file=sys.stderr, flush=True)
     return 0 if is_well else end.code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.errors import check_fault
 
 from reinforce_rl.launch.slurm import settings as names
 from reinforce_rl.launch.slurm.options import (
@@ -74,11 +75,18 @@ def test_unknown_options_end_it(word, capsys):
 def test_values_that_are_none_of_their_kind():
     words = ["--time=soon", "--signal-lead=0", "--chain=few", "--mem=much", "--actor-gpus=many"]
     options = parse_options([*words, "--server-cpus-per-task=1.5"], {})
-    starts = ["--time is 'soon'", "--signal-lead is '0'", "--chain is 'few'", "--actor-gpus is 'many'"]
-    starts += ["--actor-mem is 'much'", "--server-cpus-per-task is '1.5'", "--server-mem is 'much'"]
-    starts += ["--generator-mem is 'much'"]
-    for fault, start in zip(options.faults, starts, strict=True):
-        assert fault.startswith(f"{start}; expected "), fault
+    expected = [
+        ("--time", "'soon'", "HH:MM:SS"),
+        ("--signal-lead", "'0'", "1"),
+        ("--chain", "'few'", "1"),
+        ("--actor-gpus", "'many'", "[TYPE:]COUNT"),
+        ("--actor-mem", "'much'", "SIZE[K|M|G|T]"),
+        ("--server-cpus-per-task", "'1.5'", " 1"),
+        ("--server-mem", "'much'", "SIZE[K|M|G|T]"),
+        ("--generator-mem", "'much'", "SIZE[K|M|G|T]"),
+    ]
+    for fault, values in zip(options.faults, expected, strict=True):
+        check_fault([fault], "slurm.option.invalid", *values)
     assert (options.seconds, options.lead, options.chain) == (None, None, 1)
     assert options.actor == options.server == ComponentOptions()
 

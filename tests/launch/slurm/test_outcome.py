@@ -8,7 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from helpers.errors import check_fault
 
+from reinforce_rl.errors import Fault
 from reinforce_rl.launch.slurm.outcome import (
     Attempt,
     Outcome,
@@ -142,15 +144,19 @@ def test_a_job_is_requeued_while_it_gets_further(
 
 
 def test_a_job_that_gets_no_further_is_not_begun_again() -> None:
-    def asked(attempts: list[Attempt], restart: int = 3, step: int = 4) -> str | None:
+    def asked(attempts: list[Attempt], restart: int = 3, step: int = 4) -> Fault | None:
         return refusal(attempts, job="7", restart=restart, max_restarts=5, step=step)
 
     idle = [replace(FIRST, restart=restart) for restart in range(3)]
-    assert asked(idle) == "3 attempts of this job began at step 4 and got no further"
+    fault = asked(idle)
+    assert fault is not None
+    check_fault([fault], "slurm.job.no_progress", "3 attempts", "step 4")
     assert asked(idle[:2]) is None
     assert asked(idle, step=5) is None
     assert asked([*idle[:2], replace(FIRST, job="6")]) is None  # a new job is somebody's decision
-    assert asked([], restart=6) == "the job was requeued 6 times, of 5 (REINFORCE_MAX_RESTARTS)"
+    fault = asked([], restart=6)
+    assert fault is not None
+    check_fault([fault], "slurm.job.too_many_restarts", 6, 5, "REINFORCE_MAX_RESTARTS")
     assert asked([], restart=5) is None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from helpers.errors import check_fault
 
 from reinforce_rl.launch.slurm.options import ComponentOptions, parse_options
 from reinforce_rl.launch.slurm.plan import Component, JobPlan, default_lead, lead_faults
@@ -81,17 +82,18 @@ def test_the_lead_follows_the_last_save():
 
 
 @pytest.mark.parametrize(
-    ("lead", "seconds", "save", "words"),
+    ("lead", "seconds", "save", "key", "values"),
     [
-        (300, 14400, 200.0, []),
-        (300, None, None, []),
-        (300, 300, None, ["as soon as it starts"]),
-        (300, 360, None, ["expected --time above 360 s"]),
-        (120, 3600, 90.5, ["last save took", "at least 151 s"]),
-        (70000, 100000, None, ["at most 65535"]),
+        (300, 14400, 200.0, "", []),
+        (300, None, None, "", []),
+        (300, 300, None, "slurm.signal_lead.no_time_to_train", ["300 s", "--time"]),
+        (300, 360, None, "slurm.signal_lead.no_time_to_train", ["--signal-lead is 300 s", "--time above 360 s"]),
+        (120, 3600, 90.5, "slurm.signal_lead.shorter_than_save", ["120 s", "90 s", "151 s"]),
+        (70000, 100000, None, "slurm.signal_lead.too_long", [70000, 65535]),
     ],
 )
-def test_leads_that_do_not_fit(lead, seconds, save, words):
-    faults = " ".join(lead_faults(lead, seconds, save))
-    assert bool(faults) == bool(words)
-    assert all(word in faults for word in words)
+def test_leads_that_do_not_fit(lead, seconds, save, key, values):
+    faults = list(lead_faults(lead, seconds, save))
+    assert [fault.key for fault in faults] == [key] * bool(key)
+    if key:
+        check_fault(faults, key, *values)

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from helpers.errors import raises_error
 
-from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.slurm import rendezvous
 from reinforce_rl.launch.slurm.rendezvous import FIRST_PORT, PORTS, Endpoint, claim_ports, health_fault, own_address
 from reinforce_rl.utils import net
@@ -90,7 +90,7 @@ def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     # as Debian's installer writes /etc/hosts
     assert address_with(monkeypatch, {"here": "127.0.1.1", "there": "10.0.0.2"}, route="10.0.0.1") == "10.0.0.1"
     assert address_with(monkeypatch, {"here": "127.0.1.1"}) == "127.0.1.1"
-    with pytest.raises(ReinforceError, match="the name of this node, here, has no address"):
+    with raises_error("slurm.rendezvous.node_without_address", "here"):
         address_with(monkeypatch, {})
     assert address_with(monkeypatch, {"here": "fd00::2"}) == "fd00::2"
     assert address_with(monkeypatch, {"here": "::1", "there": "fd00::2"}, route="fd00::1") == "fd00::1"

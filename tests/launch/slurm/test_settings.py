@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from helpers.errors import check_error, check_fault, raises_error
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.slurm import settings as names
@@ -89,36 +90,38 @@ def test_all_faults_are_told_at_once() -> None:
         REINFORCE_SRUN_ARGS="'open",
         REINFORCE_CONTAINER_MOUNTS="data",
     )
-    starts = [
-        "REINFORCE_RUN_DIR is 'relative'; expected an absolute path",
-        "REINFORCE_LAUNCHER is 'mpirun'; expected srun or torchrun",
-        "REINFORCE_ACTOR_DEVICES is 'many'; expected a whole number from 1",
-        "REINFORCE_SERVERS is '0'; expected a whole number from 1",
-        "REINFORCE_READY_SECONDS is '-1'",
-        "REINFORCE_GRACE_SECONDS is 'nan'; expected seconds",
-        "REINFORCE_MAX_RESTARTS is '1.5'; expected a whole number from 0",
-        "REINFORCE_RESTART_AFTER_CRASH is 'yes'; expected false or true",
-        "REINFORCE_CONTAINER_MOUNTS is 'data'; expected absolute paths",
-        "REINFORCE_SRUN_ARGS is ''open'; expected arguments as in a shell",
-        "'nonsense' among the actor's arguments",
-        "remote_rm.reward_model.port is given among the actor's",
-        "inference.port is given among the server's",
+    expected = [
+        ("slurm.variable.invalid", "REINFORCE_RUN_DIR", "'relative'"),
+        ("slurm.variable.invalid", "REINFORCE_LAUNCHER", "'mpirun'", "srun", "torchrun"),
+        ("slurm.variable.invalid", "REINFORCE_ACTOR_DEVICES", "'many'", "1"),
+        ("slurm.variable.invalid", "REINFORCE_SERVERS", "'0'", "1"),
+        ("slurm.variable.invalid", "REINFORCE_READY_SECONDS", "'-1'"),
+        ("slurm.variable.invalid", "REINFORCE_GRACE_SECONDS", "'nan'"),
+        ("slurm.variable.invalid", "REINFORCE_MAX_RESTARTS", "'1.5'", " 0"),
+        ("slurm.variable.invalid", "REINFORCE_RESTART_AFTER_CRASH", "'yes'", "false", "true"),
+        ("slurm.variable.invalid", "REINFORCE_CONTAINER_MOUNTS", "'data'", "HOST:CONTAINER"),
+        ("slurm.variable.invalid", "REINFORCE_SRUN_ARGS", "''open'"),
+        ("slurm.argument.no_override", "'nonsense'", "actor", "KEY=VALUE"),
+        ("slurm.argument.set_by_job", "remote_rm.reward_model.port", "actor"),
+        ("slurm.argument.set_by_job", "inference.port", "server"),
     ]
-    for fault, start in zip(found, starts, strict=True):
-        assert fault.startswith(start), (fault, start)
+    for fault, (key, *values) in zip(found, expected, strict=True):
+        check_fault([fault], key, *values)
 
 
 def test_run_dir_is_needed_and_may_be_said_twice() -> None:
-    assert faults_of([]) == ["REINFORCE_RUN_DIR is not set; expected the run's folder, which all nodes share"]
+    (fault,) = faults_of([])
+    check_fault([fault], "slurm.run_dir.not_set", "REINFORCE_RUN_DIR")
     args = ["exp_manager.explicit_log_dir=/run/"]
     assert read_settings(args, {names.RUN_DIR: "/run"}, REPOSITORY).run_dir == Path("/run")
     (fault,) = faults_of(["exp_manager.explicit_log_dir=/elsewhere"], REINFORCE_RUN_DIR="/run")
-    assert fault.startswith("exp_manager.explicit_log_dir is /elsewhere, but REINFORCE_RUN_DIR is /run")
+    values = ("exp_manager.explicit_log_dir is /elsewhere", "REINFORCE_RUN_DIR is /run")
+    check_fault([fault], "slurm.run_dir.set_twice", *values)
 
 
 def test_mounts_need_a_container() -> None:
     (fault,) = faults_of([], REINFORCE_RUN_DIR="/run", REINFORCE_CONTAINER_MOUNTS="/data")
-    assert fault.startswith("REINFORCE_CONTAINER_MOUNTS is set, but neither")
+    check_fault([fault], "slurm.container.no_image", "REINFORCE_CONTAINER_MOUNTS", names.CONTAINER_IMAGE)
 
 
 def test_arguments_are_split_at_the_first_separator() -> None:
@@ -165,8 +168,8 @@ def test_devices_are_the_tasks_a_node_unless_they_are_set() -> None:
 
 
 def test_a_job_of_another_shape_is_refused() -> None:
-    for environment, found in (({}, "no heterogeneous job"), ({"SLURM_HET_SIZE": "4"}, "of 4 components")):
-        with pytest.raises(ConfigError, match=found):
+    for environment, shape in (({}, "no heterogeneous job"), ({"SLURM_HET_SIZE": "4"}, "4 components")):
+        with raises_error("slurm.components.wrong_number", shape):
             read_allocation(settings_with(), environment)
 
 
@@ -178,20 +181,25 @@ def test_numbers_that_do_not_go_together() -> None:
     )
     with pytest.raises(ConfigError) as caught:
         read_allocation(settings, {**ENVIRONMENT, "SLURM_JOB_NUM_NODES_HET_GROUP_0": "4"})
-    faults = caught.value.faults
-    assert [fault.split(" ")[0] for fault in faults] == ["REINFORCE_SERVERS", "trainer.num_nodes", "devices"]
-    assert "component 0 has 4 nodes" in faults[0]
+    assert caught.value.keys == [
+        "slurm.servers.no_divisor",
+        "slurm.argument.not_the_jobs_size",
+        "slurm.argument.not_the_jobs_size",
+    ]
+    for fault, key in zip(caught.value.faults, ("REINFORCE_SERVERS", "trainer.num_nodes", "devices"), strict=True):
+        assert fault.startswith(f"{key} "), fault
+    check_error(caught.value, "slurm.servers.no_divisor", 3, "component 0 has 4 nodes")
 
 
 def test_nodes_are_counted_for_each_server() -> None:
     environment = {**ENVIRONMENT, "SLURM_JOB_NUM_NODES_HET_GROUP_0": "4"}
     read_allocation(settings_with(servers=2, server_args=("num_nodes=2",)), environment)
-    with pytest.raises(ConfigError, match="num_nodes is 4, but the job has 2 nodes of each reward server"):
+    with raises_error("slurm.argument.not_the_jobs_size", "num_nodes is 4", "2 nodes"):
         read_allocation(settings_with(servers=2, server_args=("num_nodes=4",)), environment)
 
 
 def test_a_reward_function_is_one_process() -> None:
     args = ("reward_function.name=a.b",)
-    with pytest.raises(ConfigError, match="each server has 2 ranks"):
+    with raises_error("slurm.servers.function_on_ranks", "a.b", "2 ranks"):
         read_allocation(settings_with(server_args=args), ENVIRONMENT)
     read_allocation(settings_with(server_args=args, servers=2), ENVIRONMENT)

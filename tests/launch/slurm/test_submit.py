@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.errors import check_fault, printed_keys
 from helpers.models import tiny_llama_folder
 from helpers.slurm_client import SlurmClient
 from helpers.tiny_run import three_letters, write_prompts
@@ -105,7 +106,8 @@ def test_generators_of_their_own_are_a_third_component(submit):
     assert command.count(" : ") == 2 and "--job-name=night-gen --nodes=2 --ntasks-per-node=4" in command
     text = submit("--dry-run", "--generator-devices=3", *apart)
     assert submit.code == 1
-    assert "--generator-devices is 3, and generation_tensor_parallel_size 2; expected a multiple" in text
+    assert printed_keys(text) == ["slurm.generators.not_a_multiple"]
+    assert "--generator-devices is 3" in text and "generation_tensor_parallel_size is 2" in text
 
 
 def test_every_fault_is_in_one_message(submit):
@@ -121,33 +123,42 @@ def test_every_fault_is_in_one_message(submit):
         server=("devices=0", "reward_model.head_path=nowhere"),
     )
     assert submit.code == 1
-    for words in (
-        "--signal-lead is 1800 s and --time 1800 s",
-        "--chain is '0'; expected a whole number from 1",
-        "--actor-mem is 'much'; expected SIZE[K|M|G|T]",
-        "--server-mem is 'much'; expected SIZE[K|M|G|T]",
-        "--server-cpus-per-task is 'few'; expected a whole number from 1",
-        "--actor-gpus is h100:1, for 2 ranks of a node",
-        "REINFORCE_MAX_RESTARTS is 'never'",
-        "num_rollouts_per_prompt is 1",
-        "exp_manager.resume_if_exists is false",
-        "remote_rm.reward_model.name is other, but the server's inference.name is reward_model",
-        "devices is 0; expected at least 1",
-        "head_path: nowhere is no file",
-        "7 (reinforce-rm, pending); wait for it, cancel it (scancel 7)",
+    keys = printed_keys(text)
+    for key, *values in (
+        ("slurm.signal_lead.no_time_to_train", "--signal-lead is 1800 s", "--time is 1800 s"),
+        ("slurm.option.invalid", "--chain is '0'"),
+        ("slurm.option.invalid", "--actor-mem is 'much'; expected SIZE[K|M|G|T]"),
+        ("slurm.option.invalid", "--server-mem is 'much'; expected SIZE[K|M|G|T]"),
+        ("slurm.option.invalid", "--server-cpus-per-task is 'few'"),
+        ("slurm.gpus.too_few", "--actor-gpus is h100:1", "2 ranks"),
+        ("slurm.variable.invalid", "REINFORCE_MAX_RESTARTS is 'never'"),
+        ("slurm.resume.off", "exp_manager.resume_if_exists is false"),
+        (
+            "slurm.servers.other_name",
+            "remote_rm.reward_model.name is other",
+            "inference.name is reward_model",
+        ),
+        ("slurm.queue.same_run", "7 (reinforce-rm, pending)", "(scancel 7)"),
     ):
-        assert text.count(words) == 1, (words, text)
+        assert key in keys, (key, text)
+        for value in values:
+            assert text.count(value) == 1, (value, text)
+    for value in ("num_rollouts_per_prompt is 1", "devices is 0", "head_path: nowhere"):
+        assert text.count(value) == 1, (value, text)
     assert submit.slurm.submissions() == []
 
     submit.slurm.answer("squeue")
     more = submit("--max-restarts=never", "--time=1:00:00", "trainer.num_nodes=5")
-    assert "REINFORCE_MAX_RESTARTS" in more and "refuses the component of the actor (--nodes=5 --ntasks" in more
+    assert printed_keys(more) == ["slurm.variable.invalid", "slurm.sbatch.refuses"]
+    assert "REINFORCE_MAX_RESTARTS" in more and "the actor (--nodes=5 --ntasks" in more
 
 
 def test_keys_that_the_job_sets_itself(submit):
     text = submit("remote_rm.reward_model.ip=rm-node", "preflight=true", server=("inference.port=5555",))
-    assert "remote_rm.reward_model.ip is given among the actor's arguments; the job sets it, leave it out" in text
-    assert "inference.port is given among the server's arguments; the job sets it, leave it out" in text
+    keys = printed_keys(text)
+    assert keys.count("slurm.argument.set_by_job") == 2 and "slurm.preflight.in_a_job" in keys
+    assert "remote_rm.reward_model.ip is given among the actor's" in text
+    assert "inference.port is given among the server's" in text
     assert "preflight is true" in text
 
 
@@ -199,7 +210,8 @@ def test_a_run_that_is_in_the_queue_is_not_submitted_again(submit):
     submit.slurm.answer("squeue", "101+0|101|PENDING|reinforce-rm\n")
     text = submit()
     assert submit.code == 1
-    assert "is in the queue already: 101 (reinforce-rm, pending)" in text
+    assert printed_keys(text) == ["slurm.queue.same_run"]
+    assert "101 (reinforce-rm, pending)" in text
     assert submit.slurm.calls("squeue")[-1][1] == "--jobs=100,101"
     for answer in (
         {"text": ""},
@@ -213,7 +225,9 @@ def test_a_run_that_is_in_the_queue_is_not_submitted_again(submit):
 def test_a_job_that_was_submitted_by_hand_counts_too(submit):
     write_attempt(submit.run_dir / "slurm", Attempt("55", 0, 1.0, 0))
     submit.slurm.answer("squeue", "55+0|55|RUNNING|mine\n")
-    assert "is in the queue already: 55 (mine, running)" in submit()
+    text = submit()
+    assert printed_keys(text) == ["slurm.queue.same_run"]
+    assert "55 (mine, running)" in text
     write_attempt(submit.run_dir / "slurm", Attempt("55", 0, 1.0, 0, end=2.0, exit_code=1))
     assert "Submitted: 100" in submit()
 
@@ -235,10 +249,11 @@ def test_without_slurm_there_is_a_plan_at_most(submit, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     text = submit("--dry-run")
     assert submit.code == 0
-    assert "sbatch --parsable" in text and "Not checked:\n  sbatch is not on the PATH" in text
+    assert "sbatch --parsable" in text and "Not checked:\n  sbatch " in text and "PATH" in text
+    assert printed_keys(text) == []
     text = submit()
     assert submit.code == 1
-    assert "1. sbatch is not on the PATH" in text
+    assert printed_keys(text) == ["slurm.command.missing"]
     assert not submit.run_dir.exists()
 
 
@@ -246,9 +261,10 @@ def test_a_controller_that_does_not_answer(submit):
     submit.slurm.answer("sinfo", error="slurm_load_partitions: Unable to contact slurm controller", code=1)
     text = submit("--dry-run")
     assert submit.code == 0
-    assert "whether the partitions run such a job: sinfo" in text and "Unable to contact slurm controller" in text
-    submit()
+    assert "Not checked:" in text and "sinfo" in text and "Unable to contact slurm controller" in text
+    text = submit()
     assert submit.code == 1
+    assert printed_keys(text) == ["slurm.partition.not_known"]
 
 
 def test_what_sbatch_refuses_is_told_with_the_component(submit):
@@ -256,11 +272,13 @@ def test_what_sbatch_refuses_is_told_with_the_component(submit):
     text = submit("--actor-qos=none")
     assert submit.code == 1
     what = "the component of the actor (--qos=none --nodes=1 --ntasks-per-node=1)"
-    assert f"sbatch --test-only refuses {what}: allocation failure: Invalid qos" in text
+    assert printed_keys(text) == ["slurm.sbatch.refuses"]
+    assert f"{what}: allocation failure: Invalid qos" in text
     submit.slurm.answer("test-reinforce-actor")
     submit.slurm.answer("test", error="allocation failure: Invalid qos", code=1)
     text = submit()
-    assert "sbatch --test-only refuses the job: allocation failure: Invalid qos" in text
+    assert printed_keys(text) == ["slurm.sbatch.refuses"]
+    assert "the job: allocation failure: Invalid qos" in text
     assert "Command" not in text
 
 
@@ -268,7 +286,8 @@ def test_a_chain_that_breaks_off_tells_which_jobs_there_are(submit):
     submit.slurm.answer("sbatch-101", error="sbatch: error: too many jobs", code=1)
     text = submit("--chain=3")
     assert submit.code == 1
-    assert "sbatch did not take job 2 of 3: sbatch: error: too many jobs" in text
+    assert printed_keys(text) == ["slurm.sbatch.failed"]
+    assert "job 2 of 3: sbatch: error: too many jobs" in text
     assert "Submitted: 100\n" in text
 
 
@@ -276,7 +295,9 @@ def test_the_lead_follows_the_last_save(submit):
     submit.run_dir.mkdir()
     (submit.run_dir / "status.json").write_text(json.dumps({"state": "stopped", "save_seconds": 100.0}))
     assert "--signal=B:USR1@260 " in submit("--dry-run")
-    assert "expected at least 160 s" in submit("--dry-run", "--signal-lead=150")
+    text = submit("--dry-run", "--signal-lead=150")
+    assert printed_keys(text) == ["slurm.signal_lead.shorter_than_save"]
+    assert all(value in text for value in ("150 s", "100 s", "160 s"))
 
 
 def test_gpus_memory_and_tasks(submit):
@@ -295,7 +316,9 @@ def test_a_reward_function_instead_of_a_model(submit):
     submit.right_server = ["reward_function.name=reinforce_rl.rewards.functions.gsm8k"]
     assert submit("--dry-run") and submit.code == 0
     assert "but one process serves a reward function" in submit("--dry-run", server=("devices=2",))
-    assert "needs no reward server" in submit("reward=function", "reward_function.name=builtins.len")
+    text = submit("reward=function", "reward_function.name=builtins.len")
+    assert "slurm.servers.not_needed" in printed_keys(text)
+    assert "reward is 'function'" in text
 
 
 def test_a_relative_folder_becomes_absolute(submit, tmp_path, monkeypatch):
@@ -328,28 +351,29 @@ def ask(server: Component, actor: Component, megabytes: int = 0) -> Answer:
 
 
 @pytest.mark.parametrize(
-    ("partition", "seconds", "expected"),
+    ("partition", "seconds", "key", "values"),
     [
-        (None, None, ""),
-        ("dgx,small", 3600, ""),
-        ("small", 3600, ""),
-        ("dgx,small", 3660, ""),  # one of several is enough
-        ("small", 3660, "partition small allows 3600 s, the job asks for 3660"),
-        ("small", None, "the job asks for no limit"),
-        ("off", 600, "the actor: partition off is not up"),
-        ("off,small", 3660, "partition off is not up; partition small allows 3600 s"),
-        ("nowhere", 600, "partition nowhere is unknown; expected --partition to be of batch, dgx, off, small"),
+        (None, None, "", ()),
+        ("dgx,small", 3600, "", ()),
+        ("small", 3600, "", ()),
+        ("dgx,small", 3660, "", ()),  # one of several is enough
+        ("small", 3660, "slurm.partition.unusable", ("partition small", "3600 s", "3660")),
+        ("small", None, "slurm.partition.unusable", ("no limit",)),
+        ("off", 600, "slurm.partition.unusable", ("the actor", "partition off is not up")),
+        ("off,small", 3660, "slurm.partition.unusable", ("partition off is not up", "small", "3600 s")),
+        ("nowhere", 600, "slurm.partition.unknown", ("nowhere", "--partition", "batch, dgx, off, small")),
     ],
 )
-def test_partitions_that_sbatch_would_accept_and_never_start(partition, seconds, expected):
+def test_partitions_that_sbatch_would_accept_and_never_start(partition, seconds, key, values):
     faults = list(partition_faults(job(component(1), component(1, partition=partition), seconds), PARTITIONS))
-    assert bool(faults) == bool(expected)
-    assert expected in "".join(faults)
+    assert bool(faults) == bool(key)
+    if key:
+        check_fault(faults, key, *values)
 
 
 def test_a_cluster_without_a_default_partition():
     (fault,) = partition_faults(job(component(1), component(1, partition="dgx")), PARTITIONS.replace("*", ""))
-    assert "the cluster has no default partition; expected --partition to be of batch" in fault
+    check_fault([fault], "slurm.partition.no_default", "--partition", "batch")
     assert not list(partition_faults(job(component(1), component(1), 60), "batch*|up|n/a\n"))
 
 
@@ -366,8 +390,8 @@ def test_what_fits(slurm):
 
 def test_components_that_fit_singly_but_not_together(slurm):
     (fault,) = ask(component(2, "server"), component(3)).faults
-    for words in ("fit singly, but not together", "server would get n0,n1 and the actor n0,n1,n2", "expected 2 + 3"):
-        assert words in fault
+    values = ("server would get n0,n1 and the actor n0,n1,n2", "2 + 3")
+    check_fault([fault], "slurm.components.do_not_fit", *values)
     assert ask(component(1, "server"), component(3)).faults == []
 
 
@@ -375,8 +399,8 @@ def test_a_server_that_takes_nodes_which_the_actor_cannot_do_without(slurm):
     """As on a real Slurm, which leaves four idle nodes idle."""
     actor = component(2, constraint="gpu")
     (fault,) = ask(component(1, "server"), actor).faults
-    assert "the server may be put on nodes that the actor cannot do without (alone, the server would get n0" in fault
-    assert "--server-constraint" in fault
+    values = ("the server would get n0", "--server-constraint")
+    check_fault([fault], "slurm.components.take_nodes", *values)
     assert ask(component(1, "server", exclude="n0,n1"), actor).faults == []
     assert ask(component(1, "server"), component(1, constraint="gpu")).faults == []
 

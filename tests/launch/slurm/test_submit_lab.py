@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.errors import check_fault, printed_keys
 from helpers.real_run import environment
 from helpers.slurm_lab import Job
 from helpers.slurm_run import RUN_SECONDS, SHORT
@@ -38,39 +39,43 @@ def component(nodes: int, tasks: int = 1, gpus: str | None = None, **options) ->
 
 
 UNAVAILABLE = "allocation failure: Requested node configuration is not available; use fewer nodes"
+REFUSES = "slurm.sbatch.refuses"
+UNUSABLE = "slurm.partition.unusable"
+DO_NOT_FIT = "slurm.components.do_not_fit"
 
 
 @pytest.mark.parametrize(
-    ("servers", "server_options", "actor", "expected"),
+    ("servers", "server_options", "actor", "key", "value"),
     [
-        (2, {}, component(2, 4), ""),
-        (1, {}, component(1, constraint="gpu"), ""),
-        (1, {}, component(5), f"(--nodes=5 --ntasks-per-node=1): {UNAVAILABLE}"),
-        (1, {}, component(1, 9), f"the actor (--nodes=1 --ntasks-per-node=9): {UNAVAILABLE}"),
-        (1, {}, component(1, mem="99G"), UNAVAILABLE),
-        (1, {}, component(1, gpus="h100:1"), "Invalid generic resource (gres) specification"),
-        (1, {}, component(1, constraint="nothing"), "Invalid feature specification"),
-        (1, {}, component(1, nodelist="nobody"), "Invalid node name specified"),
-        (1, {"nodelist": "rm[0-1]"}, component(1), "of the reward server (--nodelist=rm[0-1] --nodes=1"),
-        (1, {}, component(1, sbatch_args=("--nonsense",)), "unrecognized option '--nonsense'"),
-        (1, {}, component(1, partition="nowhere"), "expected --partition to be of batch, off, short"),
-        (1, {"partition": "off"}, component(1), "partition off is not up"),
-        (1, {}, component(1, partition="short"), "partition short allows 300 s, the job asks for 600"),
-        (2, {}, component(3), "fit singly, but not together (alone, the reward server would get act[0-1] and the"),
-        (1, {"exclude": "rm[0-1],act0"}, component(1, exclude="rm[0-1],act0"), "fit singly, but not together"),
-        (1, {"nodelist": "rm0"}, component(1, nodelist="rm0"), "would get rm0 and the actor rm0"),
-        (1, {}, component(2, constraint="gpu"), "may be put on nodes that the actor cannot do without (alone, the"),
-        (1, {"exclude": "act[0-1]"}, component(2, constraint="gpu"), ""),
+        (2, {}, component(2, 4), "", ""),
+        (1, {}, component(1, constraint="gpu"), "", ""),
+        (1, {}, component(5), REFUSES, f"(--nodes=5 --ntasks-per-node=1): {UNAVAILABLE}"),
+        (1, {}, component(1, 9), REFUSES, f"the actor (--nodes=1 --ntasks-per-node=9): {UNAVAILABLE}"),
+        (1, {}, component(1, mem="99G"), REFUSES, UNAVAILABLE),
+        (1, {}, component(1, gpus="h100:1"), REFUSES, "Invalid generic resource (gres) specification"),
+        (1, {}, component(1, constraint="nothing"), REFUSES, "Invalid feature specification"),
+        (1, {}, component(1, nodelist="nobody"), REFUSES, "Invalid node name specified"),
+        (1, {"nodelist": "rm[0-1]"}, component(1), REFUSES, "of the reward server (--nodelist=rm[0-1] --nodes=1"),
+        (1, {}, component(1, sbatch_args=("--nonsense",)), REFUSES, "unrecognized option '--nonsense'"),
+        (1, {}, component(1, partition="nowhere"), "slurm.partition.unknown", "batch, off, short"),
+        (1, {"partition": "off"}, component(1), UNUSABLE, "partition off is not up"),
+        (1, {}, component(1, partition="short"), UNUSABLE, "partition short allows 300 s, the job asks for 600"),
+        (2, {}, component(3), DO_NOT_FIT, "the reward server would get act[0-1] and the"),
+        (1, {"exclude": "rm[0-1],act0"}, component(1, exclude="rm[0-1],act0"), DO_NOT_FIT, "1 + 1"),
+        (1, {"nodelist": "rm0"}, component(1, nodelist="rm0"), DO_NOT_FIT, "would get rm0 and the actor rm0"),
+        (1, {}, component(2, constraint="gpu"), "slurm.components.take_nodes", "the actor"),
+        (1, {"exclude": "act[0-1]"}, component(2, constraint="gpu"), "", ""),
     ],
 )
-def test_what_is_told_of_the_cluster(slurm_conf, monkeypatch, tmp_path, servers, server_options, actor, expected):
+def test_what_is_told_of_the_cluster(slurm_conf, monkeypatch, tmp_path, servers, server_options, actor, key, value):
     monkeypatch.setenv("SLURM_CONF", str(slurm_conf))
     server = Component("reward server", "rm", servers, 1, 1, options=ComponentOptions(**server_options))
     plan = JobPlan(server, actor, parse_options(["--time=10"], {}), Settings(tmp_path, ROOT), 300, {})
-    answer = ask_cluster(tmp_path, plan, 0 if expected else 4001, os.environ)
-    assert bool(answer.faults) == bool(expected)
-    assert expected in "".join(answer.faults)
-    assert ("nodes with 4000 MB" in "".join(answer.warnings)) == (not expected)
+    answer = ask_cluster(tmp_path, plan, 0 if key else 4001, os.environ)
+    assert bool(answer.faults) == bool(key)
+    if key:
+        check_fault(answer.faults, key, value)
+    assert ("nodes with 4000 MB" in "".join(answer.warnings)) == (not key)
     assert answer.unchecked == []
 
 
@@ -96,7 +101,9 @@ def test_a_chain_of_two_jobs(lab, world, tmp_path):
     assert found
     first, second = (Job(int(number), run_dir / "slurm" / f"{number}.out") for number in found.groups())
     expected_code = 1
-    assert f"is in the queue already: {first.id} (" in submit()
+    text = submit()
+    assert printed_keys(text) == ["slurm.queue.same_run"]
+    assert f" {first.id} (" in text
     for job in (first, second):
         for component in lab.components(job):
             lab.command("scontrol", "release", str(component.id))
