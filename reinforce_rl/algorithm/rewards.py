@@ -110,15 +110,21 @@ def less_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: int) 
         RewardServerError: valid rewards are not finite, or too large for float32 to distinguish.
     """
     if not bool(kl[valid].isfinite().all()):
-        raise DivergedError(f"log-probs of the responses of step {step} are not finite")
+        raise DivergedError(
+            f"log-probs of the responses of step {step} are not finite",
+            key="algorithm.log_probs.not_finite",
+        )
     found = rewards - beta * kl
     beyond = (valid & ~(found.abs() <= MAX_REWARD)).nonzero()[:, 0].tolist()
     if beyond:
         raise RewardServerError(
-            f"{len(beyond)} of {int(valid.sum())} rewards of step {step} are not finite or beyond {MAX_REWARD:g} in "
-            f"size; the first is {float(rewards[beyond[0]]):g}, shaped, less beta = {beta:g} times its KL of "
-            f"{float(kl[beyond[0]]):g} nats. Scale or clip rewards (trainer.reinforce.reward_shaping), or lower "
-            "trainer.reinforce.initial_policy_kl_penalty"
+            f"{len(beyond)} of {int(valid.sum())} rewards of step {step} are not finite, or are larger "
+            f"than {MAX_REWARD:g} in size. The first of them is made of a shaped reward of "
+            f"{float(rewards[beyond[0]]):g}, less beta = {beta:g} times a KL of "
+            f"{float(kl[beyond[0]]):g} nats. Scale or clip the rewards "
+            "(trainer.reinforce.reward_shaping), or lower "
+            "trainer.reinforce.initial_policy_kl_penalty",
+            key="algorithm.reward.out_of_range",
         )
     return found
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import rank_at
 from reinforce_rl.config.rules import find_faults
-from reinforce_rl.errors import ConfigError, ReinforceError
+from reinforce_rl.errors import ConfigError, Fault, ReinforceError
 from reinforce_rl.preflight.plan import BatchPlan, Inputs, layout_of, plan_batches, stage_layers
 from reinforce_rl.preflight.rank import Case, Phases, total
 from reinforce_rl.preflight.report import Tried, as_json, print_alternatives, print_step
@@ -57,7 +57,7 @@ def deep(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[str]:
         try:
             step = predict(job, worker.measure(job))
         except DeepFault as error:
-            return [str(error)]
+            return [Fault(str(error), key=error.key)]
         print_step(console, job, step)
         tried = _try(worker, job, inputs, step)
     better = [one for one in tried if one[1].fits and (not step.fits or one[1].seconds < BETTER * step.seconds)]
@@ -70,7 +70,10 @@ def deep(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[str]:
     if step.fits:
         return []
     needed, there = step.peaks[step.worst] / 1e9, (job.machine.memory - job.machine.reserved) / 1e9
-    return [f"a rank needs {needed:.1f} GB in {step.worst}, and a {job.machine.name} has {there:.1f} GB for tensors"]
+    sentence = (
+        f"a rank needs {needed:.1f} GB in {step.worst}, but a {job.machine.name} has only {there:.1f} GB for tensors"
+    )
+    return [Fault(sentence, key="preflight.memory.too_little")]
 
 
 def job_of(cfg: TrainConfig, inputs: Inputs, machine: Hardware) -> PredictedJob:
@@ -151,9 +154,12 @@ class Worker:
         except (EOFError, OSError) as error:
             self._said.seek(0)
             said = " | ".join(self._said.read().strip().splitlines()[-3:]) or "it said nothing"
-            raise DeepFault(f"the process with the fake GPU ended: {said}") from error
+            raise DeepFault(
+                f"the process with the fake GPU ended: {said}",
+                key="preflight.deep.process_ended",
+            ) from error
         if isinstance(found, str):
-            raise DeepFault(f"{role} fails in {found}")
+            raise DeepFault(f"{role} fails in {found}", key="preflight.deep.rank_fails")
         return found
 
 

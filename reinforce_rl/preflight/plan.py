@@ -20,7 +20,7 @@ from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, fixed_prompts
 from reinforce_rl.data.sampler import shard
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError, ReinforceError
+from reinforce_rl.errors import ConfigError, Fault, ReinforceError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.model import layers_of_stages
 from reinforce_rl.preflight import memory
@@ -49,8 +49,13 @@ class Inputs:
 
     @property
     def faults(self) -> list[str]:
-        texts = [error.faults if isinstance(error, ConfigError) else [str(error)] for error in self.errors]
-        return [fault.replace("\n", "\n     ") for faults in texts for fault in faults]
+        faults: list[str] = []
+        for error in self.errors:
+            if isinstance(error, ConfigError):
+                faults.extend(error.faults)
+            else:
+                faults.append(Fault(str(error), key=error.key))
+        return [Fault(fault.replace("\n", "\n     "), key=getattr(fault, "key", "")) for fault in faults]
 
     def checked(self) -> tuple[PreTrainedTokenizerBase, RLHFDatasets]:
         """Return tokenizer and data sets; raise the fault, or a `ConfigError` of several."""
@@ -276,11 +281,12 @@ class DiskNeed:
         parts += f", less {gigabytes(self.held)} there already" if self.held else ""
         parts += f", {gigabytes(self.export)} for the Hugging Face folder" if self.export else ""
         parts += f", and {gigabytes(self.records)} for the samples' records"
-        return (
-            f"exp_manager.explicit_log_dir is {self.folder}, where {gigabytes(self.free)} are free; the run needs "
-            f"{gigabytes(self.needed)}: {parts}. Free some space, choose another disk, or lower "
-            "exp_manager.checkpoint_callback_params.keep_last or keep_best; exp_manager.record_tokens_every=0 shrinks "
-            "the records"
+        return Fault(
+            f"exp_manager.explicit_log_dir is {self.folder}, where {gigabytes(self.free)} are free, but the "
+            f"run needs {gigabytes(self.needed)}: {parts}. Free some space, choose another disk, or lower "
+            "exp_manager.checkpoint_callback_params.keep_last or keep_best; "
+            "exp_manager.record_tokens_every=0 makes the records smaller",
+            key="preflight.disk.too_little_space",
         )
 
     @property

@@ -15,7 +15,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import DEEP
 from reinforce_rl.config.load import read_config
 from reinforce_rl.config.rewards import RewardServerConfig
-from reinforce_rl.errors import CheckpointError, ConfigError, RewardServerError
+from reinforce_rl.errors import CheckpointError, ConfigError, Fault, RewardServerError
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import check_headers
 from reinforce_rl.preflight.memory import RankMemory
@@ -123,7 +123,7 @@ def _weight_faults(cfg: TrainConfig, inputs: Inputs) -> Iterator[str]:
         try:
             check_headers(inputs.architecture, HFFolder(cfg.pretrained_checkpoint.restore_from_path))
         except CheckpointError as error:
-            yield str(error)
+            yield Fault(str(error), key=error.key)
 
 
 def host_memory_of_node(cfg: TrainConfig, memory: Sequence[RankMemory]) -> int:

@@ -8,20 +8,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import NOT_SET, Positive, Section, Text, key
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.load import read
 from reinforce_rl.config.parallelism import Layout
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.preflight.memory import WEIGHT_BYTES, Decoding, ModelSize, stage_shapes
 from reinforce_rl.preflight.plan import BatchPlan
 from reinforce_rl.preflight.rank import Cost, Traffic, total
+from reinforce_rl.runtime.stored_config import MAX_CONFIG_BYTES
 from reinforce_rl.trainer.build import lora_settings
+from reinforce_rl.utils.untrusted_files import parse_yaml, read_bounded
 
 BF16 = 2
 _SMALL_KERNELS = 4  # per layer, besides matrices and attention: two norms, RoPE with the cache write, SwiGLU
@@ -126,16 +127,22 @@ def load_machine(value: str) -> Hardware:
     if value in MACHINES:
         return MACHINES[value]
     if not Path(value).is_file():
-        raise ConfigError([f"preflight_machine is {value!r}; expected {known} or a YAML file that exists"])
+        sentence = f"preflight_machine is {value!r}; expected {known}, or a YAML file that exists"
+        raise ConfigError([Fault(sentence, key="preflight.machine.unknown")])
     try:
-        given = OmegaConf.load(value)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError([f"{where} cannot be read as YAML: {' '.join(str(error).split())}"]) from error
-    if not isinstance(given, DictConfig):
-        raise ConfigError([f"{where} holds no keys; expected those of a machine, such as `base: h100`"])
+        data = read_bounded(Path(value), max_bytes=MAX_CONFIG_BYTES)
+        tree = parse_yaml(data.decode("utf-8"))
+    except (OSError, ValueError) as error:
+        sentence = f"{where} cannot be read as YAML: {error}"
+        raise ConfigError([Fault(sentence, key="preflight.machine.not_yaml")]) from error
+    if not isinstance(tree, dict):
+        sentence = f"{where} has no keys; expected those of a machine, such as `base: h100`"
+        raise ConfigError([Fault(sentence, key="preflight.machine.no_keys")])
+    given = OmegaConf.create(tree)
     base = given.pop("base", None)
     if base is not None and base not in MACHINES:
-        raise ConfigError([f"{where}: base is {base!r}; expected {known}"])
+        sentence = f"{where}: base is {base!r}; expected {known}"
+        raise ConfigError([Fault(sentence, key="preflight.machine.unknown_base")])
     whole = given if base is None else OmegaConf.merge(MACHINES[base].model_dump(), given)
     machine, faults = read(Hardware, whole, f"{where}: ")  # type: ignore[arg-type]
     if faults:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.choices import REWARD_STANDARDISATIONS
+from helpers.errors import raises_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,8 +21,10 @@ from reinforce_rl.algorithm.rewards import (
     RewardShaping,
     RunningMoments,
     in_group_with_spread,
+    less_kl,
     shape_rewards,
 )
+from reinforce_rl.errors import DivergedError, RewardServerError
 
 NOTHING_PAST = RunningMoments()
 
@@ -284,6 +287,22 @@ def test_by_brute_force_whatever_the_invalid_hold(rows, anything):
     expected = [len({r for r, other, ok in rows if ok and other == group}) > 1 for _, group, _ in rows]
     rewards = [reward if ok else anything for reward, _, ok in rows]
     assert differs(rewards, [row[1] for row in rows], [row[2] for row in rows]) == expected
+
+
+def test_a_reward_less_its_kl_must_be_a_number_within_the_bound():
+    valid = torch.tensor([True, True, False])
+    rewards = torch.tensor([1.0, 3.0, math.nan])
+    kl = torch.tensor([0.0, 2.0, math.nan])
+    found = less_kl(rewards, kl, 0.5, valid, step=7)
+    assert found[valid].tolist() == [1.0, 2.0]
+    values = ("1 of 2", "step 7", "1e+06", " 3,", "1e+12", " 2 nats")
+    with raises_error("algorithm.reward.out_of_range", *values) as raised:
+        less_kl(rewards, kl, 1e12, valid, step=7)
+    assert isinstance(raised.value, RewardServerError), "after which the run saves"
+    everything = torch.ones(3, dtype=torch.bool)
+    with raises_error("algorithm.log_probs.not_finite", "step 7") as raised:
+        less_kl(rewards, kl, 0.5, everything, step=7)
+    assert isinstance(raised.value, DivergedError), "after which the run does not"
 
 
 def test_every_sample_of_a_group_has_the_answer_of_the_group():

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.errors import check_fault
 from helpers.fake_reward_server import FakeRewardServer, describe
 from helpers.models import tiny_llama_folder
 from helpers.public_configs import LLAMA_3_1_70B
@@ -20,7 +21,7 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 from rich.console import Console
 
 from reinforce_rl.config.load import load_config
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, DataError, Fault
 from reinforce_rl.preflight import plan
 from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.preflight.run import preflight
@@ -138,9 +139,10 @@ def test_what_follows_from_prompts_that_cannot_be_read_is_not_known(files, tmp_p
 def test_a_disk_that_is_too_small(files, monkeypatch):
     free = namedtuple("usage", "free")
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: free(1000))
-    (fault,) = faults_of(*right(files))
-    assert "1.00 kB are free" in fault and "checkpoints" in fault and "keep_last" in fault
-    assert "for the samples' records" in fault
+    faults = faults_of(*right(files))
+    assert len(faults) == 1
+    values = (files / "run", "1.00 kB", "checkpoints", "keep_last", "record_tokens_every=0")
+    check_fault(faults, "preflight.disk.too_little_space", *values)
 
 
 def test_a_disk_that_might_not_hold_all_records_is_no_fault():
@@ -171,6 +173,17 @@ def test_the_real_start_tells_the_same_faults_together(files, tmp_path):
     with pytest.raises(ConfigError) as raised:
         read_inputs(load_config(compose(*right(files), *overrides))).checked()
     assert ["mamba" in raised.value.faults[0], "bad.jsonl:1" in raised.value.faults[1]] == [True, True]
+
+
+def test_faults_keep_their_keys_when_they_are_told_together():
+    errors = (
+        DataError("line 3\nis wrong", key="data.line.not_json"),
+        ConfigError([Fault("lr is -1", key="config.out_of_range")]),
+    )
+    faults = plan.Inputs(None, None, None, None, None, errors).faults
+    check_fault(faults, "data.line.not_json", "line 3", "is wrong")
+    check_fault(faults, "config.out_of_range", "lr is -1")
+    assert len(faults) == 2
 
 
 @pytest.mark.parametrize(("more", "code"), [([], 0), (["trainer.devices=0"], 1)], ids=["right", "wrong"])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
     from reinforce_rl.preflight.fake_cuda.mode import FakeCuda, Ledger
@@ -70,10 +70,12 @@ def install() -> Machine:
 def _load_guard() -> None:
     # Import torch with a device guard that accepts fake CUDA tensors.
     if "torch" in sys.modules:
-        raise ConfigError(["fake CUDA was asked for after torch was imported; it must come first in the process"])
+        sentence = "torch was imported before fake CUDA; install fake CUDA first in the process"
+        raise ConfigError([Fault(sentence, key="preflight.fake_cuda.after_torch")])
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise ConfigError(["torch is not installed in this Python environment"])
+        sentence = "torch is not installed in this Python environment"
+        raise ConfigError([Fault(sentence, key="preflight.fake_cuda.no_torch")])
     try:
         guard = ctypes.CDLL(str(_library(Path(spec.origin).parent)), ctypes.RTLD_GLOBAL)
     except ConfigError:
@@ -96,8 +98,11 @@ def _library(torch: Path) -> Path:
         return library
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
     if compiler is None:
-        looked = "fake CUDA needs a C++ compiler where there is no GPU; found none of $CXX, c++, g++ and clang++"
-        raise ConfigError([f"{looked}; install one (Debian: apt-get install g++)"])
+        sentence = (
+            "fake CUDA needs a C++ compiler on a machine without a GPU, but there is none of $CXX, c++, "
+            "g++ and clang++; install one (Debian: apt-get install g++)"
+        )
+        raise ConfigError([Fault(sentence, key="preflight.fake_cuda.no_compiler")])
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         built = Path(folder) / "guard.so"
@@ -114,6 +119,7 @@ def _library(torch: Path) -> Path:
         )
         if done.returncode:
             said = done.stderr.strip()[-2000:]
-            raise ConfigError([f"{compiler} could not build {SOURCE.name}, which fake CUDA needs:\n{said}"])
+            sentence = f"{compiler} could not build {SOURCE.name}, which fake CUDA needs:\n{said}"
+            raise ConfigError([Fault(sentence, key="preflight.fake_cuda.not_built")])
         built.replace(library)
     return library
