@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from reinforce_rl.utils.untrusted_files import read_bounded, read_model_json
+from reinforce_rl.utils.untrusted_files import parse_yaml, read_bounded, read_model_json
 
 MODEL = "pretrained_checkpoint.restore_from_path"
 ADAPTER_FILE = "adapter_config.json"
@@ -54,12 +54,11 @@ def _adapter_base(folder: Path) -> str:
 
 def export_command(run: Path) -> str:
     """Return the command that exports a run's newest checkpoint."""
-    import yaml  # a benchmark on a bare GPU machine needs the rest without it
-
     base: Any = None
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
+    with contextlib.suppress(OSError, ValueError):
         # The folder may be somebody else's: its values as they are, without what they would resolve to.
-        base = yaml.safe_load(read_bounded(run / "config.yaml", max_bytes=_MAX_CONFIG_BYTES))
+        data = read_bounded(run / "config.yaml", max_bytes=_MAX_CONFIG_BYTES)
+        base = parse_yaml(data.decode("utf-8"))
         for key in MODEL.split("."):
             base = base[key] if isinstance(base, dict) and key in base else None
     base = base if isinstance(base, str) else "THE_MODEL_IT_BEGAN_FROM"

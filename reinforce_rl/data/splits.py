@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.utils.untrusted_files import MAX_JSON_DEPTH, read_bounded, yaml_fault
+from reinforce_rl.utils.untrusted_files import MAX_JSON_DEPTH, parse_yaml, read_bounded
 
 _MAX_RECURSIVE = 2  # "**" in a pattern of a data set's card
 SUFFIX = re.compile(r"(\.jsonl|\.ndjson|\.json|\.csv|\.tsv|\.parquet)?(?:\.gz|\.bz2|\.xz|\.zst)?$", re.IGNORECASE)
@@ -37,7 +37,9 @@ _KEYWORD = re.compile(
 )  # between the characters that `datasets` takes for separators
 _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}")
 _MAX_CARD_BYTES = 16 << 20
-_CARD = re.compile(r"---\s*\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
+_MAX_CARD_VALUES = 200_000  # keys and values of its YAML
+# White space of one line: "\s*" would go over lines, and over many of them in quadratic time.
+_CARD = re.compile(r"---[^\S\n]*\n(.*?)\n---[^\S\n]*(?:\n|$)", re.DOTALL)
 _JSON_FORMS = (".jsonl", ".ndjson", ".json")
 _MANY = 6  # names in a message
 
@@ -178,20 +180,22 @@ def _card(folder: Path) -> list[dict[str, Any]]:
     text = content.decode("utf-8", "replace")
     front_matter = _CARD.match(text)
     try:
-        fault = yaml_fault(front_matter[1], max_depth=MAX_JSON_DEPTH) if front_matter else None
-        card = yaml.safe_load(front_matter[1]) if front_matter and fault is None else None
-    except (yaml.YAMLError, RecursionError) as error:
-        problem = " ".join(str(error).split())
-        raise DataError(f"has a README.md whose YAML cannot be read: {problem}") from error
-    if fault is not None:
-        line, what = fault
-        raise DataError(f"has a README.md whose YAML has in line {line} {what}")
+        card = _parse_card(front_matter[1]) if front_matter else None
+    except ValueError as error:
+        raise DataError(f"has a README.md whose YAML cannot be read: {error}") from error
     configs = (card.get("configs") if isinstance(card, dict) else None) or []
     if not isinstance(configs, list):
         raise DataError("has a README.md whose configs is no list, which `datasets` expects")
     return [
         config for config in configs if isinstance(config, dict) and ("data_files" in config or "data_dir" in config)
     ]
+
+
+def _parse_card(text: str) -> Any:
+    # A card lists each of its files, and some have thousands: a loader in C where there is one.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    first_line = "\n"  # so that lines are counted as in the file
+    return parse_yaml(first_line + text, max_depth=MAX_JSON_DEPTH, max_values=_MAX_CARD_VALUES, loader=loader)
 
 
 def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:

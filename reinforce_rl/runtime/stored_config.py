@@ -6,15 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from reinforce_rl.errors import DataError
-from reinforce_rl.utils.untrusted_files import read_bounded, yaml_fault
+from reinforce_rl.utils.untrusted_files import parse_yaml, read_bounded
 
 MAX_CONFIG_BYTES = 1 << 20
-MAX_CONFIG_DEPTH = 32
 INTERPOLATION = "${"
 _SHOWN = 200  # characters of a value in a message
 
@@ -34,22 +29,32 @@ def read_stored(path: Path) -> str:
 def parse_stored(text: str, where: str) -> dict[str, Any]:
     """Parse a configuration that lies in a folder; interpolations are kept as texts.
 
-    Raises DataError, which begins with `where`, for what is no mapping, is too large or too deep, or has aliases,
-    whose expansion has no bound.
+    Raises DataError, which begins with `where`, for what is no mapping or exceeds the bounds of `yaml_fault`.
     """
     if len(text) > MAX_CONFIG_BYTES:
         raise DataError(f"{where}: more than {MAX_CONFIG_BYTES} characters")
     try:
-        if fault := yaml_fault(text, max_depth=MAX_CONFIG_DEPTH):
-            line, what = fault
-            raise DataError(f"{where}, line {line}: {what}")
-        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, RecursionError, ValueError) as error:
-        raise DataError(f"{where}: not valid YAML ({str(error)[:_SHOWN]}); restore it or take it away") from error
+        # Not by OmegaConf.create, which parses interpolations and takes hours for some.
+        tree = parse_yaml(text)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}; restore it or take it away") from error
+    if tree is None:  # an empty file
+        return {}
     if not isinstance(tree, dict):
         kind = type(tree).__name__
         raise DataError(f"{where}: found a {kind}, expected keys with values; restore it or take it away")
+    if _has_null_key(tree):
+        raise DataError(f"{where}: a key is null; expected a name; restore it or take it away")
     return {str(key): value for key, value in tree.items()}
+
+
+def _has_null_key(value: Any) -> bool:
+    """Tell whether a mapping below a value has the key null, which OmegaConf does not take."""
+    if isinstance(value, dict):
+        return None in value or any(_has_null_key(child) for child in value.values())
+    if isinstance(value, list):
+        return any(_has_null_key(child) for child in value)
+    return False
 
 
 def parse_values(text: str, where: str) -> dict[str, Any]:

@@ -15,8 +15,13 @@ from reinforce_rl.errors import DataError
 
 MAX_JSON_BYTES = 64 << 20  # of a file that is one JSON value
 MAX_JSON_DEPTH = 100
+MAX_YAML_DEPTH = 32  # of a configuration
+MAX_YAML_VALUES = 10_000  # keys, values and lists of a configuration, all together
 _MAX_DIGITS = 40  # of an integer
 _LONG_NUMBER = re.compile(rf"[0-9]{{{_MAX_DIGITS + 1}}}")
+_YAML_NUMBER = re.compile(r"[-+]?0[bx][0-9a-fA-F_]+|[-+]?[0-9.][0-9_.:]*(?:[eE][-+]?[0-9]+)?")
+_YAML_DIRECTIVE = re.compile("(?:^|[\n\r\x85\u2028\u2029])%")
+_SHOWN = 200  # characters of what was found, in a message
 _KINDS = {
     stat.S_IFIFO: "a fifo",
     stat.S_IFSOCK: "a socket",
@@ -121,21 +126,70 @@ def parse_json(text: str | bytes, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     return value
 
 
-def yaml_fault(text: str, *, max_depth: int) -> tuple[int, str] | None:
+def parse_yaml(
+    text: str,
+    *,
+    max_depth: int = MAX_YAML_DEPTH,
+    max_values: int = MAX_YAML_VALUES,
+    loader: Any = None,
+) -> Any:
+    """Parse YAML within bounds.
+
+    Args:
+        max_depth: levels of keys and lists.
+        max_values: keys, values and lists, all together.
+        loader: one of PyYAML's safe loaders. By default it is OmegaConf's, which reads 1e-5 as a number.
+
+    Raises:
+        ValueError: it is no YAML, or `yaml_fault` finds a fault in it. The message is one line.
+    """
+    import yaml  # a benchmark on a bare GPU machine needs the rest without it
+    from omegaconf._utils import get_yaml_loader
+
+    try:
+        fault = yaml_fault(text, max_depth=max_depth, max_values=max_values)
+        if fault is None:
+            return yaml.load(text, Loader=loader or get_yaml_loader())
+    except (yaml.YAMLError, RecursionError, OverflowError, ValueError) as error:
+        raise ValueError(f"not valid YAML: {' '.join(str(error).split())[:_SHOWN]}") from error
+    line, what = fault
+    raise ValueError(f"line {line}: {what}")
+
+
+def yaml_fault(text: str, *, max_depth: int, max_values: int) -> tuple[int, str] | None:
     """Return the line and the fault of YAML that could become large or deep; None if it can be loaded.
 
-    An alias can make a small text large beyond all bounds. Raises yaml.YAMLError for what is no YAML.
+    An alias can make a small text large beyond all bounds, a tag makes objects or fails in ways of its own, and
+    libraries take quadratic time for long numbers and for many directives. Raises yaml.YAMLError for what is no YAML.
     """
     import yaml  # a benchmark on a bare GPU machine needs the rest without it
 
+    directive = _YAML_DIRECTIVE.search(text)
+    if directive is not None:
+        line = len(text[: directive.end()].splitlines())
+        return line, "a directive (%); expected keys and values only"
     depth = 0
+    values = 0
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
-            return line, f"an alias (*{event.anchor}); expected values"
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            return line, f"an alias (*{event.anchor[:_SHOWN]}); expected values"
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            return line, f"a tag ({tag[:_SHOWN]}); expected a value without one"
+        is_start = isinstance(event, yaml.CollectionStartEvent)
+        depth += is_start - isinstance(event, yaml.CollectionEndEvent)
         if depth > max_depth:
             return line, f"more than {max_depth} levels of keys and lists"
+        is_scalar = isinstance(event, yaml.ScalarEvent)
+        values += is_start or is_scalar
+        if values > max_values:
+            return line, f"more than {max_values} keys and values"
+        is_plain = is_scalar and not event.style  # without quotes
+        is_long = is_plain and len(event.value) > _MAX_DIGITS
+        if is_long and _YAML_NUMBER.fullmatch(event.value):
+            expected = f"expected at most {_MAX_DIGITS}, or quotes around a text"
+            return line, f"a number of {len(event.value)} characters; {expected}"
     return None
 
 

@@ -158,6 +158,13 @@ def test_a_card_that_fits_no_file_or_cannot_be_read(tmp_path):
     assert "socratic/train-*" in said and "README.md" in said
     folder = write(tmp_path / "broken", MAIN, "---\nconfigs: [\n---\n")
     assert "README.md whose YAML cannot be read" in refused(folder)
+    long_number = "---\nconfigs:\n- config_name: 1" + ":1" * 200_000 + "\n---\n"
+    folder = write(tmp_path / "number", MAIN, long_number)
+    assert "cannot be read: line 3: a number of 400001 characters" in refused(folder)
+    folder = write(tmp_path / "no_day", MAIN, "---\nconfigs: [{config_name: 2001-99-99}]\n---\n")
+    assert "cannot be read: not valid YAML: month must be in 1..12" in refused(folder)
+    folder = write(tmp_path / "blank", ["a.jsonl"], "---" + "\n" * 1_000_000)
+    assert read(folder) == ["a.jsonl"]
     for card in ("# Only text\n", "---\nlicense: mit\n---\n"):
         folder = write(tmp_path / "plain", ["a.jsonl"], card)
         assert read(folder) == ["a.jsonl"]

@@ -6,6 +6,7 @@ import itertools
 import os
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from reinforce_rl.config.compose import compose, compose_stored
@@ -26,6 +27,9 @@ BAD = {
     "another object": "!!python/object/new:os.mkdir [made]\n",
     "no YAML": "a: [\n",
     "a bell": "a: \x07\n",
+    "a key that is null": "a: [{b: {~: 1}}]\n",
+    "an integer of an hour": "a: 1" + ":1" * 500_000,
+    "a path": "a: !!python/object/apply:pathlib.PosixPath [[1]]\n",
 }
 
 
@@ -60,11 +64,12 @@ def test_a_file_is_read_within_bounds(tmp_path):
         {"a": {"${oc.env:SECRET}": 1}},
         {"a": {"b": "${.c}", "c": 1}},
         {"a": {"b": "\\${c}"}},
+        {"a": {"b": "${a:" * 300 + "1" + "}" * 300}},
     ],
 )
 def test_interpolations_are_kept_as_texts_and_never_used(tree, monkeypatch):
     monkeypatch.setenv("SECRET", "leaked")
-    text = OmegaConf.to_yaml(OmegaConf.create(tree))
+    text = yaml.safe_dump(tree)
     assert "leaked" not in str(parse_stored(text, "here"))
     with pytest.raises(DataError, match=r"^here: a\.\S+ is .*\$\{"):
         parse_values(text, "here")

@@ -13,6 +13,7 @@ from reinforce_rl.utils.untrusted_files import (
     check_entries,
     open_regular,
     parse_json,
+    parse_yaml,
     read_bounded,
     read_json,
 )
@@ -167,3 +168,60 @@ def test_json_within_the_bounds_is_what_python_reads(tmp_path):
     assert parse_json("[" + ",".join(["[]"] * 1000) + "]") == [[]] * 1000
     (tmp_path / "a.json").write_text('{"\\u00fc": 1.5}')
     assert read_json(tmp_path / "a.json") == {"ü": 1.5}
+
+
+COSTLY_YAML = {
+    "an integer in hours, minutes and seconds": "a: 1" + ":1" * 200_000,
+    "a fraction in hours, minutes and seconds": "a: 1" + ":1" * 200_000 + ".5",
+    "a long integer": "a: 1" + "0" * 200_000,
+    "a long hexadecimal integer": "a: -0x" + "f" * 200_000,
+    "a long binary integer": "a: 0b" + "1_" * 200_000,
+    "a long fraction": "a: ." + "1" * 200_000,
+    "a long exponent": "a: 1e" + "9" * 200_000,
+}
+
+
+@pytest.mark.parametrize("kind", COSTLY_YAML)
+def test_a_long_number_in_yaml_is_refused_before_it_is_computed(kind):
+    text = f"b: 1\n{COSTLY_YAML[kind]}"
+    with pytest.raises(ValueError, match=r"^line 2: a number of \d+ characters; expected at most 40"):
+        parse_yaml(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("".join(f"%TAG !a{index}! x\n" for index in range(9)) + "---\na: 1", "line 1: a directive"),
+        ("# text\n%YAML 1.2\n---\na: 1", "line 2: a directive"),
+        ("a:\n  b: !!timestamp never", "line 2: a tag .*timestamp"),
+        ("a: !!bool maybe", "line 1: a tag .*bool"),
+        ("a: !!int ''", "line 1: a tag .*int"),
+        ("a: !!binary aGk=", "line 1: a tag .*binary"),
+        ("a: !!set {x, y}", "line 1: a tag .*set"),
+        ("a: !!omap [x: 1]", "line 1: a tag .*omap"),
+        ("a: !!python/object/apply:pathlib.PosixPath [[1]]", "line 1: a tag .*PosixPath"),
+        ("a: ! 1", "line 1: a tag"),
+        ("a: &a [1]\n<<: [*a, *a]", r"line 2: an alias \(\*a\)"),
+        ("a: 1\n" + "- {" * 40, "not valid YAML"),
+        ("[" * 40 + "]" * 40, "line 1: more than 32 levels"),
+        ("".join(f"k{index}: 1\n" for index in range(6000)), "line 5000: more than 10000 keys"),
+        ("a: 1\na: 2", "duplicate key a"),
+        ("? [a]\n: 1", "unhashable key"),
+    ],
+)
+def test_yaml_that_could_become_large_or_fail_oddly_is_one_sentence(text, part):
+    with pytest.raises(ValueError, match=part) as error:
+        parse_yaml(text)
+    assert len(str(error.value)) < 400
+    assert "\n" not in str(error.value)
+
+
+def test_yaml_within_the_bounds_is_what_omegaconf_reads():
+    digest = "0123456789abcdef" * 4
+    text = f"a: 1e-5\nb: [0x1f, 1.5, -3, .inf, true, null, '{'7' * 99}', {digest}]\nc: {{<<: {{d: 1}}}}\n"
+    expected = {
+        "a": 1e-5,
+        "b": [31, 1.5, -3, float("inf"), True, None, "7" * 99, digest],
+        "c": {"d": 1},
+    }
+    assert parse_yaml(text) == expected
