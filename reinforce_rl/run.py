@@ -32,7 +32,7 @@ from reinforce_rl.monitoring.sentinel import Sentinel
 from reinforce_rl.monitoring.step_record import drop_records
 from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.rewards.base import RewardSource
-from reinforce_rl.rewards.sources import connect_to_reward_servers
+from reinforce_rl.rewards.sources import connect_to_reward_servers, names_of_scores
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.guests import INVITATION_FILE
 from reinforce_rl.runtime.links import host_of_rank_0
@@ -46,6 +46,7 @@ from reinforce_rl.trainer.build import build_actor, build_sampler, configured_me
 from reinforce_rl.trainer.disaggregated import Generators
 from reinforce_rl.trainer.generate import GeneratorRank
 from reinforce_rl.trainer.generator_pool import GeneratorPool
+from reinforce_rl.trainer.messages import ResultBounds
 from reinforce_rl.trainer.reinforce import ROLLOUTS_FILE, ReinforceTrainer
 from reinforce_rl.trainer.separate import SeparateGenerators, SeparatePool
 from reinforce_rl.trainer.state import BestCheckpoints
@@ -136,10 +137,16 @@ def open_pool(
     cfg: TrainConfig, mesh: Mesh, role: RankRole | None, monitor: RunMonitor, control: RunControl
 ) -> GeneratorPool:
     """Meet the generators of the job, or invite those that are programs of their own, which come when they come."""
-    vocab_size = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size
+    bounds = ResultBounds(
+        vocab_size=Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size,
+        max_length=cfg.model.reinforce.length_params.max_length,
+        sources=names_of_scores(cfg),
+        # TensorRT-LLM reports none with an empty response, and another generator may report none at all.
+        needs_log_probs=cfg.generation in ("native", "vllm"),
+    )
     if role is not None:
         monitor.note(f"Ranks {role.generators.start} to {role.size - 1} generate")
-        return GeneratorPool(role, mesh.device, cfg.trainer.heartbeat_timeout_seconds, vocab_size)
+        return GeneratorPool(role, mesh.device, cfg.trainer.heartbeat_timeout_seconds, bounds)
     folder = Path(cfg.exp_manager.explicit_log_dir)
     pool = SeparatePool(
         folder,
@@ -149,7 +156,7 @@ def open_pool(
         silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
         wait_seconds=cfg.generator_timeout_seconds,
         staleness=cfg.staleness,
-        vocab_size=vocab_size,
+        bounds=bounds,
         activity=control.activity,
         status=control.status,
         stop=control.stop,

@@ -107,10 +107,7 @@ def connect_to_reward_servers(
     Raises RewardServerError if one is not ready within `remote_rm.ready_timeout_seconds`, ConfigError if tokenizer or
     vocabulary differ and the server reads no texts, or a function cannot be used.
     """
-    remote = cfg.remote_rm
-    servers = dict(remote.more_reward_models)
-    if cfg.reward == "server":
-        servers = {remote.reward_model.name: remote.reward_model, **servers}
+    servers = configured_servers(cfg)
     functions = configured_functions(cfg)
     pool = FunctionPool({name: spec for name, (spec, _) in functions.items()}, cfg.reward_function)
     sources = [WeightedSource(name, FunctionRewards(pool, name), weight) for name, (_, weight) in functions.items()]
@@ -125,12 +122,40 @@ def connect_to_reward_servers(
                 source = _connect_to_reward_server(cfg, server, mesh, tokenizer, monitor)
                 sources.append(WeightedSource(name, source, server.weight))
         on_failure.pop_all()
-        return sources[0].source if len(sources) == 1 and sources[0].weight == 1.0 else CombinedRewards(sources)
+        is_sum = _is_sum([source.weight for source in sources])
+        return CombinedRewards(sources) if is_sum else sources[0].source
 
 
 def configured_functions(cfg: TrainConfig) -> dict[str, tuple[FunctionSpec, float]]:
     """Return the configured functions and their weights, by the name used in logs."""
     return named_functions(cfg.reward_function, with_own=cfg.reward == "function")
+
+
+def configured_servers(cfg: TrainConfig) -> dict[str, RewardServerConfig]:
+    """Return the configured reward servers, by the name of their model."""
+    remote = cfg.remote_rm
+    servers = dict(remote.more_reward_models)
+    if cfg.reward == "server":
+        servers = {remote.reward_model.name: remote.reward_model, **servers}
+    return servers
+
+
+def names_of_scores(cfg: TrainConfig) -> tuple[str, ...] | None:
+    """Return the names in `Rewards.by_source`, without the attributes of servers.
+
+    None for a server alone, whose attributes, by their names, are all that there is.
+    """
+    functions = configured_functions(cfg)
+    servers = configured_servers(cfg)
+    weights = [weight for _, weight in functions.values()]
+    weights += [server.weight for server in servers.values()]
+    if _is_sum(weights):
+        return (*functions, *servers)
+    return None if servers else ()
+
+
+def _is_sum(weights: Sequence[float]) -> bool:
+    return len(weights) != 1 or weights[0] != 1.0
 
 
 def _connect_to_reward_server(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -30,6 +31,8 @@ OnMessage = Callable[[int, list[memoryview]], object]
 
 BEATS_A_TIMEOUT = 5  # heartbeats per timeout
 _KEYS = ("server_key", "public_key", "secret_key")
+_RANK = re.compile(rb"rank ([1-9][0-9]{0,18})")  # how a peer names itself
+MAX_PART_BYTES = 1 << 30  # of a message; ZeroMQ closes the connection of a peer that sends more
 LINGER_SECONDS = 2.0  # to send queued messages on close
 
 
@@ -109,6 +112,7 @@ class Links:
         router.curve_server = True
         router.curve_publickey, router.curve_secretkey = server_key, server_secret
         router.backlog = 1024
+        router.maxmsgsize = MAX_PART_BYTES
         links = cls(router, 0)
         links._authenticator = authenticator
         host = "127.0.0.1" if host in ("localhost", "::1") else host
@@ -231,7 +235,10 @@ class Links:
                 return messages
             rank = 0
             if self._rank == 0:
-                rank = int(frames.pop(0).bytes.removeprefix(b"rank "))
+                name = _RANK.fullmatch(frames.pop(0).bytes)
+                if name is None:  # no program of ours
+                    continue
+                rank = int(name[1])
                 self.peers.setdefault(rank, Peer(rank))
                 self._ranks[int(frames[0].get(zmq.SRCFD))] = rank
             messages.append((rank, [frame.buffer for frame in frames]))

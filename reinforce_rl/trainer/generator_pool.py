@@ -28,6 +28,7 @@ from reinforce_rl.trainer.messages import (
     GeneratorFailed,
     Message,
     Result,
+    ResultBounds,
     RunEnded,
     WeightsAnnounced,
     Work,
@@ -35,9 +36,11 @@ from reinforce_rl.trainer.messages import (
     Works,
     fault_of_result,
 )
+from reinforce_rl.utils.control_characters import quoted
 
 INVITATION = "generators"  # where rank 0's `Invitation` is shared
 _POLL_SECONDS = 0.2
+_MAX_JSON_BYTES = 64 << 20  # of a message; memory for its values is many times that
 _END_SECONDS = 10.0  # for generators to read that the run has ended
 
 
@@ -45,13 +48,13 @@ class GeneratorPool:
     """Rank 0's connections to the generators, and the queue between them.
 
     A generator of which nothing is heard for `silence_seconds` is lost. `device` is where the weights are,
-    and `vocab_size` bounds the token ids that are accepted.
+    and `bounds` are of the results that are accepted.
 
     Raises ConnectionError: a generator did not come.
     """
 
-    def __init__(self, role: RankRole, device: torch.device, silence_seconds: float, vocab_size: int):
-        self._begin_empty(vocab_size)
+    def __init__(self, role: RankRole, device: torch.device, silence_seconds: float, bounds: ResultBounds):
+        self._begin_empty(bounds)
         self._room = dict.fromkeys(role.leaders, 0)  # works that each has asked for
         self._begun, self._leaders = set[int](), set(role.leaders)
         self._lost: str | None = None
@@ -64,8 +67,9 @@ class GeneratorPool:
         self.group = role.weight_group(device)
         self._thread = LinkThread(links, silence_seconds, self._on_message, self._on_lost)
 
-    def _begin_empty(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def _begin_empty(self, bounds: ResultBounds) -> None:
+        self._bounds = bounds
+        self._source_names: set[str] | None = None  # of the first result's scores, which the others have too
         self._changed = threading.Condition()
         self._waiting: deque[Work] = deque()
         self._given: dict[int, Work] = {}  # and not forgotten
@@ -213,13 +217,15 @@ class GeneratorPool:
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
         try:
+            if len(parts[0]) > _MAX_JSON_BYTES:
+                raise BadMessageError(f"{len(parts[0])} bytes of JSON, expected at most {_MAX_JSON_BYTES}")
             message = decode(parts)
             with self._changed:
                 self._take_message(rank, message)
                 self._changed.notify_all()
         except BadMessageError as error:
             with self._changed:
-                self._refuse_message(rank, f"sent an invalid message: {error}")
+                self._refuse_message(rank, f"sent an invalid message: {quoted(error)}")
                 self._changed.notify_all()
 
     def _refuse_message(self, rank: int, why: str) -> None:
@@ -234,8 +240,7 @@ class GeneratorPool:
             work = self._given.get(message.number)
             if work is None:  # nobody waits for it any more
                 return
-            if fault := fault_of_result(work, message, newest=self._newest, vocab_size=self._vocab_size):
-                raise BadMessageError(fault)
+            self._check_result(work, message)
             self._results[message.number] = message
         elif isinstance(message, GeneratorFailed):
             self._failure = message.failure
@@ -243,6 +248,20 @@ class GeneratorPool:
             self._informed_of_end.add(rank)
         else:
             raise BadMessageError(f"{type(message).__name__} is of the trainers")
+
+    def _check_result(self, work: Work, result: Result) -> None:
+        """Raise BadMessageError if this cannot be the answer to the work."""
+        fault = fault_of_result(work, result, newest=self._newest, bounds=self._bounds)
+        if fault:
+            raise BadMessageError(fault)
+        if result.rewards is None:
+            return
+        names = set(result.rewards.by_source)
+        if self._source_names is None:
+            self._source_names = names
+        if names != self._source_names:
+            before = ", ".join(sorted(self._source_names)) or "none by name"
+            raise BadMessageError(f"its scores are of {sorted(names)}, those of results before of {before}")
 
     def _on_lost(self, rank: int, reason: str) -> None:
         with self._changed:

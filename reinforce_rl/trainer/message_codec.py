@@ -41,6 +41,9 @@ from reinforce_rl.trainer.messages import (
 )
 
 _MAX_QUOTED = 300  # characters of a fault that a message has
+_MAX_FAULT = 10_000  # characters of an error's text, or of why a sample has no score
+_MAX_SOURCES = 1000
+_MAX_SOURCE_NAME = 200  # characters
 
 
 class BadMessageError(ValueError):
@@ -139,7 +142,8 @@ def decode(parts: Sequence[bytes | memoryview]) -> Message:
         raise BadMessageError(f"no JSON: {str(error)[:_MAX_QUOTED]}") from error
     kind = values.pop("kind", None) if isinstance(values, dict) else None
     if not isinstance(kind, str) or kind not in _FIELDS:
-        raise BadMessageError(f"kind is {str(kind)[:_MAX_QUOTED]!r}, expected one of {', '.join(_FIELDS)}")
+        found = repr(kind[:_MAX_QUOTED]) if isinstance(kind, str) else type(kind).__name__
+        raise BadMessageError(f"kind is {found}, expected one of {', '.join(_FIELDS)}")
     if unknown := sorted(values.keys() - set(_FIELDS[kind].__dataclass_fields__)):
         raise BadMessageError(f"{kind} has no field {unknown[0][:_MAX_QUOTED]!r}")
     try:
@@ -188,11 +192,13 @@ def _read_tensors(data: bytes) -> dict[str, Tensor]:
         return {}
     try:
         return safetensors.load(data)
-    except (SafetensorError, ValueError, KeyError) as error:
+    except (SafetensorError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # torch raises the others, of shapes that it cannot have.
         raise BadMessageError(f"tensors: {str(error)[:_MAX_QUOTED]}") from error
 
 
 def _result_of(fields: _ResultFields, tensors: dict[str, Tensor]) -> Result:
+    _check_texts(fields)
     completions = None
     if fields.finish_reasons is not None:
         completions = _completions_of(fields.finish_reasons, tensors)
@@ -205,6 +211,18 @@ def _result_of(fields: _ResultFields, tensors: dict[str, Tensor]) -> Result:
         raise BadMessageError(f"Result has no tensor {min(tensors)[:_MAX_QUOTED]!r}")
     failure = None if fields.failure is None else _error_of(fields.failure)
     return Result(fields.number, fields.prompt_ids, completions, rewards, failure)
+
+
+def _check_texts(fields: _ResultFields) -> None:
+    """Check what becomes names of metrics and texts of records."""
+    if len(fields.sources) > _MAX_SOURCES:
+        raise BadMessageError(f"sources are {len(fields.sources)}, expected at most {_MAX_SOURCES}")
+    longest_name = max(map(len, fields.sources), default=0)
+    if longest_name > _MAX_SOURCE_NAME:
+        raise BadMessageError(f"sources has a name of {longest_name} characters, expected at most {_MAX_SOURCE_NAME}")
+    longest_fault = max(map(len, fields.faults.values()), default=0)
+    if longest_fault > _MAX_FAULT:
+        raise BadMessageError(f"faults has a text of {longest_fault} characters, expected at most {_MAX_FAULT}")
 
 
 def _completions_of(finish_reasons: tuple[str, ...], tensors: dict[str, Tensor]) -> Completions:
@@ -263,4 +281,4 @@ def _failure_of(error: BaseException) -> _Failure:
 
 
 def _error_of(failure: _Failure) -> ReinforceError:
-    return _ERRORS.get(failure.name, ReinforceError)(failure.text)
+    return _ERRORS.get(failure.name, ReinforceError)(failure.text[:_MAX_FAULT])

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from reinforce_rl.data.batches import Completions, Prompt, length_mask
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.rewards.base import Rewards
 
 RANKS = 4096  # ranks of a generator have the numbers from RANKS times its own on
 HELLO = b"generator"
+_MAX_LOG_PROB = 1e-3  # rounding may leave a little above 0
 
 
 # From a generator
@@ -143,12 +146,22 @@ Message = (
 )
 
 
-def fault_of_result(work: Work, result: Result, *, newest: int, vocab_size: int) -> str:
+@dataclass(frozen=True)
+class ResultBounds:
+    """What the results of a run keep within, whoever draws them."""
+
+    vocab_size: int  # a token id beyond it has no embedding
+    max_length: int  # tokens of a response
+    # Names of `Rewards.by_source`, and of attributes with a / behind; None: attributes of one server, by any name.
+    sources: tuple[str, ...] | None = None
+    needs_log_probs: bool = False  # of an engine that always reports them
+
+
+def fault_of_result(work: Work, result: Result, *, newest: int, bounds: ResultBounds) -> str:
     """Say why a result cannot be the answer to this work; empty if it can.
 
     Args:
         newest: version of the weights that generators may have.
-        vocab_size: of the model; a token id beyond it has no embedding.
     """
     if result.prompt_ids != tuple(prompt.id for prompt in work.prompts):
         return f"its prompts are {result.prompt_ids}, expected those of work {work.number}"
@@ -158,19 +171,69 @@ def fault_of_result(work: Work, result: Result, *, newest: int, vocab_size: int)
     count = len(work.prompts) * work.num_samples
     if len(completions.lengths) != count:
         return f"it has {len(completions.lengths)} responses, expected {count}"
+    if result.rewards is None and result.failure is None:
+        return "it has neither scores nor a failure"
+    return (
+        _fault_of_tokens(completions, bounds)
+        or _fault_of_log_probs(completions, bounds)
+        or _fault_of_versions(completions, work, newest)
+        or _fault_of_sources(result.rewards, bounds.sources)
+    )
+
+
+def _fault_of_tokens(completions: Completions, bounds: ResultBounds) -> str:
+    longest = int(completions.lengths.max()) if len(completions.lengths) else 0
+    if longest > bounds.max_length:
+        return f"it has a response of {longest} tokens, expected at most {bounds.max_length}"
+    ids = completions.tokens[_is_token(completions)]
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= bounds.vocab_size):
+        return f"it has token ids outside of 0 to {bounds.vocab_size - 1}"
+    return ""
+
+
+def _fault_of_log_probs(completions: Completions, bounds: ResultBounds) -> str:
+    log_probs = completions.log_probs
+    if log_probs is None:
+        return "it has no log-probs" if bounds.needs_log_probs else ""
+    # Padding too: it is multiplied by 0, and 0 * NaN is NaN.
+    is_possible = log_probs.isfinite() & (log_probs <= _MAX_LOG_PROB)
+    if not bool(is_possible.all()):
+        wrong = float(log_probs[~is_possible][0])
+        return f"it has a log-prob of {wrong:g}, expected a finite one of at most 0"
+    return ""
+
+
+def _fault_of_versions(completions: Completions, work: Work, newest: int) -> str:
     versions = completions.weight_versions
     if versions is None:
         return "it does not say which weights drew its tokens"
-    is_token = length_mask(completions.lengths, completions.tokens.shape[1])
+    is_token = _is_token(completions)
     if not bool(is_token.any()):
         return ""
-    ids = completions.tokens[is_token]
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        return f"it has token ids outside of 0 to {vocab_size - 1}"
     first = int(versions[is_token].min())
     last = int(versions[is_token].max())
     oldest = 0 if work.or_newer else work.version
     latest = newest if work.or_newer else work.version
     if first < oldest or last > latest:
         return f"weights of versions {first} to {last} drew its tokens, expected {oldest} to {latest}"
+    becomes_older = (versions[:, 1:] < versions[:, :-1]) & is_token[:, 1:]
+    if bool(becomes_older.any()):
+        return "older weights drew a token after newer ones had drawn the one before"
     return ""
+
+
+def _fault_of_sources(rewards: Rewards | None, expected: tuple[str, ...] | None) -> str:
+    if rewards is None or expected is None:
+        return ""
+    unknown = [name for name in rewards.by_source if name.partition("/")[0] not in expected]
+    if unknown:
+        return f"it has scores of the source {unknown[0]!r}, expected {', '.join(expected) or 'none by name'}"
+    missing = [name for name in expected if name not in rewards.by_source]
+    if missing:
+        return f"it has no scores of the source {missing[0]!r}"
+    return ""
+
+
+def _is_token(completions: Completions) -> Tensor:
+    """Return bool [N, T], False on padding."""
+    return length_mask(completions.lengths, completions.tokens.shape[1])

@@ -252,7 +252,10 @@ class RolloutMaker:
         if mesh.is_block_leader and (own := pending.work.to_owners(answers or [])):
             rewards = torch.cat([answer.values for answer in own])
             faults = [fault for answer in own for fault in faults_of(answer)]
-            sources = {name: torch.cat([answer.by_source[name] for answer in own]) for name in own[0].by_source}
+            # Rollouts of a checkpoint may have been scored by other sources.
+            for source in dict.fromkeys(source for answer in own for source in answer.by_source):
+                columns = [answer.by_source.get(source, torch.full_like(answer.values, torch.nan)) for answer in own]
+                sources[source] = torch.cat(columns)
         rewards, faults, sources = mesh.from_block_leader((rewards, faults, sources))
         self._check_failures(Counter(fault for fault in faults if fault is not None), len(rewards), name)
         scored = replace(batch, rewards=rewards, source_rewards=sources, score_faults=tuple(faults))

@@ -8,6 +8,7 @@ a run do not depend on who is lost. Only where nobody has a version any more its
 from __future__ import annotations
 
 import contextlib
+import reprlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,15 +45,19 @@ from reinforce_rl.trainer.messages import (
     NewWeights,
     Received,
     Result,
+    ResultBounds,
     Work,
     WorkRequest,
     Works,
-    fault_of_result,
 )
+from reinforce_rl.utils.control_characters import quoted
 
 _POLL_SECONDS = 0.2
-_MOST_WORKS = 1 << 20  # that a generator can ask for at once
+_MOST_WORKS = 1 << 16  # that a generator can have asked for
+_MOST_NOTES = 1000  # that wait to be told
 _MOST_FAILURES = 3  # to receive weights, after which a generator is sent away
+_MOST_LETTERS = 200  # of a generator's name
+_SHORT = reprlib.Repr()  # of settings, which another program may have nested deeper than `repr` can show
 
 
 @dataclass(eq=False)
@@ -83,7 +88,7 @@ class SeparatePool(GeneratorPool):
         settings: that the generators must have, too.
         silence_seconds: after which a generator is lost, and for a transfer of weights.
         wait_seconds: for a generator where there is none.
-        vocab_size: bounds the token ids that are accepted.
+        bounds: of the results that are accepted.
         note: told what happens, on the thread that calls the methods.
     """
 
@@ -97,13 +102,13 @@ class SeparatePool(GeneratorPool):
         silence_seconds: float,
         wait_seconds: float,
         staleness: int,
-        vocab_size: int,
+        bounds: ResultBounds,
         activity: Activity,
         status: StatusFile,
         stop: StopRequest,
         note: Callable[[str], object],
     ):
-        self._begin_empty(vocab_size)
+        self._begin_empty(bounds)
         self._idle: deque[int] = deque()  # numbers of generators that have asked for work
         self._folder, self._settings = folder, settings
         self._silence_seconds, self._wait_seconds, self._staleness = silence_seconds, wait_seconds, staleness
@@ -114,7 +119,9 @@ class SeparatePool(GeneratorPool):
         self._members: tuple[int, ...] = ()  # of the group
         self._answers: dict[int, Received] = {}  # to the last transfer, by rank
         self._epoch = 0
-        self._notes: deque[str] = deque()
+        self._notes: deque[str] = deque(maxlen=_MOST_NOTES)
+        self._dismissed: set[int] = set()  # ranks that were sent away
+        self._unscored: set[int] = set()  # works for which a generator got no scores
         self._told: set[int] = set()  # versions that nobody has any more
         self._last_loss = ""
         self._alone_since: float | None = None  # while the trainers wait and there is no generator
@@ -219,7 +226,8 @@ class SeparatePool(GeneratorPool):
                     one.version, one.failures = offer.version, 0
                     one.since = offer.version if one.since < 0 else one.since
                 elif one.failures + 1 == _MOST_FAILURES:
-                    self._drop(one, f"could not receive weights {_MOST_FAILURES} times: {faults[0]}", dismiss=True)
+                    why = f"could not receive weights {_MOST_FAILURES} times: {quoted(faults[0])}"
+                    self._drop(one, why, dismiss=True)
                 else:
                     one.failures += 1
             if self.group.fault or any(answer.fault for answer in self._answers.values()):
@@ -273,7 +281,8 @@ class SeparatePool(GeneratorPool):
                     what = f"No generator has the weights after step {work.version} any more"
                     self._notes.append(f"{what}: prompts of step {work.step} are answered with those after {oldest}")
                 work = replace(work, version=oldest)
-            able_now = (n for n in self._idle if self._can_do(self._generators[n], work))
+            idle = dict.fromkeys(self._idle)  # each once
+            able_now = (n for n in idle if self._can_do(self._generators[n], work))
             chosen = min(able_now, key=lambda n: len(self._generators[n].under_way), default=None)
             if chosen is None:
                 left.append(work)
@@ -300,9 +309,15 @@ class SeparatePool(GeneratorPool):
         again = f"; {len(one.under_way)} of its micro-batches go to others" if one.under_way else ""
         self._notes.append(f"Generator {self._last_loss}{again}")
         for rank in one.ranks if dismiss else ():
-            self._links.send(rank, *encode(Dismissed(why)))
+            self._dismiss(rank, why)
         self._assign()
         self._changed.notify_all()
+
+    def _dismiss(self, rank: int, why: str) -> None:
+        """Send a rank away, once, whatever else it sends."""
+        if rank not in self._dismissed:
+            self._dismissed.add(rank)
+            self._links.send(rank, *encode(Dismissed(why)))
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
         if bytes(parts[0]) != HELLO:
@@ -312,9 +327,9 @@ class SeparatePool(GeneratorPool):
         generator = self._generators.get(rank // RANKS)
         if generator is not None:
             self._drop(generator, why, dismiss=True)
-        else:
+        elif rank not in self._dismissed:
             self._notes.append(f"A program that is no generator of this run {why}")
-            self._links.send(rank, *encode(Dismissed(why)))
+            self._dismiss(rank, why)
 
     def _take_message(self, rank: int, message: Message) -> None:
         one = self._generators.get(rank // RANKS)
@@ -323,10 +338,10 @@ class SeparatePool(GeneratorPool):
         elif isinstance(message, EndReceived):
             self._informed_of_end.add(rank)
         elif one is None:
-            self._links.send(rank, *encode(Dismissed("the trainers have taken it for lost")))
+            self._dismiss(rank, "the trainers have taken it for lost")
         elif isinstance(message, WorkRequest):
-            if abs(message.count) > _MOST_WORKS:
-                raise BadMessageError(f"it asks for {message.count} works, expected at most {_MOST_WORKS}")
+            if abs(message.count) > _MOST_WORKS - self._idle.count(one.number):
+                raise BadMessageError(f"it asks for {message.count} works, expected at most {_MOST_WORKS} in all")
             one.is_ready = one.is_ready or len(one.ranks) == one.size
             self._idle.extend([one.number] * message.count)
             for _ in range(min(-message.count, self._idle.count(one.number))):
@@ -336,27 +351,44 @@ class SeparatePool(GeneratorPool):
             if message.epoch == self._epoch:
                 self._answers[rank] = message
         elif isinstance(message, Result):
-            work = one.under_way.get(message.number)
-            if work is None:  # nobody waits for it any more
-                return
-            if fault := fault_of_result(work, message, newest=self._newest, vocab_size=self._vocab_size):
-                raise BadMessageError(fault)
-            del one.under_way[message.number]
-            self._results[message.number] = message
+            self._take_result(one, message)
         elif isinstance(message, GeneratorFailed):
-            self._drop(one, f"cannot go on: {message.failure}")
+            self._drop(one, f"cannot go on: {quoted(message.failure)}")
         else:
             raise BadMessageError(f"{type(message).__name__} is of the trainers")
 
+    def _take_result(self, one: _Generator, result: Result) -> None:
+        work = one.under_way.get(result.number)
+        if work is None:
+            raise BadMessageError(f"it answers work {result.number}, which it was not given or has answered")
+        self._check_result(work, result)
+        if result.failure is not None and (result.completions is None or work.number not in self._unscored):
+            # Another generator may reach the reward server. If it cannot either, the failure ends the run.
+            self._unscored.add(work.number)
+            self._drop(one, f"gave no scores: {quoted(result.failure)}", dismiss=True)
+            return
+        del one.under_way[result.number]
+        self._results[result.number] = result
+
     def _arrive(self, rank: int, arrival: Arrival) -> None:
-        keys = self._settings.keys() | arrival.settings.keys()
-        if wrong := sorted(key for key in keys if self._settings.get(key) != arrival.settings.get(key)):
-            found = f"{wrong[0]} is {arrival.settings.get(wrong[0])!r}, the trainers' {self._settings.get(wrong[0])!r}"
-            self._notes.append(f"Generator {arrival.name} was refused: {found}")
-            self._links.send(rank, *encode(Dismissed(f"{found}: give it the trainers' keys")))
+        if rank in self._dismissed:
             return
         number = rank // RANKS
-        one = self._generators.setdefault(number, _Generator(number, arrival.size, arrival.name))
+        name = quoted(arrival.name, _MOST_LETTERS)
+        if not rank % RANKS < arrival.size <= RANKS:
+            raise BadMessageError(f"rank {rank % RANKS} of {arrival.size} ranks has come, expected up to {RANKS}")
+        keys = self._settings.keys() | arrival.settings.keys()
+        wrong = sorted(key for key in keys if self._settings.get(key) != arrival.settings.get(key))
+        if wrong:
+            key = quoted(wrong[0], _MOST_LETTERS)
+            found = quoted(_SHORT.repr(arrival.settings.get(wrong[0])))
+            difference = f"{key} is {found}, the trainers' {self._settings.get(wrong[0])!r}"
+            self._notes.append(f"Generator {name} was refused: {difference}")
+            self._dismiss(rank, f"{difference}: give it the trainers' keys")
+            return
+        one = self._generators.setdefault(number, _Generator(number, arrival.size, name))
+        if rank in one.ranks or arrival.size != one.size:
+            raise BadMessageError(f"rank {rank % RANKS} has come twice, or with another number of ranks")
         one.ranks.add(rank)
         if len(one.ranks) == one.size:
             self._notes.append(f"Generator {one.name} has come")

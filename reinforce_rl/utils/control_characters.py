@@ -22,6 +22,15 @@ def show_control_characters(text: str) -> str:
     return _CONTROL.sub(_escape, text)
 
 
+def quoted(text: object, most: int = 300) -> str:
+    """Return what another program said as a part of a sentence: one line, control characters shown, not too long."""
+    start = str(text)[: 4 * most]  # white space may go
+    line = show_control_characters(" ".join(start.split()))
+    if len(line) > most or len(start) < len(str(text)):
+        return f"{line[:most]} ..."
+    return line
+
+
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"

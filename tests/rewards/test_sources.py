@@ -29,7 +29,7 @@ from reinforce_rl.rewards.base import (
     WeightedSource,
 )
 from reinforce_rl.rewards.client import RemoteGPTRMClient
-from reinforce_rl.rewards.sources import CombinedRewards, connect_to_reward_servers
+from reinforce_rl.rewards.sources import CombinedRewards, connect_to_reward_servers, names_of_scores
 
 pytest.importorskip("tritonclient.http")
 
@@ -82,6 +82,7 @@ def test_the_weighted_sum_of_two(tmp_path, mesh, servers, closed):
         "helpful": [1.0, 2.0],
         "safety": [10.0, 20.0],
     }
+    assert names_of_scores(cfg) == tuple(found.by_source)
     second.answers = [answer([10.0, float("nan")], [STATUS_OK, STATUS_BAD_TOKEN])]
     second.calls = 0
     found = rm.infer_rm(REQUEST).result()
@@ -195,6 +196,25 @@ def test_a_name_that_would_log_over_a_metric_is_refused(tmp_path, names):
 
 def test_a_single_one_is_not_logged_under_its_name_and_may_have_any(tmp_path):
     load_config(compose(*tiny_overrides(tmp_path), f"{RM}.reward_model.name=with_kl"))
+
+
+FUNCTION = ["reward=function", "reward_function.name=helpers.reward_functions.brief"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        ([], None),
+        ([f"{RM}.reward_model.name=helpful", f"{RM}.reward_model.weight=0.5"], ("helpful",)),
+        ([f"{RM}.reward_model.name=helpful", f"{MORE}.port=1"], ("helpful", "safety")),
+        (FUNCTION, ()),
+        ([*FUNCTION, "reward_function.weight=2"], ("brief",)),
+        ([*FUNCTION, f"{MORE}.port=1"], ("brief", "safety")),
+    ],
+    ids=["server", "weighted server", "two servers", "function", "weighted function", "function and server"],
+)
+def test_the_names_of_scores_follow_from_the_configuration(tmp_path, overrides, names):
+    assert names_of_scores(tiny_config(tmp_path, *overrides)) == names
 
 
 THREE = request_of([[0]] * 3)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 from datetime import timedelta
 
 import pytest
+import zmq
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from reinforce_rl.runtime import links as runtime_links
 from reinforce_rl.runtime.guests import host_store
-from reinforce_rl.runtime.links import Invitation, Links
+from reinforce_rl.runtime.links import Invitation, Links, LinkThread
 
 HOSTS = [
     "127.0.0.1",
@@ -54,3 +57,57 @@ def test_the_address_of_a_lost_rank_0_has_brackets():
 def test_an_invitation_keeps_its_keys():
     invitation = Invitation("host", 5, b"a" * 40, b"b$" * 20, b"c" * 40)
     assert Invitation.from_json(invitation.to_json()) == invitation
+
+
+def stranger_of(invitation: Invitation, name: bytes) -> zmq.Socket:
+    """A program that has the invitation, and calls itself so."""
+    stranger: zmq.Socket = zmq.Context().socket(zmq.DEALER)
+    if name:
+        stranger.routing_id = name
+    stranger.curve_serverkey = invitation.server_key
+    stranger.curve_publickey = invitation.public_key
+    stranger.curve_secretkey = invitation.secret_key
+    stranger.connect(f"tcp://127.0.0.1:{invitation.port}")
+    return stranger
+
+
+@pytest.mark.parametrize("name", [b"", b"someone", b"rank x", b"rank -3", b"rank 0", b"rank  7", b"rank " + b"9" * 20])
+def test_who_has_no_rank_is_not_heard_and_others_are(name):
+    links, invitation = Links.listen("127.0.0.1")
+    stranger = stranger_of(invitation, name)
+    try:
+        stranger.send(b"hello")
+        deadline = time.monotonic() + 0.3
+        while time.monotonic() < deadline:
+            assert links.poll(0.05) == []
+        assert links.peers == {}
+        guest = Links.connect(invitation, 1, b"hello", 10.0)
+        assert links.accept([1], 10.0) == {1: b"hello"}
+        guest.close()
+    finally:
+        stranger.context.destroy(0)
+        links.close()
+
+
+def test_a_message_that_is_too_large_closes_its_connection(monkeypatch):
+    monkeypatch.setattr(runtime_links, "MAX_PART_BYTES", 1000)
+    links, invitation = Links.listen("127.0.0.1")
+    guest = Links.connect(invitation, 1, b"hello", 10.0)
+    assert links.accept([1], 10.0) == {1: b"hello"}
+    lost: list[tuple[int, str]] = []
+    heard: list[int] = []
+    thread = LinkThread(
+        links, 30.0, lambda rank, parts: heard.append(len(parts[0])), lambda *found: lost.append(found), is_open=True
+    )
+    try:
+        guest.send(0, b"a" * 900)
+        guest.poll(0.1)
+        guest.send(0, b"a" * 1001)
+        deadline = time.monotonic() + 10
+        while not lost and time.monotonic() < deadline:
+            guest.poll(0.05)
+        assert lost == [(1, "died: its connection is closed")]
+        assert heard == [900]
+    finally:
+        guest.close()
+        thread.close()

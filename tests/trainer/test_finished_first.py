@@ -20,13 +20,14 @@ from helpers.trainer_processes import NUM_PROMPTS, SETTINGS, TrainerProcesses, a
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError, GenerationError
 from reinforce_rl.generation.base import PartialResponse
+from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.build import build_generator
 from reinforce_rl.trainer.disaggregated import Ticket
 from reinforce_rl.trainer.generate import GeneratorRank
 from reinforce_rl.trainer.generator_pool import GeneratorPool
 from reinforce_rl.trainer.message_codec import decode, encode
-from reinforce_rl.trainer.messages import Result, Work, WorkRequest, Works
+from reinforce_rl.trainer.messages import Result, ResultBounds, Work, WorkRequest, Works
 from reinforce_rl.trainer.rollouts import RolloutMaker
 
 SLOW = pytest.mark.slow
@@ -140,7 +141,8 @@ def result_of(work: Work, *versions: int) -> Result:
     tokens = torch.ones(1, len(versions), dtype=torch.long)
     lengths = torch.tensor([len(versions)])
     found = Completions(tokens, lengths, ("stop",), weight_versions=torch.tensor([versions]))
-    return Result(work.number, (work.prompts[0].id,), found)
+    rewards = Rewards(torch.ones(1), torch.zeros(1).int())
+    return Result(work.number, (work.prompts[0].id,), found, rewards)
 
 
 class Sent:
@@ -201,7 +203,9 @@ def test_prompts_under_way_are_drawn_once_by_filtering_too(filters):
 @pytest.mark.parametrize("is_right", [True, False])
 def test_an_answer_of_other_weights_ends_the_run(is_right):
     pool, _ = pool_of(WORKS, [])
-    pool._newest, pool._vocab_size = 3, 32
+    pool._newest = 3
+    pool._source_names = None
+    pool._bounds = ResultBounds(vocab_size=32, max_length=8)
     work = replace(WORKS[2], num_samples=1)
     pool._given[2] = work
     pool._on_message(1, encode(result_of(work, 3 if is_right else 4)))

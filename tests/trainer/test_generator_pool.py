@@ -16,7 +16,16 @@ from reinforce_rl.runtime.links import Links, LinkThread
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.generator_pool import GeneratorPool
 from reinforce_rl.trainer.message_codec import decode, encode
-from reinforce_rl.trainer.messages import EndReceived, Message, Result, RunEnded, WeightsAnnounced, Work, Works
+from reinforce_rl.trainer.messages import (
+    EndReceived,
+    Message,
+    Result,
+    ResultBounds,
+    RunEnded,
+    WeightsAnnounced,
+    Work,
+    Works,
+)
 
 FAILED = STATUS_OK + 1
 SILENCE = 30.0
@@ -43,7 +52,7 @@ class Sent:
 def pool_of(*works: Work, room: int = 0) -> tuple[Any, Sent]:
     """A pool without connections, of one generator that has been given these works and has `room` for more."""
     pool: Any = object.__new__(GeneratorPool)
-    pool._begin_empty(vocab_size=32)
+    pool._begin_empty(ResultBounds(vocab_size=32, max_length=8))
     pool._links = Sent()
     pool._room = {1: room}
     pool._begun = {1}
@@ -172,7 +181,7 @@ def pool_and_generator():
     generator = Links.connect(invitation, 1, b"hello", 20.0)
     accepting.join()
     pool = object.__new__(GeneratorPool)
-    pool._begin_empty(vocab_size=10)
+    pool._begin_empty(ResultBounds(vocab_size=10, max_length=8))
     pool._links = links
     pool._thread = LinkThread(links, SILENCE, pool._on_message, pool._on_lost)
     yield pool, generator

@@ -118,6 +118,12 @@ def test_errors_keep_their_text(error, kind):
     assert (type(result.failure), str(result.failure)) == (kind, str(error))
 
 
+def test_the_text_of_an_error_is_cut():
+    arrived = decode(encode(GeneratorFailed(GenerationError("a" * 1_000_000))))
+    assert isinstance(arrived, GeneratorFailed)
+    assert str(arrived.failure) == "a" * 10_000
+
+
 class Bomb:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("bomb",)
@@ -137,6 +143,12 @@ def with_tensors(**tensors: torch.Tensor) -> list[bytes]:
         **{name.replace("__", "."): tensor for name, tensor in tensors.items()},
     }
     return [encode(RESULT)[0], save(base)]
+
+
+def empty_of(*shape: int) -> bytes:
+    """The result's tokens in safetensors' format, without bytes and of this shape."""
+    header = json.dumps({"completions.tokens": {"dtype": "I64", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    return len(header).to_bytes(8, "little") + header
 
 
 BAD = {
@@ -172,6 +184,11 @@ BAD = {
     "a source of others": with_tensors(
         rewards__values=torch.zeros(4), rewards__status=torch.zeros(4).int(), rewards__by_source__x=torch.zeros(3)
     ),
+    "a shape that torch cannot have": [encode(RESULT)[0], empty_of(0, 2**63)],
+    "a kind that is nested": [b'{"kind": ' + b"[" * 900 + b"]" * 900 + b"}", b""],
+    "many sources": changed(sources=[str(number) for number in range(1001)]),
+    "a source with a long name": changed(sources=["accuracy", "a" * 201]),
+    "a long fault": changed(faults={"1": "a" * 10_001}),
     "an unknown tensor": with_tensors(completions__more=torch.zeros(4)),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 
 from reinforce_rl.data.batches import Completions, Prompt
-from reinforce_rl.errors import GenerationError
-from reinforce_rl.trainer.messages import Result, Work, fault_of_result
+from reinforce_rl.errors import GenerationError, RewardServerError
+from reinforce_rl.rewards.base import Rewards
+from reinforce_rl.trainer.messages import Result, ResultBounds, Work, fault_of_result
 
 NEWEST = 5
 PROMPTS = (Prompt(3, "hi", (5, 6)), Prompt(9, "", ()))
 WORK = Work(number=7, step=4, version=3, prompts=PROMPTS, num_samples=2, seed=1)
+BOUNDS = ResultBounds(vocab_size=12, max_length=3)
 OR_NEWER = replace(WORK, or_newer=True)
 
 
@@ -29,18 +32,28 @@ def result_of(versions: torch.Tensor | None, tokens: torch.Tensor | None = None,
     completions = completions_of(versions)
     if tokens is not None:
         completions = replace(completions, tokens=tokens)
-    return replace(Result(7, (3, 9), completions), **changes)
+    return replace(Result(7, (3, 9), completions, rewards_of()), **changes)
+
+
+def rewards_of(*sources: str) -> Rewards:
+    values = torch.ones(4)
+    return Rewards(values, torch.zeros(4).int(), dict.fromkeys(sources, values))
+
+
+def with_log_probs(log_probs: torch.Tensor) -> Result:
+    return result_of(None, completions=replace(completions_of(all_of(3)), log_probs=log_probs))
 
 
 def all_of(version: int) -> torch.Tensor:
     return torch.full((4, 3), version)
 
 
-def rows(*versions: list[int]) -> torch.Tensor:
+def rows(*versions: list[float]) -> torch.Tensor:
     return torch.tensor(versions)
 
 
 PADDED = rows([3, 3, 3], [9, 9, 9], [3, 0, 0], [3, 3, 8])
+BACKWARDS = rows([3, 5, 4], [9, 9, 9], [5, 0, 0], [3, 3, 8])
 SEVERAL = rows([3, 4, 5], [9, 9, 9], [5, 0, 0], [3, 3, 8])
 RIGHT = {
     "the work's weights": (WORK, result_of(all_of(3))),
@@ -48,6 +61,11 @@ RIGHT = {
     "a failure": (WORK, Result(7, (3, 9), failure=GenerationError("a"))),
     "newer weights, where they are allowed": (OR_NEWER, result_of(all_of(NEWEST))),
     "weights of several versions, likewise": (OR_NEWER, result_of(SEVERAL)),
+    "no scores, for which there is a reason": (
+        WORK,
+        result_of(all_of(3), rewards=None, failure=RewardServerError("a")),
+    ),
+    "log-probs of at most 0": (WORK, with_log_probs(torch.linspace(-9, 0, 12).reshape(4, 3))),
     "older weights, which are dropped later": (OR_NEWER, result_of(all_of(0))),
 }
 WRONG = {
@@ -62,15 +80,55 @@ WRONG = {
     "weights that nobody has": (OR_NEWER, result_of(all_of(NEWEST + 1))),
     "an id beyond the vocabulary": (WORK, result_of(all_of(3), tokens=torch.full((4, 3), 12))),
     "an id below 0": (WORK, result_of(all_of(3), tokens=torch.full((4, 3), -1))),
+    "neither scores nor a failure": (WORK, result_of(all_of(3), rewards=None)),
+    "older weights after newer ones": (OR_NEWER, result_of(BACKWARDS)),
+    "a log-prob above 0": (WORK, with_log_probs(torch.full((4, 3), 0.5))),
+    "a log-prob that is no number": (WORK, with_log_probs(torch.full((4, 3), math.nan))),
+    "a log-prob that is not finite": (WORK, with_log_probs(torch.full((4, 3), -math.inf))),
+    "no number among the padding": (WORK, with_log_probs(rows([0, 0, 0], [0, 0, 0], [0, 0, math.nan], [0, 0, 0]))),
     "a version below 0": (OR_NEWER, result_of(all_of(-1))),
 }
 
 
 @pytest.mark.parametrize(("work", "result"), RIGHT.values(), ids=RIGHT)
 def test_an_answer_to_the_work_has_no_fault(work, result):
-    assert fault_of_result(work, result, newest=NEWEST, vocab_size=12) == ""
+    assert fault_of_result(work, result, newest=NEWEST, bounds=BOUNDS) == ""
 
 
 @pytest.mark.parametrize(("work", "result"), WRONG.values(), ids=WRONG)
 def test_what_cannot_be_the_answer_is_said(work, result):
-    assert fault_of_result(work, result, newest=NEWEST, vocab_size=12) != ""
+    assert fault_of_result(work, result, newest=NEWEST, bounds=BOUNDS) != ""
+
+
+def fault_within(bounds: ResultBounds, result: Result) -> str:
+    return fault_of_result(WORK, result, newest=NEWEST, bounds=bounds)
+
+
+@pytest.mark.parametrize(("max_length", "is_right"), [(3, True), (2, False)])
+def test_no_response_is_longer_than_may_be_drawn(max_length, is_right):
+    fault = fault_within(ResultBounds(12, max_length), result_of(all_of(3)))
+    assert fault == ("" if is_right else "it has a response of 3 tokens, expected at most 2")
+
+
+@pytest.mark.parametrize("needs_log_probs", [True, False])
+def test_an_engine_that_reports_log_probs_reports_them_always(needs_log_probs):
+    fault = fault_within(ResultBounds(12, 3, needs_log_probs=needs_log_probs), result_of(all_of(3)))
+    assert fault == ("it has no log-probs" if needs_log_probs else "")
+
+
+@pytest.mark.parametrize(
+    ("expected", "sources", "fault"),
+    [
+        (None, (), ""),
+        (None, ("helpful", "brief"), ""),
+        ((), (), ""),
+        ((), ("helpful",), "it has scores of the source 'helpful', expected none by name"),
+        (("a", "b"), ("b", "a", "a/helpful"), ""),
+        (("a", "b"), ("a", "b", "c"), "it has scores of the source 'c', expected a, b"),
+        (("a", "b"), ("a", "b", "c/a"), "it has scores of the source 'c/a', expected a, b"),
+        (("a", "b"), ("a", "a/b"), "it has no scores of the source 'b'"),
+    ],
+)
+def test_scores_are_of_the_configured_sources(expected, sources, fault):
+    result = result_of(all_of(3), rewards=rewards_of(*sources))
+    assert fault_within(ResultBounds(12, 3, sources=expected), result) == fault

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -315,3 +316,18 @@ def test_a_step_may_lack_as_many_scores_as_the_bound_says(failed, ends):
         return
     batch = maker.score(pending, "step 1")
     assert batch.valid.tolist() == [i >= failed for i in range(4)]
+
+
+def test_scores_of_other_sources_than_the_first_ones_are_kept_beside_them():
+    """Rollouts of a checkpoint may have been scored by other sources than today's."""
+    prompts = [Prompt(0, "", (3,)), Prompt(1, "", (3,))]
+    results = []
+    for number, names in enumerate([("old", "kept"), ("kept", "new")]):
+        result = result_of(number, prompts[number], [0], STATUS_OK)
+        assert result.rewards is not None
+        scores = {name: torch.full((1,), float(number)) for name in names}
+        results.append(replace(result, rewards=replace(result.rewards, by_source=scores)))
+    maker = maker_of(1, RecordedGenerators())
+    batch = maker.score(maker._received(prompts, results), "step 1")
+    found = {name: values.nan_to_num(-1).tolist() for name, values in batch.source_rewards.items()}
+    assert found == {"old": [0.0, -1.0], "kept": [0.0, 1.0], "new": [-1.0, 1.0]}

@@ -29,16 +29,20 @@ from helpers.trainer_processes import (
 )
 
 from reinforce_rl.data.batches import Completions, Prompt
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, GenerationError, RewardServerError
 from reinforce_rl.monitoring.records import read_tokens
+from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.runtime.guests import INVITATION_FILE
 from reinforce_rl.runtime.status import read_status
 from reinforce_rl.trainer.message_codec import decode, encode
 from reinforce_rl.trainer.messages import (
+    Arrival,
     Dismissed,
+    GeneratorFailed,
     NewWeights,
     Received,
     Result,
+    ResultBounds,
     RunEnded,
     Work,
     WorkRequest,
@@ -366,7 +370,13 @@ def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple
     sent = Sent()
     pool._links, pool._changed, pool._staleness = sent, threading.Condition(), staleness
     pool._given, pool._results = {}, {}
-    pool._newest, pool._vocab_size, pool._last_loss = 3, 32, ""
+    pool._bounds = ResultBounds(vocab_size=32, max_length=8)
+    pool._source_names = None
+    pool._settings = {"seed": 1}
+    pool._dismissed = set()
+    pool._unscored = set()
+    pool._newest = 3
+    pool._last_loss = ""
     pool._waiting, pool._notes, pool._told, pool._members, pool._epoch = deque(), deque(), set(), (), 0
     pool.group = SimpleNamespace(abandon=lambda *_: None)
     pool._generators = {
@@ -400,17 +410,33 @@ def answer_to(work: Work, token: int = 1, version: int | None = None) -> Result:
     """One response of one token to a work of one prompt."""
     versions = torch.tensor([[work.version if version is None else version]])
     completions = Completions(torch.tensor([[token]]), torch.tensor([1]), ("stop",), weight_versions=versions)
-    return Result(work.number, tuple(prompt.id for prompt in work.prompts), completions)
+    rewards = Rewards(torch.ones(1), torch.zeros(1).int())
+    return Result(work.number, tuple(prompt.id for prompt in work.prompts), completions, rewards)
 
 
 WRONG_ANSWERS = {
     "another version's tokens": lambda work: encode(answer_to(work, version=2)),
     "an id that the model lacks": lambda work: encode(answer_to(work, token=32)),
     "another prompt": lambda work: encode(replace(answer_to(work), prompt_ids=(8,))),
+    "no scores": lambda work: encode(replace(answer_to(work), rewards=None)),
+    "a failure in place of responses": lambda work: encode(
+        replace(answer_to(work), completions=None, rewards=None, failure=GenerationError("as I like"))
+    ),
+    "a work that nobody gave it": lambda work: encode(replace(answer_to(work), number=5)),
     "no message": lambda work: [b"{", b""],
+    "tensors of a shape that torch cannot have": lambda work: [encode(answer_to(work))[0], of_shape(0, 2**63)],
+    "more JSON than a message has": lambda work: [b" " * ((64 << 20) + 1), b""],
+    "a second arrival": lambda work: encode(Arrival(1, "g1", {"seed": 1})),
     "a message of the trainers": lambda work: encode(RunEnded()),
     "more works than there are": lambda work: encode(WorkRequest(1 << 40)),
 }
+
+
+def of_shape(*shape: int) -> bytes:
+    """Tensors of a result in safetensors' format, of which one has no bytes and this shape."""
+    values = {"completions.tokens": {"dtype": "I64", "shape": shape, "data_offsets": [0, 0]}}
+    header = json.dumps(values).encode()
+    return len(header).to_bytes(8, "little") + header
 
 
 @pytest.mark.parametrize("wrong", [None, *WRONG_ANSWERS], ids=str)
@@ -437,6 +463,89 @@ def test_a_stranger_is_sent_away_and_told_of():
     assert sent.dismissed == [5 * 4096]
     assert set(pool._generators) == {1}
     assert len(pool._notes) == 1
+
+
+def test_a_second_answer_sends_its_generator_away_and_the_first_one_counts():
+    pool, sent = pool_of(1, [(1, 0, 3)])
+    work = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    pool.submit([work])
+    pool._on_message(4096, encode(answer_to(work)))
+    pool._on_message(4096, encode(answer_to(work, token=2)))
+    assert pool._results[0].completions.tokens.tolist() == [[1]]
+    assert sent.dismissed == [4096]
+
+
+def test_a_generator_that_asks_again_and_again_is_sent_away():
+    pool, sent = pool_of(1, [(1, 0, 3)])
+    for _ in range(3):
+        pool._on_message(4096, encode(WorkRequest(1 << 15)))
+    assert sent.dismissed == [4096]
+    assert not pool._idle
+
+
+def test_scores_that_fail_twice_end_the_run_and_once_only_the_generator():
+    """The first one may be the only one that does not reach the reward server."""
+    pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
+    work = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    pool.submit([work])
+    failed = encode(replace(answer_to(work), rewards=None, failure=RewardServerError("no answer\nwithin 9 s")))
+    pool._on_message(4096, failed)
+    assert sent.dismissed == [4096]
+    assert pool._notes[-1] == "Generator g1 gave no scores: no answer within 9 s; 1 of its micro-batches go to others"
+    assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096]
+    pool._on_message(2 * 4096, failed)
+    assert sent.dismissed == [4096]
+    assert isinstance(pool._results[0].failure, RewardServerError)
+
+
+def test_scores_of_other_sources_than_before_send_a_generator_away():
+    pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
+    first = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    second = replace(first, number=1)
+    pool.submit([first, second])
+    assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096]
+    pool._on_message(4096, encode(answer_to(first)))
+    other = Rewards(torch.ones(1), torch.zeros(1).int(), {"kind": torch.ones(1)})
+    answer = replace(answer_to(second), rewards=other)
+    pool._on_message(2 * 4096, encode(answer))
+    assert sent.dismissed == [2 * 4096]
+    assert "its scores are of ['kind'], those of results before of none by name" in pool._notes[-1]
+
+
+def deep(levels: int) -> list[bytes]:
+    """An arrival with a setting that is nested too deep for a `repr`."""
+    text, tensors = encode(Arrival(1, "x", {"seed": 0}))
+    return [text.replace(b'"seed": 0', b'"seed": ' + b"[" * levels + b"]" * levels), tensors]
+
+
+@pytest.mark.parametrize(
+    ("arrival", "words"),
+    [
+        (encode(Arrival(0, "x", {"seed": 1})), "rank 0 of 0 ranks has come"),
+        (encode(Arrival(1 << 40, "x", {"seed": 1})), "rank 0 of 1099511627776 ranks has come, expected up to 4096"),
+        (encode(Arrival(1, "x", {"seed": "a" * 100_000})), "seed is 'aaa"),
+        (encode(Arrival(1, "x\n\x1b[2J" * 100_000, {"seed": 2})), r"Generator x \x1b[2Jx \x1b[2J"),
+        (encode(GeneratorFailed(GenerationError("I was never here"))), ""),
+        (deep(900), "Generator x was refused: seed is [[[[[[[...]]]]]]], the trainers' 1"),
+    ],
+    ids=["no ranks", "many ranks", "a long value", "a long name", "no arrival", "a deep value"],
+)
+def test_who_cannot_be_a_generator_is_sent_away_once_in_a_sentence(arrival, words):
+    pool, sent = pool_of(1, [])
+    for _ in range(3):
+        pool._on_message(5 * 4096, arrival)
+    assert sent.dismissed == [5 * 4096]
+    assert pool._generators == {}
+    assert len(pool._notes) == bool(words)
+    assert all(words in note and len(note) < 600 for note in pool._notes)
+
+
+def test_what_a_generator_says_of_its_end_is_one_line():
+    pool, _ = pool_of(1, [(1, 0, 3)])
+    pool._on_message(4096, encode(GeneratorFailed(GenerationError("out of\nmemory\x1b[2J" + "!" * 100_000))))
+    assert pool._generators == {}
+    assert pool._notes[-1].startswith(r"Generator g1 cannot go on: out of memory\x1b[2J!!!")
+    assert len(pool._notes[-1]) < 600
 
 
 def test_work_of_weights_that_are_on_their_way_waits():

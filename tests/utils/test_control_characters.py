@@ -16,7 +16,7 @@ from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.terminal import plain_errors
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.utils.console import Console
-from reinforce_rl.utils.control_characters import show_control_characters, shown, shown_streams
+from reinforce_rl.utils.control_characters import quoted, show_control_characters, shown, shown_streams
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07b\x9b31mc\u202ed\x7fe\ud800f\rg\x00h\u2066i\u2028j"
 SHOWN = r"a\x1b[2J\x1b]0;title\x07b\u009b31mc\u202ed\u007fe\ud800f\x0dg\x00h\u2066i\u2028j"
@@ -105,6 +105,14 @@ def test_lines_of_progress_are_shown():
     progress = TrainingProgress(2, console=Console(file=stream))
     progress._print(f"metric {HOSTILE}")
     assert stream.getvalue() == f"metric {SHOWN}\n"
+
+
+def test_what_another_program_says_is_a_part_of_a_sentence():
+    assert quoted("two\nlines\x1b[2J\ud800 ") == r"two lines\x1b[2J\ud800"
+    assert quoted(ValueError("no")) == "no"
+    assert quoted("a" * 300) == "a" * 300
+    assert quoted("a" * 301) == "a" * 300 + " ..."
+    assert quoted(" " * 10_000_000 + "late", 5) == " ..."
 
 
 def test_an_error_of_a_command_shows_a_hostile_name():
