@@ -2,13 +2,16 @@
 
 A pickle of a hundred bytes can hold a tuple that names another one twice, which names a third one twice, and so on
 forty times. Computing its hash would not end, and nothing can interrupt it.
+
+Keys of a dictionary that have equal hashes are compared each with each other. Hashes of texts are
+random in each process; many numbers or tuples can be prepared whose hashes are equal.
 """
 
 from __future__ import annotations
 
 import io
 import pickletools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from reinforce_rl.errors import CheckpointError
 
@@ -17,6 +20,15 @@ from reinforce_rl.errors import CheckpointError
 WORK_PER_OPCODE = 50
 _MIN_WORK = 100_000
 _MAX_BITS = 64  # of an integer; the hashes of longer ones can be costly, and can all be equal
+_MAX_NUMBER_KEYS = 1 << 15  # in all dictionaries and sets
+_TEXTS = (pickletools.pyunicode, pickletools.pybytes_or_str, pickletools.pybytes)
+_NUMBERS = (
+    pickletools.pyint,
+    pickletools.pyinteger_or_bool,
+    pickletools.pybool,
+    pickletools.pynone,
+)
+_ORDERED = "collections OrderedDict"
 _GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
 _PUTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
 _GLOBALS = frozenset({"GLOBAL", "STACK_GLOBAL"})
@@ -26,31 +38,42 @@ _ADDS = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUIL
 _UNUSED = frozenset({"POP", "POP_MARK", "DUP"})
 
 
-def check_pickle_size(data: bytes) -> None:
-    """Raise CheckpointError if the values of a pickle are far larger than the pickle, or it is damaged.
+def check_pickle_size(data: bytes, *, key_classes: Collection[str] = ()) -> None:
+    """Raise CheckpointError if a pickle is damaged, or reading it could take far more than its size.
 
     Args:
         data: a pickle of any protocol, which is not executed.
+        key_classes: classes, as "module name", whose instances may be keys, besides texts and whole
+            numbers. The caller checks their hashes.
     """
     try:
-        _check(data)
+        _check(data, key_classes)
     except (ValueError, IndexError, KeyError) as error:
         raise CheckpointError(f"its pickle is damaged ({error})") from error
 
 
 class _Value:
-    __slots__ = ("may_change", "size")
+    __slots__ = ("kind", "may_change", "name", "size")
 
-    def __init__(self, size: int = 1, may_change: bool = True):
+    def __init__(
+        self,
+        size: int,
+        kind: pickletools.StackObject,
+        name: str,
+        may_change: bool,
+    ):
+        self.kind = kind
+        self.name = name  # "module name" of a class and of its instances; of a text, the text
         self.size = size  # 1 and the sizes of all values that it holds
         self.may_change = may_change  # until another value holds it; a class or function of the program never
 
 
-def _check(data: bytes) -> None:
+def _check(data: bytes, key_classes: Collection[str]) -> None:
     stack: list[_Value] = []
     marks: list[int] = []  # heights of the stack
     memo: dict[int, _Value] = {}
     work = 0
+    number_keys = 0
     for count, (opcode, argument, _) in enumerate(pickletools.genops(io.BytesIO(data)), 1):
         name = opcode.name
         if isinstance(argument, int) and argument.bit_length() > _MAX_BITS:
@@ -67,13 +90,21 @@ def _check(data: bytes) -> None:
         else:
             taken = _take(stack, marks, opcode.stack_before)
             changed = taken.pop(0) if name in _ADDS else None
+            _check_calls(name, changed, taken)
+            keys = _keys_of(name, taken)
+            _check_keys(keys, key_classes)
+            number_keys += sum(key.kind in _NUMBERS for key in keys)
+            if number_keys > _MAX_NUMBER_KEYS:
+                raise CheckpointError(f"it has more than {_MAX_NUMBER_KEYS} keys that are numbers")
             added = 0
             for value in taken:
                 value.may_change = False
                 added += value.size
             work += added
             if changed is None:
-                stack.extend(_Value(1 + added, name not in _GLOBALS) for _ in opcode.stack_after)
+                called = _name_of(name, argument, taken)
+                may_change = name not in _GLOBALS
+                stack.extend(_Value(1 + added, kind, called, may_change) for kind in opcode.stack_after)
             else:
                 # The sizes of the values that hold it have been computed already.
                 if not changed.may_change:
@@ -82,6 +113,40 @@ def _check(data: bytes) -> None:
                 stack.append(changed)
         if work > _MIN_WORK and work > WORK_PER_OPCODE * count:
             raise CheckpointError("its values hold each other so often that reading them would not end")
+
+
+def _name_of(opcode: str, argument: object, taken: Sequence[_Value]) -> str:
+    if isinstance(argument, str):
+        return argument
+    if opcode == "STACK_GLOBAL":
+        return f"{taken[0].name} {taken[1].name}"
+    return taken[0].name if taken else ""
+
+
+def _keys_of(opcode: str, taken: Sequence[_Value]) -> Sequence[_Value]:
+    """Return the values whose hashes an instruction computes."""
+    if opcode in ("SETITEM", "SETITEMS", "DICT"):
+        return taken[::2]
+    if opcode in ("ADDITEMS", "FROZENSET"):
+        return taken
+    return ()
+
+
+def _check_keys(keys: Iterable[_Value], classes: Collection[str]) -> None:
+    for key in keys:
+        is_plain = key.kind in _TEXTS or key.kind in _NUMBERS
+        is_instance = key.kind is pickletools.anyobject and key.name in classes
+        if not (is_plain or is_instance):
+            raise CheckpointError(f"it has a key of the kind {key.kind.name!r}; expected texts and whole numbers")
+
+
+def _check_calls(opcode: str, changed: _Value | None, taken: Sequence[_Value]) -> None:
+    """Refuse calls that make a dictionary of pairs, whose keys are no keys of an instruction."""
+    if opcode == "REDUCE" and taken[0].name == _ORDERED and taken[1].size > 1:
+        raise CheckpointError("it calls OrderedDict with values, which no checkpoint needs")
+    takes_pairs = changed is not None and changed.name in (_ORDERED, "")
+    if opcode == "BUILD" and takes_pairs and taken[0].kind is not pickletools.pydict:
+        raise CheckpointError("it sets attributes by other values than a dictionary")
 
 
 def _take(stack: list[_Value], marks: list[int], before: Iterable[pickletools.StackObject]) -> list[_Value]:

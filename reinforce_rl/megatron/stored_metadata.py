@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.pickle_size import check_pickle_size
@@ -36,6 +36,7 @@ MAX_FORMAT_BYTES = 1 << 16
 _MAX_DIMENSIONS = 16
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
+_INDEX = f"{_METADATA} MetadataIndex"
 # Not BytesStorageMetadata, whose entries torch unpickles too.
 _ALLOWED = {
     ("torch", "Size"),
@@ -55,8 +56,23 @@ _ALLOWED = {
 }
 
 
+class _Index(MetadataIndex):
+    """Stands for torch's class, whose instances are keys, while the description is checked."""
+
+    def __hash__(self) -> int:
+        # With a text, whose hash is another one in each process, equal hashes cannot be prepared.
+        if type(self.fqn) is not str:
+            raise CheckpointError("the name of a tensor is no text")
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        raise CheckpointError("two of its keys have the same hash")
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if f"{module} {name}" == _INDEX:
+            return _Index
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise CheckpointError(f"it names {module}.{name}, which is no part of a checkpoint's description")
@@ -90,7 +106,7 @@ def _check_format(path: Path) -> None:
 def _read(path: Path) -> Metadata:
     try:
         data = _bytes_of(path, MAX_METADATA_BYTES)
-        check_pickle_size(data)
+        check_pickle_size(data, key_classes=(_INDEX,))
         metadata = _Unpickler(io.BytesIO(data)).load()
     except CheckpointError:
         raise
@@ -102,12 +118,18 @@ def _read(path: Path) -> Metadata:
 
 
 def _check_files(folder: Path, metadata: Metadata) -> None:
-    names = {info.relative_path for info in (metadata.storage_data or {}).values()}
+    names: set[str] = set()
+    for info in (metadata.storage_data or {}).values():
+        name = info.relative_path
+        # Other values could have equal hashes.
+        if not isinstance(name, str):
+            raise CheckpointError(f"it names a file by {str(name)[:100]!r}, expected a text")
+        names.add(name)
     available = 0
     for name in names:
-        path = folder / str(name)
-        if not isinstance(name, str) or Path(name).name != name or path.is_symlink() or not path.is_file():
-            raise CheckpointError(f"it names the file {str(name)[:100]!r}, expected files of its own folder")
+        path = folder / name
+        if Path(name).name != name or path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"it names the file {name[:100]!r}, expected files of its own folder")
         available += path.stat().st_size
     described = 0
     for name, tensor in metadata.state_dict_metadata.items():

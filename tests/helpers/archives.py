@@ -29,3 +29,25 @@ def pickle_of_key(rounds: int) -> bytes:
     header = b"\x80\x02"
     key = pickle.dumps(doubled(1, rounds), 2).removeprefix(header).removesuffix(b".")
     return header + b"}" + key + b"K\x01s."  # a dictionary, its key, 1, set
+
+
+def equal_hashes(count: int) -> list[tuple[int, int]]:
+    """Return pairs whose hashes are equal, by CPython's formula for the hash of a tuple (64 bits)."""
+    bits = (1 << 64) - 1
+    first_prime = 11400714785074694791
+    second_prime = 14029467366897019727
+    start = 2870177450012600261
+    inverse = pow(second_prime, -1, 1 << 64)
+    pairs: list[tuple[int, int]] = []
+    number = 0
+    while len(pairs) < count:
+        number += 1
+        state = (start + number * second_prime) & bits
+        state = ((state << 31) | (state >> 33)) & bits
+        state = state * first_prime & bits
+        second = (12345 - state) * inverse & bits
+        if second >> 63:
+            second -= 1 << 64
+        if abs(second) < (1 << 61) - 1:  # the hash of a larger one is its remainder
+            pairs.append((number, second))
+    return pairs

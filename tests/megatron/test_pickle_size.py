@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import pickle
+import zipfile
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
-from helpers.archives import doubled, pickle_of_key
+from helpers.archives import doubled, equal_hashes, pickle_of_key
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from reinforce_rl.errors import CheckpointError
@@ -55,6 +58,97 @@ def test_a_key_used_again_and_again_is_refused() -> None:
     key = tuple(range(100_000))
     with pytest.raises(CheckpointError):
         check_pickle_size(pickle.dumps([[key, index] for index in range(1000)]))
+
+
+def with_attribute(attributes: object) -> bytes:
+    """A pickled OrderedDict whose attributes torch updates by any pairs."""
+    header = b"\x80\x02"
+    state = pickle.dumps(attributes, 2).removeprefix(header).removesuffix(b".")
+    return header + b"ccollections\nOrderedDict\n)R" + state + b"b."
+
+
+def test_hashes_of_pairs_are_equal_and_each_is_compared() -> None:
+    """So that the next test can fail."""
+    pairs = equal_hashes(100)
+    assert len(set(pairs)) == 100
+    assert len({hash(pair) for pair in pairs}) == 1
+
+
+PAIR = (1, 2)
+DICTIONARIES = [
+    {PAIR: 1},
+    {torch.Size(PAIR): 1},
+    {1.5: 1},
+    {1j: 1},
+    {frozenset([1]): 1},
+    {MetadataIndex("a", torch.Size(PAIR)): 1},
+    [{"a": {PAIR: 1}}],
+    OrderedDict({PAIR: 1}),
+]
+# Below protocol 4, a set is made of a list by a call; a checkpoint may not name its class.
+SETS = [{PAIR}, frozenset([PAIR])]
+CASES = [*itertools.product(DICTIONARIES, range(6)), *itertools.product(SETS, range(4, 6))]
+
+
+@pytest.mark.parametrize(("value", "protocol"), CASES)
+def test_keys_whose_hashes_can_be_made_equal_are_refused(value: Any, protocol: int) -> None:
+    with pytest.raises(CheckpointError, match="a key of the kind"):
+        check_pickle_size(pickle.dumps(value, protocol))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        # A dictionary of pairs: torch calls OrderedDict with whatever a pickle says.
+        (b"\x80\x02ccollections\nOrderedDict\n]K\x01K\x02\x86K\x03\x86a\x85R.", "calls OrderedDict"),
+        (with_attribute([(PAIR, 1)]), "sets attributes"),
+        (with_attribute((("a", PAIR), ("b", PAIR))), "sets attributes"),
+        (with_attribute({PAIR: 1}), "a key of the kind 'tuple'"),
+        (b"(K\x01K\x02\x86K\x03d.", "a key of the kind 'tuple'"),
+    ],
+)
+def test_other_ways_to_such_keys_are_refused(data: bytes, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        check_pickle_size(data)
+
+
+def test_torch_takes_pairs_as_attributes() -> None:
+    file = io.BytesIO()
+    torch.save({}, file)
+    with zipfile.ZipFile(file) as old:
+        entries = {name: old.read(name) for name in old.namelist()}
+    changed = io.BytesIO()
+    with zipfile.ZipFile(changed, "w") as new:
+        for name, content in entries.items():
+            pairs = with_attribute([(PAIR, 1)])
+            new.writestr(name, pairs if name.endswith("data.pkl") else content)
+    changed.seek(0)
+    assert vars(torch.load(changed, weights_only=True)) == {PAIR: 1}
+
+
+def test_a_state_dictionary_with_its_attributes_passes() -> None:
+    state = torch.nn.Linear(2, 2).state_dict()
+    assert isinstance(state, OrderedDict)
+    check_pickle_size(pickle.dumps(OrderedDict(a=1), 2))
+    check_pickle_size(with_attribute({"_metadata": OrderedDict()}))
+
+
+def test_keys_that_are_numbers_are_bounded() -> None:
+    """Many of them can be prepared that follow each other through a whole table."""
+    many = [{number: None for number in range(1 << 14)}, set(range(1 << 14))]
+    check_pickle_size(pickle.dumps(many, 4))
+    with pytest.raises(CheckpointError, match="more than 32768 keys that are numbers"):
+        check_pickle_size(pickle.dumps([*many, {None: 1}], 4))
+    check_pickle_size(pickle.dumps({str(number): 1 for number in range(100_000)}))
+
+
+def test_a_class_that_the_caller_names_may_be_a_key() -> None:
+    name = "torch.distributed.checkpoint.metadata MetadataIndex"
+    for protocol in range(2, 6):
+        data = pickle.dumps({MetadataIndex("a", torch.Size(PAIR)): 1}, protocol)
+        check_pickle_size(data, key_classes=(name,))
+    with pytest.raises(CheckpointError, match="kind 'tuple'"):
+        check_pickle_size(pickle.dumps({PAIR: name}), key_classes=(name,))
 
 
 @pytest.mark.parametrize("protocol", range(6))

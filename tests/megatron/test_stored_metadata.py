@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.archives import compressed, pickle_of_key
+from helpers.archives import compressed, equal_hashes, pickle_of_key
 from helpers.models import tiny_llama_folder
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.convert import plain_tensors, to_hf, to_megatron
@@ -237,6 +237,28 @@ def linked_values(model: Path) -> None:
     (model / "common.pt").symlink_to(model.parents[1] / "here" / "file")
 
 
+def equal_keys(model: Path) -> None:
+    metadata = read(model)
+    part = next(iter(metadata.storage_data.values()))
+    for pair in equal_hashes(2):
+        metadata.storage_data[MetadataIndex("a", torch.Size(pair))] = part
+    write(model, metadata)
+
+
+def a_number_as_name(model: Path) -> None:
+    """A text has a hash that nobody knows before."""
+    metadata = read(model)
+    part = next(iter(metadata.storage_data.values()))
+    metadata.storage_data[MetadataIndex(1, torch.Size([2]))] = part  # type: ignore[arg-type]
+    write(model, metadata)
+
+
+def tuples_as_files(model: Path) -> None:
+    metadata = read(model)
+    next(iter(metadata.storage_data.values())).relative_path = (1, 2)
+    write(model, metadata)
+
+
 def another_object(model: Path) -> None:
     write(model, {"state_dict_metadata": {}})
 
@@ -268,6 +290,9 @@ SPOILT = [
     a_text_as_type,
     many_dimensions,
     a_list_as_shape,
+    equal_keys,
+    a_number_as_name,
+    tuples_as_files,
     another_object,
 ]
 
