@@ -174,11 +174,11 @@ def latest(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attempt", range(30))
+@pytest.mark.parametrize("attempt", range(12))
 def test_killed_at_any_time(processes, uninterrupted, tmp_path, attempt):
     """At moments spread evenly over the first seconds of a run; a fast machine has ended some runs by then."""
     (process,) = processes.start(tmp_path, *SETTINGS)
-    time.sleep(0.1 * (attempt + 1))
+    time.sleep(0.25 * (attempt + 1))
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
     processes.wait()

@@ -1,4 +1,4 @@
-"""Jobs of slurm/train_hetjob.sbatch: the main case, one failure, one signal. The other files here have the rest."""
+"""Jobs of slurm/train_hetjob.sbatch: the main case and one failure. The other files here have the rest."""
 
 from __future__ import annotations
 
@@ -57,20 +57,3 @@ def test_a_killed_task_of_the_actor_ends_the_job_and_is_named(lab, world, tmp_pa
     assert "SIGKILL" in job.last_lines
     assert 1 <= run.saved_step < STEPS
     assert f"the run stands at step {run.saved_step}" in job.last_lines
-
-
-@pytest.mark.slow
-def test_the_signal_before_the_time_limit_saves_requeues_and_goes_on(lab, world, tmp_path):
-    run = SlurmRun(lab, world, tmp_path / "run", overrides=SHORT)
-    job = run.submit()
-    run.wait_for_step(job, 2)
-    lab.signal(job, "USR1")
-    lab.wait_for_attempt(job, 1, 300)
-    step = run.saved_step
-    assert 2 <= step < STEPS
-    assert f"requeued: from step 0 to step {step}" in job.output
-    components = run.wait(job)
-    assert {(part.state, part.exit_code, part.restarts) for part in components} == {("COMPLETED", "0:0", 1)}
-    assert_nothing_left(lab, job, run.run_dir)
-    assert f"at step {STEPS}" in job.last_lines
-    assert len(results(run.run_dir)) == STEPS
