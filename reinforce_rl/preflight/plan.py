@@ -282,8 +282,8 @@ class DiskNeed:
         parts += f", {gigabytes(self.export)} for the Hugging Face folder" if self.export else ""
         parts += f", and {gigabytes(self.records)} for the samples' records"
         return Fault(
-            f"exp_manager.explicit_log_dir is {self.folder}, where {gigabytes(self.free)} are free, but the "
-            f"run needs {gigabytes(self.needed)}: {parts}. Free some space, choose another disk, or lower "
+            f"exp_manager.explicit_log_dir is {self.folder}, where {gigabytes(self.free)} are free; the run "
+            f"needs {gigabytes(self.needed)}: {parts}. Free some space, choose another disk, or lower "
             "exp_manager.checkpoint_callback_params.keep_last or keep_best; "
             "exp_manager.record_tokens_every=0 makes the records smaller",
             key="preflight.disk.too_little_space",

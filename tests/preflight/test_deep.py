@@ -6,12 +6,12 @@ import io
 import json
 
 import pytest
+from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
 from helpers.tiny_run import compose, three_letters, write_prompts
 from rich.console import Console
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.errors import ConfigError
 from reinforce_rl.preflight import deep
 from reinforce_rl.preflight.run import preflight
 
@@ -65,10 +65,19 @@ def test_a_gpu_too_small_and_a_machine_that_is_unknown_are_faults(overrides, tmp
     monkeypatch.setattr(deep, "MOST_TRIED", 0)
     machine = tmp_path / "small.yaml"
     machine.write_text("base: h100\nname: tiny GPU\nmemory: 3.00001e9\n")
-    with pytest.raises(ConfigError, match=r"a rank needs 0\.0 GB in .*, and a tiny GPU has 0\.0 GB for tensors"):
+    with raises_error("preflight.memory.too_little", "needs 0.0 GB", "tiny GPU", "has only 0.0 GB"):
         printed(*overrides, f"exp_manager.explicit_log_dir={tmp_path}", f"preflight_machine={machine}")
-    with pytest.raises(ConfigError, match="preflight_machine is 'h1000'"):
+    with raises_error("preflight.machine.unknown", "preflight_machine is 'h1000'"):
         printed(*overrides, f"exp_manager.explicit_log_dir={tmp_path}", "preflight_machine=h1000")
+
+
+def test_a_rank_that_fails_is_a_fault(overrides, tmp_path, monkeypatch):
+    def fails(self, job):
+        raise deep.DeepFault("rank 3 fails in training", key="preflight.deep.rank_fails")
+
+    monkeypatch.setattr(deep.Worker, "measure", fails)
+    with raises_error("preflight.deep.rank_fails", "rank 3"):
+        printed(*overrides, f"exp_manager.explicit_log_dir={tmp_path}")
 
 
 @pytest.mark.parametrize(
