@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +33,7 @@ from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.trainer.build import configured_mesh
 from reinforce_rl.trainer.reward_requests import reward_request
 from reinforce_rl.utils.console import Console
+from reinforce_rl.utils.control_characters import show_control_characters
 from reinforce_rl.utils.files import write_json_lines
 
 HELP = """/reset        forget the conversation
@@ -43,7 +43,6 @@ HELP = """/reset        forget the conversation
 /quit         end, as Ctrl-D does; Ctrl-C ends an answer"""
 MIN_COLUMNS = 60  # of a terminal that shows two models side by side
 REWARD_SECONDS = 20.0  # to wait for a server, and for a score
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model must not drive the terminal
 
 
 @dataclass
@@ -85,7 +84,11 @@ class Speaker:
                 break
             del messages[first : first + 2]
         if room < 1:
-            raise DataError(f"this has {len(tokens)} tokens, and the context of {self.name} {limit}; ask for less")
+            raise DataError(
+                f"this question needs {len(tokens)} tokens, but the context of {self.name} has only "
+                f"{limit}; ask a shorter one",
+                key="chat.question.too_long",
+            )
         return Prompt(number, text, tuple(tokens), {}, tuple(messages) if is_chat else ()), min(longest, room)
 
     def answer(self, prompt: Prompt, params: SamplingParams, seed: int, show: Callable[[str], None]) -> Completions:
@@ -172,16 +175,18 @@ class Chat:
                 if several and not live:
                     self._write(f"[{speaker.name}]\n")
 
-                def show(piece: str, text: Text = text) -> None:
-                    piece = _CONTROLS.sub("", piece)
-                    text.append(piece)
+                pieces: list[str] = []
+
+                def show(piece: str, text: Text = text, pieces: list[str] = pieces) -> None:
+                    pieces.append(piece)
                     if live is None:
                         self._write(piece)
                     else:
+                        text.append(show_control_characters(piece))
                         live.refresh()
 
                 notes = self._one(speaker, show)
-                speaker.messages.append({"role": "assistant", "content": text.plain})
+                speaker.messages.append({"role": "assistant", "content": "".join(pieces)})
                 show("".join(f"\n({note})" for note in notes))
                 if live is None:
                     self._write("\n")
@@ -221,7 +226,8 @@ class Chat:
             signal.signal(signal.SIGINT, before)
 
     def _write(self, text: str) -> None:
-        self.console.file.write(text)
+        # rich's stream is the one behind those of `shown_streams`.
+        self.console.file.write(show_control_characters(text))
         self.console.file.flush()
 
 

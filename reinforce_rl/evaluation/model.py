@@ -22,7 +22,7 @@ from reinforce_rl.config.load import read_config
 from reinforce_rl.config.model_folder import MODEL, export_command, model_values, no_model
 from reinforce_rl.data.data_prefix import sets_of
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import CheckpointError, ConfigError
+from reinforce_rl.errors import CheckpointError, ConfigError, Fault
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import STATE_FILE, latest_checkpoint
 from reinforce_rl.megatron.hf_weights import STEP
@@ -52,7 +52,7 @@ def model_folder(path: str | Path) -> Path:
     for found in (folder, folder / "hf"):
         if (found / "config.json").is_file():
             return found
-    raise ConfigError([f"{folder} {no_model(folder)}"])
+    raise ConfigError([Fault(f"{folder} {no_model(folder)}", key="model.folder.no_model")])
 
 
 def _warn_if_outdated(folder: Path) -> None:
@@ -98,7 +98,8 @@ def inference_config(
     path = model_folder(model)
     remove_from_import_path(model)
     if like is not None and not (Path(like) / CONFIG_FILE).is_file():
-        raise ConfigError([f"{like} has no {CONFIG_FILE}; expected the folder of a run"])
+        sentence = f"{like} has no {CONFIG_FILE}; expected the folder of a run"
+        raise ConfigError([Fault(sentence, key="eval.like.no_run")])
     if like is None:
         cfg = compose(PROGRAM, overrides)
     else:

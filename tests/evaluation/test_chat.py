@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from rich.console import Console
@@ -23,13 +24,14 @@ from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.data.jsonl import LineFaults
 from reinforce_rl.data.readers import read_records
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.evaluation import chat as module
 from reinforce_rl.evaluation.chat import Chat, Speaker, chat
 from reinforce_rl.evaluation.model import inference_config, load_actor
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.trainer.build import configured_mesh
+from reinforce_rl.utils.control_characters import shown_streams
 from reinforce_rl.utils.net import free_port
 
 EOS = 2
@@ -151,9 +153,13 @@ def test_a_question_that_cannot_be_answered_is_forgotten(tokenizer, tmp_path):
     speaker = speaker_of(tokenizer, "a", "b", limit=40)
     (tmp_path / "file").touch()
     found = said([speaker], "one", "x" * 99, "two", f"/save {tmp_path}/file/s")
-    assert "(this has 105 tokens, and the context of one 40; ask for less)" in found
+    (refusal,) = [line for line in found.splitlines() if "105 tokens" in line]
+    assert " 40;" in refusal and " one " in refusal
     assert asked(speaker)[-1] == "U: one<eos>A: a<eos>U: two<eos>A:"
     assert "File exists" in found.splitlines()[-1] or "Not a directory" in found.splitlines()[-1]
+    speaker.messages = [{"role": "user", "content": "x" * 99}]
+    with raises_error("chat.question.too_long", 105, "one", 40):
+        speaker.prompt(0, PARAMS.max_length)
 
 
 def test_the_oldest_turns_give_way_but_not_the_system_message(tokenizer):
@@ -196,7 +202,7 @@ def test_two_models_one_after_the_other_or_side_by_side(tokenizer):
     score = {"new": "reward 1.000", "old": "no reward: it is down"}
     options: Any = {"score": lambda speaker, prompt, found: score[speaker.name]}
     plain = said(two(), "x", **options)
-    assert plain == "[new]\nyes\n(reward 1.000)\n[old]\nno <unk>[31m\n(no reward: it is down)\n".replace("<unk>", "")
+    assert plain == "[new]\nyes\n(reward 1.000)\n[old]\nno [31m\n(no reward: it is down)\n"
     terminal = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said(two(), "x", console=terminal, **options)).splitlines()
     assert any(re.search(r"yes {30,}no", line) for line in shown)
@@ -207,7 +213,28 @@ def test_two_models_one_after_the_other_or_side_by_side(tokenizer):
 
 def test_a_model_cannot_drive_the_terminal():
     speaker = speaker_of(Bytes(), list(b"a\x1b[2J\x07b\tc\r\n"))
-    assert said([speaker], "x") == "a[2Jb\tc\n\n"
+    assert said([speaker], "x") == "a\\x1b[2J\\x07b\tc\\x0d\n\n"
+    assert speaker.messages[1]["content"] == "a\x1b[2J\x07b\tc\r\n", "the conversation keeps what was said"
+    speaker = speaker_of(Bytes(), list("a\u202eb".encode()))
+    assert said([speaker], "x") == "a\\u202eb\n"
+
+
+def test_an_error_or_a_reward_cannot_drive_the_terminal(monkeypatch):
+    """A chat template raises what its author likes, and a server answers so."""
+
+    def refuse(*_: object) -> None:
+        raise DataError("the chat template refuses these messages: \x1b]0;title\x07\u202e")
+
+    speaker = speaker_of(Bytes(), list(b"a"), list(b"a"))
+    score = {"score": lambda *_: "no reward: \x1b[2J\u2028"}
+    assert said([speaker], "x", **score) == "a\n(no reward: \\x1b[2J\\u2028)\n"
+    monkeypatch.setattr(speaker, "prompt", refuse)
+    # As a program: rich writes past the streams that show control characters.
+    stream = io.StringIO()
+    with contextlib.redirect_stdout(stream), shown_streams():
+        Chat([speaker], PARAMS).talk(iter(["x"]))
+    expected = "(the chat template refuses these messages: \\x1b]0;title\\x07\\u202e)\n"
+    assert stream.getvalue() == expected
 
 
 def test_a_function_scores_and_a_server_that_is_down_is_told(folder, capsys, monkeypatch, tmp_path):
@@ -238,4 +265,4 @@ def test_questions_from_a_pipe(folder):
     assert done.stdout.count("\n") >= 1 and "\x1b" not in done.stdout and ">" not in done.stdout[:2]
     command += ["model.sede=1"]
     done = subprocess.run(command, input="", capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1 and "did you mean model.seed?" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "model.seed" in done.stderr and "Traceback" not in done.stderr

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
 from helpers.policies import transformers_model
 from helpers.tiny_run import tiny_config, tiny_overrides
@@ -42,19 +43,20 @@ def test_a_model_is_a_folder_of_its_own_or_what_a_run_exported(folder: Path, tmp
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "latest").write_text("step_00000001")
     (run / "config.yaml").write_text("pretrained_checkpoint: {restore_from_path: /models/sft}")
-    with pytest.raises(ConfigError, match=r"to-hf .*/run .*/run/hf --model /models/sft$"):
+    command = f"to-hf {run} {run / 'hf'} --model /models/sft"
+    with raises_error("model.folder.no_model", command):
         model_folder(run)
     (run / "checkpoints" / "latest").unlink()
     (run / "status.json").write_text("{}")
-    with pytest.raises(ConfigError, match="run is a run that ended before its first checkpoint, so it has no model"):
+    with raises_error("model.folder.no_model", run, "checkpoint"):
         model_folder(run)
     tiny_llama_folder(run / "hf")
-    with pytest.raises(ConfigError, match=r"which is the folder of a run; did you mean .*/run/hf\?$"):
+    with pytest.raises(ConfigError, match=r"/run/hf\?$"):
         tiny_config(folder, f"pretrained_checkpoint.restore_from_path={run}")
     assert model_folder(run) == run / "hf"
-    with pytest.raises(ConfigError, match="nowhere does not exist; expected a Hugging Face model folder"):
+    with raises_error("model.folder.no_model", tmp_path / "nowhere", "Hugging Face"):
         model_folder(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"has no config\.json"):
+    with raises_error("model.folder.no_model", tmp_path, "config.json"):
         model_folder(tmp_path)
 
 
@@ -95,7 +97,7 @@ def test_a_runs_settings_can_take_the_place_of_the_defaults(
     assert cfg.model.reinforce.length_params == ran.model.reinforce.length_params
     assert cfg.model.data.data_prefix.train == [ran.model.data.data_prefix.validation], "and its validation set"
     assert cfg.model.peft.peft_scheme is None, "the exported weights have the updates merged in"
-    with pytest.raises(ConfigError, match=r"has no config\.yaml; expected the folder of a run"):
+    with raises_error("eval.like.no_run", folder, "config.yaml"):
         inference_config(folder / "model", like=folder)
 
 
