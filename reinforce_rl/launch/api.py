@@ -56,7 +56,10 @@ def train(
         ReinforceError: see its subclasses.
     """
     if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") == "reinforce_rl.rewards.function_host":
-        raise ReinforceError("train(...) runs whenever this file is imported; put it under if __name__ == '__main__':")
+        raise ReinforceError(
+            "train(...) runs whenever this file is imported; put it under if __name__ == '__main__':",
+            key="api.script.no_guard",
+        )
     os.environ.setdefault("GOMP_SPINCOUNT", "0")  # idle OpenMP threads that spin cost a busy CPU tenfold
     from omegaconf import OmegaConf
 
@@ -86,8 +89,10 @@ def train(
     if ranks != int(os.environ.get("WORLD_SIZE", "1")):
         script = Path(getattr(sys.modules["__main__"], "__file__", None) or "SCRIPT.py").name
         raise ReinforceError(
-            f"trainer.devices x trainer.num_nodes is {ranks}, and this is one process; start it as "
-            f"`torchrun --nproc-per-node {config.trainer.devices} {script}`, or use `reinforce-rl train`"
+            f"trainer.devices x trainer.num_nodes is {ranks}, but this is one process; start it as "
+            f"`torchrun --nproc-per-node {config.trainer.devices} {script}`, or use "
+            "`reinforce-rl train`",
+            key="api.ranks.one_process",
         )
     from reinforce_rl import run
     from reinforce_rl.monitoring.loggers import read_metrics
@@ -144,9 +149,10 @@ def _by_name(function: Callable[..., Any], folder: Path, files: dict[Path, str])
             return f"{script.stem}.{name}", kwargs
         why = f"it uses {', '.join(others)} from outside of it"
     raise ReinforceError(
-        f"the reward {name} cannot be imported by the processes that rewards run in: {why}. Put it with all that it "
-        "uses into a file, such as my_rewards.py, and give my_rewards.NAME; in a notebook, the first line of a cell "
-        "%%writefile my_rewards.py makes that file"
+        f"the reward {name} cannot be imported by the processes that rewards run in: {why}. Put it "
+        "with all that it uses into a file, such as my_rewards.py, and give my_rewards.NAME; in a "
+        "notebook, the first line of a cell %%writefile my_rewards.py makes that file",
+        key="api.reward.not_importable",
     )
 
 
@@ -156,8 +162,11 @@ def _copied(function: Any, modules: Mapping[str, str], folder: Path, files: dict
         lines.append(textwrap.dedent(inspect.getsource(function)))
         code = ast.unparse(ast.parse("\n".join(lines)))  # without comments
     except (OSError, SyntaxError) as error:
-        advice = f"put it into a file, such as my_rewards.py, and give my_rewards.{function.__name__}"
-        raise ReinforceError(f"the source of the reward {function.__name__} is not known; {advice}") from error
+        raise ReinforceError(
+            f"the source of the reward {function.__name__} cannot be read; put it into a file, such "
+            f"as my_rewards.py, and give my_rewards.{function.__name__}",
+            key="api.reward.no_source",
+        ) from error
     if str(folder.resolve()) not in sys.path:
         sys.path.append(str(folder.resolve()))
     return f"{_add(folder / f'{COPIED_REWARD}.py', code, files).stem}.{function.__name__}"

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.utils.places import IS_CLONE, PACKAGE, shipped
 
 OUT = PACKAGE.parent / "results" / "demo" if IS_CLONE else Path("results/demo")
@@ -33,7 +33,14 @@ def demo(
     started, data = time.monotonic(), shipped("demo", "examples/demo")
     model = prepare_smollm2(DEFAULT_FOLDER)
     if out.is_dir() and any(out.iterdir()) and not (out / "config.yaml").is_file() and not (out / "logs").is_dir():
-        raise ConfigError([f"--out is {out}, which is not empty and holds no earlier run; name another folder"])
+        raise ConfigError(
+            [
+                Fault(
+                    f"--out is {out}, which is not empty and holds no earlier run; name another folder",
+                    key="demo.folder.not_a_run",
+                )
+            ]
+        )
     shutil.rmtree(out, ignore_errors=True)
     plan = make_plan(
         run_dir=out,
@@ -99,5 +106,12 @@ def steps_override(text: str) -> list[str]:
     if not text:
         return []
     if not text.isdecimal() or int(text) == 0:
-        raise ConfigError([f"DEMO_STEPS is {text!r}; expected a whole number above 0"])
+        raise ConfigError(
+            [
+                Fault(
+                    f"DEMO_STEPS is {text!r}; expected a whole number above 0",
+                    key="demo.steps.invalid",
+                )
+            ]
+        )
     return [f"trainer.reinforce.{key}={int(text)}" for key in ("max_steps", "val_check_interval", "save_interval")]

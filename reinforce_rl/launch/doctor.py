@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
+from reinforce_rl.errors import ConfigError, Fault, ReinforceError, RewardServerError
 from reinforce_rl.rewards import transport, wire
 from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress, NoHttp
 from reinforce_rl.utils.net import Address
@@ -38,20 +38,28 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
             "failed": f"it has failed and is ending: {health['text']}. Its log has more; start it again",
         }
         remedy = remedies.get(str(health["state"]), health["text"])
-        raise ReinforceError(f"http://{server} takes no requests now: {remedy}")
+        raise ReinforceError(
+            f"http://{server} takes no requests now: {remedy}",
+            key="doctor.server.not_ready",
+        )
     if not health["healthy"]:
-        advice = "Look at the end of its log, then end it (SIGTERM) and start it again; clients retry meanwhile"
-        raise ReinforceError(f"http://{server} takes requests and does not score them: {health['text']}. {advice}")
+        raise ReinforceError(
+            f"http://{server} takes requests, but does not score them: {health['text']}. Look at the "
+            "end of its log, then end it (SIGTERM) and start it again; clients retry meanwhile",
+            key="doctor.server.not_healthy",
+        )
     say(f"health: {health['text']}")
     model = ModelAddress(server, str(health["model"]), token)
     try:
         info = transport.wait_for(transport.ask_description(model, 30.0))
     except RewardServerError as error:
         hint = " (For this script: --token-file FILE.)" if "token" in str(error) else ""
-        raise ReinforceError(f"{error}{hint}") from error
+        raise ReinforceError(f"{error}{hint}", key=error.key) from error
     except FailedAttempt as error:
-        advice = "it may be starting or stopping; ask again in a minute"
-        raise ReinforceError(f"http://{server} {error}: {advice}") from error
+        raise ReinforceError(
+            f"http://{server} {error}: it may be starting or stopping; ask again in a minute",
+            key="doctor.server.no_description",
+        ) from error
     length, own = info.max_length, info.tokenizer
     say(f"serves: '{info.name}'" + "".join(f", {key} {value}" for key, value in info.details.items()))
     of_tokens = "" if length is None else f", {length} tokens a sample, token ids below {info.vocab_size}"
@@ -77,8 +85,15 @@ def _address_of(url: str) -> Address:
         has_port = re.search(r"[^:]:\d+$", place) is not None
         return Address.parse(place if has_port else f"{place}:{wire.DEFAULT_PORT}")
     except ValueError as error:
-        expected = "expected http://HOST:PORT, where an IPv6 address stands in brackets: http://[::1]:5555"
-        raise ConfigError([f"'{url}' is no address of a reward server; {expected}"]) from error
+        raise ConfigError(
+            [
+                Fault(
+                    f"'{url}' is no address of a reward server; expected http://HOST:PORT, where an "
+                    "IPv6 address stands in brackets: http://[::1]:5555",
+                    key="doctor.address.invalid",
+                )
+            ]
+        ) from error
 
 
 def _health(server: Address) -> dict[str, Any]:
@@ -94,15 +109,21 @@ def _health(server: Address) -> dict[str, Any]:
     except FailedAttempt as error:
         if "connection refused" in str(error):
             raise ReinforceError(
-                f"nothing listens on http://{server} (connection refused): the server is not running, is still "
-                "loading its model, or runs elsewhere. Start it, or check host and port against its line 'ready at "
-                "http://...'; a server on 127.0.0.1 is reached from its own machine only (inference.host)"
+                f"nothing listens on http://{server} (connection refused): the server is not running, "
+                "is still loading its model, or runs elsewhere. Start it, or check host and port "
+                "against its line 'ready at http://...'; a server on 127.0.0.1 is reached from its "
+                "own machine only (inference.host)",
+                key="doctor.server.not_listening",
             ) from error
-        why = f"it {error}. Check the host's name, that the machine is up, and that no firewall is between"
-        raise ReinforceError(f"http://{server} cannot be reached: {why}") from error
+        raise ReinforceError(
+            f"http://{server} cannot be reached: it {error}. Check the host's name, that the machine "
+            "is up, and that no firewall is between",
+            key="doctor.server.unreachable",
+        ) from error
     raise ReinforceError(
-        f"another program listens on http://{server} (/health gave {found}): check the port against the server's line "
-        "'ready at http://...'; on that machine, ss -ltnp names the program"
+        f"another program listens on http://{server} (/health gave {found}): check the port against "
+        "the server's line 'ready at http://...'; on that machine, ss -ltnp names the program",
+        key="doctor.server.other_program",
     )
 
 
@@ -118,8 +139,14 @@ def _seconds(model: ModelAddress, samples: int, length: int) -> float:
     except RewardServerError as error:
         is_busy = "HTTP 503" in str(error)
         advice = "it is busy, and clients retry by themselves; ask again later" if is_busy else "look at its log"
-        raise ReinforceError(f"http://{model.place} did not score a request: {error}: {advice}") from error
+        raise ReinforceError(
+            f"http://{model.place} did not score a request: {error}: {advice}",
+            key=error.key,
+        ) from error
     if any(answer[wire.STATUS]):
-        found = f"a sample of {length} tokens of id 0 (status {sorted(set(answer[wire.STATUS]))})"
-        raise ReinforceError(f"http://{model.place} could not score {found}; its log says why")
+        raise ReinforceError(
+            f"http://{model.place} could not score a sample of {length} tokens of id 0 (status "
+            f"{sorted(set(answer[wire.STATUS]))}); its log says why",
+            key="doctor.sample.not_scored",
+        )
     return time.monotonic() - started

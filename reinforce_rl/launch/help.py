@@ -64,7 +64,10 @@ def _asked_for(keys: Sequence[Key], words: Sequence[str]) -> list[Key]:
         names = {".".join(path[:end]) for path in parts for end in range(1, len(path) + 1)}.union(*parts)
         close = get_close_matches(" ".join(words), sorted(names), n=3)
         advice = f"did you mean {' or '.join(close)}?" if close else "--help alone shows all of them"
-        raise ReinforceError(f"--help {' '.join(words)}: no key is called so, or says so; {advice}")
+        raise ReinforceError(
+            f"--help {' '.join(words)}: no key has this name, or this text in its sentence; {advice}",
+            key="help.word.unknown",
+        )
     return found
 
 

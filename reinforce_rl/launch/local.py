@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from reinforce_rl.errors import EXIT_STOPPED, ConfigError, ReinforceError, RewardServerError
+from reinforce_rl.errors import EXIT_STOPPED, ConfigError, Fault, ReinforceError, RewardServerError
 from reinforce_rl.launch.slurm.outcome import last_lines
 from reinforce_rl.launch.slurm.rendezvous import Endpoint, health_fault
 from reinforce_rl.launch.slurm.settings import override_of, with_missing
@@ -59,12 +59,26 @@ def make_plan(
     try:
         host = checked_host(given_host)
     except ValueError as error:
-        raise ConfigError([f"inference.host is '{given_host}'; expected a host name or an address"]) from error
+        raise ConfigError(
+            [
+                Fault(
+                    f"inference.host is '{given_host}'; expected a host name or an address",
+                    key="launch.host.invalid",
+                )
+            ]
+        ) from error
     text = override_of(server_args, "inference.port")
     try:
         port = int(text) if text else free_port(host)
     except ValueError as error:
-        raise ConfigError([f"inference.port is '{text}'; expected a number"]) from error
+        raise ConfigError(
+            [
+                Fault(
+                    f"inference.port is '{text}'; expected a number",
+                    key="launch.port.invalid",
+                )
+            ]
+        ) from error
     address = Address(host, port)
     for_server = {"inference.host": host, "inference.port": port}
     name = override_of(server_args, "inference.name") or DEFAULT_NAME
@@ -105,7 +119,8 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
             children.callback(actor.stop, plan.grace_seconds)
             return _wait_for_actor(plan, server, actor, guard, stop, say)
     except (ReinforceError, OSError) as error:
-        say(f"error: {error}")
+        text = error.with_keys() if isinstance(error, ReinforceError) else str(error)
+        say(f"error: {text}")
         return 1
     finally:  # `demo` goes on in this process, and Ctrl-C must end it
         for number, handler in handled.items():
@@ -134,7 +149,8 @@ def _wait_until_ready(plan: LaunchPlan, server: Child, stop: StopSignal, say: Ca
         if elapsed > plan.ready_seconds:
             raise RewardServerError(
                 f"the reward server was not ready within {plan.ready_seconds:.0f} s ({fault}); "
-                f"{last_lines(plan.server_log, LAST_LOG_LINES)}"
+                f"{last_lines(plan.server_log, LAST_LOG_LINES)}",
+                key="launch.server.not_ready",
             )
         if time.monotonic() >= next_report:
             say(f"reward server: {fault}; waiting, {elapsed:.0f} s of {plan.ready_seconds:.0f} s")
@@ -162,8 +178,11 @@ def _wait_for_actor(
 
 
 def _server_ended(plan: LaunchPlan, server: Child, when: str) -> RewardServerError:
-    end = f"the reward server ended {when}, with exit code {server.exit_code}"
-    return RewardServerError(f"{end}; {last_lines(plan.server_log, LAST_LOG_LINES)}")
+    return RewardServerError(
+        f"the reward server ended {when}, with exit code {server.exit_code}; "
+        f"{last_lines(plan.server_log, LAST_LOG_LINES)}",
+        key="launch.server.ended",
+    )
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

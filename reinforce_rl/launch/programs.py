@@ -23,7 +23,7 @@ from reinforce_rl.config.describe import PROGRAMS
 from reinforce_rl.config.load import load_config, read_config
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.config.rewards import ServeRewardModelConfig
-from reinforce_rl.errors import EXIT_STOPPED
+from reinforce_rl.errors import EXIT_STOPPED, ReinforceError
 from reinforce_rl.launch.api import COPIED_REWARD
 from reinforce_rl.launch.terminal import end_at_once, fail, plain_errors, start_ranks, typed, use_utf8
 from reinforce_rl.runtime.settings import freeze_template_date, may_start
@@ -42,7 +42,11 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
         def run(cfg: DictConfig) -> None:
             own = HydraConfig.get().job.config_name
             if own != name and (missing := [key for key in PROGRAMS[name].model_fields if key not in cfg]):
-                fail(f"{own} has no {missing[0]}; expected it to begin with `defaults: [{name}, _self_]`")
+                fault = ReinforceError(
+                    f"{own} has no {missing[0]}; expected it to begin with `defaults: [{name}, _self_]`",
+                    key="config_file.no_defaults",
+                )
+                fail(fault.with_keys())
             try:
                 with plain_errors():
                     main(cfg)
@@ -61,7 +65,11 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                     show_help(name, words)
                 return
             if any(arg.partition("=")[0] in ("--config-path", "-cp") for arg in words):
-                fail("--config-path hides the configuration that yours builds on; name its folder by --config-dir")
+                fault = ReinforceError(
+                    "--config-path hides the configuration that yours builds on; name its folder by --config-dir",
+                    key="config_file.config_path",
+                )
+                fail(fault.with_keys())
             sys.argv[1:] = [arg if arg.startswith("-") else with_quotes(arg) for arg in sys.argv[1:]]
             # Have Hydra raise its errors instead of printing them, so that they look like all others.
             os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -72,9 +80,13 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
             except (HydraException, OmegaConfBaseException) as error:
                 overrides = [arg for arg in words if "=" in arg and arg[0] != "-"]
                 names_file = any(arg.partition("=")[0] in ("--config-name", "-cn") for arg in words)
-                fail(str(explained(error, name, overrides, is_whole=not names_file)))
+                fail(explained(error, name, overrides, is_whole=not names_file).with_keys())
             except YAMLError as error:
-                fail(f"a configuration is no YAML: {error}")
+                fault = ReinforceError(
+                    f"a configuration is no YAML: {error}",
+                    key="config_file.not_yaml",
+                )
+                fail(fault.with_keys())
 
         return run_program
 
@@ -140,13 +152,20 @@ def generate(cfg: DictConfig) -> None:
     config = with_functions(*read_config(cfg))
     size = config.generation_tensor_parallel_size
     if config.generators != "separate":
-        fail(f"generators is {config.generators}; expected generators=separate, and placement=disaggregated")
+        fault = ReinforceError(
+            f"generators is {config.generators}; expected generators=separate and placement=disaggregated",
+            key="generate.generators.not_separate",
+        )
+        fail(fault.with_keys())
     if ranks is not None:
         os.environ["WORLD_SIZE"] = ranks
         if int(ranks) != size:
-            fail(
-                f"{ranks} ranks were started (WORLD_SIZE), but generation_tensor_parallel_size is {size}; start {size}"
+            fault = ReinforceError(
+                f"{ranks} ranks were started (WORLD_SIZE), but generation_tensor_parallel_size is "
+                f"{size}; start {size}",
+                key="generate.ranks.wrong_number",
             )
+            fail(fault.with_keys())
     freeze_template_date(config, joins=True)
     start_ranks(size, 1, "generation_tensor_parallel_size")
     stop = StopRequest.on_signals()

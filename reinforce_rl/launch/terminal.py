@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, LostRankError, ReinforceError
+from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, DiskError, LostRankError, ReinforceError
 from reinforce_rl.utils.control_characters import shown_streams
 from reinforce_rl.utils.files import UNWRITABLE, write_fault
 from reinforce_rl.utils.process import PACKAGE_PARENT, RUN_MODULE
@@ -60,7 +60,11 @@ def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") ->
         return
     if num_nodes > 1:
         expected = f"`torchrun --nnodes {num_nodes} --nproc-per-node {devices} ...`"
-        raise ReinforceError(f"{key} is {num_nodes}, but this is plain python; start it on every node with {expected}")
+        raise ReinforceError(
+            f"{key} is {num_nodes}, but this is plain python, which starts the ranks of one node; "
+            f"start it on every node with {expected}",
+            key="launch.ranks.several_nodes",
+        )
     # One thread per rank: ranks that each use all cores slow each other down.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     program = (
@@ -116,9 +120,13 @@ def plain_errors() -> Iterator[None]:
                 sys.exit(141)  # as a shell says of SIGPIPE
             if error.errno not in UNWRITABLE:
                 raise
-            fail(write_fault(error))
+            fail(DiskError(write_fault(error), key="disk.file.not_written").with_keys())
         except MemoryError:
-            fail("out of memory: a file may hold more than its size suggests, or the machine is full")
+            fault = ReinforceError(
+                "out of memory: a file may hold more than its size suggests, or the machine is full",
+                key="memory.used_up",
+            )
+            fail(fault.with_keys())
         except KeyboardInterrupt as error:
             print(str(error) or "interrupted by Ctrl-C", flush=True)
             end_at_once(130)  # a thread that is writing a checkpoint would abort while Python shuts down

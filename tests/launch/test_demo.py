@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.errors import printed_keys, raises_error
 from helpers.models import smollm2_folder
 from helpers.rows import write_rows
 from helpers.tiny_run import compose, json_lines
 
-from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.demo import print_answers, steps_override
 from reinforce_rl.monitoring.records import RolloutRow, read_rows
 from reinforce_rl.rewards.functions import instructions
@@ -47,13 +47,14 @@ def test_demo_steps_validates_and_saves_after_its_last_step():
 
 @pytest.mark.parametrize("text", ["0", "00", "-3", "1.5", "ten", " 4", "²"])
 def test_demo_steps_must_be_a_whole_number_above_zero(text):
-    with pytest.raises(ConfigError, match=r"DEMO_STEPS is .*; expected a whole number above 0"):
+    with raises_error("demo.steps.invalid", "DEMO_STEPS", repr(text)):
         steps_override(text)
 
 
 def test_a_wrong_demo_steps_ends_before_anything_is_made(tmp_path):
     done = run_demo(tmp_path / "out", "many", seconds=100)
     assert done.returncode == 1
+    assert printed_keys(done.stdout) == ["demo.steps.invalid"]
     assert "DEMO_STEPS is 'many'" in done.stdout
     assert "Traceback" not in done.stdout
     assert not (tmp_path / "out").exists()

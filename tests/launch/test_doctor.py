@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from helpers.errors import check_error, raises_error
 from helpers.fake_triton import FrontBeforeFake
 from helpers.toy_server import free_port, wait_for
 
-from reinforce_rl.errors import ConfigError, ReinforceError
+from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.doctor import check_server
 from reinforce_rl.reward_server.front import FAILED
 from reinforce_rl.utils.net import listen
 
 
-def told(port: int, token: str | None = None) -> str:
+def fault(port: int, token: str | None = None) -> ReinforceError:
     with pytest.raises(ReinforceError) as caught:
         check_server(f"http://127.0.0.1:{port}", token, lambda line: None)
-    return str(caught.value)
+    return caught.value
 
 
 def test_each_state_is_told_with_what_to_do(tmp_path):
     front = FrontBeforeFake(tmp_path, ready=False, canary_seconds=5.0)
     try:
-        assert "it is starting; ask again in a minute" in told(front.port)
+        check_error(fault(front.port), "doctor.server.not_ready", "it is starting")
         front.process.set_state("ready")
         front.backend.status = 7
         assert wait_for(lambda: front.get("/v2/health/ready").code == 200)
-        assert "does not score them: a small sample failed" in told(front.port)
+        check_error(fault(front.port), "doctor.server.not_healthy", "a small sample failed")
         front.process.set_state(FAILED, "tritonserver died")
         assert wait_for(lambda: front.health()[1]["state"] == "failed")
-        assert "it has failed and is ending: tritonserver died" in told(front.port)
+        check_error(fault(front.port), "doctor.server.not_ready", "it has failed", "tritonserver died")
         front.process.set_state("draining")
         assert wait_for(lambda: front.health()[1]["state"] == "draining")
-        assert "it was told to stop" in told(front.port)
+        check_error(fault(front.port), "doctor.server.not_ready", "it was told to stop")
     finally:
         front.close()
 
 
 def test_nobody_and_somebody_else():
-    assert "nothing listens" in told(free_port())
+    port = free_port()
+    check_error(fault(port), "doctor.server.not_listening", f"http://127.0.0.1:{port} ")
 
     class Hello(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -54,18 +55,19 @@ def test_nobody_and_somebody_else():
 
     with HTTPServer(("127.0.0.1", 0), Hello) as foreign:
         threading.Thread(target=foreign.serve_forever, args=(0.05,), daemon=True).start()
-        assert "another program listens" in told(foreign.server_address[1])
+        port = foreign.server_address[1]
+        check_error(fault(port), "doctor.server.other_program", f"http://127.0.0.1:{port} ", "HTTP 200")
         foreign.shutdown()
     with listen("::1", 0) as silent:
         port = silent.getsockname()[1]
     for url in (f"http://[::1]:{port}", f"[::1]:{port}/"):
-        with pytest.raises(ReinforceError, match=re.escape(f"nothing listens on http://[::1]:{port} ")):
+        with raises_error("doctor.server.not_listening", f"http://[::1]:{port} "):
             check_server(url, None, lambda line: None)
-    with pytest.raises(ReinforceError, match="cannot be reached"):
+    with raises_error("doctor.server.unreachable", "http://no-such-host.invalid:5555"):
         check_server("http://no-such-host.invalid:5555", None, lambda line: None)
 
 
 @pytest.mark.parametrize("url", ["https://a:1", "http://", "http://a:99999", "http://a:1/path", "ftp://a"])
 def test_what_is_no_address(url):
-    with pytest.raises(ConfigError, match="expected http://HOST:PORT"):
+    with raises_error("doctor.address.invalid", f"'{url}'", "http://HOST:PORT"):
         check_server(url, None, lambda line: None)

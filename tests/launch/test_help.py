@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.errors import raises_error
 from rich.console import Console
 from rich.text import Text
 
 from reinforce_rl.config.describe import PROGRAMS
-from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.help import show_help
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def test_a_group_and_a_word() -> None:
 
 
 def test_an_unknown_word_gets_near_ones() -> None:
-    with pytest.raises(ReinforceError, match="did you mean temperature"):
+    with raises_error("help.word.unknown", "temprature", "did you mean temperature"):
         shown("train_reinforce_actor", "temprature")
 
 

