@@ -5,8 +5,10 @@ A command imports what it needs by itself, so that `--help` is quick. What it ra
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +22,7 @@ from reinforce_rl.launch.convert import convert
 from reinforce_rl.launch.demo import demo
 from reinforce_rl.launch.recorded import RunFolder, diff, records, replay, whatif
 from reinforce_rl.launch.terminal import become, fail, plain_errors, print_error, start_ranks, use_utf8
+from reinforce_rl.utils.control_characters import show_control_characters, shown
 from reinforce_rl.utils.process import PACKAGE_PARENT, limit_memory
 
 # Commands that run code of the folder in which they are started: rewards and generators of one's own.
@@ -30,14 +33,28 @@ _ASKS_FOR_OWN_CODE = ("--reward", "--trust", "reward", "generation=")
 _READS_RUNS = frozenset({"records", "report", "compare", "board"})
 
 
+@contextlib.contextmanager
+def _shown_usage_errors() -> Iterator[None]:
+    """Show the control characters of errors that typer prints, past the streams of `plain_errors`."""
+    try:
+        yield
+    except Exception as error:
+        message = getattr(error, "message", None)
+        # Click's errors, or the copies of them that newer releases of typer have.
+        if hasattr(error, "format_message") and isinstance(message, str):
+            setattr(error, "message", show_control_characters(message))  # noqa: B010
+        raise
+
+
 class _Group(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and not args[0].startswith("-"):
             become(args[0], args[1:])
-        return super().parse_args(ctx, args)
+        with _shown_usage_errors():
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        with plain_errors():
+        with plain_errors(), _shown_usage_errors():
             return super().invoke(ctx)
 
 
@@ -113,6 +130,9 @@ def run_script(command: str) -> None:
 
 def _prepare(words: list[str]) -> None:
     use_utf8()
+    # To the end of the process: Python prints the traceback of a defect when `plain_errors` is left.
+    sys.stdout = shown(sys.stdout)
+    sys.stderr = shown(sys.stderr)
     try:
         here = os.getcwd()
     except OSError:

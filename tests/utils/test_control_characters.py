@@ -120,3 +120,32 @@ def test_an_error_of_a_command_shows_a_hostile_name():
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert r"no\x1b[2J\u202erun" in done.stderr and "\x1b" not in done.stderr
+
+
+def test_an_error_of_typers_shows_a_hostile_argument():
+    folders = ["prepare", "a", "--output", "b", "--field", "no\x1b]0;t\x9b\u202ename"]
+    command = [sys.executable, "-m", "reinforce_rl", *folders]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert r"--field is no\x1b]0;t\u009b\u202ename; expected NAME=COLUMN" in done.stderr
+    assert not any(character in done.stderr for character in "\x1b\x9b\u202e")
+
+
+def test_the_traceback_of_a_defect_is_shown():
+    """Python prints it when nothing of ours runs any more."""
+    program = (
+        "import sys\n"
+        "from reinforce_rl.launch import main\n"
+        "def broken(): raise ValueError('text \\x1b]0;title\\x07')\n"
+        "main.app.registered_commands[:] = []\n"
+        "main.app.registered_groups[:] = []\n"
+        "main.app.command('one')(broken)\n"
+        "main.app.command('two')(broken)\n"
+        "sys.argv = ['reinforce-rl', 'one']\n"
+        "main.main()\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: text \\x1b]0;title\\x07\n")
+    assert "\x1b" not in done.stderr
