@@ -43,10 +43,17 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.optimizer import STEP, adam_state, set_adam_step
 from reinforce_rl.megatron.torch_archive import check_torch_file
 from reinforce_rl.utils.files import naming, space_left, write_atomically
-from reinforce_rl.utils.untrusted_files import read_bounded, read_json
+from reinforce_rl.utils.untrusted_files import (
+    UnreadableFileError,
+    check_folder,
+    read_bounded,
+    read_json,
+)
 
 STATE_FILE = "trainer_state.json"
 LATEST_FILE = "latest"
+CHECKPOINTS = "checkpoints"  # the folder of a run
+_CHECKPOINT_NAME = re.compile(r"step_[0-9]{8}")
 _MAX_NAME_BYTES = 4096
 _MAX_MORE_BYTES = 1 << 30
 # The last three are raised by torch's writer when a file cannot be written.
@@ -67,7 +74,8 @@ class Checkpoint:
 def _latest_name(folder: Path) -> str:
     """Return the name of the newest complete checkpoint; "" if there is none."""
     pointer = folder / LATEST_FILE
-    if not pointer.is_file():
+    # A link to a folder or to nothing is a fault, not "no checkpoint": a run would begin again.
+    if not pointer.exists() and not pointer.is_symlink():
         return ""
     try:
         return read_bounded(pointer, max_bytes=_MAX_NAME_BYTES, within=folder).decode("utf-8").strip()
@@ -78,16 +86,33 @@ def _latest_name(folder: Path) -> str:
 def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
     """Return the newest complete checkpoint in a folder, or None; CheckpointError if it or its state is missing."""
     folder = Path(folder)
+    _check_checkpoints(folder)
     name = _latest_name(folder)
     if not name:
         return None
+    if not _CHECKPOINT_NAME.fullmatch(name):
+        raise CheckpointError(
+            f"{folder / LATEST_FILE} names {name[:100]!r}; expected the name of a checkpoint beside "
+            f"it, such as {folder_name(10)}. Write one into it, or delete it to begin again at step 0"
+        )
     checkpoint = folder / name
     try:
+        check_folder(checkpoint)
         state = _state_of(checkpoint)
     except (OSError, ValueError) as error:
         fault = f"{folder / LATEST_FILE} names {name}, whose {STATE_FILE} cannot be read: {error}. "
         raise CheckpointError(fault + _way_out(checkpoint)) from error
     return Checkpoint(checkpoint, state)
+
+
+def _check_checkpoints(folder: Path) -> None:
+    """Raise CheckpointError if the folder of a run's checkpoints leads out of the run's folder."""
+    if folder.name != CHECKPOINTS:
+        return
+    try:
+        check_folder(folder)
+    except UnreadableFileError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _state_of(checkpoint: Path) -> dict[str, Any]:
@@ -99,12 +124,14 @@ def _state_of(checkpoint: Path) -> dict[str, Any]:
 
 def checkpoint_up_to(folder: str | Path, step: int) -> Checkpoint | None:
     """Return the newest complete checkpoint of this step or an earlier one, or None; CheckpointError if damaged."""
+    _check_checkpoints(Path(folder))
     paths = _complete_checkpoints(Path(folder)) if Path(folder).is_dir() else []
     found = [path for path in paths if path.name <= folder_name(step) and (path / STATE_FILE).is_file()]
     if not found:
         return None
     file = found[-1] / STATE_FILE
     try:
+        check_folder(found[-1])
         return Checkpoint(found[-1], _state_of(found[-1]))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Restore it, or move {found[-1]} away") from error
@@ -123,7 +150,7 @@ def _way_out(damaged: Path) -> str:
 
 
 def _complete_checkpoints(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if re.fullmatch(r"step_\d{8}", path.name))
+    return sorted(path for path in folder.iterdir() if _CHECKPOINT_NAME.fullmatch(path.name))
 
 
 def state_bytes(ddp: DistributedDataParallel, mesh: Mesh) -> int:

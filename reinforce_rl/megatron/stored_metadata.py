@@ -24,7 +24,7 @@ from reinforce_rl.megatron.torch_archive import (
     check_torch_file,
     check_weights_only,
 )
-from reinforce_rl.utils.untrusted_files import UnreadableFileError, open_regular
+from reinforce_rl.utils.untrusted_files import UnreadableFileError, check_folder, open_regular
 
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
@@ -82,6 +82,7 @@ def check_stored_metadata(folder: Path) -> None:
     """Raise CheckpointError if reading a `dist_checkpointing` folder could execute code from it."""
     check_weights_only()
     try:
+        check_folder(folder)
         _check_format(folder / FORMAT_FILE)
         metadata = _read(folder / METADATA_FILE)
         _check_files(folder, metadata)

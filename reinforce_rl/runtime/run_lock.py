@@ -61,9 +61,10 @@ def refuse_second_run(folder: Path) -> None:
 
 def _refuse_links(folder: Path) -> None:
     """Raise ConfigError if a folder of the run leads out of it: a run deletes what is too new there."""
+    paths = sorted([*folder.iterdir(), *folder.glob("checkpoints/*")])
     faults = [
         f"{path} is a link to {path.resolve()}, outside of the run's folder; remove it"
-        for path in sorted(folder.iterdir())
+        for path in paths
         if path.is_dir() and leads_out(path, folder)
     ]
     if faults:

@@ -204,7 +204,7 @@ def saved_step(folder: Path) -> int:
     latest = folder / "checkpoints" / "latest"
     name = ""
     with contextlib.suppress(FileNotFoundError, UnreadableFileError):
-        name = read_bounded(latest, max_bytes=_MAX_BYTES).decode("utf-8", "replace").strip()
+        name = read_bounded(latest, max_bytes=_MAX_BYTES, within=folder).decode("utf-8", "replace").strip()
     return int(name[5:]) if re.fullmatch(r"step_\d+", name) else 0
 
 

@@ -252,6 +252,15 @@ def leads_out(path: Path, folder: Path) -> bool:
     return not path.resolve().is_relative_to(folder.resolve())
 
 
+def check_folder(path: Path) -> None:
+    """Raise UnreadableFileError if a folder is a link that leads out of its parent folder."""
+    if leads_out(path, path.parent):
+        raise UnreadableFileError(
+            f"{path} is a link to {path.resolve()}, outside of {path.parent}; expected a folder of "
+            "its own. If you trust it, give the folder itself"
+        )
+
+
 def _check_inside(path: Path, target: Path, within: Path) -> None:
     if not target.is_relative_to(within.resolve()):
         raise UnreadableFileError(

@@ -263,6 +263,19 @@ many_digits = _replace_files(
 )
 no_text = _replace_files(lambda path, bait: path.write_bytes(bytes(range(256)) * 100))
 
+
+def linked_checkpoints(run: Path, bait: Bait) -> None:
+    """Its newest checkpoint lies elsewhere."""
+    name = (run / "checkpoints" / "latest").read_text().strip()
+    elsewhere = run.parent / f"{run.name}_elsewhere"
+    (run / "checkpoints" / name).rename(elsewhere)
+    (run / "checkpoints" / name).symlink_to(elsewhere)
+
+
+def named_elsewhere(run: Path, bait: Bait) -> None:
+    (run / "checkpoints" / "latest").write_text("../../good/checkpoints/step_00000002")
+
+
 RUN_TRAPS: dict[str, Trap] = {
     "code_beside_it": code_beside_it,
     "named_function": named_function,
@@ -291,6 +304,8 @@ RUN_TRAPS: dict[str, Trap] = {
     "odd_values": odd_values,
     "many_digits": many_digits,
     "no_text": no_text,
+    "linked_checkpoints": linked_checkpoints,
+    "named_elsewhere": named_elsewhere,
 }
 
 

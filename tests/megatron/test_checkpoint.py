@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import threading
 import time
 import zlib
@@ -22,7 +23,12 @@ from reinforce_rl.config.model import OptimConfig, ScheduleConfig
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron import checkpointer as subject
 from reinforce_rl.megatron.checkpoint_files import ShardedWriter
-from reinforce_rl.megatron.checkpointer import Checkpoint, latest_checkpoint, state_bytes
+from reinforce_rl.megatron.checkpointer import (
+    Checkpoint,
+    checkpoint_up_to,
+    latest_checkpoint,
+    state_bytes,
+)
 from reinforce_rl.megatron.convert import load_weights
 from reinforce_rl.megatron.optimizer import large_states
 
@@ -198,6 +204,67 @@ def test_weights_alone_of_a_shared_optimizer(mesh, models, tmp_path):
 def test_no_checkpoint(tmp_path):
     assert latest_checkpoint(tmp_path / "nowhere") is None
     assert latest_checkpoint(tmp_path) is None
+
+
+@pytest.fixture
+def linked(tmp_path):
+    """A run's folder of checkpoints without any, and one of somebody else's elsewhere."""
+    elsewhere = tmp_path / "elsewhere" / "step_00000010"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / subject.STATE_FILE).write_text('{"step": 10}')
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    return tmp_path / "run" / "checkpoints"
+
+
+NAMES = [
+    "../../elsewhere/step_00000010",
+    "/etc",
+    "..",
+    ".",
+    "step_00000010/model",
+    "step_1",
+    "step_0000001\N{ARABIC-INDIC DIGIT ONE}",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_latest_names_a_checkpoint_beside_it(linked, name):
+    (linked / "latest").write_text(name)
+    with pytest.raises(CheckpointError, match=r"latest names .*; expected the name of a checkpoint beside it"):
+        latest_checkpoint(linked)
+
+
+def test_latest_may_be_no_link_to_a_folder_or_to_nothing(linked):
+    (linked / "latest").symlink_to("step_00000010")
+    with pytest.raises(CheckpointError, match="latest cannot be read"):
+        latest_checkpoint(linked)
+    (linked / "step_00000010").mkdir()
+    with pytest.raises(CheckpointError, match="latest cannot be read"):
+        latest_checkpoint(linked)
+
+
+def test_a_checkpoint_that_leads_elsewhere_is_refused(linked):
+    other = linked.parents[1] / "elsewhere" / "step_00000010"
+    (linked / "step_00000010").symlink_to(other)
+    (linked / "latest").write_text("step_00000010")
+    for look in (latest_checkpoint, lambda folder: checkpoint_up_to(folder, 10)):
+        with pytest.raises(CheckpointError, match=rf"step_00000010 is a link to {other}, outside of"):
+            look(linked)
+    (linked / "step_00000010").unlink()
+    shutil.copytree(other, linked / "step_00000010")
+    assert latest_checkpoint(linked).trainer_state == {"step": 10}
+    assert checkpoint_up_to(linked, 10).trainer_state == {"step": 10}
+
+
+def test_checkpoints_that_lead_out_of_the_run_are_refused(linked):
+    linked.rmdir()
+    linked.symlink_to("../elsewhere")
+    (linked / "latest").write_text("step_00000010")
+    for look in (latest_checkpoint, lambda folder: checkpoint_up_to(folder, 10)):
+        with pytest.raises(CheckpointError, match=r"run/checkpoints is a link to .*elsewhere, outside of"):
+            look(linked)
+    # Whoever names the other folder means it.
+    assert latest_checkpoint(linked.resolve()).trainer_state == {"step": 10}
 
 
 def test_keep_last_and_leftovers(mesh, models, tmp_path):

@@ -259,6 +259,11 @@ def tuples_as_files(model: Path) -> None:
     write(model, metadata)
 
 
+def linked_model(model: Path) -> None:
+    model.rename(model.parents[1] / "here" / "model")
+    model.symlink_to(model.parents[1] / "here" / "model")
+
+
 def another_object(model: Path) -> None:
     write(model, {"state_dict_metadata": {}})
 
@@ -293,6 +298,7 @@ SPOILT = [
     equal_keys,
     a_number_as_name,
     tuples_as_files,
+    linked_model,
     another_object,
 ]
 

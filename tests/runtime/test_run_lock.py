@@ -151,6 +151,18 @@ def test_a_folder_that_leads_out_of_the_run_is_refused(tmp_path):
     assert "validation is a link to" in str(error.value) and "latest" not in str(error.value)
 
 
+def test_a_checkpoint_that_leads_out_of_the_run_is_refused(tmp_path):
+    run = tmp_path / "run"
+    elsewhere = tmp_path / "elsewhere"
+    for folder in (run / "checkpoints" / "step_00000002", elsewhere):
+        folder.mkdir(parents=True)
+    (run / "checkpoints" / "step_00000001").symlink_to(elsewhere)
+    with pytest.raises(ConfigError) as error, run_lock(run):
+        pass
+    assert len(error.value.faults) == 1
+    assert "checkpoints/step_00000001 is a link to" in error.value.faults[0]
+
+
 def test_a_pipe_in_its_place_holds_up_nobody(tmp_path):
     os.mkfifo(tmp_path / LOCK_FILE)
     with pytest.raises(ConfigError, match=LOCK_FILE), run_lock(tmp_path):

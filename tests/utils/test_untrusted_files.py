@@ -11,6 +11,7 @@ import pytest
 from reinforce_rl.utils.untrusted_files import (
     UnreadableFileError,
     check_entries,
+    check_folder,
     open_regular,
     parse_json,
     parse_yaml,
@@ -225,3 +226,14 @@ def test_yaml_within_the_bounds_is_what_omegaconf_reads():
         "c": {"d": 1},
     }
     assert parse_yaml(text) == expected
+
+
+def test_a_folder_may_be_a_link_within_the_folder_in_which_it_stands(tmp_path):
+    (tmp_path / "run" / "real").mkdir(parents=True)
+    (tmp_path / "run" / "inside").symlink_to("real")
+    (tmp_path / "run" / "outside").symlink_to(tmp_path)
+    check_folder(tmp_path / "run" / "real")
+    check_folder(tmp_path / "run" / "inside")
+    check_folder(tmp_path / "run" / "absent")
+    with pytest.raises(UnreadableFileError, match=r"run/outside is a link to .*, outside of .*/run; expected"):
+        check_folder(tmp_path / "run" / "outside")
