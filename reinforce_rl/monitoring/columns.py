@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-_MAX_STEP = 1 << 53  # JSON's numbers in a browser are exact up to here
+MAX_INTEGER = 1 << 53  # JSON's numbers in a browser are exact up to here
 _SHOWN = 40  # characters of a value in a message
 
 
@@ -21,6 +21,7 @@ class MetricColumns:
         self.num_values = 0
         self.num_training = 0  # lines of training steps
         self._steps = array("q")
+        self._known_steps: np.ndarray | None = None  # as of the last line
         self._rows: dict[str, array[int]] = {}
         self._values: dict[str, array[float]] = {}
         self._is_ascending = True
@@ -34,6 +35,7 @@ class MetricColumns:
         if row and step < self._steps[-1]:
             self._is_ascending = False
         self._steps.append(step)
+        self._known_steps = None
         for key, value in values.items():
             rows = self._rows.get(key)
             if rows is None:
@@ -44,13 +46,20 @@ class MetricColumns:
         self.num_values += len(values)
         self.num_training += any(key.startswith("train/") for key in values)
 
+    @property
+    def num_names(self) -> int:
+        return len(self._rows)
+
     def names(self) -> list[str]:
         """Return the names of the metrics, `time` included, in the order of their first lines."""
         return list(self._rows)
 
     def steps(self) -> np.ndarray:
         """Return the step of each line, in the order of the file: int64 [len]."""
-        return np.array(self._steps, np.int64)
+        # Asked for each metric, so that a copy each time would take lines times metrics.
+        if self._known_steps is None:
+            self._known_steps = np.array(self._steps, np.int64)
+        return self._known_steps
 
     def dense(self, key: str) -> np.ndarray:
         """Return a metric of each line, in the order of the file: float64 [len], NaN where a line lacks it."""
@@ -98,9 +107,9 @@ def checked_line(line: Any) -> tuple[int, dict[str, float]]:
         raise ValueError(f"found a JSON {type(line).__name__}, expected an object")
     step = line.pop("step", None)
     if type(step) is not int:
-        raise ValueError(f"found step={_shown(step)}, expected an integer")
-    if not 0 <= step < _MAX_STEP:
-        raise ValueError(f"found step={_shown(step)}, expected 0 to {_MAX_STEP - 1}")
+        raise ValueError(f"found step={shown_value(step)}, expected an integer")
+    if not 0 <= step < MAX_INTEGER:
+        raise ValueError(f"found step={shown_value(step)}, expected 0 to {MAX_INTEGER - 1}")
     for key, value in line.items():
         if type(value) is not float:
             line[key] = _float_of(key, value)
@@ -111,14 +120,14 @@ def _float_of(key: str, value: Any) -> float:
     if value is None:
         return math.nan
     if not isinstance(value, int):
-        raise ValueError(f"found {_shown(key)} = {_shown(value)}, expected a number")
+        raise ValueError(f"found {shown_value(key)} = {shown_value(value)}, expected a number")
     try:
         return float(value)
     except OverflowError as error:
-        raise ValueError(f"found {_shown(key)} of more than 300 digits, expected a number") from error
+        raise ValueError(f"found {shown_value(key)} of more than 300 digits, expected a number") from error
 
 
-def _shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """Return a value for a message; a nested one by its type, as its text can be without bound."""
     if isinstance(value, list | dict):
         return f"a JSON {type(value).__name__}"

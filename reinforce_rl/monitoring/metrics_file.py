@@ -18,6 +18,7 @@ _CHUNK = 1 << 18  # bytes that are read at once
 _MAX_LINE = 1 << 20  # bytes
 _MAX_LINE_DEPTH = 20
 _KEY_VALUES = 100  # values that take as much memory as a metric's name
+_MAX_NAMES = 4096  # of metrics; a run with many rewards and validation sets has some hundreds
 
 
 class MetricsFile:
@@ -98,7 +99,11 @@ class MetricsFile:
         return size > 0
 
     def _check_values(self) -> None:
-        taken = self.columns.num_values + _KEY_VALUES * len(self.columns.names())
+        names = self.columns.num_names
+        if names > _MAX_NAMES:
+            # A page, a table and a comparison take time and space for each of them.
+            raise DataError(f"{self._path}: {names} different metrics; expected at most {_MAX_NAMES}")
+        taken = self.columns.num_values + len(self.columns) + _KEY_VALUES * names
         if self._max_values is not None and taken > self._max_values:
             raise DataError(
                 f"{self._path}: more than the {self._max_values} values that the dashboard holds of a run; "

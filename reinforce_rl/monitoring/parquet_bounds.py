@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.errors import DataError
@@ -17,10 +19,27 @@ BYTES_RATIO = 200  # and of a larger file, this many times its size
 _MAX_FOOTER_BYTES = 64 << 10  # that of the 27 columns of a step has 8 KiB
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT96": 12}  # bytes of a value; else 8
 _TEXT = "BYTE_ARRAY"
+NOT_PARQUET = "not a readable Parquet file ({}); restore it or take it away"
+
+
+def read_bounded_file(path: str | Path, columns: Sequence[str] | None, filters: Any) -> pa.Table:
+    """Read a file as `read_bounded_table`; raise DataError also if it is damaged.
+
+    On some damaged files Arrow ends the process: `parquet_process` reads those of others.
+    """
+    from pyarrow import ArrowException, OSFile
+
+    try:
+        # By the name's bytes, as Arrow cannot encode every name where the locale is not UTF-8. Not a file object of
+        # Python's: Arrow's threads would wait for it at the program's end, and abort the program.
+        with OSFile(os.fsencode(path)) as file:
+            return read_bounded_table(file, columns, filters)
+    except (ArrowException, OSError, ValueError, RecursionError) as error:
+        raise DataError(NOT_PARQUET.format(error)) from error
 
 
 def read_bounded_table(file: pa.NativeFile, columns: Sequence[str] | None, filters: Any) -> pa.Table:
-    """Read columns of a Parquet file as `pyarrow.parquet.read_table`.
+    """Read columns of a Parquet file as `pyarrow.parquet.read_table`; those that it lacks are left out.
 
     Raises:
         DataError: it has more than `MAX_ROWS` rows, or its values take far more memory than the file is large.
@@ -35,9 +54,12 @@ def read_bounded_table(file: pa.NativeFile, columns: Sequence[str] | None, filte
     leaves = [metadata.schema.column(index) for index in range(metadata.num_columns)]
     # As the file stores them: a text once, however often it occurs.
     texts = [leaf.path for leaf in leaves if leaf.physical_type == _TEXT]
-    table = pq.read_table(file, columns=columns, filters=filters, read_dictionary=texts)
-    _check_bytes(sum(map(_text_bytes, table.columns)), limit)
     plain = pq.read_schema(file)
+    known = None if columns is None else [name for name in columns if name in plain.names]
+    table = pq.read_table(file, columns=known, filters=filters, read_dictionary=texts)
+    # Arrow checks neither UTF-8 nor offsets when it reads, and what uses them then may crash.
+    table.validate(full=True)
+    _check_bytes(sum(map(_text_bytes, table.columns)), limit)
     types = pa.schema([plain.field(name) for name in table.column_names], metadata=table.schema.metadata)
     return table.cast(types)
 
@@ -46,9 +68,10 @@ def _check_footer(file: pa.NativeFile) -> None:
     # Arrow crashes on a schema of thousands of nested groups. The footer also bounds the row groups.
     size = file.size()
     file.seek(max(0, size - 8))
-    length = int.from_bytes(file.read(4), "little")
+    end = file.read(8)
     file.seek(0)
-    if length > _MAX_FOOTER_BYTES:
+    length = int.from_bytes(end[:4], "little")
+    if len(end) == 8 and end.endswith(b"PAR1") and length > _MAX_FOOTER_BYTES:
         raise DataError(f"a footer of {length} bytes; expected at most {_MAX_FOOTER_BYTES}")
 
 

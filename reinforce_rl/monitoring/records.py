@@ -5,11 +5,11 @@ docs/records.md has their columns and shows how to read them. Earlier versions w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -22,9 +22,11 @@ from pydantic_core import to_jsonable_python
 from reinforce_rl.data.finish_reasons import FINISH_STOP
 from reinforce_rl.data.tokenizer import decode_all
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring.parquet_bounds import read_bounded_table
+from reinforce_rl.monitoring.columns import MAX_INTEGER, shown_value
+from reinforce_rl.monitoring.parquet_bounds import read_bounded_file
+from reinforce_rl.monitoring.parquet_process import read_in_child
 from reinforce_rl.utils.files import encode, plain_number, read_json_lines, write_atomically
-from reinforce_rl.utils.untrusted_files import check_regular
+from reinforce_rl.utils.untrusted_files import check_regular, parse_json
 
 # No torch: the dashboard reads records, and torch alone takes 200 MB.
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ FORMAT, VERSION = "reinforce_rl.records", 1  # key and value in the file's metad
 _ZSTD_LEVEL = 3
 _CONTEXT = 40  # characters before a token
 _EARLIER = 13  # fields of a line of JSONL
-_STEP_FILE = re.compile(r"step_(\d+)\.(jsonl|parquet)")
+_LATER_COLUMNS = ("record", "weight_versions")  # that earlier files lack
+_STEP_FILE = re.compile(r"step_([0-9]{1,15})\.(jsonl|parquet)")
 
 
 @dataclass(frozen=True)
@@ -299,47 +302,112 @@ def rollout_files(folder: str | Path, kind: Kind = "rollouts") -> dict[int, Path
     return {step: path for step, _, path in sorted((int(m[1]), m[2], path) for m, path in matches if m)}
 
 
-def read_table(path: str | Path, columns: Sequence[str] | None = None, filters: Any = None) -> pa.Table:
+def read_table(
+    path: str | Path, columns: Sequence[str] | None = None, filters: Any = None, *, is_own: bool = False
+) -> pa.Table:
     """Read columns of a file of `write_records`, all for None; `filters` are those of `pyarrow.parquet.read_table`.
 
-    Raises:
-        DataError: the file is damaged, not of this version, or takes far more memory than its size.
-    """
-    from pyarrow import ArrowException, OSFile
+    `is_own` is for a file of this process's own run, which is read without a process of its own.
 
+    Raises:
+        DataError: the file is absent, damaged, not of this version, or takes far more memory than its size.
+    """
     try:
         check_regular(Path(path), within=Path(path).absolute().parents[1])
-        # By the name's bytes, as Arrow cannot encode every name where the locale is not UTF-8. Not a file object of
-        # Python's: Arrow's threads would wait for it at the program's end, and abort the program.
-        with OSFile(os.fsencode(path)) as file:
-            return _read_table(file, path, columns, filters)
-    except (ArrowException, OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not a readable Parquet file ({error}); restore it or take it away") from error
+        read = read_bounded_file if is_own else read_in_child
+        table = read(path, columns, filters)
+        _check_version(table.schema.metadata or {})
+        _check_columns(table, columns or (*SAMPLE_COLUMNS, *TOKEN_COLUMNS))
+    except (DataError, OSError) as error:
+        raise DataError(f"{path}: {error}") from error
+    return table
 
 
-def _read_table(file: Any, path: str | Path, columns: Sequence[str] | None, filters: Any) -> pa.Table:
-    import pyarrow.parquet as pq
-
-    schema = pq.read_schema(file)
-    found = (schema.metadata or {}).get(FORMAT.encode())
-    version = json.loads(found)["version"] if found else None
+def _check_version(metadata: Mapping[bytes, bytes]) -> None:
+    version = None
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        version = parse_json(metadata[FORMAT.encode()])["version"]
     if version != VERSION:
         raise DataError(
-            f"{path}: its records have version {version}; this reinforce_rl reads version {VERSION}. Read them "
+            f"its records have version {version!r:.40}; this reinforce_rl reads version {VERSION}. Read them "
             "with the reinforce_rl that wrote them, or as they are with pyarrow.parquet.read_table"
         )
-    expected = [name for name in (*SAMPLE_COLUMNS, *TOKEN_COLUMNS) if name not in ("record", "weight_versions")]
-    if missing := [name for name in expected if name not in schema.names]:  # earlier files lack these two
-        raise DataError(f"{path}: missing columns {missing}; docs/records.md has all. Restore the file")
-    known = None if columns is None else [name for name in columns if name in schema.names]
-    try:
-        return read_bounded_table(file, known, filters)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
 
 
-def read_rows(path: str | Path) -> list[RolloutRow]:
-    """Read a step's samples without their tokens.
+def _check_columns(table: pa.Table, expected: Sequence[str]) -> None:
+    """Raise DataError if columns are absent, or hold what `write_records` does not write."""
+    missing = [name for name in expected if name not in (*table.column_names, *_LATER_COLUMNS)]
+    if missing:
+        raise DataError(f"missing columns {missing}; docs/records.md has all. Restore the file")
+    kinds = {**column_types(RolloutRow), **column_types(SampleTokens)}
+    for name in table.column_names:
+        values = table.column(name)
+        kind = kinds.get(name, values.type)
+        if values.type != kind:
+            raise DataError(f"the column {name} is {values.type!s:.100}, expected {kind}. Restore the file")
+        fault = _fault_within(name, values)
+        if fault:
+            raise DataError(f"the column {name} holds {fault}. Restore the file")
+    _check_lengths(table)
+
+
+def _fault_within(name: str, values: pa.ChunkedArray) -> str:
+    """Say what a column of samples or tokens must not hold; "" if it holds nothing of that."""
+    import pyarrow.compute as pc
+
+    hint = _row_hints().get(name)
+    if hint in (int, str, bool, Mapping[str, float]) and values.null_count:
+        return "a null"
+    if hint is int and len(values):
+        ends = pc.call_function("min_max", [values]).as_py()
+        if ends["min"] < 0 or ends["max"] >= MAX_INTEGER:
+            return f"{ends['min']} to {ends['max']}, expected 0 to {MAX_INTEGER - 1}"
+    if name in TOKEN_COLUMNS and pc.call_function("list_flatten", [values]).null_count:
+        return "a null within a list"
+    return ""
+
+
+def _check_lengths(table: pa.Table) -> None:
+    """Raise DataError if the lists of a response's tokens differ in length."""
+    import pyarrow.compute as pc
+
+    lengths = None
+    for name in TOKEN_COLUMNS:
+        if name == "prompt_tokens" or name not in table.column_names:
+            continue
+        found = pc.call_function("list_value_length", [table.column(name)])
+        lengths = found if lengths is None else lengths
+        # Null where one of the two was not recorded.
+        is_equal = pc.call_function("equal", [lengths, found])
+        if pc.call_function("all", [is_equal]).as_py() is False:
+            raise DataError(f"the lists of {name} have not one value for each token. Restore the file")
+        lengths = pc.call_function("coalesce", [lengths, found])
+
+
+@functools.cache
+def _row_hints() -> dict[str, Any]:
+    return get_type_hints(RolloutRow)
+
+
+def _check_earlier(row: Mapping[str, Any]) -> None:
+    """Raise ValueError if a field of a line of JSON is not of its type."""
+    for name, value in row.items():
+        hint = _row_hints()[name]
+        is_integer = type(value) is int and 0 <= value < MAX_INTEGER
+        rules: dict[Any, tuple[bool, str]] = {
+            int: (is_integer, f"a whole number, 0 to {MAX_INTEGER - 1}"),
+            float: (value is None or type(value) in (int, float), "a number or null"),
+            bool: (isinstance(value, bool), "true or false"),
+            str: (isinstance(value, str), "a text"),
+            str | None: (value is None or isinstance(value, str), "a text or null"),
+        }
+        is_right, expected = rules[hint]
+        if not is_right:
+            raise ValueError(f"{name} is {shown_value(value)}, expected {expected}")
+
+
+def read_rows(path: str | Path, *, is_own: bool = False) -> list[RolloutRow]:
+    """Read a step's samples without their tokens; `is_own` as of `read_table`.
 
     Raises:
         DataError: the file is absent or damaged, or its fields are not those of `RolloutRow`.
@@ -351,22 +419,28 @@ def read_rows(path: str | Path) -> list[RolloutRow]:
     if is_earlier:
         rows = read_json_lines(path, within=path.absolute().parents[1])
     else:
-        rows = read_table(path, SAMPLE_COLUMNS).to_pylist()
+        rows = read_table(path, SAMPLE_COLUMNS, is_own=is_own).to_pylist()
     expected = set(SAMPLE_COLUMNS[: _EARLIER if is_earlier else None])
-    hints = get_type_hints(RolloutRow)
-    float_columns = {name for name, hint in hints.items() if hint is float}
+    float_columns = {name for name, hint in _row_hints().items() if hint is float}
     for number, row in enumerate(rows, 1):
         if (expected ^ row.keys()) - {"record"}:  # which earlier files lack
             missing = sorted(expected - row.keys())
             unknown = sorted(row.keys() - expected)
             raise DataError(f"{path}, line {number}: missing fields {missing}, unknown fields {unknown}")
+        if is_earlier:
+            try:
+                _check_earlier(row)
+            except ValueError as error:
+                raise DataError(f"{path}, line {number}: {error}; restore the file") from error
         row |= {name: math.nan for name in row if row[name] is None and name in float_columns}
         if not is_earlier:
             row["source_rewards"] = {name: math.nan if v is None else v for name, v in row["source_rewards"]}
     return [RolloutRow(**row) for row in rows]
 
 
-def worst_tokens(path: Path, count: int = 5, above: float = 0.0) -> list[tuple[int, int, int, str, str, float, float]]:
+def worst_tokens(
+    path: Path, count: int = 5, above: float = 0.0, *, is_own: bool = False
+) -> list[tuple[int, int, int, str, str, float, float]]:
     """Return tokens of valid samples whose log-probs by trainer and generator differ by more than `above` nats.
 
     They are the `count` with the largest gaps, largest first, each as (prompt id, sample id, position in the response
@@ -374,7 +448,7 @@ def worst_tokens(path: Path, count: int = 5, above: float = 0.0) -> list[tuple[i
     log-probs were not recorded.
     """
     both = ["policy_log_probs", "generator_log_probs"]
-    table = read_table(path, ["prompt_id", "sample_id", "prompt", "valid", "token_texts", *both])
+    table = read_table(path, ["prompt_id", "sample_id", "prompt", "valid", "token_texts", *both], is_own=is_own)
     table = table.filter(table["valid"])
     if not len(table) or any(table[name].null_count for name in both):
         return []
@@ -391,7 +465,12 @@ def worst_tokens(path: Path, count: int = 5, above: float = 0.0) -> list[tuple[i
     return found
 
 
-def read_tokens(path: Path, filters: Any = None) -> list[SampleTokens]:
+def read_tokens(path: Path, filters: Any = None, *, is_own: bool = False) -> list[SampleTokens]:
     """Read the tokens of the samples that pass; none if they were not recorded."""
-    rows = read_table(path, TOKEN_COLUMNS, filters).to_pylist() if path.suffix == ".parquet" else []
-    return [SampleTokens(**row) for row in rows if row["response_tokens"] is not None]
+    if path.suffix != ".parquet":
+        return []
+    rows = read_table(path, TOKEN_COLUMNS, filters, is_own=is_own).to_pylist()
+    recorded = [row for row in rows if row["response_tokens"] is not None]
+    if recorded and len(recorded) < len(rows):
+        raise DataError(f"{path}: tokens of {len(recorded)} of {len(rows)} samples, expected all or none; restore it")
+    return [SampleTokens(**row) for row in recorded]

@@ -32,6 +32,7 @@ _QUANTITIES = (  # name, metric, form
 )
 _MAX_TABLE_BYTES = 16 << 20  # of an evaluation or a profile's table
 _MAX_TIME = 253_370_764_800  # unix seconds of the year 9999
+_MAX_SOURCES = 50  # of a reward, that are compared
 _PROFILES, _OPERATIONS = 3, 12  # the last profiled steps that the page shows, and their operations
 _CALIBRATION = (
     "Pairs by the predicted probability that the answer with the higher score is the preferred one, sigmoid of the "
@@ -62,6 +63,8 @@ def summarize(run: RunFolder) -> list[list[str]]:
             rows.append([name, formatted(form, before), formatted(form, after), change, basis])
 
     sources = [key[4:] for key in run.metric_names() if key.startswith("val/rewards_")]
+    left_out = len(sources) - _MAX_SOURCES
+    sources = sources[:_MAX_SOURCES]
     for name, key, form in (_QUANTITIES[0], *((f"  {key[8:]}", key, ".3f") for key in sources), *_QUANTITIES[1:]):
         validated = run.values(f"val/{key}").tolist()
         if (found := comparison(run, key)) is not None and found.n:
@@ -76,6 +79,8 @@ def summarize(run: RunFolder) -> list[list[str]]:
             add(name, basis, mean(values[:window]), mean(values[-window:]), form)
         else:
             add(name, "training, one step", mean(values), math.nan, form)
+    if left_out > 0:
+        rows.append([f"{left_out} more sources", "-", "-", "-", f"not compared, as there are over {_MAX_SOURCES}"])
     return rows
 
 
@@ -174,7 +179,9 @@ def _gap_tables(run: RunFolder) -> list[dict[str, Any]]:
     step, path = max(run.files().items(), default=(0, Path()))
     if step:
         check_regular(path, within=run.within)
-    tokens = worst_tokens(path, above=GAP_LIMITS["generator_gap"]) if path.suffix == ".parquet" else []
+    tokens = []
+    if path.suffix == ".parquet":
+        tokens = worst_tokens(path, above=GAP_LIMITS["generator_gap"], is_own=run.is_own)
     shown = {
         "title": f"Step {step}: tokens with the largest gap",
         "note": "Their log-probs by trainer and generator: see docs/algorithms.md#engine-and-trainer",
@@ -219,7 +226,7 @@ def write_report(run_dir: str | Path, *, has_ended: bool = False) -> Path:
     Raises:
         DataError: `run_dir` holds no run, a file of it cannot be read, or the folder may not be written.
     """
-    run = open_run(run_dir)
+    run = open_run(run_dir, is_own=has_ended)
     path = run.path / "report.html"
     shown = overview(run)
     if has_ended:

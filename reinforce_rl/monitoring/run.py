@@ -83,7 +83,8 @@ class RunMonitor:
         self._write(step, samples, "validation")
         self._log_table("validation", samples, step)
         self.progress.validation(step, metrics)
-        if self.progress.enabled and (found := comparison(RunFolder(self.folder))) is not None and found.n:
+        found = comparison(RunFolder(self.folder, is_own=True)) if self.progress.enabled else None
+        if found is not None and found.n:
             self.note(f"reward since the first validation: {found.sentence()}")
 
     def log_test(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
@@ -97,7 +98,7 @@ class RunMonitor:
             text = alert.text
             path = rollout_files(self.folder).get(step) if alert.kind == "generator_gap" else None
             if path is not None and self.progress.enabled:
-                text = "; ".join([text, *(_TOKEN.format(*one) for one in worst_tokens(path, 3))])
+                text = "; ".join([text, *(_TOKEN.format(*one) for one in worst_tokens(path, 3, is_own=True))])
             self.note(f"warning: step {step}: {text}")
             self.metrics.alert(alert.kind, text, step)
             if self.sentinel.stops(alert):

@@ -22,7 +22,7 @@ from reinforce_rl.monitoring.loggers import METRICS_FILE
 from reinforce_rl.monitoring.metrics_file import MetricsFile
 from reinforce_rl.monitoring.records import Kind, RolloutRow, SampleTokens, read_rows, read_tokens, rollout_files
 from reinforce_rl.monitoring.sentinel import STRAGGLER_FACTOR, Alert, Sentinel
-from reinforce_rl.runtime.settings import Setting, read_tree, set_keys, settings_of
+from reinforce_rl.runtime.settings import CONFIG_FILE, HISTORY_FILE, Setting, read_tree, set_keys, settings_of
 from reinforce_rl.runtime.status import STATUS_FILE, Status, run_status
 from reinforce_rl.utils.files import json_line
 from reinforce_rl.utils.untrusted_files import check_regular, leads_out
@@ -47,19 +47,29 @@ class RunFolder:
         path: of the folder.
         within: the folder that links may not leave; None for the run's own.
         max_values: of metrics.jsonl that are held in memory; None for no bound. A value takes 12 bytes.
+        is_own: it is this process's own run, whose samples are read without a process of their own.
 
     Raises DataError if there is no such folder; its methods, if a file cannot be read.
     """
 
-    def __init__(self, path: str | Path, *, within: Path | None = None, max_values: int | None = None):
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        within: Path | None = None,
+        max_values: int | None = None,
+        is_own: bool = False,
+    ):
         self.path = Path(path)
         if not self.path.is_dir():
             raise DataError(f"{path}: no such folder; expected the folder of a run")
         self.name = self.path.resolve().name
         self.within = self.path if within is None else within
         self._file = MetricsFile(self.path / METRICS_FILE, self.within, max_values)
-        self._read_samples = functools.lru_cache(_KEPT_SAMPLES)(lambda path, _changed: read_rows(path))
+        self.is_own = is_own
+        self._read_samples = functools.lru_cache(_KEPT_SAMPLES)(lambda path, _changed: read_rows(path, is_own=is_own))
         self._files: dict[Kind, tuple[int, dict[int, Path]]] = {}
+        self._configuration: tuple[tuple[Any, ...], Configuration | str] | None = None  # a fault as its text
         self._begin_judging(())
 
     def _begin_judging(self, rules: tuple[Any, ...], sentinel: Sentinel | None = None) -> None:
@@ -174,7 +184,8 @@ class RunFolder:
     ) -> dict[tuple[int, int], SampleTokens]:
         """Return the tokens of the samples of some prompts, by prompt and sample; none if they were not recorded."""
         rows = [row for row in self.samples(step, kind) if row.prompt_id in prompts]
-        found = read_tokens(self.files(kind)[step], [("prompt_id", "in", list(prompts))])
+        chosen = [("prompt_id", "in", list(prompts))]
+        found = read_tokens(self.files(kind)[step], chosen, is_own=self.is_own)
         return {(row.prompt_id, row.sample_id): tokens for row, tokens in zip(rows, found, strict=False)}
 
     def sample_lines(self, step: int | None = None, kind: Kind = "rollouts", *, tokens: bool = False) -> Iterator[str]:
@@ -182,7 +193,9 @@ class RunFolder:
         files = self.files(kind)
         step = max(files, default=0) if step is None else step
         rows = self.samples(step, kind)
-        found = (tokens and read_tokens(files[step])) or [None] * len(rows)
+        found = (tokens and read_tokens(files[step], is_own=self.is_own)) or [None] * len(rows)
+        if len(found) != len(rows):
+            raise DataError(f"{files[step]} was changed while it was read; try again")
         for row, of_row in zip(rows, found, strict=True):
             yield json_line(row.as_json() | (of_row.as_json() if of_row else {}))
 
@@ -201,6 +214,20 @@ class RunFolder:
 
     def configuration(self) -> Configuration:
         """Return the configuration of the last step."""
+        # A page asks many times a second while it reads, and a long history takes a minute.
+        stamp = (self.last_step, *(_stamp(self.path / name) for name in (HISTORY_FILE, CONFIG_FILE)))
+        if self._configuration is None or self._configuration[0] != stamp:
+            try:
+                found = self._read_configuration()
+            except DataError as error:
+                found = str(error)
+            self._configuration = (stamp, found)
+        found = self._configuration[1]
+        if isinstance(found, str):
+            raise DataError(found)
+        return found
+
+    def _read_configuration(self) -> Configuration:
         text, changes = settings_of(self.path, self.last_step, within=self.within)
         tree = read_tree(text) if text else {}
         schemas = (TrainConfig, TrainRewardModelConfig)
@@ -238,9 +265,21 @@ class RunFolder:
         return sorted(found, key=lambda alert: (-alert.last, alert.kind))
 
 
-def open_run(path: str | Path) -> RunFolder:
-    """Return the run in a folder. Raises DataError, with the runs below, if the folder itself holds none."""
-    run = RunFolder(path)
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Return what changes when a file is written again; () without one."""
+    try:
+        about = path.stat()
+    except OSError:
+        return ()
+    return about.st_ino, about.st_mtime_ns, about.st_size
+
+
+def open_run(path: str | Path, *, is_own: bool = False) -> RunFolder:
+    """Return the run in a folder; `is_own` as of `RunFolder`.
+
+    Raises DataError, with the runs below, if the folder itself holds none.
+    """
+    run = RunFolder(path, is_own=is_own)
     if not runs_below(path, 0):
         below = ", ".join(map(str, runs_below(path)[:_NAMED_RUNS]))
         expected = f"expected the folder of a run{below and f', such as {below}'}"

@@ -1,0 +1,131 @@
+"""Reads Parquet of somebody else in child processes: on some damaged files Arrow ends the process that reads them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring.parquet_bounds import NOT_PARQUET, read_bounded_file
+from reinforce_rl.utils.process import KILL_SECONDS, ModuleChild, connect_to_parent, limit_memory, receive, send
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+READ_SECONDS = 120  # for one file
+_MEMORY_SHARE = 0.25  # of the machine's memory, which a reader may take
+_KEPT = 4  # readers that wait for the next file
+_MAX_FAULT = 500  # characters of what Arrow says, which may repeat the file
+
+_waiting: list[ModuleChild] = []
+os.register_at_fork(after_in_child=_waiting.clear)  # a fork shares the connections
+
+
+def read_in_child(path: str | Path, columns: Sequence[str] | None, filters: Any) -> pa.Table:
+    """Read a file as `read_bounded_file`, in another process, which may die of it.
+
+    Raises DataError also if that process dies, or has not read the file in `READ_SECONDS`.
+    """
+    import pyarrow as pa
+
+    reader = _take()
+    is_free = False  # else what it still writes would be the answer to the next question
+    try:
+        question = {"path": str(path), "columns": columns, "filters": filters, "seconds": READ_SECONDS}
+        send(reader.connection, question)
+        answer = receive(reader.connection)
+        if answer is None:
+            raise EOFError
+        data = b"" if answer["fault"] else reader.connection.recv_bytes()
+        is_free = True
+    except (EOFError, OSError) as error:
+        raise DataError(NOT_PARQUET.format(_end_of(reader))) from error
+    finally:
+        if is_free and len(_waiting) < _KEPT:
+            _waiting.append(reader)
+        else:
+            _end(reader)
+    if answer["fault"]:
+        raise DataError(answer["fault"])
+    return pa.ipc.open_stream(pa.py_buffer(data)).read_all()
+
+
+def _take() -> ModuleChild:
+    """Return a reader that nobody else uses."""
+    while _waiting:
+        with contextlib.suppress(IndexError):  # another thread took the last one
+            reader = _waiting.pop()
+            if reader.exit_code is None:
+                return reader
+            _end(reader)
+    nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    reader = ModuleChild("reinforce_rl.monitoring.parquet_process", **nowhere)
+    atexit.register(reader.kill)
+    return reader
+
+
+def _end(reader: ModuleChild) -> None:
+    reader.kill()
+    reader.connection.close()
+    atexit.unregister(reader.kill)
+
+
+def _end_of(reader: ModuleChild) -> str:
+    """Say why a reader has ended."""
+    code = reader.wait(KILL_SECONDS)
+    if code == -signal.SIGALRM:
+        return f"it was not read in {READ_SECONDS} s"
+    if code is not None and code < 0:
+        return f"its reader was ended by {signal.Signals(-code).name}"
+    return f"its reader ended with {code}"
+
+
+def main() -> None:
+    """Read the files that the parent names, until it closes the connection."""
+    # The thread that started this process may end before it, so the end of the connection is the sign.
+    connection = connect_to_parent(death_signal=None)
+    import pyarrow.parquet  # noqa: F401  # before the time of a file begins
+
+    limit_memory(_MEMORY_SHARE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while (message := receive(connection)) is not None:
+        # Ends this process also while it is in Arrow.
+        signal.alarm(message["seconds"])
+        data, fault = _read(message)
+        signal.alarm(0)
+        send(connection, {"fault": fault})
+        if not fault:
+            with contextlib.suppress(OSError):
+                connection.send_bytes(data)
+        del data
+
+
+def _read(message: dict[str, Any]) -> tuple[Any, str]:
+    """Return a table as Arrow's stream, or why it cannot be read."""
+    import pyarrow as pa
+
+    # JSON has no tuples, by which Arrow tells a condition from a list of them.
+    filters = message["filters"] and [tuple(condition) for condition in message["filters"]]
+    try:
+        table = read_bounded_file(message["path"], message["columns"], filters)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        return sink.getvalue(), ""
+    except DataError as error:
+        return b"", str(error)[:_MAX_FAULT]
+    except MemoryError:
+        return b"", NOT_PARQUET.format("it needs more memory than a reader may take")
+    except Exception as error:
+        return b"", NOT_PARQUET.format(f"{type(error).__name__}: {error}"[:_MAX_FAULT])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Parquet that ends the process that reads it, or does not let it end, is a sentence for whoever asked."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+from helpers.rows import write_rows
+
+from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring import parquet_process, records
+from reinforce_rl.monitoring.parquet_process import read_in_child
+from reinforce_rl.monitoring.records import RolloutRow, Samples, TokenColumns, read_rows, write_samples
+
+# Reads a file with each of the bytes changed that are named, and prints how many it read and how many it did not.
+FLIPS = """
+import sys
+from pathlib import Path
+from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring.records import read_rows, read_tokens
+
+path = Path(sys.argv[1])
+whole = path.read_bytes()
+counts = {"read": 0, "refused": 0}
+for word in sys.argv[2:]:
+    place, bit = map(int, word.split(":"))
+    changed = bytearray(whole)
+    changed[place] ^= 1 << bit
+    path.write_bytes(changed)
+    for read in (read_rows, read_tokens):
+        try:
+            read(path)
+            counts["read"] += 1
+        except DataError as error:
+            assert str(error).startswith(str(path))
+            counts["refused"] += 1
+print(counts["read"], counts["refused"])
+"""
+
+
+def row(number: int = 0) -> RolloutRow:
+    return RolloutRow(1, number, 0, f"prompt {number}", "a response", 1.0, "stop", 3, source_rewards={"a": 1.0})
+
+
+def write_with_tokens(folder: Path) -> Path:
+    values = {
+        "prompt_tokens": np.arange(8, dtype=np.int32),
+        "response_tokens": np.arange(12, dtype=np.int32) % 3,
+        "policy_log_probs": np.linspace(-1, 0, 12).astype(np.float32),
+        "generator_log_probs": np.linspace(-1, 0, 12).astype(np.float32),
+    }
+    lengths = {"prompt": np.full(4, 2), "response": np.full(4, 3)}
+    texts = {0: "a", 1: "b", 2: "c"}
+    write_samples(folder, 1, Samples([row(i) for i in range(4)], TokenColumns(lengths, values, texts)))
+    return folder / "rollouts" / "step_00001.parquet"
+
+
+def test_no_changed_byte_ends_the_process(tmp_path: Path) -> None:
+    """Arrow ends its process for some of them: with pyarrow 25 for the first three."""
+    path = write_with_tokens(tmp_path)
+    size = path.stat().st_size
+    drawn = np.random.default_rng(0)
+    places = [*drawn.integers(0, size, 60), *drawn.integers(size // 3, size, 140)]
+    words = ["2927:0", "2886:5", "4312:6", *(f"{place}:{drawn.integers(8)}" for place in places)]
+    command = [sys.executable, "-c", FLIPS, str(path), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    read, refused = map(int, done.stdout.split())
+    assert read + refused == 2 * len(words) and read > 100 and refused > 100
+
+
+def test_a_file_is_read_as_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_with_tokens(tmp_path)
+    found = records.read_table(path)
+    here = records.read_table(path, is_own=True)
+    assert found.equals(here) and found.schema.metadata == here.schema.metadata
+    assert found["response_tokens"].to_pylist() == [[0, 1, 2]] * 4
+    some = records.read_table(path, ["prompt_id"], [("prompt_id", "in", [2])])
+    assert some.to_pylist() == [{"prompt_id": 2}]
+    monkeypatch.setattr(records, "read_in_child", None)
+    assert read_rows(path, is_own=True) == read_rows(path, is_own=True)
+    with pytest.raises(TypeError):
+        read_rows(path)
+
+
+@pytest.fixture
+def stuck(tmp_path: Path) -> Path:
+    """A file whose opening does not end."""
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    return path
+
+
+def test_a_file_that_takes_too_long(stuck: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_process, "READ_SECONDS", 1)
+    with pytest.raises(DataError, match="was not read in 1 s"):
+        read_in_child(stuck, None, None)
+    monkeypatch.undo()
+    assert read_rows(write_rows(tmp_path, 1, [row()])) == [row()], "the next file has another reader"
+
+
+def test_a_reader_that_is_killed(stuck: Path) -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    waiting = {reader.pid for reader in parquet_process._waiting}
+
+    def kill() -> None:
+        while not (new := {child.pid for child in psutil.Process().children()} - before):
+            time.sleep(0.01)
+        os.kill(new.pop(), signal.SIGKILL)
+
+    parquet_process._waiting.clear()
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(DataError, match="its reader was ended by SIGKILL"):
+        read_in_child(stuck, None, None)
+    thread.join()
+    assert waiting <= before
+
+
+def test_readers_are_used_again_and_limited(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, 1, [row()])
+    read_rows(path)
+    reader = parquet_process._waiting[-1]
+    read_rows(path)
+    assert parquet_process._waiting[-1] is reader
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert resource.prlimit(reader.pid, resource.RLIMIT_DATA)[0] <= machine // 4
+    assert resource.prlimit(reader.pid, resource.RLIMIT_CORE) == (0, 0)
+    reader.kill()
+    assert read_rows(path) == [row()], "a reader that ended meanwhile is not asked"
+    assert reader not in parquet_process._waiting
+
+
+def test_threads_have_readers_of_their_own(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, 1, [row(i) for i in range(100)])
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(len(read_rows(path)))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [100] * 6
+    assert len(parquet_process._waiting) <= 4
+
+
+TYPES = {
+    "text for a number": ("reward", pa.array(["high"]), "the column reward is string, expected double"),
+    "number for a text": ("prompt", pa.array([1.0]), "the column prompt is double, expected string"),
+    "list for a number": ("step", pa.array([[1]]), "the column step is list.*, expected int64"),
+    "another width": ("response_tokens", pa.array([[1]], pa.list_(pa.int64())), "the column response_tokens is"),
+    "null": ("response_length", pa.array([None], pa.int64()), "the column response_length holds a null"),
+    "null rewards": ("source_rewards", pa.nulls(1, pa.map_(pa.string(), pa.float64())), "source_rewards holds a null"),
+    "negative": ("prompt_id", pa.array([-1]), "the column prompt_id holds -1 to -1, expected 0 to"),
+    "large": ("step", pa.array([1 << 53]), "the column step holds 9007199254740992"),
+    "null token": ("token_texts", pa.array([["a", None, "b"]]), "token_texts holds a null within a list"),
+    "lengths": ("policy_log_probs", pa.array([[1.0]], pa.list_(pa.float32())), "policy_log_probs have not one value"),
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_column_that_is_not_what_is_written(tmp_path: Path, name: str) -> None:
+    column, values, expected = TYPES[name]
+    import pyarrow.parquet as pq
+
+    path = write_with_tokens(tmp_path)
+    table = pq.read_table(path).slice(0, 1)
+    table = table.set_column(table.column_names.index(column), column, values)
+    pq.write_table(table, path)
+    with pytest.raises(DataError, match=f"step_00001.parquet: .*{expected}"):
+        records.read_table(path)
+
+
+def test_tokens_of_some_samples_only(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    path = write_with_tokens(tmp_path)
+    table = pq.read_table(path)
+    lists = [[0], None, [1], [2]]
+    index = table.column_names.index("response_tokens")
+    kept = table.set_column(index, "response_tokens", pa.array(lists, pa.list_(pa.int32())))
+    others = [name for name in records.TOKEN_COLUMNS if name not in ("response_tokens", "prompt_tokens")]
+    for name in others:
+        kept = kept.set_column(kept.column_names.index(name), name, pa.nulls(4, kept.schema.field(name).type))
+    pq.write_table(kept, path)
+    with pytest.raises(DataError, match="tokens of 3 of 4 samples, expected all or none"):
+        records.read_tokens(path)
+
+
+@pytest.mark.parametrize("metadata", ["[]", "1", "null", '{"version": []}', '{"version": {"a": 1}}', "{", "[" * 9000])
+def test_a_version_of_an_odd_type(tmp_path: Path, metadata: str) -> None:
+    import pyarrow.parquet as pq
+
+    path = write_with_tokens(tmp_path)
+    table = pq.read_table(path).replace_schema_metadata({records.FORMAT: metadata})
+    pq.write_table(table, path)
+    with pytest.raises(DataError, match="its records have version"):
+        read_rows(path)
+
+
+ODD_FIELDS = {
+    "step": ["two", None, True, 1.5, -1, 10**39, [], {}],
+    "reward": ["high", True, [], {"a": 1}],
+    "prompt": [None, 1, [], {}],
+    "valid": [None, 0, "yes"],
+    "record": [1, [], {}],
+}
+
+
+@pytest.mark.parametrize("name", ODD_FIELDS)
+def test_a_field_of_an_odd_type_in_lines_of_json(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "rollouts" / "step_00001.jsonl"
+    path.parent.mkdir()
+    names = records.SAMPLE_COLUMNS[:13]
+    line = {key: value for key, value in row().as_json().items() if key in names}
+    for value in ODD_FIELDS[name]:
+        path.write_text(records.json.dumps({**line, name: value}) + "\n")
+        with pytest.raises(DataError, match=rf"step_00001.jsonl, line 1: {name} is .*, expected"):
+            read_rows(path)
+    path.write_text(records.json.dumps({**line, "reward": None, "kl": 1}) + "\n")
+    assert math.isnan(read_rows(path)[0].reward) and read_rows(path)[0].kl == 1.0
