@@ -29,7 +29,8 @@ from reinforce_rl.utils.files import parse_json_lines, write_atomically, write_j
 from reinforce_rl.utils.untrusted_files import read_bounded
 
 HISTORY_FILE, CONFIG_FILE = "config_history.jsonl", "config.yaml"
-_MAX_HISTORY_BYTES = 64 << 20
+_MAX_HISTORY_BYTES = 16 << 20
+_MAX_HISTORY_LINES = 1000  # starts with other settings
 DATE_KEY = "model.data.chat_template_date"
 # Keys that change the meaning of a run: refused on resume without resume_with_changes.
 MEANING = re.compile(
@@ -214,10 +215,15 @@ def _history(folder: Path, step: int, within: Path | None = None) -> list[dict[s
         lines = parse_json_lines(path, io.BytesIO(data))
     if not lines and config.exists():  # a run from before config_history.jsonl existed
         path, lines = config, [{"step": 0, "config": read_stored(config)}]
+    if len(lines) > _MAX_HISTORY_LINES:
+        raise DataError(f"{path}: {len(lines)} lines; expected at most {_MAX_HISTORY_LINES}; restore the file")
     for number, line in enumerate(lines, 1):
         place = path if path == config else f"{path}, line {number}"
-        if not (isinstance(line.get("step"), int) and isinstance(line.get("config"), str)):
-            raise DataError(f"{place}: expected a step and a config, found {sorted(line)}; restore the file")
+        if not (type(line.get("step")) is int and isinstance(line.get("config"), str)):
+            raise DataError(f"{place}: expected a step and a config, found {sorted(line)[:10]}; restore the file")
+        files = line.get("files", {})
+        if not (isinstance(files, dict) and all(isinstance(digest, str | None) for digest in files.values())):
+            raise DataError(f"{place}: files is {str(files)[:100]}, expected a digest by function; restore the file")
         read_tree(line["config"], place)
     return [line for line in lines if line["step"] < step]
 

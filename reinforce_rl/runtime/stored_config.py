@@ -11,6 +11,7 @@ from reinforce_rl.utils.untrusted_files import parse_yaml, read_bounded
 
 MAX_CONFIG_BYTES = 1 << 20
 INTERPOLATION = "${"
+_MAX_KEY = 500  # characters of a key and of those above it: each of their values is named by all of them
 _SHOWN = 200  # characters of a value in a message
 
 
@@ -45,7 +46,19 @@ def parse_stored(text: str, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: found a {kind}, expected keys with values; restore it or take it away")
     if _has_null_key(tree):
         raise DataError(f"{where}: a key is null; expected a name; restore it or take it away")
+    longest = _longest_key(tree)
+    if longest > _MAX_KEY:
+        raise DataError(f"{where}: a key has {longest} characters with those above it; expected at most {_MAX_KEY}")
     return {str(key): value for key, value in tree.items()}
+
+
+def _longest_key(value: Any) -> int:
+    """Return the characters of the longest dotted key below a value."""
+    if isinstance(value, dict):
+        return max((len(str(key)) + 1 + _longest_key(child) for key, child in value.items()), default=0)
+    if isinstance(value, list):
+        return max(map(_longest_key, value), default=0)
+    return 0
 
 
 def _has_null_key(value: Any) -> bool:

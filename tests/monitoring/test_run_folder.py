@@ -14,12 +14,13 @@ from omegaconf import OmegaConf
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring import metrics_file
+from reinforce_rl.monitoring import metrics_file, run_folder
 from reinforce_rl.monitoring.compare import compare
 from reinforce_rl.monitoring.loggers import JsonlLogger
 from reinforce_rl.monitoring.records import RolloutRow
 from reinforce_rl.monitoring.report import write_report
 from reinforce_rl.monitoring.run_folder import RunFolder, open_run, runs_below
+from reinforce_rl.runtime import settings
 from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile
 
 
@@ -95,6 +96,73 @@ def test_damage_is_named(tmp_path):
     (tmp_path / "config_history.jsonl").write_text(lines)
     with pytest.raises(DataError, match=r"config_history.jsonl, line 2: expected a step and a config"):
         run.configuration()
+
+
+@pytest.mark.parametrize("files", [["f"], "f", 1, None, {"f": 1}, {"f": ["digest"]}])
+def test_a_history_with_files_of_an_odd_type(tmp_path, files):
+    lines = [{"step": 0, "config": "a: 1", "files": {"f": "digest"}}, {"step": 0, "config": "a: 2", "files": files}]
+    (tmp_path / "config_history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(DataError, match=r"config_history.jsonl, line 2: files is .*, expected a digest by function"):
+        RunFolder(tmp_path).configuration()
+
+
+def test_a_history_of_many_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(settings, "_MAX_HISTORY_LINES", 10)
+    line = '{"step": 0, "config": "a: 1"}\n'
+    (tmp_path / "config_history.jsonl").write_text(line * 10)
+    assert RunFolder(tmp_path).configuration().text == "a: 1"
+    (tmp_path / "config_history.jsonl").write_text(line * 11)
+    with pytest.raises(DataError, match=r"config_history.jsonl: 11 lines; expected at most 10"):
+        RunFolder(tmp_path).configuration()
+
+
+def test_a_configuration_is_read_again_only_if_a_file_or_the_step_has_changed(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path)
+    read = []
+    settings_of = run_folder.settings_of
+    monkeypatch.setattr(run_folder, "settings_of", lambda *args, **more: read.append(1) or settings_of(*args, **more))
+    (tmp_path / "config.yaml").write_text("model.seed: 1\n")
+    assert run.configuration() is run.configuration() and len(read) == 1
+    (tmp_path / "config.yaml").write_text("a: [")
+    for _ in range(2):
+        with pytest.raises(DataError, match="not valid YAML"):
+            run.configuration()
+    assert len(read) == 2, "also what is wrong is read once"
+    (tmp_path / "config.yaml").unlink()
+    assert run.configuration().text == "" and len(read) == 3
+    log(tmp_path, [1])
+    run.refresh()
+    assert run.configuration().text == "" and len(read) == 4
+
+
+def test_metrics_of_many_names(tmp_path):
+    def write(num_names: int) -> None:
+        values = {f"train/{i}": 1.0 for i in range(num_names)}
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **values}) + "\n")
+
+    write(4096)
+    assert len(RunFolder(tmp_path).metric_names()) == 4096
+    write(4097)
+    with pytest.raises(DataError, match=r"metrics.jsonl: 4097 different metrics; expected at most 4096"):
+        RunFolder(tmp_path).metric_names()
+
+
+def test_lines_without_metrics_count_as_values(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' * 200)
+    assert len(RunFolder(tmp_path, max_values=200).lines) == 200
+    run = RunFolder(tmp_path, max_values=199)
+    with pytest.raises(DataError, match="more than the 199 values that the dashboard holds"):
+        run.refresh()
+
+
+def test_steps_are_copied_once_for_all_metrics(tmp_path):
+    log(tmp_path, [1, 2])
+    run = RunFolder(tmp_path)
+    assert run.series("train/rewards") == [(1, 1.0), (2, 2.0)]
+    assert run.metrics.steps() is run.metrics.steps()
+    log(tmp_path, [3], resume_step=2)
+    run.refresh()
+    assert run.series("train/rewards") == [(1, 1.0), (2, 2.0), (3, 3.0)] and run.last_step == 3
 
 
 def test_samples_follow_a_file_that_is_written_again(tmp_path):

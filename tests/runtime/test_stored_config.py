@@ -29,6 +29,8 @@ BAD = {
     "a bell": "a: \x07\n",
     "a key that is null": "a: [{b: {~: 1}}]\n",
     "an integer of an hour": "a: 1" + ":1" * 500_000,
+    "a long key": f"? {'a' * 501}\n: 1\n",
+    "long keys together": f"? {'a' * 250}\n: - ? {'b' * 250}\n    : 1\n",
     "a path": "a: !!python/object/apply:pathlib.PosixPath [[1]]\n",
 }
 
@@ -40,6 +42,11 @@ def test_what_is_no_configuration_is_a_sentence_and_runs_nothing(text, tmp_path,
         parse_stored(text, "run/config.yaml")
     assert len(str(error.value)) < 1000
     assert not list(tmp_path.iterdir())
+
+
+def test_keys_may_have_500_characters_together():
+    tree = {"a" * 199: {"b" * 199: [{"c" * 99: 1}]}}
+    assert parse_stored(yaml.safe_dump(tree), "here") == tree
 
 
 def test_a_file_is_read_within_bounds(tmp_path):
