@@ -32,6 +32,7 @@ from reinforce_rl.runtime.settings import CONFIG_FILE
 from reinforce_rl.runtime.stored_config import parse_values, read_stored
 from reinforce_rl.runtime.trust import remove_from_import_path, require_trust, without_custom_generator
 from reinforce_rl.trainer.build import build_actor, check_vocabulary
+from reinforce_rl.utils.untrusted_files import check_folder
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +47,16 @@ OF_TRAINING += ("exp_manager.checkpoint_callback_params",)
 def model_folder(path: str | Path) -> Path:
     """Return the Hugging Face folder of a model: the folder itself, or what a run has exported to `hf/`.
 
-    Raises ConfigError if there is none; for a run that was not exported, with the command that does it.
+    Raises ConfigError if there is none; for a run that was not exported, with the command that does it. Raises
+    UnreadableFileError if the run's model is a link out of the run's folder.
     """
     folder = Path(path)
-    for found in (folder, folder / "hf"):
-        if (found / "config.json").is_file():
-            return found
+    if (folder / "config.json").is_file():
+        return folder
+    exported = folder / "hf"
+    if (exported / "config.json").is_file():
+        check_folder(exported)
+        return exported
     raise ConfigError([Fault(f"{folder} {no_model(folder)}", key="model.folder.no_model")])
 
 
