@@ -25,7 +25,6 @@ WITHOUT_KEYS = (
     "config",
     "data",
     "debugging",
-    "evaluation",
     "generation",
     "launch",
     "megatron",

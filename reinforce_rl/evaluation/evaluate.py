@@ -23,7 +23,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Prompt, RolloutBatch
 from reinforce_rl.data.prompts import PromptLoader, RLHFDatasets, fixed_prompts
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.evaluation.model import inference_config, load_actor
 from reinforce_rl.evaluation.results import Comparison, ModelResult, Results
 from reinforce_rl.evaluation.statistics import WinRate
@@ -95,16 +95,19 @@ def evaluate(
         RewardServerError: a server gave no answer within its deadline.
     """
     if not models:
-        raise ConfigError(["no model was given; expected the folders of models or runs before KEY=VALUE"])
+        sentence = "no model was given; expected folders of models or runs, before any KEY=VALUE"
+        raise ConfigError([Fault(sentence, key="eval.model.none_given")])
     if samples < 1:
-        raise ConfigError([f"samples is {samples}; expected 1 or more"])
+        sentence = f"samples is {samples}; expected 1 or more"
+        raise ConfigError([Fault(sentence, key="eval.samples.out_of_range")])
     if temperature is not None and not 0 <= temperature < math.inf:
-        raise ConfigError([f"temperature is {temperature}; expected 0 for greedy, or a finite number above"])
+        sentence = f"temperature is {temperature}; expected 0 for greedy, or a finite number above 0"
+        raise ConfigError([Fault(sentence, key="eval.temperature.out_of_range")])
     try:
         if judge is not None:
             judge.check()
     except ValueError as error:
-        raise ConfigError([f"judge: {error}"]) from error
+        raise ConfigError([Fault(f"judge: {error}", key="eval.judge.invalid")]) from error
     options = [*reward_overrides(rewards, has_base=like is not None), *overrides]
     is_scored = like is not None or any(one.lstrip("+~").startswith(("reward", "remote_rm")) for one in options)
 
@@ -121,7 +124,8 @@ def evaluate(
     last = None if reference is None else config(reference, "reference")
     first = cfgs[names[0]]
     if first.model.data.data_prefix.validation is None:
-        raise ConfigError(["there are no prompts; give --data FILE, or --like RUN for the validation set of a run"])
+        sentence = "no prompts were given; give --data FILE, or --like RUN for the validation set of a run"
+        raise ConfigError([Fault(sentence, key="eval.prompts.none_given")])
     start(first.trainer.devices, first.trainer.num_nodes)
     datasets = _read_prompts(list(cfgs.values()), last)
     control = RunControl(out or ".", StopRequest())
@@ -168,9 +172,8 @@ def reward_overrides(rewards: Sequence[str], *, has_base: bool) -> list[str]:
         try:
             address = Address.parse(place)
         except ValueError as error:
-            raise ConfigError(
-                [f"--reward {url}: {error}; expected http://HOST:PORT or http://HOST:PORT/NAME"]
-            ) from error
+            sentence = f"--reward {url}: {error}; expected http://HOST:PORT or http://HOST:PORT/NAME"
+            raise ConfigError([Fault(sentence, key="eval.reward.no_address")]) from error
         key = f"more_reward_models.{model or 'reward_model'}" if functions or i else "reward_model"
         found += [f"++remote_rm.{key}.ip='{address.host}'", f"++remote_rm.{key}.port={address.port}"]
         found.append(f"++remote_rm.{key}.name='{model or 'reward_model'}'")
@@ -184,7 +187,11 @@ def _set_sampling(cfg: TrainConfig, samples: int, temperature: float | None) -> 
     elif samples > 1:
         sampling.use_greedy = False
     if samples > 1 and sampling.use_greedy:
-        raise ConfigError([f"{samples} greedy samples of a prompt are all alike; ask for one, or for a temperature"])
+        sentence = (
+            f"samples is {samples}, but greedy samples of a prompt are all alike; ask for one sample, "
+            "or set a temperature"
+        )
+        raise ConfigError([Fault(sentence, key="eval.samples.all_alike")])
     cfg.model.reinforce.sampling_params.temperature = sampling.temperature  # that of the log-probs
 
 
@@ -198,12 +205,18 @@ def _read_prompts(cfgs: Sequence[TrainConfig], reference: TrainConfig | None) ->
         tokenizer = load_tokenizer(model)
         found.append(build_datasets(cfg, tokenizer, splits=["validation"]))
         if info is not None and (differences := TokenizerInfo.from_tokenizer(tokenizer).differences(info)):
-            faults.append(f"the KL of {model} from the reference needs one tokenizer for both: {differences[0]}")
-        if found[-1].train.skipped and len(cfgs) > 1:
-            faults.append(
-                f"{model} has no room for {found[-1].train.skipped} of the prompts (model.data.too_long=skip), and "
-                "all models must answer the same ones; raise model.encoder_seq_length, or leave them out of the data"
+            sentence = (
+                f"the KL of {model} from the reference cannot be computed, as that needs the same "
+                f"tokenizer for both: {differences[0]}"
             )
+            faults.append(Fault(sentence, key="eval.reference.tokenizer_differs"))
+        if found[-1].train.skipped and len(cfgs) > 1:
+            sentence = (
+                f"{model} has no room for {found[-1].train.skipped} of the prompts "
+                "(model.data.too_long=skip), but all models must answer the same prompts; raise "
+                "model.encoder_seq_length, or take those prompts out of the data"
+            )
+            faults.append(Fault(sentence, key="eval.prompts.no_room"))
     if faults:
         raise ConfigError(faults)
     return found
