@@ -132,7 +132,8 @@ def inference_config(
         OmegaConf.update(cfg, key, value, force_add=True)
     config, faults = read_config(cfg)
     if like is not None:
-        require_trust(config, overrides, like, trust=trust, data=data is None, say=say)
+        uses_data = data is None
+        require_trust(config, overrides, like, trust=trust, data=uses_data, ranks=True, say=say)
     ours = DATA if prompts is None else f"{DATA}.train"  # nobody has given these
     faults = [fault for fault in faults if not fault.startswith(ours)]
     return with_functions(config, faults)

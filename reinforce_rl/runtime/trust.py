@@ -2,8 +2,8 @@
 
 Whoever opens a folder trusts their own command line, and not what the folder says is to be run, asked, read or sent.
 So its own files are never on the import path, and no function, address, token, interpreter or class that the folder
-alone names is used, unless --trust allows it, after all of them have been listed. Its configuration is read by
-`stored_config`.
+alone names is used, unless --trust allows it, after all of them have been listed. Nor are many
+more processes started than the machine has cores. Its configuration is read by `stored_config`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.process import PACKAGE_PARENT
 
 _SHOWN = 200  # characters of a value in a message
+_CORES = os.cpu_count() or 1
+# Processes that a folder may ask for, on a machine of few cores as well.
+MOST_RANKS = max(_CORES, 8)
+MOST_WORKERS = max(_CORES, 64)
 
 
 @dataclass(frozen=True)
 class Authority:
-    """A setting that says what is run, asked, read or sent."""
+    """A setting that says what is run, asked, read or sent, or that starts many processes."""
 
     key: str
     value: Any
@@ -63,10 +67,17 @@ def remove_from_import_path(folder: str | Path) -> None:
 
 
 def authorities(
-    cfg: TrainConfig, *, rewards: bool = True, generation: bool = True, data: bool = False
+    cfg: TrainConfig,
+    *,
+    rewards: bool = True,
+    generation: bool = True,
+    data: bool = False,
+    ranks: bool = False,
 ) -> list[Authority]:
-    """Return the settings that are authority, where a configuration's rewards, generation and data are used."""
+    """Return the settings that are authority in the parts of a configuration that are used."""
     found: list[Authority] = []
+    if ranks:
+        found += _of_ranks(cfg)
     if data:
         found += _of_data(cfg)
     if rewards:
@@ -77,6 +88,23 @@ def authorities(
     if generation and cfg.generation in ENGINES and cfg.engine.python is not None:
         found.append(Authority("engine.python", cfg.engine.python, "a program that is started"))
     return found
+
+
+def _of_ranks(cfg: TrainConfig) -> Iterator[Authority]:
+    devices = cfg.trainer.devices
+    num_nodes = cfg.trainer.num_nodes
+    count = devices * num_nodes
+    if count <= MOST_RANKS:
+        return
+    effect = f"one factor of {count} ranks, {_expected(MOST_RANKS)}"
+    if devices > 1:
+        yield Authority("trainer.devices", devices, effect)
+    if num_nodes > 1:
+        yield Authority("trainer.num_nodes", num_nodes, effect)
+
+
+def _expected(bound: int) -> str:
+    return f"and at most {bound} processes are expected on this machine of {_CORES} cores"
 
 
 def _of_data(cfg: TrainConfig) -> Iterator[Authority]:
@@ -100,6 +128,9 @@ def _of_functions(cfg: TrainConfig) -> Iterator[Authority]:
             yield Authority(f"{key}.kwargs", function.kwargs, "what that function gets")
     if functions and section.environment:
         yield Authority("reward_function.environment", section.environment, "variables that functions see")
+    if functions and section.num_workers > MOST_WORKERS:
+        effect = f"processes of functions, {_expected(MOST_WORKERS)}"
+        yield Authority("reward_function.num_workers", section.num_workers, effect)
 
 
 def _of_servers(cfg: TrainConfig) -> Iterator[Authority]:
@@ -121,7 +152,13 @@ def _of_servers(cfg: TrainConfig) -> Iterator[Authority]:
 
 
 def untrusted_settings(
-    cfg: TrainConfig, overrides: Sequence[str], *, rewards: bool = True, generation: bool = True, data: bool = False
+    cfg: TrainConfig,
+    overrides: Sequence[str],
+    *,
+    rewards: bool = True,
+    generation: bool = True,
+    data: bool = False,
+    ranks: bool = False,
 ) -> list[Authority]:
     """Return the authorities that come from the folder's configuration alone, since no override names them."""
     given = set()
@@ -130,7 +167,7 @@ def untrusted_settings(
         # Hydra merges a mapping into the folder's own, which stays in force below the key.
         if not value.lstrip().startswith("{"):
             given.add(key.lstrip("+~"))
-    named = authorities(cfg, rewards=rewards, generation=generation, data=data)
+    named = authorities(cfg, rewards=rewards, generation=generation, data=data, ranks=ranks)
     return [authority for authority in named if authority.key not in given]
 
 
@@ -143,6 +180,7 @@ def require_trust(
     rewards: bool = True,
     generation: bool = True,
     data: bool = False,
+    ranks: bool = False,
     say: Callable[[str], object] = lambda text: None,
 ) -> None:
     """Check that a configuration, made of a folder's and of overrides, may be used.
@@ -150,9 +188,11 @@ def require_trust(
     With `trust`, `say` lists what the folder alone names, and the folder is appended to `sys.path`, since
     `reinforce_rl.train` copies reward functions into it.
 
-    Raises ConfigError: without `trust`, the folder alone names what is run, asked, read or sent.
+    Raises ConfigError: without `trust`, the folder alone names what is run, asked, read or sent, or
+            starts more processes than are expected on this machine.
     """
-    found = untrusted_settings(cfg, overrides, rewards=rewards, generation=generation, data=data)
+    used = {"rewards": rewards, "generation": generation, "data": data, "ranks": ranks}
+    found = untrusted_settings(cfg, overrides, **used)
     if not trust and found:
         raise ConfigError([f"{one}; only {folder} says so. {_advice(one)}" for one in found])
     if trust:

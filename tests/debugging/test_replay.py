@@ -18,6 +18,7 @@ import torch
 from helpers.ranks import run_ranks
 from helpers.tiny_run import tiny_config
 from helpers.toy_server import free_port
+from helpers.traps import store
 from safetensors.torch import load_file, save_file
 
 from reinforce_rl.debugging import replay as module
@@ -30,6 +31,7 @@ from reinforce_rl.megatron.checkpointer import checkpoint_up_to
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.step_record import RankState, StepRecord, read_record, record_files
 from reinforce_rl.run import train
+from reinforce_rl.runtime import trust
 
 again = partial(replay, trust=True)  # of a run of one's own
 
@@ -126,7 +128,7 @@ def test_a_function_that_only_the_folder_names_is_not_called(folder: Path, tmp_p
     assert (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("threads", [0, -1, 10**9, "4", None, 1.5, True])
+@pytest.mark.parametrize("threads", [0, -1, 10**9, module._MOST_THREADS + 1, "4", None, 1.5, True])
 def test_threads_of_a_record_are_bounded(folder: Path, threads: Any) -> None:
     path = folder / "run" / "record" / "step_00004.json"
     values = json.loads(path.read_text())
@@ -136,14 +138,17 @@ def test_threads_of_a_record_are_bounded(folder: Path, threads: Any) -> None:
         replay(folder / "run", 4)
 
 
-def test_a_folder_does_not_start_a_crowd_of_processes(folder: Path) -> None:
-    cfg = tiny_config(folder)
-    cfg.trainer.devices = 5000
-    with pytest.raises(ConfigError, match=r"trainer\.devices x trainer\.num_nodes is 5000 x 1 in the run's folder"):
-        module._check_sizes(cfg, ["model.seed=3"])
-    module._check_sizes(cfg, ["trainer.devices=5000"])  # as the reader has it
-    cfg.trainer.devices = 8
-    module._check_sizes(cfg, [])
+@pytest.mark.parametrize("given", [[], ["trainer.num_nodes=1"]])
+def test_a_folder_does_not_start_a_crowd_of_processes(
+    folder: Path, given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where the reader names one of the two factors."""
+    monkeypatch.setattr(trust, "MOST_RANKS", 1)
+    store(folder / "run", {"trainer": {"devices": 2}})
+    started: list[int] = []
+    with pytest.raises(ConfigError, match=r"trainer\.devices is '2', one factor of 2 ranks"):
+        replay(folder / "run", 4, overrides=given, start=lambda devices, nodes: started.append(devices))
+    assert started == []
 
 
 def change_reward(folder: Path) -> None:

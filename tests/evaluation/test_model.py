@@ -120,6 +120,11 @@ def test_what_only_a_run_names_is_refused_before_anything_is_asked_or_started(fo
         inference_config(folder / "model", SHORT_ON_ONE, like=tmp_path)
     keys = {fault.partition(" ")[0] for fault in error.value.faults}
     assert {option.partition("=")[0] for option in options[1:]} <= keys
+    values["trainer"]["devices"] = 5000
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(values)))
+    with pytest.raises(ConfigError, match=r"trainer\.devices is '5000', one factor of 5000 ranks"):
+        inference_config(folder / "model", ["model.reinforce.num_val_samples=2"], like=tmp_path)
+    values["trainer"]["devices"] = 1
     assert not marker.exists()
     values["model"]["seed"] = "${oc.env:HOME}"
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(values)))

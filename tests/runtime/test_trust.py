@@ -14,6 +14,8 @@ from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import read_config
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.runtime.trust import (
+    MOST_RANKS,
+    MOST_WORKERS,
     authorities,
     remove_from_import_path,
     require_trust,
@@ -98,6 +100,25 @@ def test_a_data_set_of_the_hub_is_asked_for_with_a_token():
     ]
 
 
+def test_a_crowd_of_ranks_is_authority_and_a_few_are_not():
+    few = ["trainer.devices=8", "trainer.num_nodes=1"]
+    assert keys(*few, rewards=False, ranks=True) == []
+    both = ["trainer.devices=5000", "trainer.num_nodes=3"]
+    assert keys(*both, rewards=False, ranks=True) == ["trainer.devices", "trainer.num_nodes"]
+    nodes = ["trainer.devices=1", f"trainer.num_nodes={MOST_RANKS + 1}"]
+    assert keys(*nodes, rewards=False, ranks=True) == ["trainer.num_nodes"]
+    assert keys(*both, rewards=False) == [], "where one rank works"
+
+
+def test_a_crowd_of_workers_is_authority_where_functions_are_called():
+    key = "reward_function.num_workers"
+    function = ["reward=function", f"{FUNCTION}=a.b"]
+    assert keys(*function, f"{key}={MOST_WORKERS}") == [FUNCTION]
+    assert keys(*function, f"{key}={MOST_WORKERS + 1}") == [FUNCTION, key]
+    assert key in keys("+reward_function.more_functions.b.name=a.b", f"{key}=100000")
+    assert key not in keys(f"{key}=100000"), "a server scores"
+
+
 class TestUse:
     @pytest.fixture(autouse=True)
     def _own_path(self, monkeypatch):
@@ -112,6 +133,21 @@ class TestUse:
         assert all(str(tmp_path) in fault and "--trust" in fault for fault in error.value.faults)
         assert "evil.f" in error.value.faults[0]
         assert sys.path == before
+
+    def test_each_factor_of_a_crowd_is_the_readers_or_refused(self, tmp_path):
+        """With one factor of the reader's, the other one would be the folder's."""
+        cfg = config("trainer.devices=5000", "trainer.num_nodes=1")
+        one = ["trainer.num_nodes=1"]
+        said = r"trainer\.devices is '5000', one factor of 5000 ranks, .* Give trainer\.devices=VALUE yourself"
+        with pytest.raises(ConfigError, match=said):
+            require_trust(cfg, one, tmp_path, trust=False, rewards=False, ranks=True)
+        both = [*one, "trainer.devices=5000"]
+        require_trust(cfg, both, tmp_path, trust=False, rewards=False, ranks=True)
+        listed: list[str] = []
+        options = {"rewards": False, "ranks": True, "say": listed.append}
+        require_trust(cfg, [], tmp_path, trust=True, **options)
+        assert len(listed) == 1
+        assert "trainer.devices is '5000'" in listed[0]
 
     @pytest.mark.parametrize("prefix", ["", "+", "++"])
     def test_what_the_reader_names_is_theirs(self, tmp_path, prefix):
