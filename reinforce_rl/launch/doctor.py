@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import statistics
 import time
@@ -13,7 +12,9 @@ from typing import Any
 from reinforce_rl.errors import ConfigError, Fault, ReinforceError, RewardServerError
 from reinforce_rl.rewards import transport, wire
 from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress, NoHttp
+from reinforce_rl.utils.control_characters import quoted
 from reinforce_rl.utils.net import Address
+from reinforce_rl.utils.untrusted_files import parse_json
 
 HEALTH_SECONDS = 30.0  # the server may be scoring its canary
 SCORE_SECONDS = 120.0
@@ -101,7 +102,7 @@ def _health(server: Address) -> dict[str, Any]:
         answer = transport.wait_for(transport.exchange(transport.url_of(server, "/health"), HEALTH_SECONDS))
         found = f"HTTP {answer.code} without a reward server's answer"
         with contextlib.suppress(ValueError, AttributeError):
-            values = json.loads(answer.body)
+            values = parse_json(answer.body)
             if {"state", "healthy", "text", "model", "in_flight", "queued"} <= values.keys():
                 return values
     except NoHttp:
@@ -143,10 +144,11 @@ def _seconds(model: ModelAddress, samples: int, length: int) -> float:
             f"http://{model.place} did not score a request: {error}: {advice}",
             key=error.key,
         ) from error
-    if any(answer[wire.STATUS]):
+    statuses = answer.get(wire.STATUS, ["missing"])
+    if any(statuses):
         raise ReinforceError(
             f"http://{model.place} could not score a sample of {length} tokens of id 0 (status "
-            f"{sorted(set(answer[wire.STATUS]))}); its log says why",
+            f"{quoted(sorted(set(map(str, statuses))))}); its log says why",
             key="doctor.sample.not_scored",
         )
     return time.monotonic() - started

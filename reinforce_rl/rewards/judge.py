@@ -22,10 +22,13 @@ from reinforce_rl.data.jsonl import text_of
 from reinforce_rl.rewards import transport
 from reinforce_rl.rewards.base import checked_by
 from reinforce_rl.rewards.transport import RETRIED_CODES, FailedAttempt
+from reinforce_rl.utils.control_characters import quoted
+from reinforce_rl.utils.untrusted_files import parse_json
 
 PATH = "chat/completions"
 MAX_PAUSE_SECONDS = 8.0
 CONCURRENCY = 16  # requests of `preferences` in flight
+MAX_ANSWER_BYTES = 4 << 20  # a hundred times a long answer
 SCORE_TEMPLATE = """Rate the answer to the question for how correct, helpful and clear it is, $low (worst) to $high
 (best). Say why in at most two sentences, then end with a line of this form: Score: NUMBER
 
@@ -49,6 +52,7 @@ $second
 """
 _SCORE = re.compile(r"score\W{0,8}?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _NUMBER_ALONE = re.compile(r"\A\s*(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\s*\Z")
+_NUMBER_AT_END = re.compile(r"[\d.]\Z")  # which may lack its last digits
 _VERDICT = re.compile(r"\[\[([ABC])\]\]")
 
 
@@ -56,7 +60,7 @@ class JudgeError(Exception):
     """The judge gave no judgement. `public` says why, without any text of the sample."""
 
     def __init__(self, public: str, more: str = ""):
-        super().__init__(f"{public}: {more}" if more else public)
+        super().__init__(f"{public}: {quoted(more, 600)}" if more else public)
         self.public = public
 
 
@@ -105,12 +109,16 @@ class Judge:
             raise JudgeError(str(error)) from error
         for attempt in range(self.retries + 1):
             try:
-                answer = await transport.exchange(self.address, self.timeout, body=body, headers=headers, proxy=proxy)
+                answer = await transport.exchange(
+                    self.address,
+                    self.timeout,
+                    body=body,
+                    headers=headers,
+                    proxy=proxy,
+                    max_bytes=MAX_ANSWER_BYTES,
+                )
                 if answer.code == 200:
-                    try:
-                        return str(json.loads(answer.body)["choices"][0]["message"]["content"] or "")
-                    except (ValueError, LookupError, TypeError, RecursionError) as error:
-                        raise JudgeError(f"{place} gave no choices[0].message.content") from error
+                    return _text_in(answer.body, place)
                 failure = answer.failed()
                 if answer.code < 500 and answer.code not in RETRIED_CODES:
                     raise JudgeError(f"{place} answers HTTP {answer.code}", str(failure))
@@ -121,6 +129,20 @@ class Judge:
                 await asyncio.sleep(min(MAX_PAUSE_SECONDS, 0.5 * 2**attempt if pause is None else pause))
         public = f"{place} {str(failure).partition(':')[0]}"  # what follows the colon may quote the sample
         raise JudgeError(f"{public}, {self.retries + 1} times", str(failure))
+
+
+def _text_in(body: bytes, place: str) -> str:
+    """Return the text of a chat completion; JudgeError if it has none, or was cut within a number."""
+    try:
+        choice = parse_json(body)["choices"][0]
+        text = text_of(choice["message"])
+        if not isinstance(text, str):
+            raise TypeError(type(text).__name__)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise JudgeError(f"{place} gave no choices[0].message.content") from error
+    if choice.get("finish_reason") == "length" and _NUMBER_AT_END.search(text):
+        raise JudgeError("the judge's answer was cut within a number; options.max_tokens allows more", text)
+    return text
 
 
 def score_in(answer: str, low: float, high: float) -> float:

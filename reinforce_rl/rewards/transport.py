@@ -27,11 +27,15 @@ from yarl import URL
 from reinforce_rl.errors import RewardServerError
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import Scores, ServerInfo
+from reinforce_rl.utils.control_characters import quoted, show_control_characters
 from reinforce_rl.utils.net import Address, names_this_machine
+from reinforce_rl.utils.untrusted_files import parse_json
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0  # for one request about a server's health
-MAX_ANSWER_BYTES = 1 << 26  # far above any answer of a reward server; another program may send without end
+MAX_ANSWER_BYTES = 1 << 20  # far above any answer about a server; another program may send without end
+MAX_NUMBER_BYTES = 32  # of an answer's number in JSON, which takes more than in binary
+MAX_QUOTED = 600  # characters of what a server said, from the end
 GATEWAY_CODES = (502, 503, 504)  # of a proxy whose back end is not up yet
 RETRIED_CODES = (408, 425, 429)  # besides every 5xx
 REASONS = (
@@ -127,16 +131,17 @@ class HttpAnswer:
         """Return the failure that an HTTP error stands for, with the error's text if it has one."""
         text = f"answers HTTP {self.code}"
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            text += f": {' '.join(str(json.loads(self.body)['error']).split())[-600:]}"
+            said = str(parse_json(self.body)["error"]).split()
+            text += f": {show_control_characters(' '.join(said)[-MAX_QUOTED:])}"
         return FailedAttempt(text, retry_after=self.retry_after)
 
     def check_digest(self, body: bytes) -> None:
         """Raise FailedAttempt unless this answers a request with this body."""
         found, sent = self.headers.get(wire.REQUEST_DIGEST), hashlib.sha256(body).hexdigest()
         if found != sent:
-            text = (
-                f"it is to another request (digest {found[:12]}, asked {sent[:12]})" if found else "it bears no digest"
-            )
+            text = "it bears no digest"
+            if found:
+                text = f"it is to another request (digest {quoted(found, 12)}, asked {sent[:12]})"
             raise FailedAttempt(f"gave a wrong answer: {text} ({wire.REQUEST_DIGEST})", bad_answer=True)
 
 
@@ -179,12 +184,14 @@ async def exchange(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
     proxy: str | None = None,
+    max_bytes: int = MAX_ANSWER_BYTES,
 ) -> HttpAnswer:
     """Send a GET, or a POST if there is a body, over a new connection, without redirects.
 
     Variables such as HTTP_PROXY do not count: reward servers are in the cluster. `proxy_of` reads them.
 
-    Raises FailedAttempt if no complete answer came within `seconds`, counted from connecting.
+    Raises FailedAttempt if no complete answer came within `seconds`, counted from connecting, or its body has more
+    than `max_bytes`.
     """
     try:
         async with aiohttp.request(
@@ -199,18 +206,18 @@ async def exchange(
             found = bytearray()
             async for part in answer.content.iter_any():
                 found += part
-                if len(found) > MAX_ANSWER_BYTES:
-                    raise FailedAttempt(f"does not answer (it sends more than {MAX_ANSWER_BYTES} bytes)")
+                if len(found) > max_bytes:
+                    raise FailedAttempt(f"does not answer (it sends more than {max_bytes} bytes)")
             return HttpAnswer(answer.status, answer.headers, bytes(found))
     except (asyncio.TimeoutError, TimeoutError) as error:
         raise FailedAttempt("does not answer (timed out)", timed_out=True) from error
     except aiohttp.ClientResponseError as error:
-        raise NoHttp(f"does not answer (what it sends is no HTTP: {' '.join(error.message.split())[:200]})") from error
+        raise NoHttp(f"does not answer (what it sends is no HTTP: {quoted(error.message, 200)})") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
         number = getattr(error, "errno", None)
         reason = os.strerror(number).lower() if number else str(error) or type(error).__name__
         reason = next((text for kind, text in REASONS if isinstance(error, kind)), reason)
-        raise FailedAttempt(f"does not answer ({reason})") from error
+        raise FailedAttempt(f"does not answer ({quoted(reason)})") from error
 
 
 async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
@@ -233,16 +240,17 @@ async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
         what = f"is a Triton server without '{wire.INFO_MODEL}' (HTTP {code})"
         raise FailedAttempt(f"{what}: a reward server that starts, or none of this project; check host and port")
     try:
-        info = ServerInfo.from_json(json.loads(answer.body)["outputs"][0]["data"][0])
+        info = ServerInfo.from_json(parse_json(answer.body)["outputs"][0]["data"][0])
     except wire.OtherVersion as error:
         raise RewardServerError(f"the reward server at {model.place} {error}") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise _foreign(model.place, f"an answer that is not a reward server's ({error})") from error
+        raise _foreign(model.place, f"an answer that is not a reward server's ({quoted(error)})") from error
     answer.check_digest(question)
     if info.name != model.name:
+        name = quoted(info.name, 100)
         raise RewardServerError(
-            f"the reward server at {model.place} serves the model '{info.name}', and '{model.name}' was asked for. "
-            f"Set remote_rm.reward_model.name={info.name}, or the port to the other server's."
+            f"the reward server at {model.place} serves the model '{name}', and '{model.name}' was asked for. "
+            f"Set remote_rm.reward_model.name={name}, or the port to the other server's."
         )
     answer = await _ask(model, f"/v2/models/{model.name}/ready", timeout)
     if answer.code != 200:
@@ -260,9 +268,9 @@ def infer_json(model: ModelAddress, inputs: list[dict[str, Any]], timeout: float
         answer = wait_for(_ask(model, f"/v2/models/{model.name}/infer", timeout, body))
         if answer.code != 200:
             raise answer.failed()
-        return {output["name"]: output["data"] for output in json.loads(answer.body)["outputs"]}
+        return {output["name"]: list(output["data"]) for output in parse_json(answer.body)["outputs"]}
     except (FailedAttempt, ValueError, KeyError, TypeError) as error:
-        text = f"{model.place} gave no proper answer to a request to '{model.name}': {error}"
+        text = f"{model.place} gave no proper answer to a request to '{model.name}': {quoted(error)}"
         raise RewardServerError(text) from error
 
 
@@ -299,22 +307,24 @@ async def infer(
         **wire.bearer(model.token),
     }
     url = url_of(model.place, f"/v2/models/{model.name}/infer")
-    answer = await exchange(url, timeout, body=body, headers=headers)
+    count = len(next(iter(arrays.values())))
+    max_bytes = MAX_ANSWER_BYTES + count * (2 + attributes) * MAX_NUMBER_BYTES
+    answer = await exchange(url, timeout, body=body, headers=headers, max_bytes=max_bytes)
     if answer.code != 200:
         raise await _error_of(model, answer, request_id)
     answer.check_digest(body)
-    count = len(next(iter(arrays.values())))
     try:
         json_length = answer.headers.get(wire.HEADER_LENGTH)
         found = client.parse_response_body(answer.body, header_length=int(json_length) if json_length else None)
         if (found_id := found.get_response().get("id")) != request_id:
-            raise ValueError(f"it is to the request with the id {found_id!r}, not {request_id!r}")
+            raise ValueError(f"it is to the request with the id '{quoted(found_id, 100)}', not {request_id!r}")
+        wire.check_json_numbers(found.get_response())
         return wire.check_answer(found.as_numpy, count, attributes)
     except Exception as error:  # tritonclient may raise anything on malformed bytes
         if not any(name in answer.headers for name in ("Content-Length", "Transfer-Encoding")):
             # Without its length, a truncated answer looks complete.
             raise FailedAttempt("does not answer (the answer was cut short, or is none)") from error
-        raise FailedAttempt(f"gave a wrong answer: {error}", bad_answer=True) from error
+        raise FailedAttempt(f"gave a wrong answer: {quoted(error)}", bad_answer=True) from error
 
 
 async def _error_of(model: ModelAddress, answer: HttpAnswer, request_id: str) -> Exception:

@@ -14,17 +14,21 @@ import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from reinforce_rl.data.jsonl import check_messages
 from reinforce_rl.data.tokenizer import TokenizerInfo
 from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import RewardRequest, TextSample
+from reinforce_rl.utils.control_characters import quoted
 from reinforce_rl.utils.net import Address
+from reinforce_rl.utils.untrusted_files import parse_json
 
 PROTOCOL_VERSION = 2  # 1 had no digests
 DEFAULT_NAME, DEFAULT_PORT = "reward_model", 5555
@@ -50,6 +54,7 @@ TOKEN_VARIABLE = "REINFORCE_REWARD_TOKEN"
 MIN_TOKEN_LETTERS = 16
 
 MAX_RETRY_SECONDS = 60  # longest Retry-After that a server sends and a client accepts
+MAX_ATTRIBUTES = 1024
 MAX_DEPTH = 64  # of nested JSON; the processes of reward functions write and read it again
 ENVELOPE_BYTES = 4096  # of a request's JSON: names, types and shapes of at most six inputs
 TEXT_LENGTH_BYTES = 4  # before each text
@@ -85,25 +90,47 @@ class ServerInfo:
 
         Raises ValueError if it is no description, OtherVersion if it is one in another version of the protocol.
         """
-        values = json.loads(text)
+        values = parse_json(text)
         if not isinstance(values, dict) or "protocol" not in values:
             raise ValueError("no reward server's description")
         if values["protocol"] != PROTOCOL_VERSION:
-            versions = f"version {values['protocol']} of the protocol, this client version {PROTOCOL_VERSION}"
+            found = quoted(values["protocol"], 40)
+            versions = f"version {found} of the protocol, this client version {PROTOCOL_VERSION}"
             raise OtherVersion(f"speaks {versions}: use a server and a client of the same release of reinforce_rl")
-        known = {key: value for key, value in values.items() if key in cls.__dataclass_fields__}
         try:
-            if known["tokenizer"] is not None:
-                known["tokenizer"] = TokenizerInfo(**known["tokenizer"])
-            known["input_forms"] = tuple(known.get("input_forms", (TOKENS_FORM,)))
-            return cls(**known)
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"an incomplete description: {error}") from error
+            info = _description().validate_json(text, strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ValueError(f"a wrong description: {where}: {first['msg']}") from error
+        info._check()
+        return info
+
+    def _check(self) -> None:
+        """Raise ValueError if a client cannot use the values."""
+        if self.max_batch_size < 1:
+            raise ValueError(f"a wrong description: max_batch_size is {self.max_batch_size}, expected at least 1")
+        if not self.input_forms or not set(self.input_forms) <= {TOKENS_FORM, TEXT_FORM}:
+            found = ", ".join(self.input_forms) or "none"
+            raise ValueError(f"a wrong description: input_forms are {found}, expected {TOKENS_FORM} or {TEXT_FORM}")
+        if len(self.attributes) > MAX_ATTRIBUTES:
+            raise ValueError(
+                f"a wrong description: {len(self.attributes)} attributes, expected at most {MAX_ATTRIBUTES}"
+            )
 
     def differences(self, other: ServerInfo, here: str, there: str) -> list[str]:
         """Return one sentence per differing field; `here` and `there` say where or when each was seen."""
         mine, theirs = asdict(self), asdict(other)
-        return [f"{key}: {mine[key]} {here}, {theirs[key]} {there}" for key in mine if mine[key] != theirs[key]]
+        return [
+            f"{key}: {quoted(mine[key])} {here}, {quoted(theirs[key])} {there}"
+            for key in mine
+            if mine[key] != theirs[key]
+        ]
+
+
+@cache
+def _description() -> TypeAdapter[ServerInfo]:
+    return TypeAdapter(ServerInfo)
 
 
 def unlike(first: Address, second: Address, differences: Sequence[str]) -> str:
@@ -318,6 +345,15 @@ def check_answer(output: Callable[[str], np.ndarray | None], count: int, attribu
     failed = status != base.STATUS_OK
     values[failed] = np.nan
     return Scores(values, status, np.where(failed[:, None], np.float32(np.nan), scores))
+
+
+def check_json_numbers(answer: Mapping[str, Any]) -> None:
+    """Raise ValueError if an output that came as JSON holds anything but numbers, of which numpy would make some."""
+    for output in answer.get("outputs", ()):
+        for value in output.get("data", ()):
+            if type(value) not in (int, float):
+                name = quoted(output["name"], 100)
+                raise ValueError(f"'{name}' holds a JSON {type(value).__name__}, expected numbers")
 
 
 def _checked(

@@ -40,13 +40,14 @@ CONTINUE = "continue"  # "100 Continue" comes before the answer
 CONTINUES = "continues"  # "100 Continue" comes again and again
 REDIRECT = "redirect"  # to another port of this host
 OTHERS_REFUSAL = "others_refusal"  # the answer is a 400 to another request
+DEEP_ERROR = "deep_error"  # 500, and its JSON is nested a hundred thousand levels deep
 FAR_AWAY = "far_away"  # 503, and Retry-After: 1e9
 # What is none of this proxy's business, and an answer all the same.
 HARMLESS = (DELAY, DUPLICATE, GZIP, CONTINUE)
 ALL = (
     *(DROP, SILENCE, TRICKLE, TRUNCATE_REQUEST, TRUNCATE, DUPLICATE_BYTES, GARBAGE, CUT_BODY, UNDELIMITED),
     *(CHANGE_REQUEST, WRONG_ID, WRONG_DIGEST, NO_DIGEST, LONG_HEADER, NEGATIVE_LENGTH, HUGE_LENGTH, NO_JSON_LENGTH),
-    *(NEGATIVE_JSON, GZIP_BOMB, CONTINUES, REDIRECT, OTHERS_REFUSAL, FAR_AWAY, *HARMLESS),
+    *(NEGATIVE_JSON, GZIP_BOMB, CONTINUES, REDIRECT, OTHERS_REFUSAL, DEEP_ERROR, FAR_AWAY, *HARMLESS),
 )
 REPLAY = "replay"  # the request is not passed on, and the last answer to another one is given; not without one
 
@@ -225,6 +226,8 @@ def _changed(answer: bytes, fault: str | None) -> bytes:
     if fault == OTHERS_REFUSAL:
         refusal = b'{"error": "a shape of another request"}'
         return b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(refusal) + refusal
+    if fault == DEEP_ERROR:
+        return b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 100000\r\n\r\n" + b"[" * 100_000
     if fault == FAR_AWAY:
         return b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1e9\r\nContent-Length: 0\r\n\r\n"
     return answer

@@ -7,13 +7,15 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from helpers.errors import check_error, raises_error
+from helpers.fake_reward_server import FakeRewardServer
 from helpers.fake_triton import FrontBeforeFake
 from helpers.toy_server import free_port, wait_for
 
 from reinforce_rl.errors import ReinforceError
-from reinforce_rl.launch.doctor import check_server
+from reinforce_rl.launch.doctor import _seconds, check_server
 from reinforce_rl.reward_server.front import FAILED
-from reinforce_rl.utils.net import listen
+from reinforce_rl.rewards.transport import ModelAddress
+from reinforce_rl.utils.net import Address, listen
 
 
 def fault(port: int, token: str | None = None) -> ReinforceError:
@@ -40,15 +42,34 @@ def test_each_state_is_told_with_what_to_do(tmp_path):
         front.close()
 
 
+@pytest.mark.parametrize(
+    ("outputs", "found"),
+    [
+        ([], "missing"),
+        ([{"name": "status", "data": [0, 7]}], "'7'"),
+        ([{"name": "status", "data": [["a\x1b"]]}], "a"),
+    ],
+    ids=["no status", "a failed sample", "a nested text"],
+)
+def test_a_sample_without_a_score_has_its_status_told(outputs, found):
+    with FakeRewardServer([(200, {"outputs": outputs})]) as fake:
+        model = ModelAddress(Address("127.0.0.1", fake.port), "reward_model", None)
+        with raises_error("doctor.sample.not_scored", found) as error:
+            _seconds(model, 2, 4)
+    assert "\x1b" not in str(error.value)
+
+
 def test_nobody_and_somebody_else():
     port = free_port()
     check_error(fault(port), "doctor.server.not_listening", f"http://127.0.0.1:{port} ")
+
+    answers = [b"hello", b"[" * 100_000]
 
     class Hello(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b"hello")
+            self.wfile.write(answers.pop())
 
         def log_message(self, *_: object) -> None:
             pass
@@ -56,7 +77,8 @@ def test_nobody_and_somebody_else():
     with HTTPServer(("127.0.0.1", 0), Hello) as foreign:
         threading.Thread(target=foreign.serve_forever, args=(0.05,), daemon=True).start()
         port = foreign.server_address[1]
-        check_error(fault(port), "doctor.server.other_program", f"http://127.0.0.1:{port} ", "HTTP 200")
+        for _ in range(2):
+            check_error(fault(port), "doctor.server.other_program", f"http://127.0.0.1:{port} ", "HTTP 200")
         foreign.shutdown()
     with listen("::1", 0) as silent:
         port = silent.getsockname()[1]

@@ -347,11 +347,58 @@ def test_a_refused_token_is_not_tried_again(make_client):
         assert fake.calls == 1
 
 
+def test_a_redirect_takes_the_token_nowhere(make_client):
+    with FakeRewardServer([answer([1.0], [0])]) as other:
+        there = f"http://127.0.0.1:{other.port}/v2/models/reward_model/infer"
+        with FakeRewardServer([(307, {}, {"Location": there})]) as fake:
+            client = make_client(fake.port, token="t" * 20)
+            with pytest.raises(RewardServerError, match="HTTP 307"):
+                client.infer_rm(request_of([[1]])).result()
+            assert fake.headers[0]["Authorization"] == f"Bearer {'t' * 20}"
+        assert other.calls == 0
+
+
 def test_wrong_answers_are_an_error_and_never_a_reward(make_client):
     with FakeRewardServer([answer([1.0, 2.0], [0, 0])]) as fake:
         with pytest.raises(RewardServerError, match=r"'rewards' is float32 \[2, 1\]; expected float32 \[1, 1\]"):
             make_client(fake.port).infer_rm(request_of([[1]])).result()
         assert fake.calls == 3
+
+
+@pytest.mark.parametrize("value", ["1", True, None], ids=str)
+def test_what_is_no_number_is_no_reward(make_client, value):
+    """numpy would make 1.0 or NaN of it."""
+    with FakeRewardServer([answer([value], [0])]) as fake:
+        with pytest.raises(RewardServerError, match=r"'rewards' holds a JSON \w+, expected numbers"):
+            make_client(fake.port).infer_rm(request_of([[1]])).result()
+        assert fake.calls == 3
+
+
+def test_what_a_server_says_is_told_in_short(make_client):
+    """A long text with control characters: an id, an error, the name of a model."""
+    said = "a\x1b[2J\ud800" * 20_000
+    wrong_id = (200, {**answer([1.0], [0])[1], "id": said})
+    for served, words in ((wrong_id, "wrong answer"), ((400, {"error": said}), "HTTP 400")):
+        with FakeRewardServer([served]) as fake, pytest.raises(RewardServerError, match=words) as error:
+            make_client(fake.port).infer_rm(request_of([[1]])).result()
+        assert len(str(error.value)) < 2500
+        assert "\x1b" not in str(error.value) and "\ud800" not in str(error.value)
+    with FakeRewardServer([answer([1.0], [0])]) as fake:
+        fake.info = describe(name="other\n\x1b" * 50_000)
+        with pytest.raises(RewardServerError, match="serves the model 'other") as error:
+            make_client(fake.port).wait_until_ready()
+        assert len(str(error.value)) < 700 and "\x1b" not in str(error.value)
+
+
+def test_an_answer_may_be_as_long_as_its_scores_need(make_client, monkeypatch):
+    with FakeRewardServer([(200, {**answer([1.0], [0])[1], "more": "a" * 3000})]) as fake:
+        client = make_client(fake.port, deadline_seconds=5.0)
+        assert client.infer_rm(request_of([[1]])).result().values.tolist() == [1.0]
+        client = make_client(fake.port, deadline_seconds=0.5)
+        client.wait_until_ready()
+        monkeypatch.setattr("reinforce_rl.rewards.transport.MAX_ANSWER_BYTES", 2000)
+        with pytest.raises(RewardServerError, match="it sends more than 2064 bytes"):
+            client.infer_rm(request_of([[1]])).result()
 
 
 def test_another_model_behind_the_same_address_is_noticed_after_an_outage(make_client):

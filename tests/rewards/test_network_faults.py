@@ -55,6 +55,7 @@ LASTING = {
     faulty_proxy.CONTINUES: "timed out",
     faulty_proxy.REDIRECT: "3 wrong answers.*HTTP 307",
     faulty_proxy.OTHERS_REFUSAL: "3 wrong answers.*HTTP 400",
+    faulty_proxy.DEEP_ERROR: "HTTP 500",
     faulty_proxy.FAR_AWAY: "HTTP 503",
 }
 

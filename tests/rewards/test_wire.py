@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +88,66 @@ def test_fields_of_different_lengths_are_refused():
     request = RewardRequest(tokens, torch.tensor([3, 3]), ("a", "b"), ("c", "d"), finished=(True,))
     with pytest.raises(ValueError):
         _ = request.samples
+
+
+def description(**changes: object) -> str:
+    """A server's description with these values, of whatever type."""
+    return json.dumps({**json.loads(describe().to_json()), **changes})
+
+
+def test_a_description_comes_back_and_unknown_keys_are_left_out():
+    info = describe(input_forms=("text", "tokens"), attributes=["a"], details={"head": {"layers": [1, 2]}})
+    assert wire.ServerInfo.from_json(info.to_json()) == info
+    assert wire.ServerInfo.from_json(description(of_a_later_release=1)) == describe()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("null", "no reward server's description"),
+        ("[" * 100_000, "nested more than 100 levels deep"),
+        (description(details={"a": json.loads("[" * 200 + "]" * 200)}), "nested more than 100 levels deep"),
+        (description(max_batch_size="8"), "max_batch_size"),
+        (description(max_batch_size=True), "max_batch_size"),
+        (description(max_batch_size=0), "max_batch_size is 0, expected at least 1"),
+        (description(max_request_bytes="8"), "max_request_bytes"),
+        (description(max_length=1.5), "max_length"),
+        (description(vocab_size=[1]), "vocab_size"),
+        (description(tokenizer=[1, 2, 3, 4]), "tokenizer"),
+        (description(tokenizer={"vocab_size": 3}), r"tokenizer\.vocab_sha256"),
+        (description(input_forms=5), "input_forms"),
+        (description(input_forms=[]), "input_forms are none, expected tokens or text"),
+        (description(input_forms=["tokens", "images"]), "input_forms are tokens, images, expected"),
+        (description(attributes=7), "attributes"),
+        (description(attributes=["a", 5]), r"attributes\.1"),
+        (description(attributes=["a"] * 1025), "1025 attributes, expected at most 1024"),
+        (description(details=[1]), "details"),
+        (description(name=5), "name"),
+    ],
+)
+def test_a_description_that_no_client_can_use_is_refused_with_its_key(text, words):
+    with pytest.raises(ValueError, match=words):
+        wire.ServerInfo.from_json(text)
+
+
+def test_another_version_and_differences_are_told_in_short():
+    with pytest.raises(wire.OtherVersion) as error:
+        wire.ServerInfo.from_json(description(protocol="3\n" * 100_000))
+    assert len(str(error.value)) < 250 and "\n" not in str(error.value)
+    (difference,) = describe().differences(describe(details={"a": "b\x1b" * 100_000}), "before", "now")
+    assert difference.startswith(r"details: {} before, {'a': 'b\x1bb\x1bb") and len(difference) < 400
+
+
+@pytest.mark.parametrize(
+    ("data", "is_right"), [([1.5, 2, math.nan], True), (["1"], False), ([True], False), ([None], False)]
+)
+def test_only_numbers_are_scores(data, is_right):
+    answer = {"outputs": [{"name": "status"}, {"name": "rewards", "data": data}]}
+    if is_right:
+        wire.check_json_numbers(answer)
+        return
+    with pytest.raises(ValueError, match="'rewards' holds a JSON"):
+        wire.check_json_numbers(answer)
 
 
 SAME = describe().tokenizer

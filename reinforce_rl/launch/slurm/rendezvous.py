@@ -148,7 +148,7 @@ def health_fault(server: Endpoint) -> str | None:
         connection.close()
     try:
         text = json.loads(body)["text"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return f"{server.http} answers HTTP {answer.status}, and not as a reward server does"
     return None if answer.status == 200 else f"{server.http}: {text}"
 
