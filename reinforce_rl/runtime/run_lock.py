@@ -23,6 +23,8 @@ from reinforce_rl.runtime.status import is_alive, read_status
 from reinforce_rl.utils.untrusted_files import leads_out
 
 LOCK_FILE = "run.lock"
+_OWNER_ONLY = 0o600  # whoever can read the file could take a shared lock, and keep the run from starting
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 LEASE_SECONDS = 100.0  # NFS's servers give a lock up after 90 s without a sign of its host
 POLL_SECONDS = 1.0
 _SHOWN = 100  # characters of what a file says of its owner
@@ -75,14 +77,26 @@ def _open(folder: Path, more: int = 0) -> int:
     """Open the lock's file: not a link, which could lead to any file, nor a pipe, which would be waited for."""
     path = folder / LOCK_FILE
     try:
-        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | more, 0o666)
+        handle = os.open(path, _FLAGS | more, _OWNER_ONLY)
+    except PermissionError as error:
+        raise ConfigError(
+            [
+                f"{path} cannot be opened ({error.strerror}), as another user's run made it; choose "
+                "another folder (exp_manager.explicit_log_dir), or have that user remove the file"
+            ]
+        ) from error
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
         raise ConfigError([f"{path} is no regular file; remove it"]) from error
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
         os.close(handle)
         raise ConfigError([f"{path} is no regular file; remove it"])
+    if stat.S_IMODE(mode) != _OWNER_ONLY:
+        # Some mounts say themselves who may read there.
+        with contextlib.suppress(OSError):
+            os.fchmod(handle, _OWNER_ONLY)
     return handle
 
 

@@ -6,13 +6,16 @@ import contextlib
 import errno
 import json
 import os
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.other_user import NOBODY
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.runtime import run_lock as module
@@ -37,6 +40,17 @@ from reinforce_rl.runtime.status import StatusFile
 StatusFile(Path({folder!r}), enabled=True).begin()
 print(flush=True)
 sys.stdin.read()
+"""
+LOOKS_AS_ANOTHER = """
+import os
+from pathlib import Path
+from reinforce_rl.errors import ConfigError
+from reinforce_rl.runtime.run_lock import refuse_second_run
+os.setuid({user})
+try:
+    refuse_second_run(Path({folder!r}))
+except ConfigError as error:
+    print(error)
 """
 
 
@@ -161,6 +175,43 @@ def test_a_checkpoint_that_leads_out_of_the_run_is_refused(tmp_path):
         pass
     assert len(error.value.faults) == 1
     assert "checkpoints/step_00000001 is a link to" in error.value.faults[0]
+
+
+@pytest.mark.parametrize("before", [None, 0o644, 0o666])
+def test_no_other_user_can_open_it_and_hold_it(tmp_path, before):
+    """A shared lock, for which reading is enough, would keep the run from starting."""
+    if before is not None:
+        (tmp_path / LOCK_FILE).touch()
+        (tmp_path / LOCK_FILE).chmod(before)
+    umask = os.umask(0)
+    try:
+        with run_lock(tmp_path):
+            assert stat.S_IMODE((tmp_path / LOCK_FILE).stat().st_mode) == 0o600
+    finally:
+        os.umask(umask)
+
+
+def test_a_mount_that_keeps_its_modes_is_no_fault(tmp_path, monkeypatch):
+    def keep(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    (tmp_path / LOCK_FILE).touch(0o644)
+    (tmp_path / LOCK_FILE).chmod(0o644)
+    monkeypatch.setattr(module.os, "fchmod", keep)
+    with run_lock(tmp_path):
+        assert stat.S_IMODE((tmp_path / LOCK_FILE).stat().st_mode) == 0o644
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_one_of_another_user_is_told_in_a_sentence():
+    # pytest's own folders are closed to other users.
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        with run_lock(Path(folder)):
+            pass
+        command = [sys.executable, "-c", LOOKS_AS_ANOTHER.format(user=NOBODY, folder=folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert f"{LOCK_FILE} cannot be opened (Permission denied), as another user's run" in done.stdout
 
 
 def test_a_pipe_in_its_place_holds_up_nobody(tmp_path):
