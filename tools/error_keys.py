@@ -29,7 +29,6 @@ WITHOUT_KEYS = (
     "launch",
     "megatron",
     "monitoring",
-    "reward_model",
     "reward_server",
     "rewards",
     "runtime",

@@ -156,10 +156,16 @@ def read_examples(cfg: TrainRewardModelConfig, tokenizer: Tokenizer) -> tuple[li
     found = list(read_records(path, partial(encode, renderer=renderer, data=data), faults, columns))
     faults.raise_if_any(advice)
     if not found:
-        raise DataError(f"{path} holds no line; expected {noun}. {advice}")
+        raise DataError(
+            f"{path} holds no line; expected {noun}. {advice}",
+            key="reward_model.data.empty",
+        )
     unrated = [name for name in names if name not in rated]
     if noun == "rated answers" and unrated:
-        raise DataError(f"no line of {path} rates {', '.join(unrated)}; set full.attributes to names that it has")
+        raise DataError(
+            f"no line of {path} rates {', '.join(unrated)}; set full.attributes to names that it has",
+            key="reward_model.data.attribute_not_rated",
+        )
 
     skipped = dict(Counter(reason for reason in found if isinstance(reason, str)))
     encoded = [example for example in found if not isinstance(example, str)]
@@ -172,7 +178,10 @@ def read_examples(cfg: TrainRewardModelConfig, tokenizer: Tokenizer) -> tuple[li
         used = [used[i] for i in sorted(random.Random(cfg.seed).sample(range(len(used)), data.max_pairs))]
     if not used:
         reasons = "; ".join(f"{count}: {reason}" for reason, count in skipped.items())
-        raise DataError(f"none of {len(found)} {noun} can be used ({reasons}); loosen the limits")
+        raise DataError(
+            f"none of {len(found)} {noun} can be used ({reasons}); loosen the limits",
+            key="reward_model.data.nothing_left",
+        )
     return used, skipped, len(found)
 
 
@@ -190,8 +199,10 @@ def split_by_prompt(keys: Sequence[str], fraction: float, seed: int) -> tuple[li
         sides[prompt_position(key, seed) < fraction].append(index)
     if not all(sides):
         raise DataError(
-            f"{len(keys)} pairs of {len(set(keys))} prompts cannot be split with data.held_out_fraction={fraction}: "
-            "one side would be empty; use more pairs or another fraction"
+            f"{len(keys)} pairs of {len(set(keys))} prompts cannot be split with "
+            f"data.held_out_fraction={fraction}: one side would be empty; use more pairs or another "
+            "fraction",
+            key="reward_model.data.cannot_be_split",
         )
     return sides
 
@@ -246,8 +257,11 @@ def _refuse_nemo_form(value: dict[str, Any], form: str) -> None:
         of_nemo += [key for key in ("chosen_response", "label", "mask") if key in value]
     if of_nemo:
         keys = ", ".join(value)
-        command = f"reinforce-rl prepare FILE --form {form} --output FOLDER"
-        raise WrongForm(f"found {keys}, in NeMo-Aligner's form by {of_nemo[0]}; convert the file: {command}")
+        raise WrongForm(
+            f"found {keys}, in NeMo-Aligner's form by {of_nemo[0]}; convert the file: "
+            f"reinforce-rl prepare FILE --form {form} --output FOLDER",
+            key="reward_model.line.nemo_form",
+        )
 
 
 def _without_conversations(value: dict[str, Any]) -> dict[str, Any]:
@@ -263,10 +277,16 @@ def _without_conversations(value: dict[str, Any]) -> dict[str, Any]:
     }
     for key, messages in sides.items():
         if messages[-1]["role"] != "assistant":
-            raise DataError(f"{key} does not end with an assistant message")
+            raise DataError(
+                f"{key} does not end with an assistant message",
+                key="reward_model.line.no_answer_at_end",
+            )
     prompts = [messages[:-1] for messages in sides.values()]
     if prompts[0] != prompts[1]:
-        raise DataError("chosen and rejected answer different prompts")
+        raise DataError(
+            "chosen and rejected answer different prompts; expected the same messages before both",
+            key="reward_model.line.different_prompts",
+        )
     before, given = prompts[0], value.get("prompt")
     if isinstance(given, list) and before[: len(given)] != given:
         before = [*given, *before]
@@ -312,7 +332,10 @@ def _given(value: dict[str, Any], key: str) -> object:
 def _ratings_of(value: dict[str, Any], names: Sequence[str]) -> tuple[float, ...]:
     given = value.get("attributes", value)
     if not isinstance(given, dict):
-        raise DataError(f"attributes is {jsonl.describe_type(given)}, expected an object of names and numbers")
+        raise DataError(
+            f"attributes is {jsonl.describe_type(given)}, expected an object of names and numbers",
+            key="reward_model.line.attributes_no_object",
+        )
     return tuple(_rating(name, given.get(name)) for name in names)
 
 
@@ -323,7 +346,10 @@ def _rating(name: str, value: object) -> float:
     with contextlib.suppress(ValueError, OverflowError):
         if isinstance(value, int | float | str) and not isinstance(value, bool) and math.isfinite(float(value)):
             return float(value)
-    raise DataError(f"the attribute {name} is {value!r}, expected a finite number or null")
+    raise DataError(
+        f"the attribute {name} is {value!r}, expected a finite number or null",
+        key="reward_model.line.attribute_no_number",
+    )
 
 
 # The token format

@@ -152,7 +152,10 @@ def sha256_of_file(path: str | Path) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}",
+            key="reward_model.file.not_readable",
+        ) from error
     return digest.hexdigest()
 
 
@@ -191,7 +194,10 @@ def load_features(path: str | Path, fingerprint: str) -> dict[str, Tensor] | Non
                 return None
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:  # safetensors raises its own, undocumented type for a damaged file
-        raise CheckpointError(f"features file {path} cannot be read: {error}; remove it to make a new one") from error
+        raise CheckpointError(
+            f"the file of features {path} cannot be read: {error}; remove it, and a new one is made",
+            key="reward_model.features.not_readable",
+        ) from error
 
 
 @contextmanager
@@ -204,7 +210,7 @@ def replaced(path: Path) -> Iterator[Path]:
             yield part
             os.replace(part, path)
     except OSError as error:
-        raise CheckpointError(not_written(path, error)) from error
+        raise CheckpointError(not_written(path, error), key="reward_model.file.not_written") from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -217,7 +223,10 @@ class PairFeatures:
 
     def __post_init__(self) -> None:
         if not (self.chosen.isfinite().all() and self.rejected.isfinite().all()):
-            raise DataError("the trunk gave features that are not finite; are its weights damaged?")
+            raise DataError(
+                "the trunk's features are not finite; check that its weights are not damaged",
+                key="reward_model.features.not_finite",
+            )
 
 
 class HeadData:
@@ -314,8 +323,9 @@ def cross_validate(
     fold_of, extra_fold_of = folds_of(features), folds_of(extra)
     if len(fold_of.unique()) < config.folds:
         raise DataError(
-            f"{len(set(features.keys))} prompts are too few for {config.folds} folds of cross-validation; "
-            "use more pairs, or give one L2 strength"
+            f"the pairs have too few prompts for {config.folds} folds of cross-validation: "
+            f"{len(set(features.keys))}; use more pairs, or give one L2 strength (head.l2)",
+            key="reward_model.folds.too_few_prompts",
         )
     pairs, more, _ = _scaled_differences(features, extra)
     result = {}
@@ -354,7 +364,10 @@ def train_head(
     raw = torch.cat((features.chosen, features.rejected)).double() @ w
     mean, std = float(raw.mean()), float(raw.std())
     if not std > 0:
-        raise DataError("all training answers get one score; chosen and rejected cannot be told apart")
+        raise DataError(
+            "all training answers get the same score, so chosen and rejected cannot be told apart",
+            key="reward_model.scores.all_the_same",
+        )
     head = RewardHead((w / std).float(), torch.tensor(-mean / std, dtype=torch.float32), pooling)
     return TrainedHead(head, l2, mean, std, validation[l2])
 
@@ -365,5 +378,8 @@ def _scaled_differences(features: PairFeatures, extra: PairFeatures | None) -> t
     more = pairs[:0] if extra is None else extra.chosen.double() - extra.rejected.double()
     size = float(pairs.square().sum(1).mean().sqrt())
     if not size > 0:
-        raise DataError("chosen and rejected have the same features throughout")
+        raise DataError(
+            "chosen and rejected have the same features in every pair",
+            key="reward_model.features.all_the_same",
+        )
     return pairs / size, more / size, size

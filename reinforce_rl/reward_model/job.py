@@ -33,7 +33,7 @@ from reinforce_rl.data.readers import files_of
 from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.data.tokenizer import load_tokenizer, token_id
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import Checkpointer, latest_checkpoint
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
@@ -264,8 +264,15 @@ def _refuse_changes(folder: Path, settings: str) -> None:
     changes = compare(read_stored(file), settings, TrainRewardModelConfig) if file.is_file() else {}
     refused = "; ".join(f"{key}: {values}" for key, values in changes.items() if MEANING.match(key))
     if refused:
-        told = f"{folder} has checkpoints of a run with other settings: {refused}. Set them back to go on, or choose "
-        raise ConfigError([told + "another output_dir"])
+        raise ConfigError(
+            [
+                Fault(
+                    f"{folder} has checkpoints of a run with other settings: {refused}. Set them "
+                    "back to go on, or choose another output_dir",
+                    key="reward_model.resume.other_settings",
+                )
+            ]
+        )
 
 
 # Cards

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.actor.micro_batches import micro_batches
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import SCORE, load_hf_weights
@@ -55,20 +55,46 @@ class Merging:
                 a head's file that are of no use.
         """
         if not (math.isfinite(mean) and 0 < deviation < math.inf):
-            expected = "expected finite numbers, the deviation above 0; set reward_model.mean and deviation"
-            raise ConfigError([f"the head has mean {mean} and deviation {deviation}; {expected}"])
+            raise ConfigError(
+                [
+                    Fault(
+                        f"the head has mean {mean} and deviation {deviation}; expected finite "
+                        "numbers, the deviation above 0; set reward_model.mean and "
+                        "reward_model.deviation",
+                        key="reward_model.moments.invalid",
+                    )
+                ]
+            )
         if unknown := sorted(set(weights or {}) - set(names)):
             known = f"the head has {', '.join(names)}" if names else "the head has one score and no attributes"
-            raise ConfigError([f"reward_model.attribute_weights names {', '.join(unknown)}; {known}"])
+            raise ConfigError(
+                [
+                    Fault(
+                        f"reward_model.attribute_weights names {', '.join(unknown)}; {known}",
+                        key="reward_model.attributes.unknown",
+                    )
+                ]
+            )
         if weights is not None and not any(weights.values()):
-            told = "reward_model.attribute_weights has no weight other than 0, so every reward would be 0"
-            raise ConfigError([told])
+            raise ConfigError(
+                [
+                    Fault(
+                        "reward_model.attribute_weights has no weight other than 0, so every reward "
+                        "would be 0; give one that is not 0",
+                        key="reward_model.attributes.all_zero",
+                    )
+                ]
+            )
         if weights is None and len(names) > 1 and all(_UNNAMED.fullmatch(name) for name in names):
             raise ConfigError(
                 [
-                    f"the head has {len(names)} scores without names ({', '.join(names)}), and their mean may say "
-                    "nothing; choose with reward_model.attribute_weights, for instance {LABEL_0: 1} for the first "
-                    "alone, as TRL does, or {LABEL_1: 1, LABEL_0: -1} for the log-odds of a classifier's second class"
+                    Fault(
+                        f"the head has {len(names)} scores without names ({', '.join(names)}), and "
+                        "their mean may say nothing; choose with reward_model.attribute_weights, for "
+                        "instance {LABEL_0: 1} for the first alone, as TRL does, or {LABEL_1: 1, "
+                        "LABEL_0: -1} for the log-odds of a classifier's second class",
+                        key="reward_model.attributes.no_names",
+                    )
                 ]
             )
         if weights is None:
@@ -144,7 +170,15 @@ class MegatronRewardModel:
     ):
         width, shape, most = lm.architecture.hidden_size, tuple(head.weight.shape), lm.architecture.max_positions
         if head.width != width:
-            raise ConfigError([f"the reward head has shape {shape}, its trunk has hidden size {width}"])
+            raise ConfigError(
+                [
+                    Fault(
+                        f"the reward head has shape {shape}, but its trunk has hidden size {width}; "
+                        "give the head that was trained on this trunk",
+                        key="reward_model.head.other_width",
+                    )
+                ]
+            )
         self._lm, self._head, self._weight = lm.eval(), head, head.rows.to(lm.mesh.device)
         self.batching = batching or Batching()
         self.merging = merging or Merging.from_names(head.attributes, None, head.mean, head.deviation)

@@ -23,7 +23,7 @@ from torch import Tensor
 from reinforce_rl.actor.micro_batches import micro_batches
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.data.sampler import PromptSampler, shard
-from reinforce_rl.errors import CheckpointError, ConfigError, DataError
+from reinforce_rl.errors import CheckpointError, ConfigError, DataError, Fault
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import export_hf_folder, load_hf_weights
@@ -170,8 +170,10 @@ class FullTrainer:
         scores = self._model.scores([self._objective.sequences_of(example) for example in mine])
         every = torch.cat([part for part in mesh.gather_over_dp(scores) if len(part)])
         if not every.isfinite().all():
-            found = f"the model's scores of held-out data are not finite after step {self.step}"
-            raise DataError(f"{found}; lower model.optim.lr")
+            raise DataError(
+                f"the model's scores of held-out data are not finite after step {self.step}; lower model.optim.lr",
+                key="reward_model.scores.not_finite",
+            )
         return self._objective.evaluate(every, self._held_out)
 
     def _keep_if_best(self, evaluation: Evaluation) -> None:
@@ -202,11 +204,15 @@ class FullTrainer:
         """
         state = checkpoint.trainer_state
         if state.get("version") != STATE_VERSION or "evaluations_since_best" not in state:
-            raise CheckpointError(f"{checkpoint.folder} is no checkpoint of this program; choose another output_dir")
+            raise CheckpointError(
+                f"{checkpoint.folder} is no checkpoint of this program; choose another output_dir",
+                key="reward_model.checkpoint.other_program",
+            )
         if state["data"] != self._data_digest:
             raise CheckpointError(
-                f"{checkpoint.folder} was made with other data (files, lengths, split or attributes); set them back, "
-                "or choose another output_dir"
+                f"{checkpoint.folder} was made with other data (files, lengths, split or "
+                "attributes); set them back, or choose another output_dir",
+                key="reward_model.checkpoint.other_data",
             )
         self._sampler.load_state_dict(state["sampler"])
         self._checkpointer.restore(checkpoint)
@@ -342,9 +348,16 @@ def load_trainable(
         found = RewardHead.from_classifier(weights).attributes
         if found != tuple(names):
             has, wanted = (", ".join(one) or "one reward" for one in (found, names))
-            told = f"the head of {folder} scores {has}; this run trains {wanted}"
-            advice = "set full.objective and full.attributes to it, or begin with a language model's folder"
-            raise ConfigError([f"{told}; {advice}"])
+            raise ConfigError(
+                [
+                    Fault(
+                        f"the head of {folder} scores {has}, but this run trains {wanted}; set "
+                        "full.objective and full.attributes to the head's, or begin with a language "
+                        "model's folder",
+                        key="reward_model.head.other_scores",
+                    )
+                ]
+            )
     lm = CausalLM(architecture.as_classifier(max(len(names), 1)), mesh, dtype, options)
     if mesh.is_last_stage:
         generator = torch.Generator().manual_seed(seed)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.chat_templates import TEMPLATES, write_chat_tokenizer
+from helpers.errors import raises_error
 from helpers.models import smollm2_folder
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
@@ -195,7 +196,7 @@ def test_columns_of_csv_by_other_names(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("read", [pairs_of, ratings_of])
 def test_an_empty_or_missing_file_is_named(tmp_path, tokenizer, read):
-    with pytest.raises(DataError, match="holds no line"):
+    with raises_error("reward_model.data.empty", tmp_path / "empty.jsonl"):
         read(write_lines(tmp_path / "empty.jsonl", ""), tokenizer)
     with pytest.raises(DataError, match=r"none\.jsonl does not exist"):
         read(tmp_path / "none.jsonl", tokenizer)
@@ -226,7 +227,7 @@ def test_pairs_that_do_not_fit_are_counted(tmp_path, tokenizer):
     assert few == [f"  1 of 10 (10%) left out: {too_long}"], "no more than a tenth"
     assert len(pairs_of(path, tokenizer, max_length=63)[0]) == 5, "the remedy is one"
     assert too_long not in pairs_of(path, tokenizer, max_answer_tokens=10, max_length=30)[1]
-    with pytest.raises(DataError, match="none of 6 pairs"):
+    with raises_error("reward_model.data.nothing_left", "6 pairs"):
         pairs_of(path, tokenizer, max_length=3)
 
 
@@ -267,7 +268,7 @@ def test_faulty_ratings_are_all_named(tmp_path, tokenizer):
 
 def test_a_name_that_no_line_has(tmp_path, tokenizer):
     path = write_lines(tmp_path / "r.jsonl", {"prompt": "a", "response": "b", "helpfulness": 1})
-    with pytest.raises(DataError, match=r"rates verbosity; set full\.attributes"):
+    with raises_error("reward_model.data.attribute_not_rated", path, "verbosity", "full.attributes"):
         ratings_of(path, tokenizer)
 
 
@@ -287,7 +288,7 @@ def test_ratings_that_are_left_out_are_counted(tmp_path, tokenizer):
     assert len(found) == 3
     prompt = json.loads(found[0].prompt_key)[0][1]
     assert list(found[0].tokens) == conversation(tokenizer, [{"role": "user", "content": prompt}], "fine")
-    with pytest.raises(DataError, match="none of 7 rated answers"):
+    with raises_error("reward_model.data.nothing_left", "7 rated answers"):
         ratings_of(path, tokenizer, max_length=2)
 
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.full_disk import files_of_at_most
 
 from reinforce_rl.config.reward_model import CutsConfig, HeadConfig
-from reinforce_rl.errors import CheckpointError, DataError
 from reinforce_rl.megatron.model.reward_head import pool
 from reinforce_rl.reward_model.data import EncodedPair
 from reinforce_rl.reward_model.head import (
@@ -50,10 +50,9 @@ def test_cuts_of_one_pass_equal_passes_over_the_cut_sequences():
 
 def test_features_that_find_no_space_are_one_message_and_leave_nothing(tmp_path):
     path = tmp_path / "features.safetensors"
-    with files_of_at_most(1000), pytest.raises(CheckpointError) as caught:
+    values = (path, "File too large", "GB are free on /")
+    with files_of_at_most(1000), raises_error("reward_model.file.not_written", *values):
         save_features(path, {"mean": torch.ones(100, 30)}, "a")
-    text = str(caught.value)
-    assert f"{path} cannot be written: File too large" in text and "GB are free on /" in text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -163,9 +162,9 @@ def test_extra_pairs_are_learnt_but_not_measured():
 
 def test_unusable_features_are_refused():
     features, _ = made_features(10)
-    with pytest.raises(DataError, match="not finite"):
+    with raises_error("reward_model.features.not_finite"):
         PairFeatures(features.chosen * float("nan"), features.rejected, features.keys)
-    with pytest.raises(DataError, match="same features"):
+    with raises_error("reward_model.features.all_the_same"):
         train_head(PairFeatures(features.chosen, features.chosen, features.keys), "mean", HeadConfig(l2=[0.1]))
-    with pytest.raises(DataError, match="too few for 5 folds"):
+    with raises_error("reward_model.folds.too_few_prompts", "5 folds", ": 1;"):
         train_head(PairFeatures(features.chosen[:2], features.rejected[:2], features.keys[:2]), "mean", HeadConfig())

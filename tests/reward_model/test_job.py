@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.chat_templates import write_chat_tokenizer
+from helpers.errors import raises_error
 from helpers.tiny_reward_run import (
     NAMES,
     run,
@@ -33,7 +35,7 @@ from reinforce_rl.config.load import resolve_defaults
 from reinforce_rl.config.reward_model import PairsConfig, TrainRewardModelConfig, TrunkConfig
 from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import CheckpointError, ConfigError
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.monitoring.loggers import read_metrics
@@ -146,11 +148,12 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
 
     again = run(*overrides)  # it is over: nothing is made again
     assert again.step == STEPS and lines_of(tmp_path) == lines_of(ranked)
-    with pytest.raises(ConfigError, match=r"full\.global_batch_size: 32 -> 16; data\.max_pairs: null -> 300\. "):
+    changes = "full.global_batch_size: 32 -> 16; data.max_pairs: null -> 300. "
+    with raises_error("reward_model.resume.other_settings", changes):
         run(*overrides, "data.max_pairs=300", "full.global_batch_size=16", "model.optim.lr=1e-5")
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(pairs.read_text().splitlines(keepends=True)[:300]))
-    with pytest.raises(CheckpointError, match="other data"):
+    with raises_error("reward_model.checkpoint.other_data"):
         run(*overrides)
 
 
@@ -161,8 +164,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
 def test_a_run_with_another_split_or_seed_is_refused(tmp_path, change, said):
     overrides = [*ranking_overrides(tmp_path), "full.max_steps=1"]
     run(*overrides)
-    with pytest.raises(ConfigError, match=rf"other settings: {said}\. "):
+    with raises_error("reward_model.resume.other_settings") as caught:
         run(*overrides, "full.max_steps=2", change)
+    assert re.search(rf": {said}\. ", str(caught.value)), caught.value
 
 
 def test_it_stops_early_and_keeps_the_best(tmp_path):

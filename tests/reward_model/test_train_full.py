@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import flat, relative_difference
+from helpers.errors import raises_error
 from helpers.layouts import SETTINGS, Layout
 from helpers.models import tiny_llama_folder
 from helpers.ranks import run_ranks
@@ -23,7 +24,6 @@ from helpers.trainable import (
     take_gradient,
 )
 
-from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer
 from reinforce_rl.megatron.optimizer import build_optimizer
 from reinforce_rl.reward_model.train_full import load_trainable
@@ -154,7 +154,7 @@ def test_a_classifier_goes_on_with_its_own_head(folder, mesh, tmp_path):
     start.export(folder, tmp_path / "start", NAMES, PAD_ID)
     again = load_trainable(tmp_path / "start", mesh, NAMES, seed=99)
     assert torch.equal(again.score.weight, start.lm.score.weight)
-    with pytest.raises(ConfigError, match=r"scores kind, brief, true; this run trains one reward"):
+    with raises_error("reward_model.head.other_scores", "kind, brief, true", "one reward"):
         load_trainable(tmp_path / "start", mesh, (), seed=0)
-    with pytest.raises(ConfigError, match=r"this run trains brief, kind, true"):
+    with raises_error("reward_model.head.other_scores", "brief, kind, true", tmp_path / "start"):
         load_trainable(tmp_path / "start", mesh, ("brief", "kind", "true"), seed=0)
