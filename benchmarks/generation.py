@@ -94,7 +94,10 @@ def peer_side(folder: Path, prompts: list[Prompt], args: argparse.Namespace) -> 
     """As `native_side`."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+    )
+    model.eval()
     tokens = torch.tensor([prompt.tokens for prompt in prompts for _ in range(args.group)])
     count = args.response_tokens
 

@@ -61,8 +61,9 @@ def warm_up(model: Path, samples: list[dict[str, Any]], out: Path, steps: int, b
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
+    lm.train()
     optimizer = torch.optim.AdamW(lm.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 10) * (1 - step / steps)

@@ -46,7 +46,7 @@ def main(settings_file: str, curve_file: str) -> None:
                 logging_steps=1,
                 # TRL would compute activations again in the backward pass, and the other side does not.
                 gradient_checkpointing=False,
-                model_init_kwargs={"dtype": "float32"},
+                model_init_kwargs={"dtype": "float32", "trust_remote_code": False},
                 bf16=False,
                 use_cpu=True,
                 save_strategy="no",
@@ -54,7 +54,7 @@ def main(settings_file: str, curve_file: str) -> None:
                 disable_tqdm=True,
             ),
             train_dataset=Dataset.from_list(rows),
-            processing_class=AutoTokenizer.from_pretrained(settings["model"]),
+            processing_class=AutoTokenizer.from_pretrained(settings["model"], trust_remote_code=False),
         )
         trainer.train()
         steps = [line for line in trainer.state.log_history if "reward" in line]

@@ -32,7 +32,9 @@ def transformers_model(
     values = {key: value for key, value in arch.raw.items() if key != "model_type"}
     config = AutoConfig.for_model(arch.raw["model_type"], **values)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
     fill_transformers(model, drawn_on)
     return model.eval()
 

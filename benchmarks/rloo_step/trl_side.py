@@ -129,7 +129,7 @@ def run(workload: w.Workload, folder: Path) -> w.SideReport:
             max_steps=len(workload.prompts),
             # TRL would compute activations again in the backward pass, and the other side does not.
             gradient_checkpointing=False,
-            model_init_kwargs={"dtype": "float32"},
+            model_init_kwargs={"dtype": "float32", "trust_remote_code": False},
             bf16=False,
             use_cpu=True,
             seed=workload.seed,
@@ -138,7 +138,7 @@ def run(workload: w.Workload, folder: Path) -> w.SideReport:
             disable_tqdm=True,
         ),
         train_dataset=Dataset.from_list([{"prompt": text} for step in workload.prompts for text in step]),
-        processing_class=AutoTokenizer.from_pretrained(workload.model),
+        processing_class=AutoTokenizer.from_pretrained(workload.model, trust_remote_code=False),
         callbacks=[recorder],
     )
     trainer.recorder = recorder

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from reinforce_rl.data.tokenizer_bounds import tokenizer_fault
+from reinforce_rl.data.tokenizer_bounds import loaded_fault, tokenizer_fault
 from reinforce_rl.errors import ConfigError
-from reinforce_rl.utils.untrusted_files import check_model_files
+from reinforce_rl.utils.untrusted_files import check_model_files, read_model_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_NEEDS_CODE = "trust_remote_code"  # stands in transformers' messages on a folder that has code
+# A panic of the tokenizers library, which is written in Rust; it is no Exception.
+_PANIC = "PanicException"
 
 
 @dataclass(frozen=True)
@@ -107,20 +112,19 @@ def pad_id_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a local Hugging Face folder, never from a hub.
+    """Load a tokenizer from a local Hugging Face folder, never from a hub, and never with code of the folder.
 
     Raises:
-        ConfigError: the folder is missing, holds no tokenizer, a file that is no regular one of this folder, or a
-            tokenizer that makes a text many times as long.
+        ConfigError: the folder is missing, holds no tokenizer, a file that is no regular one of this folder, a
+            tokenizer that needs code of its own, or one that makes a text many times as long.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     folder = Path(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path.is_dir would raise where the path may not be read
         raise ConfigError([f"tokenizer folder {folder} does not exist; expected a Hugging Face model folder"])
     try:
         check_model_files(folder)
         fault = tokenizer_fault(folder)
+        config = _config_of(folder)
     except OSError as error:
         raise ConfigError([str(error)]) from error
     except ValueError as error:
@@ -128,11 +132,55 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if fault:
         raise ConfigError([f"{fault}; it is not used"])
     try:
-        try:
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except ValueError as error:
-            if "TokenizersBackend" not in str(error):  # version 5's name for the class below
-                raise
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers also reads config.json, and its errors vary
-        raise ConfigError([f"{folder} holds no tokenizer that transformers can load: {error}"]) from error
+        tokenizer = _from_pretrained(folder, config)
+    except BaseException as error:  # transformers' errors vary
+        if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+            raise
+        reason = str(error)
+        if _NEEDS_CODE in reason:
+            reason = (
+                "it needs code of its own (auto_map), which is not run; expected a tokenizer of a "
+                "class that transformers has"
+            )
+        raise ConfigError([f"{folder} holds no tokenizer that transformers can load: {reason}"]) from error
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(
+            [
+                f"the tokenizer in {folder} is a {type(tokenizer).__name__}, whose rules cannot be checked; "
+                "expected one of the tokenizers library, which tokenizer.json holds"
+            ]
+        )
+    if fault := loaded_fault(backend):
+        raise ConfigError([f"the tokenizer in {folder}: {fault}; it is not used"])
+    return tokenizer
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """Return the values of config.json that choose a tokenizer's class; empty if there is no such file.
+
+    Raises OSError or ValueError if it cannot be read.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    values = read_model_json(path)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return {key: values.get(key) for key in ("model_type", "tokenizer_class")}
+
+
+def _from_pretrained(folder: Path, config: dict[str, Any]) -> PreTrainedTokenizerBase:
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
+
+    model_type = config.get("model_type")
+    # transformers would read config.json, follow it to another file, and make lists as long as
+    # it says.
+    kind: Any = CONFIG_MAPPING.get(model_type, PretrainedConfig)
+    of_class = kind(name_or_path=str(folder), tokenizer_class=config.get("tokenizer_class"))
+    try:
+        return AutoTokenizer.from_pretrained(folder, config=of_class, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        if "TokenizersBackend" not in str(error):  # version 5's name for the class below
+            raise
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -7,43 +7,133 @@ character twice make a billion characters of one.
 from __future__ import annotations
 
 import base64
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reinforce_rl.utils.untrusted_files import link_root, parse_json, read_bounded
+from reinforce_rl.utils.untrusted_files import leads_out, link_root, parse_json, read_bounded
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 MAX_GROWTH = 100  # times, of a text's characters
 MAX_ADDED_TOKENS = 100  # around a text
+MAX_RULES = 1000  # of a part; each takes a pass over every text
+MAX_TOKEN_LENGTH = 10_000  # characters
 _MAX_BYTES = 256 << 20
-# transformers loads a file whose name contains "tokenizer." if tokenizer_config.json names it under this key.
+_FILE = "tokenizer.json"
+# transformers loads one of the files that this key of tokenizer_config.json names, by its own version.
 _FILES = "fast_tokenizer_files"
+# Keys of tokenizer_config.json whose paths transformers opens, wherever they lead, if there is no tokenizer.json.
+_PATHS = ("vocab_file", "merges_file", "vocab", "merges", "gguf_file")
+# Longest lists and objects. Loading takes a fifth of a millisecond for a token of the first ones, and a time that
+# grows by the square for those of the others.
+_LONGEST = {
+    "added_tokens": 200_000,
+    "added_tokens_decoder": 200_000,
+    "extra_special_tokens": 10_000,
+    "additional_special_tokens": 10_000,
+}
+_MAX_KEYS = 10_000  # of a file; each may name a special token
+_ADDED_TOKENS_FILE = "added_tokens.json"  # its keys are tokens
+_CLASS = "tokenizer_class"
+# transformers takes any of its names as a tokenizer's class, and so would build a model, or ask whether to run code
+# of the folder. Of the names of this form only these two are no tokenizers: they load others.
+_CLASS_NAME = re.compile(
+    r"(?!(?:Auto|Rag)Tokenizer)\w*Tokenizer(?:Fast)?"
+    r"|(?:Tokenizers|Python|SentencePiece|MistralCommon)Backend"
+)
+_COMPOSED = "rag"  # the model_type whose class is the second one
 _PARTS = ("normalizer", "pre_tokenizer", "decoder", "post_processor")
 _LISTS = ("normalizers", "pretokenizers", "decoders", "processors")  # rules of a sequence
 # They make several characters of some; a second one would do it again.
 _ONCE = ("ByteLevel", "BertNormalizer", "Precompiled")
+_ADD_A_CHARACTER = ("Metaspace", "WordPiece")  # to each piece, which may be one character
+_AROUND = {"BertProcessing": 3, "RobertaProcessing": 4}  # tokens that a rule adds to a pair of texts
+_SHOWN = 200  # characters of a value in a message
 _MAX_REPLACEMENT_BYTES = 100  # of a Precompiled rule; U+FDFA, the longest of NFKC, becomes 33 bytes
 
 
 def tokenizer_fault(folder: Path) -> str | None:
-    """Say which tokenizer file of a model's folder makes too much of a text; None if none does.
+    """Say which tokenizer file of a model's folder makes too much of a text, or leads elsewhere; None if none does.
 
     Raises OSError or ValueError if one cannot be read.
     """
-    for path in sorted(folder.glob("*tokenizer*.json")):
+    for path in sorted([*folder.glob("*token*.json"), folder / "config.json"]):
         if not path.exists():  # a link to nothing
             continue
-        rules = parse_json(read_bounded(path, max_bytes=_MAX_BYTES, within=link_root(folder)))
-        if isinstance(rules, dict) and (fault := _fault_of(rules)):
+        values = parse_json(read_bounded(path, max_bytes=_MAX_BYTES, within=link_root(folder)))
+        if not isinstance(values, dict):
+            continue
+        fault = _fault_of_class(values)
+        if path.name != "config.json":
+            fault = fault or _fault_of_names(values, path) or _fault_of(values)
+        if fault:
             return f"{path}: {fault}"
     return None
 
 
+def loaded_fault(tokenizer: Tokenizer) -> str | None:
+    """Say what a loaded tokenizer makes too much of; None if it does not.
+
+    Its rules may come from a file of another form, such as a SentencePiece model.
+    """
+    rules: dict[str, Any] = {}
+    for part in _PARTS:
+        rule: Any = getattr(tokenizer, part)
+        if rule is not None:
+            rules[part] = parse_json(rule.__getstate__())
+    if fault := _fault_of(rules):
+        return fault
+    longest = max(map(len, tokenizer.get_vocab()), default=0)
+    if longest > MAX_TOKEN_LENGTH:
+        return f"it has a token of {longest} characters; expected at most {MAX_TOKEN_LENGTH}"
+    return None
+
+
+def _fault_of_class(values: dict[str, Any]) -> str | None:
+    if values.get("model_type") == _COMPOSED:
+        return f"model_type is {_COMPOSED!r}, whose tokenizer loads others; expected the model of one tokenizer"
+    name = values.get(_CLASS)
+    if name is None or (isinstance(name, str) and _CLASS_NAME.fullmatch(name)):
+        return None
+    return f"{_CLASS} is {str(name)[:_SHOWN]!r}; expected the name of a tokenizer's class, such as LlamaTokenizer"
+
+
+def _fault_of_names(values: dict[str, Any], path: Path) -> str | None:
+    """Say that a file names files that are read in place of those that are checked, or too many tokens."""
+    folder = path.parent
+    others = [str(name) for name in _list(values.get(_FILES)) if name != _FILE]
+    if others:
+        return (
+            f"{_FILES} names {others[0][:_SHOWN]}, which transformers may read in place of {_FILE}; "
+            "take this key away, or put that file in place of the other"
+        )
+    for key in _PATHS:
+        name = values.get(key)
+        if isinstance(name, str) and not (folder / _FILE).is_file() and _is_outside(name, folder):
+            return f"{key} is {name[:_SHOWN]!r}, a file outside of {folder}; expected a file of this folder"
+    bound = _LONGEST["added_tokens"] if path.name == _ADDED_TOKENS_FILE else _MAX_KEYS
+    if len(values) > bound:
+        return f"it has {len(values)} keys; expected at most {bound}"
+    for key, longest in _LONGEST.items():
+        tokens = values.get(key)
+        if isinstance(tokens, list | dict) and len(tokens) > longest:
+            return f"{key} has {len(tokens)} tokens; expected at most {longest}"
+    return None
+
+
+def _is_outside(name: str, folder: Path) -> bool:
+    try:
+        return (folder / name).exists() and leads_out(folder / name, link_root(folder))
+    except (OSError, ValueError, RuntimeError):  # no path, or a loop of links: nothing can be opened there
+        return False
+
+
 def _fault_of(rules: dict[str, Any]) -> str | None:
-    if any("/" in str(name) for name in _list(rules.get(_FILES))):
-        return f"its {_FILES} name a file of another folder"
     for part in _PARTS:
         if fault := _fault_of_part(list(_rules_of(rules.get(part)))):
             return f"its {part} {fault}"
@@ -51,6 +141,8 @@ def _fault_of(rules: dict[str, Any]) -> str | None:
 
 
 def _fault_of_part(rules: list[dict[str, Any]]) -> str | None:
+    if len(rules) > MAX_RULES:
+        return f"has {len(rules)} rules, expected at most {MAX_RULES}"
     growth = 1.0
     added_tokens = 0
     counts = Counter(str(rule.get("type")) for rule in rules)
@@ -84,6 +176,8 @@ def _growth(rule: dict[str, Any]) -> float:
     """Return how many times as long a rule may make a text."""
     if rule["type"] == "Prepend":
         return 1 + len(str(rule.get("prepend", "")))
+    if rule["type"] in _ADD_A_CHARACTER:
+        return 2
     if rule["type"] != "Replace":
         return 1
     content = len(str(rule.get("content", "")))
@@ -106,7 +200,7 @@ def _longest_replacement(rule: dict[str, Any]) -> int:
 
 def _added_tokens(rule: dict[str, Any]) -> int:
     if rule["type"] != "TemplateProcessing":
-        return 0
+        return _AROUND.get(rule["type"], 0)
     pieces = [piece for name in ("single", "pair") for piece in _list(rule.get(name))]
     special = rule.get("special_tokens")
     tokens = special.values() if isinstance(special, dict) else ()

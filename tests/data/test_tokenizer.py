@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 from helpers.tiny_tokenizer import write_model_without_weights, write_tiny_tokenizer
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from reinforce_rl.data.conversation import Conversation
 from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.tokenizer import TokenizerInfo, decode_all, load_tokenizer
+from reinforce_rl.data.tokenizer_bounds import _CLASS_NAME, _COMPOSED
 from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.megatron.architecture import Architecture
 
@@ -33,14 +38,114 @@ def test_a_name_of_the_hub_is_not_looked_up(tmp_path: Path, monkeypatch: pytest.
     assert asked == []
 
 
-@pytest.mark.parametrize("change", ["list", "text for a number"])
-def test_a_config_of_the_wrong_shape_is_a_message(tmp_path: Path, change: str) -> None:
+def test_a_config_that_is_no_object_is_a_message(tmp_path: Path) -> None:
     write_model_without_weights(tmp_path / "m")
     file = tmp_path / "m" / "config.json"
-    values = [] if change == "list" else {**json.loads(file.read_text()), "num_hidden_layers": "one"}
+    for text in ("[]", "{"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="holds no tokenizer: "):
+            load_tokenizer(tmp_path / "m")
+
+
+def test_a_folder_that_may_not_be_opened_is_a_message() -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_tokenizer("a" * 5000)
+
+
+@pytest.mark.parametrize(("key", "number"), [("num_labels", 10**6), ("num_hidden_layers", 2 * 10**7)])
+def test_numbers_of_config_json_take_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, number: int
+) -> None:
+    """transformers makes a list of as many names, and one of as many kinds of layers."""
+    write_model_without_weights(tmp_path)
+    file = tmp_path / "config.json"
+    values = {**json.loads(file.read_text()), "model_type": "qwen2", key: number}
     file.write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match="holds no tokenizer that transformers can load"):
-        load_tokenizer(tmp_path / "m")
+    monkeypatch.setattr("reinforce_rl.data.tokenizer_bounds._MAX_BYTES", 1 << 20)
+    tracemalloc.start()
+    load_tokenizer(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 << 20
+
+
+FOLDERS_WITH_CODE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a tokenizer": (
+        {"model_type": "odd"},
+        {"tokenizer_class": "OddTokenizer", "auto_map": {"AutoTokenizer": ["code.T", "code.T"]}},
+        "it needs code of its own (auto_map), which is not run",
+    ),
+    "a model in place of a tokenizer": (
+        {"model_type": "odd", "auto_map": {"AutoModelForCausalLM": "code.M", "AutoConfig": "code.C"}},
+        {"tokenizer_class": "AutoModelForCausalLM"},
+        "tokenizer_class is 'AutoModelForCausalLM'; expected the name of a tokenizer's class",
+    ),
+    "a model by another spelling": (
+        {"model_type": "odd", "auto_map": {"AutoModelForCausalLM": "code.M", "AutoConfig": "code.C"}},
+        {"tokenizer_class": "AutoModelForCausalLMFast"},
+        "tokenizer_class is 'AutoModelForCausalLMFast'; expected the name of a tokenizer's class",
+    ),
+    "a model in config.json": (
+        {"tokenizer_class": "AutoModelForCausalLM", "auto_map": {"AutoModelForCausalLM": "code.M"}},
+        {"tokenizer_class": None},
+        "tokenizer_class is 'AutoModelForCausalLM'; expected the name of a tokenizer's class",
+    ),
+    "a tokenizer of tokenizers": (
+        {"model_type": "rag", "question_encoder": {"model_type": "llama"}},
+        {"tokenizer_class": None},
+        "model_type is 'rag', whose tokenizer loads others",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS_WITH_CODE)
+def test_code_of_a_folder_is_not_run_whoever_answers_yes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    config, tokenizer_config, said = FOLDERS_WITH_CODE[kind]
+    folder = tmp_path / "model"
+    write_model_without_weights(folder)
+    code = "raise SystemExit('the code of the folder ran')"
+    for part in (folder, folder / "question_encoder_tokenizer"):
+        part.mkdir(exist_ok=True)
+        (part / "code.py").write_text(code)
+    inner = {**FOLDERS_WITH_CODE["a tokenizer"][1]}
+    (folder / "question_encoder_tokenizer" / "tokenizer_config.json").write_text(json.dumps(inner))
+    for name, values in (("config.json", config), ("tokenizer_config.json", tokenizer_config)):
+        file = folder / name
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": questions.append(text) or "y")
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(folder)
+    (fault,) = error.value.faults
+    assert said in fault and questions == []
+
+
+def test_code_beside_a_tokenizer_that_needs_none_is_left_alone(tmp_path: Path) -> None:
+    write_model_without_weights(tmp_path)
+    file = tmp_path / "config.json"
+    values = {**json.loads(file.read_text()), "auto_map": {"AutoConfig": "code.C"}}
+    file.write_text(json.dumps(values))
+    assert len(load_tokenizer(tmp_path)) == 32
+
+
+def test_a_name_of_a_tokenizers_class_is_of_a_tokenizer() -> None:
+    """Whatever transformers has under a name that passes is a tokenizer, or asks for a package."""
+    names = [name for name in dir(transformers) if _CLASS_NAME.fullmatch(name)]
+    assert {"LlamaTokenizer", "PreTrainedTokenizerFast"} <= set(names)
+    for name in names:
+        found = getattr(transformers, name)
+        if hasattr(found, "_backends"):  # it only says which package is missing
+            continue
+        is_tokenizer = issubclass(found, transformers.PreTrainedTokenizerBase)
+        assert is_tokenizer or not hasattr(found, "from_pretrained"), name
+
+
+def test_only_one_kind_of_model_has_a_tokenizer_of_another_class() -> None:
+    for kind, names in TOKENIZER_MAPPING_NAMES.items():
+        for name in [names] if isinstance(names, str) else names or ():
+            assert name is None or kind == _COMPOSED or _CLASS_NAME.fullmatch(name), kind
 
 
 def test_decoding_keeps_every_space_and_leaves_out_unknown_ids(tmp_path: Path) -> None:

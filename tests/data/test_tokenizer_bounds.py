@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.models import tiny_llama_folder
+from helpers.tiny_tokenizer import write_tiny_tokenizer
+from tokenizers.normalizers import Replace, Sequence
+from transformers import AutoTokenizer
 
 from reinforce_rl.data.tokenizer import encode_all, load_tokenizer
-from reinforce_rl.data.tokenizer_bounds import tokenizer_fault
+from reinforce_rl.data.tokenizer_bounds import MAX_RULES, loaded_fault, tokenizer_fault
 from reinforce_rl.errors import ConfigError
 
 
@@ -48,6 +52,10 @@ def charsmap(*texts: str) -> dict[str, Any]:
 
 
 PREPEND = {"type": "Prepend", "prepend": "▁"}
+SPLIT = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
+WORD_PIECE = {"type": "WordPiece", "prefix": "##", "cleanup": False}
+BERT = {"type": "BertProcessing", "sep": ["b", 1], "cls": ["b", 1]}
 LLAMA_2 = sequence(PREPEND, replace(" ", "▁"))
 ALBERT = sequence(replace("``", '"'), replace("''", '"'), {"type": "NFKD"}, expression(" {2,}", " "))
 GROWING = {
@@ -68,6 +76,10 @@ GROWING = {
     "decoded": {"decoder": sequence(*[replace("a", "aa")] * 7, key="decoders")},
     "tokens": {"post_processor": template(98)},
     "ids of one token": {"post_processor": sequence(template(1, ids=26), key="processors")},
+    "a character before each": {"pre_tokenizer": sequence(*[SPLIT, METASPACE] * 7, key="pretokenizers")},
+    "a space between tokens": {"decoder": sequence(*[WORD_PIECE] * 7, key="decoders")},
+    "tokens of many rules": {"post_processor": sequence(*[BERT] * 34, key="processors")},
+    "many rules": {"normalizer": sequence(*[{"type": "Lowercase"}] * MAX_RULES)},
 }
 USUAL = {
     "Llama 2": {"normalizer": LLAMA_2, "decoder": sequence(replace("▁", " "), key="decoders")},
@@ -92,6 +104,11 @@ USUAL = {
             key="pretokenizers",
         ),
         "post_processor": sequence({"type": "ByteLevel"}, template(1), key="processors"),
+    },
+    "pieces at the bound": {
+        "pre_tokenizer": sequence(*[SPLIT, METASPACE] * 6, key="pretokenizers"),
+        "post_processor": sequence(*[BERT] * 33, key="processors"),
+        "normalizer": sequence(*[{"type": "Lowercase"}] * (MAX_RULES - 1)),
     },
     "a table at the bound": {"normalizer": charsmap("b" * 100)},
     "an expression at the bound": {"normalizer": expression("", "a" * 49)},
@@ -119,26 +136,84 @@ def test_what_tokenizers_do_passes(tmp_path: Path, kind: str) -> None:
 
 
 def test_other_places_and_spellings(tmp_path: Path) -> None:
-    """transformers may choose a file by version, whatever comes before it; JSON may escape letters."""
+    """A file of another name is checked too; JSON may escape letters."""
     write(tmp_path, {})
-    write(tmp_path, GROWING["one long text"], "tokenizer.4.0.0.json")
-    assert "tokenizer.4.0.0.json" in (tokenizer_fault(tmp_path) or "")
-    (tmp_path / "tokenizer.4.0.0.json").unlink()
     write(tmp_path, GROWING["one long text"], "my_tokenizer.4.0.0.json")
     assert "my_tokenizer.4.0.0.json" in (tokenizer_fault(tmp_path) or "")
     (tmp_path / "my_tokenizer.4.0.0.json").unlink()
-    names = {"fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.0.json"]}
-    write(tmp_path, names, "tokenizer_config.json")
-    assert tokenizer_fault(tmp_path) is None
-    write(tmp_path, {"fast_tokenizer_files": ["a/tokenizer.4.0.0.json"]}, "tokenizer_config.json")
-    assert "name a file of another folder" in (tokenizer_fault(tmp_path) or "")
-    write(tmp_path, names, "tokenizer_config.json")
     text = json.dumps(GROWING["one long text"]).replace('"Replace"', r'"Repl\u0061ce"')
     assert json.loads(text) == GROWING["one long text"]
     (tmp_path / "tokenizer.json").write_text(text)
     assert tokenizer_fault(tmp_path) is not None
     write(tmp_path, ["Replace", {"type": "Replace"}])
     assert tokenizer_fault(tmp_path) is None, "the library refuses it"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.4.0.0.json", "tokenizer.4.0.0.json.bak", "a/tokenizer.4.0.0.json"])
+def test_another_file_in_place_of_the_checked_one_is_refused(tmp_path: Path, name: str) -> None:
+    """transformers takes the newest of these files that its version may read."""
+    folder = write_tiny_tokenizer(tmp_path / "model")
+    rules = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    (folder / name).parent.mkdir(exist_ok=True)
+    write(folder, {**rules, "normalizer": replace("a", "b")}, name)
+    change(folder / "tokenizer_config.json", fast_tokenizer_files=["tokenizer.json"])
+    plain = encode_all(load_tokenizer(folder), ["tea"])
+    change(folder / "tokenizer_config.json", fast_tokenizer_files=["tokenizer.json", name])
+    followed = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    assert encode_all(followed, ["tea"]) != plain, "transformers reads the other file"
+    fault = f"fast_tokenizer_files names {name}, which transformers may read in place of tokenizer"
+    with pytest.raises(ConfigError, match=re.escape(fault)):
+        load_tokenizer(folder)
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}))
+
+
+@pytest.mark.parametrize("key", ["vocab_file", "merges_file", "vocab", "merges", "gguf_file"])
+def test_a_path_out_of_the_folder_is_refused_where_transformers_would_open_it(tmp_path: Path, key: str) -> None:
+    folder = write_tiny_tokenizer(tmp_path / "model")
+    outside = tmp_path / "secret.model"
+    outside.write_text("x")
+    fault = f"{key} is '{outside}', a file outside of {folder}; expected a file of this folder"
+    change(folder / "tokenizer_config.json", **{key: str(outside)})
+    assert tokenizer_fault(folder) is None, "tokenizer.json is read in its place"
+    (folder / "tokenizer.json").unlink()
+    assert tokenizer_fault(folder) == f"{folder / 'tokenizer_config.json'}: {fault}"
+    change(folder / "tokenizer_config.json", **{key: "../secret.model"})
+    assert "outside of" in (tokenizer_fault(folder) or "")
+    (folder / "own.model").write_text("x")
+    for harmless in ("own.model", str(tmp_path / "nothing.model"), "a" * 5000, "\0"):
+        change(folder / "tokenizer_config.json", **{key: harmless})
+        assert tokenizer_fault(folder) is None
+
+
+def test_added_tokens_have_bounds(tmp_path: Path) -> None:
+    token = {"content": "x"}
+    many = {str(number): token for number in range(10_001)}
+    for name, values, said in (
+        ("tokenizer.json", {"added_tokens": [token] * 200_001}, "added_tokens has 200001 tokens"),
+        ("tokenizer_config.json", {"extra_special_tokens": many}, "tokens has 10001 tokens; expe"),
+        ("special_tokens_map.json", {"additional_special_tokens": ["x"] * 10_001}, "has 10001 tok"),
+        ("special_tokens_map.json", many, "it has 10001 keys; expected at most 10000"),
+    ):
+        fault = tokenizer_fault(write(tmp_path, values, name)) or ""
+        assert fault.startswith(f"{tmp_path / name}: ") and said in fault
+        (tmp_path / name).unlink()
+    write(tmp_path, {"added_tokens_decoder": many}, "tokenizer_config.json")
+    assert tokenizer_fault(write(tmp_path, many, "added_tokens.json")) is None
+
+
+def test_a_loaded_tokenizer_is_checked_whatever_file_it_came_from(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path)).backend_tokenizer
+    assert loaded_fault(tokenizer) is None
+    tokenizer.normalizer = Sequence([Replace("a", "aa")] * 7)
+    assert loaded_fault(tokenizer) == "its normalizer makes a text more than 100 times as long"
+    tokenizer.normalizer = Sequence([Replace("a", "aa")] * 6)
+    tokenizer.add_tokens(["y" * 10_000])
+    assert loaded_fault(tokenizer) is None
+    tokenizer.add_tokens(["y" * 10_001])
+    assert loaded_fault(tokenizer) == "it has a token of 10001 characters; expected at most 10000"
 
 
 def test_it_is_not_loaded(tmp_path: Path) -> None:
@@ -154,3 +229,19 @@ def test_it_is_not_loaded(tmp_path: Path) -> None:
     path.write_text('{"normalizer": ["Replace", ')
     with pytest.raises(ConfigError, match="holds no tokenizer"):
         load_tokenizer(folder)
+
+
+def test_a_long_token_is_not_loaded(tmp_path: Path) -> None:
+    folder = write_tiny_tokenizer(tmp_path)
+    rules = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    rules["model"]["vocab"]["y" * 10_001] = 128
+    with pytest.raises(ConfigError, match="it has a token of 10001 characters"):
+        load_tokenizer(write(folder, rules))
+
+
+def test_a_panic_of_the_library_is_a_sentence(tmp_path: Path) -> None:
+    folder = write_tiny_tokenizer(tmp_path)
+    rules = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    with pytest.raises(ConfigError, match="Cannot parse precompiled_charsmap"):
+        load_tokenizer(write(folder, {**rules, "normalizer": broken}))

@@ -130,7 +130,8 @@ def reference_log_probs(
     from reinforce_rl.megatron.hf_weights import hf_tensors
 
     tensors = {name: tensor.float() for name, tensor in hf_tensors(actor.lm) if tensor is not None}
-    model: Any = LlamaForCausalLM(LlamaConfig.from_pretrained(actor.tokenizer.name_or_path))
+    config = LlamaConfig.from_pretrained(actor.tokenizer.name_or_path, trust_remote_code=False)
+    model: Any = LlamaForCausalLM(config)
     model.load_state_dict(tensors, strict=False)  # a tied output layer has no tensor of its own
     model.tie_weights()
     model.eval().to(device)
