@@ -295,9 +295,6 @@ SPOILT = [
     a_text_as_type,
     many_dimensions,
     a_list_as_shape,
-    equal_keys,
-    a_number_as_name,
-    tuples_as_files,
     linked_model,
     another_object,
 ]
@@ -312,6 +309,22 @@ def test_another_one_is_refused_and_runs_nothing(spoil: Callable[[Path], None], 
     with pytest.raises(CheckpointError):
         to_hf(copy, copy.parent / "out", mesh, source=copy)
     assert sorted(Path.cwd().iterdir()) == there
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (equal_keys, "two of its keys have the same hash"),
+        (a_number_as_name, "the name of a tensor is no text"),
+        (tuples_as_files, r"it names a file by '\(1, 2\)', expected a text"),
+    ],
+)
+def test_values_of_equal_hashes_are_refused_before_they_are_compared(
+    spoil: Callable[[Path], None], said: str, copy: Path
+) -> None:
+    spoil(copy / "model")
+    with pytest.raises(CheckpointError, match=said):
+        check_stored_metadata(copy / "model")
 
 
 def test_the_bomb_goes_off_without_the_check(copy: Path) -> None:
