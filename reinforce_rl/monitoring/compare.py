@@ -15,6 +15,7 @@ from rich.text import Text
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring.columns import shown_value
 from reinforce_rl.monitoring.paired import compare_validation, paired, unpaired
 from reinforce_rl.monitoring.progress import formatted
 from reinforce_rl.monitoring.report import overview
@@ -111,6 +112,8 @@ def _sides(runs: Mapping[str, RunFolder], num_base: int) -> list[_Side]:
         side: Any = json.dumps({key: value for key, value in settings.items() if not _OF_A_RUN.match(key)})
         side = i < num_base if num_base else side if config.text else name
         seed = settings.get("model.seed", TrainConfig().model.seed) if config.text else name
+        if isinstance(seed, dict | list):
+            raise DataError(f"{run.path}: model.seed is {shown_value(seed)}; expected a number; restore the file")
         found.setdefault(side, []).append((name, run, seed))
     return list(found.values())
 

@@ -18,7 +18,7 @@ from reinforce_rl.monitoring.records import worst_tokens
 from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
 from reinforce_rl.monitoring.sentinel import GAP_LIMITS
 from reinforce_rl.monitoring.view import curves, frozen_page
-from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.files import plain_number, write_atomically
 from reinforce_rl.utils.untrusted_files import check_regular, read_json
 
 EVALUATION_FILE = "evaluation.json"  # the best one of reward-model training
@@ -160,8 +160,11 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
                 for b in bins
             ],
         }
-        observed = {"x": [100 * b["predicted"] for b in bins], "y": [b["observed"] for b in bins]}
-    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        observed = {
+            "x": [plain_number(100.0 * b["predicted"]) for b in bins],
+            "y": [plain_number(b["observed"]) for b in bins],
+        }
+    except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise DataError(f"{path} is no evaluation ({error!r}); remove it, or start the run again") from error
     figure = {
         "title": "Predicted and observed",
@@ -213,7 +216,7 @@ def _profile_tables(run: RunFolder) -> list[dict[str, Any]]:
             }
             for step in _read_table(run, path)["steps"][-_PROFILES:]
         ]
-    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise DataError(f"{path} is no profile's table ({error!r}); remove it, and profile again") from error
 
 

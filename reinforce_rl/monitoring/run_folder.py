@@ -17,7 +17,7 @@ import numpy as np
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring.columns import MetricColumns
+from reinforce_rl.monitoring.columns import MetricColumns, shown_value
 from reinforce_rl.monitoring.loggers import METRICS_FILE
 from reinforce_rl.monitoring.metrics_file import MetricsFile
 from reinforce_rl.monitoring.records import Kind, RolloutRow, SampleTokens, read_rows, read_tokens, rollout_files
@@ -241,6 +241,9 @@ class RunFolder:
         settings = {setting.key: setting.value for setting in self.configuration().settings}
         rules = {key.rpartition(".")[2]: found for key, found in settings.items() if key.startswith("sentinel.rules.")}
         factor = settings.get("trainer.straggler_factor", STRAGGLER_FACTOR)
+        if type(factor) not in (int, float):
+            found = shown_value(factor)
+            raise DataError(f"{self.path}: trainer.straggler_factor is {found}; expected a number; restore the file")
         if self._rules != (rules, factor):
             self._begin_judging((rules, factor), Sentinel(rules, factor))
         while self._judged < len(self.metrics):

@@ -90,8 +90,15 @@ def _value(tree: Any, key: str, default: Any) -> Any:
         if not isinstance(tree, dict) or part not in tree:
             return default
         tree = tree[part]
+    if not key.endswith("more_reward_models") or not isinstance(tree, dict):
+        return tree
     # Compare weights only, not the servers' addresses.
-    return {n: s.get("weight", 1.0) for n, s in tree.items()} if key.endswith("more_reward_models") else tree
+    return {name: _weight(server) for name, server in tree.items()}
+
+
+def _weight(server: Any) -> Any:
+    """Return the weight of a reward server's settings; what a file holds in their place is compared as it is."""
+    return server.get("weight", 1.0) if isinstance(server, dict) else server
 
 
 def freeze_template_date(cfg: TrainConfig, *, joins: bool = False) -> None:
