@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,7 @@ from helpers.toy_server import ToyServer
 from reinforce_rl.errors import DataError
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.monitoring.loggers import read_metrics
+from reinforce_rl.utils.process import die_with_parent
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 VOCAB_SIZE = 64
@@ -112,6 +114,7 @@ class Actor:
                 stderr=log,
                 env=environment(),
                 start_new_session=True,
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
 
     @property
@@ -187,7 +190,12 @@ def launch_local(world: World, run_dir: Path, *actor_overrides: str, seconds: fl
     deadline = time.monotonic() + seconds
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=file, env={**environment(), "TMPDIR": str(temporary)}, start_new_session=True
+            command,
+            stdout=file,
+            stderr=file,
+            env={**environment(), "TMPDIR": str(temporary)},
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
     try:
         while process.poll() is None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ import psutil
 
 from reinforce_rl.launch import local as launch
 from reinforce_rl.reward_server.front_process import MODULE
+from reinforce_rl.utils.process import die_with_parent
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,7 +55,13 @@ class ToyServer:
         environment = {**os.environ, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command(), stdout=log, stderr=log, env=environment, start_new_session=True
+                self.command(),
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                # A test run that is killed closes nothing; the server's guard ends what is below.
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
         deadline = time.monotonic() + self.start_seconds
         while not self.ready_file.exists():

@@ -68,6 +68,38 @@ def client(server):
     client.close()
 
 
+DOUBLE = """
+import json, os, sys, time
+places = dict(argument.split("=", 1) for argument in sys.argv[1:])
+with open(places["inference.ready_file"] + ".new", "w") as file:
+    json.dump({"pid": os.getpid()}, file)
+os.rename(file.name, places["inference.ready_file"])
+time.sleep(600)
+"""
+STARTS_ONE = """
+import sys, time
+from pathlib import Path
+from helpers.toy_server import ToyServer
+ToyServer.script = Path(sys.argv[1])
+print(ToyServer(Path(sys.argv[2])).start().server_pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_test_run_that_is_killed_leaves_no_server(tmp_path):
+    double = tmp_path / "double.py"
+    double.write_text(DOUBLE)
+    tests = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", STARTS_ONE, str(double), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as run:
+        assert run.stdout is not None
+        server = psutil.Process(int(run.stdout.readline()))
+        assert is_alive(server)
+        run.kill()
+    assert wait_for(lambda: not is_alive(server), 10)
+
+
 def request_of(*rows: list[int]) -> RewardRequest:
     texts = tuple("" for _ in rows)
     return RewardRequest(torch.tensor(rows), torch.tensor([len(row) for row in rows]), texts, texts)
