@@ -10,20 +10,16 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import advice_for, read_config
 from reinforce_rl.config.nemo_keys import RENAMED
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.launch.nemo_file import read_nemo_file
+from reinforce_rl.utils.control_characters import show_control_characters
 from reinforce_rl.utils.files import write_atomically
 
 PROGRAM, PRESET = "train_reinforce_actor", "nemo_aligner"
-_RESOLVERS = {  # what its interpolations may call
-    "subtract": lambda a, b: a - b,
-    "multiply": lambda a, b: a * b,
-    "int_div": lambda a, b: a // b,
-}
 _GONE = "there is nothing to choose"
 _LEFT_OUT = {  # of the same name, where the value means something else
     "pretrained_checkpoint.restore_from_path": "set it to a folder in Hugging Face form in place of the .nemo file",
@@ -58,7 +54,8 @@ def convert_file(path: Path, out: Path | None) -> None:
 
 def converted(path: str | Path) -> str:
     """Return the YAML of a run here; ConfigError if the file cannot be read, or is of another program."""
-    given = dict(_leaves(_read(Path(path))))
+    cfg, unresolved = read_nemo_file(Path(path))
+    given = dict(_leaves(cfg))
     if not any(key.startswith(("trainer.reinforce.", "model.reinforce.")) for key in given):
         expected = "expected the form of NeMo-Aligner's gpt_reinforce_actor.yaml"
         raise ConfigError([f"{path} has neither trainer.reinforce nor model.reinforce; {expected}"])
@@ -66,6 +63,8 @@ def converted(path: str | Path) -> str:
     known = dict(_leaves(base))
     keys: dict[str, Any] = {}
     left_out: dict[str, list[str]] = {}
+    for key, why in unresolved.items():
+        left_out.setdefault(why, []).append(key)
     for key, value in given.items():
         name = RENAMED.get(key, key)
         if value is None or (name != key and name in keys):  # explicit_log_dir goes before exp_dir
@@ -86,31 +85,18 @@ def converted(path: str | Path) -> str:
     notes += ["To be set or mended:", *(f"- {fault}" for fault in faults)] if faults else []
     notes += ["Left out:", *(f"- {', '.join(names)}: {why}" for why, names in left_out.items())]
     wrap = functools.partial(textwrap.fill, width=119, initial_indent="# ", subsequent_indent="#   ")
-    head = "\n".join(wrap(note, break_long_words=False, break_on_hyphens=False) for note in notes)
+    # A line separator of the file's would end the comment.
+    shown = map(show_control_characters, notes)
+    head = "\n".join(wrap(note, break_long_words=False, break_on_hyphens=False) for note in shown)
     defaults = [PROGRAM, {"override algorithm": PRESET}, "_self_"]
     return f"{head}\n\n{yaml.safe_dump({'defaults': defaults}, sort_keys=False)}\n{OmegaConf.to_yaml(new)}"
 
 
-def _read(path: Path) -> DictConfig:
-    for name, resolver in _RESOLVERS.items():
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
-    try:
-        cfg = OmegaConf.load(path)
-    except OSError as error:
-        raise ConfigError([f"{path} cannot be read: {error.strerror}"]) from error
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path} cannot be read as YAML: {' '.join(str(error).split())}"]) from error
-    return cfg if isinstance(cfg, DictConfig) else OmegaConf.create()
-
-
 def _leaves(node: DictConfig, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys with their values, missing ones None; an interpolation that leads nowhere stays as it is."""
+    """Yield dotted keys with their values, None for missing ones."""
     for name in (name for name in node if path or name not in ("defaults", "hydra")):
         key = f"{path}{name}"
-        try:
-            value = None if OmegaConf.is_missing(node, name) else node[name]
-        except OmegaConfBaseException:
-            value = OmegaConf.to_container(node)[name]  # type: ignore[index]
+        value = None if OmegaConf.is_missing(node, name) else node[name]
         if isinstance(value, DictConfig) and value:
             yield from _leaves(value, f"{key}.")
         else:

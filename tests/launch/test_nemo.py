@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ def test_an_engine_that_was_switched_off_is_not_advised(theirs):
         ("CosineAnnealing", "NoamAnnealing", "sched.name: there is no NoamAnnealing here"),
         ("precision: bf16", "precision: 16", "trainer.precision: there is no 16 here"),
         ("lr: 9e-7", "lr: -1", "model.optim.lr is -1.0; expected above 0"),
-        ("lr: 9e-7", "lr: ${model.learning_rate}", "model.optim.lr cannot be resolved"),
+        ("lr: 9e-7", "lr: ${model.learning_rate}", "model.optim.lr: ${model.learning_rate} cannot be resolved"),
     ],
 )
 def test_a_value_without_counterpart_is_said(theirs, old, new, word):
@@ -178,7 +179,9 @@ def test_a_value_without_counterpart_is_said(theirs, old, new, word):
         ("", "has neither trainer.reinforce"),
         ("- a\n- b\n", "has neither trainer.reinforce"),
         ("trainer: [1\nmodel: {", "cannot be read as YAML"),
-        ("trainer: {reinforce: {max_steps: '${'}}", "cannot be read as YAML"),
+        ("trainer: {reinforce: &a {max_steps: 1}}\nmodel: *a", "cannot be read as YAML: line 2: an alias"),
+        ("trainer: {reinforce: {max_steps: 1" + ":1" * 200_000 + "}}", "line 1: a number of"),
+        ("trainer: {~: 1}", "cannot be read as YAML"),
     ],
 )
 def test_another_file_is_refused(tmp_path, text, word):
@@ -193,3 +196,72 @@ def test_no_file_is_written_over(theirs):
     with pytest.raises(ConfigError, match="exists; expected the name of a new file"):
         convert_file(theirs, theirs)
     assert theirs.read_text() == before
+
+
+SECRET = "value-of-the-environment"
+BEYOND_THE_FILE = {
+    "the environment": "${oc.env:SECRET}",
+    "the environment in an argument": "${multiply:${oc.env:SECRET},1}",
+    "the environment in quotes": "${multiply:'${oc.env:SECRET}',1}",
+    "a resolver by another value": "${${model.optim.name}:SECRET}",
+    "a text that becomes an interpolation": "$${model.part}",
+    "an escaped interpolation": "\\${oc.env:SECRET}",
+    "a decoded text": "${oc.decode:'[1]'}",
+    "spaces": "${ oc.env : SECRET }",
+    "no end": "${",
+    "a group": "${model.optim}",
+    "no value": "${model.missing}",
+    "a text times a number": "${multiply:x,99999999999}",
+    "many interpolations": "${model.optim.name}" * 9,
+    "a long text": "x" * 1000 + "${model.optim.name}",
+}
+
+
+@pytest.mark.parametrize("text", BEYOND_THE_FILE.values(), ids=BEYOND_THE_FILE)
+def test_only_values_of_the_file_itself_come_into_the_new_one(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", SECRET)
+    tree = {
+        "trainer": {"reinforce": {"max_steps": 5, "save_interval": text, "val_check_interval": 4}},
+        "model": {
+            "optim": {"name": "adam", "lr": "${model.rate}"},
+            "rate": 2e-6,
+            "missing": "???",
+            "part": "{oc.env:SECRET}",
+            "data": {"data_prefix": {"train": ["a", text]}},
+        },
+    }
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(tree, sort_keys=False))
+    new = converted(file)
+    assert SECRET not in new
+    head = " ".join(line.lstrip("# ") for line in new.splitlines() if line.startswith("#"))
+    assert "trainer.reinforce.save_interval, model.data.data_prefix.train: " in head
+    assert leaves(yaml.safe_load(new)) == {
+        "defaults": ["train_reinforce_actor", {"override algorithm": "nemo_aligner"}, "_self_"],
+        "trainer.reinforce.max_steps": 5,
+        "trainer.reinforce.val_check_interval": 4,
+        "model.optim.name": "adam",
+        "model.optim.lr": 2e-6,
+    }
+
+
+@pytest.mark.timeout(30)
+def test_values_that_double_each_other_or_lead_in_a_circle_end(tmp_path):
+    names = "abcdefghijkl"
+    doubled = [f"  {a}: ${{model.{b}}}${{model.{b}}}" for a, b in itertools.pairwise(names)]
+    chain = [f"  k{index}: ${{model.k{index + 1}}}" for index in range(150)]
+    text = ["trainer: {reinforce: {max_steps: 5}}", "model:", *doubled, "  l: xx", *chain]
+    file = tmp_path / "theirs.yaml"
+    file.write_text("\n".join([*text, "  x: ${model.y}", "  y: ${model.x}"]))
+    head = " ".join(line.lstrip("# ") for line in converted(file).splitlines())
+    assert "model.x: ${model.y} leads to no value" in head
+    assert "model.a: ${model.b}${model.b} " in head
+    file.write_text(file.read_text() + "".join(f"\n  m{index}: ${{model.l}}" for index in range(100)))
+    assert "the file has 263 values with ${...}; expected at most 200" in converted(file)
+
+
+def test_a_key_cannot_end_the_comment_that_names_it(tmp_path):
+    file = tmp_path / "theirs.yaml"
+    file.write_text('trainer: {reinforce: {max_steps: 5, "x\\Ltrainer: {devices: 99}\\Ny": 1}}\n')
+    assert leaves(yaml.safe_load(converted(file)))["trainer.reinforce.max_steps"] == 5
+    assert "trainer.devices" not in leaves(yaml.safe_load(converted(file)))
