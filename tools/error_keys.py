@@ -25,7 +25,6 @@ WITHOUT_KEYS = (
     "config",
     "data",
     "debugging",
-    "generation",
     "launch",
     "megatron",
     "monitoring",

@@ -125,6 +125,8 @@ def check_lengths(prompts: Sequence[Prompt], params: SamplingParams, limit: int,
     longest = max((len(prompt.tokens) for prompt in prompts), default=0)
     if longest + params.max_length > limit:
         raise DataError(
-            f"a prompt of {longest} tokens and {params.max_length} response tokens exceed {name}; lower "
-            "model.reinforce.length_params.max_length or model.encoder_seq_length"
+            f"a prompt has {longest} tokens and its response may have {params.max_length}, which "
+            f"together exceed {name}; lower model.reinforce.length_params.max_length or "
+            "model.encoder_seq_length",
+            key="generation.prompt.too_long",
         )

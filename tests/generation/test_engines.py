@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.engine_fake import install_fake
+from helpers.errors import raises_error
 from helpers.vllm_engine import NUM_SAMPLES, PARAMS, PROMPTS, draw, generator_of, vllm_model, vllm_overrides
 from helpers.weight_updates import PlannedUpdates
 
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
-from reinforce_rl.errors import GenerationError
 from reinforce_rl.generation.base import PartialResponse
 from reinforce_rl.generation.engine import Answer, process
 from reinforce_rl.generation.engine import generator as of_engine
@@ -109,7 +109,7 @@ def test_one_that_hangs_is_ended_and_started_anew(engine, expected, monkeypatch,
 @vllm_is_slow
 def test_the_second_time_the_run_ends(engine, expected, monkeypatch):
     strike(engine, monkeypatch, "generate", kill_soon, times=2)
-    with pytest.raises(GenerationError, match="failed again after it had been started anew: the engine ended in gen"):
+    with raises_error("generation.engine.failed_again", "generate", "status -9"):
         draw(engine)
 
 
@@ -128,7 +128,7 @@ def misdirect(engine: EngineGenerator, monkeypatch, times: int) -> None:
     monkeypatch.setattr(engine._adapter, "bucket_of", misdirected)
 
 
-REFUSED = r"update_weights failed: .*no weights came for cpu(:0)?, but for GPU-9"
+REFUSED = ("update_weights", "no weights came for cpu", "but for GPU-9")
 
 
 @vllm_is_slow
@@ -141,7 +141,7 @@ def test_one_that_refuses_its_weights_is_started_anew(engine, expected, monkeypa
 @vllm_is_slow
 def test_one_that_refuses_them_always_ends_the_run(engine, expected, monkeypatch):
     misdirect(engine, monkeypatch, times=99)
-    with pytest.raises(GenerationError, match=f"failed again after .* {REFUSED}"):
+    with raises_error("generation.engine.failed_again", *REFUSED):
         draw(engine)
 
 
@@ -221,7 +221,8 @@ class TestResponsesThatGoOn:
     @vllm_is_slow
     def test_lost_twice_it_ends_the_run_and_the_engine(self, engine, expected, monkeypatch, caplog):
         self.lose(monkeypatch, {1: 2, 6: 1})
-        with pytest.raises(GenerationError, match=r"lost 1 of 2 requests twice, of the prompts \[7\]: it is lost"):
+        lost = ("1 of 2 requests", "[7]", "it is lost", "engine.request_timeout_seconds")
+        with raises_error("generation.engine.lost_requests_twice", *lost):
             self.go_on(engine)
         assert engine._engine is not None and engine._engine._child is None
         assert torch.equal(draw(engine).tokens, expected), "another is started with the next weights"

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.flash import decode_statically
 from helpers.gumbel import gumbel_noise, noise_keys
 from helpers.log_probs import response_log_probs
@@ -18,7 +19,6 @@ from helpers.ranks import run_ranks
 
 from reinforce_rl.data.batches import Prompt, join_prompts_and_responses
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import DataError
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.model import model as model_module
@@ -309,7 +309,7 @@ class TestEnds:
         limit = lm.architecture.max_positions
         prompt = prompt_of(0, [5] * (limit - 4))
         assert engine.generate([prompt], 1, SamplingParams(max_length=4), seed=0).lengths.tolist() == [4]
-        with pytest.raises(DataError, match=rf"a prompt of {limit - 4} tokens and 5 response .* {limit} positions"):
+        with raises_error("generation.prompt.too_long", limit - 4, 5, f"{limit} positions"):
             engine.generate([prompt], 1, SamplingParams(max_length=5), seed=0)
 
 
@@ -361,7 +361,7 @@ def test_mode_and_weights_are_left_as_they_were(engine, lm, prompts):
         lm.train(mode)
         engine.generate(prompts, 1, SamplingParams(max_length=2), seed=0)
         assert lm.training is mode
-    with pytest.raises(DataError):
+    with raises_error("generation.prompt.too_long", 300):
         lm.train(True)
         engine.generate([prompt_of(0, [5] * 300)], 1, SamplingParams(max_length=2), seed=0)
     assert lm.training is True

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.lora import EVERY, lora_model
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from reinforce_rl.config.engines import EngineConfig, TensorRTLLMConfig, VLLMConfig
-from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
+from reinforce_rl.errors import EngineLostError, GenerationError
 from reinforce_rl.generation.engine import EngineArguments, EngineSampling, Request, buckets, host, process
 from reinforce_rl.generation.engine.process import (
     MAX_FOLDER_CHARACTERS,
@@ -149,7 +150,7 @@ def test_memory_pools_do_not_stand_expandable_segments(name, given, expected):
 
 def test_what_is_left_out_of_the_allocators_options_is_logged(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"{EXPANDABLE},max_split_size_mb:512")
-    with pytest.raises(GenerationError):
+    with raises_error("generation.engine.not_started"):
         process_of(tmp_path).start()
     (line,) = [record.getMessage() for record in caplog.records if "engine_variable" in record.getMessage()]
     assert "PYTORCH_CUDA_ALLOC_CONF" in line
@@ -177,14 +178,14 @@ def test_variables_of_an_engine_count_unless_a_key_or_correctness_says_otherwise
     class NoChild(ModuleChild):
         def __init__(self, module: str, **options: Any):
             environments.append(options["env"])
-            raise GenerationError("not started")
+            raise GenerationError("not started", key="test.not_started")
 
     monkeypatch.setattr(process, "ModuleChild", NoChild)
     ((name, value),) = given.items()
     monkeypatch.setenv(name, value)
     engine = process_of(tmp_path)
     engine._adapter = adapter_class(config)
-    with pytest.raises(GenerationError, match="not started"):
+    with raises_error("test.not_started"):
         engine.start()
     assert environments[0][name] == expected
     warnings = [record.getMessage() for record in caplog.records if "engine_variable" in record.getMessage()]
@@ -218,8 +219,10 @@ def test_an_engines_config_is_one_that_transformers_4_reads_too(tmp_path):
 def test_without_the_package_it_says_so_and_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "private_folder", lambda *_: made_below(tmp_path))
     engine = process_of(tmp_path)
-    with pytest.raises(GenerationError, match=r"did not start: .*No module named 'tensorrt_llm'") as raised:
+    values = ("TensorRT-LLM", "No module named 'tensorrt_llm'")
+    with raises_error("generation.engine.not_started", *values) as raised:
         engine.start()
+    assert isinstance(raised.value, GenerationError)
     assert not isinstance(raised.value, EngineLostError), "another try would not help"
     assert not (tmp_path / "engine").exists() and engine._child is None
 
@@ -240,20 +243,22 @@ def test_an_environment_with_another_version_is_refused(tmp_path, monkeypatch):
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{package.parent}:$PYTHONPATH" exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     engine = vllm_of(tmp_path, python)
-    with pytest.raises(
-        GenerationError, match=r"vLLM did not start: .*vllm is 0\.30\.1; expected 0\.32.*; see its log"
-    ):
+    values = ("vLLM", "vllm is 0.30.1", "expected 0.32", "; see its log")
+    with raises_error("generation.engine.not_started", *values):
         engine.start()
     assert not (tmp_path / "engine").exists() and engine._child is None
 
 
 def test_an_environment_without_the_package_or_without_python_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"generation is vllm, but .* has no package vllm; set engine\.python to"):
+    values = ("generation is vllm", sys.executable, "package vllm", "engine.python")
+    with raises_error("generation.package.missing", *values):
         vllm_of(tmp_path, sys.executable)
-    with pytest.raises(ConfigError, match=r"engine\.python is .*/absent, which does not run: .*No such file"):
+    absent = f"engine.python is {tmp_path / 'absent'}"
+    with raises_error("generation.python.does_not_run", absent, "No such file"):
         vllm_of(tmp_path, tmp_path / "absent")
     (tmp_path / "text").write_text("not a program")
-    with pytest.raises(ConfigError, match=r"engine\.python is .*/text, which does not run: .*Permission denied"):
+    text = f"engine.python is {tmp_path / 'text'}"
+    with raises_error("generation.python.does_not_run", text, "Permission denied"):
         vllm_of(tmp_path, tmp_path / "text")
 
 
@@ -274,13 +279,15 @@ def test_what_an_engines_log_says_of_memory_becomes_advice(tmp_path, monkeypatch
     (tmp_path / "engine.log").write_text("of an earlier start: out of memory\n")
     engine = process_of(tmp_path)
     engine._adapter.host = "helpers.failing_host"
-    with pytest.raises(GenerationError, match=rf"did not start: .*initialization failed.*engine.log; {advice}"):
+    values = ("initialization failed", f"engine.log; {advice}")
+    with raises_error("generation.engine.not_started", *values):
         engine.start()
 
 
 def test_a_start_that_takes_too_long_is_ended(tmp_path):
     engine = process_of(tmp_path, start=0.001)
-    with pytest.raises(GenerationError, match=r"no answer to start within 0.001 s \(engine.start_timeout_sec"):
+    values = ("start within 0.001 s", "engine.start_timeout_seconds", tmp_path / "engine.log")
+    with raises_error("generation.engine.not_started", *values):
         engine.start()
     assert engine._child is None
 
@@ -293,8 +300,10 @@ def test_a_stopped_engine_does_not_hold_up_a_long_request(tmp_path, monkeypatch)
     prompts = [
         Request(tuple(range(100_000)), EngineSampling(8, 0, 0, None, None, None, None, ""))
     ] * 20  # far more than the connection holds
-    with pytest.raises(EngineLostError, match=r"no answer to generate within 1 s \(engine.request_timeout"):
+    values = ("generate within 1 s", "engine.request_timeout_seconds")
+    with raises_error("generation.engine.no_answer", *values) as raised:
         engine.generate(prompts)
+    assert isinstance(raised.value, EngineLostError), "another engine may answer"
     assert engine._child is None
 
 
@@ -360,7 +369,7 @@ def test_views_do_not_overlap(limit):
 
 
 def test_a_device_without_cuda_is_refused():
-    with pytest.raises(ConfigError, match="the ranks compute on cpu; it needs CUDA"):
+    with raises_error("generation.engine.needs_cuda", "tensorrt_llm", "cpu", "native or vllm"):
         adapter.device_uuid(torch.device("cpu"))
 
 

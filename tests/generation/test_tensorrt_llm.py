@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.engine_fake import PACKAGE, in_small_buckets
+from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
 from helpers.ranks import run_ranks
 from helpers.tiny_run import (
@@ -32,7 +33,7 @@ from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError, GenerationError
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.engine import Answer
 from reinforce_rl.generation.engine.generator import requests_of
@@ -150,7 +151,8 @@ class TestContract:
         drifted.write_text(json.dumps(signatures))
         fake_engine(model="scripted", signatures=str(drifted))
         engine = generator_of(tmp_path, mesh)
-        with pytest.raises(GenerationError, match="SamplingParams: got an unexpected keyword argument 'seed'"):
+        unexpected = ("SamplingParams: got an unexpected keyword argument 'seed'",)
+        with raises_error("generation.engine.failed_again", *unexpected):
             draw(engine)
         engine.close()
 
@@ -220,7 +222,8 @@ class TestStart:
     def test_another_version_is_refused(self, tmp_path, mesh, fake_engine, version):
         fake_engine(model="scripted", version=version)
         engine = generator_of(tmp_path, mesh)
-        with pytest.raises(GenerationError, match=rf"tensorrt_llm is {version}; expected 1\.2 or 1\.3"):
+        found = (f"tensorrt_llm is {version}", "1.2 or 1.3")
+        with raises_error("generation.engine.not_started", *found):
             draw(engine)
         engine.close()
 
@@ -231,7 +234,8 @@ class TestStart:
         fake_engine(model="scripted", fault="unmatched", times=999)
         engine = generator_of(tmp_path, mesh, f"tensorrt_llm.check_weights={checks}")
         if checks:
-            with pytest.raises(GenerationError, match=r"old or wrong: model\.layers\.0\.mlp\.gate_up_proj\.weight"):
+            stale = "old or wrong: model.layers.0.mlp.gate_up_proj.weight"
+            with raises_error("generation.engine.failed_again", stale):
                 draw(engine)
         else:
             assert draw(engine).lengths.tolist() == [3] * 4
@@ -293,7 +297,8 @@ class TestFaults:
     def test_out_of_memory_at_start(self, tmp_path, mesh, fake_engine):
         fake_engine(model="scripted", fault="out_of_memory", times=9)
         engine = generator_of(tmp_path, mesh)
-        with pytest.raises(GenerationError, match=r"did not start: .*out of memory.*lower tensorrt_llm.free_gpu"):
+        advice = "lower tensorrt_llm.free_gpu_memory_fraction"
+        with raises_error("generation.engine.not_started", "out of memory", advice):
             draw(engine)
         engine.close()
 
@@ -311,9 +316,8 @@ class TestFaults:
     def test_a_request_lost_twice(self, tmp_path, mesh, fake_engine):
         fake_engine(model="scripted", fault="lost", times=99, after=1)
         engine = generator_of(tmp_path, mesh, "engine.request_timeout_seconds=0.5")
-        with pytest.raises(
-            GenerationError, match=r"lost 3 of 4 requests twice, of the prompts \[7, 9\]: no answer wi"
-        ):
+        values = ("3 of 4 requests", "[7, 9]", "no answer within", "engine.request_timeout_seconds")
+        with raises_error("generation.engine.lost_requests_twice", *values):
             draw(engine)
         engine.close()
 
@@ -370,9 +374,7 @@ class TestFaults:
                 return metrics
 
             trainer.run_training = step_and_break
-            with pytest.raises(
-                GenerationError, match=r"failed again after it had been started anew: the engine ended"
-            ):
+            with raises_error("generation.engine.failed_again", "the engine ended"):
                 trainer.fit()
             trainer.model.generator.close()
         checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
@@ -405,7 +407,7 @@ class TestConfiguration:
             load_config(compose(*overrides, corrected))
 
     def test_no_gpu(self, tmp_path, mesh):
-        with pytest.raises(ConfigError, match="the ranks compute on cpu; it needs CUDA"):
+        with raises_error("generation.engine.needs_cuda", "tensorrt_llm", "cpu"):
             generator_of(tmp_path, mesh)
 
     def test_no_package(self, tmp_path, mesh, fake_engine):
@@ -413,7 +415,6 @@ class TestConfiguration:
         sys.path.remove(str(PACKAGE))
         for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
             del sys.modules[name]
-        with pytest.raises(
-            ConfigError, match=r"generation is tensorrt_llm, but .* has no package tensorrt_llm; set eng"
-        ):
+        values = ("generation is tensorrt_llm", "package tensorrt_llm", "engine.python")
+        with raises_error("generation.package.missing", *values):
             generator_of(tmp_path, mesh)

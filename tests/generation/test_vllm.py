@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.models import smollm2_folder
 from helpers.ranks import run_ranks
 from helpers.tiny_run import (
@@ -41,7 +42,6 @@ from helpers.vllm_engine import (
     wait_for_the_end,
 )
 
-from reinforce_rl.errors import GenerationError
 from reinforce_rl.generation.engine import process
 from reinforce_rl.generation.engine.generator import EngineGenerator
 from reinforce_rl.launch.check_generation import TEXTS
@@ -243,9 +243,8 @@ class TestHung:
         generator._was_restarted = True
         stopped = processes_of(generator)
         stopped["host"].suspend()
-        with pytest.raises(
-            GenerationError, match=r"vLLM failed again after .*: no answer to resume_weights within 40 s \(engine.up"
-        ):
+        values = ("vLLM", "resume_weights within 40 s", "engine.update_timeout_seconds")
+        with raises_error("generation.engine.failed_again", *values):
             draw(generator)
         wait_for_the_end(stopped.values())
 
@@ -266,7 +265,8 @@ def test_without_memory_for_its_cache_the_run_saves_and_says_what_to_lower(tmp_p
             return metrics
 
         trainer.run_training = step_and_lose_the_engine
-        with pytest.raises(GenerationError, match=r"did not start: .*; lower .*vllm\.cpu_cache_gigabytes on a CPU"):
+        advice = ("; lower ", "vllm.cpu_cache_gigabytes on a CPU")
+        with raises_error("generation.engine.not_started", *advice):
             trainer.fit()
     checkpoint = latest_checkpoint(folder / "run" / "checkpoints")
     assert checkpoint is not None and checkpoint.trainer_state["step"] == 1

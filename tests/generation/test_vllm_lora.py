@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.lora import EVERY, SOME
 from helpers.models import tiny_llama_folder
 from helpers.tiny_run import compose, tiny_overrides
@@ -13,7 +14,6 @@ from helpers.vllm_engine import SHAPE, TOLERANCE, draw, log_prob_gap, vllm_overr
 
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import GenerationError
 from reinforce_rl.generation.engine import generator as of_engine
 from reinforce_rl.generation.engine.generator import EngineGenerator
 from reinforce_rl.megatron.architecture import Architecture
@@ -80,6 +80,7 @@ def test_an_update_that_is_not_what_was_sent_ends_the_run_by_name(tmp_path, mesh
     monkeypatch.setattr(of_engine, "write_adapter", wrong)
     _, generator = engine_of(tmp_path, mesh, EVERY)
     generator._was_restarted = True  # or it would be tried twice
-    with pytest.raises(GenerationError, match=r"1 LoRA matrices are not .*: model.layers.1.self_attn.v_proj.lora_B"):
+    values = ("1 LoRA matrices", "model.layers.1.self_attn.v_proj.lora_B")
+    with raises_error("generation.engine.failed_again", *values):
         draw(generator)
     generator.close()

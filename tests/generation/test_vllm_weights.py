@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.models import tiny_family_folder
 from helpers.policies import brute_force_log_probs, transformers_model
 from helpers.sabotaged_vllm import NAMED, SabotagedVLLM
@@ -24,7 +24,6 @@ from helpers.vllm_engine import (
 )
 
 from reinforce_rl.config.engines import VLLMConfig
-from reinforce_rl.errors import GenerationError
 from reinforce_rl.megatron.hf_weights import export_hf_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -44,7 +43,8 @@ def test_an_engine_that_computes_with_other_weights_is_refused_by_name(tmp_path,
     assert generator._engine is not None
     generator._adapter = generator._engine._adapter = adapter
     generator._was_restarted = True  # else it would be tried again
-    with pytest.raises(GenerationError, match=f"with the weights that it was given; .*{re.escape(NAMED[kind])}"):
+    values = ("with the weights that it was given; ", NAMED[kind])
+    with raises_error("generation.engine.failed_again", *values):
         draw(generator)
     generator.close()
 

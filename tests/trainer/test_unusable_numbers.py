@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.tiny_run import metrics_of, odd_share, run, tiny_config, tiny_trainer, weights
 from helpers.trainer_processes import TrainerProcesses
 from safetensors.torch import load_file
@@ -175,22 +176,26 @@ class TestAPolicyThatIsNotANumber:
 
 
 class TestRewardsOutOfRange:
-    def fails(self, folder: Path, mesh, score, *overrides: str, match: str) -> str:
+    def check_that_it_fails(self, folder: Path, mesh, score, *overrides: str, values: list[str]) -> None:
         config = tiny_config(folder, f"{RL}.max_epochs=3", f"{RL}.save_interval=0", *overrides)
-        with pytest.raises(RewardServerError, match=match) as raised, tiny_trainer(config, mesh, score) as trainer:
+        with (
+            raises_error("algorithm.reward.out_of_range", *values) as raised,
+            tiny_trainer(config, mesh, score) as trainer,
+        ):
             trainer.fit()
-        return str(raised.value)
+        assert isinstance(raised.value, RewardServerError), "after which the run saves"
 
     def test_a_reward_above_the_bound_saves_and_says_what_to_do(self, tmp_path, mesh):
         score = Score(lambda call: call == 40, 3e6)
 
-        said = self.fails(tmp_path, mesh, score, match=r"1 of 16 rewards of step 3.*1e\+06.*3e\+06")
-        assert "trainer.reinforce.reward_shaping" in said
+        values = ["1 of 16", "step 3", "1e+06", "3e+06", "trainer.reinforce.reward_shaping"]
+        self.check_that_it_fails(tmp_path, mesh, score, values=values)
         assert saved_steps(tmp_path) == [2]
         assert latest_checkpoint(tmp_path / "run" / "checkpoints").trainer_state["step"] == 2
 
     def test_shaping_that_makes_it_too_large(self, tmp_path, mesh):
-        self.fails(tmp_path, mesh, odd_share, f"{RL}.reward_shaping.scale=1e9", match="reward_shaping")
+        scale = f"{RL}.reward_shaping.scale=1e9"
+        self.check_that_it_fails(tmp_path, mesh, odd_share, scale, values=["reward_shaping"])
 
     def test_shaping_that_brings_it_back(self, tmp_path, mesh):
         shaping = [f"{RL}.reward_shaping.scale=1e-7"]
@@ -198,8 +203,9 @@ class TestRewardsOutOfRange:
         assert [line["step"] for line in lines] == [1, 2]
 
     def test_a_kl_that_makes_it_too_large_is_not_the_rewards_fault(self, tmp_path, mesh):
-        said = self.fails(tmp_path, mesh, odd_share, f"{RL}.initial_policy_kl_penalty=1e12", match="KL")
-        assert "initial_policy_kl_penalty" in said
+        penalty = f"{RL}.initial_policy_kl_penalty=1e12"
+        values = ["1e+12", "KL", "initial_policy_kl_penalty"]
+        self.check_that_it_fails(tmp_path, mesh, odd_share, penalty, values=values)
 
 
 class EmptyResponses:

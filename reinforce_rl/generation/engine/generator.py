@@ -22,7 +22,7 @@ from reinforce_rl.config.engines import EngineConfig
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.data.tokenizer import decode_all, pad_id_of
-from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
+from reinforce_rl.errors import ConfigError, EngineLostError, Fault, GenerationError
 from reinforce_rl.generation.base import PartialResponse, SamplingParams, WeightUpdates, check_lengths
 from reinforce_rl.generation.engine import TAKEN_BACK, Answer, EngineArguments, Request, process
 from reinforce_rl.generation.engine.buckets import checksum
@@ -228,9 +228,11 @@ class EngineGenerator:
             foreign = sorted(set(self._together(lambda engine: engine.start())) - set(self._devices))
             if foreign:
                 raise GenerationError(
-                    f"{self._adapter.title} has workers on {', '.join(foreign)}; expected {', '.join(self._devices)}, "
-                    "of this block, as only there it can be given weights. Is CUDA_VISIBLE_DEVICES set for it, "
-                    "and engine.python an environment for this machine?"
+                    f"{self._adapter.title} has workers on {', '.join(foreign)}; expected "
+                    f"{', '.join(self._devices)}, the devices of this block, as it gets weights only "
+                    "there. Check CUDA_VISIBLE_DEVICES, and that engine.python is an environment for "
+                    "this machine",
+                    key="generation.engine.wrong_devices",
                 )
             self._is_running, self._is_asleep, self._has_weights, self._is_current = True, False, False, False
         if self._is_asleep:
@@ -312,7 +314,8 @@ class EngineGenerator:
         self._is_running = False
         if self._was_restarted:
             raise GenerationError(
-                f"{self._adapter.title} failed again after it had been started anew: {error}. Its log says more"
+                f"{self._adapter.title} failed again after it had been started anew: {error}. Read its log for more",
+                key="generation.engine.failed_again",
             ) from error
         self._was_restarted = True
         if self._engine is not None:
@@ -331,7 +334,10 @@ class EngineGenerator:
             except GenerationError as error:
                 failure = error
             except OSError as error:
-                failure = GenerationError(f"{self._adapter.title}'s files cannot be written: {error}")
+                failure = GenerationError(
+                    f"files of {self._adapter.title} cannot be written: {error}",
+                    key="generation.engine.files_not_written",
+                )
         result, failure = self._lm.mesh.from_block_leader((result, failure))
         if failure is not None:
             raise failure
@@ -344,8 +350,12 @@ class EngineGenerator:
         places = mesh.from_block_leader(mesh.gather_on_block_leader(own))
         hosts = sorted({host for host, _, _ in places})
         if len(hosts) > 1:
-            found = f"generation is {adapter.name}, but the ranks of one block are on {', '.join(hosts)}; "
-            raise ConfigError([f"{found}an engine has the devices of one node: lower the model-parallel sizes"])
+            sentence = (
+                f"generation is {adapter.name}, but the ranks of one block are on {len(hosts)} nodes: "
+                f"{', '.join(hosts)}; an engine can use the devices of one node only: lower the "
+                "model-parallel sizes"
+            )
+            raise ConfigError([Fault(sentence, key="generation.engine.several_nodes")])
         used = places[: arguments.tensor_parallel_size]
         self._devices = list(dict.fromkeys(device for _, _, device in used))
         # Without GPUs all ranks have one device, and the leader gives weights to every worker.
@@ -384,7 +394,10 @@ def _check_lost(engine: process.EngineProcess, lost: Sequence[Answer], count: in
     """Log what an engine lost of `count` requests; end the engine if it is all of them."""
     if lost and len(lost) == count:  # it hangs rather than a request
         engine.kill()
-        raise EngineLostError(f"the engine lost all {count} requests: {lost[0].fault}")
+        raise EngineLostError(
+            f"the engine lost all {count} requests: {lost[0].fault}",
+            key="generation.engine.lost_all_requests",
+        )
     if lost:
         logger.warning("event=requests_lost count=%d reason=%s", len(lost), lost[0].fault)
 
@@ -392,8 +405,9 @@ def _check_lost(engine: process.EngineProcess, lost: Sequence[Answer], count: in
 def _lost_twice(prompts: Sequence[Prompt], count: int, answer: Answer) -> GenerationError:
     ids = sorted({prompt.id for prompt in prompts})
     return GenerationError(
-        f"the engine lost {len(prompts)} of {count} requests twice, of the prompts {ids[:10]}: {answer.fault}. "
-        "Where they are slow rather than lost, raise engine.request_timeout_seconds"
+        f"the engine lost {len(prompts)} of {count} requests twice, of the prompts {ids[:10]}: "
+        f"{answer.fault}. If they are slow rather than lost, raise engine.request_timeout_seconds",
+        key="generation.engine.lost_requests_twice",
     )
 
 
@@ -408,5 +422,6 @@ def _number_of(device: torch.device, generation: str) -> str | None:
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     number = visible[device.index or 0] if visible else str(device.index or 0)
     if not number.isdigit():
-        raise ConfigError([f"CUDA_VISIBLE_DEVICES has {number!r}; with generation={generation} expected numbers"])
+        sentence = f"CUDA_VISIBLE_DEVICES has {number!r}; expected numbers, as generation is {generation}"
+        raise ConfigError([Fault(sentence, key="generation.devices.not_numbers")])
     return number

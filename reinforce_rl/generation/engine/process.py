@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.config.engines import EngineConfig
-from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError
+from reinforce_rl.errors import ConfigError, EngineLostError, Fault, GenerationError
 from reinforce_rl.generation.engine import Answer, EngineArguments, Request
 from reinforce_rl.generation.engine.buckets import Offer
 from reinforce_rl.megatron.hf_weights import carry_over
@@ -131,10 +131,14 @@ class EngineProcess:
         try:
             done = subprocess.run([self._python, "-c", probe], env=environment, timeout=PROBE_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise ConfigError([f"engine.python is {config.python}, which does not run: {error}"]) from error
+            sentence = f"engine.python is {config.python}, which does not run: {error}"
+            raise ConfigError([Fault(sentence, key="generation.python.does_not_run")]) from error
         if done.returncode != 0:
-            found = f"generation is {self._adapter.name}, but {self._python} has no package {package}; "
-            raise ConfigError([f"{found}set engine.python to the engine's own (docs/engines.md)"])
+            sentence = (
+                f"generation is {self._adapter.name}, but {self._python} has no package {package}; set "
+                "engine.python to the interpreter of the engine's environment (docs/engines.md)"
+            )
+            raise ConfigError([Fault(sentence, key="generation.package.missing")])
 
     def start(self) -> list[str]:
         """Start the engine, wait until it is ready, and return the device of each worker.
@@ -186,7 +190,10 @@ class EngineProcess:
                 advice = f"raise {self._adapter.memory_key}; see its log"
             elif _TOO_MUCH.search(told):
                 advice = f"lower {self._adapter.memory_key}; see its log"
-            raise GenerationError(f"{self._adapter.title} did not start: {error}; {advice}") from error
+            raise GenerationError(
+                f"{self._adapter.title} did not start: {error}; {advice}",
+                key="generation.engine.not_started",
+            ) from error
 
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
         """Return answers in the order of the requests; lost ones have a `fault`."""
@@ -232,7 +239,10 @@ class EngineProcess:
         seconds = STOP_SECONDS if command == "stop" else getattr(self._config, limit) + grace
         assert self._child is not None
         child, connection = self._child, self._child.connection
-        late = EngineLostError(f"no answer to {command} within {seconds:g} s (engine.{limit}); log: {self._log}")
+        late = EngineLostError(
+            f"no answer to {command} within {seconds:g} s (engine.{limit}); log: {self._log}",
+            key="generation.engine.no_answer",
+        )
         # A process stopped in mid-message would block send or recv.
         stuck = threading.Timer(seconds + STUCK_SECONDS, child.kill)
         stuck.daemon = True
@@ -244,14 +254,20 @@ class EngineProcess:
                 raise late
             fault, result = connection.recv()
             if fault is not None:
-                raise EngineLostError(f"the engine's {command} failed: {fault}; log: {self._log}")
+                raise EngineLostError(
+                    f"the engine's {command} failed: {fault}; log: {self._log}",
+                    key="generation.engine.call_failed",
+                )
             return result
         except (EOFError, OSError) as error:
             status = child.wait(1.0)
             self.kill()
             if time.monotonic() - begin > seconds:
                 raise late from error
-            raise EngineLostError(f"the engine ended in {command} (status {status}); log: {self._log}") from error
+            raise EngineLostError(
+                f"the engine ended in {command} (status {status}); log: {self._log}",
+                key="generation.engine.ended",
+            ) from error
         except EngineLostError:
             self.kill()
             raise

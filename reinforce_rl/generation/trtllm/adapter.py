@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.config.engines import TensorRTLLMConfig
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.generation.engine import buckets
 from reinforce_rl.megatron.architecture import with_old_rope_keys
 from reinforce_rl.utils.untrusted_files import read_json
@@ -64,6 +64,9 @@ class TensorRTLLM:
 
 def device_uuid(device: torch.device) -> str:
     if device.type != "cuda":
-        fault = f"generation is tensorrt_llm, but the ranks compute on {device}; it needs CUDA: use native or vllm"
-        raise ConfigError([fault])
+        sentence = (
+            f"generation is tensorrt_llm, but the ranks compute on {device}; TensorRT-LLM needs CUDA: "
+            "use native or vllm"
+        )
+        raise ConfigError([Fault(sentence, key="generation.engine.needs_cuda")])
     return buckets.device_id(device)
