@@ -119,6 +119,11 @@ def read_records(
                         break
 
 
+def is_hub_name(source: object) -> bool:
+    """Tell whether a source is the name of a data set of the hub, `hf:` and what follows; any other is a path."""
+    return str(source).startswith(HUB)
+
+
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
     """Put the file's name before errors of its reading."""
@@ -141,17 +146,22 @@ def files_of(source: str | Path, split: str | None = None) -> list[Path]:
     Raises:
         DataError: there is nothing to read, or something is to be chosen first.
     """
-    path = Path(source).expanduser()
+    if is_hub_name(source):
+        return [Path(source)]
+    path = _not_of_hub(Path(source).expanduser())
     with _naming(path):
-        if str(path).startswith(HUB):
-            return [path]
         if not path.exists():
             return _matches(path, split) or _chosen(path, split)
         if path.is_dir():
-            return choose_files(path, default=split)
+            return [_not_of_hub(file) for file in choose_files(path, default=split)]
         if stat.S_ISREG(path.stat().st_mode):
             return [path]
         raise DataError("is not a file")  # opening a pipe would wait for its writer
+
+
+def _not_of_hub(path: Path) -> Path:
+    """Return a path that does not look like a name of the hub, as `./hf:x` does once `Path` has dropped the `./`."""
+    return path.absolute() if is_hub_name(path) else path
 
 
 def _matches(pattern: Path, split: str | None) -> list[Path]:
@@ -159,7 +169,8 @@ def _matches(pattern: Path, split: str | None) -> list[Path]:
     matches = sorted(map(Path, glob.glob(str(pattern))))
     root = next(folder for folder in pattern.parents if not glob.has_magic(str(folder)))
     files = one_split((path for path in matches if not path.is_dir()), root)
-    folders = [path for path in matches if path.is_dir()]
+    files = [_not_of_hub(path) for path in files]
+    folders = [_not_of_hub(path) for path in matches if path.is_dir()]
     return files + [file for folder in folders for file in files_of(folder, split)]
 
 
@@ -167,10 +178,13 @@ def _chosen(path: Path, default: str | None) -> list[Path]:
     """Return the files of FOLDER/CONFIGURATION, FOLDER:SPLIT or FOLDER/CONFIGURATION:SPLIT."""
     place, _, split = path.name.rpartition(":")
     folder = path.parent / place if place else path
+    files: list[Path] = []
     if place and folder.is_dir():
-        return choose_files(folder, "", split, default)
-    if folder.parent.is_dir() and card_configurations(folder.parent):
-        return choose_files(folder.parent, folder.name, split if place else "", default)
+        files = choose_files(folder, "", split, default)
+    elif folder.parent.is_dir() and card_configurations(folder.parent):
+        files = choose_files(folder.parent, folder.name, split if place else "", default)
+    if files:
+        return [_not_of_hub(file) for file in files]
     raise FileNotFoundError(str(path))
 
 
@@ -398,7 +412,7 @@ def _type_within(arrow_type: Any, key: str = "") -> Any:
 
 
 def _is_data_set(path: Path) -> bool:
-    return str(path).startswith(HUB) or path.is_dir()
+    return is_hub_name(path) or path.is_dir()
 
 
 def _datasets() -> Any:
@@ -415,13 +429,17 @@ def _data_set(path: Path, split: str | None) -> Rows:
     place, _, part = str(path).removeprefix(HUB).partition(":")
     owner, name, configuration = [*place.split("/", 2), "", ""][:3]
     try:
-        if path.is_dir():
+        if not is_hub_name(path):
             data_set = datasets.load_from_disk(str(path))
         else:
             repository = f"{owner}/{name}".rstrip("/")
             data_set = datasets.load_dataset(repository, configuration or None, split=part or None)
     except Exception as error:  # of the library, of the hub's client, of its HTTP client
-        advice = "" if path.is_dir() else "; without a network, save it elsewhere (save_to_disk) and give that folder"
+        advice = (
+            ""
+            if not is_hub_name(path)
+            else "; without a network, save it elsewhere (save_to_disk) and give that folder"
+        )
         if advice and datasets.config.HF_HUB_OFFLINE:
             advice = f"; HF_HUB_OFFLINE is set: unset it to fetch the data set{advice}"
         if "Config name is missing" in str(error):

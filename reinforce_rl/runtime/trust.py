@@ -21,7 +21,7 @@ from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.generation_rules import GENERATIONS
 from reinforce_rl.config.rewards import MoreFunctionConfig, RewardFunctionConfig, RewardServerConfig
 from reinforce_rl.data.data_prefix import sets_of
-from reinforce_rl.data.readers import HUB
+from reinforce_rl.data.readers import is_hub_name
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.utils.process import PACKAGE_PARENT
 
@@ -111,7 +111,7 @@ def _of_data(cfg: TrainConfig) -> Iterator[Authority]:
     effect = "a data set that is asked for over the network, with your token"
     for split, value in vars(cfg.model.data.data_prefix).items():
         for path in itertools.chain(*sets_of(value).values()):
-            if str(path).startswith(HUB):
+            if is_hub_name(path):
                 yield Authority(f"model.data.data_prefix.{split}", path, effect)
 
 

@@ -20,7 +20,7 @@ from pyarrow import json as arrow_json
 
 from reinforce_rl.data import readers
 from reinforce_rl.data.jsonl import LineFaults
-from reinforce_rl.data.readers import Columns, files_of, read_records, source_fault
+from reinforce_rl.data.readers import Columns, files_of, is_hub_name, read_records, source_fault
 from reinforce_rl.errors import DataError
 
 ROWS = [
@@ -164,6 +164,50 @@ def test_data_sets_of_hugging_face(tmp_path, monkeypatch):
     said = refused("hf:no/such-data")
     assert "hf:no/such-data cannot be loaded by datasets: " in said and "HF_HUB_OFFLINE is set: unset it" in said
     assert "save_to_disk" in said
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("hf:some/where", True),
+        ("hf:some/where/part:train[:10%]", True),
+        ("hf:", True),
+        ("./hf:some/where", False),
+        (" hf:some/where", False),
+        ("HF:some/where", False),
+        ("/data/hf:some/where", False),
+        (0.5, False),
+    ],
+)
+def test_a_name_of_the_hub_has_one_spelling(source, expected):
+    assert is_hub_name(source) is expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["./hf:a/x.jsonl", "./hf:a", ".//hf:a:train", "*/x.jsonl", "*.jsonl", "hf*.jsonl", "*:a", "."],
+)
+def test_files_that_look_like_a_name_of_the_hub_are_read_here(tmp_path, monkeypatch, source):
+    """Path("./hf:a") is Path("hf:a"); nothing is asked for over the network."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: pytest.fail(args[0]))
+    monkeypatch.chdir(tmp_path)
+    is_plain = source.endswith("*.jsonl") or source == "."
+    path = Path("./hf:f.jsonl" if is_plain else "./hf:a/x.jsonl")
+    path.parent.mkdir(exist_ok=True)
+    if source.endswith(":train"):
+        path = path.with_name("train.jsonl")
+    path.write_text('{"prompt": "a"}\n')
+    assert read(source) == [{"prompt": "a"}]
+    assert source_fault(source) is None
+    assert refused(f"./hf:{'b/' * 2}none").startswith(str(tmp_path / "hf:b/b/none"))
+
+
+def test_a_saved_data_set_that_looks_like_a_name_of_the_hub_is_read_here(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    datasets.Dataset.from_list(TYPED).save_to_disk(tmp_path / "hf:one")
+    assert read("./hf:one") == TYPED
 
 
 def test_a_folder_gives_its_files_by_name_and_split(tmp_path):

@@ -100,6 +100,14 @@ def test_a_data_set_of_the_hub_is_asked_for_with_a_token():
     ]
 
 
+@pytest.mark.parametrize("value", ["./hf:evil/a", "' hf:evil/a'", "HF:evil/a", "/tmp/hf:evil/a"])
+def test_a_path_that_looks_like_a_data_set_of_the_hub_is_no_authority(value: str) -> None:
+    """`tests/data/test_readers.py` shows that it is read as a path."""
+    prefix = "model.data.data_prefix"
+    found = keys(f"{prefix}.train={value}", f"{prefix}.test=[{value}]", rewards=False, data=True)
+    assert found == []
+
+
 def test_a_crowd_of_ranks_is_authority_and_a_few_are_not():
     few = ["trainer.devices=8", "trainer.num_nodes=1"]
     assert keys(*few, rewards=False, ranks=True) == []
@@ -137,11 +145,11 @@ class TestUse:
     def test_each_factor_of_a_crowd_is_the_readers_or_refused(self, tmp_path):
         """With one factor of the reader's, the other one would be the folder's."""
         cfg = config("trainer.devices=5000", "trainer.num_nodes=1")
-        one = ["trainer.num_nodes=1"]
-        said = r"trainer\.devices is '5000', one factor of 5000 ranks, .* Give trainer\.devices=VALUE yourself"
+        nodes = ["trainer.num_nodes=1"]
+        said = r"trainer\.devices is '5000', one factor of 5000 ranks, .* Give trainer\.devices=VALUE"
         with pytest.raises(ConfigError, match=said):
-            require_trust(cfg, one, tmp_path, trust=False, rewards=False, ranks=True)
-        both = [*one, "trainer.devices=5000"]
+            require_trust(cfg, nodes, tmp_path, trust=False, rewards=False, ranks=True)
+        both = [*nodes, "trainer.devices=5000"]
         require_trust(cfg, both, tmp_path, trust=False, rewards=False, ranks=True)
         listed: list[str] = []
         options = {"rewards": False, "ranks": True, "say": listed.append}
