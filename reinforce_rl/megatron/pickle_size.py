@@ -39,7 +39,7 @@ _UNUSED = frozenset({"POP", "POP_MARK", "DUP"})
 
 
 def check_pickle_size(data: bytes, *, key_classes: Collection[str] = ()) -> None:
-    """Raise CheckpointError if a pickle is damaged, or reading it could take far more than its size.
+    """Raise CheckpointError if a pickle is damaged, or if to read it could take far too much.
 
     Args:
         data: a pickle of any protocol, which is not executed.
@@ -104,7 +104,8 @@ def _check(data: bytes, key_classes: Collection[str]) -> None:
             if changed is None:
                 called = _name_of(name, argument, taken)
                 may_change = name not in _GLOBALS
-                stack.extend(_Value(1 + added, kind, called, may_change) for kind in opcode.stack_after)
+                for kind in opcode.stack_after:
+                    stack.append(_Value(1 + added, kind, called, may_change))
             else:
                 # The sizes of the values that hold it have been computed already.
                 if not changed.may_change:
@@ -137,7 +138,8 @@ def _check_keys(keys: Iterable[_Value], classes: Collection[str]) -> None:
         is_plain = key.kind in _TEXTS or key.kind in _NUMBERS
         is_instance = key.kind is pickletools.anyobject and key.name in classes
         if not (is_plain or is_instance):
-            raise CheckpointError(f"it has a key of the kind {key.kind.name!r}; expected texts and whole numbers")
+            kind = key.kind.name
+            raise CheckpointError(f"it has a key of the kind {kind!r}; expected texts and whole numbers")
 
 
 def _check_calls(opcode: str, changed: _Value | None, taken: Sequence[_Value]) -> None:

@@ -130,7 +130,8 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
     for name in names:
         path = folder / name
         if Path(name).name != name or path.is_symlink() or not path.is_file():
-            raise CheckpointError(f"it names the file {name[:100]!r}, expected files of its own folder")
+            shown = name[:100]
+            raise CheckpointError(f"it names the file {shown!r}, expected files of its own folder")
         available += path.stat().st_size
     described = 0
     for name, tensor in metadata.state_dict_metadata.items():

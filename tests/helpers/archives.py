@@ -32,7 +32,7 @@ def pickle_of_key(rounds: int) -> bytes:
 
 
 def equal_hashes(count: int) -> list[tuple[int, int]]:
-    """Return pairs whose hashes are equal, by CPython's formula for the hash of a tuple (64 bits)."""
+    """Return pairs whose hashes are equal, by CPython's formula for the hash of a tuple."""
     bits = (1 << 64) - 1
     first_prime = 11400714785074694791
     second_prime = 14029467366897019727

@@ -230,7 +230,8 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_latest_names_a_checkpoint_beside_it(linked, name):
     (linked / "latest").write_text(name)
-    with pytest.raises(CheckpointError, match=r"latest names .*; expected the name of a checkpoint beside it"):
+    said = "latest names .*; expected the name of a checkpoint beside it"
+    with pytest.raises(CheckpointError, match=said):
         latest_checkpoint(linked)
 
 

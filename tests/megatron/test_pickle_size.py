@@ -96,11 +96,14 @@ def test_keys_whose_hashes_can_be_made_equal_are_refused(value: Any, protocol: i
         check_pickle_size(pickle.dumps(value, protocol))
 
 
+# torch calls OrderedDict with whatever a pickle says.
+CALL_WITH_PAIRS = b"\x80\x02ccollections\nOrderedDict\n]K\x01K\x02\x86K\x03\x86a\x85R."
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        # A dictionary of pairs: torch calls OrderedDict with whatever a pickle says.
-        (b"\x80\x02ccollections\nOrderedDict\n]K\x01K\x02\x86K\x03\x86a\x85R.", "calls OrderedDict"),
+        (CALL_WITH_PAIRS, "calls OrderedDict"),
         (with_attribute([(PAIR, 1)]), "sets attributes"),
         (with_attribute((("a", PAIR), ("b", PAIR))), "sets attributes"),
         (with_attribute({PAIR: 1}), "a key of the kind 'tuple'"),

@@ -14,7 +14,12 @@ import pytest
 import torch
 from helpers.archives import compressed, equal_hashes, pickle_of_key
 from helpers.models import tiny_llama_folder
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 
 from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.convert import plain_tensors, to_hf, to_megatron
@@ -57,7 +62,10 @@ def test_a_checkpoint_of_this_program_is_read(copy: Path) -> None:
     assert plain_tensors(copy)["embedding.word_embeddings.weight"].dtype == torch.float32
 
 
-def test_no_checkpoint_is_read_where_torch_would_execute_code(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_checkpoint_is_read_where_torch_would_execute_code(
+    copy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     with pytest.raises(CheckpointError, match=r"^the environment variable .* Unset it"):
         plain_tensors(copy)

@@ -158,9 +158,9 @@ HOSTILE = {
     "deflated": (packed(zipfile.ZIP_DEFLATED), "compressed"),
     "lzma": (packed(zipfile.ZIP_LZMA), "compressed"),
     "shared bytes": (shared_bytes(), "begins at byte 0, expected byte 100044"),
-    "the old format in front": (old_format_in_front(), "begins at byte [1-9][0-9]*, expected byte 0"),
+    "the old format in front": (old_format_in_front(), "begins at byte [0-9]{2,}, expected byte 0"),
     "a gap": (with_a_gap(), "'archive/second' begins at byte 144, expected byte 44"),
-    "a gap before the directory": (directory_behind_a_gap(), "its directory begins at byte 144, expected byte 44"),
+    "a gap at its end": (directory_behind_a_gap(), "directory begins at byte 144, expected byte 44"),
     "no header": (entry_without_header(), "has no header of its own"),
     "two places": (two_places(), "more than one field of sizes"),
     "a name of a tuple": (name_of_a_tuple(), r"is named 'archive/data/\(1, 2\)'"),
@@ -204,7 +204,10 @@ def test_torch_would_read_what_is_in_front() -> None:
 
 
 @pytest.mark.parametrize("value", ["1", "TRUE", "yes", "y"])
-def test_nothing_is_read_where_torch_would_execute_code(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_where_torch_would_execute_code(
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """megatron calls `torch.load` without `weights_only`."""
     content = saved()
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", value)

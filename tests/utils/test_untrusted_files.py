@@ -235,5 +235,6 @@ def test_a_folder_may_be_a_link_within_the_folder_in_which_it_stands(tmp_path):
     check_folder(tmp_path / "run" / "real")
     check_folder(tmp_path / "run" / "inside")
     check_folder(tmp_path / "run" / "absent")
-    with pytest.raises(UnreadableFileError, match=r"run/outside is a link to .*, outside of .*/run; expected"):
+    said = r"run/outside is a link to .*, outside of .*/run; expected"
+    with pytest.raises(UnreadableFileError, match=said):
         check_folder(tmp_path / "run" / "outside")
