@@ -99,7 +99,7 @@ class ConfigError(ReinforceError):
 
     def with_keys(self) -> str:
         """Return the list of faults, each with its key."""
-        return self._listed([_with_key(fault, key) for fault, key in zip(self.faults, self.keys, strict=True)])
+        return self._listed([_with_key(fault, getattr(fault, "key", "")) for fault in self.faults])
 
     @staticmethod
     def _listed(sentences: list[str]) -> str:

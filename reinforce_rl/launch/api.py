@@ -163,8 +163,8 @@ def _copied(function: Any, modules: Mapping[str, str], folder: Path, files: dict
         code = ast.unparse(ast.parse("\n".join(lines)))  # without comments
     except (OSError, SyntaxError) as error:
         raise ReinforceError(
-            f"the source of the reward {function.__name__} cannot be read; put it into a file, such "
-            f"as my_rewards.py, and give my_rewards.{function.__name__}",
+            f"the source of the reward {function.__name__} cannot be read; put it into a file, "
+            f"such as my_rewards.py, and give my_rewards.{function.__name__}",
             key="api.reward.no_source",
         ) from error
     if str(folder.resolve()) not in sys.path:

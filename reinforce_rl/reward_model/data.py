@@ -200,8 +200,8 @@ def split_by_prompt(keys: Sequence[str], fraction: float, seed: int) -> tuple[li
     if not all(sides):
         raise DataError(
             f"{len(keys)} pairs of {len(set(keys))} prompts cannot be split with "
-            f"data.held_out_fraction={fraction}: one side would be empty; use more pairs or another "
-            "fraction",
+            f"data.held_out_fraction={fraction}: one side would be empty; use more pairs or "
+            "another fraction",
             key="reward_model.data.cannot_be_split",
         )
     return sides

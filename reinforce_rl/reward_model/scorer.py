@@ -23,7 +23,7 @@ from reinforce_rl.actor.micro_batches import micro_batches
 from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
-from reinforce_rl.megatron.hf_weights import SCORE, load_hf_weights
+from reinforce_rl.megatron.hf_weights import SCORE, check_headers, load_hf_weights
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.model.reward_head import RewardHead, counted_lengths, head_scores
@@ -79,8 +79,8 @@ class Merging:
             raise ConfigError(
                 [
                     Fault(
-                        "reward_model.attribute_weights has no weight other than 0, so every reward "
-                        "would be 0; give one that is not 0",
+                        "reward_model.attribute_weights has no weight other than 0, so every "
+                        "reward would be 0; give one that is not 0",
                         key="reward_model.attributes.all_zero",
                     )
                 ]
@@ -90,9 +90,9 @@ class Merging:
                 [
                     Fault(
                         f"the head has {len(names)} scores without names ({', '.join(names)}), and "
-                        "their mean may say nothing; choose with reward_model.attribute_weights, for "
-                        "instance {LABEL_0: 1} for the first alone, as TRL does, or {LABEL_1: 1, "
-                        "LABEL_0: -1} for the log-odds of a classifier's second class",
+                        "their mean may say nothing; choose with reward_model.attribute_weights, "
+                        "for instance {LABEL_0: 1} for the first alone, as TRL does, or {LABEL_1: "
+                        "1, LABEL_0: -1} for the log-odds of a classifier's second class",
                         key="reward_model.attributes.no_names",
                     )
                 ]
@@ -242,7 +242,10 @@ def load_trunk(
 ) -> CausalLM:
     """Load a trunk, with the score layer of a classifier if it has `num_scores`; for `heads` see `load_hf_weights`."""
     architecture, weights = Architecture.from_folder(folder), HFFolder(folder)
-    lm = CausalLM(architecture if num_scores is None else architecture.as_classifier(num_scores), mesh, dtype)
+    if num_scores is not None:
+        architecture = architecture.as_classifier(num_scores)
+    check_headers(architecture, weights, heads)  # before a model of config.json's size takes memory
+    lm = CausalLM(architecture, mesh, dtype)
     load_hf_weights(lm, weights, heads=heads)
     return lm
 

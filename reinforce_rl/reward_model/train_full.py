@@ -26,7 +26,7 @@ from reinforce_rl.data.sampler import PromptSampler, shard
 from reinforce_rl.errors import CheckpointError, ConfigError, DataError, Fault
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
-from reinforce_rl.megatron.hf_weights import export_hf_folder, load_hf_weights
+from reinforce_rl.megatron.hf_weights import check_headers, export_hf_folder, load_hf_weights
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS, CausalLM, ModelOptions
 from reinforce_rl.megatron.model.reward_head import POOLING_KEY, RewardHead, counted_lengths, head_scores
@@ -352,13 +352,15 @@ def load_trainable(
                 [
                     Fault(
                         f"the head of {folder} scores {has}, but this run trains {wanted}; set "
-                        "full.objective and full.attributes to the head's, or begin with a language "
-                        "model's folder",
+                        "full.objective and full.attributes to the head's, or begin with a "
+                        "language model's folder",
                         key="reward_model.head.other_scores",
                     )
                 ]
             )
-    lm = CausalLM(architecture.as_classifier(max(len(names), 1)), mesh, dtype, options)
+    architecture = architecture.as_classifier(max(len(names), 1))
+    check_headers(architecture, weights)  # before a model of config.json's size takes memory
+    lm = CausalLM(architecture, mesh, dtype, options)
     if mesh.is_last_stage:
         generator = torch.Generator().manual_seed(seed)
         start = torch.randn(lm.score.weight.shape, generator=generator) / (architecture.hidden_size + 1) ** 0.5

@@ -102,7 +102,8 @@ def test_a_script_whose_function_uses_what_stands_beside_it(tmp_path: Path, mode
     (tmp_path / "other").mkdir()
     bare = script(tmp_path / "other", model, HEAD + function + call)
     assert bare.returncode == 1
-    assert "api.script.no_guard" in printed_keys(bare.stderr) and "if __name__ == '__main__':" in bare.stderr
+    assert "api.script.no_guard" in printed_keys(bare.stderr)
+    assert "if __name__ == '__main__':" in bare.stderr
 
 
 def test_a_notebook(tmp_path: Path, model: Path) -> None:
@@ -138,7 +139,8 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path: Path, model: Path)
         reinforce_rl.train(model, ["a"], "json.dumps", tmp_path, max_steps=3)
     with pytest.raises(ConfigError, match=r"some/model, which does not exist; .*`hf download some/model --local-dir"):
         reinforce_rl.train("some/model", ["a"], "json.dumps", tmp_path)
-    with raises_error("api.ranks.one_process", "torchrun --nproc-per-node 2 ", "reinforce-rl train"):
+    values = ("torchrun --nproc-per-node 2 ", "reinforce-rl train")
+    with raises_error("api.ranks.one_process", *values):
         reinforce_rl.train(model, ["a"], "json.dumps", tmp_path, **SETTINGS, **{"trainer.devices": 2})
     with pytest.raises(ConfigError, match=r"algorithm is 'grop'; expected one of .*grpo"):
         reinforce_rl.train(model, ["a"], "json.dumps", tmp_path, algorithm="grop")

@@ -268,7 +268,8 @@ def test_faulty_ratings_are_all_named(tmp_path, tokenizer):
 
 def test_a_name_that_no_line_has(tmp_path, tokenizer):
     path = write_lines(tmp_path / "r.jsonl", {"prompt": "a", "response": "b", "helpfulness": 1})
-    with raises_error("reward_model.data.attribute_not_rated", path, "verbosity", "full.attributes"):
+    values = (path, "verbosity", "full.attributes")
+    with raises_error("reward_model.data.attribute_not_rated", *values):
         ratings_of(path, tokenizer)
 
 

@@ -87,7 +87,7 @@ def test_the_lead_follows_the_last_save():
         (300, 14400, 200.0, "", []),
         (300, None, None, "", []),
         (300, 300, None, "slurm.signal_lead.no_time_to_train", ["300 s", "--time"]),
-        (300, 360, None, "slurm.signal_lead.no_time_to_train", ["--signal-lead is 300 s", "--time above 360 s"]),
+        (300, 360, None, "slurm.signal_lead.no_time_to_train", ["300 s", "--time above 360 s"]),
         (120, 3600, 90.5, "slurm.signal_lead.shorter_than_save", ["120 s", "90 s", "151 s"]),
         (70000, 100000, None, "slurm.signal_lead.too_long", [70000, 65535]),
     ],

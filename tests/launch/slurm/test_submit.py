@@ -261,7 +261,8 @@ def test_a_controller_that_does_not_answer(submit):
     submit.slurm.answer("sinfo", error="slurm_load_partitions: Unable to contact slurm controller", code=1)
     text = submit("--dry-run")
     assert submit.code == 0
-    assert "Not checked:" in text and "sinfo" in text and "Unable to contact slurm controller" in text
+    assert "Not checked:" in text and "sinfo" in text
+    assert "Unable to contact slurm controller" in text
     text = submit()
     assert submit.code == 1
     assert printed_keys(text) == ["slurm.partition.not_known"]
@@ -360,8 +361,13 @@ def ask(server: Component, actor: Component, megabytes: int = 0) -> Answer:
         ("small", 3660, "slurm.partition.unusable", ("partition small", "3600 s", "3660")),
         ("small", None, "slurm.partition.unusable", ("no limit",)),
         ("off", 600, "slurm.partition.unusable", ("the actor", "partition off is not up")),
-        ("off,small", 3660, "slurm.partition.unusable", ("partition off is not up", "small", "3600 s")),
-        ("nowhere", 600, "slurm.partition.unknown", ("nowhere", "--partition", "batch, dgx, off, small")),
+        ("off,small", 3660, "slurm.partition.unusable", ("off is not up", "small", "3600 s")),
+        (
+            "nowhere",
+            600,
+            "slurm.partition.unknown",
+            ("nowhere", "--partition", "batch, dgx, off, small"),
+        ),
     ],
 )
 def test_partitions_that_sbatch_would_accept_and_never_start(partition, seconds, key, values):
