@@ -265,4 +265,4 @@ def test_questions_from_a_pipe(folder):
     assert done.stdout.count("\n") >= 1 and "\x1b" not in done.stdout and ">" not in done.stdout[:2]
     command += ["model.sede=1"]
     done = subprocess.run(command, input="", capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1 and "model.seed" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "model.seed?" in done.stderr and "Traceback" not in done.stderr
