@@ -65,8 +65,11 @@ def _take() -> ModuleChild:
             if reader.exit_code is None:
                 return reader
             _end(reader)
-    nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    reader = ModuleChild("reinforce_rl.monitoring.parquet_process", **nowhere)
+    reader = ModuleChild(
+        "reinforce_rl.monitoring.parquet_process",
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     atexit.register(reader.kill)
     return reader
 

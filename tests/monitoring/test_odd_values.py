@@ -1,4 +1,4 @@
-"""Each value of a run's files replaced by one of another type: a sentence or another picture, and no traceback."""
+"""Each value of a run's files replaced by one of another type gives a sentence, and no traceback."""
 
 from __future__ import annotations
 
@@ -46,7 +46,14 @@ BIN = {"low": 0.5, "high": 0.6, "count": 3, "predicted": 0.5, "observed": 0.4}
 SHARES = {"accuracy": 0.5, "accuracy_standard_error": 0.1, "accuracy_of_longer_wins": 0.4}
 EVALUATION = {"step": 1, "evaluation": {"loss": 0.5, "metrics": SHARES, "reliability": [BIN]}}
 OPERATION = {"name": "matmul", "calls": 1, "self_seconds": 0.1, "share": 0.5}
-PROFILED = {"step": 1, "rank": 0, "device": "cpu", "seconds": 1.0, "trace": "t", "operations": [OPERATION]}
+PROFILED = {
+    "step": 1,
+    "rank": 0,
+    "device": "cpu",
+    "seconds": 1.0,
+    "trace": "t",
+    "operations": [OPERATION],
+}
 CONFIG = {
     "model": {"seed": 1, "optim": {"lr": 1e-3}},
     "trainer": {"straggler_factor": 2.0},
@@ -59,8 +66,12 @@ HISTORY = {"step": 1, "config": yaml.safe_dump(CONFIG), "files": {"f": "digest"}
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the place of each value within a value, itself first."""
     yield above
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, child in children:
+    children = {}
+    if isinstance(value, dict):
+        children = value
+    elif isinstance(value, list):
+        children = dict(enumerate(value))
+    for key, child in children.items():
         yield from places(child, (*above, key))
 
 

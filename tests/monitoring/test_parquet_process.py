@@ -1,4 +1,4 @@
-"""Parquet that ends the process that reads it, or does not let it end, is a sentence for whoever asked."""
+"""Parquet that ends its reader, or does not let it end, is a sentence for whoever asked."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers.rows import write_rows
 
@@ -23,7 +24,7 @@ from reinforce_rl.monitoring import parquet_process, records
 from reinforce_rl.monitoring.parquet_process import read_in_child
 from reinforce_rl.monitoring.records import RolloutRow, Samples, TokenColumns, read_rows, write_samples
 
-# Reads a file with each of the bytes changed that are named, and prints how many it read and how many it did not.
+# Reads a file with each of the named bytes changed, and prints how often that worked and did not.
 FLIPS = """
 import sys
 from pathlib import Path
@@ -82,10 +83,10 @@ def test_no_changed_byte_ends_the_process(tmp_path: Path) -> None:
 
 def test_a_file_is_read_as_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_with_tokens(tmp_path)
-    found = records.read_table(path)
+    table = records.read_table(path)
     here = records.read_table(path, is_own=True)
-    assert found.equals(here) and found.schema.metadata == here.schema.metadata
-    assert found["response_tokens"].to_pylist() == [[0, 1, 2]] * 4
+    assert table.equals(here) and table.schema.metadata == here.schema.metadata
+    assert table["response_tokens"].to_pylist() == [[0, 1, 2]] * 4
     some = records.read_table(path, ["prompt_id"], [("prompt_id", "in", [2])])
     assert some.to_pylist() == [{"prompt_id": 2}]
     monkeypatch.setattr(records, "read_in_child", None)
@@ -135,7 +136,7 @@ def test_readers_are_used_again_and_limited(tmp_path: Path) -> None:
     read_rows(path)
     assert parquet_process._waiting[-1] is reader
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert resource.prlimit(reader.pid, resource.RLIMIT_DATA)[0] <= machine // 4
+    assert 0 < resource.prlimit(reader.pid, resource.RLIMIT_DATA)[0] <= machine // 4
     assert resource.prlimit(reader.pid, resource.RLIMIT_CORE) == (0, 0)
     reader.kill()
     assert read_rows(path) == [row()], "a reader that ended meanwhile is not asked"
@@ -144,35 +145,40 @@ def test_readers_are_used_again_and_limited(tmp_path: Path) -> None:
 
 def test_threads_have_readers_of_their_own(tmp_path: Path) -> None:
     path = write_rows(tmp_path, 1, [row(i) for i in range(100)])
-    found: list[int] = []
-    threads = [threading.Thread(target=lambda: found.append(len(read_rows(path)))) for _ in range(6)]
+    counts: list[int] = []
+
+    def read() -> None:
+        counts.append(len(read_rows(path)))
+
+    threads = [threading.Thread(target=read) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [100] * 6
+    assert counts == [100] * 6
     assert len(parquet_process._waiting) <= 4
 
 
+FLOATS = pa.list_(pa.float32())
+MAPS = pa.map_(pa.string(), pa.float64())
+# A column, what is in it, and what is said of it.
 TYPES = {
-    "text for a number": ("reward", pa.array(["high"]), "the column reward is string, expected double"),
-    "number for a text": ("prompt", pa.array([1.0]), "the column prompt is double, expected string"),
-    "list for a number": ("step", pa.array([[1]]), "the column step is list.*, expected int64"),
-    "another width": ("response_tokens", pa.array([[1]], pa.list_(pa.int64())), "the column response_tokens is"),
-    "null": ("response_length", pa.array([None], pa.int64()), "the column response_length holds a null"),
-    "null rewards": ("source_rewards", pa.nulls(1, pa.map_(pa.string(), pa.float64())), "source_rewards holds a null"),
-    "negative": ("prompt_id", pa.array([-1]), "the column prompt_id holds -1 to -1, expected 0 to"),
-    "large": ("step", pa.array([1 << 53]), "the column step holds 9007199254740992"),
-    "null token": ("token_texts", pa.array([["a", None, "b"]]), "token_texts holds a null within a list"),
-    "lengths": ("policy_log_probs", pa.array([[1.0]], pa.list_(pa.float32())), "policy_log_probs have not one value"),
+    "text for a number": ("reward", pa.array(["high"]), "reward is string, expected double"),
+    "number for a text": ("prompt", pa.array([1.0]), "prompt is double, expected string"),
+    "list for a number": ("step", pa.array([[1]]), "step is list.*, expected int64"),
+    "another width": ("response_tokens", pa.array([[1]]), "response_tokens is list.*, expected list"),
+    "null": ("response_length", pa.array([None], pa.int64()), "response_length holds a null"),
+    "null rewards": ("source_rewards", pa.nulls(1, MAPS), "source_rewards holds a null"),
+    "negative": ("prompt_id", pa.array([-1]), "prompt_id holds -1 to -1, expected 0 to"),
+    "large": ("step", pa.array([1 << 53]), "step holds 9007199254740992"),
+    "null token": ("token_texts", pa.array([["a", None, "b"]]), "token_texts holds a null within"),
+    "lengths": ("policy_log_probs", pa.array([[1.0]], FLOATS), "policy_log_probs have not one value"),
 }
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_a_column_that_is_not_what_is_written(tmp_path: Path, name: str) -> None:
     column, values, expected = TYPES[name]
-    import pyarrow.parquet as pq
-
     path = write_with_tokens(tmp_path)
     table = pq.read_table(path).slice(0, 1)
     table = table.set_column(table.column_names.index(column), column, values)
@@ -182,25 +188,24 @@ def test_a_column_that_is_not_what_is_written(tmp_path: Path, name: str) -> None
 
 
 def test_tokens_of_some_samples_only(tmp_path: Path) -> None:
-    import pyarrow.parquet as pq
-
     path = write_with_tokens(tmp_path)
     table = pq.read_table(path)
     lists = [[0], None, [1], [2]]
     index = table.column_names.index("response_tokens")
     kept = table.set_column(index, "response_tokens", pa.array(lists, pa.list_(pa.int32())))
-    others = [name for name in records.TOKEN_COLUMNS if name not in ("response_tokens", "prompt_tokens")]
-    for name in others:
-        kept = kept.set_column(kept.column_names.index(name), name, pa.nulls(4, kept.schema.field(name).type))
+    for name in set(records.TOKEN_COLUMNS) - {"response_tokens", "prompt_tokens"}:
+        nulls = pa.nulls(4, kept.schema.field(name).type)
+        kept = kept.set_column(kept.column_names.index(name), name, nulls)
     pq.write_table(kept, path)
     with pytest.raises(DataError, match="tokens of 3 of 4 samples, expected all or none"):
         records.read_tokens(path)
 
 
-@pytest.mark.parametrize("metadata", ["[]", "1", "null", '{"version": []}', '{"version": {"a": 1}}', "{", "[" * 9000])
-def test_a_version_of_an_odd_type(tmp_path: Path, metadata: str) -> None:
-    import pyarrow.parquet as pq
+ODD_VERSIONS = ["[]", "1", "null", '{"version": []}', '{"version": {"a": 1}}', "{", "[" * 9000]
 
+
+@pytest.mark.parametrize("metadata", ODD_VERSIONS)
+def test_a_version_of_an_odd_type(tmp_path: Path, metadata: str) -> None:
     path = write_with_tokens(tmp_path)
     table = pq.read_table(path).replace_schema_metadata({records.FORMAT: metadata})
     pq.write_table(table, path)

@@ -21,7 +21,7 @@ from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import RolloutRow, Samples
-from reinforce_rl.monitoring.report import overview, run_summary, write_report
+from reinforce_rl.monitoring.report import overview, run_summary, summarize, write_report
 from reinforce_rl.monitoring.run import RunMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.monitoring.view import MAX_POINTS
@@ -268,6 +268,15 @@ def test_the_top_operations_of_a_profile(tmp_path):
     path.write_text("{}")
     with pytest.raises(DataError, match=r"top_operations\.json is no profile's table"):
         write_report(tmp_path)
+
+
+def test_many_sources_of_a_reward_are_not_all_compared(tmp_path):
+    names = [f"val/rewards_{number}" for number in range(52)]
+    values = json.dumps({"step": 1, **dict.fromkeys(names, 1.0)})
+    (tmp_path / "metrics.jsonl").write_text(f"{values}\n{values}\n")
+    rows = summarize(RunFolder(tmp_path))
+    assert len(rows) == 51 and rows[0][0].strip() == "0" and rows[49][0].strip() == "49"
+    assert rows[50][0] == "2 more sources" and "over 50" in rows[50][-1]
 
 
 def test_no_prompt_in_common(tmp_path):

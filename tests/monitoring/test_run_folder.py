@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from helpers.rows import write_rows
@@ -100,9 +101,13 @@ def test_damage_is_named(tmp_path):
 
 @pytest.mark.parametrize("files", [["f"], "f", 1, None, {"f": 1}, {"f": ["digest"]}])
 def test_a_history_with_files_of_an_odd_type(tmp_path, files):
-    lines = [{"step": 0, "config": "a: 1", "files": {"f": "digest"}}, {"step": 0, "config": "a: 2", "files": files}]
-    (tmp_path / "config_history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(DataError, match=r"config_history.jsonl, line 2: files is .*, expected a digest by function"):
+    lines = [
+        json.dumps({"step": 0, "config": "a: 1", "files": {"f": "digest"}}),
+        json.dumps({"step": 0, "config": "a: 2", "files": files}),
+    ]
+    (tmp_path / "config_history.jsonl").write_text("\n".join([*lines, ""]))
+    expected = "config_history.jsonl, line 2: files is .*, expected a digest by function"
+    with pytest.raises(DataError, match=expected):
         RunFolder(tmp_path).configuration()
 
 
@@ -116,23 +121,22 @@ def test_a_history_of_many_lines(tmp_path, monkeypatch):
         RunFolder(tmp_path).configuration()
 
 
-def test_a_configuration_is_read_again_only_if_a_file_or_the_step_has_changed(tmp_path, monkeypatch):
+def test_a_configuration_is_read_again_only_after_a_change(tmp_path, monkeypatch):
     run = RunFolder(tmp_path)
-    read = []
-    settings_of = run_folder.settings_of
-    monkeypatch.setattr(run_folder, "settings_of", lambda *args, **more: read.append(1) or settings_of(*args, **more))
+    settings_of = Mock(wraps=run_folder.settings_of)
+    monkeypatch.setattr(run_folder, "settings_of", settings_of)
     (tmp_path / "config.yaml").write_text("model.seed: 1\n")
-    assert run.configuration() is run.configuration() and len(read) == 1
+    assert run.configuration() is run.configuration() and settings_of.call_count == 1
     (tmp_path / "config.yaml").write_text("a: [")
     for _ in range(2):
         with pytest.raises(DataError, match="not valid YAML"):
             run.configuration()
-    assert len(read) == 2, "also what is wrong is read once"
+    assert settings_of.call_count == 2, "also what is wrong is read once"
     (tmp_path / "config.yaml").unlink()
-    assert run.configuration().text == "" and len(read) == 3
+    assert run.configuration().text == "" and settings_of.call_count == 3
     log(tmp_path, [1])
     run.refresh()
-    assert run.configuration().text == "" and len(read) == 4
+    assert run.configuration().text == "" and settings_of.call_count == 4
 
 
 def test_metrics_of_many_names(tmp_path):

@@ -29,8 +29,8 @@ HOSTILE = "[red]x[/red] [link=http://x]y[/link] :warning: [@click=f]z [/b]"
 
 def printed(*shown: RenderableType, console: Console | None = None) -> str:
     console = console or Console(file=io.StringIO(), width=2000, force_terminal=False)
-    for one in shown:
-        console.print(one)
+    for renderable in shown:
+        console.print(renderable)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -62,11 +62,20 @@ def plain_table() -> RenderableType:
     return table
 
 
-@pytest.mark.parametrize("make", [str, evaluation, what_if, replay, verification, plain_table])
-def test_texts_of_others_are_no_markup(make) -> None:
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (str, 1),
+        (evaluation, 4),
+        (what_if, 2),
+        (replay, 7),
+        (verification, 6),
+        (plain_table, 4),
+    ],
+)
+def test_texts_of_others_are_no_markup(make, count: int) -> None:
     shown = HOSTILE if make is str else make()
-    expected = {str: 1, evaluation: 4, what_if: 2, replay: 7, verification: 6, plain_table: 4}
-    assert printed(shown).count(HOSTILE) == expected[make]
+    assert printed(shown).count(HOSTILE) == count
 
 
 def test_texts_of_others_in_rows_warnings_and_progress_are_no_markup() -> None:
