@@ -195,7 +195,7 @@ def default_lead(save_seconds: float | None) -> int:
     return DEFAULT_LEAD if save_seconds is None else max(LEAST_LEAD, math.ceil(2 * save_seconds) + LEAD_MARGIN)
 
 
-def lead_faults(lead: int, seconds: int | None, save_seconds: float | None) -> Iterator[str]:
+def lead_faults(lead: int, seconds: int | None, save_seconds: float | None) -> Iterator[Fault]:
     """Check a lead against Slurm's range, the time limit and the run's last save, all in seconds."""
     if lead > MOST_LEAD:
         yield Fault(
