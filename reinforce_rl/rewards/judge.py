@@ -132,7 +132,10 @@ class Judge:
 
 
 def _text_in(body: bytes, place: str) -> str:
-    """Return the text of a chat completion; JudgeError if it has none, or was cut within a number."""
+    """Return the text of a chat completion.
+
+    Raises JudgeError: it has none, or was cut within a number.
+    """
     try:
         choice = parse_json(body)["choices"][0]
         text = text_of(choice["message"])
@@ -141,7 +144,8 @@ def _text_in(body: bytes, place: str) -> str:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise JudgeError(f"{place} gave no choices[0].message.content") from error
     if choice.get("finish_reason") == "length" and _NUMBER_AT_END.search(text):
-        raise JudgeError("the judge's answer was cut within a number; options.max_tokens allows more", text)
+        advice = "options.max_tokens allows more"
+        raise JudgeError(f"the judge's answer was cut within a number; {advice}", text)
     return text
 
 

@@ -33,7 +33,8 @@ from reinforce_rl.utils.untrusted_files import parse_json
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0  # for one request about a server's health
-MAX_ANSWER_BYTES = 1 << 20  # far above any answer about a server; another program may send without end
+# Far above any answer about a server; another program may send without end.
+MAX_ANSWER_BYTES = 1 << 20
 MAX_NUMBER_BYTES = 32  # of an answer's number in JSON, which takes more than in binary
 MAX_QUOTED = 600  # characters of what a server said, from the end
 GATEWAY_CODES = (502, 503, 504)  # of a proxy whose back end is not up yet
@@ -190,8 +191,8 @@ async def exchange(
 
     Variables such as HTTP_PROXY do not count: reward servers are in the cluster. `proxy_of` reads them.
 
-    Raises FailedAttempt if no complete answer came within `seconds`, counted from connecting, or its body has more
-    than `max_bytes`.
+    Raises FailedAttempt if no complete answer came within `seconds`, counted from connecting, or
+    its body has more than `max_bytes`.
     """
     try:
         async with aiohttp.request(
@@ -212,7 +213,8 @@ async def exchange(
     except (asyncio.TimeoutError, TimeoutError) as error:
         raise FailedAttempt("does not answer (timed out)", timed_out=True) from error
     except aiohttp.ClientResponseError as error:
-        raise NoHttp(f"does not answer (what it sends is no HTTP: {quoted(error.message, 200)})") from error
+        sent = quoted(error.message, 200)
+        raise NoHttp(f"does not answer (what it sends is no HTTP: {sent})") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
         number = getattr(error, "errno", None)
         reason = os.strerror(number).lower() if number else str(error) or type(error).__name__
@@ -244,7 +246,8 @@ async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
     except wire.OtherVersion as error:
         raise RewardServerError(f"the reward server at {model.place} {error}") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise _foreign(model.place, f"an answer that is not a reward server's ({quoted(error)})") from error
+        answered = f"an answer that is not a reward server's ({quoted(error)})"
+        raise _foreign(model.place, answered) from error
     answer.check_digest(question)
     if info.name != model.name:
         name = quoted(info.name, 100)
@@ -268,10 +271,11 @@ def infer_json(model: ModelAddress, inputs: list[dict[str, Any]], timeout: float
         answer = wait_for(_ask(model, f"/v2/models/{model.name}/infer", timeout, body))
         if answer.code != 200:
             raise answer.failed()
-        return {output["name"]: list(output["data"]) for output in parse_json(answer.body)["outputs"]}
+        outputs = parse_json(answer.body)["outputs"]
+        return {output["name"]: list(output["data"]) for output in outputs}
     except (FailedAttempt, ValueError, KeyError, TypeError) as error:
-        text = f"{model.place} gave no proper answer to a request to '{model.name}': {quoted(error)}"
-        raise RewardServerError(text) from error
+        answered = f"gave no proper answer to a request to '{model.name}': {quoted(error)}"
+        raise RewardServerError(f"{model.place} {answered}") from error
 
 
 async def infer(
@@ -317,7 +321,8 @@ async def infer(
         json_length = answer.headers.get(wire.HEADER_LENGTH)
         found = client.parse_response_body(answer.body, header_length=int(json_length) if json_length else None)
         if (found_id := found.get_response().get("id")) != request_id:
-            raise ValueError(f"it is to the request with the id '{quoted(found_id, 100)}', not {request_id!r}")
+            other = quoted(found_id, 100)
+            raise ValueError(f"it is to the request with the id '{other}', not {request_id!r}")
         wire.check_json_numbers(found.get_response())
         return wire.check_answer(found.as_numpy, count, attributes)
     except Exception as error:  # tritonclient may raise anything on malformed bytes

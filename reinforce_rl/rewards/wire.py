@@ -94,8 +94,8 @@ class ServerInfo:
         if not isinstance(values, dict) or "protocol" not in values:
             raise ValueError("no reward server's description")
         if values["protocol"] != PROTOCOL_VERSION:
-            found = quoted(values["protocol"], 40)
-            versions = f"version {found} of the protocol, this client version {PROTOCOL_VERSION}"
+            version = quoted(values["protocol"], 40)
+            versions = f"version {version} of the protocol, this client version {PROTOCOL_VERSION}"
             raise OtherVersion(f"speaks {versions}: use a server and a client of the same release of reinforce_rl")
         try:
             info = _description().validate_json(text, strict=True)
@@ -108,15 +108,16 @@ class ServerInfo:
 
     def _check(self) -> None:
         """Raise ValueError if a client cannot use the values."""
+        wrong = "a wrong description"
         if self.max_batch_size < 1:
-            raise ValueError(f"a wrong description: max_batch_size is {self.max_batch_size}, expected at least 1")
+            raise ValueError(f"{wrong}: max_batch_size is {self.max_batch_size}, expected at least 1")
         if not self.input_forms or not set(self.input_forms) <= {TOKENS_FORM, TEXT_FORM}:
-            found = ", ".join(self.input_forms) or "none"
-            raise ValueError(f"a wrong description: input_forms are {found}, expected {TOKENS_FORM} or {TEXT_FORM}")
+            forms = ", ".join(self.input_forms) or "none"
+            expected = f"expected {TOKENS_FORM} or {TEXT_FORM}"
+            raise ValueError(f"{wrong}: input_forms are {quoted(forms)}, {expected}")
         if len(self.attributes) > MAX_ATTRIBUTES:
-            raise ValueError(
-                f"a wrong description: {len(self.attributes)} attributes, expected at most {MAX_ATTRIBUTES}"
-            )
+            count = len(self.attributes)
+            raise ValueError(f"{wrong}: {count} attributes, expected at most {MAX_ATTRIBUTES}")
 
     def differences(self, other: ServerInfo, here: str, there: str) -> list[str]:
         """Return one sentence per differing field; `here` and `there` say where or when each was seen."""
@@ -348,7 +349,10 @@ def check_answer(output: Callable[[str], np.ndarray | None], count: int, attribu
 
 
 def check_json_numbers(answer: Mapping[str, Any]) -> None:
-    """Raise ValueError if an output that came as JSON holds anything but numbers, of which numpy would make some."""
+    """Raise ValueError if an output that came as JSON holds anything but numbers.
+
+    numpy would make numbers of texts and of true.
+    """
     for output in answer.get("outputs", ()):
         for value in output.get("data", ()):
             if type(value) not in (int, float):

@@ -69,7 +69,8 @@ class GeneratorPool:
 
     def _begin_empty(self, bounds: ResultBounds) -> None:
         self._bounds = bounds
-        self._source_names: set[str] | None = None  # of the first result's scores, which the others have too
+        # Of the scores of the first result; those of the others have the same.
+        self._source_names: set[str] | None = None
         self._changed = threading.Condition()
         self._waiting: deque[Work] = deque()
         self._given: dict[int, Work] = {}  # and not forgotten
@@ -217,8 +218,9 @@ class GeneratorPool:
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
         try:
-            if len(parts[0]) > _MAX_JSON_BYTES:
-                raise BadMessageError(f"{len(parts[0])} bytes of JSON, expected at most {_MAX_JSON_BYTES}")
+            size = len(parts[0])
+            if size > _MAX_JSON_BYTES:
+                raise BadMessageError(f"{size} bytes of JSON, expected at most {_MAX_JSON_BYTES}")
             message = decode(parts)
             with self._changed:
                 self._take_message(rank, message)
@@ -261,7 +263,8 @@ class GeneratorPool:
             self._source_names = names
         if names != self._source_names:
             before = ", ".join(sorted(self._source_names)) or "none by name"
-            raise BadMessageError(f"its scores are of {sorted(names)}, those of results before of {before}")
+            scores = f"its scores are of {sorted(names)}"
+            raise BadMessageError(f"{scores}, those of results before of {before}")
 
     def _on_lost(self, rank: int, reason: str) -> None:
         with self._changed:

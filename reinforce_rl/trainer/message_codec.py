@@ -43,6 +43,8 @@ from reinforce_rl.trainer.messages import (
 _MAX_QUOTED = 300  # characters of a fault that a message has
 _MAX_FAULT = 10_000  # characters of an error's text, or of why a sample has no score
 _MAX_SOURCES = 1000
+# Of safetensors, and of torch for shapes that it cannot have.
+_TENSOR_ERRORS = (SafetensorError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 _MAX_SOURCE_NAME = 200  # characters
 
 
@@ -142,8 +144,8 @@ def decode(parts: Sequence[bytes | memoryview]) -> Message:
         raise BadMessageError(f"no JSON: {str(error)[:_MAX_QUOTED]}") from error
     kind = values.pop("kind", None) if isinstance(values, dict) else None
     if not isinstance(kind, str) or kind not in _FIELDS:
-        found = repr(kind[:_MAX_QUOTED]) if isinstance(kind, str) else type(kind).__name__
-        raise BadMessageError(f"kind is {found}, expected one of {', '.join(_FIELDS)}")
+        given = repr(kind[:_MAX_QUOTED]) if isinstance(kind, str) else type(kind).__name__
+        raise BadMessageError(f"kind is {given}, expected one of {', '.join(_FIELDS)}")
     if unknown := sorted(values.keys() - set(_FIELDS[kind].__dataclass_fields__)):
         raise BadMessageError(f"{kind} has no field {unknown[0][:_MAX_QUOTED]!r}")
     try:
@@ -192,8 +194,7 @@ def _read_tensors(data: bytes) -> dict[str, Tensor]:
         return {}
     try:
         return safetensors.load(data)
-    except (SafetensorError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # torch raises the others, of shapes that it cannot have.
+    except _TENSOR_ERRORS as error:
         raise BadMessageError(f"tensors: {str(error)[:_MAX_QUOTED]}") from error
 
 
@@ -219,10 +220,12 @@ def _check_texts(fields: _ResultFields) -> None:
         raise BadMessageError(f"sources are {len(fields.sources)}, expected at most {_MAX_SOURCES}")
     longest_name = max(map(len, fields.sources), default=0)
     if longest_name > _MAX_SOURCE_NAME:
-        raise BadMessageError(f"sources has a name of {longest_name} characters, expected at most {_MAX_SOURCE_NAME}")
+        expected = f"expected at most {_MAX_SOURCE_NAME}"
+        raise BadMessageError(f"sources has a name of {longest_name} characters, {expected}")
     longest_fault = max(map(len, fields.faults.values()), default=0)
     if longest_fault > _MAX_FAULT:
-        raise BadMessageError(f"faults has a text of {longest_fault} characters, expected at most {_MAX_FAULT}")
+        expected = f"expected at most {_MAX_FAULT}"
+        raise BadMessageError(f"faults has a text of {longest_fault} characters, {expected}")
 
 
 def _completions_of(finish_reasons: tuple[str, ...], tensors: dict[str, Tensor]) -> Completions:

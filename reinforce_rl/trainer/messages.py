@@ -152,7 +152,8 @@ class ResultBounds:
 
     vocab_size: int  # a token id beyond it has no embedding
     max_length: int  # tokens of a response
-    # Names of `Rewards.by_source`, and of attributes with a / behind; None: attributes of one server, by any name.
+    # Names of `Rewards.by_source`, behind which a / and an attribute may stand. None: of one server
+    # alone, whose attributes have any name.
     sources: tuple[str, ...] | None = None
     needs_log_probs: bool = False  # of an engine that always reports them
 
@@ -227,7 +228,8 @@ def _fault_of_sources(rewards: Rewards | None, expected: tuple[str, ...] | None)
         return ""
     unknown = [name for name in rewards.by_source if name.partition("/")[0] not in expected]
     if unknown:
-        return f"it has scores of the source {unknown[0]!r}, expected {', '.join(expected) or 'none by name'}"
+        names = ", ".join(expected) or "none by name"
+        return f"it has scores of the source {unknown[0]!r}, expected {names}"
     missing = [name for name in expected if name not in rewards.by_source]
     if missing:
         return f"it has no scores of the source {missing[0]!r}"

@@ -253,9 +253,10 @@ class RolloutMaker:
             rewards = torch.cat([answer.values for answer in own])
             faults = [fault for answer in own for fault in faults_of(answer)]
             # Rollouts of a checkpoint may have been scored by other sources.
+            unscored = [torch.full_like(answer.values, torch.nan) for answer in own]
             for source in dict.fromkeys(source for answer in own for source in answer.by_source):
-                columns = [answer.by_source.get(source, torch.full_like(answer.values, torch.nan)) for answer in own]
-                sources[source] = torch.cat(columns)
+                parts = zip(own, unscored, strict=True)
+                sources[source] = torch.cat([part.by_source.get(source, nan) for part, nan in parts])
         rewards, faults, sources = mesh.from_block_leader((rewards, faults, sources))
         self._check_failures(Counter(fault for fault in faults if fault is not None), len(rewards), name)
         scored = replace(batch, rewards=rewards, source_rewards=sources, score_faults=tuple(faults))

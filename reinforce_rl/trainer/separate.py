@@ -57,7 +57,8 @@ _MOST_WORKS = 1 << 16  # that a generator can have asked for
 _MOST_NOTES = 1000  # that wait to be told
 _MOST_FAILURES = 3  # to receive weights, after which a generator is sent away
 _MOST_LETTERS = 200  # of a generator's name
-_SHORT = reprlib.Repr()  # of settings, which another program may have nested deeper than `repr` can show
+# Of settings, which another program may have nested deeper than `repr` can show.
+_SHORT = reprlib.Repr()
 
 
 @dataclass(eq=False)
@@ -341,7 +342,8 @@ class SeparatePool(GeneratorPool):
             self._dismiss(rank, "the trainers have taken it for lost")
         elif isinstance(message, WorkRequest):
             if abs(message.count) > _MOST_WORKS - self._idle.count(one.number):
-                raise BadMessageError(f"it asks for {message.count} works, expected at most {_MOST_WORKS} in all")
+                expected = f"expected at most {_MOST_WORKS} in all"
+                raise BadMessageError(f"it asks for {message.count} works, {expected}")
             one.is_ready = one.is_ready or len(one.ranks) == one.size
             self._idle.extend([one.number] * message.count)
             for _ in range(min(-message.count, self._idle.count(one.number))):
@@ -360,10 +362,12 @@ class SeparatePool(GeneratorPool):
     def _take_result(self, one: _Generator, result: Result) -> None:
         work = one.under_way.get(result.number)
         if work is None:
-            raise BadMessageError(f"it answers work {result.number}, which it was not given or has answered")
+            answered = f"work {result.number}, which it was not given or has answered"
+            raise BadMessageError(f"it answers {answered}")
         self._check_result(work, result)
-        if result.failure is not None and (result.completions is None or work.number not in self._unscored):
-            # Another generator may reach the reward server. If it cannot either, the failure ends the run.
+        is_first = result.completions is None or work.number not in self._unscored
+        if result.failure is not None and is_first:
+            # Another generator may reach the reward server. If it cannot either, that ends the run.
             self._unscored.add(work.number)
             self._drop(one, f"gave no scores: {quoted(result.failure)}", dismiss=True)
             return
@@ -376,19 +380,21 @@ class SeparatePool(GeneratorPool):
         number = rank // RANKS
         name = quoted(arrival.name, _MOST_LETTERS)
         if not rank % RANKS < arrival.size <= RANKS:
-            raise BadMessageError(f"rank {rank % RANKS} of {arrival.size} ranks has come, expected up to {RANKS}")
+            ranks = f"rank {rank % RANKS} of {arrival.size} ranks"
+            raise BadMessageError(f"{ranks} has come, expected up to {RANKS}")
         keys = self._settings.keys() | arrival.settings.keys()
         wrong = sorted(key for key in keys if self._settings.get(key) != arrival.settings.get(key))
         if wrong:
             key = quoted(wrong[0], _MOST_LETTERS)
-            found = quoted(_SHORT.repr(arrival.settings.get(wrong[0])))
-            difference = f"{key} is {found}, the trainers' {self._settings.get(wrong[0])!r}"
+            given = quoted(_SHORT.repr(arrival.settings.get(wrong[0])))
+            difference = f"{key} is {given}, the trainers' {self._settings.get(wrong[0])!r}"
             self._notes.append(f"Generator {name} was refused: {difference}")
             self._dismiss(rank, f"{difference}: give it the trainers' keys")
             return
         one = self._generators.setdefault(number, _Generator(number, arrival.size, name))
         if rank in one.ranks or arrival.size != one.size:
-            raise BadMessageError(f"rank {rank % RANKS} has come twice, or with another number of ranks")
+            fault = "has come twice, or with another number of ranks"
+            raise BadMessageError(f"rank {rank % RANKS} {fault}")
         one.ranks.add(rank)
         if len(one.ranks) == one.size:
             self._notes.append(f"Generator {one.name} has come")

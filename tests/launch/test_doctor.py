@@ -44,7 +44,7 @@ def test_each_state_is_told_with_what_to_do(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("outputs", "found"),
+    ("outputs", "status"),
     [
         ([], "missing"),
         ([{"name": "status", "data": [0, 7]}], "'7'"),
@@ -52,10 +52,10 @@ def test_each_state_is_told_with_what_to_do(tmp_path):
     ],
     ids=["no status", "a failed sample", "a nested text"],
 )
-def test_a_sample_without_a_score_has_its_status_told(outputs, found):
+def test_a_sample_without_a_score_has_its_status_told(outputs, status):
     with FakeRewardServer([(200, {"outputs": outputs})]) as fake:
         model = ModelAddress(Address("127.0.0.1", fake.port), "reward_model", None)
-        with raises_error("doctor.sample.not_scored", found) as error:
+        with raises_error("doctor.sample.not_scored", status) as error:
             _seconds(model, 2, 4)
     assert "\x1b" not in str(error.value)
 

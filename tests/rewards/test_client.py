@@ -369,7 +369,7 @@ def test_wrong_answers_are_an_error_and_never_a_reward(make_client):
 def test_what_is_no_number_is_no_reward(make_client, value):
     """numpy would make 1.0 or NaN of it."""
     with FakeRewardServer([answer([value], [0])]) as fake:
-        with pytest.raises(RewardServerError, match=r"'rewards' holds a JSON \w+, expected numbers"):
+        with pytest.raises(RewardServerError, match="'rewards' holds a JSON"):
             make_client(fake.port).infer_rm(request_of([[1]])).result()
         assert fake.calls == 3
 
@@ -379,7 +379,8 @@ def test_what_a_server_says_is_told_in_short(make_client):
     said = "a\x1b[2J\ud800" * 20_000
     wrong_id = (200, {**answer([1.0], [0])[1], "id": said})
     for served, words in ((wrong_id, "wrong answer"), ((400, {"error": said}), "HTTP 400")):
-        with FakeRewardServer([served]) as fake, pytest.raises(RewardServerError, match=words) as error:
+        raises = pytest.raises(RewardServerError, match=words)
+        with FakeRewardServer([served]) as fake, raises as error:
             make_client(fake.port).infer_rm(request_of([[1]])).result()
         assert len(str(error.value)) < 2500
         assert "\x1b" not in str(error.value) and "\ud800" not in str(error.value)

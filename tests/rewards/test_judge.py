@@ -206,7 +206,7 @@ def completion(content: object, finish_reason: str = "stop") -> bytes:
     [
         (completion("Score: 7", "stop"), 7.0),
         (completion("Score: 7, as it is right and", "length"), 7.0),
-        (completion([{"type": "text", "text": "It is right."}, {"type": "text", "text": "Score: 8"}]), 8.0),
+        (completion([part("It is right."), part("Score: 8")]), 8.0),
     ],
     ids=["whole", "cut behind its score", "of parts"],
 )
@@ -219,20 +219,22 @@ def test_what_a_judge_answers_is_told_in_short() -> None:
     answer = completion("no\x1b[2J\ud800 score " * 50_000)
     with FakeJudge(lambda text: answer) as judge, pytest.raises(JudgeError) as raised:
         score_of(judge)
-    assert str(raised.value).startswith(r"the judge's answer holds no score: no\x1b[2J\ud800 score no")
+    start = r"the judge's answer holds no score: no\x1b[2J\ud800 score no"
+    assert str(raised.value).startswith(start)
     assert len(str(raised.value)) < 700
 
 
+NO_CONTENT = r"gave no choices\[0\].message.content"
 BAD = {
     "wrong JSON": (b"{not json", r"gave no choices\[0\].message.content"),
     "no choice": (b'{"choices": []}', r"gave no choices\[0\].message.content"),
-    "a number": (completion(7), r"gave no choices\[0\].message.content"),
-    "an object": (completion({"score": 9}), r"gave no choices\[0\].message.content"),
-    "parts without text": (completion([{"type": "audio"}]), r"gave no choices\[0\].message.content"),
-    "choices by name": (b'{"choices": {"0": 1}}', r"gave no choices\[0\].message.content"),
-    "nested": (b"[" * 100_000, r"gave no choices\[0\].message.content"),
-    "a nested error": ((500, json.loads("[" * 900 + "]" * 900)), "127.0.0.1 answers HTTP 500, 1 times"),
-    "cut in its score": (completion("It is right. Score: 1", "length"), "cut within a number; options.max_tokens"),
+    "a number": (completion(7), NO_CONTENT),
+    "an object": (completion({"score": 9}), NO_CONTENT),
+    "parts without text": (completion([{"type": "audio"}]), NO_CONTENT),
+    "choices by name": (b'{"choices": {"0": 1}}', NO_CONTENT),
+    "nested": (b"[" * 100_000, NO_CONTENT),
+    "a nested error": ((500, json.loads("[" * 900 + "]" * 900)), "answers HTTP 500, 1 times"),
+    "cut in its score": (completion("It is right. Score: 1", "length"), "cut within a number"),
     "without end": (b" " * (5 << 20), "it sends more than 4194304 bytes"),
     "no text": (b'{"choices": [{"message": {"content": null}}]}', "holds no score"),
     "rubbish": ("I cannot say.", "holds no score"),

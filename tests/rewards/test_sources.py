@@ -211,7 +211,7 @@ FUNCTION = ["reward=function", "reward_function.name=helpers.reward_functions.br
         ([*FUNCTION, "reward_function.weight=2"], ("brief",)),
         ([*FUNCTION, f"{MORE}.port=1"], ("brief", "safety")),
     ],
-    ids=["server", "weighted server", "two servers", "function", "weighted function", "function and server"],
+    ids=["server", "weighted server", "two servers", "function", "weighted function", "both"],
 )
 def test_the_names_of_scores_follow_from_the_configuration(tmp_path, overrides, names):
     assert names_of_scores(tiny_config(tmp_path, *overrides)) == names

@@ -71,7 +71,10 @@ def stranger_of(invitation: Invitation, name: bytes) -> zmq.Socket:
     return stranger
 
 
-@pytest.mark.parametrize("name", [b"", b"someone", b"rank x", b"rank -3", b"rank 0", b"rank  7", b"rank " + b"9" * 20])
+NO_RANKS = [b"", b"someone", b"rank x", b"rank -3", b"rank 0", b"rank  7", b"rank " + b"9" * 20]
+
+
+@pytest.mark.parametrize("name", NO_RANKS)
 def test_who_has_no_rank_is_not_heard_and_others_are(name):
     links, invitation = Links.listen("127.0.0.1")
     stranger = stranger_of(invitation, name)
@@ -97,7 +100,11 @@ def test_a_message_that_is_too_large_closes_its_connection(monkeypatch):
     lost: list[tuple[int, str]] = []
     heard: list[int] = []
     thread = LinkThread(
-        links, 30.0, lambda rank, parts: heard.append(len(parts[0])), lambda *found: lost.append(found), is_open=True
+        links,
+        30.0,
+        on_message=lambda rank, parts: heard.append(len(parts[0])),
+        on_lost=lambda rank, reason: lost.append((rank, reason)),
+        is_open=True,
     )
     try:
         guest.send(0, b"a" * 900)

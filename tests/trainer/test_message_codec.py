@@ -147,7 +147,8 @@ def with_tensors(**tensors: torch.Tensor) -> list[bytes]:
 
 def empty_of(*shape: int) -> bytes:
     """The result's tokens in safetensors' format, without bytes and of this shape."""
-    header = json.dumps({"completions.tokens": {"dtype": "I64", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    values = {"completions.tokens": {"dtype": "I64", "shape": shape, "data_offsets": [0, 0]}}
+    header = json.dumps(values).encode()
     return len(header).to_bytes(8, "little") + header
 
 

@@ -54,6 +54,7 @@ def rows(*versions: list[float]) -> torch.Tensor:
 
 PADDED = rows([3, 3, 3], [9, 9, 9], [3, 0, 0], [3, 3, 8])
 BACKWARDS = rows([3, 5, 4], [9, 9, 9], [5, 0, 0], [3, 3, 8])
+NAN_IN_PADDING = rows([0, 0, 0], [0, 0, 0], [0, 0, math.nan], [0, 0, 0])
 SEVERAL = rows([3, 4, 5], [9, 9, 9], [5, 0, 0], [3, 3, 8])
 RIGHT = {
     "the work's weights": (WORK, result_of(all_of(3))),
@@ -85,7 +86,7 @@ WRONG = {
     "a log-prob above 0": (WORK, with_log_probs(torch.full((4, 3), 0.5))),
     "a log-prob that is no number": (WORK, with_log_probs(torch.full((4, 3), math.nan))),
     "a log-prob that is not finite": (WORK, with_log_probs(torch.full((4, 3), -math.inf))),
-    "no number among the padding": (WORK, with_log_probs(rows([0, 0, 0], [0, 0, 0], [0, 0, math.nan], [0, 0, 0]))),
+    "no number among the padding": (WORK, with_log_probs(NAN_IN_PADDING)),
     "a version below 0": (OR_NEWER, result_of(all_of(-1))),
 }
 

@@ -329,5 +329,5 @@ def test_scores_of_other_sources_than_the_first_ones_are_kept_beside_them():
         results.append(replace(result, rewards=replace(result.rewards, by_source=scores)))
     maker = maker_of(1, RecordedGenerators())
     batch = maker.score(maker._received(prompts, results), "step 1")
-    found = {name: values.nan_to_num(-1).tolist() for name, values in batch.source_rewards.items()}
-    assert found == {"old": [0.0, -1.0], "kept": [0.0, 1.0], "new": [-1.0, 1.0]}
+    scores = {name: values.nan_to_num(-1).tolist() for name, values in batch.source_rewards.items()}
+    assert scores == {"old": [0.0, -1.0], "kept": [0.0, 1.0], "new": [-1.0, 1.0]}
