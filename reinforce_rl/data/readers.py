@@ -435,11 +435,9 @@ def _data_set(path: Path, split: str | None) -> Rows:
             repository = f"{owner}/{name}".rstrip("/")
             data_set = datasets.load_dataset(repository, configuration or None, split=part or None)
     except Exception as error:  # of the library, of the hub's client, of its HTTP client
-        advice = (
-            ""
-            if not is_hub_name(path)
-            else "; without a network, save it elsewhere (save_to_disk) and give that folder"
-        )
+        advice = ""
+        if is_hub_name(path):
+            advice = "; without a network, save it elsewhere (save_to_disk) and give that folder"
         if advice and datasets.config.HF_HUB_OFFLINE:
             advice = f"; HF_HUB_OFFLINE is set: unset it to fetch the data set{advice}"
         if "Config name is missing" in str(error):

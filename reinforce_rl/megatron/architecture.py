@@ -53,6 +53,10 @@ _QUANTISED = {
 UNQUANTISED = "take the folder of the unquantised model"
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _COUNTS = (*_REQUIRED, "max_position_embeddings")
+# transformers makes lists of as many layers and labels.
+_MOST = {"num_hidden_layers": 1000, "num_labels": 10_000}
+# transformers and engines would read one of the files that this key names in place of config.json.
+_OTHER_FILES = "configuration_files"
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -152,8 +156,15 @@ def _faults(values: dict[str, Any], family: _Family) -> list[str]:
         faults.append(f"model_type is {model_type!r}; supported: {', '.join(_FAMILIES)} (dense decoders)")
     faults += [f"{key} is missing" for key in _REQUIRED if key not in values]
     wrong = [key for key in _COUNTS if key in values and not _is_count(values[key])]
-    wrong += [key for key in ("num_key_value_heads", "head_dim") if not _is_count(values.get(key) or 1)]
+    optional = ("num_key_value_heads", "head_dim", "num_labels")
+    wrong += [key for key in optional if not _is_count(values.get(key) or 1)]
     faults += [f"{key} is {values[key]!r}; expected a whole number of at least 1" for key in wrong]
+    for key, most in _MOST.items():
+        count = values.get(key)
+        if _is_count(count) and count > most:
+            faults.append(f"{key} is {count}; expected at most {most}")
+            wrong.append(key)
+    faults += _other_files(values)
     faults += _quantisation_faults(values)
     rope = _rope_of(values)
     if rope is None:
@@ -185,6 +196,17 @@ def _faults(values: dict[str, Any], family: _Family) -> list[str]:
         some = f"sliding_window is {values['sliding_window']} on some layers only (use_sliding_window, with "
         faults.append(f"{some}max_window_layers or layer_types); supported: on all layers or on none")
     return faults
+
+
+def _other_files(values: dict[str, Any]) -> list[str]:
+    names = values.get(_OTHER_FILES) or []
+    others = [str(name) for name in names if name != "config.json"] if isinstance(names, list) else [str(names)]
+    if not others:
+        return []
+    return [
+        f"{_OTHER_FILES} names {others[0]}, which transformers may read in place of config.json; take "
+        "this key away, or put that file in place of config.json"
+    ]
 
 
 def _is_count(value: Any) -> bool:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,14 @@ from reinforce_rl.megatron.hf_weights import (
 from reinforce_rl.megatron.lora import LoraSettings, MergedWeights, add_lora, check_lora_identity, trained_state
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
+from reinforce_rl.megatron.optimizer import PREFIX
 from reinforce_rl.megatron.stored_metadata import FORMAT_FILE, check_stored_metadata
 from reinforce_rl.megatron.weight_map import weight_map
 from reinforce_rl.utils.files import replace_folder
 from reinforce_rl.utils.untrusted_files import read_json
 
 MODEL = "model"
+_MOST_TIMES = 4  # the size of a checkpoint, for a model that is built to read it
 
 
 def to_megatron(
@@ -87,12 +90,34 @@ def to_hf(
     if model is None and not (checkpoint / "config.json").is_file():
         advice = "as checkpoints of a run have none; name the run's model with --model"
         raise ConfigError([f"{checkpoint} has no config.json, {advice}"])
-    lm = CausalLM(Architecture.from_folder(source), mesh, _dtype_of(checkpoint))
+    architecture = Architecture.from_folder(source)
     state = checkpoint / STATE_FILE
     trainer_state = _trainer_state(state) if state.is_file() else {}
+    dtype = _dtype_of(checkpoint)
+    # Before a model of config.json's size takes memory.
+    if trainer_state.get("lora") is None:
+        _check_size(architecture, source, checkpoint)
+    else:
+        check_headers(architecture, HFFolder(source))
+    lm = CausalLM(architecture, mesh, dtype)
     merged = _add_lora_of(checkpoint, trainer_state, lm, source)
     load_weights(lm, checkpoint)
     return export_hf_folder(lm, source, out, values=merged, step=trainer_state.get("step"), **options)
+
+
+def _check_size(architecture: Architecture, source: Path, checkpoint: Path) -> None:
+    """Raise CheckpointError if a model of config.json is far larger than a checkpoint, which is already checked.
+
+    Smaller differences are told tensor by tensor, once the model is built.
+    """
+    stored = dist_checkpointing.load_tensors_metadata(str(checkpoint / MODEL))
+    available = sum(math.prod(tensor.global_shape) for name, tensor in stored.items() if not name.startswith(PREFIX))
+    expected = sum(math.prod(row.shape) for row in weight_map(architecture, 1))
+    if expected > _MOST_TIMES * available:
+        raise CheckpointError(
+            f"a model of {source / 'config.json'} has {expected} parameters, but the tensors in "
+            f"{checkpoint} have {available} numbers; give the folder of this checkpoint's model"
+        )
 
 
 def _trainer_state(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from reinforce_rl.generation.base import Elsewhere, Generator, SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
-from reinforce_rl.megatron.hf_weights import load_hf_weights
+from reinforce_rl.megatron.hf_weights import check_headers, load_hf_weights
 from reinforce_rl.megatron.lora import LoraSettings, add_lora
 from reinforce_rl.megatron.mesh import Mesh, World, parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM, ModelOptions
@@ -130,6 +130,8 @@ def build_actor(
     folder = cfg.pretrained_checkpoint.restore_from_path
     weights = HFFolder(folder) if architecture is None else None
     architecture = architecture or Architecture.from_folder(folder)
+    if weights is not None:
+        check_headers(architecture, weights)  # before a model of config.json's size takes memory
     lm = CausalLM(architecture, mesh, getattr(torch, DTYPES[cfg.trainer.precision]), model_options(cfg.model))
     if weights is not None:
         load_hf_weights(lm, weights)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
 from helpers.models import tiny_llama_folder
 from helpers.public_configs import CONFIGS, PARAMETERS, QWEN2_5_7B
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
@@ -245,6 +246,32 @@ def test_head_dim_and_groups_that_are_null_mean_what_they_mean_to_transformers()
     architecture = Architecture.from_hf(keys)
     theirs = CONFIG_MAPPING["llama"].from_dict(keys)
     assert (architecture.head_size, architecture.num_groups) == (theirs.head_dim, theirs.num_key_value_heads)
+
+
+@pytest.mark.parametrize(("key", "most"), [("num_hidden_layers", 1000), ("num_labels", 10_000)])
+def test_numbers_of_which_transformers_makes_lists_are_bounded(key, most):
+    values = {**SMOLLM2, **USED, "model_type": "qwen2", "max_window_layers": 0}
+    assert Architecture.from_hf({**values, key: most}).raw[key] == most
+    with pytest.raises(ConfigError) as caught:
+        Architecture.from_hf({**values, key: 10**15}, source="some/config.json")
+    fault = f"some/config.json: {key} is {10**15}; expected at most {most}"
+    assert caught.value.faults == [fault]
+
+
+@pytest.mark.parametrize("others", [["config.json", "config.4.0.0.json"], "config.4.0.0.json"])
+def test_another_file_in_place_of_config_json_is_refused(tmp_path, others):
+    values = {**SMOLLM2, "configuration_files": ["config.json"]}
+    Architecture.from_hf(values)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**values, "configuration_files": others}))
+    with pytest.raises(ConfigError) as caught:
+        Architecture.from_folder(tmp_path)
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"{path}: configuration_files names config.4.0.0.json, which transform")
+    if isinstance(others, list):
+        (tmp_path / "config.4.0.0.json").write_text(json.dumps({**SMOLLM2, "vocab_size": 7}))
+        read = AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
+        assert read.vocab_size == 7, "transformers reads the other file"
 
 
 def test_heads_that_do_not_divide_the_hidden_size():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,18 @@ def test_weights_of_another_model(keys, tensor, checkpoints, mesh, tmp_path):
     with pytest.raises(CheckpointError, match=tensor):
         to_hf(checkpoints["qwen2_padded"], tmp_path / "out", mesh, model=other)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_far_larger_than_the_checkpoint_is_not_built(checkpoints, folders, mesh, tmp_path):
+    """Its embedding alone would take terabytes."""
+    shutil.copytree(folders["qwen2_padded"], tmp_path / "model")
+    file = tmp_path / "model/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 10**13}))
+    fault = rf"{file} has 72\d+ parameters, but the tensors in .*qwen2_padded.megatron have \d+ num"
+    with pytest.raises(CheckpointError, match=fault):
+        to_hf(checkpoints["qwen2_padded"], tmp_path / "out", mesh, model=tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight: shape \(61, 36\)"):
+        to_megatron(tmp_path / "model", tmp_path / "out", mesh)
 
 
 def test_damaged_checkpoint(checkpoints, mesh, folders, tmp_path):

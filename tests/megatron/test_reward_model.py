@@ -106,6 +106,19 @@ def test_a_folder_without_a_head_says_what_to_give(tmp_path, mesh):
         load_reward_model(folder, None, mesh)
 
 
+def test_a_model_that_its_weights_do_not_bear_out_is_not_built(folders, mesh, tmp_path):
+    """Its embedding alone would take terabytes, and a list of its labels gigabytes."""
+    shutil.copytree(folders[KINDS[0]], tmp_path / "model")
+    file = tmp_path / "model/config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps({**values, "vocab_size": 10**13}))
+    with pytest.raises(CheckpointError, match=rf"embed_tokens.weight: shape .*\({10**13}, "):
+        load_reward_model(tmp_path / "model", None, mesh)
+    file.write_text(json.dumps({**values, "id2label": None, "num_labels": 10**15}))
+    with pytest.raises(ConfigError, match=f"num_labels is {10**15}; expected at most 10000"):
+        load_reward_model(tmp_path / "model", None, mesh)
+
+
 def test_labels_that_do_not_belong_to_the_head_are_refused(folders, tmp_path):
     config = json.loads((folders["llama", 5] / "config.json").read_text())
     config["id2label"] = {"0": "one", "1": "two"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from helpers.trainable import (
     take_gradient,
 )
 
+from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer
 from reinforce_rl.megatron.optimizer import build_optimizer
 from reinforce_rl.reward_model.train_full import load_trainable
@@ -147,6 +150,15 @@ def test_a_folder_exported_by_two_ranks_scores_as_in_transformers(on_two_ranks, 
     with torch.no_grad():
         found = torch.cat([model(torch.tensor([sequence])).logits for sequence in sequences])
     torch.testing.assert_close(found.view(-1, 2, 1), expected["ranking scores after"], atol=2e-5, rtol=1e-5)
+
+
+def test_a_model_that_its_weights_do_not_bear_out_is_not_built(folder, mesh, tmp_path):
+    """Its embedding alone would take terabytes."""
+    shutil.copytree(folder, tmp_path / "model")
+    file = tmp_path / "model/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 10**13}))
+    with pytest.raises(CheckpointError, match=rf"embed_tokens.weight: shape .*\({10**13}, "):
+        load_trainable(tmp_path / "model", mesh, (), seed=0)
 
 
 def test_a_classifier_goes_on_with_its_own_head(folder, mesh, tmp_path):

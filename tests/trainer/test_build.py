@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from helpers.tiny_run import tiny_config
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.trainer.build import build_actor, check_vocabulary, logits_chunk_tokens, stop_token_ids
 
@@ -34,6 +35,15 @@ def test_the_logits_of_fewer_tokens_at_a_time_on_a_cpu(tmp_path):
 def test_the_actor_has_them(tmp_path, mesh):
     assert actor_of(tiny_config(tmp_path), mesh).settings.logits_chunk_tokens == 128
     assert actor_of(tiny_config(tmp_path, "model.logits_chunk_tokens=7"), mesh).settings.logits_chunk_tokens == 7
+
+
+def test_a_model_that_its_weights_do_not_bear_out_is_not_built(tmp_path, mesh):
+    """Its embedding alone would take terabytes."""
+    cfg = tiny_config(tmp_path)
+    file = Path(cfg.pretrained_checkpoint.restore_from_path) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 10**13}))
+    with pytest.raises(CheckpointError, match=rf"embed_tokens.weight: shape .*\({10**13}, "):
+        actor_of(cfg, mesh)
 
 
 def test_transformer_engine_wants_a_gpu(tmp_path, mesh):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.errors import CheckpointError, ConfigError
+from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.model.attention import sum_of_shares
 from reinforce_rl.megatron.model.model import CausalLM
@@ -29,7 +30,7 @@ from reinforce_rl.megatron.model.stored_head import (
     read_tensors,
 )
 from reinforce_rl.megatron.weight_map import SCORE_LAYER
-from reinforce_rl.utils.untrusted_files import check_regular, read_model_json
+from reinforce_rl.utils.untrusted_files import check_regular
 
 POOLINGS = ("mean", "last")
 POOLING_KEY = "reward_pooling"  # in a classifier's config.json, for a pooling other than transformers'
@@ -140,7 +141,8 @@ class RewardHead:
 
         module = module_of(folder, name)
         layers = layers_of(folder, module)
-        raw: dict[str, Any] = read_model_json(folder.folder / "config.json")
+        # Its bounds are checked, since transformers makes a list of as many labels as it says.
+        raw = Architecture.from_folder(folder.folder).raw
         config: Any = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         labels = tuple(str(config.id2label[label]) for label in sorted(config.id2label))
         if len(labels) != len(layers[-1].weight):
