@@ -76,6 +76,10 @@ class DivergedError(ReinforceError):
             "one by writing its name into checkpoints/latest",
             key=key,
         )
+        self._cause = cause
+
+    def __reduce__(self) -> tuple[type[DivergedError], tuple[str], dict[str, str]]:
+        return type(self), (self._cause,), self.__dict__  # by default pickled with the whole sentence as the cause
 
 
 class ConfigError(ReinforceError):

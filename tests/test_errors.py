@@ -44,6 +44,8 @@ def test_a_diverged_policy_has_a_key():
     assert error.key == "trainer.loss.not_finite"
     assert str(error).startswith("the loss is nan: ")
     assert DivergedError("the loss is nan").key == "diverged"
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.key) == (str(error), error.key)
 
 
 def test_the_helpers_see_a_wrong_key_and_a_missing_value():

@@ -400,7 +400,7 @@ def check_server(
     try:
         check_server(url, read_token(token_file, "--token-file"), lambda line: print(line, flush=True))
     except ReinforceError as error:
-        print(f"NOT OK: {error}")
+        print(f"NOT OK: {error.with_keys()}")
         raise typer.Exit(1) from error
     print("OK: it can be used")
 

@@ -293,8 +293,8 @@ def test_a_reward_less_its_kl_must_be_a_number_within_the_bound():
     valid = torch.tensor([True, True, False])
     rewards = torch.tensor([1.0, 3.0, math.nan])
     kl = torch.tensor([0.0, 2.0, math.nan])
-    found = less_kl(rewards, kl, 0.5, valid, step=7)
-    assert found[valid].tolist() == [1.0, 2.0]
+    shaped = less_kl(rewards, kl, 0.5, valid, step=7)
+    assert shaped[valid].tolist() == [1.0, 2.0]
     values = ("1 of 2", "step 7", "1e+06", " 3,", "1e+12", " 2 nats")
     with raises_error("algorithm.reward.out_of_range", *values) as raised:
         less_kl(rewards, kl, 1e12, valid, step=7)

@@ -222,8 +222,8 @@ class TestStart:
     def test_another_version_is_refused(self, tmp_path, mesh, fake_engine, version):
         fake_engine(model="scripted", version=version)
         engine = generator_of(tmp_path, mesh)
-        found = (f"tensorrt_llm is {version}", "1.2 or 1.3")
-        with raises_error("generation.engine.not_started", *found):
+        values = (f"tensorrt_llm is {version}", "1.2 or 1.3")
+        with raises_error("generation.engine.not_started", *values):
             draw(engine)
         engine.close()
 

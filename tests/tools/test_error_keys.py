@@ -24,8 +24,8 @@ raise ValueError("not ours")
 
 def test_keys_and_sentences_of_a_source():
     errors = list(error_keys.error_calls(SOURCE, "reinforce_rl/new/file.py"))
-    found = {(error.place.rpartition(":")[2], error.key, error.is_computed, error.sentence) for error in errors}
-    assert found == {
+    seen = {(error.place.rpartition(":")[2], error.key, error.is_computed, error.sentence) for error in errors}
+    assert seen == {
         ("2", "data.line.not_json", False, "{path}, line {line}: no JSON\n{advice}"),
         ("3", "", False, "no key"),
         ("4", "", True, "{text}"),
