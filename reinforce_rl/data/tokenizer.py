@@ -173,7 +173,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
 def _from_pretrained(folder: Path, config: dict[str, Any]) -> PreTrainedTokenizerBase:
     from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
-    model_type = config.get("model_type")
+    model_type: Any = config.get("model_type")
     # transformers would read config.json, follow it to another file, and make lists as long as
     # it says.
     kind: Any = CONFIG_MAPPING.get(model_type, PretrainedConfig)

@@ -135,11 +135,11 @@ def test_a_name_of_a_tokenizers_class_is_of_a_tokenizer() -> None:
     names = [name for name in dir(transformers) if _CLASS_NAME.fullmatch(name)]
     assert {"LlamaTokenizer", "PreTrainedTokenizerFast"} <= set(names)
     for name in names:
-        found = getattr(transformers, name)
-        if hasattr(found, "_backends"):  # it only says which package is missing
+        class_of_name = getattr(transformers, name)
+        if hasattr(class_of_name, "_backends"):  # it only says which package is missing
             continue
-        is_tokenizer = issubclass(found, transformers.PreTrainedTokenizerBase)
-        assert is_tokenizer or not hasattr(found, "from_pretrained"), name
+        is_tokenizer = issubclass(class_of_name, transformers.PreTrainedTokenizerBase)
+        assert is_tokenizer or not hasattr(class_of_name, "from_pretrained"), name
 
 
 def test_only_one_kind_of_model_has_a_tokenizer_of_another_class() -> None:

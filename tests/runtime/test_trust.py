@@ -104,8 +104,8 @@ def test_a_data_set_of_the_hub_is_asked_for_with_a_token():
 def test_a_path_that_looks_like_a_data_set_of_the_hub_is_no_authority(value: str) -> None:
     """`tests/data/test_readers.py` shows that it is read as a path."""
     prefix = "model.data.data_prefix"
-    found = keys(f"{prefix}.train={value}", f"{prefix}.test=[{value}]", rewards=False, data=True)
-    assert found == []
+    overrides = [f"{prefix}.train={value}", f"{prefix}.test=[{value}]"]
+    assert keys(*overrides, rewards=False, data=True) == []
 
 
 def test_a_crowd_of_ranks_is_authority_and_a_few_are_not():
