@@ -13,14 +13,36 @@ def _leave_out_current_folder() -> None:
     It may be somebody else's, and have a `yaml.py` or `torch.py`. Commands that run code of it put it last. Nothing
     else is imported before, and a checkout that is the current folder stays.
     """
-    # Python's own word for the program while it looks for the package.
-    is_module = sys.argv[:1] == ["-m"] and any(
-        word.removeprefix("-m").partition(".")[0] == __name__ for word in sys.orig_argv
-    )
-    has_folder = is_module and not getattr(sys.flags, "safe_path", False)
+    # "-m" is Python's own word for the program while it looks for the package.
+    if sys.argv[:1] != ["-m"] or _module_word().partition(".")[0] != __name__:
+        return
+    try:
+        current_folder = os.getcwd()
+    except OSError:  # it does not exist any more
+        return
     package_parent = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    if has_folder and os.path.realpath(sys.path[0]) != package_parent:
+    if sys.path[0] == current_folder and os.path.realpath(current_folder) != package_parent:
         del sys.path[0]
+
+
+def _module_word() -> str:
+    """Return what follows -m on Python's command line: `-m NAME`, `-mNAME` or `-Bm NAME`."""
+    words = list(getattr(sys, "orig_argv", ()))  # from Python 3.10 on
+    while len(words) > 1:
+        letters = words.pop(1)
+        if not letters.startswith("-"):
+            break
+        if letters.startswith("--"):
+            continue
+        for position, letter in enumerate(letters):
+            rest = letters[position + 1 :]
+            if letter == "m":
+                return rest or words[1]
+            if letter in "WX":  # options with a value
+                if not rest:
+                    del words[1]
+                break
+    return ""
 
 
 _leave_out_current_folder()

@@ -140,8 +140,8 @@ def _prepare(words: list[str]) -> None:
     asks_for_it = any(word.lstrip("+~").startswith(_ASKS_FOR_OWN_CODE) for word in words)
     if not asks_for_it and _WITH_OWN_CODE.isdisjoint(words[:1]):
         # The folder may be somebody else's. Libraries look for optional modules, which need not be installed, and
-        # would find them there. `python -c` has put the folder first.
-        if sys.path[0] == "" and here != PACKAGE_PARENT:
+        # would find them there. `python -c` has put the folder first, and so has `python -m cProfile`.
+        if sys.path[0] in ("", here) and here != PACKAGE_PARENT:
             del sys.path[0]
         # Of Pythons that are started from here, such as multiprocessing's; from 3.11 on.
         os.environ["PYTHONSAFEPATH"] = "1"

@@ -76,6 +76,9 @@ def test_the_current_folder_is_imported_from_for_code_of_ones_own(tmp_path, monk
     sys.path.insert(0, "")  # as `python -c` does
     _prepare(words)
     assert (sys.path[0] == "") is expected
+    sys.path.insert(0, str(tmp_path))  # as `python -m cProfile` does
+    _prepare(words)
+    assert (sys.path[0] == str(tmp_path)) is expected
 
 
 @pytest.mark.usefixtures("process_as_before")

@@ -36,10 +36,18 @@ def write_traps(folder: Path) -> None:
         (folder / f"{name}.py").write_text("raise SystemExit('a file of the current folder')")
 
 
-@pytest.mark.parametrize("module", ["reinforce_rl", "reinforce_rl.utils.ranks"])
-def test_the_package_as_a_module_imports_nothing_of_the_current_folder(module, tmp_path):
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "reinforce_rl"],
+        ["-m", "reinforce_rl.utils.ranks"],
+        ["-Bmreinforce_rl"],
+        ["-X", "utf8", "-Wignore", "-Bm", "reinforce_rl"],
+    ],
+)
+def test_the_package_as_a_module_imports_nothing_of_the_current_folder(words, tmp_path):
     write_traps(tmp_path)
-    command = [sys.executable, "-m", module, "--help"]
+    command = [sys.executable, *words, "--help"]
     environment = {**os.environ, "PYTHONPATH": PACKAGE_PARENT, "PYTHONSAFEPATH": ""}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
@@ -55,7 +63,7 @@ def test_the_folder_of_a_module_that_imports_the_package_stays(tmp_path):
     (tmp_path / "mine" / "program.py").write_text("import other\nprint(other.VALUE)\n")
     (tmp_path / "other.py").write_text("VALUE = 3\n")
     environment = {**os.environ, "PYTHONPATH": PACKAGE_PARENT, "PYTHONSAFEPATH": ""}
-    command = [sys.executable, "-m", "mine.program"]
+    command = [sys.executable, "-m", "mine.program", "reinforce_rl"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
     )

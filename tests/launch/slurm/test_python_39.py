@@ -27,3 +27,5 @@ def test_nothing_but_the_standard_library_is_imported_and_python_39_reads_it() -
         tree = ast.parse(file.read_text(encoding="utf-8"), file.name, feature_version=(3, 9))
         strict = [node for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "strict"]
         assert not strict, f"{file}: zip(strict=...) came with Python 3.10"
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert "orig_argv" not in attributes, f"{file}: sys.orig_argv came with Python 3.10"
