@@ -21,6 +21,7 @@ from reinforce_rl.data.conversation import DATE_FUNCTION, KWARGS_KEY, TOOLS_KEY,
 from reinforce_rl.data.template_bounds import TemplateBoundError, bound_chat_templates
 from reinforce_rl.data.tokenizer import encode_all
 from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.utils.control_characters import quoted
 from reinforce_rl.utils.untrusted_files import MAX_JSON_BYTES, read_bounded
 
 if TYPE_CHECKING:
@@ -244,7 +245,8 @@ class ChatRenderer:
                 ]
             ) from error
         except Exception as error:  # such as roles that do not alternate; a template may raise anything
-            raise DataError(f"the chat template refuses these messages: {error}") from error
+            reason = quoted(error)  # of any length
+            raise DataError(f"the chat template refuses these messages: {reason}") from error
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message in the form that templates read."""

@@ -19,9 +19,13 @@ from jinja2 import nodes, pass_context
 from jinja2.environment import Template
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.utils import Namespace
+
+from reinforce_rl.data.conversation import DATE_FUNCTION
 
 logger = logging.getLogger(__name__)
 
+MAX_SOURCE_CHARS = 1 << 17  # of a template; the longest of known models have some 30,000
 MAX_STEPS = 1_000_000  # of one rendering; and one more a character of the input
 MAX_SECONDS = 30.0
 MIN_CHARS = 16 << 20  # that a text may always have
@@ -29,6 +33,7 @@ CHARS_RATIO = 8  # and for a longer input, this many times the input
 MIN_ELEMENTS = 1 << 20  # that a list may always hold, with those of the lists in it; and one a character of the input
 _MAX_BITS = 10_000  # of an integer
 _MAX_DEPTH = 100  # of lists in lists
+_MAX_DATE_FORMAT = 1000  # characters
 _STEPS_BETWEEN_CLOCKS = 8  # a step may be a search in a long text
 _CHARS_PER_STEP = 256
 _SPLIT_CHARS_PER_STEP = 16
@@ -48,14 +53,19 @@ _NEVER_LARGER = frozenset(
 )
 # They take time that grows faster than the text; chat templates have no use for them.
 _UNBOUNDED_FILTERS = ("urlize", "wordwrap", "pprint", "xmlattr")
+_LISTING = frozenset({"list", "sort", "unique", "batch", "slice"})  # make a list of a text's characters
+_ENCODINGS = frozenset({"utf-8", "utf8", "ascii", "latin-1", "utf-16", "utf-32"})
 # Tests that compare their value with another.
 _COMPARING_TESTS = frozenset(
     {"eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", ">", "ge", ">=", "in"}
 )
-_CONTAINERS = (list, tuple, dict, set, frozenset)
+_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_CONTAINERS = (list, tuple, dict, set, frozenset, *_VIEWS)
 _LONG_LITERAL = 256  # characters; shorter ones are bounded by the steps
 _WIDE_FIELD = re.compile(r"[0-9]{7}")
-_WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:[0-9]{7}|[0-9]*\.[0-9]{7})")
+# Width and precision of a %-field; a key in brackets stands before them, and may hold brackets.
+_PERCENT_FIELD = re.compile(r"[%)][-+ #0]*([0-9]*)(?:\.([0-9]*))?")
+_MAX_WIDTH_DIGITS = 6
 
 
 class TemplateBoundError(Exception):
@@ -116,7 +126,7 @@ class _Budget:
 
     def check_result(self, value: Any) -> None:
         """Check a value that was made of others, with all that it holds, since comparing and hashing visit all."""
-        if isinstance(value, _CONTAINERS):
+        if isinstance(value, (*_CONTAINERS, Namespace)):
             # Its texts are not copied, so they are no steps.
             _size_of(value, self)
         else:
@@ -157,8 +167,11 @@ def _size_of(value: Any, budget: _Budget | None = None) -> int:
         if isinstance(current, dict):
             stack.extend((key, depth + 1) for key in current)
             stack.extend((child, depth + 1) for child in current.values())
-        elif isinstance(current, list | tuple | set | frozenset):
+        elif isinstance(current, _CONTAINERS):
             stack.extend((child, depth + 1) for child in current)
+        elif isinstance(current, Namespace):
+            # Its text is that of a dictionary, which it keeps under this name.
+            stack.append((getattr(current, "_Namespace__attrs"), depth + 1))  # noqa: B009
     return size
 
 
@@ -237,10 +250,17 @@ _OWN_FILTERS: dict[str, Callable[..., Any]] = {
 
 
 class _Formatter(SandboxedFormatter):
+    _size = 0  # of all fields of a text so far
+
     def format_field(self, value: Any, format_spec: str) -> Any:
         if _WIDE_FIELD.search(format_spec):
             raise TemplateBoundError(f"formats a field as wide as {format_spec[:40]!r}")
-        return super().format_field(value, format_spec)
+        field = super().format_field(value, format_spec)
+        self._size += len(field)
+        budget = _current()
+        budget.step()
+        budget.check_size(self._size)
+        return field
 
 
 class _Template(Template):
@@ -266,7 +286,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.filters.pop(name, None)
         self._bounded_filters: set[str] = set()
 
-    def compile(self, *args: Any, **kwargs: Any) -> Any:
+    def compile(self, source: Any, *args: Any, **kwargs: Any) -> Any:
+        # Parsing takes a second and 100 MiB for ten thousand expressions, and has no steps to count.
+        if isinstance(source, str) and len(source) > MAX_SOURCE_CHARS:
+            raise TemplateBoundError(f"has {len(source)} characters, more than {MAX_SOURCE_CHARS},")
         # Filters are added after the constructor. Constants are computed while compiling.
         for name, function in self.filters.items():
             if name not in self._bounded_filters:
@@ -278,7 +301,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._bounded_filters.add(name)
         token = _budget.set(_Budget())
         try:
-            return super().compile(*args, **kwargs)
+            return super().compile(source, *args, **kwargs)
         finally:
             _budget.reset(token)
 
@@ -295,12 +318,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         budget.step(_STEPS_PER_CALL)
         if isinstance(__obj, LoopContext):  # the next level of a recursive loop
             args = tuple(map(_Counted, args))
+        elif isinstance(__obj, types.FunctionType) and __obj.__name__ == DATE_FUNCTION:
+            _check_date_format(args)
         elif isinstance(__obj, types.BuiltinMethodType):
             if __obj.__name__ in _NEVER_LARGER:
                 budget.charge(__obj.__self__, __obj.__name__)
                 return super().call(__context, __obj, *args, **kwargs)
             # Jinja passes the variables of loops and blocks this way.
             given = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
+            _, args = _with_listed(__obj.__self__, __obj.__name__, args)
             _check_method(budget, __obj.__self__, __obj.__name__, args, given)
         for value in (*args, *kwargs.values()):
             budget.check(value)
@@ -395,9 +421,10 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     def bounded(*args: Any, **kwargs: Any) -> Any:
         budget = _current()
         budget.step(_STEPS_PER_CALL)
-        given = args[leading:]
-        _check_method(budget, given[0] if given else None, name, given[1:], kwargs)
-        value = function(*args, **kwargs)
+        subject, given = args[leading], args[leading + 1 :]
+        subject, given = _with_listed(subject, name, given)
+        _check_method(budget, subject, name, given, kwargs)
+        value = function(*args[:leading], subject, *given, **kwargs)
         if isinstance(value, types.GeneratorType):
             return _counted_generator(value)
         budget.check_result(value)
@@ -435,46 +462,109 @@ def _check_method(budget: _Budget, subject: Any, name: str, args: tuple[Any, ...
         for value in (*args, *kwargs.values()):
             if type(value) is int:
                 budget.check_size(abs(value))
+    if name in ("encode", "decode"):
+        _check_encoding(args, kwargs)
+    elif name in _LISTING and isinstance(subject, str):
+        budget.check_elements(len(subject))
     if name in ("replace", "join", "indent", "expandtabs", "translate") and (args or kwargs):
         budget.check_size(_size_made(budget, subject, name, args, kwargs))
     elif name == "format" and isinstance(subject, str):
         _check_percent(budget, subject, args or kwargs)
     elif name == "sum" and not isinstance(args[1] if len(args) > 1 else kwargs.get("start", 0), int | float):
         raise TemplateBoundError("sums what are no numbers")
-    elif name not in _WITHOUT_TEXT and isinstance(subject, list | tuple | dict):
+    elif name not in _WITHOUT_TEXT and isinstance(subject, (*_CONTAINERS, Namespace)):
         budget.check_written(subject)
+        if name == "tojson":
+            budget.check_size(_json_spaces(subject, [*args, *kwargs.values()]))
+
+
+def _check_encoding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check the name of an encoding, as punycode and idna take quadratic time."""
+    for name in (*args[:1], kwargs.get("encoding", "utf-8")):
+        if str(name).lower().replace("_", "-") not in _ENCODINGS:
+            raise TemplateBoundError(f"uses the encoding {str(name)[:40]!r}")
+
+
+def _check_date_format(args: tuple[Any, ...]) -> None:
+    """Check a format of strftime, which takes up to 256 bytes a character where a field is wide."""
+    for text in args:
+        if isinstance(text, str) and len(text) > _MAX_DATE_FORMAT:
+            raise TemplateBoundError(f"formats a date by a text of {len(text)} characters")
+
+
+def _json_spaces(value: Any, options: list[Any]) -> int:
+    """Return how many characters JSON has between the values at most, by its options `indent` and `separators`."""
+    indents = [option for option in options if type(option) is int]
+    indents += [len(option) for option in options if isinstance(option, str)]
+    separators = [option for option in options if isinstance(option, list | tuple)]
+    width = max(indents, default=0)
+    between = sum(len(text) for pair in separators for text in pair if isinstance(text, str))
+    count = 0
+    stack = [(value, 1)]
+    while stack:
+        current, depth = stack.pop()
+        if isinstance(current, dict):
+            children = list(current.values())
+        elif isinstance(current, list | tuple):
+            children = list(current)
+        else:
+            continue
+        count += (len(children) + 1) * (depth * width + between)
+        stack.extend((child, depth + 1) for child in children)
+    return count
 
 
 def _size_made(budget: _Budget, subject: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     values = [*args, *kwargs.values()]
     sizes = [len(value) if isinstance(value, str) else 0 for value in values]
     if name == "join":
-        parts = values[0] if isinstance(subject, str) and not isinstance(values[0], str) else subject
-        separator = len(subject) if parts is not subject else sizes[0]
-        if not isinstance(parts, list | tuple | str):
+        is_method = isinstance(subject, str) and args and not isinstance(args[0], str)
+        parts = args[0] if is_method else subject
+        separator = len(subject) if is_method else max(sizes, default=0)
+        if not isinstance(parts, (str, range, *_CONTAINERS)):
             return 0
         return _size_of(parts, budget) + separator * len(parts)
     if not isinstance(subject, str):
         return 0
-    if name == "replace" and len(values) > 1:
-        old = values[0] if isinstance(values[0], str) else ""
-        return len(subject) + (subject.count(old) if old else len(subject) + 1) * sizes[1]
+    if name == "replace":
+        given = dict(zip(("old", "new"), args, strict=False)) | kwargs
+        old = str(given.get("old", ""))
+        count = subject.count(old) if old else len(subject) + 1
+        return len(subject) + count * len(str(given.get("new", "")))
     if name == "translate":
-        table = values[0].values() if isinstance(values[0], dict) else ()
-        longest = max((len(value) for value in table if isinstance(value, str)), default=1)
+        table = values[0].values() if isinstance(values[0], dict) else values[0]
+        texts = table if isinstance(table, _CONTAINERS) else ()
+        longest = max((len(value) for value in texts if isinstance(value, str)), default=1)
         return len(subject) * longest
     width = max([*sizes, *(value for value in values if type(value) is int)])
     return len(subject) + (subject.count("\n") + subject.count("\t") + 1) * width
 
 
+def _with_listed(subject: Any, name: str, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return what a join of a generator joins as a list, whose size can be checked before."""
+    if name != "join":
+        return subject, args
+    if isinstance(subject, Iterator):
+        return list(subject), args
+    if isinstance(subject, str) and args and isinstance(args[0], Iterator):
+        return subject, (list(args[0]), *args[1:])
+    return subject, args
+
+
 def _check_percent(budget: _Budget, text: str, values: Any) -> None:
-    if _WIDE_PERCENT.search(text):
-        raise TemplateBoundError("formats a field that is wider than a million characters")
-    budget.check_written(values)
+    size = budget.check_written(values)
+    made = len(text) + size
+    fields = _PERCENT_FIELD.findall(text)
+    if isinstance(values, dict):
+        # Each field may take the same value.
+        made = len(text) + size * len(fields)
+    for digits in (digits for field in fields for digits in field if digits):
+        if len(digits) > _MAX_WIDTH_DIGITS:
+            raise TemplateBoundError("formats a field that is wider than a million characters")
+        made += int(digits)
     if "*" in text and isinstance(values, list | tuple):
-        for value in values:
-            if type(value) is int:
-                budget.check_size(abs(value))
+        made += sum(abs(value) for value in values if type(value) is int)
+    budget.check_size(made)
 
 
 def _check_product(budget: _Budget, operator: str, left: Any, right: Any) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 
 import pytest
 from helpers.chat_templates import TEMPLATES, write_chat_tokenizer
@@ -105,6 +108,43 @@ COSTLY = {
     + "{% if a == b %}{% endif %}" * 999,
     "searches of long keys": "{% set a = (1,) * 10**6 %}{% set b = {} %}" + "{% if b[a] %}{% endif %}" * 999,
     "sums of lists": "{{ (range(99999)|map('string')|map('list')|list * 99)|sum(start=[]) }}",
+    "values of dictionaries in each other": DOUBLED.replace("A", "dict(a=1)").replace(
+        "NEXT", "dict(a=ns.a.values(), b=ns.a.values())"
+    ),
+    "items of dictionaries in each other, compared": DOUBLED.replace("A", "dict(a=1)")
+    .replace("NEXT", "dict(a=ns.a.items(), b=ns.a.items())")
+    .replace("ns.a|length", "ns.a == {}"),
+    "namespaces in each other, written": DOUBLED.replace("A", "1")
+    .replace("NEXT", "namespace(a=ns.a, b=ns.a)")
+    .replace("|length", ""),
+    "namespaces in each other, as text": DOUBLED.replace("A", "1")
+    .replace("NEXT", "namespace(a=ns.a, b=ns.a)")
+    .replace("|length", "|string"),
+    "a namespace in itself": "{% set ns = namespace() %}{% set ns.a = [ns] %}{{ ns }}",
+    "indented JSON of many values": "{% set a = [1] * 100000 %}{{ a|tojson(indent=9000) }}",
+    "deep indented JSON": "{% set ns = namespace(a=1) %}{% for i in range(90) %}{% set ns.a = [ns.a] %}{% endfor %}"
+    "{{ ns.a|tojson(indent=1000000) }}",
+    "JSON with long separators": "{{ ([1] * 1000)|tojson(separators=['x' * 100000, ':']) }}",
+    "many wide fields": "{{ ('{0:999999}' * 10000).format(1)|length }}",
+    "many fields of one value": "{{ ('{a}' * 100000).format(a='x' * 10000)|length }}",
+    "many fields of control characters": "{{ ('{0!r}' * 10000).format('\\0' * 10000)|length }}",
+    "many wide percent fields": "{{ ('%(a)999999d' * 10000) % {'a': 1} }}",
+    "many percent fields of one value": "{{ ('%(a)s' * 100000) % {'a': 'x' * 10000} }}",
+    "a wide percent field of a key in brackets": "{{ '%((a))9999999d' % {'(a)': 1} }}",
+    "a list of a long text": "{{ ('x' * 10**7)|list|length }}",
+    "a range joined by a long text": "{{ range(99999)|join('x' * 10**6)|length }}",
+    "a generator joined by a long text": "{{ range(99999)|select('defined')|join('x' * 10**6)|length }}",
+    "keys joined by a long text": "{{ ('x' * 10**6).join({'a': 1, 'b': 2, **MANY}.keys())|length }}".replace(
+        ", **MANY", "".join(f", 'k{number}': 1" for number in range(99))
+    ),
+    "joined by a named separator": "{{ ([1] * 10**4)|join(attribute='real', d='x' * 10**6)|length }}",
+    "replaced by a named text": "{{ ('a' * 10**6)|replace(new='x' * 10**6, old='a')|length }}",
+    "translated by a list": "{{ ('a' * 10**6).translate(['x' * 10**5] * 100)|length }}",
+    "a slow encoding": "{{ ('a' * 10**6).encode().decode('punycode')|length }}",
+    "another slow encoding": "{{ ('\u20ac' * 10**6).encode(encoding='idna')|length }}",
+    "a long format of a date": "{{ strftime_now('%999999999Y' ~ 'x' * 10**7)|length }}",
+    "a long template": "x" * (template_bounds.MAX_SOURCE_CHARS + 1),
+    "many expressions": "{{ a }}" * 100_000,
     "long literals": "{% for a in range(99999) %}" + "x" * 5000 + "{% endfor %}",
     "a text of a block": "{% set a %}{% for i in range(9999) %}"
     + "x" * 5000
@@ -112,12 +152,47 @@ COSTLY = {
 }
 
 
+def strftime_now(text: str) -> str:
+    return datetime.now().strftime(text)
+
+
+def environment_of_transformers() -> BoundedEnvironment:
+    """Return one with transformers' own filter and function."""
+    environment = BoundedEnvironment(**OPTIONS)
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **options)
+    environment.globals["strftime_now"] = strftime_now
+    return environment
+
+
 @pytest.mark.parametrize("kind", COSTLY)
 def test_a_costly_template_is_refused_within_seconds(kind):
     start = time.monotonic()
+    environment = environment_of_transformers()
     with pytest.raises((TemplateBoundError, RecursionError)):
-        BoundedEnvironment(**OPTIONS).from_string(COSTLY[kind]).render(messages=[])
+        environment.from_string(COSTLY[kind]).render(messages=[])
     assert time.monotonic() - start < 40
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "indented JSON of many values",
+        "JSON with long separators",
+        "many fields of one value",
+        "many fields of control characters",
+        "many percent fields of one value",
+        "a list of a long text",
+        "keys joined by a long text",
+    ],
+)
+def test_a_large_value_is_refused_before_it_is_made(kind):
+    tracemalloc.start()
+    try:
+        with pytest.raises(TemplateBoundError, match=r"makes a (value|list)"):
+            environment_of_transformers().from_string(COSTLY[kind]).render(messages=[])
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 class SearchedText:
@@ -163,6 +238,13 @@ SOUND = {
     "{% call f(2) %}in{% endcall %}",
     "sets": "{% set ns = namespace(n=0) %}{% for a in items %}{% set ns.n = ns.n + a.n %}{% endfor %}{{ ns.n }}"
     "{% set b %}text {{ ns.n }}{% endset %}{{ b|upper }}{% filter lower %}ABC{{ 'D' }}{% endfilter %}",
+    "views": "{{ items[0].keys() }}{{ items[0].values()|join }}{{ items[0].items()|list }}{{ ','.join(items[0]) }}"
+    "{{ namespace(a=[1], b='x') }}{{ items[0].items() == items[0].items() }}",
+    "generators joined": "{{ items|map(attribute='n')|join(', ') }}{{ ';'.join(items|map('string')) }}"
+    "{{ range(3)|join('-') }}{{ items|join('+', attribute='n') }}{{ items|join(d='+', attribute='n') }}",
+    "fields": "{{ '%(n)5d|%(n)s' % items[0] }}{{ '%5.1f%%' % 2.25 }}{{ '{0:>5}{0}'.format('a') }}{{ '%*d' % (5, 1) }}"
+    "{{ 'a-a'|replace(new='b', old='a') }}{{ 'ab'.encode('utf-8').decode() }}{{ 'abc'|list }}"
+    "{{ items|tojson(indent=2) }}",
     "numbers": "{{ 1.0 }} {{ true }} {{ none }} {{ [1.5, none, true] }} {{ {'a': (1, 2)} }}",
 }
 VALUES = {
