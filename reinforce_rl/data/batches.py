@@ -184,13 +184,19 @@ def join_rollouts(parts: Sequence[RolloutBatch], pad_id: int) -> RolloutBatch:
     tables: dict[str, Any] = {
         name: _join_or_none([getattr(part, name) for part in parts], width) for name in _PER_TOKEN
     }
+    # A generator may have sent scores of sources that the others lack.
+    unscored = [torch.full_like(part.rewards, torch.nan) for part in parts]
+    source_rewards: dict[str, Tensor] = {}
+    for source in dict.fromkeys(source for part in parts for source in part.source_rewards):
+        scores = []
+        for part, missing in zip(parts, unscored, strict=True):
+            scores.append(part.source_rewards.get(source, missing))
+        source_rewards[source] = torch.cat(scores)
     return RolloutBatch(
         sequences=torch.cat([_widen(part.sequences, used, pad_id) for part in parts]),
         finish_reasons=tuple(reason for part in parts for reason in part.finish_reasons),
         score_faults=tuple(fault for part in parts for fault in part.score_faults),
-        source_rewards={
-            name: torch.cat([part.source_rewards[name] for part in parts]) for name in parts[0].source_rewards
-        },
+        source_rewards=source_rewards,
         **{name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_SAMPLE},
         **tables,
     )

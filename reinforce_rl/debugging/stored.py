@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,7 +89,11 @@ class StoredRun:
         prompts = [one.prompt_tokens or [] for one in tokens] if has_tokens else [[] for _ in rows]
         responses = [one.response_tokens or [] for one in tokens] if has_tokens else [[] for _ in rows]
         joined = [torch.tensor(p + r, dtype=torch.long) for p, r in zip(prompts, responses, strict=True)]
-        sources = dict.fromkeys(name for row in rows for name in row.source_rewards)
+        source_rewards: dict[str, Tensor] = {}
+        for source in dict.fromkeys(name for row in rows for name in row.source_rewards):
+            # Ranks may have had scores of other sources.
+            scores = [row.source_rewards.get(source, math.nan) for row in rows]
+            source_rewards[source] = torch.tensor(scores)
         versions = table("weight_versions")
         batch = RolloutBatch(
             sequences=pad_sequence(joined, True) if joined else torch.zeros((0, 0), dtype=torch.long),
@@ -103,7 +108,7 @@ class StoredRun:
             weight_versions=None if versions is None else versions.long(),
             log_probs=table("policy_log_probs"),
             init_log_probs=table("reference_log_probs"),
-            source_rewards={name: torch.tensor([row.source_rewards[name] for row in rows]) for name in sources},
+            source_rewards=source_rewards,
             score_faults=tuple(row.score_fault for row in rows),
         )
         return StoredStep(step, rows, _with_log_probs_of_kl(batch, cfg.trainer.reinforce, rows))

@@ -38,7 +38,13 @@ def read_in_child(path: str | Path, columns: Sequence[str] | None, filters: Any)
     reader = _take()
     is_free = False  # else what it still writes would be the answer to the next question
     try:
-        question = {"path": str(path), "columns": columns, "filters": filters, "seconds": READ_SECONDS}
+        question = {
+            "path": str(Path(path).absolute()),  # a kept reader stays in the folder of its start
+            "shown": str(path),
+            "columns": columns,
+            "filters": filters,
+            "seconds": READ_SECONDS,
+        }
         send(reader.connection, question)
         answer = receive(reader.connection)
         if answer is None:
@@ -123,7 +129,7 @@ def _read(message: dict[str, Any]) -> tuple[Any, str]:
             stream.write_table(table)
         return sink.getvalue(), ""
     except DataError as error:
-        return b"", str(error)[:_MAX_FAULT]
+        return b"", str(error).replace(message["path"], message["shown"])[:_MAX_FAULT]
     except MemoryError:
         return b"", NOT_PARQUET.format("it needs more memory than a reader may take")
     except Exception as error:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -42,6 +43,7 @@ INVITATION = "generators"  # where rank 0's `Invitation` is shared
 _POLL_SECONDS = 0.2
 _MAX_JSON_BYTES = 64 << 20  # of a message; memory for its values is many times that
 _END_SECONDS = 10.0  # for generators to read that the run has ended
+_MOST_SOURCES = 2048  # in all results: the dashboard leaves out a run of more than 4096 metrics
 
 
 class GeneratorPool:
@@ -69,8 +71,8 @@ class GeneratorPool:
 
     def _begin_empty(self, bounds: ResultBounds) -> None:
         self._bounds = bounds
-        # Of the scores of the first result; those of the others have the same.
-        self._source_names: set[str] | None = None
+        # Of the scores of all results.
+        self._source_names = set(bounds.sources or ())
         self._changed = threading.Condition()
         self._waiting: deque[Work] = deque()
         self._given: dict[int, Work] = {}  # and not forgotten
@@ -242,8 +244,7 @@ class GeneratorPool:
             work = self._given.get(message.number)
             if work is None:  # nobody waits for it any more
                 return
-            self._check_result(work, message)
-            self._results[message.number] = message
+            self._results[message.number] = self._checked(work, message)
         elif isinstance(message, GeneratorFailed):
             self._failure = message.failure
         elif isinstance(message, EndReceived):
@@ -251,20 +252,24 @@ class GeneratorPool:
         else:
             raise BadMessageError(f"{type(message).__name__} is of the trainers")
 
-    def _check_result(self, work: Work, result: Result) -> None:
-        """Raise BadMessageError if this cannot be the answer to the work."""
+    def _checked(self, work: Work, result: Result) -> Result:
+        """Return a result, without scores of more sources than a run can have.
+
+        Only a reward server knows the names of its attributes, so those of a wrong generator must
+        not have the others sent away. Raises BadMessageError: it cannot be the answer to the work.
+        """
         fault = fault_of_result(work, result, newest=self._newest, bounds=self._bounds)
         if fault:
             raise BadMessageError(fault)
         if result.rewards is None:
-            return
-        names = set(result.rewards.by_source)
-        if self._source_names is None:
-            self._source_names = names
-        if names != self._source_names:
-            before = ", ".join(sorted(self._source_names)) or "none by name"
-            scores = f"its scores are of {sorted(names)}"
-            raise BadMessageError(f"{scores}, those of results before of {before}")
+            return result
+        kept = {}
+        for name, values in result.rewards.by_source.items():
+            if len(self._source_names) < _MOST_SOURCES:
+                self._source_names.add(name)
+            if name in self._source_names:
+                kept[name] = values
+        return replace(result, rewards=replace(result.rewards, by_source=kept))
 
     def _on_lost(self, rank: int, reason: str) -> None:
         with self._changed:

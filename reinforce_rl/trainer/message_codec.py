@@ -8,6 +8,7 @@ Nothing is unpickled, so a program that joins a run can send data and nothing el
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -43,6 +44,7 @@ from reinforce_rl.trainer.messages import (
 _MAX_QUOTED = 300  # characters of a fault that a message has
 _MAX_FAULT = 10_000  # characters of an error's text, or of why a sample has no score
 _MAX_SOURCES = 1000
+_KEY = re.compile(r"[a-z0-9_.]{0,200}")  # of an error
 # Of safetensors, and of torch for shapes that it cannot have.
 _TENSOR_ERRORS = (SafetensorError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 _MAX_SOURCE_NAME = 200  # characters
@@ -58,6 +60,7 @@ class _Failure:
 
     name: str
     text: str
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -280,8 +283,14 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _failure_of(error: BaseException) -> _Failure:
-    return _Failure(type(error).__name__, str(error))
+    key = error.key if isinstance(error, ReinforceError) else ""
+    if not _KEY.fullmatch(key):  # of an error that is not this package's
+        key = ""
+    return _Failure(type(error).__name__, str(error), key)
 
 
 def _error_of(failure: _Failure) -> ReinforceError:
-    return _ERRORS.get(failure.name, ReinforceError)(failure.text[:_MAX_FAULT])
+    if not _KEY.fullmatch(failure.key):
+        raise BadMessageError(f"an error has the key {failure.key[:_MAX_QUOTED]!r}")
+    kind = _ERRORS.get(failure.name, ReinforceError)
+    return kind(failure.text[:_MAX_FAULT], key=failure.key)

@@ -73,6 +73,7 @@ class _Generator:
     version: int = -1  # of the newest weights that it has
     since: int = -1  # version of the first ones
     failures: int = 0  # to receive weights, since the last success
+    lacks_scores: bool = False  # it got none for the last work that it answered
     under_way: dict[int, Work] = field(default_factory=dict)
 
     @property
@@ -364,15 +365,23 @@ class SeparatePool(GeneratorPool):
         if work is None:
             answered = f"work {result.number}, which it was not given or has answered"
             raise BadMessageError(f"it answers {answered}")
-        self._check_result(work, result)
-        is_first = result.completions is None or work.number not in self._unscored
-        if result.failure is not None and is_first:
-            # Another generator may reach the reward server. If it cannot either, that ends the run.
+        result = self._checked(work, result)
+        if result.failure is not None and result.completions is None:
+            self._drop(one, f"gave no responses: {quoted(result.failure)}", dismiss=True)
+            return
+        one.lacks_scores = result.failure is not None
+        if result.failure is not None and self._may_be_scored_by_another(work):
             self._unscored.add(work.number)
             self._drop(one, f"gave no scores: {quoted(result.failure)}", dismiss=True)
             return
         del one.under_way[result.number]
         self._results[result.number] = result
+
+    def _may_be_scored_by_another(self, work: Work) -> bool:
+        """Return False where the reward server itself has failed, which ends the run."""
+        if work.number in self._unscored:
+            return False
+        return any(other.is_ready and not other.lacks_scores for other in self._generators.values())
 
     def _arrive(self, rank: int, arrival: Arrival) -> None:
         if rank in self._dismissed:

@@ -126,6 +126,16 @@ def test_log_probs_that_one_part_lacks_are_lacking():
     assert joined.generator_log_probs is joined.log_probs is joined.init_log_probs is None
 
 
+def test_scores_of_a_source_that_one_part_lacks_are_nan():
+    other = {"kind": torch.tensor([2.0])}
+    first = dataclasses.replace(rollouts([(1, 2)]), source_rewards={})
+    second = dataclasses.replace(rollouts([(1, 3)]), source_rewards=other)
+    for parts in ([first, second], [second, first]):
+        scores = join_rollouts(parts, PAD).source_rewards["kind"]
+        expected = [2.0 if part is second else -1.0 for part in parts]
+        assert scores.nan_to_num(-1.0).tolist() == expected
+
+
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [1, 1, 0]])
 def test_a_round_without_a_prompt_on_this_rank_takes_nothing_away(order):
     """It asked no source and no generator, so it knows no names of sources and no log-probs."""

@@ -143,6 +143,18 @@ def test_readers_are_used_again_and_limited(tmp_path: Path) -> None:
     assert reader not in parquet_process._waiting
 
 
+def test_a_relative_path_is_of_the_folder_of_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook may change its folder while a reader is kept."""
+    path = write_rows(tmp_path, 1, [row()])
+    read_rows(path)
+    assert parquet_process._waiting, "the reader that began in another folder is kept"
+    monkeypatch.chdir(tmp_path)
+    relative = path.relative_to(tmp_path)
+    assert read_in_child(relative, ["prompt_id"], None).num_rows == 1
+    with pytest.raises(DataError, match=r"local file 'absent\.parquet'"):
+        read_in_child("absent.parquet", None, None)
+
+
 def test_threads_have_readers_of_their_own(tmp_path: Path) -> None:
     path = write_rows(tmp_path, 1, [row(i) for i in range(100)])
     counts: list[int] = []

@@ -204,7 +204,7 @@ def test_prompts_under_way_are_drawn_once_by_filtering_too(filters):
 def test_an_answer_of_other_weights_ends_the_run(is_right):
     pool, _ = pool_of(WORKS, [])
     pool._newest = 3
-    pool._source_names = None
+    pool._source_names = set()
     pool._bounds = ResultBounds(vocab_size=32, max_length=8)
     work = replace(WORKS[2], num_samples=1)
     pool._given[2] = work

@@ -118,6 +118,21 @@ def test_errors_keep_their_text(error, kind):
     assert (type(result.failure), str(result.failure)) == (kind, str(error))
 
 
+@pytest.mark.parametrize(
+    ("sent", "received"),
+    [("rewards.no_answer", "rewards.no_answer"), ("", ""), ("No\nkey", ""), ("a" * 201, "")],
+)
+def test_errors_keep_their_key(sent, received):
+    """What cannot be a key of this package's errors is left out."""
+    arrived = decode(encode(GeneratorFailed(RewardServerError("c", key=sent))))
+    assert isinstance(arrived, GeneratorFailed)
+    assert arrived.failure.key == received
+    result = decode(encode(Result(7, (3, 9), failure=RewardServerError("c", key=sent))))
+    assert isinstance(result, Result)
+    assert result.failure is not None
+    assert result.failure.key == received
+
+
 def test_the_text_of_an_error_is_cut():
     arrived = decode(encode(GeneratorFailed(GenerationError("a" * 1_000_000))))
     assert isinstance(arrived, GeneratorFailed)
@@ -187,6 +202,8 @@ BAD = {
     ),
     "a shape that torch cannot have": [encode(RESULT)[0], empty_of(0, 2**63)],
     "a kind that is nested": [b'{"kind": ' + b"[" * 900 + b"]" * 900 + b"}", b""],
+    "a key that is none": changed(failure={"name": "DataError", "text": "", "key": "a\n"}),
+    "a long key": changed(failure={"name": "DataError", "text": "", "key": "a" * 201}),
     "many sources": changed(sources=[str(number) for number in range(1001)]),
     "a source with a long name": changed(sources=["accuracy", "a" * 201]),
     "a long fault": changed(faults={"1": "a" * 10_001}),

@@ -371,7 +371,7 @@ def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple
     pool._links, pool._changed, pool._staleness = sent, threading.Condition(), staleness
     pool._given, pool._results = {}, {}
     pool._bounds = ResultBounds(vocab_size=32, max_length=8)
-    pool._source_names = None
+    pool._source_names = set()
     pool._settings = {"seed": 1}
     pool._dismissed = set()
     pool._unscored = set()
@@ -499,7 +499,76 @@ def test_scores_that_fail_twice_end_the_run_and_once_only_the_generator():
     assert isinstance(pool._results[0].failure, RewardServerError)
 
 
-def test_scores_of_other_sources_than_before_send_a_generator_away():
+def without_scores(work: Work) -> list[bytes]:
+    """An answer whose generator could not reach the reward server."""
+    failure = RewardServerError("no answer within 9 s", key="rewards.unreachable")
+    return encode(replace(answer_to(work), rewards=None, failure=failure))
+
+
+def test_scores_that_the_only_generator_does_not_get_end_the_run():
+    """Nobody else could get them: without this one the trainers would wait for a newcomer."""
+    pool, sent = pool_of(1, [(1, 0, 3)])
+    work = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    pool.submit([work])
+    pool._on_message(4096, without_scores(work))
+    assert sent.dismissed == []
+    failure = pool._results[0].failure
+    assert isinstance(failure, RewardServerError)
+    assert failure.key == "rewards.unreachable"
+
+
+def test_a_generator_that_is_not_ready_cannot_get_the_scores():
+    pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
+    pool._generators[2].is_ready = False
+    work = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    pool.submit([work])
+    pool._on_message(4096, without_scores(work))
+    assert sent.dismissed == []
+    assert isinstance(pool._results[0].failure, RewardServerError)
+
+
+def test_an_outage_that_all_generators_see_ends_the_run():
+    """Each sees it with a work of its own; the last one is not sent away."""
+    pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3), (3, 0, 3)])
+    first = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    given = [first, replace(first, number=1), replace(first, number=2)]
+    pool.submit(given)
+    assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096, 3 * 4096]
+    for number, work in enumerate(given, start=1):
+        pool._on_message(number * 4096, without_scores(work))
+    assert sent.dismissed == [4096, 2 * 4096]
+    assert isinstance(pool._results[2].failure, RewardServerError)
+
+
+@pytest.mark.parametrize(("is_scored_again", "dismissed"), [(False, []), (True, [2 * 4096])])
+def test_whoever_lacked_scores_counts_once_it_gets_them_again(is_scored_again, dismissed):
+    """The first generator was alone when it got none, and the second one came later."""
+    pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
+    pool._generators[2].is_ready = False
+    pool._idle = deque([1, 1])
+    first = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    second = replace(first, number=1)
+    third = replace(first, number=2)
+    pool.submit([first, second])
+    pool._on_message(4096, without_scores(first))
+    if is_scored_again:
+        pool._on_message(4096, encode(answer_to(second)))
+    pool._on_message(2 * 4096, encode(WorkRequest(1)))
+    pool.submit([third])
+    pool._on_message(2 * 4096, without_scores(third))
+    assert sent.dismissed == dismissed
+
+
+def test_a_generator_without_responses_is_not_called_one_without_scores():
+    pool, _ = pool_of(1, [(1, 0, 3)])
+    work = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    pool.submit([work])
+    pool._on_message(4096, encode(Result(0, (7,), failure=GenerationError("out of memory"))))
+    assert pool._notes[-1].startswith("Generator g1 gave no responses: out of memory")
+
+
+def test_names_of_scores_of_one_generator_send_no_other_one_away():
+    """A reward server names its attributes, which the trainers do not ask."""
     pool, sent = pool_of(1, [(1, 0, 3), (2, 0, 3)])
     first = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
     second = replace(first, number=1)
@@ -509,8 +578,26 @@ def test_scores_of_other_sources_than_before_send_a_generator_away():
     other = Rewards(torch.ones(1), torch.zeros(1).int(), {"kind": torch.ones(1)})
     answer = replace(answer_to(second), rewards=other)
     pool._on_message(2 * 4096, encode(answer))
-    assert sent.dismissed == [2 * 4096]
-    assert "its scores are of ['kind'], those of results before of none by name" in pool._notes[-1]
+    assert sent.dismissed == []
+    assert list(pool._results[0].rewards.by_source) == []
+    assert list(pool._results[1].rewards.by_source) == ["kind"]
+
+
+def test_scores_of_more_sources_than_a_run_can_have_are_left_out():
+    pool, sent = pool_of(1, [(1, 0, 3)])
+    pool._idle = deque([1, 1, 1, 1])
+    first = Work(0, 1, 3, (Prompt(7, "hi", (3,)),), 1, 7)
+    given = [first, *(replace(first, number=number) for number in (1, 2, 3))]
+    pool.submit(given)
+    for work in given:
+        names = [f"{work.number}-{place}" for place in range(1000)]
+        by_source = {name: torch.ones(1) for name in ["kind", *names[1:]]}
+        rewards = Rewards(torch.ones(1), torch.zeros(1).int(), by_source)
+        pool._on_message(4096, encode(replace(answer_to(work), rewards=rewards)))
+    assert sent.dismissed == []
+    counts = [len(pool._results[work.number].rewards.by_source) for work in given]
+    assert counts == [1000, 1000, 50, 1]
+    assert list(pool._results[3].rewards.by_source) == ["kind"]
 
 
 def deep(levels: int) -> list[bytes]:
