@@ -262,6 +262,15 @@ def test_an_environment_without_the_package_or_without_python_is_refused(tmp_pat
         vllm_of(tmp_path, tmp_path / "text")
 
 
+def test_nothing_of_the_current_folder_is_imported_to_look_for_the_package(tmp_path, monkeypatch):
+    for name in ("contextlib", "types", "warnings"):
+        (tmp_path / f"{name}.py").write_text("import sys\nopen('ran', 'a').write(__name__)\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    with raises_error("generation.package.missing", "package vllm"):
+        vllm_of(tmp_path, sys.executable)
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize(
     ("told", "advice"),
     [

@@ -125,7 +125,11 @@ class EngineProcess:
 
     def _check_package(self) -> None:
         package, config = self._adapter.package, self._config
-        probe = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
+        # `python -c` looks in the current folder first.
+        probe = (
+            "import sys; sys.path[:] = filter(None, sys.path); import importlib.util as u; "
+            f"sys.exit(u.find_spec({package!r}) is None)"
+        )
         path = "" if config.python is not None else import_path()
         environment = {**os.environ, "PYTHONPATH": path}
         try:
