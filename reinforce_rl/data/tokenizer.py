@@ -124,7 +124,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     try:
         check_model_files(folder)
         fault = tokenizer_fault(folder)
-        config = _config_of(folder)
+        names = _names_of_config(folder)
     except OSError as error:
         raise ConfigError([str(error)]) from error
     except ValueError as error:
@@ -132,7 +132,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if fault:
         raise ConfigError([f"{fault}; it is not used"])
     try:
-        tokenizer = _from_pretrained(folder, config)
+        tokenizer = _from_pretrained(folder, names)
     except BaseException as error:  # transformers' errors vary
         if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
             raise
@@ -151,13 +151,18 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
                 "expected one of the tokenizers library, which tokenizer.json holds"
             ]
         )
-    if fault := loaded_fault(backend):
+    try:
+        fault = loaded_fault(backend)
+    except ValueError as error:
+        sentence = f"the rules of the tokenizer in {folder} cannot be checked: {error}"
+        raise ConfigError([sentence]) from error
+    if fault:
         raise ConfigError([f"the tokenizer in {folder}: {fault}; it is not used"])
     return tokenizer
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
-    """Return the values of config.json that choose a tokenizer's class; empty if there is no such file.
+def _names_of_config(folder: Path) -> dict[str, str]:
+    """Return the names in config.json that choose a tokenizer's class; none without the file.
 
     Raises OSError or ValueError if it cannot be read.
     """
@@ -167,20 +172,36 @@ def _config_of(folder: Path) -> dict[str, Any]:
     values = read_model_json(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} is not a JSON object")
-    return {key: values.get(key) for key in ("model_type", "tokenizer_class")}
+    chosen = {key: values.get(key) for key in ("model_type", "tokenizer_class")}
+    return {key: value for key, value in chosen.items() if isinstance(value, str)}
 
 
-def _from_pretrained(folder: Path, config: dict[str, Any]) -> PreTrainedTokenizerBase:
-    from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
+def _from_pretrained(folder: Path, names: dict[str, str]) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    model_type: Any = config.get("model_type")
-    # transformers would read config.json, follow it to another file, and make lists as long as
-    # it says.
-    kind: Any = CONFIG_MAPPING.get(model_type, PretrainedConfig)
-    of_class = kind(name_or_path=str(folder), tokenizer_class=config.get("tokenizer_class"))
+    # AutoTokenizer would read config.json, follow it to another file, and make lists as long as
+    # it says. Version 4 still does so after this, if tokenizer_config.json names no class.
+    config = _config_class(names.get("model_type", ""))(name_or_path=str(folder), **names)
     try:
-        return AutoTokenizer.from_pretrained(folder, config=of_class, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(
+            folder,
+            config=config,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
     except ValueError as error:
         if "TokenizersBackend" not in str(error):  # version 5's name for the class below
             raise
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _config_class(model_type: str) -> Any:
+    """Return the class of configuration by which AutoTokenizer chooses the tokenizer's class."""
+    from transformers import CONFIG_MAPPING, TOKENIZER_MAPPING, PretrainedConfig
+
+    # Not `get`, which the mapping has from a dictionary that stays empty.
+    if model_type not in CONFIG_MAPPING:
+        return PretrainedConfig
+    config_class = CONFIG_MAPPING[model_type]
+    # A few models without a tokenizer ask the hub for a part of their configuration.
+    return config_class if config_class in TOKENIZER_MAPPING else PretrainedConfig

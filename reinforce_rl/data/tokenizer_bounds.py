@@ -42,9 +42,10 @@ _ADDED_TOKENS_FILE = "added_tokens.json"  # its keys are tokens
 _CLASS = "tokenizer_class"
 # transformers takes any of its names as a tokenizer's class, and so would build a model, or ask whether to run code
 # of the folder. Of the names of this form only these two are no tokenizers: they load others.
+# Its backends SentencePiece and MistralCommon are not of the tokenizers library.
 _CLASS_NAME = re.compile(
     r"(?!(?:Auto|Rag)Tokenizer)\w*Tokenizer(?:Fast)?"
-    r"|(?:Tokenizers|Python|SentencePiece|MistralCommon)Backend"
+    r"|(?:Tokenizers|Python)Backend"
 )
 _COMPOSED = "rag"  # the model_type whose class is the second one
 _PARTS = ("normalizer", "pre_tokenizer", "decoder", "post_processor")

@@ -16,10 +16,14 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from reinforce_rl.data.conversation import Conversation
 from reinforce_rl.data.rendering import ChatRenderer
-from reinforce_rl.data.tokenizer import TokenizerInfo, decode_all, load_tokenizer
+from reinforce_rl.data.tokenizer import TokenizerInfo, _config_class, decode_all, load_tokenizer
 from reinforce_rl.data.tokenizer_bounds import _CLASS_NAME, _COMPOSED
 from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.megatron.architecture import Architecture
+
+
+def change(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
 def test_a_name_of_the_hub_is_not_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +149,72 @@ def test_a_name_of_a_tokenizers_class_is_of_a_tokenizer() -> None:
 def test_only_one_kind_of_model_has_a_tokenizer_of_another_class() -> None:
     for kind, names in TOKENIZER_MAPPING_NAMES.items():
         for name in [names] if isinstance(names, str) else names or ():
-            assert name is None or kind == _COMPOSED or _CLASS_NAME.fullmatch(name), kind
+            is_refused_later = kind == _COMPOSED or name == "MistralCommonBackend"
+            assert name is None or is_refused_later or _CLASS_NAME.fullmatch(name), kind
+
+
+@pytest.mark.parametrize("name", ["MistralCommonBackend", "SentencePieceBackend"])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_backend_whose_rules_cannot_be_checked_is_refused_before_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, file: str
+) -> None:
+    loads: list[object] = []
+    load = "reinforce_rl.data.tokenizer._from_pretrained"
+    monkeypatch.setattr(load, lambda *args: loads.append(args))
+    write_model_without_weights(tmp_path)
+    change(tmp_path / file, tokenizer_class=name)
+    with pytest.raises(ConfigError, match=f"tokenizer_class is '{name}'; expected the name of"):
+        load_tokenizer(tmp_path)
+    assert loads == []
+
+
+@pytest.mark.parametrize("name", [None, "LlamaTokenizerFast", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", "phi3", "mistral", "odd"])
+def test_the_class_of_a_tokenizer_is_the_one_that_transformers_takes(
+    tmp_path: Path, kind: str, file: str, name: str | None
+) -> None:
+    """By the model's type too, for transformers mends some of the classes that folders name."""
+    write_model_without_weights(tmp_path)
+    change(tmp_path / "tokenizer_config.json", tokenizer_class=None)
+    change(tmp_path / "config.json", model_type=kind)
+    change(tmp_path / file, tokenizer_class=name)
+    try:
+        expected = transformers.AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
+    except ValueError:  # as of version 4, if it knows neither the model nor a class
+        with pytest.raises(ConfigError, match="holds no tokenizer that transformers can load"):
+            load_tokenizer(tmp_path)
+        return
+    tokenizer = load_tokenizer(tmp_path)
+    assert type(tokenizer) is type(expected)
+    text = "the rain in the sea"
+    assert tokenizer(text)["input_ids"] == expected(text)["input_ids"]
+
+
+def test_a_models_type_that_is_no_name_is_passed_over(tmp_path: Path) -> None:
+    write_model_without_weights(tmp_path)
+    for kind in ([], {}, 3, None):
+        change(tmp_path / "config.json", model_type=kind)
+        assert len(load_tokenizer(tmp_path)) == 32
+
+
+def test_no_configuration_of_a_model_without_a_tokenizer_is_built() -> None:
+    """That of edgetam, of transformers 4, asks the hub."""
+    assert _config_class("edgetam") is transformers.PretrainedConfig
+    assert _config_class("qwen2") is transformers.Qwen2Config
+
+
+def test_rules_of_a_loaded_tokenizer_that_cannot_be_read_are_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model_without_weights(tmp_path)
+
+    def fail(_: object) -> None:
+        raise ValueError("nested too deep")
+
+    monkeypatch.setattr("reinforce_rl.data.tokenizer.loaded_fault", fail)
+    with pytest.raises(ConfigError, match="cannot be checked: nested too deep"):
+        load_tokenizer(tmp_path)
 
 
 def test_decoding_keeps_every_space_and_leaves_out_unknown_ids(tmp_path: Path) -> None:
