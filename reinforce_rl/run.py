@@ -133,17 +133,22 @@ def begin_files(cfg: TrainConfig, monitor: RunMonitor, step: int) -> None:
         drop_records(folder, after=step)
 
 
-def open_pool(
-    cfg: TrainConfig, mesh: Mesh, role: RankRole | None, monitor: RunMonitor, control: RunControl
-) -> GeneratorPool:
-    """Meet the generators of the job, or invite those that are programs of their own, which come when they come."""
-    bounds = ResultBounds(
+def result_bounds(cfg: TrainConfig) -> ResultBounds:
+    """Return what the results of this run's generators keep within."""
+    return ResultBounds(
         vocab_size=Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size,
         max_length=cfg.model.reinforce.length_params.max_length,
         sources=names_of_scores(cfg),
         # TensorRT-LLM reports none with an empty response, and another generator may report none at all.
         needs_log_probs=cfg.generation in ("native", "vllm"),
     )
+
+
+def open_pool(
+    cfg: TrainConfig, mesh: Mesh, role: RankRole | None, monitor: RunMonitor, control: RunControl
+) -> GeneratorPool:
+    """Meet the generators of the job, or invite those that are programs of their own, which come when they come."""
+    bounds = result_bounds(cfg)
     if role is not None:
         monitor.note(f"Ranks {role.generators.start} to {role.size - 1} generate")
         return GeneratorPool(role, mesh.device, cfg.trainer.heartbeat_timeout_seconds, bounds)

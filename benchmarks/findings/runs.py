@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import random
 import statistics
@@ -22,12 +23,11 @@ from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.records import RolloutRow, Samples
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import STATUS_OK, RewardRequest, Rewards
-from reinforce_rl.run import build_trainer
+from reinforce_rl.run import build_trainer, result_bounds
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.trainer.build import build_datasets
 from reinforce_rl.trainer.generator_pool import GeneratorPool
@@ -303,8 +303,9 @@ def run(job: Job, mesh: Mesh, folder: Path, role: RankRole | None = None) -> Out
     with contextlib.ExitStack() as stack:
         if role is not None:
             silence = config.trainer.heartbeat_timeout_seconds
-            vocab_size = Architecture.from_folder(config.pretrained_checkpoint.restore_from_path).vocab_size
-            pool = GeneratorPool(role, mesh.device, silence, vocab_size)
+            # The scores are this file's, and no configured function's.
+            bounds = dataclasses.replace(result_bounds(config), sources=None)
+            pool = GeneratorPool(role, mesh.device, silence, bounds)
             stack.enter_context(contextlib.closing(pool))
         trainer = build_trainer(
             config, mesh, tokenizer, build_datasets(config, tokenizer), source, recorder, pool=pool
