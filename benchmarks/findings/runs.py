@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import random
 import statistics
@@ -304,7 +303,7 @@ def run(job: Job, mesh: Mesh, folder: Path, role: RankRole | None = None) -> Out
         if role is not None:
             silence = config.trainer.heartbeat_timeout_seconds
             # The scores are this file's, and no configured function's.
-            bounds = dataclasses.replace(result_bounds(config), sources=None)
+            bounds = replace(result_bounds(config), sources=None)
             pool = GeneratorPool(role, mesh.device, silence, bounds)
             stack.enter_context(contextlib.closing(pool))
         trainer = build_trainer(
