@@ -106,9 +106,7 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
 
 
 def _check_checkpoints(folder: Path) -> None:
-    """Raise CheckpointError if the folder of a run's checkpoints leads out of the run's folder."""
-    if folder.name != CHECKPOINTS:
-        return
+    """Raise CheckpointError if a folder of checkpoints is a link that leads out of its parent."""
     try:
         check_folder(folder)
     except UnreadableFileError as error:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ from megatron.core import dist_checkpointing
 from reinforce_rl.errors import CheckpointError, ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint_files import MANIFEST_FILE, check_files, load_sharded
-from reinforce_rl.megatron.checkpointer import STATE_FILE, latest_checkpoint, reason_of
+from reinforce_rl.megatron.checkpointer import (
+    CHECKPOINTS,
+    LATEST_FILE,
+    STATE_FILE,
+    latest_checkpoint,
+    reason_of,
+)
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import (
     Track,
@@ -160,10 +167,12 @@ def _add_lora_of(checkpoint: Path, trainer_state: dict[str, Any], lm: CausalLM, 
 
 def _checkpoint_in(folder: Path) -> Path:
     """Return the folder if it is a checkpoint, else a run's newest one."""
-    for candidate in (folder, folder / "checkpoints"):
+    for candidate in (folder, folder / CHECKPOINTS):
         if (candidate / MODEL / FORMAT_FILE).is_file():
             return candidate
-        if newest := latest_checkpoint(candidate):
+        # The folder of a run may be given by a link; that of its checkpoints may be none.
+        is_a_run = candidate == folder and not os.path.lexists(folder / LATEST_FILE)
+        if not is_a_run and (newest := latest_checkpoint(candidate)):
             return newest.folder
     raise CheckpointError(
         f"{folder} is no checkpoint; expected a folder with model/metadata.json in it, such as "

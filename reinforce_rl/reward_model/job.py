@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from rich.box import SIMPLE
 from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -46,7 +45,7 @@ from reinforce_rl.reward_model.objectives import Best, Objective, Ranking, Regre
 from reinforce_rl.reward_model.scorer import load_trunk
 from reinforce_rl.reward_model.train_full import FullTrainer, RewardModelMonitor, TrainableRewardModel, load_trainable
 from reinforce_rl.runtime.settings import CONFIG_FILE, compare, read_tree
-from reinforce_rl.runtime.stored_config import read_stored
+from reinforce_rl.runtime.stored_config import config_text, read_stored
 from reinforce_rl.trainer.build import DTYPES, check_vocabulary, model_options
 from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.files import make_readable, write_atomically
@@ -206,7 +205,7 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh, command: str) -> FullTrai
     steps = full.max_epochs * sampler.steps_per_epoch
     steps = steps if full.max_steps == -1 else min(steps, full.max_steps)
     checkpoint = latest_checkpoint(checkpoints) if full.resume_if_exists else None
-    settings = OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump()))
+    settings = config_text(cfg.model_dump())
     if checkpoint is not None:
         _refuse_changes(folder, settings)
     if mesh.is_main:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.runtime.status import is_alive, read_status
 from reinforce_rl.utils.untrusted_files import leads_out
 
@@ -63,10 +63,13 @@ def refuse_second_run(folder: Path) -> None:
 
 def _refuse_links(folder: Path) -> None:
     """Raise ConfigError if a folder of the run leads out of it: a run deletes what is too new there."""
-    paths = sorted([*folder.iterdir(), *folder.glob("checkpoints/*")])
+    paths = list(folder.iterdir())
+    checkpoints = folder / "checkpoints"
+    if not leads_out(checkpoints, folder):
+        paths += checkpoints.glob("*")
     faults = [
-        f"{path} is a link to {path.resolve()}, outside of the run's folder; remove it"
-        for path in paths
+        f"{path} is a link to {path.resolve()}, outside of the run's folder; remove the link"
+        for path in sorted(paths)
         if path.is_dir() and leads_out(path, folder)
     ]
     if faults:
@@ -79,12 +82,7 @@ def _open(folder: Path, more: int = 0) -> int:
     try:
         handle = os.open(path, _FLAGS | more, _OWNER_ONLY)
     except PermissionError as error:
-        raise ConfigError(
-            [
-                f"{path} cannot be opened ({error.strerror}), as another user's run made it; choose "
-                "another folder (exp_manager.explicit_log_dir), or have that user remove the file"
-            ]
-        ) from error
+        raise ConfigError([_not_permitted(path, str(error.strerror))]) from error
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
@@ -98,6 +96,21 @@ def _open(folder: Path, more: int = 0) -> int:
         with contextlib.suppress(OSError):
             os.fchmod(handle, _OWNER_ONLY)
     return handle
+
+
+def _not_permitted(path: Path, reason: str) -> Fault:
+    advice = "choose another folder (exp_manager.explicit_log_dir)"
+    if not os.path.lexists(path):
+        return Fault(
+            f"{path} cannot be made ({reason}): you may not write in its folder; {advice}, or have "
+            "its owner let you write there",
+            key="run.folder.not_writable",
+        )
+    return Fault(
+        f"{path} cannot be opened ({reason}), as another user's run made it; {advice}. Or, once "
+        "that run has ended, remove the file, which whoever may write in its folder can do",
+        key="run.lock.of_another_user",
+    )
 
 
 def _acquire(handle: int, folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 config_history.jsonl has a line for the first start and for each later start with changes: number of steps done by
 then, the configuration from there on, as YAML, and a digest of the file of each reward function.
+Where it would become too long to be read, the oldest lines but the first are dropped, and the
+first says of which steps they were.
 """
 
 from __future__ import annotations
@@ -18,19 +20,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import Section
 from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.runtime.status import read_status, saved_step
-from reinforce_rl.runtime.stored_config import parse_stored, read_stored
-from reinforce_rl.utils.files import parse_json_lines, write_atomically, write_json_lines
+from reinforce_rl.runtime.stored_config import config_text, parse_stored, read_stored
+from reinforce_rl.utils.files import (
+    encode,
+    json_line,
+    parse_json_lines,
+    write_atomically,
+    write_json_lines,
+)
 from reinforce_rl.utils.untrusted_files import read_bounded
 
 HISTORY_FILE, CONFIG_FILE = "config_history.jsonl", "config.yaml"
 _MAX_HISTORY_BYTES = 16 << 20
 _MAX_HISTORY_LINES = 1000  # starts with other settings
+_DROPPED_BYTES = 100  # of the two keys below, in the first line
+DROPPED_FROM = "dropped_from"  # step after which the first line that was dropped began
+DROPPED_UP_TO = "dropped_up_to"  # last step of which the line was dropped
 DATE_KEY = "model.data.chat_template_date"
 # Keys that change the meaning of a run: refused on resume without resume_with_changes.
 MEANING = re.compile(
@@ -120,11 +129,13 @@ def freeze_template_date(cfg: TrainConfig, *, joins: bool = False) -> None:
 def check_changes(cfg: TrainConfig) -> dict[str, str]:
     """Return changes since the settings of the last step before this start; the same before and after `record`.
 
-    Raises ConfigError on a change of the run's meaning without `resume_with_changes`.
+    Raises ConfigError on a change of the run's meaning without `resume_with_changes`, and if a
+    setting could not be read again at the next start.
     """
     folder, step = _place(cfg)
+    line = _line(cfg, step)
     past = _history(folder, step)
-    found = _differences(past[-1], _line(cfg, step)) if past else {}
+    found = _differences(past[-1], line) if past else {}
     refused = "; ".join(f"{key}: {values}" for key, values in found.items() if MEANING.match(key))
     if refused and not cfg.resume_with_changes:
         found_here = f"{folder} goes on after step {step}, and its steps so far had other settings: {refused}"
@@ -143,18 +154,53 @@ def record(cfg: TrainConfig) -> None:
     """Write the configuration of this start to the run's folder; on rank 0."""
     folder, step = _place(cfg)
     line, lines = _line(cfg, step), _history(folder, step)
+    if lines and lines[0].get(DROPPED_UP_TO, 0) > step:
+        # The steps after an older checkpoint are made anew.
+        lines[0][DROPPED_UP_TO] = step
     if not lines or _differences(lines[-1], line):
         lines.append(line)
-    write_json_lines(folder / HISTORY_FILE, lines)
+    write_json_lines(folder / HISTORY_FILE, _within_bounds(lines))
     write_atomically(folder / CONFIG_FILE, line["config"])
+
+
+def _within_bounds(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Drop the oldest lines but the first until `_history` can read them.
+
+    The first line keeps the steps of those dropped. It and the last one always fit, since
+    `config_text` bounds what they hold.
+    """
+    first = lines[0]
+    sizes = [len(encode(json_line(line))) for line in lines]
+    count = len(lines)
+    total = sum(sizes) + _DROPPED_BYTES
+    start = 1
+    while start < len(lines) - 1 and (count > _MAX_HISTORY_LINES or total > _MAX_HISTORY_BYTES):
+        total -= sizes[start]
+        count -= 1
+        start += 1
+    if start == 1:
+        return lines
+    begin = min(first.get(DROPPED_FROM, lines[1]["step"]), lines[1]["step"])
+    kept = lines[start:]
+    return [{**first, DROPPED_FROM: begin, DROPPED_UP_TO: kept[0]["step"]}, *kept]
 
 
 def settings_of(folder: Path, step: int, *, within: Path | None = None) -> tuple[str, list[str]]:
     """Return the configuration of a step as YAML, and a sentence for each change before it.
 
-    Links of its files may not leave the folder `within`, if it is given.
+    Links of its files may not leave the folder `within`, if it is given. Raises DataError if the
+    line of this step was dropped from the history.
     """
     lines = _history(folder, max(step, 1), within)
+    first = lines[0] if lines else {}
+    after = first.get(DROPPED_FROM, 0)
+    up_to = first.get(DROPPED_UP_TO, 0)
+    if after < step <= up_to:
+        raise DataError(
+            f"{folder / HISTORY_FILE} no longer has the settings of step {step}; this run had too "
+            f"many changes to keep those of the steps {after + 1} to {up_to}",
+            key="history.settings.dropped",
+        )
     changes = [
         f"changed after step {line['step']}: {key}: {values}"
         for before, line in itertools.pairwise(lines)
@@ -186,8 +232,7 @@ def _place(cfg: TrainConfig) -> tuple[Path, int]:
 
 def _line(cfg: TrainConfig, step: int) -> dict[str, Any]:
     """Return a start as a line of the history."""
-    config = OmegaConf.to_yaml(OmegaConf.create(cfg.model_dump()))
-    return {"step": step, "config": config, "files": files_of_functions(cfg)}
+    return {"step": step, "config": config_text(cfg.model_dump()), "files": files_of_functions(cfg)}
 
 
 def files_of_functions(cfg: TrainConfig) -> dict[str, str | None]:
@@ -228,6 +273,9 @@ def _history(folder: Path, step: int, within: Path | None = None) -> list[dict[s
         place = path if path == config else f"{path}, line {number}"
         if not (type(line.get("step")) is int and isinstance(line.get("config"), str)):
             raise DataError(f"{place}: expected a step and a config, found {sorted(line)[:10]}; restore the file")
+        if not all(type(line.get(key, 0)) is int for key in (DROPPED_FROM, DROPPED_UP_TO)):
+            keys = f"{DROPPED_FROM} and {DROPPED_UP_TO}"
+            raise DataError(f"{place}: {keys} must be numbers of steps; restore the file")
         files = line.get("files", {})
         if not (isinstance(files, dict) and all(isinstance(digest, str | None) for digest in files.values())):
             raise DataError(f"{place}: files is {str(files)[:100]}, expected a digest by function; restore the file")

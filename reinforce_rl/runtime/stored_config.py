@@ -1,18 +1,98 @@
-"""Reads the configuration that lies in a run's folder, which may be somebody else's: within bounds, and as values."""
+"""Reads the configuration in a run's folder, maybe somebody else's: within bounds, as values.
+
+What a run writes there is held to the same bounds, so that its next start can read it.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reinforce_rl.errors import DataError
+import yaml
+from omegaconf import OmegaConf
+
+from reinforce_rl.errors import ConfigError, DataError, Fault
+from reinforce_rl.utils.files import encode
 from reinforce_rl.utils.untrusted_files import parse_yaml, read_bounded
 
 MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_VALUES = 100_000  # keys, values and lists, all together
 INTERPOLATION = "${"
 _MAX_KEY = 500  # characters of a key and of those above it: each of their values is named by all of them
 _SHOWN = 200  # characters of a value in a message
+_ADVICE = "A run writes none such: restore the file, or take it away"
+
+
+def config_text(settings: Mapping[str, Any]) -> str:
+    """Return settings as the YAML that a run keeps in its folder; a path becomes its text.
+
+    Raises ConfigError, which names the setting, for what the next start could not read.
+    """
+    tree = _without_paths(settings)
+    text = OmegaConf.to_yaml(OmegaConf.create(tree))
+    fault = _fault(text)
+    if fault is None:
+        return text
+    name, reason = _faulty_setting(tree, fault)
+    place = "the folder of the run"
+    advice = "Write it otherwise, or put it into a file and set the file's path"
+    problem = f"{place}, from which the next start would read it: {reason}"
+    sentence = f"{name} cannot be kept in {problem}. {advice}"
+    raise ConfigError([Fault(sentence, key="config.setting.not_storable")])
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _without_paths(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_paths(child) for child in value]
+    return value
+
+
+def _quick_yaml(tree: Any) -> str:
+    """Return settings as YAML, faster than OmegaConf; nothing if only that can write one."""
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    try:
+        return yaml.dump(tree, Dumper=dumper, allow_unicode=True)
+    except yaml.YAMLError:
+        return ""
+
+
+@functools.lru_cache(8)  # a start asks several times
+def _fault(text: str) -> str | None:
+    """Return why `parse_stored` refuses a text; None if it does not."""
+    if len(encode(text)) > MAX_CONFIG_BYTES:
+        return f"more than {MAX_CONFIG_BYTES} bytes as YAML"
+    try:
+        _parse(text)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _faulty_setting(tree: Any, reason: str) -> tuple[str, str]:
+    """Return the innermost setting that is refused by itself, and why; of several, the first."""
+    path: list[str] = []
+    name = "the configuration"
+    while isinstance(tree, dict) and len(name) <= _SHOWN:
+        for key, child in tree.items():
+            alone: Any = child
+            for part in reversed([*path, key]):
+                alone = {part: alone}
+            fault = _fault(_quick_yaml(alone))
+            if fault is not None:
+                break
+        else:
+            break
+        path.append(key)
+        name = ".".join(map(str, path))
+        tree = child
+        reason = fault
+    return name[:_SHOWN], reason
 
 
 def read_stored(path: Path) -> str:
@@ -24,7 +104,7 @@ def read_stored(path: Path) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 ({error}); restore it or take it away") from error
+        raise DataError(f"{path}: not UTF-8 ({error}). {_ADVICE}") from error
 
 
 def parse_stored(text: str, where: str) -> dict[str, Any]:
@@ -35,20 +115,25 @@ def parse_stored(text: str, where: str) -> dict[str, Any]:
     if len(text) > MAX_CONFIG_BYTES:
         raise DataError(f"{where}: more than {MAX_CONFIG_BYTES} characters")
     try:
-        # Not by OmegaConf.create, which parses interpolations and takes hours for some.
-        tree = parse_yaml(text)
+        return _parse(text)
     except ValueError as error:
-        raise DataError(f"{where}: {error}; restore it or take it away") from error
+        raise DataError(f"{where}: {error}. {_ADVICE}") from error
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """Parse a configuration; ValueError for what is none, or exceeds the bounds."""
+    # Not by OmegaConf.create, which parses interpolations and takes hours for some.
+    tree = parse_yaml(text, max_values=MAX_CONFIG_VALUES)
     if tree is None:  # an empty file
         return {}
     if not isinstance(tree, dict):
-        kind = type(tree).__name__
-        raise DataError(f"{where}: found a {kind}, expected keys with values; restore it or take it away")
+        raise ValueError(f"found a {type(tree).__name__}, expected keys with values")
     if _has_null_key(tree):
-        raise DataError(f"{where}: a key is null; expected a name; restore it or take it away")
+        raise ValueError("a key is null; expected a name")
     longest = _longest_key(tree)
     if longest > _MAX_KEY:
-        raise DataError(f"{where}: a key has {longest} characters with those above it; expected at most {_MAX_KEY}")
+        expected = f"expected at most {_MAX_KEY}"
+        raise ValueError(f"a key has {longest} characters with those above it; {expected}")
     return {str(key): value for key, value in tree.items()}
 
 

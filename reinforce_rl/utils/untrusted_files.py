@@ -164,10 +164,9 @@ def yaml_fault(text: str, *, max_depth: int, max_values: int) -> tuple[int, str]
     """
     import yaml  # a benchmark on a bare GPU machine needs the rest without it
 
-    directive = _YAML_DIRECTIVE.search(text)
-    if directive is not None:
-        line = len(text[: directive.end()].splitlines())
-        return line, "a directive (%); expected keys and values only"
+    directive = _directive_line(text, max_depth) if _YAML_DIRECTIVE.search(text) else 0
+    if directive:
+        return directive, "a directive (%); expected keys and values only"
     depth = 0
     values = 0
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
@@ -185,12 +184,34 @@ def yaml_fault(text: str, *, max_depth: int, max_values: int) -> tuple[int, str]
         values += is_start or is_scalar
         if values > max_values:
             return line, f"more than {max_values} keys and values"
-        is_plain = is_scalar and not event.style  # without quotes
-        is_long = is_plain and len(event.value) > _MAX_DIGITS
-        if is_long and _YAML_NUMBER.fullmatch(event.value):
+        if not isinstance(event, yaml.ScalarEvent) or event.style:  # no value, or one in quotes
+            continue
+        if len(event.value) > _MAX_DIGITS and _YAML_NUMBER.fullmatch(event.value):
             expected = f"expected at most {_MAX_DIGITS}, or quotes around a text"
             return line, f"a number of {len(event.value)} characters; {expected}"
     return None
+
+
+def _directive_line(text: str, max_depth: int) -> int:
+    """Return the line of the first directive; 0 if `yaml_fault` need not look for it."""
+    import yaml  # a benchmark on a bare GPU machine needs the rest without it
+
+    starts = (
+        yaml.BlockMappingStartToken,
+        yaml.BlockSequenceStartToken,
+        yaml.FlowMappingStartToken,
+        yaml.FlowSequenceStartToken,
+    )
+    ends = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
+    depth = 0
+    for token in yaml.scan(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(token, yaml.DirectiveToken):
+            return token.start_mark.line + 1
+        depth += isinstance(token, starts) - isinstance(token, ends)
+        # The time for a token grows with the depth.
+        if depth > max_depth:
+            return 0
+    return 0
 
 
 def link_root(folder: Path) -> Path:

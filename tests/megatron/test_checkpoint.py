@@ -29,7 +29,7 @@ from reinforce_rl.megatron.checkpointer import (
     latest_checkpoint,
     state_bytes,
 )
-from reinforce_rl.megatron.convert import load_weights
+from reinforce_rl.megatron.convert import _checkpoint_in, load_weights
 from reinforce_rl.megatron.optimizer import large_states
 
 
@@ -257,12 +257,14 @@ def test_a_checkpoint_that_leads_elsewhere_is_refused(linked):
     assert checkpoint_up_to(linked, 10).trainer_state == {"step": 10}
 
 
-def test_checkpoints_that_lead_out_of_the_run_are_refused(linked):
+@pytest.mark.parametrize("name", ["checkpoints", "saves"])
+def test_checkpoints_that_lead_out_of_the_run_are_refused(linked, name):
     linked.rmdir()
+    linked = linked.with_name(name)
     linked.symlink_to("../elsewhere")
     (linked / "latest").write_text("step_00000010")
     for look in (latest_checkpoint, lambda folder: checkpoint_up_to(folder, 10)):
-        with pytest.raises(CheckpointError, match=r"run/checkpoints is a link to .*elsewhere, outside of"):
+        with pytest.raises(CheckpointError, match=rf"run/{name} is a link to .*elsewhere, out"):
             look(linked)
     # Whoever names the other folder means it.
     assert latest_checkpoint(linked.resolve()).trainer_state == {"step": 10}
@@ -533,3 +535,16 @@ class TestAsynchronous:
         run.checkpointer.save(3, {"step": 3})
         run.checkpointer.finish()
         assert latest_checkpoint(tmp_path).trainer_state == {"step": 3}
+
+
+def test_the_folder_of_a_run_may_be_given_to_convert_by_a_link(linked, tmp_path):
+    elsewhere = tmp_path / "elsewhere" / "step_00000010"
+    shutil.copytree(elsewhere, linked / "step_00000010")
+    (linked / "latest").write_text("step_00000010")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "run").symlink_to(linked.parent)
+    given = tmp_path / "mine" / "run"
+    assert _checkpoint_in(given) == given / "checkpoints" / "step_00000010"
+    with pytest.raises(CheckpointError, match=r"linked is a link to .*checkpoints, out"):
+        (tmp_path / "mine" / "linked").symlink_to(linked)
+        _checkpoint_in(tmp_path / "mine" / "linked")

@@ -177,6 +177,19 @@ def test_a_checkpoint_that_leads_out_of_the_run_is_refused(tmp_path):
     assert "checkpoints/step_00000001 is a link to" in error.value.faults[0]
 
 
+def test_a_folder_that_leads_out_is_one_fault_whatever_lies_there(tmp_path):
+    run = tmp_path / "run"
+    elsewhere = tmp_path / "elsewhere"
+    for step in range(5):
+        (elsewhere / f"step_0000000{step}").mkdir(parents=True)
+    run.mkdir()
+    (run / "checkpoints").symlink_to(elsewhere)
+    with pytest.raises(ConfigError) as error, run_lock(run):
+        pass
+    assert len(error.value.faults) == 1
+    assert f"{run / 'checkpoints'} is a link to {elsewhere}" in error.value.faults[0]
+
+
 @pytest.mark.parametrize("before", [None, 0o644, 0o666])
 def test_no_other_user_can_open_it_and_hold_it(tmp_path, before):
     """A shared lock, for which reading is enough, would keep the run from starting."""
@@ -212,6 +225,21 @@ def test_one_of_another_user_is_told_in_a_sentence():
         command = [sys.executable, "-c", LOOKS_AS_ANOTHER.format(user=NOBODY, folder=folder)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert f"{LOCK_FILE} cannot be opened (Permission denied), as another user's run" in done.stdout
+    assert "once that run has ended, remove the file" in done.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_folder_that_may_not_be_written_is_not_another_users_run():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        code = LOOKS_AS_ANOTHER.format(user=NOBODY, folder=folder)
+        code = code.replace("refuse_second_run(Path", "run_lock(Path")
+        code = code.replace("))\nexcept", ")).__enter__()\nexcept")
+        code = code.replace("import refuse_second_run", "import run_lock")
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert f"{LOCK_FILE} cannot be made (Permission denied): you may not write" in done.stdout
+    assert "another user" not in done.stdout
 
 
 def test_a_pipe_in_its_place_holds_up_nobody(tmp_path):

@@ -28,7 +28,7 @@ from omegaconf import OmegaConf
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.load import load_config
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, DataError
 from reinforce_rl.evaluation.model import inference_config
 from reinforce_rl.monitoring.report import write_report
 from reinforce_rl.runtime import settings as run_settings
@@ -223,6 +223,54 @@ class TestOtherSettings:
         assert [line["step"] for line in history(tmp_path)] == [0, 2]
         told = ["changed after step 2: my_own.short: its file was changed"]
         assert run_settings.settings_of(tmp_path / "run", 3)[1] == told
+
+    def test_what_the_next_start_could_not_read_is_refused_at_the_first(self, tmp_path):
+        given = [
+            "reward=function",
+            "reward_function.name=reinforce_rl.rewards.functions.gsm8k",
+            f"+reward_function.kwargs={{{'a' * 520}: 1}}",
+        ]
+        config = tiny_config(tmp_path, *given)
+        for start in (check_changes, may_start, record):
+            with pytest.raises(ConfigError, match=r"kwargs\.aaa.* expected at most 500"):
+                start(config)
+        assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize("bound", ["lines", "bytes"])
+    def test_a_full_history_drops_old_lines_and_the_run_goes_on(self, tmp_path, monkeypatch, bound):
+        latest = tmp_path / "run" / "checkpoints" / "latest"
+        latest.parent.mkdir(parents=True)
+        config = tiny_config(tmp_path)
+        line = len(json.dumps(run_settings._line(config, 0)))
+        if bound == "lines":
+            monkeypatch.setattr(run_settings, "_MAX_HISTORY_LINES", 4)
+        else:
+            monkeypatch.setattr(run_settings, "_MAX_HISTORY_BYTES", line * 9 // 2)
+
+        def start_at(step: int) -> None:
+            latest.write_text(f"step_{step:08d}")
+            config.model.optim.lr = 0.5 + step
+            check_changes(config)
+            record(config)
+
+        for step in range(8):
+            start_at(step)
+        assert [line["step"] for line in history(tmp_path)] == [0, 5, 6, 7]
+
+        def rate_of(step: int) -> float:
+            text = run_settings.settings_of(tmp_path / "run", step)[0]
+            return OmegaConf.create(text).model.optim.lr
+
+        assert [rate_of(step) for step in (1, 6, 7, 8)] == [0.5, 5.5, 6.5, 7.5]
+        for step in range(2, 6):
+            with pytest.raises(DataError, match=f"has the settings of step {step}; .* 2 to 5"):
+                rate_of(step)
+        # From a checkpoint of the steps whose settings were dropped.
+        start_at(3)
+        assert [line["step"] for line in history(tmp_path)] == [0, 3]
+        assert [rate_of(step) for step in (1, 4, 5)] == [0.5, 3.5, 3.5]
+        with pytest.raises(DataError, match="2 to 3"):
+            rate_of(3)
 
     def test_values_of_every_type_survive_the_file(self, tmp_path):
         given = [

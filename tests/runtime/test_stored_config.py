@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,8 +13,15 @@ from omegaconf import OmegaConf
 
 from reinforce_rl.config.compose import compose, compose_stored
 from reinforce_rl.config.load import read_config
-from reinforce_rl.errors import DataError
-from reinforce_rl.runtime.stored_config import MAX_CONFIG_BYTES, parse_stored, parse_values, read_stored
+from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.runtime import stored_config
+from reinforce_rl.runtime.stored_config import (
+    MAX_CONFIG_BYTES,
+    config_text,
+    parse_stored,
+    parse_values,
+    read_stored,
+)
 
 LETTERS = "abcdefghijklmnopqrst"
 DOUBLED = "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise(LETTERS))
@@ -42,6 +51,35 @@ def test_what_is_no_configuration_is_a_sentence_and_runs_nothing(text, tmp_path,
         parse_stored(text, "run/config.yaml")
     assert len(str(error.value)) < 1000
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "reason"),
+    [
+        ([0] * 1001, "kwargs.x", "more than 1000 keys and values"),
+        ({"a" * 520: 1}, "kwargs.x.aaa", "a key has 546 characters"),
+        (10**50, "kwargs.x", "a number of 51 characters; expected at most 40"),
+        (b"\x00", "kwargs.x", "a tag .*binary"),
+        ("x" * MAX_CONFIG_BYTES, "kwargs.x", f"more than {MAX_CONFIG_BYTES} bytes"),
+        ("ü" * (MAX_CONFIG_BYTES // 2), "kwargs.x", f"more than {MAX_CONFIG_BYTES} bytes"),
+    ],
+)
+def test_a_setting_that_could_not_be_read_is_not_written(value: Any, name, reason, monkeypatch):
+    monkeypatch.setattr(stored_config, "MAX_CONFIG_VALUES", 1000)
+    function = {"name": "a.b", "kwargs": {"y": 1, "x": value}}
+    settings = {"model": {"seed": 1}, "reward_function": function}
+    said = rf"reward_function\.{name}.* the next start .*{reason}"
+    with pytest.raises(ConfigError, match=said) as error:
+        config_text(settings)
+    keys = [getattr(fault, "key", "") for fault in error.value.faults]
+    assert keys == ["config.setting.not_storable"]
+    assert len(str(error.value)) < 1000
+
+
+def test_what_is_written_is_read_again():
+    words = [f"word{index}" for index in range(10_000)]
+    text = config_text({"words": words, "folders": (Path("a/b"), {"c": Path("d")})})
+    assert parse_stored(text, "here") == {"words": words, "folders": ["a/b", {"c": "d"}]}
 
 
 def test_keys_may_have_500_characters_together():

@@ -194,6 +194,9 @@ def test_a_long_number_in_yaml_is_refused_before_it_is_computed(kind):
     [
         ("".join(f"%TAG !a{index}! x\n" for index in range(9)) + "---\na: 1", "line 1: a directive"),
         ("# text\n%YAML 1.2\n---\na: 1", "line 2: a directive"),
+        ("a: 1\n...\n%YAML 1.1\n---\n", "line 3: a directive"),
+        ("a: 1\n%TAG ! x\n%TAG ! x\n", "line 2: a directive"),
+        ("[" * 100_000 + "\n%", "line 1: more than 32 levels"),
         ("a:\n  b: !!timestamp never", "line 2: a tag .*timestamp"),
         ("a: !!bool maybe", "line 1: a tag .*bool"),
         ("a: !!int ''", "line 1: a tag .*int"),
@@ -226,6 +229,19 @@ def test_yaml_within_the_bounds_is_what_omegaconf_reads():
         "c": {"d": 1},
     }
     assert parse_yaml(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('a: "50\n% of them"', "50 % of them"),
+        ("a: '50\n% of them'", "50 % of them"),
+        ("{a: 50\n% of them}", "50 % of them"),
+        ("a: |\n  x\n  % of them", "x\n% of them"),
+    ],
+)
+def test_a_percent_sign_within_a_value_is_no_directive(text, value):
+    assert parse_yaml(text) == {"a": value}
 
 
 def test_a_folder_may_be_a_link_within_the_folder_in_which_it_stands(tmp_path):
