@@ -129,7 +129,7 @@ def package_errors() -> list[RaisedError]:
     """Return the errors that the package makes."""
     errors: list[RaisedError] = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        errors.extend(error_calls(path.read_text(), str(path.relative_to(ROOT))))
+        errors.extend(error_calls(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))))
     return errors
 
 
@@ -165,10 +165,10 @@ def main() -> int:
     arguments = parser.parse_args()
     errors = package_errors()
     if arguments.write:
-        SENTENCES.write_text(listing(errors))
+        SENTENCES.write_text(listing(errors), encoding="utf-8")
         return 0
     faults = faults_of(errors)
-    if SENTENCES.read_text() != listing(errors):
+    if SENTENCES.read_text(encoding="utf-8") != listing(errors):
         faults.append("tests/error_sentences.txt is not today's: run python tools/error_keys.py --write")
     for fault in faults:
         print(fault)

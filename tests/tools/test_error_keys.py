@@ -49,7 +49,7 @@ def test_a_key_has_two_parts():
 def test_the_list_is_todays_and_every_error_of_a_part_that_is_done_has_a_key():
     errors = error_keys.package_errors()
     assert error_keys.faults_of(errors) == []
-    assert error_keys.SENTENCES.read_text() == error_keys.listing(errors)
+    assert error_keys.SENTENCES.read_text(encoding="utf-8") == error_keys.listing(errors)
 
 
 def test_parts_without_keys_exist():
