@@ -170,7 +170,7 @@ def _size_of(value: Any, budget: _Budget | None = None) -> int:
         elif isinstance(current, _CONTAINERS):
             stack.extend((child, depth + 1) for child in current)
         elif isinstance(current, Namespace):
-            # Its text is that of a dictionary, which it keeps under this name.
+            # A namespace prints the dictionary of its attributes, which Jinja keeps private.
             stack.append((getattr(current, "_Namespace__attrs"), depth + 1))  # noqa: B009
     return size
 

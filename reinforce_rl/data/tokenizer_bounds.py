@@ -105,7 +105,15 @@ def _fault_of_class(values: dict[str, Any]) -> str | None:
 
 
 def _fault_of_names(values: dict[str, Any], path: Path) -> str | None:
-    """Say that a file names files that are read in place of those that are checked, or too many tokens."""
+    """Return the fault if a tokenizer's file redirects to an unchecked file or has too many keys or tokens.
+
+    Args:
+        values: parsed JSON of `path`.
+        path: one of the tokenizer's files.
+
+    Returns:
+        None if there is no fault.
+    """
     folder = path.parent
     others = [str(name) for name in _list(values.get(_FILES)) if name != _FILE]
     if others:

@@ -25,7 +25,8 @@ _MAX_ROUNDS = 16  # of a value that leads to a value, and so on
 _MAX_NUMBER = 1e15
 _MISSING = "???"  # OmegaConf's mark of a value that is not there
 _START = "${"
-# The name of another key, or a call of a function below; what is in its brackets is looked at in the same way.
+# Matches the start of another key's name or of a call of an allowed function. The arguments of a call are
+# matched in turn.
 _ALLOWED_START = re.compile(r"\$\{(?:(?:subtract|multiply|int_div):|[\w.\[\]-]+\})", re.ASCII)
 
 Place = tuple[str | int, ...]
@@ -93,7 +94,7 @@ def _put(tree: Any, place: Place, value: Any) -> None:
 def _resolve(cfg: DictConfig, texts: dict[Place, str]) -> dict[str, str]:
     """Put values in the places of texts with interpolations; return the keys of the others, with the reason.
 
-    A round computes those that name finished values only. So none is computed twice, however often it is named.
+    Each round computes the values whose inputs are already known, so every value is computed once.
     """
     reasons = {place: _refused(text) for place, text in texts.items()}
     if len(texts) > _MAX_INTERPOLATIONS:

@@ -113,9 +113,9 @@ def to_hf(
 
 
 def _check_size(architecture: Architecture, source: Path, checkpoint: Path) -> None:
-    """Raise CheckpointError if a model of config.json is far larger than a checkpoint, which is already checked.
+    """Raise CheckpointError if config.json describes a model far larger than the checkpoint.
 
-    Smaller differences are told tensor by tensor, once the model is built.
+    The checkpoint itself has been checked. Loading it reports smaller mismatches, tensor by tensor.
     """
     stored = dist_checkpointing.load_tensors_metadata(str(checkpoint / MODEL))
     available = sum(math.prod(tensor.global_shape) for name, tensor in stored.items() if not name.startswith(PREFIX))
@@ -170,7 +170,7 @@ def _checkpoint_in(folder: Path) -> Path:
     for candidate in (folder, folder / CHECKPOINTS):
         if (candidate / MODEL / FORMAT_FILE).is_file():
             return candidate
-        # The folder of a run may be given by a link; that of its checkpoints may be none.
+        # A link to a run is allowed, a link in place of its checkpoints folder is not.
         is_a_run = candidate == folder and not os.path.lexists(folder / LATEST_FILE)
         if not is_a_run and (newest := latest_checkpoint(candidate)):
             return newest.folder

@@ -39,7 +39,7 @@ def read_bounded_file(path: str | Path, columns: Sequence[str] | None, filters: 
 
 
 def read_bounded_table(file: pa.NativeFile, columns: Sequence[str] | None, filters: Any) -> pa.Table:
-    """Read columns of a Parquet file as `pyarrow.parquet.read_table`; those that it lacks are left out.
+    """Read a Parquet file as `pyarrow.parquet.read_table` does, but skip columns that the file lacks.
 
     Raises:
         DataError: it has more than `MAX_ROWS` rows, or its values take far more memory than the file is large.
