@@ -42,6 +42,11 @@ class Fault(str):
         return fault
 
 
+def key_of(fault: str) -> str:
+    """Return the key of a fault; empty for a plain text."""
+    return getattr(fault, "key", "")
+
+
 def _with_key(text: str, key: str) -> str:
     return f"{text} [{key}]" if key else text
 
@@ -99,11 +104,11 @@ class ConfigError(ReinforceError):
     @property
     def keys(self) -> list[str]:
         """Return the key of each fault, in their order."""
-        return [getattr(fault, "key", "") for fault in self.faults]
+        return [key_of(fault) for fault in self.faults]
 
     def with_keys(self) -> str:
         """Return the list of faults, each with its key."""
-        return self._listed([_with_key(fault, getattr(fault, "key", "")) for fault in self.faults])
+        return self._listed([_with_key(fault, key_of(fault)) for fault in self.faults])
 
     @staticmethod
     def _listed(sentences: list[str]) -> str:

@@ -134,7 +134,7 @@ def begin_files(cfg: TrainConfig, monitor: RunMonitor, step: int) -> None:
 
 
 def result_bounds(cfg: TrainConfig) -> ResultBounds:
-    """Return what the results of this run's generators keep within."""
+    """Return the bounds on the results of this run's generators."""
     return ResultBounds(
         vocab_size=Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size,
         max_length=cfg.model.reinforce.length_params.max_length,

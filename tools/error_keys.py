@@ -25,7 +25,6 @@ WITHOUT_KEYS = (
     "config",
     "data",
     "debugging",
-    "launch",
     "megatron",
     "monitoring",
     "reward_server",
@@ -73,20 +72,44 @@ class RaisedError:
 
 def error_calls(source: str, name: str) -> Iterator[RaisedError]:
     """Yield the calls in a file's text that make an error; `name` is the file's."""
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    assigned = _assigned_before_calls(tree)
+    for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         if _called_name(node.func) == "ConfigError":
             yield from _faults_without_keys(node, name)
         if _called_name(node.func) in KINDS:
             key = _key_argument(node)
+            sentence = node.args[0] if node.args else ast.Constant("")
             is_text = isinstance(key, ast.Constant)
             yield RaisedError(
                 place=f"{name}:{node.lineno}",
                 key=str(key.value) if is_text else "",
                 is_computed=key is not None and not is_text,
-                sentence=_template(node.args[0]) if node.args else "",
+                sentence=_template(assigned.get(node, sentence)),
             )
+
+
+def _assigned_before_calls(tree: ast.AST) -> dict[ast.Call, ast.expr]:
+    """Return, for each call whose first argument is a local variable, what was assigned to it last."""
+    assigned: dict[ast.Call, ast.expr] = {}
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        nodes = list(ast.walk(function))
+        assignments = [node for node in nodes if isinstance(node, ast.Assign)]
+        assignments.sort(key=lambda assignment: assignment.lineno)
+        for call in nodes:
+            if not (isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Name)):
+                continue
+            variable = call.args[0].id
+            for assignment in assignments:
+                target = assignment.targets[0]
+                is_its = isinstance(target, ast.Name) and target.id == variable
+                if is_its and assignment.lineno < call.lineno:
+                    assigned[call] = assignment.value
+    return assigned
 
 
 def _faults_without_keys(call: ast.Call, name: str) -> Iterator[RaisedError]:

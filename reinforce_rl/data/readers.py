@@ -65,12 +65,22 @@ class WrongForm(DataError):
 
 
 class ColumnMissing(WrongForm):
-    """A record lacks a column."""
+    """A record lacks a column.
 
-    def __init__(self, value: Mapping[str, Any], expected: str, key: str = ""):
-        likely = [column for column in _LIKELY if column in value and key.endswith("prompt")] or ["COLUMN"]
-        hint = f", or the name of its column in {key}={likely[0]}" if key else ""
-        super().__init__(f"found {', '.join(value) or 'no key'}; expected {expected}{hint}")
+    Args:
+        value: the record.
+        expected: the columns that it may have instead.
+        option: the setting or argument that names the column.
+    """
+
+    def __init__(self, value: Mapping[str, Any], expected: str, option: str = ""):
+        hint = ""
+        if option:
+            likely = [column for column in _LIKELY if column in value and option.endswith("prompt")]
+            column = likely[0] if likely else "COLUMN"
+            hint = f", or the name of its column in {option}={column}"
+        found = ", ".join(value) or "no key"
+        super().__init__(f"found {found}; expected {expected}{hint}", key="data.column.missing")
 
 
 @dataclass(frozen=True)

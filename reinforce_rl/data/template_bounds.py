@@ -7,6 +7,7 @@ Steps are counted, so that every rank and every machine refuses the same templat
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 import time
@@ -541,7 +542,7 @@ def _size_made(budget: _Budget, subject: Any, name: str, args: tuple[Any, ...], 
 
 
 def _with_listed(subject: Any, name: str, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return what a join of a generator joins as a list, whose size can be checked before."""
+    """Return the arguments of a join with a generator turned into a list, so that its size can be checked first."""
     if name != "join":
         return subject, args
     if isinstance(subject, Iterator):
@@ -558,7 +559,7 @@ def _check_percent(budget: _Budget, text: str, values: Any) -> None:
     if isinstance(values, dict):
         # Each field may take the same value.
         made = len(text) + size * len(fields)
-    for digits in (digits for field in fields for digits in field if digits):
+    for digits in filter(None, itertools.chain.from_iterable(fields)):
         if len(digits) > _MAX_WIDTH_DIGITS:
             raise TemplateBoundError("formats a field that is wider than a million characters")
         made += int(digits)

@@ -146,7 +146,7 @@ def _threads(recorded: StepRecord) -> int:
     if type(threads) is not int or not 1 <= threads <= _MOST_THREADS:
         raise DataError(
             f"step {recorded.step}: its record has {str(threads)[:100]} threads; expected 1 to "
-            f"{_MOST_THREADS} on this machine. Replay it on one of more cores"
+            f"{_MOST_THREADS} on this machine. Replay it on a machine with more cores"
         )
     return threads
 

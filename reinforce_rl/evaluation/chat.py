@@ -226,7 +226,7 @@ class Chat:
             signal.signal(signal.SIGINT, before)
 
     def _write(self, text: str) -> None:
-        # rich's stream is the one behind those of `shown_streams`.
+        # rich writes to the stream that `shown_streams` wraps, so nothing else shows control characters here.
         self.console.file.write(show_control_characters(text))
         self.console.file.flush()
 

@@ -36,14 +36,14 @@ def show_help(name: str, words: Sequence[str], console: Console | None = None) -
     keys = [Key(*(text.replace("`", "") for text in astuple(key))) for key in keys_of(PROGRAMS[name]())]
     found = _asked_for(keys, words)
     if not words:
-        console.print(HEAD.format(program=program_name(), name=name), markup=False, soft_wrap=True)
+        console.print(HEAD.format(program=program_name(), name=name), soft_wrap=True)
         if name == "train_reinforce_actor":
             presets = ", ".join(sorted(path.stem for path in (CONF_FOLDER / "algorithm").glob("*.yaml")))
             console.print(f"algorithm=NAME sets many of them at once: {presets}\n", soft_wrap=True)
     if not console.is_terminal:
         for key in found:
             default = key.default if key.default == "required" else f"default {key.default}"
-            console.print(f"{key.path}  ({_kind(key)}; {default})  {key.meaning}", markup=False, soft_wrap=True)
+            console.print(f"{key.path}  ({_kind(key)}; {default})  {key.meaning}", soft_wrap=True)
         return
     for group, members in itertools.groupby(found, lambda key: key.path.rpartition(".")[0]):
         title = Text(group or "keys without a group", style="bold")

@@ -130,7 +130,7 @@ def run_script(command: str) -> None:
 
 def _prepare(words: list[str]) -> None:
     use_utf8()
-    # To the end of the process: Python prints the traceback of a defect when `plain_errors` is left.
+    # For the whole life of the process: Python prints the traceback of a defect after `plain_errors` is left.
     sys.stdout = shown(sys.stdout)
     sys.stderr = shown(sys.stderr)
     try:
@@ -143,7 +143,7 @@ def _prepare(words: list[str]) -> None:
         # would find them there. `python -c` has put the folder first, and so has `python -m cProfile`.
         if sys.path[0] in ("", here) and here != PACKAGE_PARENT:
             del sys.path[0]
-        # Of Pythons that are started from here, such as multiprocessing's; from 3.11 on.
+        # For Python processes started from here, such as multiprocessing's. Python 3.11 and later read it.
         os.environ["PYTHONSAFEPATH"] = "1"
     elif here not in sys.path:
         sys.path.append(here)

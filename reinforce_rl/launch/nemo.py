@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import advice_for, read_config
 from reinforce_rl.config.nemo_keys import RENAMED
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.launch.nemo_file import read_nemo_file
 from reinforce_rl.utils.control_characters import show_control_characters
 from reinforce_rl.utils.files import write_atomically
@@ -46,7 +46,7 @@ def convert_file(path: Path, out: Path | None) -> None:
         print(converted(path), end="")
         return
     if out.exists():
-        raise ConfigError([f"{out} exists; expected the name of a new file"])
+        raise ConfigError([Fault(f"{out} exists; expected the name of a new file", key="nemo.output.exists")])
     write_atomically(out, converted(path))
     print(f"written to {out}; what has no counterpart stands at its head. Start it with")
     print(f"reinforce-rl train --config-dir {out.absolute().parent} --config-name {out.stem}")
@@ -58,7 +58,8 @@ def converted(path: str | Path) -> str:
     given = dict(_leaves(cfg))
     if not any(key.startswith(("trainer.reinforce.", "model.reinforce.")) for key in given):
         expected = "expected the form of NeMo-Aligner's gpt_reinforce_actor.yaml"
-        raise ConfigError([f"{path} has neither trainer.reinforce nor model.reinforce; {expected}"])
+        sentence = f"{path} has neither trainer.reinforce nor model.reinforce; {expected}"
+        raise ConfigError([Fault(sentence, key="nemo.file.other_program")])
     base = compose(PROGRAM, [f"algorithm={PRESET}"])
     known = dict(_leaves(base))
     keys: dict[str, Any] = {}

@@ -32,6 +32,10 @@ _ALLOWED_START = re.compile(r"\$\{(?:(?:subtract|multiply|int_div):|[\w.\[\]-]+\
 Place = tuple[str | int, ...]
 
 
+class _Index(int):
+    """An index into a list, as opposed to a key that is a number."""
+
+
 def _number(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _MAX_NUMBER:
         raise ValueError(f"{value!r:.40}; expected a number of at most {_MAX_NUMBER:g}")
@@ -81,7 +85,7 @@ def _texts_below(value: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
             yield from _texts_below(child, (*place, name))
     elif isinstance(value, list):
         for index, child in enumerate(value):
-            yield from _texts_below(child, (*place, index))
+            yield from _texts_below(child, (*place, _Index(index)))
 
 
 def _put(tree: Any, place: Place, value: Any) -> None:
@@ -117,7 +121,7 @@ def _resolve(cfg: DictConfig, texts: dict[Place, str]) -> dict[str, str]:
             waiting.remove(place)
     for place in waiting:
         reasons[place] = f"{texts[place]} leads to no value; write the value in its place"
-    return {_key_of(cfg, place): reason for place, reason in reasons.items() if reason}
+    return {_leave_out(cfg, place): reason for place, reason in reasons.items() if reason}
 
 
 def _refused(text: str) -> str:
@@ -157,9 +161,9 @@ def _value_of(cfg: DictConfig, place: Place, text: str) -> Any:
     return value
 
 
-def _key_of(cfg: DictConfig, place: Place) -> str:
-    """Return the dotted key of a place; a list with an element that has no value is left out whole."""
-    is_index = [isinstance(part, int) for part in place]
+def _leave_out(cfg: DictConfig, place: Place) -> str:
+    """Leave a value out, with the whole list that it is in, and return the dotted key of what is left out."""
+    is_index = [isinstance(part, _Index) for part in place]
     if True not in is_index:
         return ".".join(map(str, place))
     of_list = place[: is_index.index(True)]

@@ -152,20 +152,18 @@ def generate(cfg: DictConfig) -> None:
     config = with_functions(*read_config(cfg))
     size = config.generation_tensor_parallel_size
     if config.generators != "separate":
-        fault = ReinforceError(
+        raise ReinforceError(
             f"generators is {config.generators}; expected generators=separate and placement=disaggregated",
             key="generate.generators.not_separate",
         )
-        fail(fault.with_keys())
     if ranks is not None:
         os.environ["WORLD_SIZE"] = ranks
         if int(ranks) != size:
-            fault = ReinforceError(
+            raise ReinforceError(
                 f"{ranks} ranks were started (WORLD_SIZE), but generation_tensor_parallel_size is "
                 f"{size}; start {size}",
                 key="generate.ranks.wrong_number",
             )
-            fail(fault.with_keys())
     freeze_template_date(config, joins=True)
     start_ranks(size, 1, "generation_tensor_parallel_size")
     stop = StopRequest.on_signals()

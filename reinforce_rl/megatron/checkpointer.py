@@ -52,7 +52,7 @@ from reinforce_rl.utils.untrusted_files import (
 
 STATE_FILE = "trainer_state.json"
 LATEST_FILE = "latest"
-CHECKPOINTS = "checkpoints"  # the folder of a run
+CHECKPOINTS = "checkpoints"  # in the folder of a run
 _CHECKPOINT_NAME = re.compile(r"step_[0-9]{8}")
 _MAX_NAME_BYTES = 4096
 _MAX_MORE_BYTES = 1 << 30

@@ -3,7 +3,7 @@
 A pickle of a hundred bytes can hold a tuple that names another one twice, which names a third one twice, and so on
 forty times. Computing its hash would not end, and nothing can interrupt it.
 
-Keys of a dictionary that have equal hashes are compared each with each other. Hashes of texts are
+Keys of a dictionary that have equal hashes are all compared with one another. Hashes of texts are
 random in each process; many numbers or tuples can be prepared whose hashes are equal.
 """
 
@@ -39,7 +39,7 @@ _UNUSED = frozenset({"POP", "POP_MARK", "DUP"})
 
 
 def check_pickle_size(data: bytes, *, key_classes: Collection[str] = ()) -> None:
-    """Raise CheckpointError if a pickle is damaged, or if to read it could take far too much.
+    """Raise CheckpointError if a pickle is damaged, or if reading it could take far too much time or memory.
 
     Args:
         data: a pickle of any protocol, which is not executed.
@@ -143,7 +143,7 @@ def _check_keys(keys: Iterable[_Value], classes: Collection[str]) -> None:
 
 
 def _check_calls(opcode: str, changed: _Value | None, taken: Sequence[_Value]) -> None:
-    """Refuse calls that make a dictionary of pairs, whose keys are no keys of an instruction."""
+    """Refuse calls that build a dictionary from pairs, since its keys would not be checked."""
     if opcode == "REDUCE" and taken[0].name == _ORDERED and taken[1].size > 1:
         raise CheckpointError("it calls OrderedDict with values, which no checkpoint needs")
     takes_pairs = changed is not None and changed.name in (_ORDERED, "")

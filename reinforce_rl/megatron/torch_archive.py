@@ -25,7 +25,7 @@ _ZIP64_END = struct.Struct("<4sQ2H2I4Q")
 _ZIP64_LOCATOR = struct.Struct("<4sIQI")
 _LOCAL_HEADER = struct.Struct("<4s22s2H")  # of an entry; it ends with two lengths
 _DESCRIPTOR = b"PK\7\x08"
-_ZIP64_BOUND = 0xFFFFFFFF  # of a place or a size of four bytes
+_ZIP64_BOUND = 0xFFFFFFFF  # an offset or size of four bytes from which ZIP64 is used
 _ENTRY_NAME = re.compile(r"[^/]+/[\w./-]+", re.ASCII)
 # With it, torch unpickles whatever a file names unless the caller passes `weights_only`; megatron
 # does not pass it.
@@ -56,7 +56,7 @@ def check_torch_archive(file: BinaryIO, start: int, length: int) -> None:
         _check_directory(part, length)
         with zipfile.ZipFile(part) as archive:
             _check_entries(archive.infolist())
-            _check_places(part, archive)
+            _check_offsets(part, archive)
             _check_pickles(archive)
     except (OSError, ValueError, NotImplementedError, RuntimeError, struct.error, zipfile.BadZipFile) as error:
         raise CheckpointError(f"it is no archive of torch.save ({error})") from error
@@ -108,17 +108,17 @@ def _check_entries(entries: list[zipfile.ZipInfo]) -> None:
         raise CheckpointError("two of its entries have the same name")
 
 
-def _check_places(part: BinaryIO, archive: zipfile.ZipFile) -> None:
-    """Check that entries lie end to end from the first byte on, and the directory behind the last.
+def _check_offsets(part: BinaryIO, archive: zipfile.ZipFile) -> None:
+    """Check that entries lie end to end from the first byte on, and that the directory follows the last.
 
-    Else entries could share bytes, or the file could begin with torch's old format: torch chooses
+    Otherwise entries could share bytes, or the file could begin with torch's old format: torch chooses
     the format by the first bytes, and Python finds an archive by its last ones.
     """
     entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
     end = 0
     for entry in entries:
         name = entry.filename[:100]
-        # Python and torch could choose different ones of two fields that give a place.
+        # Of two extra fields that give an offset, Python and torch could take different ones.
         if len(entry.extra) not in (0, 4 + int.from_bytes(entry.extra[2:4], "little")):
             raise CheckpointError(f"{name!r} has more than one field of sizes")
         if entry.header_offset != end:
@@ -137,7 +137,7 @@ def _check_places(part: BinaryIO, archive: zipfile.ZipFile) -> None:
 
 
 def _descriptor_bytes(part: BinaryIO, entry: zipfile.ZipInfo, data_end: int) -> int:
-    """Return how many bytes repeat an entry's sizes behind its data, as torch writes them."""
+    """Return the size of the data descriptor that torch writes after an entry's data; 0 if there is none."""
     part.seek(data_end)
     if part.read(len(_DESCRIPTOR)) != _DESCRIPTOR:
         return 0

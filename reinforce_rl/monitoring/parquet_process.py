@@ -52,7 +52,7 @@ def read_in_child(path: str | Path, columns: Sequence[str] | None, filters: Any)
         data = b"" if answer["fault"] else reader.connection.recv_bytes()
         is_free = True
     except (EOFError, OSError) as error:
-        raise DataError(NOT_PARQUET.format(_end_of(reader))) from error
+        raise DataError(NOT_PARQUET.format(_why_it_ended(reader))) from error
     finally:
         if is_free and len(_waiting) < _KEPT:
             _waiting.append(reader)
@@ -86,7 +86,7 @@ def _end(reader: ModuleChild) -> None:
     atexit.unregister(reader.kill)
 
 
-def _end_of(reader: ModuleChild) -> str:
+def _why_it_ended(reader: ModuleChild) -> str:
     """Say why a reader has ended."""
     code = reader.wait(KILL_SECONDS)
     if code == -signal.SIGALRM:

@@ -11,7 +11,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
@@ -389,20 +389,33 @@ def _row_hints() -> dict[str, Any]:
     return get_type_hints(RolloutRow)
 
 
+def _is_integer(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_INTEGER
+
+
+def _is_number_or_null(value: Any) -> bool:
+    return value is None or type(value) in (int, float)
+
+
+def _is_text_or_null(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+# By the type of a field: whether a JSON value is right, and what is expected.
+_JSON_RULES: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    int: (_is_integer, f"a whole number, 0 to {MAX_INTEGER - 1}"),
+    float: (_is_number_or_null, "a number or null"),
+    bool: (lambda value: isinstance(value, bool), "true or false"),
+    str: (lambda value: isinstance(value, str), "a text"),
+    str | None: (_is_text_or_null, "a text or null"),
+}
+
+
 def _check_earlier(row: Mapping[str, Any]) -> None:
     """Raise ValueError if a field of a line of JSON is not of its type."""
     for name, value in row.items():
-        hint = _row_hints()[name]
-        is_integer = type(value) is int and 0 <= value < MAX_INTEGER
-        rules: dict[Any, tuple[bool, str]] = {
-            int: (is_integer, f"a whole number, 0 to {MAX_INTEGER - 1}"),
-            float: (value is None or type(value) in (int, float), "a number or null"),
-            bool: (isinstance(value, bool), "true or false"),
-            str: (isinstance(value, str), "a text"),
-            str | None: (value is None or isinstance(value, str), "a text or null"),
-        }
-        is_right, expected = rules[hint]
-        if not is_right:
+        is_right, expected = _JSON_RULES[_row_hints()[name]]
+        if not is_right(value):
             raise ValueError(f"{name} is {shown_value(value)}, expected {expected}")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
-from reinforce_rl.errors import DataError
+from reinforce_rl.errors import DataError, Fault
 from reinforce_rl.monitoring.columns import MetricColumns, shown_value
 from reinforce_rl.monitoring.loggers import METRICS_FILE
 from reinforce_rl.monitoring.metrics_file import MetricsFile
@@ -69,7 +69,7 @@ class RunFolder:
         self.is_own = is_own
         self._read_samples = functools.lru_cache(_KEPT_SAMPLES)(lambda path, _changed: read_rows(path, is_own=is_own))
         self._files: dict[Kind, tuple[int, dict[int, Path]]] = {}
-        self._configuration: tuple[tuple[Any, ...], Configuration | str] | None = None  # a fault as its text
+        self._configuration: tuple[tuple[Any, ...], Configuration | Fault] | None = None
         self._begin_judging(())
 
     def _begin_judging(self, rules: tuple[Any, ...], sentinel: Sentinel | None = None) -> None:
@@ -218,14 +218,14 @@ class RunFolder:
         stamp = (self.last_step, *(_stamp(self.path / name) for name in (HISTORY_FILE, CONFIG_FILE)))
         if self._configuration is None or self._configuration[0] != stamp:
             try:
-                found = self._read_configuration()
+                configuration = self._read_configuration()
             except DataError as error:
-                found = str(error)
-            self._configuration = (stamp, found)
-        found = self._configuration[1]
-        if isinstance(found, str):
-            raise DataError(found)
-        return found
+                configuration = Fault(str(error), key=error.key)
+            self._configuration = (stamp, configuration)
+        configuration = self._configuration[1]
+        if isinstance(configuration, Fault):
+            raise DataError(configuration, key=configuration.key)
+        return configuration
 
     def _read_configuration(self) -> Configuration:
         text, changes = settings_of(self.path, self.last_step, within=self.within)

@@ -20,7 +20,7 @@ from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, fixed_prompts
 from reinforce_rl.data.sampler import shard
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError, Fault, ReinforceError
+from reinforce_rl.errors import ConfigError, Fault, ReinforceError, key_of
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.model import layers_of_stages
 from reinforce_rl.preflight import memory
@@ -55,7 +55,7 @@ class Inputs:
                 faults.extend(error.faults)
             else:
                 faults.append(Fault(str(error), key=error.key))
-        return [Fault(fault.replace("\n", "\n     "), key=getattr(fault, "key", "")) for fault in faults]
+        return [Fault(fault.replace("\n", "\n     "), key=key_of(fault)) for fault in faults]
 
     def checked(self) -> tuple[PreTrainedTokenizerBase, RLHFDatasets]:
         """Return tokenizer and data sets; raise the fault, or a `ConfigError` of several."""

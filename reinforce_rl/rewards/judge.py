@@ -144,8 +144,7 @@ def _text_in(body: bytes, place: str) -> str:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise JudgeError(f"{place} gave no choices[0].message.content") from error
     if choice.get("finish_reason") == "length" and _NUMBER_AT_END.search(text):
-        advice = "options.max_tokens allows more"
-        raise JudgeError(f"the judge's answer was cut within a number; {advice}", text)
+        raise JudgeError("the judge's answer was cut within a number; raise options.max_tokens", text)
     return text
 
 

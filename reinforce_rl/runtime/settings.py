@@ -38,8 +38,8 @@ HISTORY_FILE, CONFIG_FILE = "config_history.jsonl", "config.yaml"
 _MAX_HISTORY_BYTES = 16 << 20
 _MAX_HISTORY_LINES = 1000  # starts with other settings
 _DROPPED_BYTES = 100  # of the two keys below, in the first line
-DROPPED_FROM = "dropped_from"  # step after which the first line that was dropped began
-DROPPED_UP_TO = "dropped_up_to"  # last step of which the line was dropped
+_DROPPED_FROM = "dropped_from"  # step after which the first line that was dropped began
+_DROPPED_UP_TO = "dropped_up_to"  # last step of which the line was dropped
 DATE_KEY = "model.data.chat_template_date"
 # Keys that change the meaning of a run: refused on resume without resume_with_changes.
 MEANING = re.compile(
@@ -154,9 +154,9 @@ def record(cfg: TrainConfig) -> None:
     """Write the configuration of this start to the run's folder; on rank 0."""
     folder, step = _place(cfg)
     line, lines = _line(cfg, step), _history(folder, step)
-    if lines and lines[0].get(DROPPED_UP_TO, 0) > step:
+    if lines and lines[0].get(_DROPPED_UP_TO, 0) > step:
         # The steps after an older checkpoint are made anew.
-        lines[0][DROPPED_UP_TO] = step
+        lines[0][_DROPPED_UP_TO] = step
     if not lines or _differences(lines[-1], line):
         lines.append(line)
     write_json_lines(folder / HISTORY_FILE, _within_bounds(lines))
@@ -171,18 +171,19 @@ def _within_bounds(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     first = lines[0]
     sizes = [len(encode(json_line(line))) for line in lines]
-    count = len(lines)
     total = sum(sizes) + _DROPPED_BYTES
     start = 1
-    while start < len(lines) - 1 and (count > _MAX_HISTORY_LINES or total > _MAX_HISTORY_BYTES):
+    while start < len(lines) - 1:
+        kept_lines = len(lines) - start + 1
+        if kept_lines <= _MAX_HISTORY_LINES and total <= _MAX_HISTORY_BYTES:
+            break
         total -= sizes[start]
-        count -= 1
         start += 1
     if start == 1:
         return lines
-    begin = min(first.get(DROPPED_FROM, lines[1]["step"]), lines[1]["step"])
+    begin = min(first.get(_DROPPED_FROM, lines[1]["step"]), lines[1]["step"])
     kept = lines[start:]
-    return [{**first, DROPPED_FROM: begin, DROPPED_UP_TO: kept[0]["step"]}, *kept]
+    return [{**first, _DROPPED_FROM: begin, _DROPPED_UP_TO: kept[0]["step"]}, *kept]
 
 
 def settings_of(folder: Path, step: int, *, within: Path | None = None) -> tuple[str, list[str]]:
@@ -193,8 +194,8 @@ def settings_of(folder: Path, step: int, *, within: Path | None = None) -> tuple
     """
     lines = _history(folder, max(step, 1), within)
     first = lines[0] if lines else {}
-    after = first.get(DROPPED_FROM, 0)
-    up_to = first.get(DROPPED_UP_TO, 0)
+    after = first.get(_DROPPED_FROM, 0)
+    up_to = first.get(_DROPPED_UP_TO, 0)
     if after < step <= up_to:
         raise DataError(
             f"{folder / HISTORY_FILE} no longer has the settings of step {step}; this run had too "
@@ -273,8 +274,8 @@ def _history(folder: Path, step: int, within: Path | None = None) -> list[dict[s
         place = path if path == config else f"{path}, line {number}"
         if not (type(line.get("step")) is int and isinstance(line.get("config"), str)):
             raise DataError(f"{place}: expected a step and a config, found {sorted(line)[:10]}; restore the file")
-        if not all(type(line.get(key, 0)) is int for key in (DROPPED_FROM, DROPPED_UP_TO)):
-            keys = f"{DROPPED_FROM} and {DROPPED_UP_TO}"
+        if not all(type(line.get(key, 0)) is int for key in (_DROPPED_FROM, _DROPPED_UP_TO)):
+            keys = f"{_DROPPED_FROM} and {_DROPPED_UP_TO}"
             raise DataError(f"{place}: {keys} must be numbers of steps; restore the file")
         files = line.get("files", {})
         if not (isinstance(files, dict) and all(isinstance(digest, str | None) for digest in files.values())):

@@ -36,10 +36,10 @@ def config_text(settings: Mapping[str, Any]) -> str:
     if fault is None:
         return text
     name, reason = _faulty_setting(tree, fault)
-    place = "the folder of the run"
-    advice = "Write it otherwise, or put it into a file and set the file's path"
-    problem = f"{place}, from which the next start would read it: {reason}"
-    sentence = f"{name} cannot be kept in {problem}. {advice}"
+    sentence = (
+        f"{name} cannot be kept in the folder of the run, from which the next start would read "
+        f"it: {reason}. Write it otherwise, or put it into a file and set the file's path"
+    )
     raise ConfigError([Fault(sentence, key="config.setting.not_storable")])
 
 

@@ -189,7 +189,7 @@ def require_trust(
     `reinforce_rl.train` copies reward functions into it.
 
     Raises ConfigError: without `trust`, the folder alone names what is run, asked, read or sent, or
-            starts more processes than are expected on this machine.
+    starts more processes than are expected on this machine.
     """
     used = {"rewards": rewards, "generation": generation, "data": data, "ranks": ranks}
     found = untrusted_settings(cfg, overrides, **used)

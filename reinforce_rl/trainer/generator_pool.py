@@ -50,7 +50,7 @@ class GeneratorPool:
     """Rank 0's connections to the generators, and the queue between them.
 
     A generator of which nothing is heard for `silence_seconds` is lost. `device` is where the weights are,
-    and `bounds` are of the results that are accepted.
+    and `bounds` are those of the results that it accepts.
 
     Raises ConnectionError: a generator did not come.
     """
@@ -71,8 +71,7 @@ class GeneratorPool:
 
     def _begin_empty(self, bounds: ResultBounds) -> None:
         self._bounds = bounds
-        # Of the scores of all results.
-        self._source_names = set(bounds.sources or ())
+        self._source_names = set(bounds.sources or ())  # in all results so far
         self._changed = threading.Condition()
         self._waiting: deque[Work] = deque()
         self._given: dict[int, Work] = {}  # and not forgotten

@@ -44,10 +44,10 @@ from reinforce_rl.trainer.messages import (
 _MAX_QUOTED = 300  # characters of a fault that a message has
 _MAX_FAULT = 10_000  # characters of an error's text, or of why a sample has no score
 _MAX_SOURCES = 1000
+_MAX_SOURCE_NAME = 200  # characters
 _KEY = re.compile(r"[a-z0-9_.]{0,200}")  # of an error
 # Of safetensors, and of torch for shapes that it cannot have.
 _TENSOR_ERRORS = (SafetensorError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
-_MAX_SOURCE_NAME = 200  # characters
 
 
 class BadMessageError(ValueError):
@@ -223,12 +223,10 @@ def _check_texts(fields: _ResultFields) -> None:
         raise BadMessageError(f"sources are {len(fields.sources)}, expected at most {_MAX_SOURCES}")
     longest_name = max(map(len, fields.sources), default=0)
     if longest_name > _MAX_SOURCE_NAME:
-        expected = f"expected at most {_MAX_SOURCE_NAME}"
-        raise BadMessageError(f"sources has a name of {longest_name} characters, {expected}")
+        raise BadMessageError(f"sources has a name of {longest_name} characters, expected at most {_MAX_SOURCE_NAME}")
     longest_fault = max(map(len, fields.faults.values()), default=0)
     if longest_fault > _MAX_FAULT:
-        expected = f"expected at most {_MAX_FAULT}"
-        raise BadMessageError(f"faults has a text of {longest_fault} characters, {expected}")
+        raise BadMessageError(f"faults has a text of {longest_fault} characters, expected at most {_MAX_FAULT}")
 
 
 def _completions_of(finish_reasons: tuple[str, ...], tensors: dict[str, Tensor]) -> Completions:

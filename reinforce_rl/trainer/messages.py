@@ -148,7 +148,7 @@ Message = (
 
 @dataclass(frozen=True)
 class ResultBounds:
-    """What the results of a run keep within, whoever draws them."""
+    """Bounds on the results of a run's generators."""
 
     vocab_size: int  # a token id beyond it has no embedding
     max_length: int  # tokens of a response

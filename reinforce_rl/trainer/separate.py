@@ -57,8 +57,6 @@ _MOST_WORKS = 1 << 16  # that a generator can have asked for
 _MOST_NOTES = 1000  # that wait to be told
 _MOST_FAILURES = 3  # to receive weights, after which a generator is sent away
 _MOST_LETTERS = 200  # of a generator's name
-# Of settings, which another program may have nested deeper than `repr` can show.
-_SHORT = reprlib.Repr()
 
 
 @dataclass(eq=False)
@@ -90,7 +88,7 @@ class SeparatePool(GeneratorPool):
         settings: that the generators must have, too.
         silence_seconds: after which a generator is lost, and for a transfer of weights.
         wait_seconds: for a generator where there is none.
-        bounds: of the results that are accepted.
+        bounds: those of the results that it accepts.
         note: told what happens, on the thread that calls the methods.
     """
 
@@ -343,8 +341,7 @@ class SeparatePool(GeneratorPool):
             self._dismiss(rank, "the trainers have taken it for lost")
         elif isinstance(message, WorkRequest):
             if abs(message.count) > _MOST_WORKS - self._idle.count(one.number):
-                expected = f"expected at most {_MOST_WORKS} in all"
-                raise BadMessageError(f"it asks for {message.count} works, {expected}")
+                raise BadMessageError(f"it asks for {message.count} works, expected at most {_MOST_WORKS} in all")
             one.is_ready = one.is_ready or len(one.ranks) == one.size
             self._idle.extend([one.number] * message.count)
             for _ in range(min(-message.count, self._idle.count(one.number))):
@@ -363,8 +360,7 @@ class SeparatePool(GeneratorPool):
     def _take_result(self, one: _Generator, result: Result) -> None:
         work = one.under_way.get(result.number)
         if work is None:
-            answered = f"work {result.number}, which it was not given or has answered"
-            raise BadMessageError(f"it answers {answered}")
+            raise BadMessageError(f"it answers work {result.number}, which it was not given or has answered")
         result = self._checked(work, result)
         if result.failure is not None and result.completions is None:
             self._drop(one, f"gave no responses: {quoted(result.failure)}", dismiss=True)
@@ -389,21 +385,20 @@ class SeparatePool(GeneratorPool):
         number = rank // RANKS
         name = quoted(arrival.name, _MOST_LETTERS)
         if not rank % RANKS < arrival.size <= RANKS:
-            ranks = f"rank {rank % RANKS} of {arrival.size} ranks"
-            raise BadMessageError(f"{ranks} has come, expected up to {RANKS}")
+            raise BadMessageError(f"rank {rank % RANKS} of {arrival.size} ranks has come, expected up to {RANKS}")
         keys = self._settings.keys() | arrival.settings.keys()
         wrong = sorted(key for key in keys if self._settings.get(key) != arrival.settings.get(key))
         if wrong:
             key = quoted(wrong[0], _MOST_LETTERS)
-            given = quoted(_SHORT.repr(arrival.settings.get(wrong[0])))
+            # Another program may have nested it deeper than `repr` can show.
+            given = quoted(reprlib.repr(arrival.settings.get(wrong[0])))
             difference = f"{key} is {given}, the trainers' {self._settings.get(wrong[0])!r}"
             self._notes.append(f"Generator {name} was refused: {difference}")
             self._dismiss(rank, f"{difference}: give it the trainers' keys")
             return
         one = self._generators.setdefault(number, _Generator(number, arrival.size, name))
         if rank in one.ranks or arrival.size != one.size:
-            fault = "has come twice, or with another number of ranks"
-            raise BadMessageError(f"rank {rank % RANKS} {fault}")
+            raise BadMessageError(f"rank {rank % RANKS} has come twice, or with another number of ranks")
         one.ranks.add(rank)
         if len(one.ranks) == one.size:
             self._notes.append(f"Generator {one.name} has come")

@@ -264,7 +264,7 @@ many_digits = _replace_files(
 no_text = _replace_files(lambda path, bait: path.write_bytes(bytes(range(256)) * 100))
 
 
-def linked_checkpoints(run: Path, bait: Bait) -> None:
+def linked_checkpoint(run: Path, bait: Bait) -> None:
     """Its newest checkpoint lies elsewhere."""
     name = (run / "checkpoints" / "latest").read_text().strip()
     elsewhere = run.parent / f"{run.name}_elsewhere"
@@ -304,7 +304,7 @@ RUN_TRAPS: dict[str, Trap] = {
     "odd_values": odd_values,
     "many_digits": many_digits,
     "no_text": no_text,
-    "linked_checkpoints": linked_checkpoints,
+    "linked_checkpoint": linked_checkpoint,
     "named_elsewhere": named_elsewhere,
 }
 

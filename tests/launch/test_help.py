@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from helpers.errors import raises_error
-from rich.console import Console
 from rich.text import Text
 
 from reinforce_rl.config.describe import PROGRAMS
 from reinforce_rl.launch.help import show_help
+from reinforce_rl.utils.console import Console
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,14 +9,15 @@ from typing import Any
 import hydra
 import pytest
 import yaml
+from helpers.errors import raises_error
 from helpers.tiny_run import three_letters, write_prompts
 from helpers.tiny_tokenizer import write_model_without_weights
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.compose import CONF_FOLDER
 from reinforce_rl.config.load import load_config
-from reinforce_rl.errors import ConfigError
 from reinforce_rl.launch.nemo import convert_file, converted
+from reinforce_rl.launch.nemo_file import read_nemo_file
 
 THEIRS = """
 defaults:
@@ -172,28 +173,28 @@ def test_a_value_without_counterpart_is_said(theirs, old, new, word):
 
 
 @pytest.mark.parametrize(
-    ("text", "word"),
+    ("text", "key", "value"),
     [
-        (None, "cannot be read: No such file"),
-        ("trainer: {ppo: {max_steps: 3}}", "has neither trainer.reinforce nor model.reinforce"),
-        ("", "has neither trainer.reinforce"),
-        ("- a\n- b\n", "has neither trainer.reinforce"),
-        ("trainer: [1\nmodel: {", "cannot be read as YAML"),
-        ("trainer: {reinforce: &a {max_steps: 1}}\nmodel: *a", "cannot be read as YAML: line 2: an alias"),
-        ("trainer: {reinforce: {max_steps: 1" + ":1" * 200_000 + "}}", "line 1: a number of"),
-        ("trainer: {~: 1}", "cannot be read as YAML"),
+        (None, "nemo.file.unreadable", "a.yaml"),
+        ("trainer: {ppo: {max_steps: 3}}", "nemo.file.other_program", "a.yaml"),
+        ("", "nemo.file.other_program", "a.yaml"),
+        ("- a\n- b\n", "nemo.file.other_program", "a.yaml"),
+        ("trainer: [1\nmodel: {", "nemo.file.not_yaml", "line 2"),
+        ("trainer: {reinforce: &a {max_steps: 1}}\nmodel: *a", "nemo.file.not_yaml", "line 2"),
+        ("trainer: {reinforce: {max_steps: 1" + ":1" * 200_000 + "}}", "nemo.file.not_yaml", "line 1"),
+        ("trainer: {~: 1}", "nemo.file.not_yaml", "a.yaml"),
     ],
 )
-def test_another_file_is_refused(tmp_path, text, word):
+def test_another_file_is_refused(tmp_path, text, key, value):
     if text is not None:
         (tmp_path / "a.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=word):
+    with raises_error(key, value):
         converted(tmp_path / "a.yaml")
 
 
 def test_no_file_is_written_over(theirs):
     before = theirs.read_text()
-    with pytest.raises(ConfigError, match="exists; expected the name of a new file"):
+    with raises_error("nemo.output.exists", theirs):
         convert_file(theirs, theirs)
     assert theirs.read_text() == before
 
@@ -243,6 +244,21 @@ def test_only_values_of_the_file_itself_come_into_the_new_one(text, tmp_path, mo
         "model.optim.name": "adam",
         "model.optim.lr": 2e-6,
     }
+
+
+def test_a_key_that_is_a_number_is_no_index_into_a_list(tmp_path):
+    """A value of such a key is left out alone, as one of any other key."""
+    tree = {
+        "trainer": {"reinforce": {"max_steps": 5}},
+        "model": {"optim": {"name": "adam", 2: "${oc.env:HOME}"}},
+        1: "${oc.env:HOME}",
+    }
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    cfg, reasons = read_nemo_file(file)
+    assert set(reasons) == {"1", "model.optim.2"}
+    assert cfg.model.optim.name == "adam"
+    assert leaves(yaml.safe_load(converted(file)))["model.optim.name"] == "adam"
 
 
 @pytest.mark.timeout(30)

@@ -41,6 +41,23 @@ def test_keys_and_sentences_of_a_source():
     ]
 
 
+def test_a_sentence_in_a_local_variable_is_read():
+    source = """
+def check(path):
+    sentence = "of before"
+    if path:
+        sentence = f"{path} does not exist"
+        raise ConfigError([Fault(sentence, key="data.file.missing")])
+    raise DataError(path, key="data.file.other")
+"""
+    errors = list(error_keys.error_calls(source, "reinforce_rl/new/file.py"))
+    sentences = {error.key: error.sentence for error in errors}
+    assert sentences == {
+        "data.file.missing": "{path} does not exist",
+        "data.file.other": "{path}",
+    }
+
+
 def test_a_key_has_two_parts():
     errors = list(error_keys.error_calls('raise DataError("text", key="Data")', "reinforce_rl/new/file.py"))
     assert error_keys.faults_of(errors) == ["reinforce_rl/new/file.py:1: the key 'Data' is not of the form area.kind"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.net import EVERY_ADDRESS, Address, address_towards, is_loopback, listen
-from reinforce_rl.utils.untrusted_files import read_json
+from reinforce_rl.utils.untrusted_files import parse_json, read_json
 
 POLL_SECONDS = 0.2
 HEALTH_SECONDS = 5.0  # to connect, and then for the whole answer
@@ -147,8 +147,8 @@ def health_fault(server: Endpoint) -> str | None:
         deadline.cancel()
         connection.close()
     try:
-        text = json.loads(body)["text"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        text = parse_json(body)["text"]
+    except (ValueError, KeyError, TypeError):
         return f"{server.http} answers HTTP {answer.status}, and not as a reward server does"
     return None if answer.status == 200 else f"{server.http}: {text}"
 

@@ -61,16 +61,16 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     if not options.dry_run:
         faults += cluster.unchecked
     elif cluster.unchecked:
-        console.print("\nNot checked:", *(f"  {reason}" for reason in cluster.unchecked), sep="\n", markup=False)
+        console.print("\nNot checked:", *(f"  {reason}" for reason in cluster.unchecked), sep="\n")
     if faults or plan is None:
         text = ConfigError(faults).with_keys()
-        errors.print(f"error: {text}\nNothing was submitted.", style="red", markup=False)
+        errors.print(f"error: {text}\nNothing was submitted.", style="red")
         return EXIT_ERROR
     print_command(console, plan)
     settings = plan.settings
     attempts = read_attempts(settings.slurm_folder)
     if text := finished(settings.run_dir, attempts, (settings.actor_args, settings.server_args)):
-        console.print(f"\n{text}. Nothing was submitted.", markup=False)
+        console.print(f"\n{text}. Nothing was submitted.")
         return EXIT_FINISHED
     if options.dry_run:
         console.print("\nNo fault was found. Nothing was submitted.")
@@ -305,7 +305,7 @@ def _submit(plan: JobPlan, environment: Mapping[str, str], console: Console, err
             key="slurm.sbatch.failed",
         )
     if fault:
-        errors.print(f"error: {fault.with_keys()}", style="red", markup=False)
+        errors.print(f"error: {fault.with_keys()}", style="red")
     if not jobs:
         errors.print("Nothing was submitted.")
         return EXIT_ERROR

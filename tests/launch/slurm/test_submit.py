@@ -14,7 +14,6 @@ from helpers.errors import check_fault, printed_keys
 from helpers.models import tiny_llama_folder
 from helpers.slurm_client import SlurmClient
 from helpers.tiny_run import three_letters, write_prompts
-from rich.console import Console
 
 from reinforce_rl.launch.slurm.options import ComponentOptions, parse_options
 from reinforce_rl.launch.slurm.outcome import Attempt, write_attempt
@@ -22,6 +21,7 @@ from reinforce_rl.launch.slurm.plan import Component, JobPlan
 from reinforce_rl.launch.slurm.settings import Settings
 from reinforce_rl.launch.slurm.steps import SlurmCallError
 from reinforce_rl.launch.slurm.submit import Answer, Start, ask_cluster, main, partition_faults
+from reinforce_rl.utils.console import Console
 
 ROOT = Path(__file__).parents[3]
 SINFO = "batch*|up|infinite\n"
