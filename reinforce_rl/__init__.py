@@ -49,8 +49,6 @@ _leave_out_current_folder()
 
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from reinforce_rl.aliases import install  # noqa: E402
-
 if TYPE_CHECKING:
     from reinforce_rl.launch.api import Run, train
 
@@ -60,8 +58,6 @@ __version__ = "0.1.0"
 # Large CPU tensors get 2 MiB pages, as 4 KiB page faults dominate the cost of fresh memory. torch reads the variable
 # at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-install()
 
 
 def __getattr__(name: str) -> Any:

@@ -84,7 +84,7 @@ def test_the_drawing_is_that_of_the_code() -> None:
 
 def test_every_folder_has_a_floor() -> None:
     found = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in source_files(PACKAGE)}
-    assert found == {*house.FLOORS, "__init__", "__main__", "aliases"}
+    assert found == {*house.FLOORS, "__init__", "__main__"}
 
 
 def test_no_module_imports_itself_through_others() -> None:

@@ -1,6 +1,6 @@
 """Records of a run's samples: `rollouts/step_00012.parquet`, `validation/...` and `test/...`, typed and versioned.
 
-docs/records.md has their columns and shows how to read them. Earlier versions wrote `step_00012.jsonl`.
+docs/records.md has their columns and shows how to read them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
@@ -22,10 +22,10 @@ from pydantic_core import to_jsonable_python
 from reinforce_rl.data.finish_reasons import FINISH_STOP
 from reinforce_rl.data.tokenizer import decode_all
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring.columns import MAX_INTEGER, shown_value
+from reinforce_rl.monitoring.columns import MAX_INTEGER
 from reinforce_rl.monitoring.parquet_bounds import read_bounded_file
 from reinforce_rl.monitoring.parquet_process import read_in_child
-from reinforce_rl.utils.files import encode, plain_number, read_json_lines, write_atomically
+from reinforce_rl.utils.files import encode, plain_number, write_atomically
 from reinforce_rl.utils.untrusted_files import check_regular, parse_json
 
 # No torch: the dashboard reads records, and torch alone takes 200 MB.
@@ -37,12 +37,11 @@ if TYPE_CHECKING:
     from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 
 Kind = Literal["rollouts", "validation", "test"]
-FORMAT, VERSION = "reinforce_rl.records", 1  # key and value in the file's metadata
+FORMAT = "reinforce_rl.records"  # key in the file's metadata
+VERSION = 2
 _ZSTD_LEVEL = 3
 _CONTEXT = 40  # characters before a token
-_EARLIER = 13  # fields of a line of JSONL
-_LATER_COLUMNS = ("record", "weight_versions")  # that earlier files lack
-_STEP_FILE = re.compile(r"step_([0-9]{1,15})\.(jsonl|parquet)")
+_STEP_FILE = re.compile(r"step_([0-9]{1,15})\.parquet")
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,8 @@ class RolloutRow:
     shaped_reward: float = math.nan  # after reward_shaping and truncation_penalty, without the KL; NaN if not valid
     source_rewards: Mapping[str, float] = field(default_factory=dict)  # before weights; empty with one source
     score_fault: str | None = None  # why scoring failed; None if it did not
-    set_name: str = ""  # train, validation or test, or the name of a validation set; "" in files of earlier versions
-    record: str | None = None  # the other fields of the prompt's line, as JSON; None in earlier files
+    set_name: str = ""  # train, validation or test, or the name of a validation set
+    record: str | None = None  # the other fields of the prompt's line, as JSON
 
     @property
     def is_end(self) -> bool:
@@ -298,8 +297,12 @@ def samples_table(samples: Samples) -> pa.Table:
 
 def rollout_files(folder: str | Path, kind: Kind = "rollouts") -> dict[int, Path]:
     """Return a run's sample files by step, in ascending order."""
-    matches = ((_STEP_FILE.fullmatch(path.name), path) for path in (Path(folder) / kind).glob("step_*"))
-    return {step: path for step, _, path in sorted((int(m[1]), m[2], path) for m, path in matches if m)}
+    files: dict[int, Path] = {}
+    for path in (Path(folder) / kind).glob("step_*"):
+        match = _STEP_FILE.fullmatch(path.name)
+        if match:
+            files[int(match[1])] = path
+    return dict(sorted(files.items()))
 
 
 def read_table(
@@ -336,7 +339,7 @@ def _check_version(metadata: Mapping[bytes, bytes]) -> None:
 
 def _check_columns(table: pa.Table, expected: Sequence[str]) -> None:
     """Raise DataError if columns are absent, or hold what `write_records` does not write."""
-    missing = [name for name in expected if name not in (*table.column_names, *_LATER_COLUMNS)]
+    missing = [name for name in expected if name not in table.column_names]
     if missing:
         raise DataError(f"missing columns {missing}; docs/records.md has all. Restore the file")
     kinds = {**column_types(RolloutRow), **column_types(SampleTokens)}
@@ -389,66 +392,28 @@ def _row_hints() -> dict[str, Any]:
     return get_type_hints(RolloutRow)
 
 
-def _is_integer(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MAX_INTEGER
-
-
-def _is_number_or_null(value: Any) -> bool:
-    return value is None or type(value) in (int, float)
-
-
-def _is_text_or_null(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-# By the type of a field: whether a JSON value is right, and what is expected.
-_JSON_RULES: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    int: (_is_integer, f"a whole number, 0 to {MAX_INTEGER - 1}"),
-    float: (_is_number_or_null, "a number or null"),
-    bool: (lambda value: isinstance(value, bool), "true or false"),
-    str: (lambda value: isinstance(value, str), "a text"),
-    str | None: (_is_text_or_null, "a text or null"),
-}
-
-
-def _check_earlier(row: Mapping[str, Any]) -> None:
-    """Raise ValueError if a field of a line of JSON is not of its type."""
-    for name, value in row.items():
-        is_right, expected = _JSON_RULES[_row_hints()[name]]
-        if not is_right(value):
-            raise ValueError(f"{name} is {shown_value(value)}, expected {expected}")
-
-
 def read_rows(path: str | Path, *, is_own: bool = False) -> list[RolloutRow]:
     """Read a step's samples without their tokens; `is_own` as of `read_table`.
 
     Raises:
-        DataError: the file is absent or damaged, or its fields are not those of `RolloutRow`.
+        DataError: the file is absent, damaged or of another version.
     """
     path = Path(path)
     if not path.exists():
         raise DataError(f"{path}: no such file; expected the samples of a step")
-    is_earlier = path.suffix == ".jsonl"
-    if is_earlier:
-        rows = read_json_lines(path, within=path.absolute().parents[1])
-    else:
-        rows = read_table(path, SAMPLE_COLUMNS, is_own=is_own).to_pylist()
-    expected = set(SAMPLE_COLUMNS[: _EARLIER if is_earlier else None])
-    float_columns = {name for name, hint in _row_hints().items() if hint is float}
-    for number, row in enumerate(rows, 1):
-        if (expected ^ row.keys()) - {"record"}:  # which earlier files lack
-            missing = sorted(expected - row.keys())
-            unknown = sorted(row.keys() - expected)
-            raise DataError(f"{path}, line {number}: missing fields {missing}, unknown fields {unknown}")
-        if is_earlier:
-            try:
-                _check_earlier(row)
-            except ValueError as error:
-                raise DataError(f"{path}, line {number}: {error}; restore the file") from error
-        row |= {name: math.nan for name in row if row[name] is None and name in float_columns}
-        if not is_earlier:
-            row["source_rewards"] = {name: math.nan if v is None else v for name, v in row["source_rewards"]}
-    return [RolloutRow(**row) for row in rows]
+    float_columns = [name for name, hint in _row_hints().items() if hint is float]
+    rows = []
+    for values in read_table(path, SAMPLE_COLUMNS, is_own=is_own).to_pylist():
+        for name in float_columns:
+            values[name] = _nan_if_null(values[name])
+        source_rewards = values["source_rewards"]
+        values["source_rewards"] = {name: _nan_if_null(reward) for name, reward in source_rewards}
+        rows.append(RolloutRow(**values))
+    return rows
+
+
+def _nan_if_null(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def worst_tokens(
@@ -480,8 +445,6 @@ def worst_tokens(
 
 def read_tokens(path: Path, filters: Any = None, *, is_own: bool = False) -> list[SampleTokens]:
     """Read the tokens of the samples that pass; none if they were not recorded."""
-    if path.suffix != ".parquet":
-        return []
     rows = read_table(path, TOKEN_COLUMNS, filters, is_own=is_own).to_pylist()
     recorded = [row for row in rows if row["response_tokens"] is not None]
     if recorded and len(recorded) < len(rows):

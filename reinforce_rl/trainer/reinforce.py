@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from reinforce_rl.megatron.checkpointer import Checkpointer
     from reinforce_rl.monitoring.run import RunMonitor
 
-STATE_VERSION = 4
+STATE_VERSION = 1
 ROLLOUTS_FILE = "rollouts.pt"  # of a checkpoint: those of the next steps
 
 Metrics = dict[str, float]

@@ -326,14 +326,13 @@ def test_failed_rewards_are_null_on_disk_and_tensors_are_numbers(tmp_path):
     assert math.isnan(read_rows(path)[0].reward)
 
 
-def test_a_file_from_before_the_record_is_read(tmp_path):
+@pytest.mark.parametrize("name", ["reward", "record", "weight_versions"])
+def test_a_column_that_is_missing_is_named(tmp_path, name):
     path = write_rows(tmp_path, 1, [row(record='{"limit": 80}')])
     assert read_rows(path)[0].record == '{"limit": 80}'
-    pq.write_table(pq.read_table(path).drop_columns("record"), path)
-    assert read_rows(path)[0].record is None and read_rows(path)[0].prompt == row().prompt
-    pq.write_table(pq.read_table(path).drop_columns("reward"), path)
-    with pytest.raises(DataError, match=r"step_00001\.parquet: missing columns \['reward'\]"):
-        read_rows(path)
+    pq.write_table(pq.read_table(path).drop_columns(name), path)
+    with pytest.raises(DataError, match=rf"step_00001\.parquet: missing columns \['{name}'\]"):
+        read_table(path)
 
 
 def test_a_lone_surrogate_in_a_prompt_does_not_end_the_run(tmp_path):
@@ -366,25 +365,16 @@ def test_files_are_in_the_order_of_their_steps(tmp_path):
     assert rollout_files(tmp_path, "validation") == {}
 
 
-def test_a_line_with_other_fields_is_named(tmp_path):
-    path = tmp_path / "step_00001.jsonl"
-    path.write_text('{"step": 1, "colour": "red"}\n')
-    with pytest.raises(DataError, match=r"line 1: missing fields .*'reward'.*unknown fields \['colour'\]"):
-        read_rows(path)
+def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(DataError, match="no such file"):
-        read_rows(tmp_path / "absent.jsonl")
+        read_rows(tmp_path / "absent.parquet")
 
 
-def test_a_run_of_an_earlier_version_goes_on(tmp_path):
-    """Its lines lack what is new; where a step has both forms, the later one counts."""
-    earlier = {name: value for name, value in vars(row()).items() if name in list(vars(row()))[:13]}
-    (tmp_path / "rollouts").mkdir()
-    for step in (1, 2, 3):
-        line = json.dumps(earlier | {"step": step, "kl": None})
-        (tmp_path / "rollouts" / f"step_{step:05d}.jsonl").write_text(f"{line}\n")
-    drop_later_samples(tmp_path, 2)
-    write_rows(tmp_path, 2, [row(), row()])
-    write_rows(tmp_path, 3, [row(response="new")])
-    assert [len(read_rows(path)) for path in rollout_files(tmp_path).values()] == [1, 2, 1]
-    found = read_rows(rollout_files(tmp_path)[1])[0]
-    assert found.set_name == "" and math.isnan(found.kl) and found.response == "because"
+def test_a_file_of_an_earlier_version_names_both_versions(tmp_path):
+    path = tmp_path / "rollouts" / "step_00001.parquet"
+    write_records(path, Samples([row()], None))
+    table = pq.read_table(path)
+    earlier = table.replace_schema_metadata({records.FORMAT: json.dumps({"version": 1})})
+    pq.write_table(earlier, path)
+    with pytest.raises(DataError, match=r"version 1\b.*version 2\b"):
+        read_rows(path)
