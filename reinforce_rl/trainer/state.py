@@ -74,10 +74,9 @@ class PastSteps:
         """Inverse of `state_dict`. A fixed beta comes from the config, so that it can be changed."""
         self.scores = RunningMoments(**state["past_scores"])
         self.rewards = RunningMoments(**state["past_rewards"])
-        # Absent in checkpoints of earlier releases.
-        last = (RunningMoments(**step) for step in state.get("last_rewards", ()))
-        self.last_rewards = deque(last, self.last_rewards.maxlen)
-        self.decayed_rewards = RunningMoments(**state.get("decayed_rewards", {}))
+        last_rewards = [RunningMoments(**step) for step in state["last_rewards"]]
+        self.last_rewards = deque(last_rewards, self.last_rewards.maxlen)
+        self.decayed_rewards = RunningMoments(**state["decayed_rewards"])
         if self.beta.target is not None:
             self.beta.value = state["kl_coefficient"]
 
