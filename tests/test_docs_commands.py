@@ -36,7 +36,6 @@ COMMANDS: Any = get_command(app)
 PROGRAMS: dict[str, tuple[str, type[Section]]] = {
     "train": ("train_reinforce_actor", TrainConfig),
     "preflight": ("train_reinforce_actor", TrainConfig),
-    "verify": ("train_reinforce_actor", TrainConfig),
     "serve": ("serve_reward_model", ServeRewardModelConfig),
     "train-rm": ("train_reward_model", TrainRewardModelConfig),
 }

@@ -26,7 +26,7 @@ from reinforce_rl.utils.control_characters import show_control_characters, shown
 from reinforce_rl.utils.process import PACKAGE_PARENT, limit_memory
 
 # Commands that run code of the folder in which they are started: rewards and generators of one's own.
-_WITH_OWN_CODE = frozenset({"train", "generate", "serve", "train-rm", "preflight", "launch", "verify", "submit"})
+_WITH_OWN_CODE = frozenset({"train", "generate", "serve", "train-rm", "preflight", "launch", "submit"})
 # How arguments begin by which the other commands are asked to.
 _ASKS_FOR_OWN_CODE = ("--reward", "--trust", "reward", "generation=")
 # Commands that only read runs' folders, which may be somebody else's, and hold no model.
@@ -403,25 +403,6 @@ def check_server(
         print(f"NOT OK: {error.with_keys()}")
         raise typer.Exit(1) from error
     print("OK: it can be used")
-
-
-@app.command(context_settings={"ignore_unknown_options": True})
-def verify(
-    words: Words = None,
-    ranks: Annotated[int, typer.Option(min=1, help="also check the layouts of this many ranks; 1 for none")] = 1,
-    resume: Annotated[bool, typer.Option(help="also kill a run, resume it, and compare")] = True,
-    prompts: Annotated[int, typer.Option(min=1, help="of the step, at most")] = 3,
-    max_length: Annotated[int, typer.Option(min=1, help="response tokens, at most")] = 24,
-) -> None:
-    """Compute one step of `train` with these KEY=VALUE in other ways that must not change it, and compare.
-
-    Micro-batches, padding, packing, decoding, layouts, a resume. Exit code 0 if the step is the same in all of them,
-    else 1; the last lines say what differs, in which phase, where and by how much.
-    """
-    from reinforce_rl.launch import programs
-
-    become("verify", words or [])
-    programs.verify(ranks=ranks, resumes=resume, prompts=prompts, max_length=max_length)
 
 
 for command in (records, whatif, replay, diff):

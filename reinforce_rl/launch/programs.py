@@ -9,7 +9,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -123,24 +122,6 @@ def train(cfg: DictConfig) -> None:
     from reinforce_rl.run import train
 
     train(config, stop)
-
-
-def verify(**options: Any) -> None:
-    @with_config("train_reinforce_actor")
-    def program(cfg: DictConfig) -> None:
-        find_copied_functions(cfg)
-        from reinforce_rl.rewards.function_pool import with_functions
-
-        config = with_functions(*read_config(cfg))
-        from reinforce_rl.debugging.verify import verify
-        from reinforce_rl.utils.console import Console
-
-        found = verify(config, say=lambda text: print(text, file=sys.stderr, flush=True), **options)
-        Console().print(found.table())
-        if not found.is_same:
-            sys.exit(1)
-
-    program()
 
 
 @with_config("train_reinforce_actor")

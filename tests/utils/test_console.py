@@ -12,8 +12,6 @@ from rich.table import Table
 
 from reinforce_rl.debugging.differences import Bounds, FirstDifference
 from reinforce_rl.debugging.replay_results import PhaseResult, Replay
-from reinforce_rl.debugging.verify import Verification
-from reinforce_rl.debugging.verify_step import Check
 from reinforce_rl.debugging.whatif_results import SampleChange, StepChange, WhatIf
 from reinforce_rl.evaluation.results import ModelResult, Results
 from reinforce_rl.evaluation.statistics import Estimate
@@ -52,10 +50,6 @@ def replay() -> RenderableType:
     return Replay(HOSTILE, 1, 0, [phase], [HOSTILE], Bounds()).table()
 
 
-def verification() -> RenderableType:
-    return Verification(HOSTILE, [Check(HOSTILE, HOSTILE, 1.0, 0.5, HOSTILE)]).table()
-
-
 def plain_table() -> RenderableType:
     table = Table(HOSTILE, title=HOSTILE, caption=HOSTILE)
     table.add_row(HOSTILE)
@@ -69,7 +63,6 @@ def plain_table() -> RenderableType:
         (evaluation, 4),
         (what_if, 2),
         (replay, 7),
-        (verification, 6),
         (plain_table, 4),
     ],
 )
