@@ -26,7 +26,6 @@ from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.evaluation.model import inference_config, load_actor
 from reinforce_rl.evaluation.results import Comparison, ModelResult, Results
-from reinforce_rl.evaluation.statistics import WinRate
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
 from reinforce_rl.monitoring.metrics import take_means, validation_means
@@ -44,6 +43,7 @@ from reinforce_rl.trainer.build import build_datasets, build_sampler, configured
 from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.net import Address
+from reinforce_rl.utils.statistics import WinRate
 
 
 @dataclass

@@ -14,9 +14,9 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from reinforce_rl.evaluation.statistics import Estimate, WinRate, estimate, pass_at_k
-from reinforce_rl.monitoring.paired import Difference, by_prompt, paired
+from reinforce_rl.monitoring.paired import by_prompt
 from reinforce_rl.monitoring.records import RolloutRow
+from reinforce_rl.utils.statistics import Difference, Estimate, WinRate, estimate, paired, pass_at_k
 
 VERSION = 1  # of the JSON
 LENGTH, ENDED, KL = "length", "ended", "KL"

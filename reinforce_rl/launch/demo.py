@@ -73,11 +73,11 @@ def print_answers(out: Path, asked: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from reinforce_rl.monitoring.paired import paired
     from reinforce_rl.monitoring.run_folder import RunFolder
     from reinforce_rl.rewards.functions import instructions
     from reinforce_rl.utils.console import Console
     from reinforce_rl.utils.files import read_json_lines
+    from reinforce_rl.utils.statistics import paired
 
     validations = RunFolder(out).validations
     if validations is None:

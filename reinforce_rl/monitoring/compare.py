@@ -16,7 +16,7 @@ from rich.text import Text
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.columns import shown_value
-from reinforce_rl.monitoring.paired import compare_validation, paired, unpaired
+from reinforce_rl.monitoring.paired import compare_validation
 from reinforce_rl.monitoring.progress import formatted
 from reinforce_rl.monitoring.report import overview
 from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
@@ -24,6 +24,7 @@ from reinforce_rl.monitoring.view import frozen_page
 from reinforce_rl.runtime.settings import SILENT, flatten, read_tree
 from reinforce_rl.utils.console import table_console
 from reinforce_rl.utils.files import write_atomically
+from reinforce_rl.utils.statistics import paired, unpaired
 
 _LAST = 10  # training steps whose mean is a run's final value
 # Name, metric, whether the best value is shown too, form.

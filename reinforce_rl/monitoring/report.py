@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.monitoring.paired import LEVEL, REWARD, Difference, chance, compare_validation
+from reinforce_rl.monitoring.paired import REWARD, compare_validation
 from reinforce_rl.monitoring.progress import clock, formatted
 from reinforce_rl.monitoring.records import worst_tokens
 from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
 from reinforce_rl.monitoring.sentinel import GAP_LIMITS
 from reinforce_rl.monitoring.view import curves, frozen_page
 from reinforce_rl.utils.files import plain_number, write_atomically
+from reinforce_rl.utils.statistics import LEVEL, Difference, chance
 from reinforce_rl.utils.untrusted_files import check_regular, read_json
 
 EVALUATION_FILE = "evaluation.json"  # the best one of reward-model training

@@ -14,11 +14,11 @@ from reinforce_rl.debugging.differences import Bounds, FirstDifference
 from reinforce_rl.debugging.replay_results import PhaseResult, Replay
 from reinforce_rl.debugging.whatif_results import SampleChange, StepChange, WhatIf
 from reinforce_rl.evaluation.results import ModelResult, Results
-from reinforce_rl.evaluation.statistics import Estimate
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.preflight.report import print_rows, print_warnings
 from reinforce_rl.preflight.run import wide_console
 from reinforce_rl.utils.console import Console, table_console
+from reinforce_rl.utils.statistics import Estimate
 
 PACKAGE = Path(__file__).parents[2] / "reinforce_rl"
 # rich raises MarkupError for the last tag where it takes the text for markup.
