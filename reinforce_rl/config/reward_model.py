@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from reinforce_rl.config.actor import RanksConfig
 from reinforce_rl.config.base import (
@@ -28,7 +26,6 @@ from reinforce_rl.config.template import TemplateConfig
 from reinforce_rl.data.readers import source_fault
 from reinforce_rl.utils.files import folder_faults
 
-_L2_GRID = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0]
 _HELPSTEER = ["helpfulness", "correctness", "coherence", "complexity", "verbosity"]
 
 
@@ -110,19 +107,12 @@ class DegenerateConfig(Section):
 
 
 class HeadConfig(Section):
-    pooling: Literal["mean", "last", "auto"] = key(
-        "mean", "mean, last, or auto: the one with the lower cross-validated loss on the training pairs"
+    pooling: Literal["mean", "last"] = key("mean", "of the last layer's hidden states")
+    l2: Positive = key(
+        1e-3,
+        "strength of the L2 penalty. Features are scaled so that chosen minus rejected has mean squared length 1: "
+        "strengths are comparable between trunks and poolings",
     )
-    l2: Annotated[list[Positive], Field(min_length=1)] = key(
-        _L2_GRID,
-        "strengths to choose from, by cross-validation on the training pairs",
-        expected="at least one strength, each above 0",
-    )
-    folds: int = key(5, "of the cross-validation", ge=2)
-
-    @property
-    def poolings(self) -> tuple[str, ...]:
-        return ("mean", "last") if self.pooling == "auto" else (self.pooling,)
 
 
 class TrainRewardModelConfig(Section):
@@ -146,12 +136,12 @@ class TrainRewardModelConfig(Section):
     head: HeadConfig = key(HeadConfig(), "of mode=head")
     micro_batch_size: Count = key(8, "sequences in a forward pass", "sequences")
     num_threads: Count | None = key(None, "of torch; null leaves it as it is")
-    seed: Natural = key(0, "draws held-out prompts, the pairs of max_pairs, cuts and folds, the order, a new head")
+    seed: Natural = key(0, "draws held-out prompts, the pairs of max_pairs, cuts, the order, a new head")
     features_cache: PathText | None = key(
         None, "of mode=head: file to keep the features in, so that a second run needs no trunk", kind="path"
     )
     output_dir: PathText = key(
-        "results/reward_head", "head: head.safetensors, README.md; full: model/, checkpoints/, report", kind="path"
+        "results/reward_head", "head: head.safetensors; full: model/, checkpoints/, report", kind="path"
     )
 
     def all_faults(self, found: list[str]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.errors import EXIT_STOPPED, ReinforceError
 from reinforce_rl.launch.api import COPIED_REWARD
-from reinforce_rl.launch.terminal import end_at_once, fail, plain_errors, start_ranks, typed, use_utf8
+from reinforce_rl.launch.terminal import end_at_once, fail, plain_errors, start_ranks, use_utf8
 from reinforce_rl.runtime.settings import freeze_template_date, may_start
 from reinforce_rl.runtime.stop import StopNow, StopRequest
 
@@ -168,4 +168,4 @@ def train_rm(cfg: DictConfig) -> None:
         start_ranks(config.trainer.devices, config.trainer.num_nodes)
     from reinforce_rl.reward_model.job import train_reward_model
 
-    train_reward_model(config, command=typed())
+    train_reward_model(config)

@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import os
 import select
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
@@ -44,11 +43,6 @@ def use_utf8() -> None:
     os.environ["PYTHONUTF8"] = "1"  # for the processes that this one starts
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-
-
-def typed() -> str:
-    """The command line, as a person would repeat it."""
-    return " ".join([program_name(), *map(shlex.quote, sys.argv[1:])])
 
 
 def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") -> None:

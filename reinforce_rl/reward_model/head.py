@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -23,18 +22,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from reinforce_rl.config.reward_model import CutsConfig, HeadConfig
+from reinforce_rl.config.reward_model import CutsConfig
 from reinforce_rl.errors import CheckpointError, DataError
 from reinforce_rl.megatron.model.reward_head import RewardHead, pool
 from reinforce_rl.megatron.weight_files import find_weight_files
-from reinforce_rl.reward_model.data import EncodedPair, prompt_position
+from reinforce_rl.reward_model.data import EncodedPair
 from reinforce_rl.reward_model.objectives import Accuracy, pair_accuracy
 from reinforce_rl.utils.files import naming, not_written
 from reinforce_rl.utils.untrusted_files import check_regular, open_regular
 
 MAX_EARLY_TOKENS = 3
 MAX_PHRASE_TOKENS = 4
-WHOLE, CUT = 0, 1  # views of an answer: whole, and cut for evaluation; then those cut for training
+# Views of an answer; those cut for training follow.
+WHOLE = 0
+CUT = 1  # for evaluation
+_FEATURES = "features"  # the tensor in the file
 
 
 # Features
@@ -103,41 +105,43 @@ def _without_end(answer: tuple[int, ...], end: Sequence[int]) -> tuple[int, ...]
 def pooled_features(
     trunk: Callable[[Tensor], Tensor],
     sequences: Sequence[CutSequence],
-    poolings: Sequence[str],
+    pooling: str,
     micro_batch_size: int = 8,
     *,
     device: torch.device | str = "cpu",
     on_progress: Callable[[int], None] = lambda tokens: None,
-) -> dict[str, Tensor]:
+) -> Tensor:
     """Pool every cut of every sequence, with one pass of the trunk (in eval mode) per sequence.
 
-    Returns pooling to float32 [C, h] on the CPU, in the order of the sequences and of their cuts.
+    Returns float32 [C, h] on the CPU, in the order of the sequences and of their cuts.
 
     Args:
         trunk: maps int64 [n, S], right-padded, to hidden states [n, S, h].
-        poolings: from `reward_head.POOLINGS`.
+        pooling: one of `reward_head.POOLINGS`.
         micro_batch_size: sequences per pass; sequences of similar length are batched.
         on_progress: called after each pass with its number of tokens.
     """
     starts = [0]
     for sequence in sequences:
         starts.append(starts[-1] + len(sequence.cuts))
-    features: dict[str, Tensor] = {}
+    features = None
     order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i].tokens), i))
     for first in range(0, len(order), micro_batch_size):
         rows = order[first : first + micro_batch_size]
         batch = [sequences[i] for i in rows]
-        tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(s.tokens) for s in batch], batch_first=True)
+        token_rows = [torch.tensor(sequence.tokens) for sequence in batch]
+        tokens = torch.nn.utils.rnn.pad_sequence(token_rows, batch_first=True)
         hidden = trunk(tokens.to(device))
-        owners = torch.tensor([row for row, s in enumerate(batch) for _ in s.cuts], device=hidden.device)
-        lengths = torch.tensor([cut for s in batch for cut in s.cuts], device=hidden.device)
-        places = torch.tensor([starts[i] + k for i in rows for k in range(len(sequences[i].cuts))])
-        for pooling in poolings:
-            values = pool(hidden[owners], lengths, pooling).cpu()
-            out = features.setdefault(pooling, torch.empty((starts[-1], values.shape[1])))
-            out[places] = values
-        on_progress(sum(len(s.tokens) for s in batch))
-    return features
+        owners = [row for row, sequence in enumerate(batch) for _ in sequence.cuts]
+        lengths = [cut for sequence in batch for cut in sequence.cuts]
+        positions = [starts[i] + cut for i in rows for cut in range(len(sequences[i].cuts))]
+        states = hidden[torch.tensor(owners, device=hidden.device)]
+        values = pool(states, torch.tensor(lengths, device=hidden.device), pooling).cpu()
+        if features is None:
+            features = torch.empty((starts[-1], values.shape[1]))
+        features[torch.tensor(positions)] = values
+        on_progress(sum(len(sequence.tokens) for sequence in batch))
+    return torch.empty((0, 0)) if features is None else features
 
 
 def sha256_of_file(path: str | Path) -> str:
@@ -165,24 +169,28 @@ def sha256_of_trunk(folder: Path) -> str:
     return hashlib.sha256("".join(f"{sha256_of_file(path)}  {path.name}\n" for path in paths).encode()).hexdigest()
 
 
-def features_fingerprint(trunk_sha256: str, sequences: Sequence[CutSequence], poolings: Sequence[str]) -> str:
+def features_fingerprint(trunk_sha256: str, sequences: Sequence[CutSequence], pooling: str) -> str:
     """Return the sha256 (hex) over all inputs of the features, to validate a cached file."""
-    digest = hashlib.sha256(json.dumps([trunk_sha256, list(poolings)]).encode())
+    digest = hashlib.sha256(json.dumps([trunk_sha256, pooling]).encode())
     for sequence in sequences:
         digest.update(json.dumps([sequence.tokens, sequence.cuts]).encode())
     return digest.hexdigest()
 
 
-def save_features(path: str | Path, features: dict[str, Tensor], fingerprint: str) -> None:
+def save_features(path: str | Path, features: Tensor, fingerprint: str) -> None:
     """Write features as safetensors, atomically; CheckpointError if that fails."""
     from safetensors.torch import save_file
 
     with replaced(Path(path)) as part:
-        save_file(features, part, metadata={"fingerprint": fingerprint})
+        save_file({_FEATURES: features}, part, metadata={"fingerprint": fingerprint})
 
 
-def load_features(path: str | Path, fingerprint: str) -> dict[str, Tensor] | None:
-    """Read a file of `save_features`; None if absent or of another fingerprint; CheckpointError if damaged."""
+def load_features(path: str | Path, fingerprint: str) -> Tensor | None:
+    """Read a file of `save_features`; None if absent or of another fingerprint.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
     from safetensors import safe_open
 
     if not Path(path).is_file():
@@ -192,7 +200,7 @@ def load_features(path: str | Path, fingerprint: str) -> dict[str, Tensor] | Non
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get("fingerprint") != fingerprint:
                 return None
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return file.get_tensor(_FEATURES)
     except Exception as error:  # safetensors raises its own, undocumented type for a damaged file
         raise CheckpointError(
             f"the file of features {path} cannot be read: {error}; remove it, and a new one is made",
@@ -219,7 +227,6 @@ def replaced(path: Path) -> Iterator[Path]:
 class PairFeatures:
     chosen: Tensor  # [P, h]
     rejected: Tensor  # [P, h]
-    keys: tuple[str, ...]  # P prompt keys; pairs of one prompt stay together in every split
 
     def __post_init__(self) -> None:
         if not (self.chosen.isfinite().all() and self.rejected.isfinite().all()):
@@ -230,51 +237,48 @@ class PairFeatures:
 
 
 class HeadData:
-    """Features of one pooling: all pairs in all views of their answers, and the synthetic negatives.
+    """Features of all pairs in all views of their answers, and of the synthetic negatives.
 
-    `features` [C, h] are of `cut_sequences`, then one row per synthetic negative; `keys` are the pairs' prompt keys.
+    Args:
+        features: [C, h], of `cut_sequences`, then one row per synthetic negative.
+        num_pairs: pairs that were cut.
     """
 
-    def __init__(self, features: Tensor, keys: Sequence[str], made: Sequence[SyntheticNegative]):
-        real = len(features) - len(made)
+    def __init__(self, features: Tensor, num_pairs: int, negatives: Sequence[SyntheticNegative]):
+        cut_rows = len(features) - len(negatives)
         # [pairs, chosen or rejected, views, h]
-        self._pairs = features[:real].view(len(keys), 2, -1, features.shape[1])
-        self._made_features, self._made, self._keys = features[real:], made, keys
+        self._pairs = features[:cut_rows].view(num_pairs, 2, -1, features.shape[1])
+        self._negative_features = features[cut_rows:]
+        self._negatives = negatives
         self.trained_views = [WHOLE, *range(CUT + 1, self._pairs.shape[2])]
 
     def pairs(self, rows: Sequence[int], views: Sequence[int]) -> PairFeatures:
         """Return the features of pairs in the given views, pair-major."""
         table = self._pairs[list(rows)][:, :, list(views)]
-        keys = tuple(self._keys[row] for row in rows for _ in views)
-        return PairFeatures(table[:, 0].flatten(0, 1), table[:, 1].flatten(0, 1), keys)
+        return PairFeatures(table[:, 0].flatten(0, 1), table[:, 1].flatten(0, 1))
 
-    def against_made(self, rows: Sequence[int]) -> PairFeatures | None:
-        """Return cut real answers as chosen and their synthetic negatives as rejected; None without negatives."""
+    def against_negatives(self, rows: Sequence[int]) -> PairFeatures | None:
+        """Return cut real answers as chosen and their synthetic negatives as rejected.
+
+        None if there are no negatives of these pairs.
+        """
         wanted = set(rows)
-        numbers = [number for number, item in enumerate(self._made) if item.pair in wanted]
+        numbers = [i for i, negative in enumerate(self._negatives) if negative.pair in wanted]
         if not numbers:
             return None
-        made = [self._made[number] for number in numbers]
-        real = torch.stack([self._pairs[item.pair, item.better, CUT] for item in made])
-        return PairFeatures(real, self._made_features[numbers], tuple(self._keys[item.pair] for item in made))
+        negatives = [self._negatives[number] for number in numbers]
+        real = [self._pairs[negative.pair, negative.better, CUT] for negative in negatives]
+        return PairFeatures(torch.stack(real), self._negative_features[numbers])
 
 
 # The fit
 
 
 @dataclass(frozen=True)
-class FoldScore:
-    loss: float  # mean per pair, in nats
-    accuracy: float
-
-
-@dataclass(frozen=True)
 class TrainedHead:
     head: RewardHead  # standardised: training scores have mean 0 and deviation 1
-    l2: float
     raw_mean: float  # of the scores before standardisation, in log-odds
     raw_std: float
-    validation: FoldScore  # NaN if not run
 
 
 def scores(head: RewardHead, features: Tensor) -> Tensor:
@@ -307,69 +311,31 @@ def fit_direction(differences: Tensor, l2: float) -> Tensor:
     return w.detach()
 
 
-def cross_validate(
-    features: PairFeatures, config: HeadConfig, *, seed: int, extra: PairFeatures | None = None
-) -> dict[float, FoldScore]:
-    """Return held-out loss and accuracy of each L2 strength. Folds share no prompt; `extra` pairs are only fitted on.
+def train_head(features: PairFeatures, pooling: str, l2: float, *, extra: PairFeatures | None = None) -> TrainedHead:
+    """Fit a head on all training pairs, and standardise it.
 
-    Raises:
-        DataError: a fold would have no prompt.
-    """
-
-    def folds_of(part: PairFeatures | None) -> Tensor:
-        keys = part.keys if part else ()
-        return torch.tensor([int(prompt_position(key, seed) * config.folds) for key in keys], dtype=torch.long)
-
-    fold_of, extra_fold_of = folds_of(features), folds_of(extra)
-    if len(fold_of.unique()) < config.folds:
-        raise DataError(
-            f"the pairs have too few prompts for {config.folds} folds of cross-validation: "
-            f"{len(set(features.keys))}; use more pairs, or give one L2 strength (head.l2)",
-            key="reward_model.folds.too_few_prompts",
-        )
-    pairs, more, _ = _scaled_differences(features, extra)
-    result = {}
-    for l2 in config.l2:
-        loss = hits = 0.0
-        for fold in range(config.folds):
-            out = fold_of == fold
-            margins = pairs[out] @ fit_direction(torch.cat((pairs[~out], more[extra_fold_of != fold])), l2)
-            loss += float(F.softplus(-margins).sum())
-            hits += float((margins > 0).sum()) + 0.5 * float((margins == 0).sum())
-        result[l2] = FoldScore(loss / len(fold_of), hits / len(fold_of))
-    return result
-
-
-def train_head(
-    features: PairFeatures, pooling: str, config: HeadConfig, *, seed: int = 0, extra: PairFeatures | None = None
-) -> TrainedHead:
-    """Choose the L2 strength by cross-validation, fit on all training pairs, standardise.
-
-    Features are scaled so that chosen minus rejected has mean squared length 1: strengths are then comparable between
-    trunks and poolings. A single strength of `config` is used as it is, and cross-validated only to compare poolings.
+    Features are scaled so that chosen minus rejected has mean squared length 1: strengths of L2 are
+    then comparable between trunks and poolings.
 
     Args:
-        seed: assigns prompts to folds. Not the seed of the held-out split: the same hash would leave folds empty.
-        extra: pairs to fit on only, not used in measuring or standardising.
+        extra: pairs to fit on only, not used in scaling or standardising.
 
     Raises:
-        DataError: too few prompts, or chosen and rejected have the same features throughout.
+        DataError: chosen and rejected have the same features throughout.
     """
-    validation = {config.l2[0]: FoldScore(math.nan, math.nan)}
-    if len(config.l2) > 1 or len(config.poolings) > 1:
-        validation = cross_validate(features, config, seed=seed, extra=extra)
-    l2 = min(validation, key=lambda strength: validation[strength].loss)
     pairs, more, size = _scaled_differences(features, extra)
     w = fit_direction(torch.cat((pairs, more)), l2) / size
     raw = torch.cat((features.chosen, features.rejected)).double() @ w
-    mean, std = float(raw.mean()), float(raw.std())
+    mean = float(raw.mean())
+    std = float(raw.std())
     if not std > 0:
         raise DataError(
             "all training answers get the same score, so chosen and rejected cannot be told apart",
             key="reward_model.scores.all_the_same",
         )
-    head = RewardHead((w / std).float(), torch.tensor(-mean / std, dtype=torch.float32), pooling)
-    return TrainedHead(head, l2, mean, std, validation[l2])
+    bias = torch.tensor(-mean / std, dtype=torch.float32)
+    head = RewardHead((w / std).float(), bias, pooling)
+    return TrainedHead(head, mean, std)
 
 
 def _scaled_differences(features: PairFeatures, extra: PairFeatures | None) -> tuple[Tensor, Tensor, float]:

@@ -98,7 +98,7 @@ def tiny_config(*overrides: str) -> TrainRewardModelConfig:
 
 
 def run(*overrides: str) -> FullTrainer:
-    trainer = train_reward_model(tiny_config(*overrides), command="a test")
+    trainer = train_reward_model(tiny_config(*overrides))
     assert isinstance(trainer, FullTrainer)
     return trainer
 

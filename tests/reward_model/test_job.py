@@ -121,13 +121,11 @@ def test_the_exported_folder_is_the_best_model_for_transformers_and_for_the_serv
     assert config["architectures"] == ["LlamaForSequenceClassification"] and config["id2label"] == {"0": "reward"}
 
 
-def test_report_and_card(ranked):
+def test_the_report_has_the_evaluation(ranked):
     page = (ranked / "out/report.html").read_text()
     best = TypeAdapter(Best).validate_json((ranked / "out" / EVALUATION_FILE).read_bytes())
     assert "Calibration" in page and "Predicted and observed" in page and "the longer answer wins" in page
     assert f"{best.evaluation.loss:.4f}" in page
-    card = (ranked / "out/model/README.md").read_text()
-    assert f"reward_model.mean={best.evaluation.metrics['score_mean']:.4f}" in card
     (ranked / "out" / EVALUATION_FILE).rename(ranked / "kept.json")
     assert "No evaluation has been made" in write_report(ranked / "out").read_text()
     (ranked / "kept.json").rename(ranked / "out" / EVALUATION_FILE)
@@ -227,7 +225,7 @@ def test_the_date_of_a_template_is_that_of_the_first_start(tmp_path, monkeypatch
             "reinforce_rl.config.template.date",
             type("Stopped", (date,), {"today": classmethod(lambda cls: date.fromisoformat(day))}),
         )
-        train_reward_model(tiny_config(*overrides, *more), command="a test")
+        train_reward_model(tiny_config(*overrides, *more))
 
     pairs = write_pairs(tmp_path / "pairs.jsonl", 4)
     overrides = [*tiny_overrides(tmp_path), f"data.pairs_path={pairs}"]
@@ -328,13 +326,12 @@ def test_a_head_from_one_split_of_a_folder(trunk, tmp_path):
     overrides = [
         f"model.restore_from_path={trunk}",
         f"output_dir={tmp_path / 'out'}",
-        "head.folds=2",
         "num_threads=1",
         "data.held_out_fraction=0.3",
     ]
     with pytest.raises(ConfigError, match=r"data\.pairs_path: .* has several splits, test, train; choose one"):
         tiny_config(*overrides, f"data.pairs_path={folder}")
-    train_reward_model(tiny_config(*overrides, f"data.pairs_path={folder}:train"), command="a test")
+    train_reward_model(tiny_config(*overrides, f"data.pairs_path={folder}:train"))
     with safe_open(tmp_path / "out" / "head.safetensors", framework="pt") as file:
         about = file.metadata()
     assert int(about["train_pairs"]) + int(about["held_out_pairs"]) == 24
@@ -351,8 +348,7 @@ def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
         f"data.pairs_path={pairs}",
         f"output_dir={out}",
         f"features_cache={tmp_path / 'features.safetensors'}",
-        "head.pooling=auto",
-        "head.folds=2",
+        "head.pooling=last",
         "num_threads=1",
         "data.held_out_fraction=0.3",
     ]
@@ -362,15 +358,26 @@ def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["features.safetensors", "out", "pairs.jsonl"]
     head = RewardHead.load(out / "head.safetensors")
     assert head.weight.shape == (32,)
-    card = (out / "README.md").read_text()
-    assert "pairs.jsonl" in card and "head.pooling=auto" in card
+    assert head.pooling == "last"
+    evaluation = json.loads((out / EVALUATION_FILE).read_text())
     with safe_open(out / "head.safetensors", framework="pt") as file:
         about = file.metadata()
     assert about["trunk"] == "tiny-llama"
     assert int(about["train_pairs"]) + int(about["held_out_pairs"]) == 24
-    assert float(about["held_out_accuracy"].split("±")[0]) > 0.9  # the two kinds of answer share few letters
+    assert about["data_file"] == "pairs.jsonl" and about["l2"] == "0.001"
+    # The two kinds of answer share few letters.
+    assert evaluation["held_out"]["value"] > 0.9
+    assert 0 <= evaluation["longer_wins"]["value"] <= 1
+    assert evaluation.keys() == {
+        "train",
+        "held_out",
+        "held_out_cut_to_24",
+        "held_out_above_made",
+        "longer_wins",
+        "longer_wins_cut_to_24",
+    }
 
-    train_reward_model(tiny_config(*overrides), command="a test")
+    train_reward_model(tiny_config(*overrides))
     assert "features from" in capsys.readouterr().out
     assert torch.equal(RewardHead.load(out / "head.safetensors").weight, head.weight)
 
