@@ -16,8 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from reinforce_rl import __version__
-from reinforce_rl.errors import ReinforceError
-from reinforce_rl.launch.check_generation import check_generation
+from reinforce_rl.launch.check import check
 from reinforce_rl.launch.convert import convert
 from reinforce_rl.launch.demo import demo
 from reinforce_rl.launch.recorded import RunFolder, diff, records, replay, whatif
@@ -384,30 +383,9 @@ def chat(
     )
 
 
-@app.command("check-server")
-def check_server(
-    url: Annotated[str, typer.Argument(help="http://HOST:PORT")],
-    token_file: Annotated[str | None, typer.Option(help="file with the access token, mode 0600")] = None,
-) -> None:
-    """Say whether a reward server is up, what it serves, how fast it is, and what is wrong.
-
-    The token is that of the file, or of the environment variable REINFORCE_REWARD_TOKEN. Exit code 0 where the server
-    can be used, else 1.
-    """
-    from reinforce_rl.launch.doctor import check_server
-    from reinforce_rl.rewards.wire import read_token
-
-    try:
-        check_server(url, read_token(token_file, "--token-file"), lambda line: print(line, flush=True))
-    except ReinforceError as error:
-        print(f"NOT OK: {error.with_keys()}")
-        raise typer.Exit(1) from error
-    print("OK: it can be used")
-
-
 for command in (records, whatif, replay, diff):
     app.command()(command)
-app.command("check-generation")(check_generation)
+app.add_typer(check, name="check")
 app.add_typer(convert, name="convert")
 app.command()(demo)
 

@@ -289,7 +289,7 @@ def repetition(run: History) -> str | None:
     return text if size < 0.6 * at_first else None
 
 
-@rule("the gradient is biased", "see reinforce-rl check-generation MODEL, or set generator_correction")
+@rule("the gradient is biased", "see reinforce-rl check engine MODEL, or set generator_correction")
 def generator_gap(run: History) -> str | None:
     if run.now("train/staleness") > 0:  # then they differ by the weights, too
         return None

@@ -19,7 +19,7 @@ from reinforce_rl.data.finish_reasons import FINISH_STOP
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.engine import generator as engine_generator
 from reinforce_rl.generation.native.generator import NativeGenerator
-from reinforce_rl.launch.check_generation import compare
+from reinforce_rl.launch.check_engine import compare
 from reinforce_rl.launch.main import app
 
 PROMPTS = [Prompt(0, "", (5,)), Prompt(1, "", (6,))]
@@ -52,7 +52,7 @@ class Fixed:
 def check(*arguments: str) -> int:
     """The exit code of the command."""
     group: Any = get_command(app)
-    return group.commands["check-generation"].main(list(arguments), standalone_mode=False) or 0
+    return group.commands["check"].commands["engine"].main(list(arguments), standalone_mode=False) or 0
 
 
 def test_only_what_lies_before_a_difference_is_compared():

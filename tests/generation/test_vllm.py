@@ -44,7 +44,7 @@ from helpers.vllm_engine import (
 
 from reinforce_rl.generation.engine import process
 from reinforce_rl.generation.engine.generator import EngineGenerator
-from reinforce_rl.launch.check_generation import TEXTS
+from reinforce_rl.launch.check_engine import TEXTS
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

@@ -40,7 +40,7 @@ triton = pytest.importorskip("tritonclient.http")
 TOKEN = "a-token-of-24-characters"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 MAX_SAMPLES = 8
-CHECK_SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "check_reward_server.py"
+CHECK = ("-m", "reinforce_rl", "check", "server")
 SECRET_IDS = [76, 65, 76, 65, 76]
 SECRET = ", ".join(map(str, SECRET_IDS))
 
@@ -112,7 +112,7 @@ def check(port: int, token: str | None, folder: Path) -> tuple[int, str]:
         path.write_text(token)
         path.chmod(0o600)
         arguments = ["--token-file", str(path)]
-    command = [sys.executable, str(CHECK_SCRIPT), f"http://127.0.0.1:{port}", *arguments]
+    command = [sys.executable, *CHECK, f"http://127.0.0.1:{port}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
     return done.returncode, done.stdout

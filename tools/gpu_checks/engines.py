@@ -22,7 +22,7 @@ from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.evaluation.model import LENGTH, inference_config, load_actor
 from reinforce_rl.generation.base import Generator
-from reinforce_rl.launch.check_generation import compare_responses
+from reinforce_rl.launch.check_engine import compare_responses
 from reinforce_rl.trainer.build import configured_mesh
 
 TEMPERATURES = (1.0, 0.6)

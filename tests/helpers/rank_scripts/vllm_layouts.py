@@ -13,7 +13,7 @@ from helpers.tiny_run import tiny_config, tiny_trainer
 from helpers.vllm_engine import OF_RUNS, SMALL_BUCKET, SMOLLM2, vllm_overrides
 
 from reinforce_rl.generation.engine.generator import EngineGenerator
-from reinforce_rl.launch.check_generation import TEXTS
+from reinforce_rl.launch.check_engine import TEXTS
 from reinforce_rl.megatron.mesh import parallel_mesh
 
 # Tensor and pipeline parallel sizes, and workers of an engine.

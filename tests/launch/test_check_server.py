@@ -12,7 +12,7 @@ from helpers.fake_triton import FrontBeforeFake
 from helpers.toy_server import free_port, wait_for
 
 from reinforce_rl.errors import ReinforceError
-from reinforce_rl.launch.doctor import _seconds, check_server
+from reinforce_rl.launch.check_server import _seconds, check_server
 from reinforce_rl.reward_server.front import FAILED
 from reinforce_rl.rewards.transport import ModelAddress
 from reinforce_rl.utils.net import Address, listen
@@ -27,18 +27,18 @@ def fault(port: int, token: str | None = None) -> ReinforceError:
 def test_each_state_is_told_with_what_to_do(tmp_path):
     front = FrontBeforeFake(tmp_path, ready=False, canary_seconds=5.0)
     try:
-        check_error(fault(front.port), "doctor.server.not_ready", "it is starting")
+        check_error(fault(front.port), "check_server.server.not_ready", "it is starting")
         front.process.set_state("ready")
         front.backend.status = 7
         assert wait_for(lambda: front.get("/v2/health/ready").code == 200)
-        check_error(fault(front.port), "doctor.server.not_healthy", "a small sample failed")
+        check_error(fault(front.port), "check_server.server.not_healthy", "a small sample failed")
         front.process.set_state(FAILED, "tritonserver died")
         assert wait_for(lambda: front.health()[1]["state"] == "failed")
         values = ("it has failed", "tritonserver died")
-        check_error(fault(front.port), "doctor.server.not_ready", *values)
+        check_error(fault(front.port), "check_server.server.not_ready", *values)
         front.process.set_state("draining")
         assert wait_for(lambda: front.health()[1]["state"] == "draining")
-        check_error(fault(front.port), "doctor.server.not_ready", "it was told to stop")
+        check_error(fault(front.port), "check_server.server.not_ready", "it was told to stop")
     finally:
         front.close()
 
@@ -55,14 +55,14 @@ def test_each_state_is_told_with_what_to_do(tmp_path):
 def test_a_sample_without_a_score_has_its_status_told(outputs, status):
     with FakeRewardServer([(200, {"outputs": outputs})]) as fake:
         model = ModelAddress(Address("127.0.0.1", fake.port), "reward_model", None)
-        with raises_error("doctor.sample.not_scored", status) as error:
+        with raises_error("check_server.sample.not_scored", status) as error:
             _seconds(model, 2, 4)
     assert "\x1b" not in str(error.value)
 
 
 def test_nobody_and_somebody_else():
     port = free_port()
-    check_error(fault(port), "doctor.server.not_listening", f"http://127.0.0.1:{port} ")
+    check_error(fault(port), "check_server.server.not_listening", f"http://127.0.0.1:{port} ")
 
     answers = [b"hello", b"[" * 100_000]
 
@@ -79,18 +79,18 @@ def test_nobody_and_somebody_else():
         threading.Thread(target=foreign.serve_forever, args=(0.05,), daemon=True).start()
         port = foreign.server_address[1]
         for _ in range(2):
-            check_error(fault(port), "doctor.server.other_program", f"http://127.0.0.1:{port} ", "HTTP 200")
+            check_error(fault(port), "check_server.server.other_program", f"http://127.0.0.1:{port} ", "HTTP 200")
         foreign.shutdown()
     with listen("::1", 0) as silent:
         port = silent.getsockname()[1]
     for url in (f"http://[::1]:{port}", f"[::1]:{port}/"):
-        with raises_error("doctor.server.not_listening", f"http://[::1]:{port} "):
+        with raises_error("check_server.server.not_listening", f"http://[::1]:{port} "):
             check_server(url, None, lambda line: None)
-    with raises_error("doctor.server.unreachable", "http://no-such-host.invalid:5555"):
+    with raises_error("check_server.server.unreachable", "http://no-such-host.invalid:5555"):
         check_server("http://no-such-host.invalid:5555", None, lambda line: None)
 
 
 @pytest.mark.parametrize("url", ["https://a:1", "http://", "http://a:99999", "http://a:1/path", "ftp://a"])
 def test_what_is_no_address(url):
-    with raises_error("doctor.address.invalid", f"'{url}'", "http://HOST:PORT"):
+    with raises_error("check_server.address.invalid", f"'{url}'", "http://HOST:PORT"):
         check_server(url, None, lambda line: None)

@@ -29,7 +29,7 @@ TEXTS = (
 SCALE = 0.97
 
 
-def check_generation(
+def check_engine(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder")],
     engine: Literal["vllm", "tensorrt_llm", "native"] = "vllm",
     engine_python: Annotated[Path | None, typer.Option(help="of the engine's own environment")] = None,
@@ -42,13 +42,13 @@ def check_generation(
         float, typer.Option(help="for vLLM: of GPU memory; for TensorRT-LLM's cache: of what is free")
     ] = 0.5,
     bucket_megabytes: Annotated[int, typer.Option(help="of the weights that are on their way at a time")] = 512,
-    log_folder: Path = Path("results/check_generation"),
+    log_folder: Path = Path("results/check_engine"),
     tolerance: Annotated[float, typer.Option(help="nats a token, on average")] = 0.05,
     layers: Annotated[bool, typer.Option("--layers", help="compare each layer even where log-probs agree")] = False,
 ) -> None:
     """Compare an engine's greedy responses and log-probs with the native engine's, before and after a weight update.
 
-    On one GPU, or with `torchrun --nproc-per-node 2 -m reinforce_rl check-generation MODEL --tensor-parallel 2` on two
+    On one GPU, or with `torchrun --nproc-per-node 2 -m reinforce_rl check engine MODEL --tensor-parallel 2` on two
     that share the model.
 
     The update scales all weights, so that an engine that kept the old ones shows. It ends with code 1 where the

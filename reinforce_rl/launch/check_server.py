@@ -41,13 +41,13 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
         remedy = remedies.get(str(health["state"]), health["text"])
         raise ReinforceError(
             f"http://{server} takes no requests now: {remedy}",
-            key="doctor.server.not_ready",
+            key="check_server.server.not_ready",
         )
     if not health["healthy"]:
         raise ReinforceError(
             f"http://{server} takes requests, but does not score them: {health['text']}. Look at "
             "the end of its log, then end it (SIGTERM) and start it again; clients retry meanwhile",
-            key="doctor.server.not_healthy",
+            key="check_server.server.not_healthy",
         )
     say(f"health: {health['text']}")
     model = ModelAddress(server, str(health["model"]), token)
@@ -59,7 +59,7 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
     except FailedAttempt as error:
         raise ReinforceError(
             f"http://{server} {error}: it may be starting or stopping; ask again in a minute",
-            key="doctor.server.no_description",
+            key="check_server.server.no_description",
         ) from error
     length, own = info.max_length, info.tokenizer
     say(f"serves: '{info.name}'" + "".join(f", {key} {value}" for key, value in info.details.items()))
@@ -91,7 +91,7 @@ def _address_of(url: str) -> Address:
                 Fault(
                     f"'{url}' is no address of a reward server; expected http://HOST:PORT, where "
                     "an IPv6 address stands in brackets: http://[::1]:5555",
-                    key="doctor.address.invalid",
+                    key="check_server.address.invalid",
                 )
             ]
         ) from error
@@ -114,17 +114,17 @@ def _health(server: Address) -> dict[str, Any]:
                 "running, is still loading its model, or runs elsewhere. Start it, or check host "
                 "and port against its line 'ready at http://...'; a server on 127.0.0.1 is reached "
                 "from its own machine only (inference.host)",
-                key="doctor.server.not_listening",
+                key="check_server.server.not_listening",
             ) from error
         raise ReinforceError(
             f"http://{server} cannot be reached: it {error}. Check the host's name, that the "
             "machine is up, and that no firewall is between",
-            key="doctor.server.unreachable",
+            key="check_server.server.unreachable",
         ) from error
     raise ReinforceError(
         f"another program listens on http://{server} (/health gave {found}): check the port "
         "against the server's line 'ready at http://...'; on that machine, ss -ltnp names the program",
-        key="doctor.server.other_program",
+        key="check_server.server.other_program",
     )
 
 
@@ -149,6 +149,6 @@ def _seconds(model: ModelAddress, samples: int, length: int) -> float:
         raise ReinforceError(
             f"http://{model.place} could not score a sample of {length} tokens of id 0 (status "
             f"{quoted(sorted(set(map(str, statuses))))}); its log says why",
-            key="doctor.sample.not_scored",
+            key="check_server.sample.not_scored",
         )
     return time.monotonic() - started

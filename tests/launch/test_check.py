@@ -1,0 +1,41 @@
+"""`reinforce-rl check machine`; test_check_server.py and generation/test_comparison.py have the others."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from reinforce_rl.launch import check
+from reinforce_rl.launch.main import app
+
+
+def lines() -> list[str]:
+    result = CliRunner().invoke(app, ["check", "machine"])
+    assert result.exit_code == 0, result.output
+    return result.output.splitlines()
+
+
+def test_packages_cores_and_disk_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = lines()
+    assert shown[0].startswith(f"python {platform.python_version()} ")
+    assert f"torch {version('torch')}, for everything" in shown
+    assert any(line.startswith(f"cores: {len(os.sched_getaffinity(0))};") for line in shown)
+    assert any(line.startswith(f"{tmp_path}: ") and line.endswith(" GB free") for line in shown)
+
+
+def test_a_package_that_is_missing_is_said(monkeypatch):
+    monkeypatch.setitem(check._PACKAGES, "no-such-package", "nothing")
+    assert "no-such-package is not installed, for nothing" in lines()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize(("cuda", "words"), [(None, "a CPU build"), ("12.8", "built for CUDA 12.8")])
+def test_without_a_gpu_the_build_of_torch_is_said(monkeypatch, cuda, words):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert f"GPUs: none that torch can use ({words})" in lines()
