@@ -35,7 +35,7 @@ def read_bounded_file(path: str | Path, columns: Sequence[str] | None, filters: 
         with OSFile(os.fsencode(path)) as file:
             return read_bounded_table(file, columns, filters)
     except (ArrowException, OSError, ValueError, RecursionError) as error:
-        raise DataError(NOT_PARQUET.format(error), key="parquet.file.damaged") from error
+        raise DataError(NOT_PARQUET.format(error), key="parquet.file.not_readable") from error
 
 
 def read_bounded_table(file: pa.NativeFile, columns: Sequence[str] | None, filters: Any) -> pa.Table:

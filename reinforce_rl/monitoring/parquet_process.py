@@ -138,7 +138,7 @@ def _read(message: dict[str, Any]) -> tuple[Any, str]:
         return b"", Fault(sentence, key="parquet.file.needs_too_much_memory")
     except Exception as error:
         sentence = NOT_PARQUET.format(f"{type(error).__name__}: {error}"[:_MAX_FAULT])
-        return b"", Fault(sentence, key="parquet.file.damaged")
+        return b"", Fault(sentence, key="parquet.file.not_readable")
 
 
 if __name__ == "__main__":

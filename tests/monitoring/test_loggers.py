@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.full_disk import files_of_at_most
 
 from reinforce_rl.errors import DataError
@@ -105,7 +106,7 @@ def test_a_step_committed_again_is_merged_into_its_line(tmp_path):
 def test_a_new_run_refuses_the_metrics_of_another(tmp_path):
     path = tmp_path / "m.jsonl"
     log_step(JsonlLogger(path), 3)
-    with pytest.raises(DataError, match=r"already holds metrics up to step 3.*choose another run folder"):
+    with raises_error("metrics.file.of_another_run", path, "step 3"):
         JsonlLogger(path)
     assert len(read_metrics(path)) == 1
 
@@ -149,7 +150,7 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     with pytest.raises(DataError, match=message):
         read_metrics(path)
-    with pytest.raises(DataError, match="no such file"):
+    with raises_error("metrics.file.missing", tmp_path / "absent.jsonl"):
         read_metrics(tmp_path / "absent.jsonl")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from helpers.errors import raises_error
 from helpers.fake_reward_server import FakeRewardServer, answer, describe
 from helpers.rewards import FunctionReward, ReadyRewards
 from helpers.tiny_run import (
@@ -310,7 +311,7 @@ class TestOperations:
     def test_feature_auto_resume(self, tmp_path, mesh):
         run(tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.max_steps=3")
         assert [line["step"] for line in run(tmp_path, mesh, f"{RL}.max_epochs=2")] == [1, 2, 3, 4]
-        with pytest.raises(DataError, match="already holds metrics up to step 4"):
+        with raises_error("metrics.file.of_another_run", "step 4"):
             run(tmp_path, mesh, "exp_manager.resume_if_exists=false")
 
     def test_feature_timed_exit_with_validation_and_save(self, tmp_path, mesh):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from helpers.errors import raises_error
 from helpers.tiny_run import (
     compose,
     metrics_of,
@@ -205,7 +206,7 @@ class TestOtherSettings:
 
     def test_a_new_run_in_the_same_folder_is_refused_without_a_trace(self, begun, mesh):
         before = (begun / "run" / "config.yaml").read_bytes()
-        with pytest.raises(Exception, match="already holds metrics"):
+        with raises_error("metrics.file.of_another_run", begun / "run" / "metrics.jsonl"):
             run(begun, mesh, "exp_manager.resume_if_exists=false", "model.optim.lr=0.5")
         assert (begun / "run" / "config.yaml").read_bytes() == before
 
