@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
-from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring import metrics_file, run_folder
 from reinforce_rl.monitoring.compare import compare
 from reinforce_rl.monitoring.loggers import JsonlLogger
@@ -91,13 +90,14 @@ def test_damage_is_named(tmp_path):
         with raises_error("metrics.line.invalid", metrics, "line 2", found):
             RunFolder(tmp_path).refresh()
     metrics.unlink()
-    for text, message in (("a: [", "not valid YAML"), ("- 1", "found a list, expected keys with values")):
+    for text, found in (("a: [", "YAML"), ("- 1", "list")):
         (tmp_path / "config.yaml").write_text(text)
-        with pytest.raises(DataError, match=f"config.yaml: {message}"):
+        with raises_error("run.config.invalid", tmp_path / "config.yaml", found):
             run.configuration()
     lines = '{"step": 0, "config": "a: 1"}\n{"step": 0}\n'
     (tmp_path / "config_history.jsonl").write_text(lines)
-    with pytest.raises(DataError, match=r"config_history.jsonl, line 2: expected a step and a config"):
+    history = tmp_path / "config_history.jsonl"
+    with raises_error("history.line.no_settings", f"{history}, line 2", "['step']"):
         run.configuration()
 
 
@@ -107,19 +107,20 @@ def test_a_history_with_files_of_an_odd_type(tmp_path, files):
         json.dumps({"step": 0, "config": "a: 1", "files": {"f": "digest"}}),
         json.dumps({"step": 0, "config": "a: 2", "files": files}),
     ]
-    (tmp_path / "config_history.jsonl").write_text("\n".join([*lines, ""]))
-    expected = "config_history.jsonl, line 2: files is .*, expected a digest by function"
-    with pytest.raises(DataError, match=expected):
+    history = tmp_path / "config_history.jsonl"
+    history.write_text("\n".join([*lines, ""]))
+    with raises_error("history.line.files_invalid", f"{history}, line 2", files):
         RunFolder(tmp_path).configuration()
 
 
 def test_a_history_of_many_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(settings, "_MAX_HISTORY_LINES", 10)
     line = '{"step": 0, "config": "a: 1"}\n'
-    (tmp_path / "config_history.jsonl").write_text(line * 10)
+    history = tmp_path / "config_history.jsonl"
+    history.write_text(line * 10)
     assert RunFolder(tmp_path).configuration().text == "a: 1"
-    (tmp_path / "config_history.jsonl").write_text(line * 11)
-    with pytest.raises(DataError, match=r"config_history.jsonl: 11 lines; expected at most 10"):
+    history.write_text(line * 11)
+    with raises_error("history.file.too_many_lines", history, "11 lines", 10):
         RunFolder(tmp_path).configuration()
 
 
@@ -131,7 +132,7 @@ def test_a_configuration_is_read_again_only_after_a_change(tmp_path, monkeypatch
     assert run.configuration() is run.configuration() and settings_of.call_count == 1
     (tmp_path / "config.yaml").write_text("a: [")
     for _ in range(2):
-        with pytest.raises(DataError, match="not valid YAML"):
+        with raises_error("run.config.invalid", "YAML"):
             run.configuration()
     assert settings_of.call_count == 2, "also what is wrong is read once"
     (tmp_path / "config.yaml").unlink()
