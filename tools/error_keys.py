@@ -22,11 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "reinforce_rl"
 # Parts of the package whose errors have no keys yet. A part that is done is taken out, and none is added.
 WITHOUT_KEYS = (
-    "debugging",
     "megatron",
-    "monitoring",
-    "reward_server",
-    "rewards",
     "runtime",
     "trainer",
     "utils",
@@ -44,6 +40,7 @@ KINDS = frozenset(
         "EngineLostError",
         "Fault",
         "GenerationError",
+        "LoadFault",
         "LostRankError",
         "ModelStuckError",
         "RankLostError",

@@ -23,6 +23,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.rules import find_faults
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.debugging.verify_step import BOUNDS, GRADIENT, SAMPLES, Check, Measured, Named, Step, check, checks
+from reinforce_rl.errors import Fault
 from reinforce_rl.megatron.checkpointer import folder_name, latest_checkpoint
 from reinforce_rl.megatron.convert import plain_tensors
 from reinforce_rl.megatron.mesh import Mesh, job_rank, job_store, parallel_mesh
@@ -73,7 +74,8 @@ def layouts(cfg: TrainConfig, step: Step, base: Measured, ranks: int, folder: Pa
     for values in every:
         faults, gpus = list(find_faults(with_values(cfg, values))), torch.cuda.device_count()
         if torch.cuda.is_available() and gpus < ranks:
-            faults = [f"{ranks} ranks need {ranks} GPUs, and there are {gpus}"]
+            sentence = f"{ranks} ranks need {ranks} GPUs, but there are {gpus}"
+            faults = [Fault(sentence, key="verify.gpus.too_few")]
         if faults:
             yield [Check(label(values), "layout", detail=faults[0])]
         else:
