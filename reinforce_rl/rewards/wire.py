@@ -173,8 +173,10 @@ def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_si
     texts = "set input=auto, so that texts are sent" if reads_text else template
     advice = f"Serve a reward model of the actor's tokenizer, load the actor that belongs to it, or {texts}"
     head = f"the reward server at {place} reads other tokens than the actor writes"
-    sentences = [f"{head}: {error}. {advice}" for error in errors]
-    raise ConfigError([Fault(sentence, key="reward_server.tokens.differ") for sentence in sentences])
+    faults: list[Fault] = []
+    for error in errors:
+        faults.append(Fault(f"{head}: {error}. {advice}", key="reward_server.tokens.differ"))
+    raise ConfigError(faults)
 
 
 def check_lengths(info: ServerInfo, place: str, form: str, *, shortest: int, longest: int) -> str | None:
@@ -398,9 +400,8 @@ def read_token(token_file: str | Path | None, key: str) -> str | None:
             sentence = f"{key}: cannot read the token in {path} ({reason.lower()})"
             raise ConfigError([Fault(sentence, key="reward_server.token.not_readable")]) from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            sentence = (
-                f"{key}: others may use {path} (mode {stat.S_IMODE(mode):04o}); make it yours alone: chmod 600 {path}"
-            )
+            bits = f"{stat.S_IMODE(mode):04o}"
+            sentence = f"{key}: others may use {path} (mode {bits}); make it yours alone: chmod 600 {path}"
             raise ConfigError([Fault(sentence, key="reward_server.token.open_to_others")])
     if len(token) < MIN_TOKEN_LETTERS or not all("!" <= letter <= "~" for letter in token):
         expected = f"expected at least {MIN_TOKEN_LETTERS} visible ASCII characters and no space"
