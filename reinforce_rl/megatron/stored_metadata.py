@@ -183,7 +183,7 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
         if len(tensor.size) > _MAX_DIMENSIONS or min(tensor.size, default=0) < 0:
             shape = tuple(tensor.size[:_MAX_DIMENSIONS])
             raise CheckpointError(
-                f"{str(name)[:100]!r} has {len(tensor.size)} dimensions, the first of them {shape}; "
+                f"{str(name)[:100]!r} has {len(tensor.size)} dimensions, which begin with {shape}; "
                 f"expected at most {_MAX_DIMENSIONS}, none below 0",
                 key="checkpoint.description.tensor_shape",
             )

@@ -311,7 +311,10 @@ SPOILT: list[tuple[Callable[[Path], None], str, object]] = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "key", "value"), SPOILT, ids=[case[0].__name__ for case in SPOILT])
+IDS = [spoil.__name__ for spoil, _, _ in SPOILT]
+
+
+@pytest.mark.parametrize(("spoil", "key", "value"), SPOILT, ids=IDS)
 def test_another_one_is_refused_and_runs_nothing(
     spoil: Callable[[Path], None],
     key: str,

@@ -170,7 +170,11 @@ HOSTILE: dict[str, tuple[bytes, str, list[Any]]] = {
     "a name twice": (twice_named(), "same_name", []),
     "two directories": (two_directories(), "not_readable", ["directory"]),
     "a prefix": (b"x" * 100 + saved(), "not_readable", ["zip64"]),
-    "a prefix without zip64": (b"x" * 100 + packed(zipfile.ZIP_STORED), "not_readable", ["directory"]),
+    "a prefix without zip64": (
+        b"x" * 100 + packed(zipfile.ZIP_STORED),
+        "not_readable",
+        ["directory"],
+    ),
     "something behind it": (saved() + b"x", "not_readable", ["directory"]),
     "a comment": (with_comment(), "not_readable", ["directory"]),
     "memory": (with_pickle(BYTEARRAY), "other_class", ["'__builtin__ bytearray'"]),
