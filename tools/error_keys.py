@@ -23,7 +23,6 @@ PACKAGE = ROOT / "reinforce_rl"
 # Parts of the package whose errors have no keys yet. A part that is done is taken out, and none is added.
 WITHOUT_KEYS = (
     "megatron",
-    "trainer",
 )
 SENTENCES = ROOT / "tests" / "error_sentences.txt"
 KEY = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
