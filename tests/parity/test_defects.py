@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from helpers.batches import VOCAB_SIZE, actor_of, gradient_of, relative_difference, rows_of, sequences, whole_batch
+from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
 from helpers.serve_toy_scorer import toy_score
 from helpers.tiny_run import (
@@ -42,7 +43,7 @@ from reinforce_rl.data.finish_reasons import FINISH_STOP
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
-from reinforce_rl.errors import ConfigError, RewardServerError, StoppedEarly
+from reinforce_rl.errors import ConfigError, StoppedEarly
 from reinforce_rl.rewards.base import STATUS_BAD_TOKEN, STATUS_OK, RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.runtime import stop as run_timer
@@ -260,7 +261,7 @@ def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tm
         os.kill(server.process.pid, signal.SIGTERM)
         assert server.process.wait(60) == 0 and wait_for(lambda: not server.left_behind())
         late = RemoteGPTRMClient(port=server.port, deadline_seconds=1, first_backoff_seconds=0.02)
-        with pytest.raises(RewardServerError, match="within 1 s"):
+        with raises_error("reward_server.server.no_answer", "1 s"):
             late.infer_rm(RewardRequest(tokens, torch.tensor([3, 3, 2]), ("",) * 3, ("",) * 3)).result()
         late.close()
     finally:

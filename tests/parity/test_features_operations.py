@@ -38,7 +38,7 @@ from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.config.load import load_config
 from reinforce_rl.config.rules import Allocation
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
-from reinforce_rl.errors import DataError, RewardServerError, StoppedEarly
+from reinforce_rl.errors import DataError, StoppedEarly
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import RewardRequest
@@ -103,7 +103,7 @@ class TestRewardClient:
         request = RewardRequest(*request_of_two(), ("", ""), ("", ""))
         assert rm.infer_rm(request).result().values.tolist() == [1.0, 2.0]
         rm.close()
-        with pytest.raises(RewardServerError, match=r"127\.0\.0\.2"):
+        with raises_error("reward_server.server.no_answer", "127.0.0.2"):
             self.connect(tmp_path, mesh, here, "reward_model.ip=127.0.0.2", "ready_timeout_seconds=0.2")
 
     def test_feature_waits_until_the_server_is_ready(self, tmp_path, mesh, server):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.fake_reward_server import FakeRewardServer, answer, describe
 from helpers.rewards import request_of
 from helpers.tiny_run import compose, tiny_config, tiny_overrides
@@ -108,7 +109,7 @@ def test_a_second_one_with_another_tokenizer(tmp_path, mesh, servers, closed):
     first, second = servers
     second.info = describe(vocab_size=VOCAB_SIZE)
     cfg = tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}", f"{MORE}.port={second.port}")
-    with pytest.raises(ConfigError, match=f":{second.port} reads other tokens"):
+    with raises_error("reward_server.tokens.differ", f":{second.port}"):
         connect(cfg, mesh)
     assert sorted(closed) == sorted([first.port, second.port])
 
@@ -119,7 +120,7 @@ def test_a_second_one_that_does_not_answer(tmp_path, mesh, servers, closed):
     cfg = tiny_config(
         tmp_path, f"{RM}.reward_model.port={first.port}", f"{MORE}.port={port}", f"{RM}.ready_timeout_seconds=0.2"
     )
-    with pytest.raises(RewardServerError, match=str(port)):
+    with raises_error("reward_server.server.no_answer", port):
         connect(cfg, mesh)
     assert sorted(closed) == sorted([first.port, port])
 
@@ -169,7 +170,8 @@ def test_a_context_for_which_every_sample_is_too_long(tmp_path, mesh, servers, c
     first.info = replace(first.info, max_length=4)
     port = f"{RM}.reward_model.port={first.port}"
     connect(tiny_config(tmp_path, port, f"{SHORTEST}=3", BIASED), mesh).close()
-    with pytest.raises(ConfigError, match=rf"at most 4 tokens.*at least 5 \({SHORTEST} .*{LONGEST}"):
+    values = ["4 tokens", f"5 ({SHORTEST} ", LONGEST]
+    with raises_error("reward_server.length.too_short", *values):
         connect(tiny_config(tmp_path, port, f"{SHORTEST}=4", BIASED), mesh)
     assert closed == [first.port] * 2
 
