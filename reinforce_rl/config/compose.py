@@ -98,14 +98,7 @@ def explained(
         key = error.override.partition("=")[0]
     elif commas is not None:
         key, value = commas.groups()
-        as_list = f"{key}='[{value}]'"
-        as_text = f"{key}=\"'{value}'\""
-        faults = [
-            Fault(
-                f"{key} is {value}; write a list as {as_list}, a text as {as_text}",
-                key="config.override.bare_comma",
-            )
-        ]
+        faults = [_bare_comma(key, value)]
     elif unknown is not None:
         key = unknown.group(1) or unknown.group(2)
         faults = [_unknown_key(key, folder / f"{name}.yaml", _value_of(key, overrides))]
@@ -120,6 +113,13 @@ def explained(
         else:
             faults += _faults_of_the_rest(composed, name, rest, is_whole)
     return ConfigError(faults)
+
+
+def _bare_comma(key: str, value: str) -> Fault:
+    return Fault(
+        f"{key} is {value}; write a list as {key}='[{value}]', a text as {key}=\"'{value}'\"",
+        key="config.override.bare_comma",
+    )
 
 
 def _faults_of_the_rest(composed: DictConfig, name: str, overrides: Sequence[str], is_whole: bool) -> list[str]:
