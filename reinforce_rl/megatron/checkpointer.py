@@ -384,17 +384,19 @@ class Checkpointer:
         def failed(error: BaseException) -> CheckpointError:
             _raise_interrupt(error)
             reason = reason_of(error)
-            space = remedy = ""
-            if _NO_SPACE.search(reason):
-                space = f" ({space_left(part, getattr(error, 'errno', None))})"
-                remedy = "free some space and "
             name = _latest_name(self.folder)
             previous = "There is no checkpoint before it"
             if name:
                 previous = f"The previous checkpoint, {name}, is untouched, and the next start resumes from it"
+            fault = f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason}"
+            if _NO_SPACE.search(reason):
+                space = space_left(part, getattr(error, "errno", None))
+                return CheckpointError(
+                    f"{fault} ({space}). {previous}; free some space and start the run again",
+                    key="checkpoint.disk.full",
+                )
             return CheckpointError(
-                f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason}{space}. "
-                f"{previous}; {remedy}start the run again",
+                f"{fault}. {previous}; start the run again",
                 key="checkpoint.folder.not_written",
             )
 
