@@ -26,7 +26,6 @@ from reinforce_rl.debugging import replay as module
 from reinforce_rl.debugging.differences import EQUAL_BITS, ROUNDING
 from reinforce_rl.debugging.replay import replay
 from reinforce_rl.debugging.replay_results import PhaseResult, Replay
-from reinforce_rl.errors import CheckpointError
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.checkpointer import checkpoint_up_to
 from reinforce_rl.monitoring.run_folder import RunFolder
@@ -280,7 +279,7 @@ def test_what_is_missing_is_told(folder: Path) -> None:
     assert checkpoint is not None
     state = checkpoint.folder / "trainer_state.json"
     state.write_text(state.read_text()[:20])
-    with pytest.raises(CheckpointError, match=rf"{state} cannot be read: .* move \S+ away"):
+    with raises_error("checkpoint.state.not_readable", state, checkpoint.folder):
         again(run, 5)
 
 

@@ -205,7 +205,8 @@ def test_a_fifo_in_place_of_any_file_that_is_read(tmp_path, name):
     os.mkfifo(run / name)
     with board(tmp_path) as port:
         status, answer, _ = ask(port, "/api/run?name=run")
-        assert status == 404 and f"{name} is a fifo" in answer["error"]
+        assert (status, answer["key"]) == (404, "file.not_regular")
+        assert f"{run / name} is a fifo" in answer["error"]
         assert ask(port, "/api/runs")[1]["runs"][0]["step"] == 4
 
 
@@ -215,7 +216,9 @@ def test_a_fifo_as_samples(tmp_path):
     os.mkfifo(run / "rollouts" / "step_00001.parquet")
     with board(tmp_path) as port:
         status, answer, _ = ask(port, "/api/samples?name=run&kind=rollouts&step=1")
-        assert status == 404 and "a fifo" in answer["error"]
+        assert (status, answer["key"]) == (404, "file.not_regular")
+        path = run / "rollouts" / "step_00001.parquet"
+        assert f"{path} is a fifo" in answer["error"]
 
 
 def test_a_run_that_is_read_for_long_delays_no_other_and_not_the_end(tmp_path):

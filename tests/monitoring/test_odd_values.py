@@ -147,6 +147,7 @@ def test_a_value_of_another_type(run: Path, name: str) -> None:
                 counts["shown"] += 1
             except DataError as error:
                 assert str(run) in str(error) and "\n" not in str(error) and len(str(error)) < 1000
+                assert error.key
                 counts["refused"] += 1
     # An odd status is shown as an unknown one, with the reason.
     assert counts["shown"] > 0 and (counts["refused"] > 0) == (name != "status.json")

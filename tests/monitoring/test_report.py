@@ -18,7 +18,6 @@ import pytest
 from helpers.errors import raises_error
 from helpers.rows import write_rows
 
-from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import RolloutRow, Samples
@@ -307,7 +306,7 @@ def test_errors_name_the_file(tmp_path):
         write_report(tmp_path / "absent")
     StatusFile(tmp_path, enabled=True).begin()
     (tmp_path / "config.yaml").write_text("a: [1\n")
-    with pytest.raises(DataError, match=r"config\.yaml: not valid YAML"):
+    with raises_error("run.config.invalid", tmp_path / "config.yaml", "YAML"):
         write_report(tmp_path)
 
 

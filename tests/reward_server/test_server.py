@@ -227,7 +227,7 @@ def test_a_busy_port_is_an_error_before_anything_starts(tokenizer, monkeypatch):
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {port} of 127.0.0.1 is in use.*inference.port=N"):
+        with raises_error("server.port.in_use", port, "127.0.0.1", "inference.port=N"):
             RewardServer(ToyScorer(0.0, 0.0), tokenizer, InferenceConfig(port=port)).serve()
     assert set(psutil.Process().children(recursive=True)) == before
     check_port("127.0.0.1", port)  # free again
@@ -242,7 +242,7 @@ def test_what_does_not_fit_the_model_is_named_together(tokenizer):
     reserved, too_large = caught.value.faults
     check_fault([reserved], "serve.name.reserved", "inference.name", f"'{INFO_MODEL}'")
     check_fault([too_large], "serve.tokenizer.too_large", VOCAB_SIZE - 1, VOCAB_SIZE)
-    with pytest.raises(ConfigError, match=r"inference\.host"):
+    with raises_error("server.port.not_listening", "no-such-host.invalid", "inference.host"):
         check_port("no-such-host.invalid", 5555)
 
 

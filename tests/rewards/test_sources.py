@@ -17,7 +17,7 @@ from helpers.toy_server import free_port
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
-from reinforce_rl.errors import ConfigError, RewardServerError
+from reinforce_rl.errors import RewardServerError
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import (
     STATUS_BAD_TEXT,
@@ -179,7 +179,7 @@ def test_a_context_for_which_every_sample_is_too_long(tmp_path, mesh, servers, c
 @pytest.mark.parametrize("name", ["reward_model", "other"])
 def test_two_of_one_name_are_refused_before_anything_is_asked(tmp_path, name):
     names = [f"{RM}.reward_model.name={name}", f"+{RM}.more_reward_models.{name}.port=1"]
-    with pytest.raises(ConfigError, match=rf"reward sources are named {name}, {name}"):
+    with raises_error("config.reward_sources.same_name", f"{name}, {name}"):
         load_config(compose(*tiny_overrides(tmp_path), *names))
 
 
@@ -192,7 +192,7 @@ def test_two_of_one_name_are_refused_before_anything_is_asked(tmp_path, name):
     ids=["second", "weighted"],
 )
 def test_a_name_that_would_log_over_a_metric_is_refused(tmp_path, names):
-    with pytest.raises(ConfigError, match=r"is named 'with_kl'.*logged as rewards_with_kl, which is a metric already"):
+    with raises_error("config.reward_sources.named_as_metric", "'with_kl'", "rewards_with_kl"):
         load_config(compose(*tiny_overrides(tmp_path), *names))
 
 
