@@ -122,7 +122,7 @@ def test_every_fault_is_in_one_message(files, tmp_path, monkeypatch):
     faults = faults_of(*right(files), *overrides)
     for words in ("global_batch_size is 7", "feed-forward size 33", "32 tokens", "bad.jsonl:2", "long.jsonl:1"):
         assert sum(words in fault for fault in faults) == 1, (words, faults)
-    assert any("does not hold what its config.json says" in fault for fault in faults)
+    check_fault(faults, "model.weights.not_of_config", model)
 
 
 def test_what_follows_from_prompts_that_cannot_be_read_is_not_known(files, tmp_path):
