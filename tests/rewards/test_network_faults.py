@@ -21,7 +21,7 @@ from helpers.rewards import request_of
 from helpers.tiny_run import PROMPT_TOKENS, metrics_of, odd_share, rollouts_of, run, tiny_overrides, without_times
 from helpers.toy_server import wait_for
 
-from reinforce_rl.errors import RewardServerError, TooManyFailedRewardsError
+from reinforce_rl.errors import RewardServerError
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient, RemoteRewardFuture
@@ -313,7 +313,7 @@ def test_too_many_such_samples_save_and_end_the_run(tmp_path, mesh):
     with FakeRewardServer(score=lambda row: 1.0 if next(calls) < 16 else math.nan) as server:
         client = RemoteGPTRMClient(port=server.port)
         try:
-            with pytest.raises(TooManyFailedRewardsError, match=r"100\.0%.*step 2"):
+            with raises_error("rewards.samples.too_many_failed", "100.0%", "step 2"):
                 run(tmp_path, mesh, rm=client)
         finally:
             client.close()
