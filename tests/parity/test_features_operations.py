@@ -38,7 +38,7 @@ from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.config.load import load_config
 from reinforce_rl.config.rules import Allocation
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
-from reinforce_rl.errors import DataError, StoppedEarly
+from reinforce_rl.errors import StoppedEarly
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import RewardRequest
@@ -192,7 +192,8 @@ class TestData:
         config = tiny_config(tmp_path, f"model.data.too_long={too_long}", prompts=["a" * 11, "a" * 12])
         tokenizer = load_tokenizer(config.pretrained_checkpoint.restore_from_path)
         if too_long == "refuse":
-            with pytest.raises(DataError, match=r"train\.jsonl:2: prompt of 12 tokens, more than the 11"):
+            values = ("train.jsonl:2: ", "12 tokens", "11, ")
+            with raises_error("data.prompt.too_long", *values):
                 build_datasets(config, tokenizer)
         else:
             assert [prompt.text for prompt in build_datasets(config, tokenizer).train] == ["a" * 11]
