@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.errors import printed_keys
 from helpers.models import tiny_llama_folder
 from helpers.tiny_run import tiny_config
 from rich.console import Console
@@ -176,7 +177,9 @@ def test_all_faults_of_the_configuration_are_one_message(tmp_path: Path) -> None
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "model.micro_batch_size is 0" in done.stderr and "trainer.reinforce.max_epochs is 0" in done.stderr
+    assert printed_keys(done.stderr).count("config.value.out_of_range") == 2
+    assert "model.micro_batch_size is 0" in done.stderr
+    assert "trainer.reinforce.max_epochs is 0" in done.stderr
 
 
 @pytest.mark.parametrize(("device", "graphs"), [("cpu", []), ("cuda", [(False, None), (False, False)])])
