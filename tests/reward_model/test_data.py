@@ -361,7 +361,8 @@ def test_pairs_have_the_roles_of_prompts(tmp_path, chat_tokenizers, role, form):
     (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", line), tokenizer)
     assert [*pair.prompt, *pair.chosen] == tokenizer.apply_chat_template([*prompt, chosen], return_dict=False)
     line = {"prompt": [{**prompt[0], "role": "critic"}, prompt[1]], "chosen": "a", "rejected": "b"}
-    with pytest.raises(DataError, match=r"bad\.jsonl:1: prompt\[0\]\.role is 'critic', expected one of .*developer"):
+    values = ("bad.jsonl:1: prompt[0].role is 'critic'", "developer")
+    with raises_error("data.message.unknown_role", *values):
         pairs_of(write_lines(tmp_path / "bad.jsonl", line), tokenizer)
 
 
