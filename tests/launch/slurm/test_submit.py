@@ -164,8 +164,9 @@ def test_keys_that_the_job_sets_itself(submit):
 
 def test_an_unknown_key_of_either_side(submit):
     text = submit("trainer.devces=2", server=("devces=2",))
-    assert "trainer.devces is not a key of the configuration; did you mean trainer.devices" in text
-    assert "devces is not a key of the configuration; did you mean devices" in text
+    assert printed_keys(text).count("config.key.unknown") == 2
+    for key in ("trainer.devces", " devces", "trainer.devices", " devices"):
+        assert key in text
 
 
 def test_a_chain(submit, monkeypatch):
