@@ -21,9 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "reinforce_rl"
 # Parts of the package whose errors have no keys yet. A part that is done is taken out, and none is added.
-WITHOUT_KEYS = (
-    "megatron",
-)
+WITHOUT_KEYS: tuple[str, ...] = ()
 SENTENCES = ROOT / "tests" / "error_sentences.txt"
 KEY = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 # Errors that are raised with a sentence, and so with a key. ConfigError lists faults, which have the keys.

@@ -143,8 +143,11 @@ class Architecture:
                 f"model.tensor_model_parallel_size is {tp_size}, which does not divide "
                 f"the feed-forward size {self.ffn_size}"
             )
-            key = "config.tensor_model_parallel_size.not_a_divisor_of_feed_forward"
-            raise ConfigError([Fault(sentence, key=key)])
+            fault = Fault(
+                sentence,
+                key="config.tensor_model_parallel_size.not_a_divisor_of_feed_forward",
+            )
+            raise ConfigError([fault])
         groups = _round_up(self.num_groups, tp_size)
         return PaddedSizes(_round_up(self.vocab_size, tp_size), groups, groups * (self.num_heads // self.num_groups))
 

@@ -132,8 +132,11 @@ def transformer_config(
             f"model.activations_checkpoint_num_layers is {group}, which does not divide "
             f"the {layers} layers of stage {stage}, as activations_checkpoint_method=uniform needs"
         )
-        key = "config.activations_checkpoint_num_layers.not_a_divisor_of_layers"
-        raise ConfigError([Fault(sentence, key=key)])
+        fault = Fault(
+            sentence,
+            key="config.activations_checkpoint_num_layers.not_a_divisor_of_layers",
+        )
+        raise ConfigError([fault])
     return config
 
 
