@@ -376,20 +376,22 @@ def _separated(file: io.BufferedReader) -> Rows:
             line = rows.line_num + 1
             lines.row_bytes = 0
     except csv.Error as error:
-        reason = str(error)
-        key = "data.csv.invalid"
-        if "unexpected end" in reason:
-            reason = "a quote opens here and is never closed"
-            key = "data.csv.open_quote"
-        elif "expected after" in reason:
-            reason = (
-                f"a quote opens here and closes before other text in line {rows.line_num}; write "
-                "quotes inside of quotes twice"
-            )
-            key = "data.csv.text_after_quote"
-        yield f":{line}", DataError(reason, key=key)
+        yield f":{line}", _csv_fault(str(error), rows.line_num)
     except DataError as error:
         yield f":{rows.line_num + 1}", error
+
+
+def _csv_fault(reason: str, last_line: int) -> DataError:
+    """Say by the csv module's reason what is wrong in a row that ends in `last_line`."""
+    if "unexpected end" in reason:
+        return DataError("a quote opens here and is never closed", key="data.csv.open_quote")
+    if "expected after" in reason:
+        return DataError(
+            f"a quote opens here and closes before other text in line {last_line}; write quotes "
+            "inside of quotes twice",
+            key="data.csv.text_after_quote",
+        )
+    return DataError(reason, key="data.csv.invalid")
 
 
 class _CsvLines:

@@ -144,16 +144,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     except BaseException as error:  # transformers' errors vary
         if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
             raise
-        reason = str(error)
-        key = "tokenizer.folder.not_loadable"
-        if _NEEDS_CODE in reason:
-            key = "tokenizer.folder.needs_code"
-            reason = (
-                "it needs code of its own (auto_map), which is not run; expected a tokenizer of a "
-                "class that transformers has"
-            )
-        sentence = f"{folder} holds no tokenizer that transformers can load: {reason}"
-        raise ConfigError([Fault(sentence, key=key)]) from error
+        raise ConfigError([_loading_fault(folder, str(error))]) from error
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         sentence = (
@@ -170,6 +161,20 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         sentence = f"the tokenizer in {folder}: {fault}; it is not used"
         raise ConfigError([Fault(sentence, key=fault.key)])
     return tokenizer
+
+
+def _loading_fault(folder: Path, reason: str) -> Fault:
+    """Say by transformers' reason why it cannot load a tokenizer."""
+    if _NEEDS_CODE in reason:
+        return Fault(
+            f"{folder} holds a tokenizer that needs code of its own (auto_map), which is not run; "
+            "expected a tokenizer of a class that transformers has",
+            key="tokenizer.folder.needs_code",
+        )
+    return Fault(
+        f"{folder} holds no tokenizer that transformers can load: {reason}",
+        key="tokenizer.folder.not_loadable",
+    )
 
 
 def _names_of_config(folder: Path) -> dict[str, str]:
