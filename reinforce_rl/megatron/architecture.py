@@ -206,8 +206,10 @@ def _faults(values: dict[str, Any], family: _Family) -> list[Fault]:
         sentence = f"num_key_value_heads is {groups}, which does not divide {heads} attention heads"
         faults.append(Fault(sentence, key="model.config.groups_no_divisor_of_heads"))
     if not values.get("head_dim") and (hidden := values.get("hidden_size", 0)) % heads:
-        fault = f"hidden_size is {hidden}, which {heads} attention heads do not divide"
-        sentence = f"{fault}, and head_dim is missing"
+        sentence = (
+            f"hidden_size is {hidden}, which {heads} attention heads do not divide, "
+            "and head_dim is missing; expected a hidden_size that they divide, or a head_dim"
+        )
         faults.append(Fault(sentence, key="model.config.heads_no_divisor_of_hidden"))
     head_size = values.get("head_dim") or values.get("hidden_size", 0) // heads
     if head_size % 2:

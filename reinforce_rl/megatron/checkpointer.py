@@ -104,9 +104,10 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
         check_folder(checkpoint)
         state = _state_of(checkpoint)
     except (OSError, ValueError) as error:
-        fault = f"{folder / LATEST_FILE} names {name}, whose {STATE_FILE} cannot be read: {error}"
+        pointer = folder / LATEST_FILE
+        way_out = _way_out(checkpoint)
         raise CheckpointError(
-            f"{fault}. {_way_out(checkpoint)}",
+            f"{pointer} names {name}, whose {STATE_FILE} cannot be read: {error}. {way_out}",
             key="checkpoint.state.not_readable",
         ) from error
     return Checkpoint(checkpoint, state)
@@ -388,15 +389,17 @@ class Checkpointer:
             previous = "There is no checkpoint before it"
             if name:
                 previous = f"The previous checkpoint, {name}, is untouched, and the next start resumes from it"
-            fault = f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason}"
+            rank = self._mesh.rank
             if _NO_SPACE.search(reason):
                 space = space_left(part, getattr(error, "errno", None))
                 return CheckpointError(
-                    f"{fault} ({space}). {previous}; free some space and start the run again",
+                    f"rank {rank} cannot write the checkpoint {part}: {reason} ({space}). "
+                    f"{previous}; free some space and start the run again",
                     key="checkpoint.disk.full",
                 )
             return CheckpointError(
-                f"{fault}. {previous}; start the run again",
+                f"rank {rank} cannot write the checkpoint {part}: {reason}. "
+                f"{previous}; start the run again by the same command",
                 key="checkpoint.folder.not_written",
             )
 
