@@ -143,7 +143,12 @@ def test_every_fault_is_in_one_message(submit):
         assert key in keys, (key, text)
         for value in values:
             assert text.count(value) == 1, (value, text)
-    for value in ("num_rollouts_per_prompt is 1", "devices is 0", "head_path: nowhere"):
+    for key, value in (
+        ("config.num_rollouts_per_prompt.too_small_for_estimator", "num_rollouts_per_prompt is 1"),
+        ("config.value.out_of_range", "devices is 0"),
+        ("config.head_path.no_file", "head_path: nowhere"),
+    ):
+        assert key in keys, (key, text)
         assert text.count(value) == 1, (value, text)
     assert submit.slurm.submissions() == []
 
