@@ -110,5 +110,5 @@ def check_kernels(found, *, recomputed):
 
 def test_missing_is_told(mesh, out, without):
     values = ("model.transformer_engine", OLDEST_VERSION)
-    with raises_error("config.transformer_engine.not_installed", *values):
+    with raises_error("config.transformer_engine.missing_or_old", *values):
         megatron_model(out / FAMILIES[0] / "model", mesh, options=with_te(Layout()).model)

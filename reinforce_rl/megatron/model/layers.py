@@ -160,7 +160,7 @@ def _check_installed() -> None:
     advice = "Install it (docs/tensorrt-llm.md), or set model.transformer_engine=false"
     expected = f"expected {OLDEST_VERSION} or later"
     sentence = f"model.transformer_engine is true, but {found}; {expected}. {advice}"
-    raise ConfigError([Fault(sentence, key="config.transformer_engine.not_installed")])
+    raise ConfigError([Fault(sentence, key="config.transformer_engine.missing_or_old")])
 
 
 def _with_bias(linear: Any) -> Any:

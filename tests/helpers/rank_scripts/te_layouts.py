@@ -65,7 +65,7 @@ def check_that_an_old_one_is_refused(model: Path, layout: Layout, mesh: Mesh) ->
     try:
         megatron_model(model, mesh, options=layout.model)
     except ConfigError as error:
-        check_error(error, "config.transformer_engine.not_installed", "2.11.0", "99.0")
+        check_error(error, "config.transformer_engine.missing_or_old", "2.11.0", "99.0")
     else:
         raise AssertionError("no error")
     finally:
