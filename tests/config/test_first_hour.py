@@ -193,7 +193,7 @@ MISTAKES = [
     Mistake(
         "unreadable file",
         [f"{TRAIN}={{}}/p.jsonl"],
-        ["data.file.unreadable"],
+        ["file.not_readable"],
         ["{}/p.jsonl", "Permission denied"],
         made=unreadable,
         as_nobody=True,
