@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.errors import printed_keys
 from helpers.models import ROOT, tiny_family_folder
 from helpers.tiny_run import metrics_of, rollouts_of, three_letters, tiny_overrides
 
@@ -132,4 +133,6 @@ def test_configuration_key(extended, tmp_path):
     arguments = [*tiny_overrides(tmp_path), "trainer.reinforce.max_rounds=0"]
     done = run_python(extended, "examples/train_reinforce_actor.py", *arguments)
     assert done.returncode == 1
-    assert "trainer.reinforce.max_rounds is 0; expected" in done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert "config.value.out_of_range" in printed_keys(said)
+    assert "trainer.reinforce.max_rounds is 0" in said

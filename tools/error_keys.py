@@ -21,18 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "reinforce_rl"
 # Parts of the package whose errors have no keys yet. A part that is done is taken out, and none is added.
-WITHOUT_KEYS = (
-    "config",
-    "data",
-    "debugging",
-    "megatron",
-    "monitoring",
-    "reward_server",
-    "rewards",
-    "runtime",
-    "trainer",
-    "utils",
-)
+WITHOUT_KEYS: tuple[str, ...] = ()
 SENTENCES = ROOT / "tests" / "error_sentences.txt"
 KEY = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 # Errors that are raised with a sentence, and so with a key. ConfigError lists faults, which have the keys.
@@ -46,6 +35,7 @@ KINDS = frozenset(
         "EngineLostError",
         "Fault",
         "GenerationError",
+        "LoadFault",
         "LostRankError",
         "ModelStuckError",
         "RankLostError",
@@ -58,6 +48,8 @@ KINDS = frozenset(
         "WrongForm",
     }
 )
+# Makes the fault of settings that do not fit together; it prints their names and values itself.
+FAULT_OF_SETTINGS = "settings_fault"
 
 
 @dataclass(frozen=True)
@@ -80,15 +72,29 @@ def error_calls(source: str, name: str) -> Iterator[RaisedError]:
         if _called_name(node.func) == "ConfigError":
             yield from _faults_without_keys(node, name)
         if _called_name(node.func) in KINDS:
-            key = _key_argument(node)
             sentence = node.args[0] if node.args else ast.Constant("")
-            is_text = isinstance(key, ast.Constant)
-            yield RaisedError(
-                place=f"{name}:{node.lineno}",
-                key=str(key.value) if is_text else "",
-                is_computed=key is not None and not is_text,
-                sentence=_template(assigned.get(node, sentence)),
-            )
+            yield _error_of(node, name, _template(assigned.get(node, sentence)))
+        if _called_name(node.func) == FAULT_OF_SETTINGS:
+            yield _error_of(node, name, _template_of_settings(node))
+
+
+def _error_of(call: ast.Call, name: str, sentence: str) -> RaisedError:
+    key = _key_argument(call)
+    is_text = isinstance(key, ast.Constant)
+    return RaisedError(
+        place=f"{name}:{call.lineno}",
+        key=str(key.value) if is_text else "",
+        is_computed=key is not None and not is_text,
+        sentence=sentence,
+    )
+
+
+def _template_of_settings(call: ast.Call) -> str:
+    """Return "SETTING is {value} and SETTING is {value}; advice" for `settings_fault(cfg, settings, advice)`."""
+    settings = call.args[1]
+    names = settings.elts if isinstance(settings, ast.Tuple) else [settings]
+    values = [f"{_template(name)} is {{value}}" for name in names]
+    return f"{' and '.join(values)}; {_template(call.args[2])}"
 
 
 def _assigned_before_calls(tree: ast.AST) -> dict[ast.Call, ast.expr]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.config.base import (
     DEEP,
     HOST,
+    IS_NOT_REGISTERED,
     NOT_SET,
     Count,
     Host,
@@ -31,7 +33,7 @@ from reinforce_rl.config.rewards import RemoteRMConfig, RewardFunctionConfig
 
 def _registered(name: str) -> str:
     if name not in ADVANTAGE_ESTIMATORS:
-        raise ValueError("no estimator")
+        raise PydanticCustomError(IS_NOT_REGISTERED, "no estimator")
     return name
 
 

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
+from reinforce_rl.errors import Fault
 from reinforce_rl.utils.net import checked_host
 
 DEEP = "deep"  # value of `preflight`
 NOT_SET = "(not set)"  # default of a required key
+# Types of the errors of our own validators, beside pydantic's.
+IS_ZERO = "is_zero"
+IS_NOT_REGISTERED = "is_not_registered"
 HOST = "a host name or an address, without port and zone, such as node7, 10.0.0.7 or fd00::7"  # what `Host` takes
 
 
@@ -60,15 +65,24 @@ def key(
     return Field(default, description=sentence, json_schema_extra={k: v for k, v in extra.items() if v}, **bounds)
 
 
-def key_fault(cfg: Section, section: str, keys: str, advice: str) -> str:
-    """Return "KEY is VALUE and KEY is VALUE; advice"; `.NAME` is beside the key before it, the first in `section`."""
-    parts, path = [], f"{section}."
-    for key in keys.split():
-        path = path.rpartition(".")[0] + key if key.startswith(".") else key
-        value = attrgetter(path)(cfg)
-        told = json.dumps(value) if isinstance(value, bool | None) else repr(value)
-        parts.append(f"{key.lstrip('.') if parts else path} is {told}")
-    return f"{' and '.join(parts)}; {advice}"
+def settings_fault(cfg: Section, settings: Sequence[str], advice: str, *, key: str) -> Fault:
+    """Return the fault "SETTING is VALUE and SETTING is VALUE; advice".
+
+    Args:
+        settings: full dotted names. The group of the one before it is not printed again.
+        key: of the fault.
+    """
+    parts: list[str] = []
+    group_before = ""
+    for setting in settings:
+        group, _, name = setting.rpartition(".")
+        is_beside = bool(parts) and group == group_before
+        printed = name if is_beside else setting
+        value = attrgetter(setting)(cfg)
+        printed_value = json.dumps(value) if isinstance(value, bool | None) else repr(value)
+        parts.append(f"{printed} is {printed_value}")
+        group_before = group
+    return Fault(f"{' and '.join(parts)}; {advice}", key=key)
 
 
 def _as_text(value: Any) -> Any:
@@ -94,7 +108,7 @@ def _as_host(value: Any) -> Any:
 
 def _not_zero(value: Any) -> Any:
     if value == 0:
-        raise ValueError("zero")
+        raise PydanticCustomError(IS_ZERO, "zero")
     return value
 
 

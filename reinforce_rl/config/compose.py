@@ -18,7 +18,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import NOT_SET
 from reinforce_rl.config.describe import PROGRAMS
 from reinforce_rl.config.load import read, read_config, renamed
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.utils.places import shipped
 
 CONF_FOLDER = shipped("conf", "conf")
@@ -75,27 +75,35 @@ def explained(
     """
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, found = error.missing_cfg_file.rpartition("/")
-        return ConfigError([f"{group} is {found!r}; expected one of {', '.join(error.options)}"])
+        sentence = f"{group} is {found!r}; expected one of {', '.join(error.options)}"
+        return ConfigError([Fault(sentence, key="config.group.not_a_choice")])
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         found = error.missing_cfg_file.removesuffix(".yaml")
-        return ConfigError([f"there is no {found}.yaml in the folder of --config-dir, nor in {folder}"])
+        sentence = f"there is no {found}.yaml in the folder of --config-dir, nor in {folder}"
+        return ConfigError([Fault(sentence, key="config.file.missing")])
     text = str(error).partition("\nConfig search path:")[0].strip()
     # Hydra takes a bare comma for a sweep over several runs.
     commas = re.match(r"(?:Ambiguous value for argument|Sweep parameters) '([^=]+)=(.*)'", text)
     unknown = re.search(r"Could not override '([^']+)'|not in struct\s+full_key: (\S+)", text)
     key = None
+    faults: list[str]
     if isinstance(error, OverrideParseException) and error.override:
         expected = "expected KEY=VALUE, with quotes around a text with special letters: \"KEY='a, b'\""
-        faults = [f"{error.override} cannot be read as an override; {expected}"]
+        faults = [
+            Fault(
+                f"{error.override} cannot be read as an override; {expected}",
+                key="config.override.not_readable",
+            )
+        ]
         key = error.override.partition("=")[0]
     elif commas is not None:
         key, value = commas.groups()
-        faults = [f"{key} is {value}; write a list as {key}='[{value}]', a text as {key}=\"'{value}'\""]
+        faults = [_bare_comma(key, value)]
     elif unknown is not None:
         key = unknown.group(1) or unknown.group(2)
         faults = [_unknown_key(key, folder / f"{name}.yaml", _value_of(key, overrides))]
     else:
-        return ConfigError([text])
+        return ConfigError([Fault(text, key="config.hydra.refused")])
     rest = [override for override in overrides if override.partition("=")[0] != key]
     if len(rest) < len(overrides):
         try:
@@ -105,6 +113,13 @@ def explained(
         else:
             faults += _faults_of_the_rest(composed, name, rest, is_whole)
     return ConfigError(faults)
+
+
+def _bare_comma(key: str, value: str) -> Fault:
+    return Fault(
+        f"{key} is {value}; write a list as {key}='[{value}]', a text as {key}=\"'{value}'\"",
+        key="config.override.bare_comma",
+    )
 
 
 def _faults_of_the_rest(composed: DictConfig, name: str, overrides: Sequence[str], is_whole: bool) -> list[str]:
@@ -130,7 +145,7 @@ def _value_of(key: str, overrides: Sequence[str]) -> object:
     return values[-1] if values else NOT_SET
 
 
-def unknown_keys(keys: Iterable[str], name: str) -> list[str]:
+def unknown_keys(keys: Iterable[str], name: str) -> list[Fault]:
     """Return a sentence for each key that conf/NAME.yaml has not, nor as a group with entries of one's own names."""
     file = CONF_FOLDER / f"{name}.yaml"
     known = [f"{key}." for key in _dotted_keys(OmegaConf.to_container(OmegaConf.load(file)))]
@@ -138,22 +153,29 @@ def unknown_keys(keys: Iterable[str], name: str) -> list[str]:
     return [_unknown_key(key, file) for key in own]
 
 
-def _unknown_key(wanted: str, config_file: Path, value: object = NOT_SET) -> str:
+def _unknown_key(wanted: str, config_file: Path, value: object = NOT_SET) -> Fault:
     config = OmegaConf.load(config_file)
     known = _dotted_keys(OmegaConf.to_container(config))
     if wanted in known:  # an empty group; Hydra adds keys to it only with a plus
-        return f"{wanted} has entries of your own names; give each as +{wanted}.NAME=VALUE"
+        return Fault(
+            f"{wanted} has entries of your own names; give each as +{wanted}.NAME=VALUE",
+            key="config.group.needs_plus",
+        )
     schema = PROGRAMS.get(config_file.stem, TrainConfig)
-    if advice := renamed(wanted, schema, value):
-        return advice
+    fault = renamed(wanted, schema, value)
+    if fault is not None:
+        return fault
     for key in known:
         if wanted.startswith(f"{key}.") and OmegaConf.is_config(OmegaConf.select(config, key)):
-            return f"{key} has entries of your own names; give {wanted} as +{wanted}=VALUE"
+            return Fault(
+                f"{key} has entries of your own names; give {wanted} as +{wanted}=VALUE",
+                key="config.group.needs_plus",
+            )
     same_name = [key for key in known if key.split(".")[-1] == wanted.split(".")[-1]]
     close = get_close_matches(wanted, same_name, n=3, cutoff=0) or get_close_matches(wanted, known, n=1)
     word, program = re.split(r"[._]", wanted.rpartition(".")[2])[0], _PROGRAMS.get(config_file.stem, "train")
     advice = f"did you mean {' or '.join(close)}?" if close else f"look for it: reinforce-rl {program} --help {word}"
-    return f"{wanted} is not a key of the configuration; {advice}"
+    return Fault(f"{wanted} is not a key of the configuration; {advice}", key="config.key.unknown")
 
 
 def _dotted_keys(node: object, prefix: str = "") -> list[str]:

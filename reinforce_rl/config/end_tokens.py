@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforce_rl.config.model_folder import model_values
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.utils.untrusted_files import read_model_json
 
 GENERATION_CONFIG = "generation_config.json"
@@ -78,9 +78,11 @@ def _values_of(path: Path) -> dict[str, Any]:
     try:
         values = read_model_json(path)
     except (OSError, ValueError) as error:
-        raise ConfigError([f"{path} is not valid JSON: {error}; correct it, or delete it"]) from error
+        sentence = f"{path} is not valid JSON: {error}; correct it, or delete it"
+        raise ConfigError([Fault(sentence, key="model.generation_config.not_json")]) from error
     if not isinstance(values, dict):
-        raise ConfigError([f"{path} is not a JSON object; correct it, or delete it"])
+        sentence = f"{path} is not a JSON object; correct it, or delete it"
+        raise ConfigError([Fault(sentence, key="model.generation_config.no_object")])
     return values
 
 
@@ -90,7 +92,8 @@ def _ids(values: dict[str, Any], path: Path) -> tuple[int, ...]:
         return ()
     several = configured if isinstance(configured, list) else [configured]
     if not all(type(token) is int and token >= 0 for token in several):  # -1 is no id either, nor is true
-        raise ConfigError([f"{path}: {EOS} is {configured!r}; expected a token id, a list of them, or null"])
+        sentence = f"{path}: {EOS} is {configured!r}; expected a token id, a list of them, or null"
+        raise ConfigError([Fault(sentence, key="model.eos_token_id.invalid")])
     return tuple(several)
 
 

@@ -15,18 +15,23 @@ from pydantic import ValidationError
 
 from reinforce_rl.config import nemo_keys
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.config.base import DEEP, NOT_SET, Section
+from reinforce_rl.config.base import DEEP, IS_NOT_REGISTERED, IS_ZERO, NOT_SET, Section
 from reinforce_rl.config.describe import expected_of
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.config.rewards import ServeRewardModelConfig
 from reinforce_rl.config.rules import find_faults
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 
 T = TypeVar("T", bound=Section)
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, under WSL, AMD's
-# Errors of pydantic on values of the right type; their values are kept, so that the rules see what was given.
-_OF_VALUE = {"literal_error", "value_error", "finite_number", "too_short", "too_long"}
-_OF_VALUE |= {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+# Errors of pydantic on values of the right type; their values are kept, so that the rules see what
+# was given.
+_NO_CHOICE = ("literal_error", IS_NOT_REGISTERED)
+_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", IS_ZERO)
+_LENGTHS = ("too_short", "too_long")
+_NOT_FINITE = "finite_number"
+_NO_HOST = "value_error"  # of `Host`, the only type of ours that raises ValueError
+_OF_VALUE = {*_NO_CHOICE, *_BOUNDS, *_LENGTHS, _NOT_FINITE, _NO_HOST}
 _NEMO_KEYS: dict[type[Section], dict[str, str]] = {
     TrainConfig: nemo_keys.ACTOR,
     ServeRewardModelConfig: nemo_keys.SERVER,
@@ -58,10 +63,15 @@ def read_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> tuple[T, list
     return config, faults
 
 
-def renamed(key: str, schema: type[Section] = TrainConfig, value: object = NOT_SET) -> str | None:
+def renamed(key: str, schema: type[Section] = TrainConfig, value: object = NOT_SET) -> Fault | None:
     """Describe the replacement of a NeMo-Aligner key that a program lacks; None for any other key."""
     advice = advice_for(key, schema, value)
-    return advice and f"{key} is a key of NeMo-Aligner; {advice} (docs/migration-from-nemo-aligner.md)"
+    if advice is None:
+        return None
+    return Fault(
+        f"{key} is a key of NeMo-Aligner; {advice} (docs/migration-from-nemo-aligner.md)",
+        key="config.key.renamed",
+    )
 
 
 def advice_for(key: str, schema: type[Section] = TrainConfig, value: object = NOT_SET) -> str | None:
@@ -129,7 +139,10 @@ def _fill(section: Section, node: DictConfig, path: str, schema: type[Section]) 
             of_nemo = [renamed(leaf, schema, value) for leaf, value in _leaves(node, name, key)]
             yield from filter(None, of_nemo)
             if None in of_nemo:
-                yield f"{key} is not a key of the configuration; {advice}"
+                yield Fault(
+                    f"{key} is not a key of the configuration; {advice}",
+                    key="config.key.unknown",
+                )
             continue
         if OmegaConf.is_missing(node, name):
             continue
@@ -137,10 +150,17 @@ def _fill(section: Section, node: DictConfig, path: str, schema: type[Section]) 
             value = node[name]
         except OmegaConfBaseException as error:  # an interpolation that leads nowhere
             variable = re.search(r"Environment variable '(.+)' not found", str(error))
-            told = f"cannot be resolved: {str(error).splitlines()[0]}"
             if variable:
-                told = f"takes the environment variable {variable[1]}, which is not set; set it, or give {key}=VALUE"
-            yield f"{key} {told}"
+                yield Fault(
+                    f"{key} takes the environment variable {variable[1]}, which is not set; "
+                    f"set it, or give {key}=VALUE",
+                    key="config.value.variable_not_set",
+                )
+            else:
+                yield Fault(
+                    f"{key} cannot be resolved: {str(error).splitlines()[0]}",
+                    key="config.value.not_resolved",
+                )
             continue
         default, entries = getattr(section, name), get_args(fields[name].annotation)
         if isinstance(default, Section):
@@ -168,18 +188,21 @@ def _fill_group(group: Section, node: Any, key: str, schema: type[Section]) -> I
     if isinstance(node, DictConfig):
         yield from _fill(group, node, f"{key}.", schema)
     else:
-        yield f"{key} is {node!r}; expected a group of keys"
+        yield Fault(f"{key} is {node!r}; expected a group of keys", key="config.value.not_a_group")
 
 
 def _set(section: Section, name: str, value: Any, key: str) -> Iterator[str]:
     if isinstance(value, DictConfig | ListConfig):
         value = OmegaConf.to_container(value)
     if value == "" and type(section).model_fields[name].default == NOT_SET:
-        yield f"{key} is empty; give it as {key}=VALUE"
+        yield Fault(f"{key} is empty; give it as {key}=VALUE", key="config.value.empty")
         return
     is_nullable = type(None) in get_args(type(section).model_fields[name].annotation)
     if value == "None" and is_nullable:
-        yield f"{key} is the text 'None'; expected null, which YAML and Hydra write {key}=null"
+        yield Fault(
+            f"{key} is the text 'None'; expected null, which YAML and Hydra write {key}=null",
+            key="config.value.text_none",
+        )
         return
     try:
         section.__pydantic_validator__.validate_assignment(section, name, value)
@@ -192,9 +215,26 @@ def _set(section: Section, name: str, value: Any, key: str) -> Iterator[str]:
             if isinstance(value, str) or found["type"] != "literal_error":
                 setattr(section, name, value)
         expected = expected_of(type(section), name, is_of_value=found is not None)
-        if found is not None and found["type"] == "finite_number" and "finite" not in expected:
+        kind = "" if found is None else found["type"]
+        if kind == _NOT_FINITE and "finite" not in expected:
             expected += ", and finite"
-        yield f"{key} is {value!r}; expected {expected}"
+        yield _fault_of_value(key, value, expected, kind)
+
+
+def _fault_of_value(key: str, value: Any, expected: str, kind: str) -> Fault:
+    """Return the fault of a refused value; `kind` is of `_OF_VALUE`, or empty for a wrong type."""
+    sentence = f"{key} is {value!r}; expected {expected}"
+    if not kind:
+        return Fault(sentence, key="config.value.wrong_type")
+    if kind in _NO_CHOICE:
+        return Fault(sentence, key="config.value.not_a_choice")
+    if kind in _BOUNDS:
+        return Fault(sentence, key="config.value.out_of_range")
+    if kind in _LENGTHS:
+        return Fault(sentence, key="config.value.wrong_length")
+    if kind == _NOT_FINITE:
+        return Fault(sentence, key="config.value.not_finite")
+    return Fault(sentence, key="config.value.no_host")
 
 
 def _missing(section: Section, path: str, told: set[str]) -> Iterator[str]:
@@ -202,7 +242,10 @@ def _missing(section: Section, path: str, told: set[str]) -> Iterator[str]:
         if path + name in told:
             continue
         if value == NOT_SET:
-            yield f"{path}{name} is not set; give it as {path}{name}=VALUE"
+            yield Fault(
+                f"{path}{name} is not set; give it as {path}{name}=VALUE",
+                key="config.value.not_set",
+            )
         groups = {name: value} | (
             {f"{name}.{entry}": v for entry, v in value.items()} if isinstance(value, dict) else {}
         )

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from reinforce_rl.config.base import NOT_SET, Count, Fields, Natural, NonNegative, Positive, Section, Text, key
 from reinforce_rl.config.template import TemplateConfig
+from reinforce_rl.errors import Fault
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "all"]
 
@@ -147,9 +148,14 @@ class OptimConfig(Section):
     )
     sched: ScheduleConfig = ScheduleConfig()
 
-    def faults(self) -> Iterator[str]:
-        if self.sched.min_lr > self.lr > 0:
-            yield f"model.optim.sched.min_lr is {self.sched.min_lr}, above model.optim.lr, which is {self.lr}"
+    def faults(self) -> Iterator[Fault]:
+        lr = self.lr
+        min_lr = self.sched.min_lr
+        if min_lr > lr > 0:
+            yield Fault(
+                f"model.optim.sched.min_lr is {min_lr}, above model.optim.lr, which is {lr}",
+                key="config.min_lr.above_lr",
+            )
 
 
 class DataPrefixConfig(Section):
@@ -193,10 +199,14 @@ class FieldsConfig(Section):
         own = {"prompt": self.prompt, "system": self.system}
         return {**self.rename, **{name: column for name, column in own.items() if column is not None}}
 
-    def faults(self) -> Iterator[str]:
+    def faults(self) -> Iterator[Fault]:
         for name, column in self.rename.items():
             if not isinstance(column, str) or name in ("prompt", "system"):
-                yield f"model.data.fields.rename.{name} is {column!r}; expected the name of a column, for another name"
+                yield Fault(
+                    f"model.data.fields.rename.{name} is {column!r}; expected the name of "
+                    "a column, and another name for it than prompt or system",
+                    key="config.rename.no_column",
+                )
 
 
 class DataConfig(TemplateConfig):

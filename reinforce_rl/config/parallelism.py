@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.config.model_folder import model_values
+from reinforce_rl.errors import Fault
 
 if TYPE_CHECKING:
     from reinforce_rl.config.model import ParallelConfig
@@ -65,24 +66,28 @@ def rank_at(tp: int, cp: int, dp: int, pp: int, sizes: tuple[int, int, int, int]
 
 def layout_faults(
     tensor: int, pipeline: int, context: int, sequence_parallel: bool, world: int, ranks: str, section: str = "model"
-) -> Iterator[str]:
+) -> Iterator[Fault]:
     """Check sizes of at least 1; `ranks` is the expression for the number `world`, `section` that of the keys."""
     sizes = {"tensor_model": tensor, "pipeline_model": pipeline, "context": context}
     block = tensor * pipeline * context
     if world % block:
         used = {f"{section}.{kind}_parallel_size": size for kind, size in sizes.items() if size > 1}
         product = " x ".join(f"{key} ({size})" for key, size in used.items()) if len(used) > 1 else next(iter(used))
-        yield f"{product} is {block}, which does not divide the {world} ranks of {ranks}"
+        yield Fault(
+            f"{product} is {block}, which does not divide the {world} ranks of {ranks}",
+            key="config.parallel_sizes.not_a_divisor_of_ranks",
+        )
     if sequence_parallel and tensor == 1:
-        yield (
-            f"{section}.sequence_parallel is true with {section}.tensor_model_parallel_size=1; it shares positions "
-            "among tensor-parallel ranks, so set that above 1 or this to false"
+        yield Fault(
+            f"{section}.sequence_parallel is true with {section}.tensor_model_parallel_size=1; "
+            "it shares positions among tensor-parallel ranks, so set that above 1 or this to false",
+            key="config.sequence_parallel.without_tensor_parallel",
         )
 
 
 def ranks_faults(
     model: Any, num_nodes: int, devices: int, prefix: str, section: str = "model", others: int = 0
-) -> Iterator[str]:
+) -> Iterator[Fault]:
     """Check the layout of a section with parallel sizes, and the started ranks; `prefix` is that of `num_nodes`.
 
     `others` of the ranks have another layout.
@@ -96,33 +101,50 @@ def ranks_faults(
         yield from layout_faults(*sizes, model.sequence_parallel, world - others, own, section)
     started = os.environ.get("WORLD_SIZE")
     if started is not None and started != str(world):
-        yield f"{started} ranks were started (WORLD_SIZE), but {ranks} = {world}"
+        yield Fault(
+            f"{started} ranks were started (WORLD_SIZE), but {ranks} = {world}",
+            key="config.devices.not_the_ranks_started",
+        )
 
 
-def recomputation_faults(model: ParallelConfig) -> Iterator[str]:
+def recomputation_faults(model: ParallelConfig) -> Iterator[Fault]:
     key = "model.activations_checkpoint_"
     granularity, method = model.activations_checkpoint_granularity, model.activations_checkpoint_method
     num_layers = model.activations_checkpoint_num_layers
     if granularity == "full":
         if method is None:
-            yield f"{key}method is null with granularity=full; expected uniform or block"
+            yield Fault(
+                f"{key}method is null with granularity=full; expected uniform or block",
+                key="config.activations_checkpoint_method.missing",
+            )
         if num_layers is None:
-            yield f"{key}num_layers is null with granularity=full; expected a number of layers, such as 1"
+            yield Fault(
+                f"{key}num_layers is null with granularity=full; expected a number, such as 1",
+                key="config.activations_checkpoint_num_layers.missing",
+            )
     elif granularity in (None, "selective") and (method, num_layers) != (None, None):
         read = f"which only granularity=full reads; it is {granularity!r}"
-        yield f"{key}method is {method!r} and num_layers is {num_layers!r}, {read}"
+        yield Fault(
+            f"{key}method is {method!r} and num_layers is {num_layers!r}, {read}",
+            key="config.activations_checkpoint_method.without_granularity_full",
+        )
 
 
 def model_faults(
     folder: str, tensor: int, section: str = "model", length_key: str = "", length: int | None = None
-) -> Iterator[str]:
+) -> Iterator[Fault]:
     """Check a length and the feed-forward size against `config.json`; heads, groups and vocabulary are padded."""
     values, place = model_values(folder), Path(folder) / "config.json"
     limit, size = values.get("max_position_embeddings"), values.get("intermediate_size")
     if isinstance(limit, int) and length is not None and length > limit:
-        yield f"{length_key} is {length}, above the {limit} positions (max_position_embeddings) of {place}"
+        positions = f"{limit} positions (max_position_embeddings)"
+        yield Fault(
+            f"{length_key} is {length}, above the {positions} of {place}",
+            key="config.length.above_positions_of_model",
+        )
     if isinstance(size, int) and tensor > 1 and size % tensor:
-        yield (
-            f"{section}.tensor_model_parallel_size is {tensor}, which does not divide the feed-forward size {size} "
-            f"(intermediate_size) of {place}"
+        yield Fault(
+            f"{section}.tensor_model_parallel_size is {tensor}, which does not divide "
+            f"the feed-forward size {size} (intermediate_size) of {place}",
+            key="config.tensor_model_parallel_size.not_a_divisor_of_feed_forward",
         )

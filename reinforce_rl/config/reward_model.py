@@ -24,6 +24,7 @@ from reinforce_rl.config.model_folder import no_model
 from reinforce_rl.config.parallelism import model_faults, ranks_faults, recomputation_faults
 from reinforce_rl.config.template import TemplateConfig
 from reinforce_rl.data.readers import source_fault
+from reinforce_rl.errors import Fault, key_of
 from reinforce_rl.utils.files import folder_faults
 
 _HELPSTEER = ["helpfulness", "correctness", "coherence", "complexity", "verbosity"]
@@ -148,22 +149,33 @@ class TrainRewardModelConfig(Section):
         yield from found
         model, folder, longest = self.model, self.model.restore_from_path, self.data.max_length
         if folder != NOT_SET and not Path(folder).is_dir():
-            yield f"model.restore_from_path is {folder}, which {no_model(folder)}"
+            yield Fault(
+                f"model.restore_from_path is {folder}, which {no_model(folder)}",
+                key="config.restore_from_path.no_model",
+            )
         yield from _full(self) if self.mode == "full" else _head(self)
         yield from model_faults(folder, model.tensor_model_parallel_size, "model", "data.max_length", longest)
         yield from folder_faults("output_dir", self.output_dir)
         if self.cuts.max_tokens < self.cuts.min_tokens:
-            yield f"cuts.max_tokens is {self.cuts.max_tokens}; expected at least {self.cuts.min_tokens}"
+            yield Fault(
+                f"cuts.max_tokens is {self.cuts.max_tokens}; expected at least cuts.min_tokens, "
+                f"which is {self.cuts.min_tokens}",
+                key="config.max_tokens.below_min_tokens",
+            )
 
 
 def _head(cfg: TrainRewardModelConfig) -> Iterator[str]:
     yield from _file("data.pairs_path", cfg.data.pairs_path)
     if cfg.data.ratings_path is not None:
-        yield "data.ratings_path is given, but mode=head trains on pairs only; set mode=full"
+        yield Fault(
+            "data.ratings_path is given, but mode=head trains on pairs only; set mode=full",
+            key="config.ratings_path.conflicts_with_mode_head",
+        )
     if cfg.trainer.world_size != 1 or cfg.model.block_size != 1:
-        yield (
-            "mode is head, which runs in one process; leave trainer.devices, trainer.num_nodes and the model's "
-            "parallel sizes at 1, or set mode=full"
+        yield Fault(
+            "mode is head, which runs in one process; leave trainer.devices, trainer.num_nodes "
+            "and the model's parallel sizes at 1, or set mode=full",
+            key="config.mode.head_on_several_ranks",
         )
 
 
@@ -172,15 +184,30 @@ def _full(cfg: TrainRewardModelConfig) -> Iterator[str]:
     if full.objective == "regression":
         yield from _file("data.ratings_path", data.ratings_path)
         if data.pairs_path is not None:
-            yield "data.pairs_path is given, but full.objective=regression trains on data.ratings_path; leave it out"
+            yield Fault(
+                "data.pairs_path is given, but full.objective=regression trains "
+                "on data.ratings_path; leave data.pairs_path out",
+                key="config.pairs_path.conflicts_with_regression",
+            )
         if not full.attributes or len(set(full.attributes)) < len(full.attributes):
-            yield f"full.attributes is {full.attributes}; expected at least one name, and each once"
+            yield Fault(
+                f"full.attributes is {full.attributes}; expected at least one name, and each once",
+                key="config.attributes.empty_or_repeated",
+            )
     elif full.objective == "ranking":
         yield from _file("data.pairs_path", data.pairs_path)
         if data.ratings_path is not None:
-            yield "data.ratings_path is given, but full.objective=ranking trains on data.pairs_path; leave it out"
+            yield Fault(
+                "data.ratings_path is given, but full.objective=ranking trains "
+                "on data.pairs_path; leave data.ratings_path out",
+                key="config.ratings_path.conflicts_with_ranking",
+            )
         if cfg.micro_batch_size == 1:
-            yield "micro_batch_size is 1; full.objective=ranking passes both answers of a pair together: at least 2"
+            yield Fault(
+                "micro_batch_size is 1; full.objective=ranking passes both answers of a pair "
+                "together, so it needs at least 2",
+                key="config.micro_batch_size.too_small_for_ranking",
+            )
     yield from cfg.model.optim.faults()
     yield from ranks_faults(cfg.model, cfg.trainer.num_nodes, cfg.trainer.devices, "trainer.")
     yield from recomputation_faults(cfg.model)
@@ -188,6 +215,6 @@ def _full(cfg: TrainRewardModelConfig) -> Iterator[str]:
 
 def _file(key: str, path: str | None) -> Iterator[str]:
     if path is None:
-        yield f"{key} is not set; give it as {key}=VALUE"
+        yield Fault(f"{key} is not set; give it as {key}=VALUE", key="config.value.not_set")
     elif fault := source_fault(path):
-        yield f"{key}: {fault}"
+        yield Fault(f"{key}: {fault}", key=key_of(fault))

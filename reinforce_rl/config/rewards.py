@@ -27,6 +27,7 @@ from reinforce_rl.config.base import (
 from reinforce_rl.config.model_folder import no_model
 from reinforce_rl.config.parallelism import model_faults, ranks_faults
 from reinforce_rl.config.template import TemplateConfig
+from reinforce_rl.errors import Fault, key_of
 from reinforce_rl.utils.net import Address
 
 _NOT_ZERO = "a number other than 0"
@@ -199,36 +200,62 @@ class ServeRewardModelConfig(Section):
         faults = [*found, *self._inference_faults()]
         if self.serves_function:
             faults += self._function_faults()
-            return [fault for fault in faults if not fault.startswith("reward_model.restore_from_path is not set")]
+            return [fault for fault in faults if not _says_that_the_model_is_not_set(fault)]
         return [*faults, *self._model_faults()]
 
     def _inference_faults(self) -> Iterator[str]:
         name, most, sizes = self.inference.name, self.inference.max_batch_size, self.inference.preferred_batch_sizes
         functions = [*self.reward_function.more_functions, (self.reward_function.name or name).rpartition(".")[2]]
         if len(set(functions)) < len(functions):
-            yield (
-                f"rewards are named {', '.join(functions)}; each is logged by its name, so give each in "
-                "reward_function.more_functions a name of its own"
+            yield Fault(
+                f"rewards are named {', '.join(functions)}; each is logged by its name, so give "
+                "each in reward_function.more_functions a name of its own",
+                key="config.more_functions.same_name",
             )
         if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
-            yield f"inference.name is '{name}'; expected letters, digits, '.', '_' and '-'"
+            yield Fault(
+                f"inference.name is '{name}'; expected letters, digits, '.', '_' and '-'",
+                key="config.inference.name.invalid",
+            )
         if not all(1 <= size <= most for size in sizes):
             expected = f"numbers from 1 to inference.max_batch_size, which is {most}"
-            yield f"inference.preferred_batch_sizes is {sizes}; expected {expected}"
+            yield Fault(
+                f"inference.preferred_batch_sizes is {sizes}; expected {expected}",
+                key="config.preferred_batch_sizes.out_of_range",
+            )
 
     def _function_faults(self) -> Iterator[str]:
         nodes, devices, started = self.num_nodes, self.devices, os.environ.get("WORLD_SIZE", "1")
+        one_process = "one process serves a reward function"
         if nodes * devices > 1:
-            yield f"num_nodes x devices is {nodes} x {devices}, but one process serves a reward function"
+            yield Fault(
+                f"num_nodes x devices is {nodes} x {devices}, but {one_process}",
+                key="config.devices.several_for_reward_function",
+            )
         elif started != "1":
-            yield f"{started} ranks were started (WORLD_SIZE), but one process serves a reward function"
+            yield Fault(
+                f"{started} ranks were started (WORLD_SIZE), but {one_process}",
+                key="config.reward_function.several_ranks_started",
+            )
 
     def _model_faults(self) -> Iterator[str]:
         model, section = self.reward_model, "reward_model"
         if model.restore_from_path != NOT_SET and not Path(model.restore_from_path).is_dir():
             folder = model.restore_from_path
-            yield f"{section}.restore_from_path is {folder}, which {no_model(folder)}"
-        if model.head_path is not None and not Path(model.head_path).is_file():
-            yield f"{section}.head_path: {model.head_path} is no file; `reinforce-rl train-rm` makes one"
+            yield Fault(
+                f"{section}.restore_from_path is {folder}, which {no_model(folder)}",
+                key="config.restore_from_path.no_model",
+            )
+        head = model.head_path
+        if head is not None and not Path(head).is_file():
+            yield Fault(
+                f"{section}.head_path: {head} is no file; `reinforce-rl train-rm` makes one",
+                key="config.head_path.no_file",
+            )
         yield from ranks_faults(model, self.num_nodes, self.devices, "", section)
         yield from model_faults(model.restore_from_path, model.tensor_model_parallel_size, section)
+
+
+def _says_that_the_model_is_not_set(fault: str) -> bool:
+    is_not_set = key_of(fault) == "config.value.not_set"
+    return is_not_set and fault.startswith("reward_model.restore_from_path ")

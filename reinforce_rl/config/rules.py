@@ -7,12 +7,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.config.base import NOT_SET, key_fault
+from reinforce_rl.config.base import NOT_SET, settings_fault
 from reinforce_rl.config.generation_rules import generation_faults, is_importable
 from reinforce_rl.config.model import LoraTuningConfig
 from reinforce_rl.config.model_folder import MODEL, model_values, no_model
@@ -20,13 +19,12 @@ from reinforce_rl.config.monitoring import LOGGERS
 from reinforce_rl.config.parallelism import model_faults, ranks_faults, recomputation_faults
 from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.data.data_prefix import resolve_data_prefix
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.utils.files import folder_faults
 from reinforce_rl.utils.net import Address
 
 PROVIDED_FUNCTIONS = ("gsm8k", "instructions", "matches", "length", "vader")
 START_VARIABLE, END_VARIABLE = "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"
-_SAVING = "exp_manager.checkpoint_callback_params"
 REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's own could be
 
 
@@ -37,175 +35,346 @@ def find_faults(cfg: TrainConfig) -> Iterator[str]:
         yield from check(cfg)
 
 
-def _algorithm(cfg: TrainConfig) -> Iterator[str]:
-    rl, told = cfg.trainer.reinforce, partial(key_fault, cfg, "trainer.reinforce")
+def _algorithm(cfg: TrainConfig) -> Iterator[Fault]:
+    rl = cfg.trainer.reinforce
     estimator = ADVANTAGE_ESTIMATORS.get(rl.advantage_estimator)
     if estimator is not None and estimator.compares_samples and rl.num_rollouts_per_prompt < 2:
-        compares = f"advantage_estimator={rl.advantage_estimator} compares the samples of one prompt with each other"
-        yield told(".num_rollouts_per_prompt", f"{compares}, so it needs at least 2")
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.num_rollouts_per_prompt",),
+            f"advantage_estimator={rl.advantage_estimator} compares the samples of one prompt with "
+            "each other, so it needs at least 2",
+            key="config.num_rollouts_per_prompt.too_small_for_estimator",
+        )
     if rl.use_absolute_kl and rl.kl_estimator != "k1":
-        advice = "set one of them (use_absolute_kl means kl_estimator=absolute_k1)"
-        yield told(".use_absolute_kl .kl_estimator", advice)
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.use_absolute_kl", "trainer.reinforce.kl_estimator"),
+            "set one of them (use_absolute_kl means kl_estimator=absolute_k1)",
+            key="config.use_absolute_kl.conflicts_with_kl_estimator",
+        )
     if rl.kl_target is not None and not rl.initial_policy_kl_penalty > 0:
-        advice = "the latter is the value that beta starts from, so it must be above 0"
-        yield told(".kl_target .initial_policy_kl_penalty", advice)
-    if (rl.generator_correction or "").endswith("_mask") and not rl.generator_ratio_cap > 1:
-        yield told(".generator_correction .generator_ratio_cap", "1 / cap .. cap must have room: expected above 1")
-    if rl.credit_assignment != "token":
-        if rl.discount_factor != 1.0:
-            advice = "the response is one action: set credit_assignment=token, or leave it at 1.0"
-            yield told(".discount_factor", advice)
-        return
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.kl_target", "trainer.reinforce.initial_policy_kl_penalty"),
+            "the latter is the value that beta starts from, so it must be above 0",
+            key="config.kl_target.without_reference",
+        )
+    is_masked = (rl.generator_correction or "").endswith("_mask")
+    if is_masked and not rl.generator_ratio_cap > 1:
+        yield settings_fault(
+            cfg,
+            (
+                "trainer.reinforce.generator_correction",
+                "trainer.reinforce.generator_ratio_cap",
+            ),
+            "1 / cap .. cap must have room: expected above 1",
+            key="config.generator_ratio_cap.too_small_for_mask",
+        )
+    if rl.credit_assignment == "token":
+        yield from _token_credit(cfg)
+    elif rl.discount_factor != 1.0:
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.discount_factor",),
+            "the response is one action: set credit_assignment=token, or leave it at 1.0",
+            key="config.discount_factor.without_token_credit",
+        )
+
+
+def _token_credit(cfg: TrainConfig) -> Iterator[Fault]:
+    """Check what credit_assignment=token needs."""
+    rl = cfg.trainer.reinforce
+    estimator = ADVANTAGE_ESTIMATORS.get(rl.advantage_estimator)
     if rl.kl_reduction != "sum":
-        yield told(".kl_reduction .credit_assignment", "each token is charged its own KL: expected sum")
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.kl_reduction", "trainer.reinforce.credit_assignment"),
+            "each token is charged its own KL: expected sum",
+            key="config.kl_reduction.conflicts_with_token_credit",
+        )
     if rl.importance_ratio.startswith("sequence"):
-        advice = "a ratio of the whole response needs one advantage for all of it: set importance_ratio=token"
-        yield told(".importance_ratio .credit_assignment", advice)
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.importance_ratio", "trainer.reinforce.credit_assignment"),
+            "a ratio of the whole response needs one advantage for it: set importance_ratio=token",
+            key="config.importance_ratio.conflicts_with_token_credit",
+        )
     if estimator is not None and not estimator.only_subtracts and rl.kl_placement == "reward":
-        advice = "it does more than subtract a baseline, so the KL of single tokens cannot go through it"
-        keys = ".advantage_estimator .credit_assignment .kl_placement"
-        yield told(keys, f"{advice}: set kl_placement=advantage or loss")
+        yield settings_fault(
+            cfg,
+            (
+                "trainer.reinforce.advantage_estimator",
+                "trainer.reinforce.credit_assignment",
+                "trainer.reinforce.kl_placement",
+            ),
+            "it does more than subtract a baseline, so the KL of single tokens cannot go through "
+            "it: set kl_placement=advantage or loss",
+            key="config.advantage_estimator.conflicts_with_token_credit",
+        )
 
 
-def _samples(cfg: TrainConfig) -> Iterator[str]:
-    rl, told = cfg.trainer.reinforce, partial(key_fault, cfg, "trainer.reinforce")
+def _samples(cfg: TrainConfig) -> Iterator[Fault]:
+    rl = cfg.trainer.reinforce
     shaping = rl.reward_shaping
     if shaping.standardisation != "given" and (shaping.mean, shaping.deviation) != (0.0, 1.0):
-        yield (
-            f"trainer.reinforce.reward_shaping has mean={shaping.mean} and deviation={shaping.deviation}, which only "
-            f"standardisation=given reads; it is {shaping.standardisation!r}"
+        yield Fault(
+            f"trainer.reinforce.reward_shaping has mean={shaping.mean} and "
+            f"deviation={shaping.deviation}, which only standardisation=given reads; it is "
+            f"{shaping.standardisation!r}",
+            key="config.reward_shaping.without_standardisation_given",
         )
     if (rl.truncated_samples == "penalise") != (rl.truncation_penalty > 0):
-        advice = "expected a penalty above 0 with truncated_samples=penalise, and 0 otherwise"
-        yield told(".truncated_samples .truncation_penalty", advice)
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.truncated_samples", "trainer.reinforce.truncation_penalty"),
+            "expected a penalty above 0 with truncated_samples=penalise, and 0 otherwise",
+            key="config.truncation_penalty.conflicts_with_truncated_samples",
+        )
     if rl.overlong_buffer and rl.truncated_samples != "penalise":
-        yield told(".overlong_buffer .truncated_samples", "only truncated_samples=penalise reads the former")
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.overlong_buffer", "trainer.reinforce.truncated_samples"),
+            "only truncated_samples=penalise reads the former",
+            key="config.overlong_buffer.without_truncated_samples_penalise",
+        )
     if rl.overlong_buffer > cfg.model.reinforce.length_params.max_length:
-        yield told(".overlong_buffer model.reinforce.length_params.max_length", "the buffer must not be longer")
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.overlong_buffer", "model.reinforce.length_params.max_length"),
+            "the buffer must not be longer",
+            key="config.overlong_buffer.above_max_length",
+        )
     if rl.dynamic_filtering and rl.num_rollouts_per_prompt < 2:
-        advice = "it compares the samples of one prompt, so it needs at least 2"
-        yield told(".dynamic_filtering .num_rollouts_per_prompt", advice)
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.dynamic_filtering", "trainer.reinforce.num_rollouts_per_prompt"),
+            "it compares the samples of one prompt, so it needs at least 2",
+            key="config.num_rollouts_per_prompt.too_small_for_dynamic_filtering",
+        )
 
 
-def _batches(cfg: TrainConfig) -> Iterator[str]:
-    rl, model = cfg.trainer.reinforce, cfg.model
-    samples, size = rl.num_rollouts_per_prompt, model.global_batch_size
+def _batches(cfg: TrainConfig) -> Iterator[Fault]:
+    rl = cfg.trainer.reinforce
+    model = cfg.model
+    samples = rl.num_rollouts_per_prompt
+    size = model.global_batch_size
     sequences = model.reinforce.num_rollout_samples * samples
     if size is not None and (size < 1 or size > sequences or sequences % size or size % samples):
-        yield (
-            f"model.global_batch_size is {size}, but a step makes num_rollout_samples x num_rollouts_per_prompt = "
-            f"{model.reinforce.num_rollout_samples} x {samples} = {sequences} sequences; expected a number of whole "
-            f"prompts (a multiple of {samples}) that divides {sequences}, or null for all of them"
+        yield Fault(
+            f"model.global_batch_size is {size}, but a step makes num_rollout_samples x "
+            f"num_rollouts_per_prompt = {model.reinforce.num_rollout_samples} x {samples} = "
+            f"{sequences} sequences; expected a number of whole prompts (a multiple of {samples}) "
+            f"that divides {sequences}, or null for all of them",
+            key="config.global_batch_size.not_a_divisor_of_step",
         )
-    elif rl.importance_ratio == "none" and (rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None):
-        advice = "several optimizer steps on one rollout batch are off-policy: set trainer.reinforce.importance_ratio="
-        keys = ".reinforce_epochs model.global_batch_size"
-        yield key_fault(cfg, "trainer.reinforce", keys, f"{advice}token, sequence or sequence_geometric")
+        return
+    has_several_steps = rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None
+    if rl.importance_ratio == "none" and has_several_steps:
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.reinforce_epochs", "model.global_batch_size"),
+            "several optimizer steps on one rollout batch are off-policy: set "
+            "trainer.reinforce.importance_ratio=token, sequence or sequence_geometric",
+            key="config.importance_ratio.missing_off_policy",
+        )
 
 
-def _model(cfg: TrainConfig) -> Iterator[str]:
-    model, world = cfg.model, cfg.training_ranks
+def _model(cfg: TrainConfig) -> Iterator[Fault]:
+    model = cfg.model
+    world = cfg.training_ranks
     yield from ranks_faults(model, cfg.trainer.num_nodes, cfg.trainer.devices, "trainer.", others=cfg.generation_ranks)
     yield from recomputation_faults(model)
     yield from model.optim.faults()
     yield from model.data.fields.faults()
     blocks = world // max(model.block_size, 1)
-    if world % max(model.block_size, 1) == 0 and model.reinforce.num_rollout_samples < blocks:
-        few = f"fewer prompts a step than the {blocks} data-parallel ranks; some would always be idle"
-        yield f"model.reinforce.num_rollout_samples is {model.reinforce.num_rollout_samples}, {few}"
+    samples = model.reinforce.num_rollout_samples
+    if world % max(model.block_size, 1) == 0 and samples < blocks:
+        yield Fault(
+            f"model.reinforce.num_rollout_samples is {samples}, fewer prompts a step than the "
+            f"{blocks} data-parallel ranks; some would always be idle",
+            key="config.num_rollout_samples.fewer_than_ranks",
+        )
     if model.peft.peft_scheme is None and model.peft.lora_tuning != LoraTuningConfig():
-        yield (
-            "model.peft.lora_tuning is given, but model.peft.peft_scheme is null, so all weights are trained; set "
-            "model.peft.peft_scheme=lora"
+        yield Fault(
+            "model.peft.lora_tuning is given, but model.peft.peft_scheme is null, so all weights "
+            "are trained; set model.peft.peft_scheme=lora",
+            key="config.lora_tuning.without_peft_scheme",
         )
     if model.peft.peft_scheme is not None and model.reference_placement == "device":
-        advice = "the reference is the frozen model, and there is no copy to place: leave the former at host"
-        yield key_fault(cfg, "model", ".reference_placement model.peft.peft_scheme", advice)
+        yield settings_fault(
+            cfg,
+            ("model.reference_placement", "model.peft.peft_scheme"),
+            "the reference is the frozen model, without a copy to place: leave the former at host",
+            key="config.reference_placement.conflicts_with_peft_scheme",
+        )
 
 
-def _lengths(cfg: TrainConfig) -> Iterator[str]:
-    model, lengths, told = cfg.model, cfg.model.reinforce.length_params, partial(key_fault, cfg, "model")
-    padded, tokens = cfg.trainer.reinforce.rollout_batch_seq_length, model.tokens_per_micro_batch
+def _lengths(cfg: TrainConfig) -> Iterator[Fault]:
+    model = cfg.model
+    lengths = model.reinforce.length_params
+    padded = cfg.trainer.reinforce.rollout_batch_seq_length
+    tokens = model.tokens_per_micro_batch
     if model.max_prompt_tokens < 1:
-        yield told(".reinforce.length_params.max_length model.encoder_seq_length", "there is no room for a prompt")
+        yield settings_fault(
+            cfg,
+            ("model.reinforce.length_params.max_length", "model.encoder_seq_length"),
+            "there is no room for a prompt",
+            key="config.max_length.no_room_for_prompt",
+        )
     if padded is not None and padded > model.encoder_seq_length:
-        keys = "trainer.reinforce.rollout_batch_seq_length model.encoder_seq_length"
-        yield told(keys, "no sequence is longer than the latter: choose at most that")
+        yield settings_fault(
+            cfg,
+            ("trainer.reinforce.rollout_batch_seq_length", "model.encoder_seq_length"),
+            "no sequence is longer than the latter: choose at most that",
+            key="config.rollout_batch_seq_length.above_encoder_seq_length",
+        )
     if model.shared_prefix and padded is not None:
-        advice = "a row of several sequences has the length that it has: set one of them to null"
-        yield told(".shared_prefix trainer.reinforce.rollout_batch_seq_length", advice)
+        yield settings_fault(
+            cfg,
+            ("model.shared_prefix", "trainer.reinforce.rollout_batch_seq_length"),
+            "a row of several sequences has the length that it has: set one of them to null",
+            key="config.shared_prefix.conflicts_with_rollout_batch_seq_length",
+        )
     if model.shared_prefix and model.context_parallel_size > 1:
-        advice = "ranks cannot share a row of several sequences: set the former to null or the latter to 1"
-        yield told(".shared_prefix model.context_parallel_size", advice)
+        yield settings_fault(
+            cfg,
+            ("model.shared_prefix", "model.context_parallel_size"),
+            "ranks cannot share a row of several sequences: set model.shared_prefix to null, "
+            "or model.context_parallel_size to 1",
+            key="config.shared_prefix.conflicts_with_context_parallel_size",
+        )
     if tokens is not None and tokens < model.encoder_seq_length:
-        yield told(".tokens_per_micro_batch model.encoder_seq_length", "the longest sequence must fit")
+        yield settings_fault(
+            cfg,
+            ("model.tokens_per_micro_batch", "model.encoder_seq_length"),
+            "the longest sequence must fit",
+            key="config.tokens_per_micro_batch.below_encoder_seq_length",
+        )
     if lengths.min_length > lengths.max_length:
-        yield told(".reinforce.length_params.min_length .max_length", "the former must not be above the latter")
+        yield settings_fault(
+            cfg,
+            (
+                "model.reinforce.length_params.min_length",
+                "model.reinforce.length_params.max_length",
+            ),
+            "the former must not be above the latter",
+            key="config.min_length.above_max_length",
+        )
 
 
-def _rewards(cfg: TrainConfig) -> Iterator[str]:
-    remote, own, by_function = cfg.remote_rm, cfg.reward_function, cfg.reward == "function"
-    more = {f"remote_rm.more_reward_models.{name}": server for name, server in remote.more_reward_models.items()}
-    for key, server in {"remote_rm.reward_model": remote.reward_model, **more}.items():
-        yield from _replicas(key, server)
-    if by_function and own.name is None:
+def _rewards(cfg: TrainConfig) -> Iterator[Fault]:
+    remote = cfg.remote_rm
+    function = cfg.reward_function
+    by_function = cfg.reward == "function"
+    servers = {"remote_rm.reward_model": remote.reward_model}
+    for name, server in remote.more_reward_models.items():
+        servers[f"remote_rm.more_reward_models.{name}"] = server
+    for setting, server in servers.items():
+        yield from _replicas(setting, server)
+    if by_function and function.name is None:
         names = ", ".join(f"reinforce_rl.rewards.functions.{name}" for name in PROVIDED_FUNCTIONS)
-        yield (
-            "reward is 'function', but reward_function.name is not set; expected the dotted name of a function: one "
-            f"of your own, or {names}"
+        yield Fault(
+            "reward is 'function', but reward_function.name is not set; expected the dotted name "
+            f"of a function: one of your own, or {names}",
+            key="config.reward_function.name.missing",
         )
-    if not by_function and own.name is not None:
-        yield (
-            f"reward_function.name is {own.name!r}, but reward is 'server', which asks remote_rm.reward_model; set "
-            "reward=function, or name it under reward_function.more_functions to add it to the server's rewards"
+    if not by_function and function.name is not None:
+        yield Fault(
+            f"reward_function.name is {function.name!r}, but reward is 'server', which asks "
+            "remote_rm.reward_model; set reward=function, or name it under "
+            "reward_function.more_functions to add it to the server's rewards",
+            key="config.reward_function.name.conflicts_with_reward_server",
         )
-    first, weight = remote.reward_model.name, remote.reward_model.weight
-    if by_function:
-        first, weight = (own.name or "").rpartition(".")[2], own.weight
+    yield from _reward_names(cfg)
+
+
+def _reward_names(cfg: TrainConfig) -> Iterator[Fault]:
+    """Check the names under which the scores of reward sources are logged."""
+    remote = cfg.remote_rm
+    function = cfg.reward_function
+    main_setting = "remote_rm.reward_model"
+    main_name = remote.reward_model.name
+    weight = remote.reward_model.weight
+    if cfg.reward == "function":
+        main_setting = "reward_function"
+        main_name = (function.name or "").rpartition(".")[2]
+        weight = function.weight
     named = [(f"remote_rm.more_reward_models.{name}", name) for name in remote.more_reward_models]
-    named += [(f"reward_function.more_functions.{name}", name) for name in own.more_functions]
-    every = [first, *(name for _, name in named)]
-    if first and (named or weight != 1.0):  # the scores of a single source are the reward itself
-        named.append(("reward_function" if by_function else "remote_rm.reward_model", first))
-    for key, name in named:
+    named += [(f"reward_function.more_functions.{name}", name) for name in function.more_functions]
+    names = [main_name, *(name for _, name in named)]
+    # The scores of a single source are the reward itself.
+    if main_name and (named or weight != 1.0):
+        named.append((main_setting, main_name))
+    for setting, name in named:
         if f"rewards_{name}" in REWARD_METRICS:
-            yield (
-                f"{key} is named {name!r}, and its scores are logged as rewards_{name}, which is a metric already; "
-                "give it another name"
+            yield Fault(
+                f"{setting} is named {name!r}, and its scores are logged as rewards_{name}, "
+                "which is a metric already; give it another name",
+                key="config.reward_sources.named_as_metric",
             )
-    if len(set(every)) < len(every):
-        yield (
-            f"reward sources are named {', '.join(every)}; each is logged as rewards_NAME, so give each a name of its "
-            "own in reward_function.more_functions and remote_rm.more_reward_models"
+    if len(set(names)) < len(names):
+        yield Fault(
+            f"reward sources are named {', '.join(names)}; each is logged as rewards_NAME, so give "
+            "each a name of its own in reward_function.more_functions and "
+            "remote_rm.more_reward_models",
+            key="config.reward_sources.same_name",
         )
 
 
-def _replicas(key: str, server: RewardServerConfig) -> Iterator[str]:
+def _replicas(setting: str, server: RewardServerConfig) -> Iterator[Fault]:
     first = Address(server.ip.lower(), server.port)
-    known = {first: f"{key}.ip and port"}
+    known = {first: f"{setting}.ip and port"}
     for number, text in enumerate(server.replicas):
-        place = f"{key}.replicas[{number}]"
+        place = f"{setting}.replicas[{number}]"
         try:
             address = Address.parse(text)
         except ValueError:
-            yield f"{place} is {text!r}; expected HOST:PORT with a port of 1 to 65535"
+            yield Fault(
+                f"{place} is {text!r}; expected HOST:PORT with a port of 1 to 65535",
+                key="config.replicas.no_address",
+            )
             continue
         if address in known:
-            yield f"{place} is {text}, the same server as {known[address]}; name each server once"
+            yield Fault(
+                f"{place} is {text}, the same server as {known[address]}; name each server once",
+                key="config.replicas.same_server",
+            )
         known[address] = place
 
 
-def _saving(cfg: TrainConfig) -> Iterator[str]:
-    saving, told = cfg.exp_manager.checkpoint_callback_params, partial(key_fault, cfg, _SAVING)
+def _saving(cfg: TrainConfig) -> Iterator[Fault]:
+    saving = cfg.exp_manager.checkpoint_callback_params
     if not saving.best_metric.startswith("val/"):
-        yield told(".best_metric", "expected a metric of validation, such as val/rewards")
+        yield settings_fault(
+            cfg,
+            ("exp_manager.checkpoint_callback_params.best_metric",),
+            "expected a metric of validation, such as val/rewards",
+            key="config.best_metric.not_of_validation",
+        )
     if saving.keep_best > 0 and cfg.model.data.data_prefix.validation is None:
-        yield told(".keep_best model.data.data_prefix.validation", "there is no validation")
+        yield settings_fault(
+            cfg,
+            (
+                "exp_manager.checkpoint_callback_params.keep_best",
+                "model.data.data_prefix.validation",
+            ),
+            "there is no validation",
+            key="config.keep_best.without_validation",
+        )
     elif saving.keep_best > 0 and cfg.trainer.reinforce.val_check_interval == 0:
-        yield told(".keep_best trainer.reinforce.val_check_interval", "there is no validation")
+        yield settings_fault(
+            cfg,
+            (
+                "exp_manager.checkpoint_callback_params.keep_best",
+                "trainer.reinforce.val_check_interval",
+            ),
+            "there is no validation",
+            key="config.keep_best.without_validation",
+        )
 
 
-def _profile(cfg: TrainConfig) -> Iterator[str]:
+def _profile(cfg: TrainConfig) -> Iterator[Fault]:
     last = cfg.trainer.reinforce.max_steps
     chosen = {"steps": (cfg.trainer.profile.steps, 1, math.inf if last == -1 else last)}
     chosen["ranks"] = (cfg.trainer.profile.ranks or [], 0, cfg.trainer.world_size - 1)
@@ -213,7 +382,11 @@ def _profile(cfg: TrainConfig) -> Iterator[str]:
         wrong = dict.fromkeys(str(n) for n in numbers if not low <= n <= high or numbers.count(n) > 1)
         if wrong:
             bound = f"to {'max_steps, which is ' * (name == 'steps')}{high}" if high < math.inf else "on"
-            yield f"trainer.profile.{name} has {', '.join(wrong)}; expected {name} from {low} {bound}, each once"
+            bad = ", ".join(wrong)
+            yield Fault(
+                f"trainer.profile.{name} has {bad}; expected {name} from {low} {bound}, each once",
+                key="config.profile.out_of_range",
+            )
 
 
 def _files(cfg: TrainConfig) -> Iterator[str]:
@@ -221,10 +394,17 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
     if cfg.pretrained_checkpoint.restore_from_path == NOT_SET:
         pass  # reported where the key is read
     elif not os.access(folder / "config.json", os.R_OK):
-        yield f"{key} is {folder}, which {no_model(folder)}"
+        yield Fault(
+            f"{key} is {folder}, which {no_model(folder)}",
+            key="config.restore_from_path.no_model",
+        )
     else:
-        if not os.access(folder / (name := "tokenizer_config.json"), os.R_OK):
-            yield f"{key} is {folder}, which has no {name} that can be read; expected a Hugging Face model folder"
+        if not os.access(folder / "tokenizer_config.json", os.R_OK):
+            yield Fault(
+                f"{key} is {folder}, which has no tokenizer_config.json that can be read; "
+                "expected a Hugging Face model folder",
+                key="config.restore_from_path.no_tokenizer",
+            )
         yield from shape_faults(cfg)
     prefix, duration = cfg.model.data.data_prefix, cfg.exp_manager.max_time_per_run
     try:
@@ -235,21 +415,30 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
         if duration is not None:
             parse_duration(duration)
     except ValueError as error:
-        yield f"exp_manager.max_time_per_run is {duration!r}: {error}"
+        yield Fault(
+            f"exp_manager.max_time_per_run is {duration!r}: {error}",
+            key="config.max_time_per_run.invalid",
+        )
     try:
         Allocation.of(os.environ)
     except ConfigError as error:
         yield from error.faults
     for name in cfg.exp_manager.used_loggers:
         if name not in LOGGERS:
-            yield f"exp_manager.loggers has {name!r}; expected {', '.join(LOGGERS)}"
+            yield Fault(
+                f"exp_manager.loggers has {name!r}; expected {', '.join(LOGGERS)}",
+                key="config.loggers.unknown",
+            )
         elif not is_importable(f"{name}.x"):
             advice = f"`pip install 'reinforce-rl[{name}]'`, or leave the logger out"
-            yield f"exp_manager.loggers has {name}, which is not installed; {advice}"
+            yield Fault(
+                f"exp_manager.loggers has {name}, which is not installed; {advice}",
+                key="config.loggers.not_installed",
+            )
     yield from folder_faults("exp_manager.explicit_log_dir", cfg.exp_manager.explicit_log_dir)
 
 
-def shape_faults(cfg: TrainConfig) -> Iterator[str]:
+def shape_faults(cfg: TrainConfig) -> Iterator[Fault]:
     """Check the configuration against the model's `config.json`."""
     model, folder = cfg.model, cfg.pretrained_checkpoint.restore_from_path
     longest = ("model.encoder_seq_length", model.encoder_seq_length)
@@ -257,10 +446,11 @@ def shape_faults(cfg: TrainConfig) -> Iterator[str]:
     layers, stages = model_values(folder).get("num_hidden_layers"), model.pipeline_model_parallel_size
     uneven = any("pipeline" in name for name in model.megatron_overrides)
     if isinstance(layers, int) and stages > 1 and layers % stages and not uneven:
-        yield (
-            f"model.pipeline_model_parallel_size is {stages}, which does not divide the {layers} layers "
-            f"(num_hidden_layers) of {folder}/config.json; choose another, or say how many the first stage has: "
-            "+model.megatron_overrides.num_layers_in_first_pipeline_stage=N"
+        yield Fault(
+            f"model.pipeline_model_parallel_size is {stages}, which does not divide the {layers} "
+            f"layers (num_hidden_layers) of {folder}/config.json; choose another, or say how many "
+            "the first stage has: +model.megatron_overrides.num_layers_in_first_pipeline_stage=N",
+            key="config.pipeline_model_parallel_size.not_a_divisor_of_layers",
         )
 
 
@@ -287,14 +477,20 @@ class Allocation:
         texts = {name: environment.get(name, "") for name in (START_VARIABLE, END_VARIABLE)}
         start, end = times = [float(text) if re.fullmatch(r"[0-9]{1,12}", text) else None for text in texts.values()]
         faults = [
-            f"the environment variable {name} is {text!r}; expected unix seconds, or unset it"
+            Fault(
+                f"the environment variable {name} is {text!r}; expected unix seconds, or unset it",
+                key="slurm.job_time.not_unix_seconds",
+            )
             for (name, text), time in zip(texts.items(), times, strict=True)
             if text and time is None
         ]
         if start is not None and end is not None and end <= start:
             faults.append(
-                f"the environment variable {END_VARIABLE} is {end:.0f}, not after {START_VARIABLE}, {start:.0f}; "
-                "correct or unset them"
+                Fault(
+                    f"the environment variable {END_VARIABLE} is {end:.0f}, not after "
+                    f"{START_VARIABLE}, {start:.0f}; correct or unset them",
+                    key="slurm.job_time.end_before_start",
+                )
             )
         if faults:
             raise ConfigError(faults)

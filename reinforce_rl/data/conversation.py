@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reinforce_rl.data import jsonl
-from reinforce_rl.errors import DataError
+from reinforce_rl.errors import DataError, Fault
 
 TOOLS_KEY = "tools"
 KWARGS_KEY = "chat_template_kwargs"
@@ -55,14 +55,20 @@ def read_tools(value: object) -> tuple[Mapping[str, Any], ...]:
     if tools is None:
         return ()
     expected = "expected a list of objects, or its JSON"
-    advice = "a column of another meaning needs another name: +model.data.fields.rename.NAME=tools"
+    advice = "A column of another meaning needs another name: +model.data.fields.rename.NAME=tools"
     if not isinstance(tools, list):
-        raise DataError(f"{TOOLS_KEY} is {jsonl.describe_type(tools)}, {expected}; {advice}")
+        raise DataError(
+            f"{TOOLS_KEY} is {jsonl.describe_type(tools)}; {expected}. {advice}",
+            key="data.tools.not_a_list",
+        )
     parsed = [_parsed(tool, f"{TOOLS_KEY}[{index}]") for index, tool in enumerate(tools)]
     for index, tool in enumerate(parsed):
         if not isinstance(tool, dict):
             kind = jsonl.describe_type(tool)
-            raise DataError(f"{TOOLS_KEY}[{index}] is {kind}, {expected}; {advice}")
+            raise DataError(
+                f"{TOOLS_KEY}[{index}] is {kind}; {expected}. {advice}",
+                key="data.tools.not_an_object",
+            )
     return tuple(parsed)
 
 
@@ -73,23 +79,28 @@ def read_kwargs(value: object) -> dict[str, Any]:
         return {}
     if not isinstance(kwargs, dict):
         kind = jsonl.describe_type(kwargs)
-        raise DataError(f"{KWARGS_KEY} is {kind}, expected an object of template arguments, or its JSON")
+        raise DataError(
+            f"{KWARGS_KEY} is {kind}; expected an object of template arguments, or its JSON",
+            key="data.template_arguments.not_an_object",
+        )
     given = {name: argument for name, argument in kwargs.items() if argument is not None}
     faults = kwargs_faults(given, KWARGS_KEY)
     if faults:
-        raise DataError("; ".join(faults))
+        raise DataError("; ".join(faults), key=faults[0].key)
     return given
 
 
-def kwargs_faults(kwargs: Mapping[str, Any], key: str) -> list[str]:
+def kwargs_faults(kwargs: Mapping[str, Any], key: str) -> list[Fault]:
     """Return a sentence for each argument that a template cannot get."""
-    faults = []
+    faults: list[Fault] = []
     for name, argument in kwargs.items():
         if name in _RESERVED:
-            faults.append(f"{key}.{name} is {argument!r}, but {name} is set by this program; leave it out")
+            sentence = f"{key}.{name} is {argument!r}, but this program sets {name}; leave it out"
+            faults.append(Fault(sentence, key="chat_template.argument.reserved"))
         elif not _is_json(argument):
             kind = type(argument).__name__
-            faults.append(f"{key}.{name} is of type {kind}; expected what JSON can say")
+            sentence = f"{key}.{name} is of type {kind}; expected what JSON can say"
+            faults.append(Fault(sentence, key="chat_template.argument.not_json"))
     return faults
 
 
@@ -110,4 +121,7 @@ def _parsed(value: object, key: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{key} is {value[:60]!r}, which is no JSON: {error}") from error
+        raise DataError(
+            f"{key} is {value[:60]!r}, which is no JSON: {error}",
+            key="data.value.not_json",
+        ) from error

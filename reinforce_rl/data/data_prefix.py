@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from reinforce_rl.data.readers import source_fault
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 
 Sets = dict[str, list[Any]]  # paths by a set's name
 
@@ -27,22 +27,39 @@ def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> tuple[dict[str, Sets]
         ConfigError: no train file, wrong weights, wrong names of sets, files that cannot be read; all together.
     """
     key, sets = "model.data.data_prefix", data_prefix.get("validation")
-    faults: list[str] = []
+    faults: list[Fault] = []
     train, weights = _split_weights(data_prefix.get("train"), faults)
     files = {split: sets_of(train if split == "train" else data_prefix.get(split)) for split in SPLITS}
     if not any(files["train"].values()):
-        faults.append(f"{key}.train is empty; expected {EXPECTED}")
+        sentence = f"{key}.train is empty; expected {EXPECTED}"
+        faults.append(Fault(sentence, key="data.train.missing"))
     if isinstance(sets, Mapping):
-        wrong = [name for name in sets if not re.fullmatch(r"[\w.-]+", str(name))]
-        faults += [f"{key}.validation has a set named {n!r}; expected letters, digits, '.', '_', '-'" for n in wrong]
-        faults += [f"{key}.validation is empty; expected {{NAME: path or list, ...}}, or null"] * (not sets)
+        faults += _faults_of_names(sets)
+    no_path = Fault("'' is no path", key="data.path.empty")
     for split, found in files.items():
         for entry in itertools.chain(*found.values()):
-            if fault := source_fault(entry, split) if str(entry) else "'' is no path":
-                faults.append(f"{key}.{split}: {fault}; expected {EXPECTED}")
+            fault = source_fault(entry, split) if str(entry) else no_path
+            if fault:
+                sentence = f"{key}.{split}: {fault}; expected {EXPECTED}"
+                faults.append(Fault(sentence, key=fault.key))
     if faults:
         raise ConfigError(faults)
     return files, weights
+
+
+def _faults_of_names(sets: Mapping[str, Any]) -> Iterator[Fault]:
+    key = "model.data.data_prefix.validation"
+    for name in sets:
+        if not re.fullmatch(r"[\w.-]+", str(name)):
+            yield Fault(
+                f"{key} has a set named {name!r}; expected letters, digits, '.', '_', '-'",
+                key="data.validation.invalid_name",
+            )
+    if not sets:
+        yield Fault(
+            f"{key} is empty; expected {{NAME: path or list, ...}}, or null",
+            key="data.validation.empty",
+        )
 
 
 def sets_of(value: Any) -> Sets:
@@ -51,20 +68,28 @@ def sets_of(value: Any) -> Sets:
     return {name: [paths] if isinstance(paths, (str, Path)) else list(paths) for name, paths in sets.items()}
 
 
-def _split_weights(value: Any, faults: list[str]) -> tuple[list[Any], tuple[float, ...] | None]:
+def _split_weights(
+    value: Any,
+    faults: list[Fault],
+) -> tuple[list[Any], tuple[float, ...] | None]:
     key, entries = "model.data.data_prefix.train", sets_of(value)[""]
     given = [entry for entry in entries if not isinstance(entry, (int, float))]
     if given == entries:
         return entries, None
     weights, paths = entries[::2], entries[1::2]
     if paths != given or len(weights) != len(paths):
-        faults.append(
-            f"{key} is {entries}; expected paths alone, each of whose prompts comes once an epoch, or a weight "
-            "before every path: [0.3, a.jsonl, 0.7, b.jsonl]"
+        sentence = (
+            f"{key} is {entries}; expected paths only, so that each prompt comes once an epoch, or "
+            "a weight before every path: [0.3, a.jsonl, 0.7, b.jsonl]"
         )
+        faults.append(Fault(sentence, key="data.weights.not_before_each_path"))
         return given, None
-    bad = [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]
-    faults += [f"{key} has the weight {weight}; expected a number above 0" for weight in bad]
-    twice = [path for path in dict.fromkeys(paths) if paths.count(path) > 1]
-    faults += [f"{key} gives {path} two weights; expected each file once" for path in twice]
+    for weight in weights:
+        if not (math.isfinite(weight) and weight > 0):
+            sentence = f"{key} has the weight {weight}; expected a number above 0"
+            faults.append(Fault(sentence, key="data.weights.not_above_zero"))
+    for path in dict.fromkeys(paths):
+        if paths.count(path) > 1:
+            sentence = f"{key} gives {path} two weights; expected each file once"
+            faults.append(Fault(sentence, key="data.weights.file_twice"))
     return paths, tuple(map(float, weights))

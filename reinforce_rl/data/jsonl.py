@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reinforce_rl.errors import DataError
+from reinforce_rl.errors import DataError, Fault
 from reinforce_rl.utils.files import not_written, write_atomically
 
 Message = dict[str, Any]
@@ -44,22 +44,26 @@ class Record:
     value: dict[str, Any]
 
 
-class LineFaults(list[str]):
+class LineFaults(list[Fault]):
     """Faulty lines or rows, reported together in one `DataError`."""
 
     columns = 0  # those that lack a column, as all of their file do: no line is to correct
 
-    def add(self, where: str, reason: object) -> None:
-        self.append(f"  {where}: {reason}")
+    def add(self, where: str, reason: DataError | Fault) -> None:
+        self.append(Fault(f"  {where}: {reason}", key=reason.key))
 
     def raise_if_any(self, advice: str) -> None:
-        """Raise a `DataError` that lists the first faults and ends with `advice`, if there are faults."""
+        """Raise a `DataError` that lists the first faults and ends with `advice`, if there are any.
+
+        Its key is that of the first fault.
+        """
         if not self:
             return
         more = [f"  ... and {len(self) - MAX_LISTED_FAULTS} more"] if len(self) > MAX_LISTED_FAULTS else []
         head = f"{len(self)} line{'s' if len(self) != 1 else ''} of the data cannot be used:"
         advices = [advice] * (len(self) > self.columns)
-        raise DataError("\n".join([head, *self[:MAX_LISTED_FAULTS], *more, *advices]))
+        text = "\n".join([head, *self[:MAX_LISTED_FAULTS], *more, *advices])
+        raise DataError(text, key=self[0].key)
 
 
 def write_jsonl(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None:
@@ -72,7 +76,7 @@ def write_jsonl(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None:
         for path, new in ready.items():
             new.replace(path)
     except OSError as error:
-        raise DataError(not_written(path, error)) from error
+        raise DataError(not_written(path, error), key="data.file.not_written") from error
     finally:
         for new in ready.values():
             with contextlib.suppress(OSError):
@@ -91,11 +95,17 @@ def describe_type(value: object) -> str:
 def check_text(value: object, key: str) -> str:
     """Return a string that UTF-8 can encode; else raise a `DataError`."""
     if not isinstance(value, str):
-        raise DataError(f"{key} is {describe_type(value)}, expected a string")
+        raise DataError(
+            f"{key} is {describe_type(value)}; expected a string",
+            key="data.text.not_a_string",
+        )
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(f"{key} holds half of a surrogate pair ({value[error.start]!r})") from error
+        raise DataError(
+            f"{key} holds half of a surrogate pair ({value[error.start]!r}); expected UTF-8",
+            key="data.text.half_a_character",
+        ) from error
     return value
 
 
@@ -107,8 +117,11 @@ def messages_of_json(value: object, key: str) -> object:
     if not isinstance(value, str):
         return value
     if _MESSAGES_OF_PYTHON.match(value):
-        advice = "write it as JSON (json.dumps) or, in Parquet and JSONL, as a list"
-        raise DataError(f"{key} is a list of messages in Python's form, {value[:40]!r}, expected JSON; {advice}")
+        raise DataError(
+            f"{key} is a list of messages in Python's form, {value[:40]!r}; expected JSON. Write "
+            "it as JSON (json.dumps) or, in Parquet and JSONL, as a list",
+            key="data.messages.python_form",
+        )
     messages = _parsed_messages(value)
     return value if messages is None else messages
 
@@ -118,7 +131,10 @@ def refuse_messages_as_text(value: object, key: str, advice: str) -> None:
     if not isinstance(value, str):
         return
     if _MESSAGES_OF_PYTHON.match(value) or _parsed_messages(value) is not None:
-        raise DataError(f"{key} is a text that holds a list of messages, {value[:40]!r}; {advice}")
+        raise DataError(
+            f"{key} is a text that holds a list of messages, {value[:40]!r}; {advice}",
+            key="data.text.holds_messages",
+        )
 
 
 def _parsed_messages(text: str) -> list[dict[str, Any]] | None:
@@ -148,9 +164,12 @@ def check_messages(
     Without `texts_only`, a content may be a list of text parts, or null beside `tool_calls`, as in OpenAI's form.
     """
     if not isinstance(value, list):
-        raise DataError(f"{key} is {describe_type(value)}, expected {expected}")
+        raise DataError(
+            f"{key} is {describe_type(value)}; expected {expected}",
+            key="data.messages.not_a_list",
+        )
     if not value:
-        raise DataError(f"{key} is empty")
+        raise DataError(f"{key} is an empty list; expected messages", key="data.messages.empty")
     if all(isinstance(message, dict) and "from" in message and "role" not in message for message in value):
         value = [
             {
@@ -162,9 +181,15 @@ def check_messages(
     for index, message in enumerate(value):
         where = f"{key}[{index}]"
         if not isinstance(message, dict):
-            raise DataError(f"{where} is {describe_type(message)}, expected an object")
+            raise DataError(
+                f"{where} is {describe_type(message)}; expected an object",
+                key="data.message.not_an_object",
+            )
         if message.get("role") not in roles:
-            raise DataError(f"{where}.role is {message.get('role')!r}, expected one of {', '.join(roles)}")
+            raise DataError(
+                f"{where}.role is {message.get('role')!r}; expected one of {', '.join(roles)}",
+                key="data.message.unknown_role",
+            )
         if texts_only:
             check_text(message.get("content"), f"{where}.content")
         else:
@@ -183,12 +208,21 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
     for index, part in enumerate(content):
         place = f"{where}.content[{index}]"
         if not isinstance(part, dict):
-            raise DataError(f"{place} is {describe_type(part)}, expected an object such as {_TEXT_PART}")
+            raise DataError(
+                f"{place} is {describe_type(part)}; expected an object such as {_TEXT_PART}",
+                key="data.content.part_not_an_object",
+            )
         if part.get("type") != "text":
-            raise DataError(f"{place} is a part of type {part.get('type')!r}; expected text alone, {_TEXT_PART}")
+            raise DataError(
+                f"{place} is a part of type {part.get('type')!r}; expected text only, {_TEXT_PART}",
+                key="data.content.part_not_text",
+            )
         check_text(part.get("text"), f"{place}.text")
     if not content:
-        raise DataError(f"{where}.content is an empty list, expected a string or parts such as {_TEXT_PART}")
+        raise DataError(
+            f"{where}.content is an empty list; expected a string, or parts such as {_TEXT_PART}",
+            key="data.content.empty",
+        )
 
 
 def _check_tool_calls(calls: object, where: str) -> None:
@@ -196,21 +230,33 @@ def _check_tool_calls(calls: object, where: str) -> None:
     if calls is None:
         return
     if not isinstance(calls, list):
-        raise DataError(f"{where} is {describe_type(calls)}, expected a list of calls")
+        raise DataError(
+            f"{where} is {describe_type(calls)}; expected a list of calls",
+            key="data.tool_calls.not_a_list",
+        )
     for index, call in enumerate(calls):
         place = f"{where}[{index}]"
         function = call.get("function", call) if isinstance(call, dict) else call
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise DataError(f"{place} names no function; expected {_TOOL_CALL}")
+            raise DataError(
+                f"{place} names no function; expected {_TOOL_CALL}",
+                key="data.tool_calls.no_function",
+            )
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments) if arguments.strip() else None
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{place}: the arguments {arguments[:60]!r} are no JSON: {error}") from error
+                raise DataError(
+                    f"{place} has the arguments {arguments[:60]!r}, which are no JSON: {error}",
+                    key="data.tool_calls.arguments_not_json",
+                ) from error
         if arguments is not None and not isinstance(arguments, dict):
             kind = describe_type(arguments)
-            raise DataError(f"{place}: the arguments are {kind}, expected an object, or the JSON of one")
+            raise DataError(
+                f"{place} has arguments that are {kind}; expected an object, or its JSON",
+                key="data.tool_calls.arguments_not_an_object",
+            )
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -224,10 +270,16 @@ def text_of(message: Mapping[str, Any]) -> str:
 def check_prompt(messages: Sequence[Mapping[str, Any]], key: str) -> None:
     """Raise a `DataError` if nothing is asked at the end of a conversation."""
     if messages and messages[-1]["role"] == "assistant":
-        expected = "a prompt ends where the assistant shall answer; reinforce-rl prepare takes the answer off"
-        raise DataError(f"{key} ends with an assistant message; {expected}")
+        raise DataError(
+            f"{key} ends with an assistant message; expected a prompt, which ends where the "
+            "assistant shall answer. reinforce-rl prepare takes the answer off",
+            key="data.prompt.ends_with_an_answer",
+        )
     if not messages or not (text_of(messages[-1]).strip() or messages[-1]["role"] == "tool"):
-        raise DataError(f"{key} is empty, or its last message is")
+        raise DataError(
+            f"{key} is empty, or its last message is; expected a question",
+            key="data.prompt.empty",
+        )
 
 
 def parse_hh_conversation(text: str) -> list[Message]:
@@ -240,7 +292,10 @@ def parse_hh_conversation(text: str) -> list[Message]:
     """
     markers = list(_HH_MARKER.finditer(text))
     if not markers or markers[0].start() != 0:
-        raise DataError(f"expected a conversation that begins with '\\n\\nHuman:', found {text[:40]!r}")
+        raise DataError(
+            f"found {text[:40]!r}; expected a conversation that begins with '\\n\\nHuman:'",
+            key="data.conversation.no_speaker",
+        )
     ends = [marker.start() for marker in markers[1:]] + [len(text)]
     messages = [
         {"role": _HH_ROLES[marker.group(1)], "content": text[marker.end() : end].strip()}

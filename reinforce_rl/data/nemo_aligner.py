@@ -27,7 +27,7 @@ from reinforce_rl.data.jsonl import (
     write_jsonl,
 )
 from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns, files_of, read_records
-from reinforce_rl.errors import DataError
+from reinforce_rl.errors import DataError, Fault
 
 UNRATED = -100  # a label's value where nobody rated
 # The order of `label` in its own data, by examples/nlp/data/steerlm/common.py.
@@ -69,12 +69,18 @@ def parse_nemo_text(text: str) -> list[Message]:
         content = text[marker.end() : end].strip()
         if number == "2" and (name.strip() or content):
             labels = name.strip()[:40]
-            raise DataError(f"holds SteerLM's labels (<extra_id_2>{labels}), which a message has no place for")
+            raise DataError(
+                f"holds SteerLM's labels (<extra_id_2>{labels}), which a message has no place for",
+                key="data.nemo.labels",
+            )
         if not name.strip() and not content:  # the mark of an end
             continue
         role = _ROLES.get(name.strip())
         if role is None:
-            raise DataError(f"has the speaker {name[:40]!r}; expected one of {', '.join(_ROLES)}")
+            raise DataError(
+                f"has the speaker {name[:40]!r}; expected one of {', '.join(_ROLES)}",
+                key="data.nemo.unknown_speaker",
+            )
         messages.append({"role": role, "content": content})
     if messages[0] == {"role": "system", "content": ""}:
         messages = messages[1:]
@@ -88,12 +94,21 @@ def messages_of_chat(value: Mapping[str, Any]) -> list[dict[str, Any]]:
     turns = value["conversations"]
     mask = value["mask"]
     if not isinstance(turns, list):
-        raise DataError(f"conversations is {describe_type(turns)}, expected a list of turns")
+        raise DataError(
+            f"conversations is {describe_type(turns)}; expected a list of turns",
+            key="data.nemo.turns_not_a_list",
+        )
     speakers = list(dict.fromkeys(str(turn.get("from")) for turn in turns if isinstance(turn, dict)))
     if mask not in speakers:
-        raise DataError(f"mask is {mask!r}; expected the user's name, one of {', '.join(speakers) or 'none'}")
+        raise DataError(
+            f"mask is {mask!r}; expected the user's name, one of {', '.join(speakers) or 'none'}",
+            key="data.nemo.unknown_mask",
+        )
     if len(speakers) > 2:
-        raise DataError(f"conversations has the speakers {', '.join(speakers)}; expected {mask} and one other")
+        raise DataError(
+            f"conversations has the speakers {', '.join(speakers)}; expected {mask} and one other",
+            key="data.nemo.too_many_speakers",
+        )
     renamed = [
         {**turn, "from": "human" if turn.get("from") == mask else "gpt"} if isinstance(turn, dict) else turn
         for turn in turns
@@ -147,7 +162,10 @@ def prepare_ratings(
     """
     twice = [name for name, count in Counter(attributes).items() if count > 1]
     if twice:
-        raise DataError(f"--attributes names {', '.join(twice)} twice; name each number of label once")
+        raise DataError(
+            f"--attributes names {', '.join(twice)} twice; name each number of label once",
+            key="prepare.attributes.named_twice",
+        )
     faults = LineFaults()
     rows: list[dict[str, Any]] = []
     count = 0
@@ -157,7 +175,10 @@ def prepare_ratings(
             rows += ratings
     faults.raise_if_any(_ADVICE)
     if not rows:
-        raise DataError(f"none of {count} lines has a rated answer; nothing was written")
+        raise DataError(
+            f"none of {count} lines has a rated answer; nothing was written",
+            key="prepare.ratings.none",
+        )
     write_jsonl({Path(output) / "ratings.jsonl": rows})
     return f"read {count} lines, written {len(rows)} rated answers"
 
@@ -169,7 +190,10 @@ def with_system(messages: list[dict[str, Any]], system: object) -> list[dict[str
     content = check_text(system, "system").strip()
     if messages and messages[0]["role"] == "system":
         if text_of(messages[0]).strip() != content:
-            raise DataError("system and the first message are two different system messages; keep one of them")
+            raise DataError(
+                "system and the first message are two different system messages; keep one of them",
+                key="data.system.two",
+            )
         return messages
     return [{"role": "system", "content": content}, *messages]
 
@@ -178,7 +202,10 @@ def _files(inputs: Iterable[str | Path], output: str | Path, name: str) -> Itera
     target = Path(output) / name
     for file in [file for path in inputs for file in files_of(path)]:
         if file.resolve() == target.resolve():
-            raise DataError(f"{file} is both read and written; choose another output folder")
+            raise DataError(
+                f"{file} is both read and written; choose another output folder",
+                key="prepare.output.is_an_input",
+            )
         yield file
 
 
@@ -198,8 +225,11 @@ def _joined(file: Path, halves: Sequence[tuple[str, list[Message]]], faults: Lin
     """Join every two conversations to a pair; stop where they answer different prompts."""
     for (where, chosen), (_, rejected) in zip(halves[::2], halves[1::2], strict=False):
         if chosen[:-1] != rejected[:-1]:
-            expected = "expected the chosen and then the rejected answer to one prompt, line by line"
-            faults.add(where, f"this line and the next answer different prompts; {expected}")
+            sentence = (
+                "this line and the next answer different prompts; expected the chosen and then the "
+                "rejected answer to one prompt, line by line"
+            )
+            faults.add(where, Fault(sentence, key="data.pairs.different_prompts"))
             return
         yield {
             "prompt": chosen[:-1],
@@ -207,7 +237,8 @@ def _joined(file: Path, halves: Sequence[tuple[str, list[Message]]], faults: Lin
             "rejected": rejected[-1]["content"],
         }
     if len(halves) % 2:
-        faults.add(halves[-1][0], f"the last of {len(halves)} lines, which is odd; expected two lines a prompt")
+        sentence = f"the last of {len(halves)} lines, an odd number; expected two lines a prompt"
+        faults.add(halves[-1][0], Fault(sentence, key="data.pairs.odd_number"))
 
 
 def _ratings_of(value: Mapping[str, Any], attributes: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -234,14 +265,23 @@ def _ratings_of(value: Mapping[str, Any], attributes: Sequence[str]) -> Iterator
 
 def _listed_labels(label: object, attributes: Sequence[str]) -> dict[str, float]:
     if not isinstance(label, list):
-        raise DataError(f"label is {describe_type(label)}, expected a list of numbers")
+        raise DataError(
+            f"label is {describe_type(label)}; expected a list of numbers",
+            key="data.label.not_a_list",
+        )
     if len(label) != len(attributes):
         hint = f"; its own data has {','.join(STEERLM_ATTRIBUTES)}" if len(label) == len(STEERLM_ATTRIBUTES) else ""
         given = f"--attributes names {len(attributes)}: {','.join(attributes)}" if attributes else "none is named"
-        raise DataError(f"label has {len(label)} numbers, but {given}; name each in order: --attributes a,b,c{hint}")
+        raise DataError(
+            f"label has {len(label)} numbers, but {given}; name each: --attributes a,b{hint}",
+            key="data.label.wrong_number",
+        )
     for number in label:
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise DataError(f"label holds {number!r}, expected finite numbers, {UNRATED} where there is no rating")
+            raise DataError(
+                f"label holds {number!r}; expected finite numbers, {UNRATED} for no rating",
+                key="data.label.not_finite",
+            )
     return {name: number for name, number in zip(attributes, label, strict=True) if number != UNRATED}
 
 
@@ -256,7 +296,10 @@ def _named_labels(label: object, key: str) -> dict[str, float]:
         except ValueError:
             number = math.nan
         if not name or not math.isfinite(number) or name in ratings:
-            raise DataError(f"{key} is {label!r}, expected NAME:NUMBER,NAME:NUMBER, finite numbers and no name twice")
+            raise DataError(
+                f"{key} is {label!r}; expected NAME:NUMBER,NAME:NUMBER, finite and no name twice",
+                key="data.label.invalid",
+            )
         ratings[name] = number
     return {name: number for name, number in ratings.items() if number != UNRATED}
 
@@ -264,9 +307,15 @@ def _named_labels(label: object, key: str) -> dict[str, float]:
 def _answered(value: Mapping[str, Any]) -> list[Message]:
     messages = _conversation(value["text"], "text", is_whole=True)
     if not messages or messages[-1]["role"] != "assistant":
-        raise DataError("text does not end with an answer of the assistant's")
+        raise DataError(
+            "text does not end with an answer of the assistant's; expected a prompt and an answer",
+            key="data.text.no_answer_at_end",
+        )
     if len(messages) == 1:
-        raise DataError("text holds an answer alone, expected a prompt before it")
+        raise DataError(
+            "text holds an answer only; expected a prompt before it",
+            key="data.text.no_prompt",
+        )
     return messages
 
 
@@ -287,13 +336,16 @@ def _conversation(value: object, key: str, *, is_whole: bool = False) -> list[Me
     try:
         return parse_hh_conversation(text)
     except DataError as error:
-        forms = f"{_START.strip()}, User: or Human:"
-        raise DataError(f"{key} begins with {text[:40]!r}; expected a conversation, from {forms}") from error
+        raise DataError(
+            f"{key} begins with {text[:40]!r}; expected a conversation, which begins with "
+            f"{_START.strip()}, User: or Human:",
+            key=error.key,
+        ) from error
 
 
 def _answer(value: object, key: str) -> str:
     content = value.get("content") if isinstance(value, dict) else value
     answer = _END.sub("", check_text(content, key)).strip()
     if not answer:
-        raise DataError(f"{key} is empty")
+        raise DataError(f"{key} is empty; expected an answer", key="data.answer.empty")
     return answer

@@ -81,7 +81,10 @@ def prepare_prompts(
     paths, targets = list(map(Path, inputs)), [Path(output) / f"{name}.jsonl" for name in SPLITS[:2]]
     for file in (file for path in paths for file in files_of(path)):
         if file.resolve() in [target.resolve() for target in targets]:
-            raise DataError(f"{file} is both read and written; choose another output folder")
+            raise DataError(
+                f"{file} is both read and written; choose another output folder",
+                key="prepare.output.is_an_input",
+            )
     skipped: Counter[str] = Counter()
     kept: dict[str, _Row] = {}  # rows to write, by `prompt_key`
 
@@ -154,7 +157,10 @@ def _messages_of(record: dict[str, Any]) -> tuple[_Messages, str]:
         return chosen, _turns_fault(sides["chosen"], chosen)
     present = [key for key in _PROMPT_KEYS if key in record]
     if present:
-        raise DataError(f"null in {' and '.join(present)}; expected a prompt in one of them")
+        raise DataError(
+            f"null in {' and '.join(present)}; expected a prompt in one of them",
+            key="data.prompt.null",
+        )
     raise ColumnMissing(value, "prompt, text, messages, or chosen and rejected", "--field prompt")
 
 
@@ -166,7 +172,7 @@ def _conversation(value: object, key: str, read_text: Callable[[str], Sequence[A
     try:
         return list(parse_nemo_text(value) if is_nemo_text(value) else read_text(value))
     except DataError as error:
-        raise DataError(f"{key}: {error}") from error
+        raise DataError(f"{key}: {error}", key=error.key) from error
 
 
 def _stripped(message: dict[str, Any]) -> dict[str, Any]:
@@ -218,8 +224,10 @@ def _split(rows: list[_Row], options: PrepareOptions) -> tuple[list[_Row], list[
     wanted = options.num_validation or max(1, round(len(order) * options.validation_fraction))
     if wanted >= len(order):
         raise DataError(
-            f"{len(order)} prompts are left after filtering, too few for {wanted} of validation and at least one of "
-            "training; nothing was written. Loosen the filters or lower --num-validation"
+            f"{len(order)} prompts are left after filtering; expected more than the {wanted} of "
+            "validation, as training needs at least one. Nothing was written. Loosen the filters "
+            "or lower --num-validation",
+            key="prepare.prompts.too_few",
         )
     validation, train = sorted(order[:wanted]), sorted(order[wanted:])
     return [rows[i] for i in train], [rows[i] for i in validation]

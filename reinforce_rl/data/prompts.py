@@ -24,7 +24,7 @@ from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns, WrongFor
 from reinforce_rl.data.rendering import DEFAULT_OPTIONS, ChatRenderer, TemplateOptions
 from reinforce_rl.data.sampler import Blend, PromptSampler, shard
 from reinforce_rl.data.tokenizer import encode_plain
-from reinforce_rl.errors import CheckpointError, ConfigError, DataError
+from reinforce_rl.errors import CheckpointError, ConfigError, DataError, Fault
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +52,10 @@ class PromptDataset(Dataset[Prompt]):
     def __init__(self, prompts: Sequence[Prompt], *, skipped: int = 0, blend: Blend | None = None):
         if not prompts:
             left_out = f" ({skipped} over-long ones were skipped; raise model.encoder_seq_length)" if skipped else ""
-            raise DataError(f"the data set holds no prompt{left_out}")
+            raise DataError(
+                f"the data set holds no prompt{left_out}",
+                key="data.prompts.none",
+            )
         self._prompts, self.skipped, self.blend = list(prompts), skipped, blend
 
     def __len__(self) -> int:
@@ -121,7 +124,8 @@ class PromptDataset(Dataset[Prompt]):
             DataError: a file cannot be read, invalid lines (all counted, the first listed), or no prompt is left.
         """
         if add_bos and tokenizer.bos_token_id is None:
-            raise ConfigError(["add_bos is true, but the tokenizer has no begin-of-sequence token; set it to false"])
+            sentence = "add_bos is true, but the tokenizer has no begin-of-sequence token; omit it"
+            raise ConfigError([Fault(sentence, key="tokenizer.bos.missing")])
         paths = [files] if isinstance(files, (str, Path)) else list(files)
         faults, advice = LineFaults(), "Correct or remove these lines."
         renderer = ChatRenderer(tokenizer, template)
@@ -136,14 +140,18 @@ class PromptDataset(Dataset[Prompt]):
             for where, prompt in _tokenise(records, renderer, add_bos):
                 length = len(prompt.tokens)
                 if not length:
-                    faults.add(where, "the tokenizer makes no token of this prompt")
+                    sentence = "the tokenizer makes no token of this prompt"
+                    faults.add(where, Fault(sentence, key="data.prompt.no_token"))
                 elif max_prompt_tokens is None or length <= max_prompt_tokens:
                     prompts.append(replace(prompt, id=len(prompts)))
                 elif too_long == "skip":
                     skipped.append((where, length))
                 else:
-                    room = f"more than the {max_prompt_tokens} that leave room for a response"
-                    faults.add(where, f"prompt of {length} tokens, {room}")
+                    sentence = (
+                        f"prompt of {length} tokens; expected at most {max_prompt_tokens}, "
+                        "which leave room for a response"
+                    )
+                    faults.add(where, Fault(sentence, key="data.prompt.too_long"))
                     advice = (
                         "Correct or remove these lines. For over-long prompts, raise model.encoder_seq_length, lower "
                         "model.reinforce.length_params.max_length, or set model.data.too_long=skip to leave them out."
@@ -159,7 +167,10 @@ class PromptDataset(Dataset[Prompt]):
                 f"tokens; the first is {where} with {length} tokens"
             )
         if not prompts and not skipped:
-            raise DataError(f"no prompt in {', '.join(map(str, paths))}: every line is blank")
+            raise DataError(
+                f"no prompt in {', '.join(map(str, paths))}: every line is blank",
+                key="data.prompts.all_blank",
+            )
         blend = None if weights is None else Blend(tuple(sizes), tuple(weights))
         return cls(prompts, skipped=len(skipped), blend=blend)
 
@@ -211,8 +222,10 @@ class PromptLoader:
         found, own = str(state.get("fingerprint")), self.dataset.fingerprint
         if state.get("num_prompts") == len(self.dataset) and found != own:
             raise CheckpointError(
-                f"the checkpoint was saved on other prompts: fingerprint {found[:12]} there, {own[:12]} here. Give "
-                "the same files and chat template as before, or start a new run in another folder"
+                f"the checkpoint was saved on other prompts: fingerprint {found[:12]} there, "
+                f"{own[:12]} here. Give the same files and chat template as before, or start a new "
+                "run in another folder",
+                key="checkpoint.data.other_prompts",
             )
         self.sampler.load_state_dict(state)
 
@@ -237,8 +250,11 @@ def fixed_prompts(
         count = len(prompts) if num_val_samples is None else num_val_samples
         if not 1 <= count <= len(prompts):
             which = f"validation set {name}" if name else "validation data set"
-            has = f"the {which} has {len(prompts)} prompts; expected 1 to {len(prompts)}, or null for all"
-            raise ConfigError([f"model.reinforce.num_val_samples is {num_val_samples}, but {has}"])
+            sentence = (
+                f"model.reinforce.num_val_samples is {num_val_samples}, but the {which} has "
+                f"{len(prompts)} prompts; expected 1 to {len(prompts)}, or null for all"
+            )
+            raise ConfigError([Fault(sentence, key="data.validation.too_few_prompts")])
         chosen += prompts[:count]
     return [collate_fn(shard(chosen, dp_rank, dp_size))]
 
@@ -285,7 +301,7 @@ def build_train_valid_test_rlhf_datasets(
         except DataError as error:  # the next split may have faults of its own
             errors.append(error)
     if errors:
-        raise DataError("\n".join(map(str, errors)))
+        raise DataError("\n".join(map(str, errors)), key=errors[0].key)
     train = datasets["train" if "train" in splits else "validation"]
     return RLHFDatasets(train, datasets.get("validation"), datasets.get("test"))
 
@@ -317,19 +333,22 @@ def _render(
         messages = jsonl.check_messages(content, key, ROLES, "a list of messages", texts_only=False)
         jsonl.check_prompt(messages, key)
     elif not jsonl.check_text(content, key).strip():
-        raise DataError(f"{key} is empty")
+        raise DataError(f"{key} is empty; expected a question", key="data.prompt.empty")
     elif apply_chat_template:
         if is_nemo_text(content):
             raise WrongForm(
-                f"{key} has NeMo-Aligner's markers (<extra_id_0>System), and model.data.apply_chat_template=true "
-                "would render them once more, as the words of a user. Set it to false to take the text as it is, or "
-                "make messages of it for the model's own template: reinforce-rl prepare FILE --output FOLDER"
+                f"{key} has NeMo-Aligner's markers (<extra_id_0>System), and "
+                "model.data.apply_chat_template=true would render them once more, as the words of "
+                "a user. Set it to false to take the text as it is, or make messages of it for the "
+                "model's own template: reinforce-rl prepare FILE --output FOLDER",
+                key="data.prompt.nemo_markers",
             )
         messages = [{"role": "user", "content": content}]
     system = (value.get("system") if "system" in columns.names else None) or system_prompt
     if system and not messages:
-        fault = "a plain prompt has no place for a system message"
-        raise ConfigError([f"{fault}; set model.data.apply_chat_template=true"])
+        advice = "set model.data.apply_chat_template=true"
+        sentence = f"a plain prompt has no place for a system message; {advice}"
+        raise ConfigError([Fault(sentence, key="data.system.plain_prompt")])
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": jsonl.check_text(system, "system")}, *messages]
     absent = [name for name in (*PROMPT_KEYS, SHAREGPT_KEY) if name not in columns.names and value.get(name) is None]
@@ -357,13 +376,19 @@ def _prompt_key(value: Mapping[str, Any], columns: Columns) -> str:
         raise ColumnMissing(value, "exactly one of prompt, text and messages", f"{columns.key}prompt")
     keys = [key for key in PROMPT_KEYS if value.get(key) is not None]
     if len(keys) > 1:
-        raise DataError(f"found {' and '.join(keys)}; expected exactly one of prompt, text and messages")
+        raise DataError(
+            f"found {' and '.join(keys)}; expected exactly one of prompt, text and messages",
+            key="data.prompt.several",
+        )
     if keys:
         return keys[0]
     if value.get(SHAREGPT_KEY) is not None:
         return SHAREGPT_KEY
     if len(present) > 1:
-        raise DataError(f"null in {' and '.join(present)}; expected a prompt in one of them")
+        raise DataError(
+            f"null in {' and '.join(present)}; expected a prompt in one of them",
+            key="data.prompt.null",
+        )
     return present[0]
 
 

@@ -28,9 +28,9 @@ from typing import Any, TypeVar
 
 from reinforce_rl.data.jsonl import LineFaults, Record, describe_type
 from reinforce_rl.data.splits import card_configurations, choose_files, one_split, suffix_of
-from reinforce_rl.errors import DataError
+from reinforce_rl.errors import DataError, Fault
 from reinforce_rl.utils.files import MAX_LINE_BYTES, bounded_lines
-from reinforce_rl.utils.untrusted_files import open_regular
+from reinforce_rl.utils.untrusted_files import UnreadableFileError, open_regular
 
 T = TypeVar("T")
 Rows = Iterator[tuple[str, Any]]  # the place in the file, ":LINE" or ", row N", and what `_record_of` takes
@@ -136,15 +136,20 @@ def is_hub_name(source: object) -> bool:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Put the file's name before errors of its reading."""
+    """Put the file's name before errors of its reading; they keep their keys."""
     try:
         yield
+    except UnreadableFileError:  # it names the file
+        raise
     except DataError as error:
-        raise DataError(f"{path} {error}") from error
+        raise DataError(f"{path} {error}", key=error.key) from error
     except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist") from error
+        raise DataError(f"{path} does not exist", key="data.file.missing") from error
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise DataError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
+            key="data.file.unreadable",
+        ) from error
 
 
 def files_of(source: str | Path, split: str | None = None) -> list[Path]:
@@ -166,7 +171,8 @@ def files_of(source: str | Path, split: str | None = None) -> list[Path]:
             return [_not_of_hub(file) for file in choose_files(path, default=split)]
         if stat.S_ISREG(path.stat().st_mode):
             return [path]
-        raise DataError("is not a file")  # opening a pipe would wait for its writer
+        # Opening a pipe would wait for its writer.
+        raise DataError("is not a file", key="data.file.not_regular")
 
 
 def _not_of_hub(path: Path) -> Path:
@@ -198,7 +204,7 @@ def _chosen(path: Path, default: str | None) -> list[Path]:
     raise FileNotFoundError(str(path))
 
 
-def source_fault(source: str | Path, split: str | None = None) -> str | None:
+def source_fault(source: str | Path, split: str | None = None) -> Fault | None:
     """Say why nothing can be read there, from the first bytes of its files; None if it may be."""
     try:
         for path in files_of(source, split):
@@ -209,7 +215,7 @@ def source_fault(source: str | Path, split: str | None = None) -> str | None:
                     with _open(path) as file:
                         _form_of(path, file.peek(_START_BYTES))
     except DataError as error:
-        return str(error)
+        return Fault(str(error), key=error.key)
     return None
 
 
@@ -240,14 +246,17 @@ def _form_of(path: Path, start: bytes) -> Callable[[io.BufferedReader], Rows]:
     """Choose by a file's first bytes, unpacked, and by its name."""
     suffix = suffix_of(path.name)
     if not start:
-        raise DataError("is empty")
+        raise DataError("is empty", key="data.file.empty")
     if start.startswith(b"PAR1"):
         return _parquet
     for pattern, name, advice in _UNUSABLE:
         if re.match(pattern, start):
-            raise DataError(f"is {name}; {advice}")
+            raise DataError(f"is {name}; {advice}", key="data.file.other_form")
     if suffix == ".parquet":
-        raise DataError("does not begin as a Parquet file does; see whether its download failed")
+        raise DataError(
+            "does not begin as a Parquet file does; see whether its download failed",
+            key="data.parquet.other_form",
+        )
     if suffix in (".csv", ".tsv"):
         return _separated
     if re.match(rb"\s*\[\s*[{\]]", start):
@@ -255,7 +264,10 @@ def _form_of(path: Path, start: bytes) -> Callable[[io.BufferedReader], Rows]:
     if not re.match(_CSV, start):
         return _lines
     if suffix:
-        raise DataError(f"is CSV, but its name ends in {suffix}; rename it")
+        raise DataError(
+            f"is CSV, but its name ends in {suffix}; rename it",
+            key="data.csv.other_suffix",
+        )
     return _separated
 
 
@@ -263,7 +275,7 @@ def _lines(file: io.BufferedReader) -> Rows:
     # Bytes: a line that is not UTF-8 must not hide the others.
     for number, raw in enumerate(bounded_lines(file), 1):
         if len(raw) > MAX_LINE_BYTES:
-            yield f":{number}", DataError(_TOO_LONG)
+            yield f":{number}", DataError(_TOO_LONG, key="data.line.too_long")
             return
         if raw.strip():
             yield f":{number}", raw
@@ -276,13 +288,16 @@ def _record_of(value: Any) -> dict[str, Any]:
             value = json.loads(_decoded(value), object_pairs_hook=_object_of)
         except json.JSONDecodeError as error:
             reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
-            raise DataError(f"not valid JSON ({reason})") from error
+            raise DataError(f"not valid JSON ({reason})", key="data.line.not_json") from error
         except (ValueError, RecursionError) as error:
-            raise DataError(f"not usable JSON ({error})") from error
+            raise DataError(f"not usable JSON ({error})", key="data.line.unusable_json") from error
     if isinstance(value, DataError):
         raise value
     if not isinstance(value, dict):
-        raise DataError(f"expected a JSON object, found {describe_type(value)}")
+        raise DataError(
+            f"found {describe_type(value)}; expected a JSON object",
+            key="data.line.not_an_object",
+        )
     return value
 
 
@@ -292,7 +307,10 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         twice = ", ".join(repr(name) for name, count in counts.items() if count > 1)
-        raise DataError(f"not usable JSON (an object has {twice} more than once; keep one of them)")
+        raise DataError(
+            f"not usable JSON (an object has {twice} more than once; keep one of them)",
+            key="data.json.repeated_key",
+        )
     return found
 
 
@@ -300,14 +318,20 @@ def _decoded(raw: bytes, of: str = "line") -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        advice = "save it as UTF-8, or, if it is Latin-1: iconv -f LATIN1 -t UTF-8 IN > OUT"
-        raise DataError(f"not valid UTF-8 (byte {error.start + 1} of the {of}); {advice}") from error
+        raise DataError(
+            f"not valid UTF-8 (byte {error.start + 1} of the {of}); save it as UTF-8, or, if it is "
+            "Latin-1: iconv -f LATIN1 -t UTF-8 IN > OUT",
+            key="data.text.not_utf8",
+        ) from error
 
 
 def _read_whole(file: io.BufferedReader, advice: str) -> bytes:
     data = file.read(_MAX_WHOLE_BYTES + 1)
     if len(data) > _MAX_WHOLE_BYTES:
-        raise DataError(f"holds more than {_MAX_WHOLE_BYTES} bytes; {advice}")
+        raise DataError(
+            f"holds more than {_MAX_WHOLE_BYTES} bytes; {advice}",
+            key="data.file.too_large",
+        )
     return data
 
 
@@ -316,9 +340,9 @@ def _list(file: io.BufferedReader) -> Rows:
     try:
         values = json.loads(_decoded(data, "file"), object_pairs_hook=_object_of)
     except DataError as error:
-        raise DataError(f"is {error}") from error
+        raise DataError(f"is {error}", key=error.key) from error
     except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
-        raise DataError(f"is not valid JSON: {error}") from error
+        raise DataError(f"is not valid JSON: {error}", key="data.file.not_json") from error
     for number, value in enumerate(values, 1):
         yield f", row {number}", value
 
@@ -335,24 +359,39 @@ def _separated(file: io.BufferedReader) -> Rows:
             if not header:
                 header = [name.strip() for name in row]
                 if twice := sorted({name for name in header if name and header.count(name) > 1}):
-                    yield f":{line}", DataError(f"several columns are named {', '.join(twice)}; rename all but one")
+                    fault = DataError(
+                        f"several columns are named {', '.join(twice)}; rename all but one",
+                        key="data.csv.repeated_column",
+                    )
+                    yield f":{line}", fault
                     return
             elif row:
                 found: Any = dict(zip(header, row, strict=False))
                 if len(row) != len(header):
-                    found = DataError(f"{len(row)} values, expected {len(header)}, of {', '.join(header)}")
+                    found = DataError(
+                        f"{len(row)} values; expected {len(header)}, of {', '.join(header)}",
+                        key="data.csv.wrong_number_of_values",
+                    )
                 yield f":{line}", found
             line = rows.line_num + 1
             lines.row_bytes = 0
     except csv.Error as error:
-        fault = str(error)
-        if "unexpected end" in fault:
-            fault = "a quote opens here and is never closed"
-        elif "expected after" in fault:
-            fault = f"a quote opens here and closes before other text in line {rows.line_num}; write inner ones twice"
-        yield f":{line}", DataError(fault)
+        yield f":{line}", _csv_fault(str(error), rows.line_num)
     except DataError as error:
         yield f":{rows.line_num + 1}", error
+
+
+def _csv_fault(reason: str, last_line: int) -> DataError:
+    """Say by the csv module's reason what is wrong in a row that ends in `last_line`."""
+    if "unexpected end" in reason:
+        return DataError("a quote opens here and is never closed", key="data.csv.open_quote")
+    if "expected after" in reason:
+        return DataError(
+            f"a quote opens here and closes before other text in line {last_line}; write quotes "
+            "inside of quotes twice",
+            key="data.csv.text_after_quote",
+        )
+    return DataError(reason, key="data.csv.invalid")
 
 
 class _CsvLines:
@@ -366,7 +405,7 @@ class _CsvLines:
         for line in self._lines:
             self.row_bytes += len(line)
             if self.row_bytes > MAX_LINE_BYTES:
-                raise DataError(_TOO_LONG)
+                raise DataError(_TOO_LONG, key="data.line.too_long")
             yield line
 
 
@@ -380,7 +419,7 @@ def _parquet(file: io.BufferedReader) -> Rows:
     try:
         yield from _of_batches(parquet.ParquetFile(source).iter_batches(batch_size=_AT_ONCE))
     except ArrowException as error:
-        raise DataError(f"cannot be read: {error}") from error
+        raise DataError(f"cannot be read: {error}", key="data.parquet.unreadable") from error
 
 
 def _of_batches(batches: Iterable[Any]) -> Rows:
@@ -429,8 +468,11 @@ def _datasets() -> Any:
     try:
         return importlib.import_module("datasets")
     except ImportError as error:
-        advice = "pip install 'reinforce-rl[datasets]'"
-        raise DataError(f"needs datasets, which cannot be imported ({error}); {advice}") from error
+        raise DataError(
+            f"needs the package datasets, which cannot be imported ({error}); install it: "
+            "pip install 'reinforce-rl[datasets]'",
+            key="data.datasets.not_importable",
+        ) from error
 
 
 def _data_set(path: Path, split: str | None) -> Rows:
@@ -454,7 +496,10 @@ def _data_set(path: Path, split: str | None) -> Rows:
             advice = f"; choose one: {HUB}{owner}/{name}/CONFIGURATION"
         elif "Unknown split" in str(error):
             advice = f"; choose one: {HUB}{place}:SPLIT"
-        raise DataError(f"cannot be loaded by datasets: {type(error).__name__}: {error}{advice}") from error
+        raise DataError(
+            f"cannot be loaded by datasets: {type(error).__name__}: {error}{advice}",
+            key="data.datasets.not_loaded",
+        ) from error
     if isinstance(data_set, dict):  # a DatasetDict
         data_set = _split_of_dict(data_set, f"{HUB}{place}", split)
     # As stored: images and sounds are not decoded.
@@ -467,5 +512,8 @@ def _split_of_dict(splits: Mapping[str, Any], place: str, split: str | None) -> 
     if split is None or split not in splits:
         missing = f"none of them {split}, " if split else ""
         names = ", ".join(splits)
-        raise DataError(f"has several splits, {missing}{names}; choose one: {place}:{next(iter(splits))}")
+        raise DataError(
+            f"has several splits, {missing}{names}; choose one: {place}:{next(iter(splits))}",
+            key="data.split.several",
+        )
     return splits[split]

@@ -20,7 +20,7 @@ from reinforce_rl.data import jsonl
 from reinforce_rl.data.conversation import DATE_FUNCTION, KWARGS_KEY, TOOLS_KEY, Conversation, kwargs_faults
 from reinforce_rl.data.template_bounds import TemplateBoundError, bound_chat_templates
 from reinforce_rl.data.tokenizer import encode_all
-from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.errors import ConfigError, DataError, Fault
 from reinforce_rl.utils.control_characters import quoted
 from reinforce_rl.utils.untrusted_files import MAX_JSON_BYTES, read_bounded
 
@@ -75,16 +75,19 @@ class ChatRenderer:
         if options.sanitize_control_tokens and not _can_sanitize(tokenizer):
             import transformers
 
-            faults.append(
-                f"{options.section}sanitize_control_tokens is true, but transformers {transformers.__version__} has "
-                "no such argument of apply_chat_template; install a release that has it, such as 5.23"
+            sentence = (
+                f"{options.section}sanitize_control_tokens is true, but in transformers "
+                f"{transformers.__version__} apply_chat_template has no such argument; install a "
+                "release that has it, such as 5.23"
             )
+            faults.append(Fault(sentence, key="chat_template.sanitize.not_supported"))
         if tokenizer.chat_template:
             for name in self.unread(options.kwargs):
-                faults.append(
+                sentence = (
                     f"{options.section}{KWARGS_KEY}.{name} has no effect: the chat template of "
                     f"{tokenizer.name_or_path} does not read {name}"
                 )
+                faults.append(Fault(sentence, key="chat_template.argument.not_read"))
         if faults:
             raise ConfigError(faults)
 
@@ -175,7 +178,10 @@ class ChatRenderer:
             probed[index] = {**message, "content": f"{content}\n{_PROBE}"}
             if _PROBE not in self._apply(replace(conversation, messages=tuple(probed)), **as_text):
                 advice = _ADVICE_OF_ROLE.get(role, "give it another role, such as system")
-                raise DataError(f"the chat template leaves out the {role} message, number {index}; {advice}")
+                raise DataError(
+                    f"the chat template leaves out the {role} message, number {index}; {advice}",
+                    key="chat_template.message.left_out",
+                )
         return text
 
     def _apply(self, conversation: Conversation, **options: Any) -> Any:
@@ -184,7 +190,10 @@ class ChatRenderer:
         if not any("tool_calls" in message for message in messages):
             return self._call(template, messages, conversation, options)
         if "tool_calls" not in template:
-            raise DataError("a message has tool_calls, which the chat template does not write")
+            raise DataError(
+                "a message has tool_calls, which the chat template does not write",
+                key="chat_template.tool_calls.not_written",
+            )
         refusals: list[DataError] = []
         # Most templates want arguments as objects, as vLLM passes them, and no content beside
         # calls, as transformers does; DeepSeek-V3's joins arguments as texts, and a content.
@@ -195,7 +204,10 @@ class ChatRenderer:
                     rendered = self._call(template, form, conversation, options)
                     text = self._call(template, form, conversation, _AS_TEXT) if options["tokenize"] else rendered
                     if is_object and _has_python_form(text, form):
-                        raise DataError("the chat template writes tool_calls in Python's form")
+                        raise DataError(
+                            "the chat template writes tool_calls in Python's form; expected JSON",
+                            key="chat_template.tool_calls.python_form",
+                        )
                     return rendered
                 except DataError as error:
                     refusals.append(error)
@@ -204,18 +216,25 @@ class ChatRenderer:
     def _template(self, conversation: Conversation) -> str:
         tokenizer = self.tokenizer
         if not tokenizer.chat_template:
-            needed = "which messages and model.data.apply_chat_template=true need"
-            advice = "take the folder of a chat model, or plain prompts without it"
-            raise ConfigError([f"the tokenizer of {tokenizer.name_or_path} has no chat template, {needed}; {advice}"])
+            sentence = (
+                f"the tokenizer of {tokenizer.name_or_path} has no chat template, which messages "
+                "and model.data.apply_chat_template=true need; take the folder of a chat model, or "
+                "plain prompts without that setting"
+            )
+            raise ConfigError([Fault(sentence, key="chat_template.template.missing")])
         tools = [dict(tool) for tool in conversation.tools]
         try:
             template = tokenizer.get_chat_template(None, tools or None)
         except ValueError as error:  # several named templates, and none is the default
-            raise ConfigError([f"the tokenizer of {tokenizer.name_or_path}: {error}"]) from error
+            sentence = f"the tokenizer of {tokenizer.name_or_path}: {error}"
+            fault = Fault(sentence, key="chat_template.template.several")
+            raise ConfigError([fault]) from error
         if tools and not re.search(r"\btools\b", template):
             raise DataError(
-                f"{TOOLS_KEY} has {len(tools)} tools, which the chat template does not read; take a model whose "
-                "template does, or give the column another name: +model.data.fields.rename.NAME=tools"
+                f"{TOOLS_KEY} has {len(tools)} tools, which the chat template does not read; take "
+                "a model whose template does, or give the column another name: "
+                "+model.data.fields.rename.NAME=tools",
+                key="chat_template.tools.not_read",
             )
         return self._frozen_date + template if DATE_FUNCTION in template else template
 
@@ -237,16 +256,19 @@ class ChatRenderer:
             )
         except TemplateBoundError as error:
             # Not of one conversation alone: the next one would take as long.
-            raise ConfigError(
-                [
-                    f"the chat template of {self.tokenizer.name_or_path} {error} for a conversation of "
-                    f"{len(messages)} messages; it is damaged or hostile: take another model's folder, or correct "
-                    "the template"
-                ]
-            ) from error
+            sentence = (
+                f"the chat template of {self.tokenizer.name_or_path} {error} for a conversation of "
+                f"{len(messages)} messages; it is damaged or hostile: take another model's folder, "
+                "or correct the template"
+            )
+            fault = Fault(sentence, key="chat_template.bound.exceeded")
+            raise ConfigError([fault]) from error
         except Exception as error:  # such as roles that do not alternate; a template may raise anything
             reason = quoted(error)  # of any length
-            raise DataError(f"the chat template refuses these messages: {reason}") from error
+            raise DataError(
+                f"the chat template refuses these messages: {reason}",
+                key="chat_template.messages.refused",
+            ) from error
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message in the form that templates read."""
@@ -306,7 +328,8 @@ def _date_macro(options: TemplateOptions) -> str:
         day = date.fromisoformat(options.date)
     except ValueError as error:
         key = f"{options.section}chat_template_date"
-        raise ConfigError([f"{key} is {options.date!r}; expected a date such as 2026-01-31"]) from error
+        sentence = f"{key} is {options.date!r}; expected a date such as 2026-01-31"
+        raise ConfigError([Fault(sentence, key="chat_template.date.invalid")]) from error
     # "%%" first: what it stands for must not begin another directive.
     filters = ['replace("%%", "\\0")']
     for letter in string.ascii_letters:

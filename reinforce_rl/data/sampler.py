@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from reinforce_rl.errors import CheckpointError, ConfigError
+from reinforce_rl.errors import CheckpointError, ConfigError, Fault
 
 T = TypeVar("T")
 
@@ -30,15 +30,20 @@ class Blend:
     weights: tuple[float, ...]  # one per file, above 0; need not sum to 1
 
     def __post_init__(self) -> None:
-        told, faults = "model.data.data_prefix.train gives a weight to file number", []
-        for i, (size, weight, draws) in enumerate(zip(self.sizes, self.weights, self.draws, strict=True), 1):
+        key = "model.data.data_prefix.train"
+        faults: list[Fault] = []
+        files = zip(self.sizes, self.weights, self.draws, strict=True)
+        for number, (size, weight, draws) in enumerate(files, 1):
             if size == 0:
-                faults.append(f"{told} {i}, which has no prompt")
+                sentence = f"{key} gives file number {number} a weight, but it has no prompt; omit it"
+                faults.append(Fault(sentence, key="data.weights.file_without_prompts"))
             elif draws == 0:
-                faults.append(
-                    f"{told} {i}, {weight} of {math.fsum(self.weights)}, that is less than one draw in an epoch of "
+                sentence = (
+                    f"{key} gives file number {number} the weight {weight} of "
+                    f"{math.fsum(self.weights)}, which is less than one draw in an epoch of "
                     f"{self.num_prompts}; raise it or leave the file out"
                 )
+                faults.append(Fault(sentence, key="data.weights.too_small"))
         if faults:
             raise ConfigError(faults)
 
@@ -160,15 +165,18 @@ class PromptSampler:
         ]
         if differences:
             raise CheckpointError(
-                f"the saved sampler state is of another run: {'; '.join(differences)}. Its position means nothing in "
-                "this order of prompts: set these back to what they were, or start a new run in another folder"
+                f"the saved sampler state is of another run: {'; '.join(differences)}. Its "
+                "position means nothing in this order of prompts: set these back to what they "
+                "were, or start a new run in another folder",
+                key="checkpoint.sampler.other_run",
             )
         found = {name: state.get(name) for name in names}
         whole = [value for value in found.values() if isinstance(value, int) and value >= 0]
         if len(whole) < len(names) or whole[1] >= self.num_prompts:
             raise CheckpointError(
                 f"the saved sampler state has {found}; expected whole numbers from 0, position below "
-                f"{self.num_prompts}. Go on from another checkpoint, or start a new run"
+                f"{self.num_prompts}. Go on from another checkpoint, or start a new run",
+                key="checkpoint.sampler.invalid",
             )
         self.epoch, self.position, self.consumed_prompts = whole
 

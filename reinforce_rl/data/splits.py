@@ -16,7 +16,12 @@ from typing import Any
 import yaml
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.utils.untrusted_files import MAX_JSON_DEPTH, parse_yaml, read_bounded
+from reinforce_rl.utils.untrusted_files import (
+    MAX_JSON_DEPTH,
+    UnreadableFileError,
+    parse_yaml,
+    read_bounded,
+)
 
 _MAX_RECURSIVE = 2  # "**" in a pattern of a data set's card
 SUFFIX = re.compile(r"(\.jsonl|\.ndjson|\.json|\.csv|\.tsv|\.parquet)?(?:\.gz|\.bz2|\.xz|\.zst)?$", re.IGNORECASE)
@@ -70,20 +75,31 @@ def choose_files(folder: Path, configuration: str = "", split: str = "", default
     """
     parts, preferred = _parts_of(folder)
     if not parts:
-        raise DataError("is a folder of no file of a known form")
+        raise DataError(
+            "is a folder without a file of a known form",
+            key="data.folder.no_known_file",
+        )
     names = list(dict.fromkeys(part.configuration for part in parts))
     if configuration and configuration not in names:
-        raise DataError(f"has no configuration {configuration}; expected one of {_listed(names)}")
+        raise DataError(
+            f"has no configuration {configuration}; expected one of {_listed(names)}",
+            key="data.configuration.unknown",
+        )
     is_preferred = bool(preferred) and preferred in names
     if not configuration and len(names) > 1 and not is_preferred:
         if "" in names:
-            own = next(part.files[0].name for part in parts if not part.configuration)
-            others = _listed(filter(None, names))
+            example = next(part.files[0].name for part in parts if not part.configuration)
+            folders = _listed(filter(None, names))
+            pattern = f"{folder}/*{SUFFIX.findall(example)[0]}"
             raise DataError(
-                f"has data files of its own, such as {own}, and others in {others}; give one of these "
-                f"folders, or a pattern: '{folder}/*{SUFFIX.findall(own)[0]}'"
+                f"has data files, such as {example}, and folders with data files, {folders}; give "
+                f"one of these folders, or a pattern: '{pattern}'",
+                key="data.configuration.files_beside_folders",
             )
-        raise DataError(f"has several configurations: {_listed(names)}; choose one: {folder / names[0]}")
+        raise DataError(
+            f"has several configurations: {_listed(names)}; choose one: {folder / names[0]}",
+            key="data.configuration.several",
+        )
     wanted = configuration or (preferred if is_preferred else names[0])
     chosen = {part.split: list(part.files) for part in parts if part.configuration == wanted}
     place = f"{folder / wanted}" if len(names) > 1 or configuration else f"{folder}"
@@ -105,8 +121,9 @@ def _refuse_copies(files: Iterable[Path]) -> None:
         if len(examples) > 1:
             names = " and ".join(example.name for example in examples)
             raise DataError(
-                f"has one split in several forms, {names}, which may be the same records; give one of them, "
-                f"such as {path}, or a pattern"
+                f"has one split in several forms, {names}, which may hold the same records; give "
+                f"one of these files, such as {path}, or a pattern",
+                key="data.split.several_forms",
             )
 
 
@@ -115,19 +132,27 @@ def _of_split(chosen: Mapping[str, list[Path]], place: str, split: str, default:
     if split:
         name = split if split in chosen else _KEYWORDS.get(split, split)
         if name not in chosen:
-            raise DataError(f"has no split {split}; expected one of {_listed(named) or 'none'}")
+            raise DataError(
+                f"has no split {split}; expected one of {_listed(named) or 'none'}",
+                key="data.split.unknown",
+            )
         return chosen[name]
     if len(chosen) == 1:
         return next(iter(chosen.values()))
     if "" in chosen:
         raise DataError(
-            f"has files of the splits {_listed(named)} and others whose names tell no split, such as "
-            f"{chosen[''][0].name}; give files of it, or a pattern, or one split: {place}:{named[0]}"
+            f"has files of the splits {_listed(named)}, and files whose names tell no split, such "
+            f"as {chosen[''][0].name}; give single files, or a pattern, or one split: "
+            f"{place}:{named[0]}",
+            key="data.split.files_of_none",
         )
     if default is not None and default in chosen:
         return chosen[default]
     missing = f"none of them {default}, " if default else ""
-    raise DataError(f"has several splits, {missing}{_listed(named)}; choose one: {place}:{named[0]}")
+    raise DataError(
+        f"has several splits, {missing}{_listed(named)}; choose one: {place}:{named[0]}",
+        key="data.split.several",
+    )
 
 
 def one_split(paths: Iterable[Path], root: Path) -> list[Path]:
@@ -137,7 +162,10 @@ def one_split(paths: Iterable[Path], root: Path) -> list[Path]:
     by_split.pop("", None)
     if len(by_split) > 1:
         examples = ", ".join(f"{name} ({path.name})" for name, path in by_split.items())
-        raise DataError(f"matches several splits: {examples}; narrow the pattern, or give the files as a list")
+        raise DataError(
+            f"matches several splits: {examples}; narrow the pattern, or give the files as a list",
+            key="data.pattern.several_splits",
+        )
     return files
 
 
@@ -175,17 +203,23 @@ def _card(folder: Path) -> list[dict[str, Any]]:
         content = read_bounded(folder / "README.md", max_bytes=_MAX_CARD_BYTES)
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise DataError(f"cannot be read: {error}") from error
+    except UnreadableFileError as error:
+        raise DataError(f"cannot be read: {error}", key=error.key) from error
     text = content.decode("utf-8", "replace")
     front_matter = _CARD.match(text)
     try:
         card = _parse_card(front_matter[1]) if front_matter else None
     except ValueError as error:
-        raise DataError(f"has a README.md whose YAML cannot be read: {error}") from error
+        raise DataError(
+            f"has a README.md whose YAML cannot be read: {error}",
+            key="data.card.not_yaml",
+        ) from error
     configs = (card.get("configs") if isinstance(card, dict) else None) or []
     if not isinstance(configs, list):
-        raise DataError("has a README.md whose configs is no list, which `datasets` expects")
+        raise DataError(
+            "has a README.md whose configs is no list; `datasets` expects a list",
+            key="data.card.configs_not_a_list",
+        )
     return [
         config for config in configs if isinstance(config, dict) and ("data_files" in config or "data_dir" in config)
     ]
@@ -224,10 +258,16 @@ def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:
             wanted = re.sub(r"(^|/)\*\*$", r"\1**/*", pattern.lstrip("/"))
             # Each takes every folder below every folder that the one before it took.
             if wanted.count("**") > _MAX_RECURSIVE:
-                raise DataError(f"has a README.md with the pattern {pattern[:100]}: more than {_MAX_RECURSIVE} **")
+                raise DataError(
+                    f"has a README.md that names {pattern[:100]}; expected at most {_MAX_RECURSIVE} **",
+                    key="data.card.wide_pattern",
+                )
             matches = sorted(path for path in base.glob(wanted) if path.is_file() and not _is_hidden(path, base))
             if not matches:
-                raise DataError(f"has no file {pattern}, which its README.md names for {name}, {split}")
+                raise DataError(
+                    f"has no file {pattern}, which its README.md names for {name}, {split}",
+                    key="data.card.missing_file",
+                )
             files.update(dict.fromkeys(matches))
         yield Part(name, split, tuple(files))
 
@@ -235,7 +275,10 @@ def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:
 def _below(folder: Path, relative: str, name: str) -> Path:
     """Return a path that a README.md gives for a configuration; DataError if it could leave the folder."""
     if Path(relative).is_absolute() or ".." in Path(relative).parts:
-        raise DataError(f"has a README.md that names {relative} for {name}; expected files of this folder")
+        raise DataError(
+            f"has a README.md that names {relative} for {name}; expected files of this folder",
+            key="data.card.path_outside",
+        )
     return folder / relative
 
 

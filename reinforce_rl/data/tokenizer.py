@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from reinforce_rl.data.tokenizer_bounds import loaded_fault, tokenizer_fault
-from reinforce_rl.errors import ConfigError
-from reinforce_rl.utils.untrusted_files import check_model_files, read_model_json
+from reinforce_rl.errors import ConfigError, Fault
+from reinforce_rl.utils.untrusted_files import (
+    UnreadableFileError,
+    check_model_files,
+    read_model_json,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,45 +124,57 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """
     folder = Path(folder)
     if not os.path.isdir(folder):  # Path.is_dir would raise where the path may not be read
-        raise ConfigError([f"tokenizer folder {folder} does not exist; expected a Hugging Face model folder"])
+        sentence = f"tokenizer folder {folder} does not exist; expected a Hugging Face model folder"
+        raise ConfigError([Fault(sentence, key="tokenizer.folder.missing")])
     try:
         check_model_files(folder)
         fault = tokenizer_fault(folder)
         names = _names_of_config(folder)
+    except UnreadableFileError as error:
+        raise ConfigError([Fault(str(error), key=error.key)]) from error
     except OSError as error:
-        raise ConfigError([str(error)]) from error
+        raise ConfigError([Fault(str(error), key="tokenizer.file.unreadable")]) from error
     except ValueError as error:
-        raise ConfigError([f"{folder} holds no tokenizer: {error}"]) from error
+        sentence = f"{folder} holds no tokenizer: {error}"
+        raise ConfigError([Fault(sentence, key="tokenizer.file.invalid")]) from error
     if fault:
-        raise ConfigError([f"{fault}; it is not used"])
+        raise ConfigError([Fault(f"{fault}; it is not used", key=fault.key)])
     try:
         tokenizer = _from_pretrained(folder, names)
     except BaseException as error:  # transformers' errors vary
         if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
             raise
-        reason = str(error)
-        if _NEEDS_CODE in reason:
-            reason = (
-                "it needs code of its own (auto_map), which is not run; expected a tokenizer of a "
-                "class that transformers has"
-            )
-        raise ConfigError([f"{folder} holds no tokenizer that transformers can load: {reason}"]) from error
+        raise ConfigError([_loading_fault(folder, str(error))]) from error
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ConfigError(
-            [
-                f"the tokenizer in {folder} is a {type(tokenizer).__name__}, whose rules cannot be checked; "
-                "expected one of the tokenizers library, which tokenizer.json holds"
-            ]
+        sentence = (
+            f"the tokenizer in {folder} is a {type(tokenizer).__name__}, whose rules cannot be "
+            "checked; expected one of the tokenizers library, which tokenizer.json holds"
         )
+        raise ConfigError([Fault(sentence, key="tokenizer.rules.not_known")])
     try:
         fault = loaded_fault(backend)
     except ValueError as error:
         sentence = f"the rules of the tokenizer in {folder} cannot be checked: {error}"
-        raise ConfigError([sentence]) from error
+        raise ConfigError([Fault(sentence, key="tokenizer.rules.unreadable")]) from error
     if fault:
-        raise ConfigError([f"the tokenizer in {folder}: {fault}; it is not used"])
+        sentence = f"the tokenizer in {folder}: {fault}; it is not used"
+        raise ConfigError([Fault(sentence, key=fault.key)])
     return tokenizer
+
+
+def _loading_fault(folder: Path, reason: str) -> Fault:
+    """Say by transformers' reason why it cannot load a tokenizer."""
+    if _NEEDS_CODE in reason:
+        return Fault(
+            f"{folder} holds a tokenizer that needs code of its own (auto_map), which is not run; "
+            "expected a tokenizer of a class that transformers has",
+            key="tokenizer.folder.needs_code",
+        )
+    return Fault(
+        f"{folder} holds no tokenizer that transformers can load: {reason}",
+        key="tokenizer.folder.not_loadable",
+    )
 
 
 def _names_of_config(folder: Path) -> dict[str, str]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reinforce_rl.errors import Fault
 from reinforce_rl.utils.untrusted_files import leads_out, link_root, parse_json, read_bounded
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ _SHOWN = 200  # characters of a value in a message
 _MAX_REPLACEMENT_BYTES = 100  # of a Precompiled rule; U+FDFA, the longest of NFKC, becomes 33 bytes
 
 
-def tokenizer_fault(folder: Path) -> str | None:
+def tokenizer_fault(folder: Path) -> Fault | None:
     """Say which tokenizer file of a model's folder makes too much of a text, or leads elsewhere; None if none does.
 
     Raises OSError or ValueError if one cannot be read.
@@ -73,11 +74,11 @@ def tokenizer_fault(folder: Path) -> str | None:
         if path.name != "config.json":
             fault = fault or _fault_of_names(values, path) or _fault_of(values)
         if fault:
-            return f"{path}: {fault}"
+            return Fault(f"{path}: {fault}", key=fault.key)
     return None
 
 
-def loaded_fault(tokenizer: Tokenizer) -> str | None:
+def loaded_fault(tokenizer: Tokenizer) -> Fault | None:
     """Say what a loaded tokenizer makes too much of; None if it does not.
 
     Its rules may come from a file of another form, such as a SentencePiece model.
@@ -91,20 +92,29 @@ def loaded_fault(tokenizer: Tokenizer) -> str | None:
         return fault
     longest = max(map(len, tokenizer.get_vocab()), default=0)
     if longest > MAX_TOKEN_LENGTH:
-        return f"it has a token of {longest} characters; expected at most {MAX_TOKEN_LENGTH}"
+        return Fault(
+            f"it has a token of {longest} characters; expected at most {MAX_TOKEN_LENGTH}",
+            key="tokenizer.token.too_long",
+        )
     return None
 
 
-def _fault_of_class(values: dict[str, Any]) -> str | None:
+def _fault_of_class(values: dict[str, Any]) -> Fault | None:
     if values.get("model_type") == _COMPOSED:
-        return f"model_type is {_COMPOSED!r}, whose tokenizer loads others; expected the model of one tokenizer"
+        return Fault(
+            f"model_type is {_COMPOSED!r}, whose tokenizer loads others; expected one tokenizer",
+            key="tokenizer.model.several_tokenizers",
+        )
     name = values.get(_CLASS)
     if name is None or (isinstance(name, str) and _CLASS_NAME.fullmatch(name)):
         return None
-    return f"{_CLASS} is {str(name)[:_SHOWN]!r}; expected the name of a tokenizer's class, such as LlamaTokenizer"
+    return Fault(
+        f"{_CLASS} is {str(name)[:_SHOWN]!r}; expected a tokenizer's class, such as LlamaTokenizer",
+        key="tokenizer.class.unknown",
+    )
 
 
-def _fault_of_names(values: dict[str, Any], path: Path) -> str | None:
+def _fault_of_names(values: dict[str, Any], path: Path) -> Fault | None:
     """Return the fault if a tokenizer's file redirects to an unchecked file or has too many keys or tokens.
 
     Args:
@@ -117,21 +127,31 @@ def _fault_of_names(values: dict[str, Any], path: Path) -> str | None:
     folder = path.parent
     others = [str(name) for name in _list(values.get(_FILES)) if name != _FILE]
     if others:
-        return (
+        return Fault(
             f"{_FILES} names {others[0][:_SHOWN]}, which transformers may read in place of {_FILE}; "
-            "take this key away, or put that file in place of the other"
+            "take this key away, or put that file in place of the other",
+            key="tokenizer.file.not_the_checked_one",
         )
     for key in _PATHS:
         name = values.get(key)
         if isinstance(name, str) and not (folder / _FILE).is_file() and _is_outside(name, folder):
-            return f"{key} is {name[:_SHOWN]!r}, a file outside of {folder}; expected a file of this folder"
+            return Fault(
+                f"{key} is {name[:_SHOWN]!r}, a file outside of {folder}; expected one inside",
+                key="tokenizer.file.outside",
+            )
     bound = _LONGEST["added_tokens"] if path.name == _ADDED_TOKENS_FILE else _MAX_KEYS
     if len(values) > bound:
-        return f"it has {len(values)} keys; expected at most {bound}"
+        return Fault(
+            f"it has {len(values)} keys; expected at most {bound}",
+            key="tokenizer.file.too_many_keys",
+        )
     for key, longest in _LONGEST.items():
         tokens = values.get(key)
         if isinstance(tokens, list | dict) and len(tokens) > longest:
-            return f"{key} has {len(tokens)} tokens; expected at most {longest}"
+            return Fault(
+                f"{key} has {len(tokens)} tokens; expected at most {longest}",
+                key="tokenizer.file.too_many_tokens",
+            )
     return None
 
 
@@ -142,33 +162,50 @@ def _is_outside(name: str, folder: Path) -> bool:
         return False
 
 
-def _fault_of(rules: dict[str, Any]) -> str | None:
+def _fault_of(rules: dict[str, Any]) -> Fault | None:
     for part in _PARTS:
         if fault := _fault_of_part(list(_rules_of(rules.get(part)))):
-            return f"its {part} {fault}"
+            return Fault(f"its {part} {fault}", key=fault.key)
     return None
 
 
-def _fault_of_part(rules: list[dict[str, Any]]) -> str | None:
+def _fault_of_part(rules: list[dict[str, Any]]) -> Fault | None:
     if len(rules) > MAX_RULES:
-        return f"has {len(rules)} rules, expected at most {MAX_RULES}"
+        return Fault(
+            f"has {len(rules)} rules; expected at most {MAX_RULES}",
+            key="tokenizer.rules.too_many",
+        )
     growth = 1.0
     added_tokens = 0
     counts = Counter(str(rule.get("type")) for rule in rules)
     for rule in rules:
         # The library would guess the type by the other keys.
         if not isinstance(rule.get("type"), str):
-            return "has a rule without a type"
+            return Fault("has a rule without a type", key="tokenizer.rules.no_type")
         if rule["type"] == "Precompiled" and _longest_replacement(rule) > _MAX_REPLACEMENT_BYTES:
-            return f"makes more than {_MAX_REPLACEMENT_BYTES} bytes of a character"
+            return Fault(
+                f"makes more than {_MAX_REPLACEMENT_BYTES} bytes of a character",
+                key="tokenizer.rules.long_replacement",
+            )
         growth *= _growth(rule)
         added_tokens += _added_tokens(rule)
     if growth > MAX_GROWTH:
-        return f"makes a text more than {MAX_GROWTH} times as long"
+        return Fault(
+            f"makes a text more than {MAX_GROWTH} times as long",
+            key="tokenizer.rules.longer_text",
+        )
     if added_tokens > MAX_ADDED_TOKENS:
-        return f"adds more than {MAX_ADDED_TOKENS} tokens to a text"
+        return Fault(
+            f"adds more than {MAX_ADDED_TOKENS} tokens to a text",
+            key="tokenizer.rules.added_tokens",
+        )
     repeated = [kind for kind in _ONCE if counts[kind] > 1]
-    return f"has {repeated[0]} {counts[repeated[0]]} times, expected once" if repeated else None
+    if repeated:
+        return Fault(
+            f"has {repeated[0]} {counts[repeated[0]]} times; expected it once",
+            key="tokenizer.rules.repeated",
+        )
+    return None
 
 
 def _rules_of(part: Any) -> Iterator[dict[str, Any]]:

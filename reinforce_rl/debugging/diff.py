@@ -122,7 +122,10 @@ def diff(first: str | Path, second: str | Path) -> RunDiff:
     steps = sorted(set(runs[0].sample_steps()) & set(runs[1].sample_steps()))
     if not steps:
         texts = [f"{run.path / 'rollouts'} has {_range(run.sample_steps())}" for run in runs]
-        raise DataError(f"the two runs have no recorded step in common: {'; '.join(texts)}")
+        raise DataError(
+            f"the two runs have no recorded step in common: {'; '.join(texts)}",
+            key="diff.steps.none_in_common",
+        )
     files = [record_files(run.path) for run in runs]
     records = {
         step: (read_record(runs[0].path, step), read_record(runs[1].path, step))

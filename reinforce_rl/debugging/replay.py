@@ -37,7 +37,7 @@ from reinforce_rl.debugging.replay_results import PhaseResult, Replay
 from reinforce_rl.debugging.rescore import Rescorer
 from reinforce_rl.debugging.stored import StoredRun, StoredStep
 from reinforce_rl.debugging.whatif_settings import with_overrides
-from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.errors import ConfigError, DataError, Fault
 from reinforce_rl.evaluation.evaluate import reward_overrides
 from reinforce_rl.megatron.checkpointer import Checkpoint, checkpoint_up_to
 from reinforce_rl.megatron.mesh import Mesh
@@ -94,7 +94,8 @@ def replay(
             other settings.
     """
     if phase not in (*PHASES, "all"):
-        raise ConfigError([f"--phase is {phase!r}; expected one of {', '.join(PHASES)}, all"])
+        sentence = f"--phase is {phase!r}; expected one of {', '.join(PHASES)}, all"
+        raise ConfigError([Fault(sentence, key="replay.phase.unknown")])
     stored = StoredRun(run)
     step = max(record_files(stored.path), default=0) if step is None else step
     recorded = read_record(stored.path, step)
@@ -130,7 +131,8 @@ def replay(
             if changed := _matters(stored, number, step):
                 raise DataError(
                     f"step {number} was made with other settings than step {step}, and there is no checkpoint between "
-                    f"them: {changed}. Expected the same settings since step {first}; replay a step before the change"
+                    f"them: {changed}. Expected the same settings since step {first}; replay a step before the change",
+                    key="replay.settings.changed_since_checkpoint",
                 )
         with configured_mesh(isolated) as mesh, contextlib.ExitStack() as stack:
             if mesh.is_main:
@@ -146,7 +148,8 @@ def _threads(recorded: StepRecord) -> int:
     if type(threads) is not int or not 1 <= threads <= _MOST_THREADS:
         raise DataError(
             f"step {recorded.step}: its record has {str(threads)[:100]} threads; expected 1 to "
-            f"{_MOST_THREADS} on this machine. Replay it on a machine with more cores"
+            f"{_MOST_THREADS} on this machine. Replay it on a machine with more cores",
+            key="replay.threads.out_of_range",
         )
     return threads
 

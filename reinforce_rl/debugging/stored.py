@@ -38,15 +38,17 @@ class StoredStep:
             self.needs_tokens("the KL is computed from them")
         raise DataError(
             f"step {self.step}: its record has no log-probs of the reference, as the run had "
-            "trainer.reinforce.initial_policy_kl_penalty=0, and a KL was asked for; set that key to 0, or take a run "
-            "that had a KL"
+            "trainer.reinforce.initial_policy_kl_penalty=0, but a KL was asked for; set that key to 0, or "
+            "take a run that had a KL",
+            key="samples.tokens.no_reference_log_probs",
         )
 
     def needs_tokens(self, why: str) -> None:
         if not self.batch.sequences.numel():
             raise DataError(
-                f"step {self.step}: its samples were recorded without tokens, and {why}; expected a step that "
-                "exp_manager.record_tokens_every divides, of a run of this version"
+                f"step {self.step}: its samples were recorded without tokens, but {why}; expected a step that "
+                "exp_manager.record_tokens_every divides, of a run of this version",
+                key="samples.tokens.not_recorded",
             )
 
 
@@ -67,8 +69,9 @@ class StoredRun:
         text, _ = settings_of(self.path, step)
         if not text:
             raise DataError(
-                f"{self.path} has no {CONFIG_FILE}; expected the settings that its steps were made with. Copy it from "
-                "where the run was"
+                f"{self.path} has no {CONFIG_FILE}; expected the settings that its steps were made with. "
+                "Copy it from where the run was",
+                key="run.config.missing",
             )
         if text not in self._settings:
             tree = parse_values(text, f"{self.path}: the settings of step {step}")
@@ -121,7 +124,8 @@ def _check(rows: Sequence[RolloutRow], tokens: Sequence[SampleTokens], file: Pat
         if known.setdefault(row.prompt_id, one.prompt_tokens) != one.prompt_tokens:
             raise DataError(
                 f"{file}: prompt {row.prompt_id}, sample {row.sample_id} has other prompt_tokens than the first "
-                "sample of its prompt; the file was changed or damaged since the run wrote it. Restore it"
+                "sample of its prompt; the file was changed or damaged since the run wrote it. Restore it",
+                key="samples.tokens.prompts_differ",
             )
 
 

@@ -20,7 +20,7 @@ from reinforce_rl.debugging.rescore import Rescorer
 from reinforce_rl.debugging.stored import StoredRun, StoredStep
 from reinforce_rl.debugging.whatif_results import ZERO, SampleChange, StepChange, WhatIf, correlation, cosine
 from reinforce_rl.debugging.whatif_settings import Settings
-from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.errors import ConfigError, DataError, Fault
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.monitoring.metrics import group_spread
 from reinforce_rl.monitoring.report import overview
@@ -143,16 +143,19 @@ def _chosen(stored: StoredRun, steps: str | None) -> range:
     known = stored.run.sample_steps()
     if not known:
         raise DataError(
-            f"{stored.path} has no record of a training step; expected files in {stored.path / 'rollouts'}"
+            f"{stored.path} has no record of a training step; expected files in {stored.path / 'rollouts'}",
+            key="whatif.run.no_steps",
         )
     found = re.fullmatch(r"(\d*)(:?)(\d*)", str(known[-1]) if steps is None else steps)
     if found is None or not (found[1] or found[3]):
-        raise ConfigError([f"--steps is {steps!r}; expected a step such as 12, or a range such as 10:20, 10: or :20"])
+        sentence = f"--steps is {steps!r}; expected a step such as 12, or a range such as 10:20, 10: or :20"
+        raise ConfigError([Fault(sentence, key="whatif.steps.invalid")])
     first = int(found[1] or known[0])
     last = int(found[3] or known[-1]) if found[2] else first
     if first > last:
         has = f"the run has recorded steps {known[0]} to {known[-1]}"
-        raise ConfigError([f"--steps is {steps!r}, whose first step is after its last; {has}"])
+        sentence = f"--steps is {steps!r}, whose first step is after its last; {has}"
+        raise ConfigError([Fault(sentence, key="whatif.steps.backwards")])
     for number in range(first, last + 1):
         if number not in known:
             stored.run.samples(number)  # says which there are
@@ -164,8 +167,9 @@ def _check_all_before(stored: StoredRun, first: int, whose: str) -> None:
     if missing:
         raise DataError(
             f"the {whose} have a state that goes on from step to step (a baseline of past rewards, "
-            f"standardisation=running or kl_target), and {stored.path / 'rollouts'} has no step {missing[0]} to begin "
-            "with; expected all steps from 1 on. Take settings without a state, or bring the missing files back"
+            f"standardisation=running or kl_target), but {stored.path / 'rollouts'} lacks step {missing[0]}; "
+            "expected all steps from 1 on. Take settings without a state, or bring the missing files back",
+            key="whatif.steps.missing",
         )
 
 
@@ -182,8 +186,9 @@ def _check(step: StoredStep, data: ReinforceBatch) -> float:
         raise DataError(
             f"step {step.step}: the run's own settings give prompt {row.prompt_id}, sample {row.sample_id} the "
             f"advantage {float(data.sequence_advantages[worst]):.6g}, but its record has {row.advantage:.6g}; "
-            f"expected the same within {TOLERANCE * scale:.0e}. The record or config.yaml was changed, or a "
-            "reinforce_rl that computed otherwise made them: take that one"
+            f"expected the same within {TOLERANCE * scale:.0e}. The record or config.yaml was changed, or "
+            "another reinforce_rl, which computed otherwise, made them: take that one",
+            key="whatif.advantages.differ",
         )
     return float(differences[worst])
 

@@ -10,7 +10,7 @@ from typing import Any
 from reinforce_rl.config.actor import ReinforceConfig, TrainConfig
 from reinforce_rl.config.compose import compose_stored
 from reinforce_rl.config.load import read_config
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.rewards.function_pool import function_faults
 from reinforce_rl.runtime.settings import flatten
 from reinforce_rl.runtime.trust import require_trust
@@ -85,7 +85,13 @@ class Settings:
         acts = _OF_ADVANTAGES.match(key) or _OF_REWARDS.match(key) or (with_gradient and _OF_LOSS.match(key))
         return not acts
 
-    def _without_effect(self, key: str) -> str:
+    def _without_effect(self, key: str) -> Fault:
         if _OF_LOSS.match(key):
-            return f"{key} changes the gradient only, no advantage; add --gradient, or leave it out"
-        return f"{key} changes nothing on rollouts that are stored; leave it out: {_TAKEN}"
+            return Fault(
+                f"{key} changes the gradient only, no advantage; add --gradient, or leave it out",
+                key="whatif.setting.gradient_only",
+            )
+        return Fault(
+            f"{key} changes nothing on rollouts that are stored; leave it out: {_TAKEN}",
+            key="whatif.setting.without_effect",
+        )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reinforce_rl.errors import ConfigError, ReinforceError
+from reinforce_rl.errors import ConfigError, ReinforceError, key_of
 from reinforce_rl.utils.files import encode, write_atomically
 
 Prompts = str | Path | Iterable[str | Mapping[str, Any]]
@@ -82,7 +82,7 @@ def train(
         OmegaConf.update(cfg, key, str(value) if isinstance(value, Path) else value)
     config, faults = read_config(cfg)
     # Keys first: a misplaced one gets the nearest of all; files of prompts are written once all is checked.
-    faults = [fault for fault in faults if not any(f"{path} does not exist" in fault for path in files)]
+    faults = [fault for fault in faults if not _is_of_a_file_to_come(fault, files)]
     if faults := unknown_keys(settings, "train_reinforce_actor") or faults:
         raise ConfigError(faults)
     ranks = config.trainer.devices * config.trainer.num_nodes
@@ -108,6 +108,11 @@ def train(
         run.train(with_functions(config, []))
     exported = folder / "hf"
     return Run(folder, read_metrics(folder / "metrics.jsonl"), exported if exported.is_dir() else None)
+
+
+def _is_of_a_file_to_come(fault: str, files: Iterable[Path]) -> bool:
+    is_missing = key_of(fault) == "data.file.missing"
+    return is_missing and any(str(path) in fault for path in files)
 
 
 def _file(prompts: Prompts, path: Path, files: dict[Path, str]) -> str:

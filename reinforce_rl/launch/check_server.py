@@ -21,6 +21,7 @@ SCORE_SECONDS = 120.0
 REPEATS = 5
 BATCH_SAMPLES = 32
 BATCH_LENGTH = 64
+_TOKEN_REFUSED = ("reward_server.token.not_sent", "reward_server.token.unknown")
 
 
 def check_server(url: str, token: str | None, say: Callable[[str], None]) -> None:
@@ -54,7 +55,7 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
     try:
         info = transport.wait_for(transport.ask_description(model, 30.0))
     except RewardServerError as error:
-        hint = " (For this script: --token-file FILE.)" if "token" in str(error) else ""
+        hint = " (For this script: --token-file FILE.)" if error.key in _TOKEN_REFUSED else ""
         raise ReinforceError(f"{error}{hint}", key=error.key) from error
     except FailedAttempt as error:
         raise ReinforceError(

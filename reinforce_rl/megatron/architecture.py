@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from reinforce_rl.config.model_folder import no_model
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.utils.untrusted_files import UnreadableFileError, read_model_json
 
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
@@ -86,15 +86,18 @@ class Architecture:
         """Read `config.json` of a Hugging Face folder. Raises ConfigError: all faults together."""
         path = Path(folder) / "config.json"
         if not path.is_file():
-            raise ConfigError([f"{folder} {no_model(folder)}"])
+            raise ConfigError([Fault(f"{folder} {no_model(folder)}", key="model.folder.no_model")])
         try:
             raw = read_model_json(path)
         except UnreadableFileError as error:
-            raise ConfigError([str(error)]) from error
+            raise ConfigError([Fault(str(error), key=error.key)]) from error
         except (OSError, ValueError) as error:
-            raise ConfigError([f"{path} is not valid JSON: {error}"]) from error
+            sentence = f"{path} is not valid JSON: {error}"
+            raise ConfigError([Fault(sentence, key="model.config.not_json")]) from error
         if not isinstance(raw, dict):
-            raise ConfigError([f"{path} is not a JSON object; expected the config.json of a Hugging Face model"])
+            expected = "expected an object, the config.json of a Hugging Face model"
+            sentence = f"{path} is a JSON {type(raw).__name__}; {expected}"
+            raise ConfigError([Fault(sentence, key="model.config.no_object")])
         return cls.from_hf(raw, source=str(path))
 
     @classmethod
@@ -104,7 +107,7 @@ class Architecture:
         values = {**family.defaults, **raw}
         faults = _faults(values, family)
         if faults:
-            raise ConfigError([f"{source}: {fault}" for fault in faults])
+            raise ConfigError([Fault(f"{source}: {fault}", key=fault.key) for fault in faults])
         heads = values["num_attention_heads"]
         attention_bias = family.has_attention_bias_key and bool(values.get("attention_bias"))
         return cls(
@@ -136,8 +139,15 @@ class Architecture:
         run at TP=2 as 12 in 4. Padded vocabulary rows are zero, with logits at -inf.
         """
         if self.ffn_size % tp_size:
-            key = f"model.tensor_model_parallel_size is {tp_size}"
-            raise ConfigError([f"{key}, which does not divide the feed-forward size {self.ffn_size}"])
+            sentence = (
+                f"model.tensor_model_parallel_size is {tp_size}, which does not divide "
+                f"the feed-forward size {self.ffn_size}"
+            )
+            fault = Fault(
+                sentence,
+                key="config.tensor_model_parallel_size.not_a_divisor_of_feed_forward",
+            )
+            raise ConfigError([fault])
         groups = _round_up(self.num_groups, tp_size)
         return PaddedSizes(_round_up(self.vocab_size, tp_size), groups, groups * (self.num_heads // self.num_groups))
 
@@ -150,63 +160,84 @@ class PaddedSizes(NamedTuple):
     num_heads: int
 
 
-def _faults(values: dict[str, Any], family: _Family) -> list[str]:
-    faults = []
+def _faults(values: dict[str, Any], family: _Family) -> list[Fault]:
+    faults: list[Fault] = []
     if (model_type := values.get("model_type")) not in _FAMILIES:
-        faults.append(f"model_type is {model_type!r}; supported: {', '.join(_FAMILIES)} (dense decoders)")
-    faults += [f"{key} is missing" for key in _REQUIRED if key not in values]
+        supported = ", ".join(_FAMILIES)
+        sentence = f"model_type is {model_type!r}; supported: {supported} (dense decoders)"
+        faults.append(Fault(sentence, key="model.config.other_model_type"))
+    for key in _REQUIRED:
+        if key not in values:
+            faults.append(Fault(f"{key} is missing", key="model.config.missing"))
     wrong = [key for key in _COUNTS if key in values and not _is_count(values[key])]
     optional = ("num_key_value_heads", "head_dim", "num_labels")
     wrong += [key for key in optional if not _is_count(values.get(key) or 1)]
-    faults += [f"{key} is {values[key]!r}; expected a whole number of at least 1" for key in wrong]
+    for key in wrong:
+        sentence = f"{key} is {values[key]!r}; expected a whole number of at least 1"
+        faults.append(Fault(sentence, key="model.config.no_count"))
     for key, most in _MOST.items():
         count = values.get(key)
         if isinstance(count, int) and count > most:
-            faults.append(f"{key} is {count}; expected at most {most}")
+            sentence = f"{key} is {count}; expected at most {most}"
+            faults.append(Fault(sentence, key="model.config.too_large"))
             wrong.append(key)
     faults += _other_files(values)
     faults += _quantisation_faults(values)
     rope = _rope_of(values)
     if rope is None:
-        faults.append(
-            f"rope_scaling is {values.get('rope_scaling') or values['rope_parameters']!r}; expected an object"
-        )
+        given = values.get("rope_scaling") or values["rope_parameters"]
+        sentence = f"rope_scaling or rope_parameters is {given!r}; expected an object"
+        faults.append(Fault(sentence, key="model.config.rope_no_object"))
         rope = {}
     found = {**values, "partial_rotary_factor": rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))}
-    faults += [
-        f"{key} is {found[key]!r}; only {allowed[0]!r} is supported"
-        for key, allowed in _WITHOUT_EFFECT.items()
-        if key in found and found[key] not in allowed
-    ]
+    for key, allowed in _WITHOUT_EFFECT.items():
+        if key in found and found[key] not in allowed:
+            sentence = f"{key} is {found[key]!r}; only {allowed[0]!r} is supported"
+            faults.append(Fault(sentence, key="model.config.not_supported"))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _ROPE_TYPES:
-        faults.append(f"rope_type is {kind!r}; supported: {', '.join(_ROPE_TYPES)}")
+        sentence = f"rope_type is {kind!r}; supported: {', '.join(_ROPE_TYPES)}"
+        faults.append(Fault(sentence, key="model.config.other_rope_type"))
     if wrong:
         return faults  # what follows computes with them
     heads = values.get("num_attention_heads", 1)
     groups = values.get("num_key_value_heads") or heads
     if heads % groups:
-        faults.append(f"num_key_value_heads is {groups}, which does not divide {heads} attention heads")
+        sentence = f"num_key_value_heads is {groups}, which does not divide {heads} attention heads"
+        faults.append(Fault(sentence, key="model.config.groups_no_divisor_of_heads"))
     if not values.get("head_dim") and (hidden := values.get("hidden_size", 0)) % heads:
-        faults.append(f"hidden_size is {hidden}, which {heads} attention heads do not divide, and head_dim is missing")
+        sentence = (
+            f"hidden_size is {hidden}, which {heads} attention heads do not divide, "
+            "and head_dim is missing; expected a hidden_size that they divide, or a head_dim"
+        )
+        faults.append(Fault(sentence, key="model.config.heads_no_divisor_of_hidden"))
     head_size = values.get("head_dim") or values.get("hidden_size", 0) // heads
     if head_size % 2:
-        faults.append(f"the head size (head_dim, or hidden_size by heads) is {head_size}; rotary positions need pairs")
+        sentence = (
+            f"the size of a head (head_dim, or hidden_size by heads) is {head_size}; "
+            "expected an even number, as rotary positions need pairs"
+        )
+        faults.append(Fault(sentence, key="model.config.odd_head_size"))
     if len(_windows(values, family)) > 1:
-        some = f"sliding_window is {values['sliding_window']} on some layers only (use_sliding_window, with "
-        faults.append(f"{some}max_window_layers or layer_types); supported: on all layers or on none")
+        sentence = (
+            f"sliding_window is {values['sliding_window']} on some layers only "
+            "(use_sliding_window, with max_window_layers or layer_types); "
+            "supported: on all layers or on none"
+        )
+        faults.append(Fault(sentence, key="model.config.window_on_some_layers"))
     return faults
 
 
-def _other_files(values: dict[str, Any]) -> list[str]:
+def _other_files(values: dict[str, Any]) -> list[Fault]:
     names = values.get(_OTHER_FILES) or []
     others = [str(name) for name in names if name != "config.json"] if isinstance(names, list) else [str(names)]
     if not others:
         return []
-    return [
-        f"{_OTHER_FILES} names {others[0]}, which transformers may read in place of config.json; take "
-        "this key away, or put that file in place of config.json"
-    ]
+    sentence = (
+        f"{_OTHER_FILES} names {others[0]}, which transformers may read in place of config.json; "
+        "take this key away, or put that file in place of config.json"
+    )
+    return [Fault(sentence, key="model.config.other_file")]
 
 
 def _is_count(value: Any) -> bool:
@@ -219,8 +250,8 @@ def _rope_of(values: dict[str, Any]) -> dict[str, Any] | None:
     return rope if isinstance(rope, dict) else None
 
 
-def _quantisation_faults(values: dict[str, Any]) -> list[str]:
-    faults = []
+def _quantisation_faults(values: dict[str, Any]) -> list[Fault]:
+    faults: list[Fault] = []
     for key, names in _QUANTISED.items():
         settings = values.get(key)
         if not settings:
@@ -230,7 +261,8 @@ def _quantisation_faults(values: dict[str, Any]) -> list[str]:
         if method is None and (known.get("load_in_4bit") or known.get("load_in_8bit")):
             method = "bitsandbytes"
         by = f"with {method} ({key})" if method else f"({key})"
-        faults.append(f"the weights are quantised {by}, and training needs them whole; {UNQUANTISED}")
+        sentence = f"the weights are quantised {by}, and training needs them whole; {UNQUANTISED}"
+        faults.append(Fault(sentence, key="model.weights.quantised"))
         break  # some folders say it twice
     return faults
 

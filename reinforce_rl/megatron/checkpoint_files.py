@@ -64,11 +64,18 @@ def check_files(folder: Path, rank: int, world_size: int) -> None:
         for number, (name, size, checksum) in enumerate(records):
             path = folder / name
             if (found := path.stat().st_size) != size:
-                raise CheckpointError(f"{path} has {found} bytes; expected the {size} that were written")
+                raise CheckpointError(
+                    f"{path} has {found} bytes; expected the {size} that were written",
+                    key="checkpoint.file.other_size",
+                )
             if number % world_size == rank and (found := _crc32(path, within=folder)) != checksum:
-                raise CheckpointError(f"{path} is damaged: its checksum is {found}; expected {checksum}")
+                raise CheckpointError(
+                    f"{path} is damaged: its checksum is {found}; expected {checksum}",
+                    key="checkpoint.file.damaged",
+                )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+        sentence = f"{path} cannot be read: {error!r}"
+        raise CheckpointError(sentence, key="checkpoint.file.not_readable") from error
 
 
 def _crc32(path: Path, *, within: Path | None = None) -> str:
@@ -173,7 +180,11 @@ def allow_other_padding(
             if there != here
         ]
     if faults:  # megatron uses one key for all layers
-        raise CheckpointError("\n  ".join(["it is another model's:", *dict.fromkeys(faults)]))
+        lines = "\n  ".join(dict.fromkeys(faults))
+        raise CheckpointError(
+            f"it is another model's:\n  {lines}",
+            key="checkpoint.weights.another_model",
+        )
     for tensor in _sharded_tensors(optimizer):
         _, _, parameter = tensor.key.removeprefix(PREFIX).partition(".")
         tensor.allow_shape_mismatch = padded.get(parameter, False)

@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.utils import get_total_norm
 
-from reinforce_rl.errors import CheckpointError, DivergedError
+from reinforce_rl.errors import CheckpointError, DivergedError, ReinforceError
 from reinforce_rl.megatron import checkpoint_files as files
 from reinforce_rl.megatron.lora import trained_state
 from reinforce_rl.megatron.mesh import Mesh
@@ -80,7 +80,10 @@ def _latest_name(folder: Path) -> str:
     try:
         return read_bounded(pointer, max_bytes=_MAX_NAME_BYTES, within=folder).decode("utf-8").strip()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{pointer} cannot be read: {error}; write the name of a checkpoint into it") from error
+        raise CheckpointError(
+            f"{pointer} cannot be read: {error}; write the name of a checkpoint into it",
+            key="checkpoint.latest.not_readable",
+        ) from error
 
 
 def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
@@ -93,15 +96,20 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
     if not _CHECKPOINT_NAME.fullmatch(name):
         raise CheckpointError(
             f"{folder / LATEST_FILE} names {name[:100]!r}; expected the name of a checkpoint beside "
-            f"it, such as {folder_name(10)}. Write one into it, or delete it to begin again at step 0"
+            f"it, such as {folder_name(10)}. Write one into it, or delete it to begin again at step 0",
+            key="checkpoint.latest.no_name",
         )
     checkpoint = folder / name
     try:
         check_folder(checkpoint)
         state = _state_of(checkpoint)
     except (OSError, ValueError) as error:
-        fault = f"{folder / LATEST_FILE} names {name}, whose {STATE_FILE} cannot be read: {error}. "
-        raise CheckpointError(fault + _way_out(checkpoint)) from error
+        pointer = folder / LATEST_FILE
+        way_out = _way_out(checkpoint)
+        raise CheckpointError(
+            f"{pointer} names {name}, whose {STATE_FILE} cannot be read: {error}. {way_out}",
+            key="checkpoint.state.not_readable",
+        ) from error
     return Checkpoint(checkpoint, state)
 
 
@@ -110,7 +118,7 @@ def _check_checkpoints(folder: Path) -> None:
     try:
         check_folder(folder)
     except UnreadableFileError as error:
-        raise CheckpointError(str(error)) from error
+        raise CheckpointError(str(error), key=error.key) from error
 
 
 def _state_of(checkpoint: Path) -> dict[str, Any]:
@@ -132,7 +140,10 @@ def checkpoint_up_to(folder: str | Path, step: int) -> Checkpoint | None:
         check_folder(found[-1])
         return Checkpoint(found[-1], _state_of(found[-1]))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. Restore it, or move {found[-1]} away") from error
+        raise CheckpointError(
+            f"{file} cannot be read: {error}. Restore it, or move {found[-1]} away",
+            key="checkpoint.state.not_readable",
+        ) from error
 
 
 def _way_out(damaged: Path) -> str:
@@ -249,7 +260,10 @@ class Checkpointer:
         final, part = self.folder / folder_name(step), self.folder / f"{folder_name(step)}.part"
         weights = [parameter.detach() for parameter in self._ddp.module.parameters() if parameter.requires_grad]
         if self._mesh.any_rank(not get_total_norm(weights, foreach=True).isfinite()):
-            raise DivergedError(f"the weights that were to be saved as {final} are not finite")
+            raise DivergedError(
+                f"the weights that were to be saved as {final} are not finite",
+                key="checkpoint.weights.not_finite",
+            )
         with self._writing(part):
             if self._mesh.is_main:
                 shutil.rmtree(part, ignore_errors=True)
@@ -327,7 +341,11 @@ class Checkpointer:
 
         def failed(error: BaseException) -> CheckpointError:
             _raise_interrupt(error)
-            return CheckpointError(f"checkpoint {folder} cannot be loaded: {reason_of(error)}. {_way_out(folder)}")
+            reason = reason_of(error)
+            sentence = f"checkpoint {folder} cannot be loaded: {reason}. {_way_out(folder)}"
+            if isinstance(error, ReinforceError):
+                return CheckpointError(sentence, key=error.key)
+            return CheckpointError(sentence, key="checkpoint.folder.not_loaded")
 
         with mesh.together(failed):
             files.check_files(folder, mesh.rank, mesh.world_size)
@@ -367,17 +385,22 @@ class Checkpointer:
         def failed(error: BaseException) -> CheckpointError:
             _raise_interrupt(error)
             reason = reason_of(error)
-            space = remedy = ""
-            if _NO_SPACE.search(reason):
-                space = f" ({space_left(part, getattr(error, 'errno', None))})"
-                remedy = "free some space and "
             name = _latest_name(self.folder)
             previous = "There is no checkpoint before it"
             if name:
                 previous = f"The previous checkpoint, {name}, is untouched, and the next start resumes from it"
+            rank = self._mesh.rank
+            if _NO_SPACE.search(reason):
+                space = space_left(part, getattr(error, "errno", None))
+                return CheckpointError(
+                    f"rank {rank} cannot write the checkpoint {part}: {reason} ({space}). "
+                    f"{previous}; free some space and start the run again",
+                    key="checkpoint.disk.full",
+                )
             return CheckpointError(
-                f"rank {self._mesh.rank} cannot write the checkpoint {part}: {reason}{space}. "
-                f"{previous}; {remedy}start the run again"
+                f"rank {rank} cannot write the checkpoint {part}: {reason}. "
+                f"{previous}; start the run again by the same command",
+                key="checkpoint.folder.not_written",
             )
 
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 
-from reinforce_rl.errors import CheckpointError, ConfigError
+from reinforce_rl.errors import CheckpointError, ConfigError, Fault, ReinforceError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint_files import MANIFEST_FILE, check_files, load_sharded
 from reinforce_rl.megatron.checkpointer import (
@@ -64,7 +64,10 @@ def to_megatron(
     part = out.with_name(out.name + ".part")
 
     def failed(error: BaseException) -> CheckpointError:
-        return CheckpointError(f"rank {mesh.rank} cannot write {part}: {reason_of(error)}")
+        sentence = f"rank {mesh.rank} cannot write {part}: {reason_of(error)}"
+        if isinstance(error, ReinforceError):
+            return CheckpointError(sentence, key=error.key)
+        return CheckpointError(sentence, key="convert.folder.not_written")
 
     with mesh.together(failed):
         if mesh.is_main:
@@ -95,8 +98,11 @@ def to_hf(
     checkpoint = _checkpoint_in(Path(checkpoint))
     source = checkpoint if model is None else Path(model)
     if model is None and not (checkpoint / "config.json").is_file():
-        advice = "as checkpoints of a run have none; name the run's model with --model"
-        raise ConfigError([f"{checkpoint} has no config.json, {advice}"])
+        sentence = (
+            f"{checkpoint} has no config.json, as checkpoints of a run have none; "
+            "give the folder of the run's model with --model"
+        )
+        raise ConfigError([Fault(sentence, key="convert.model.not_given")])
     architecture = Architecture.from_folder(source)
     state = checkpoint / STATE_FILE
     trainer_state = _trainer_state(state) if state.is_file() else {}
@@ -123,7 +129,8 @@ def _check_size(architecture: Architecture, source: Path, checkpoint: Path) -> N
     if expected > _MOST_TIMES * available:
         raise CheckpointError(
             f"a model of {source / 'config.json'} has {expected} parameters, but the tensors in "
-            f"{checkpoint} have {available} numbers; give the folder of this checkpoint's model"
+            f"{checkpoint} have {available} numbers; give the folder of this checkpoint's model",
+            key="convert.model.too_large",
         )
 
 
@@ -131,14 +138,18 @@ def _trainer_state(path: Path) -> dict[str, Any]:
     try:
         return dict(read_json(path, within=path.parent))
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        sentence = f"{path} cannot be read: {error}"
+        raise CheckpointError(sentence, key="checkpoint.state.not_readable") from error
 
 
 def load_weights(lm: CausalLM, checkpoint: Path) -> None:
     """Fill the model from a checkpoint of any number of ranks; a collective call. Raises CheckpointError on all."""
 
     def failed(error: BaseException) -> CheckpointError:
-        return CheckpointError(f"checkpoint {checkpoint} cannot be loaded: {reason_of(error)}")
+        sentence = f"checkpoint {checkpoint} cannot be loaded: {reason_of(error)}"
+        if isinstance(error, ReinforceError):
+            return CheckpointError(sentence, key=error.key)
+        return CheckpointError(sentence, key="checkpoint.folder.not_loaded")
 
     with lm.mesh.together(failed):
         if (checkpoint / MANIFEST_FILE).is_file():  # only a run's checkpoints have one
@@ -176,7 +187,8 @@ def _checkpoint_in(folder: Path) -> Path:
             return newest.folder
     raise CheckpointError(
         f"{folder} is no checkpoint; expected a folder with model/metadata.json in it, such as "
-        "RUN/checkpoints/step_00000010, or the folder of a run"
+        "RUN/checkpoints/step_00000010, or the folder of a run",
+        key="convert.folder.no_checkpoint",
     )
 
 
@@ -186,5 +198,8 @@ def _dtype_of(checkpoint: Path) -> torch.dtype:
     updates = [tensor for name, tensor in stored.items() if name.endswith(".lora_A.weight")]
     known: Any = stored.get("embedding.word_embeddings.weight", *updates[:1])
     if known is None:
-        raise CheckpointError(f"{checkpoint} holds no embedding.word_embeddings.weight; is it a language model's?")
+        raise CheckpointError(
+            f"{checkpoint} has no embedding.word_embeddings.weight; expected a language model's",
+            key="convert.checkpoint.no_language_model",
+        )
     return known.dtype

@@ -102,7 +102,8 @@ class HFFolder:
         if quantised:
             raise CheckpointError(
                 f"the weights in {self.folder} are quantised (it holds {min(quantised)}), and training needs them "
-                f"whole; {UNQUANTISED}"
+                f"whole; {UNQUANTISED}",
+                key="model.weights.quantised",
             )
         self._refuse_wrapped(expected)
         # Merge layers with the same fault, or a wrong config.json would fill the screen.
@@ -128,12 +129,16 @@ class HFFolder:
             if not ignored.search(name):
                 entry = self._entries[name]
                 add(name, f"shape {entry.shape} in {entry.file.name}; a model of this config.json has no such tensor")
-        lines = [f"{self.folder} does not hold what its config.json says:"]
+        lines: list[str] = []
         for (name, text), layers in faults.items():
             several = f", N = {', '.join(sorted(layers, key=int))}" if len(layers) > 1 else ""
             lines.append(f"  {name if several else name.replace('.N.', '.'.join(['', *layers, '']))}{several}: {text}")
         if faults:
-            raise CheckpointError("\n".join(lines))
+            listed = "\n".join(lines)
+            raise CheckpointError(
+                f"{self.folder} does not hold what its config.json says:\n{listed}",
+                key="model.weights.not_of_config",
+            )
 
     def _refuse_wrapped(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Raise CheckpointError if the tensor names have the prefix of a wrapper, such as DDP or PEFT."""
@@ -144,7 +149,8 @@ class HFFolder:
         raise CheckpointError(
             f"{self.folder} holds {others[0]} where a model of its config.json has {EMBEDDING}: the model was saved "
             "inside a wrapper. Call save_pretrained on the model itself: `.module` for DDP, `._orig_mod` for "
-            "torch.compile, the result of merge_and_unload() for PEFT, the language model for a model with images"
+            "torch.compile, the result of merge_and_unload() for PEFT, the language model for a model with images",
+            key="model.weights.wrapped",
         )
 
     def _is_equal_in(self, name: str, other: Path) -> bool:
@@ -164,9 +170,14 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except Exception as error:  # safetensors raises an undocumented type for a damaged file
-        reason = str(error)
         if path.is_file():
             with path.open("rb") as content:
                 if content.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                    reason = "it is a pointer of Git LFS, not the file; fetch it: git lfs pull"
-        raise CheckpointError(f"{path} cannot be read as safetensors: {reason}") from error
+                    raise CheckpointError(
+                        f"{path} is a pointer of Git LFS, not the file; fetch it: git lfs pull",
+                        key="model.weights.lfs_pointer",
+                    ) from error
+        raise CheckpointError(
+            f"{path} cannot be read as safetensors: {error}",
+            key="model.weights.not_readable",
+        ) from error

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from reinforce_rl.config.end_tokens import GENERATION_CONFIG, read_end_tokens, with_end_tokens
 from reinforce_rl.data.tokenizer import load_tokenizer, token_id
-from reinforce_rl.errors import CheckpointError
+from reinforce_rl.errors import CheckpointError, ReinforceError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.mesh import Mesh
@@ -148,8 +148,12 @@ def _by_parameter(rows: list[Row]) -> list[tuple[str, list[Row]]]:
 
 def _check_tied(folder: HFFolder, embedding: Tensor, start: int, end: int) -> None:
     if not torch.equal(embedding, folder.read(OUTPUT_LAYER, 0, (start, end))):
-        fault = f"{folder.folder}: config.json says tie_word_embeddings, but {OUTPUT_LAYER} differs from {EMBEDDING}. "
-        raise CheckpointError(f"{fault}Set tie_word_embeddings to false in config.json, or remove {OUTPUT_LAYER}")
+        raise CheckpointError(
+            f"{folder.folder}: tie_word_embeddings is true in config.json, "
+            f"but {OUTPUT_LAYER} differs from {EMBEDDING}. Set it to false there, "
+            f"or remove {OUTPUT_LAYER}",
+            key="model.weights.not_tied",
+        )
 
 
 def _on_first_rank(value: Tensor, mesh: Mesh, shared: bool) -> list[Tensor] | None:
@@ -206,7 +210,10 @@ def export_hf_folder(
     def failed(error: BaseException) -> CheckpointError:
         space = space_note(error, part)  # before the files are gone
         shutil.rmtree(part, ignore_errors=True)
-        return CheckpointError(f"cannot write the Hugging Face folder {out}: {error}{space}")
+        sentence = f"cannot write the Hugging Face folder {out}: {error}{space}"
+        if isinstance(error, ReinforceError):
+            return CheckpointError(sentence, key=error.key)
+        return CheckpointError(sentence, key="model.folder.not_written")
 
     with mesh.together(failed):
         if mesh.is_main:

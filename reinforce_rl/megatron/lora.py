@@ -295,7 +295,10 @@ def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
     def failed(error: BaseException) -> CheckpointError:
         space = space_note(error, part)
         shutil.rmtree(part, ignore_errors=True)
-        return CheckpointError(f"cannot write the PEFT folder {out}: {error}{space}")
+        return CheckpointError(
+            f"cannot write the PEFT folder {out}: {error}{space}",
+            key="lora.folder.not_written",
+        )
 
     with mesh.together(failed):
         if mesh.is_main:
@@ -330,14 +333,17 @@ def check_lora_identity(mine: dict[str, Any] | None, checkpoint: str | Path, tra
         found, expected = kinds[stored is not None], kinds[mine is not None]
         raise CheckpointError(
             f"checkpoint {checkpoint} holds {found}, but this run has {expected} (model.peft.peft_scheme); "
-            "go on with the run's own configuration, or choose another exp_manager.explicit_log_dir"
+            "go on with the run's own configuration, or choose another exp_manager.explicit_log_dir",
+            key="lora.checkpoint.another_scheme",
         )
     tuning = "model.peft.lora_tuning"
     keys = {"rank": f"{tuning}.adapter_dim", "alpha": f"{tuning}.alpha", "targets": f"{tuning}.target_modules"}
     keys["base_weights"] = "the weights of pretrained_checkpoint.restore_from_path (fingerprint)"
     differ = [key for key in mine if stored.get(key) != mine[key]]
-    told = "; ".join(f"{keys[key]}: {stored.get(key)} there, {mine[key]} here" for key in differ)
+    pairs = [f"{keys[key]}: {stored.get(key)} there, {mine[key]} here" for key in differ]
+    differences = "; ".join(pairs)
     raise CheckpointError(
-        f"checkpoint {checkpoint} has LoRA updates of another model or shape: {told}. Go on with what the run began "
-        "with, or choose another exp_manager.explicit_log_dir"
+        f"checkpoint {checkpoint} has LoRA updates of another model or shape: {differences}. "
+        "Go on with what the run began with, or choose another exp_manager.explicit_log_dir",
+        key="lora.checkpoint.other_updates",
     )

@@ -327,7 +327,8 @@ def before_the_watch(rank: int, world_size: int) -> Iterator[None]:
         raise LostRankError(
             f"rank {rank} (host {socket.gethostname()}) has not found the other {world_size - 1} of this job at "
             f"{address} in phase start: {str(error).strip()}. Look for a rank that did not start or has ended, and "
-            "whether that address can be reached from every host. The same command goes on from the last checkpoint"
+            "whether that address can be reached from every host. The same command goes on from the last checkpoint",
+            key="ranks.rendezvous.failed",
         ) from error
 
 

@@ -49,7 +49,10 @@ def check_pickle_size(data: bytes, *, key_classes: Collection[str] = ()) -> None
     try:
         _check(data, key_classes)
     except (ValueError, IndexError, KeyError) as error:
-        raise CheckpointError(f"its pickle is damaged ({error})") from error
+        raise CheckpointError(
+            f"its pickle is damaged ({error})",
+            key="checkpoint.pickle.damaged",
+        ) from error
 
 
 class _Value:
@@ -77,9 +80,15 @@ def _check(data: bytes, key_classes: Collection[str]) -> None:
     for count, (opcode, argument, _) in enumerate(pickletools.genops(io.BytesIO(data)), 1):
         name = opcode.name
         if isinstance(argument, int) and argument.bit_length() > _MAX_BITS:
-            raise CheckpointError(f"it has an integer of {argument.bit_length()} bits")
+            raise CheckpointError(
+                f"it has an integer of {argument.bit_length()} bits; expected at most {_MAX_BITS}",
+                key="checkpoint.pickle.long_integer",
+            )
         if name in _UNUSED:
-            raise CheckpointError(f"its pickle has a {name}, which no checkpoint needs")
+            raise CheckpointError(
+                f"its pickle has the instruction {name}, which no checkpoint needs",
+                key="checkpoint.pickle.other_instruction",
+            )
         if name in _GETS:
             assert argument is not None
             stack.append(memo[argument])
@@ -95,7 +104,10 @@ def _check(data: bytes, key_classes: Collection[str]) -> None:
             _check_keys(keys, key_classes)
             number_keys += sum(key.kind in _NUMBERS for key in keys)
             if number_keys > _MAX_NUMBER_KEYS:
-                raise CheckpointError(f"it has more than {_MAX_NUMBER_KEYS} keys that are numbers")
+                raise CheckpointError(
+                    f"it has more than {_MAX_NUMBER_KEYS} keys that are numbers",
+                    key="checkpoint.pickle.too_many_numbers",
+                )
             added = 0
             for value in taken:
                 value.may_change = False
@@ -109,11 +121,17 @@ def _check(data: bytes, key_classes: Collection[str]) -> None:
             else:
                 # The sizes of the values that hold it have been computed already.
                 if not changed.may_change:
-                    raise CheckpointError("it changes a value that another one holds")
+                    raise CheckpointError(
+                        "it changes a value after another one holds it",
+                        key="checkpoint.pickle.late_change",
+                    )
                 changed.size += added
                 stack.append(changed)
         if work > _MIN_WORK and work > WORK_PER_OPCODE * count:
-            raise CheckpointError("its values hold each other so often that reading them would not end")
+            raise CheckpointError(
+                "its values hold each other so often that reading them would not end",
+                key="checkpoint.pickle.endless",
+            )
 
 
 def _name_of(opcode: str, argument: object, taken: Sequence[_Value]) -> str:
@@ -139,16 +157,25 @@ def _check_keys(keys: Iterable[_Value], classes: Collection[str]) -> None:
         is_instance = key.kind is pickletools.anyobject and key.name in classes
         if not (is_plain or is_instance):
             kind = key.kind.name
-            raise CheckpointError(f"it has a key of the kind {kind!r}; expected texts and whole numbers")
+            raise CheckpointError(
+                f"it has a key of the kind {kind!r}; expected texts and whole numbers",
+                key="checkpoint.pickle.other_key",
+            )
 
 
 def _check_calls(opcode: str, changed: _Value | None, taken: Sequence[_Value]) -> None:
     """Refuse calls that build a dictionary from pairs, since its keys would not be checked."""
     if opcode == "REDUCE" and taken[0].name == _ORDERED and taken[1].size > 1:
-        raise CheckpointError("it calls OrderedDict with values, which no checkpoint needs")
+        raise CheckpointError(
+            "it calls OrderedDict with values, which no checkpoint needs",
+            key="checkpoint.pickle.filled_by_call",
+        )
     takes_pairs = changed is not None and changed.name in (_ORDERED, "")
     if opcode == "BUILD" and takes_pairs and taken[0].kind is not pickletools.pydict:
-        raise CheckpointError("it sets attributes by other values than a dictionary")
+        raise CheckpointError(
+            "it sets attributes by another value than a dictionary",
+            key="checkpoint.pickle.attributes_of_pairs",
+        )
 
 
 def _take(stack: list[_Value], marks: list[int], before: Iterable[pickletools.StackObject]) -> list[_Value]:

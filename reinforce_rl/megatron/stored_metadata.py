@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from reinforce_rl.errors import CheckpointError
+from reinforce_rl.errors import CheckpointError, ReinforceError
 from reinforce_rl.megatron.pickle_size import check_pickle_size
 from reinforce_rl.megatron.torch_archive import (
     check_torch_archive,
@@ -62,11 +62,17 @@ class _Index(MetadataIndex):
     def __hash__(self) -> int:
         # With a text, whose hash is another one in each process, equal hashes cannot be prepared.
         if type(self.fqn) is not str:
-            raise CheckpointError("the name of a tensor is no text")
+            raise CheckpointError(
+                f"the name of a tensor is a {type(self.fqn).__name__}; expected a text",
+                key="checkpoint.description.name_no_text",
+            )
         return super().__hash__()
 
     def __eq__(self, other: object) -> bool:
-        raise CheckpointError("two of its keys have the same hash")
+        raise CheckpointError(
+            "two of its keys have the same hash",
+            key="checkpoint.description.same_hash",
+        )
 
 
 class _Unpickler(pickle.Unpickler):
@@ -75,7 +81,10 @@ class _Unpickler(pickle.Unpickler):
             return _Index
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise CheckpointError(f"it names {module}.{name}, which is no part of a checkpoint's description")
+        raise CheckpointError(
+            f"it names {module}.{name}, which is no part of a checkpoint's description",
+            key="checkpoint.description.other_class",
+        )
 
 
 def check_stored_metadata(folder: Path) -> None:
@@ -89,19 +98,32 @@ def check_stored_metadata(folder: Path) -> None:
         _check_archives(folder, metadata)
     except (CheckpointError, UnreadableFileError, AttributeError, TypeError, ValueError) as error:
         advice = "It is damaged, was changed, or was not made by this program; do not use it"
-        raise CheckpointError(f"checkpoint {folder} is not read: {error}. {advice}") from error
+        sentence = f"checkpoint {folder} is not read: {error}. {advice}"
+        if isinstance(error, ReinforceError):
+            raise CheckpointError(sentence, key=error.key) from error
+        raise CheckpointError(sentence, key="checkpoint.description.not_readable") from error
 
 
 def _check_format(path: Path) -> None:
     try:
         form = json.loads(_bytes_of(path, MAX_FORMAT_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} cannot be read ({error})") from error
+        raise CheckpointError(
+            f"{path.name} cannot be read ({error})",
+            key="checkpoint.format.not_readable",
+        ) from error
     if not isinstance(form, dict):
-        raise CheckpointError(f"{path.name} is no object")
+        raise CheckpointError(
+            f"{path.name} is a JSON {type(form).__name__}; expected an object",
+            key="checkpoint.format.no_object",
+        )
     for key, expected in FORMAT.items():
         if form.get(key) != expected:
-            raise CheckpointError(f"{path.name} has {key} {str(form.get(key))[:100]!r}, expected {expected!r}")
+            given = str(form.get(key))[:100]
+            raise CheckpointError(
+                f"{path.name} has {key} {given!r}; expected {expected!r}",
+                key="checkpoint.format.another",
+            )
 
 
 def _read(path: Path) -> Metadata:
@@ -112,9 +134,15 @@ def _read(path: Path) -> Metadata:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
-        raise CheckpointError(f"{path.name} cannot be read ({error})") from error
+        raise CheckpointError(
+            f"{path.name} cannot be read ({error})",
+            key="checkpoint.description.not_readable",
+        ) from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-        raise CheckpointError(f"{path.name} is no description of tensors")
+        raise CheckpointError(
+            f"{path.name} is no description of tensors",
+            key="checkpoint.description.another_object",
+        )
     return metadata
 
 
@@ -124,27 +152,47 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
         name = info.relative_path
         # Other values could have equal hashes.
         if not isinstance(name, str):
-            raise CheckpointError(f"it names a file by {str(name)[:100]!r}, expected a text")
+            raise CheckpointError(
+                f"it names a file by {str(name)[:100]!r}; expected a text",
+                key="checkpoint.description.file_no_text",
+            )
         names.add(name)
     available = 0
     for name in names:
         path = folder / name
         if Path(name).name != name or path.is_symlink() or not path.is_file():
             shown = name[:100]
-            raise CheckpointError(f"it names the file {shown!r}, expected files of its own folder")
+            raise CheckpointError(
+                f"it names the file {shown!r}; expected a regular file of its own folder",
+                key="checkpoint.description.file_elsewhere",
+            )
         available += path.stat().st_size
     described = 0
     for name, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata):
-            raise CheckpointError(f"{str(name)[:100]!r} is described as no tensor")
+            raise CheckpointError(
+                f"{str(name)[:100]!r} is described as no tensor; expected tensors alone",
+                key="checkpoint.description.no_tensor",
+            )
         dtype = tensor.properties.dtype
         if type(tensor.size) is not torch.Size or not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"{str(name)[:100]!r} has no shape and type of torch")
+            raise CheckpointError(
+                f"{str(name)[:100]!r} has another shape or type than torch writes",
+                key="checkpoint.description.tensor_no_type",
+            )
         if len(tensor.size) > _MAX_DIMENSIONS or min(tensor.size, default=0) < 0:
-            raise CheckpointError(f"{str(name)[:100]!r} has the shape {tuple(tensor.size[:_MAX_DIMENSIONS])}")
+            shape = tuple(tensor.size[:_MAX_DIMENSIONS])
+            raise CheckpointError(
+                f"{str(name)[:100]!r} has {len(tensor.size)} dimensions, which begin with {shape}; "
+                f"expected at most {_MAX_DIMENSIONS}, none below 0",
+                key="checkpoint.description.tensor_shape",
+            )
         described += math.prod(tensor.size) * dtype.itemsize
     if described > available:
-        raise CheckpointError(f"it describes tensors of {described} bytes, and its files have {available}")
+        raise CheckpointError(
+            f"it describes tensors of {described} bytes, but its files have {available}",
+            key="checkpoint.description.too_large",
+        )
 
 
 def _check_archives(folder: Path, metadata: Metadata) -> None:
@@ -158,19 +206,34 @@ def _check_archives(folder: Path, metadata: Metadata) -> None:
         with open_regular(folder / name, within=folder) as file:
             for part in parts_of_file:
                 if getattr(part, "transform_descriptors", None):
-                    raise CheckpointError(f"{name!r} is compressed")
+                    raise CheckpointError(
+                        f"{name!r} is compressed; expected tensors as they are",
+                        key="checkpoint.part.compressed",
+                    )
                 if part.offset < end:
-                    raise CheckpointError(f"two parts of {name!r} overlap")
+                    raise CheckpointError(
+                        f"two parts of {name!r} overlap at byte {part.offset}",
+                        key="checkpoint.part.overlaps",
+                    )
                 end = part.offset + part.length
                 try:
                     check_torch_archive(file, part.offset, part.length)
                 except CheckpointError as error:
-                    raise CheckpointError(f"{name!r}, from byte {part.offset} on: {error}") from error
+                    raise CheckpointError(
+                        f"{name!r}, from byte {part.offset} on: {error}",
+                        key=error.key,
+                    ) from error
 
 
 def _bytes_of(path: Path, limit: int) -> bytes:
     if path.is_symlink() or not path.is_file():
-        raise CheckpointError(f"{path.name} is no regular file")
+        raise CheckpointError(
+            f"{path.name} is no regular file",
+            key="checkpoint.file.not_regular",
+        )
     if path.stat().st_size > limit:
-        raise CheckpointError(f"{path.name} has {path.stat().st_size} bytes, expected at most {limit}")
+        raise CheckpointError(
+            f"{path.name} has {path.stat().st_size} bytes; expected at most {limit}",
+            key="checkpoint.file.too_large",
+        )
     return path.read_bytes()

@@ -45,7 +45,7 @@ def check_torch_file(path: Path, *, within: Path | None = None) -> None:
         try:
             check_torch_archive(file, 0, length)
         except CheckpointError as error:
-            raise CheckpointError(f"{path.name} is not read: {error}") from error
+            raise CheckpointError(f"{path.name} is not read: {error}", key=error.key) from error
 
 
 def check_torch_archive(file: BinaryIO, start: int, length: int) -> None:
@@ -59,7 +59,10 @@ def check_torch_archive(file: BinaryIO, start: int, length: int) -> None:
             _check_offsets(part, archive)
             _check_pickles(archive)
     except (OSError, ValueError, NotImplementedError, RuntimeError, struct.error, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"it is no archive of torch.save ({error})") from error
+        raise CheckpointError(
+            f"it is no archive of torch.save ({error})",
+            key="checkpoint.archive.not_readable",
+        ) from error
 
 
 def check_weights_only() -> None:
@@ -68,7 +71,8 @@ def check_weights_only() -> None:
     if value.lower() in _FORCE_VALUES:
         raise CheckpointError(
             f"the environment variable {_FORCE_VARIABLE} is {value!r}, so torch would execute code "
-            "of a checkpoint; expected it to be unset. Unset it for this command"
+            "of a checkpoint; expected it to be unset. Unset it for this command",
+            key="checkpoint.environment.runs_code",
         )
 
 
@@ -96,16 +100,25 @@ def _check_directory(part: BinaryIO, length: int) -> None:
 
 def _check_entries(entries: list[zipfile.ZipInfo]) -> None:
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise CheckpointError("an entry is compressed, which torch.save never does")
+        raise CheckpointError(
+            "an entry is compressed; torch.save never compresses one",
+            key="checkpoint.archive.compressed",
+        )
     for entry in entries:
         # torch keeps tensors by their names, which a pickle could give as tuples of equal hashes.
         if not _ENTRY_NAME.fullmatch(entry.orig_filename):
             name = entry.orig_filename[:100]
-            raise CheckpointError(f"an entry is named {name!r}, which torch.save never writes")
+            raise CheckpointError(
+                f"an entry is named {name!r}; torch.save never writes such a name",
+                key="checkpoint.archive.other_name",
+            )
     # torch finds an entry whatever the case of its name.
     names = {entry.filename.lower() for entry in entries}
     if len(names) < len(entries):
-        raise CheckpointError("two of its entries have the same name")
+        raise CheckpointError(
+            "two of its entries have the same name",
+            key="checkpoint.archive.same_name",
+        )
 
 
 def _check_offsets(part: BinaryIO, archive: zipfile.ZipFile) -> None:
@@ -120,10 +133,16 @@ def _check_offsets(part: BinaryIO, archive: zipfile.ZipFile) -> None:
         name = entry.filename[:100]
         # Of two extra fields that give an offset, Python and torch could take different ones.
         if len(entry.extra) not in (0, 4 + int.from_bytes(entry.extra[2:4], "little")):
-            raise CheckpointError(f"{name!r} has more than one field of sizes")
+            raise CheckpointError(
+                f"{name!r} has more than one field of sizes; expected at most one",
+                key="checkpoint.archive.two_sizes",
+            )
         if entry.header_offset != end:
             start = entry.header_offset
-            raise CheckpointError(f"{name!r} begins at byte {start}, expected byte {end}")
+            raise CheckpointError(
+                f"{name!r} begins at byte {start}; expected byte {end}",
+                key="checkpoint.archive.entry_elsewhere",
+            )
         part.seek(end)
         header = _LOCAL_HEADER.unpack(part.read(_LOCAL_HEADER.size))
         signature, _, name_length, extra_length = header
@@ -133,7 +152,10 @@ def _check_offsets(part: BinaryIO, archive: zipfile.ZipFile) -> None:
         end += _descriptor_bytes(part, entry, end)
     if archive.start_dir != end:
         start = archive.start_dir
-        raise CheckpointError(f"its directory begins at byte {start}, expected byte {end}")
+        raise CheckpointError(
+            f"its directory begins at byte {start}; expected byte {end}",
+            key="checkpoint.archive.directory_elsewhere",
+        )
 
 
 def _descriptor_bytes(part: BinaryIO, entry: zipfile.ZipInfo, data_end: int) -> int:
@@ -149,7 +171,11 @@ def _check_pickles(archive: zipfile.ZipFile) -> None:
     for entry in archive.infolist():
         if entry.filename.lower().endswith(".pkl"):
             if entry.file_size > _MAX_PICKLE_BYTES:
-                raise CheckpointError(f"{entry.filename[:100]!r} has more than {_MAX_PICKLE_BYTES} bytes")
+                name = entry.filename[:100]
+                raise CheckpointError(
+                    f"{name!r} has {entry.file_size} bytes; expected at most {_MAX_PICKLE_BYTES}",
+                    key="checkpoint.archive.large_pickle",
+                )
             data = archive.read(entry)
             check_pickle_size(data)
             _check_names(data)
@@ -158,9 +184,15 @@ def _check_pickles(archive: zipfile.ZipFile) -> None:
 def _check_names(data: bytes) -> None:
     for opcode, name, _ in pickletools.genops(data):
         if opcode.name in ("STACK_GLOBAL", "INST"):
-            raise CheckpointError(f"its pickle has a {opcode.name}, which torch.save never writes")
+            raise CheckpointError(
+                f"its pickle has the instruction {opcode.name}, which torch.save never writes",
+                key="checkpoint.archive.other_instruction",
+            )
         if opcode.name == "GLOBAL" and not _is_allowed(str(name)):
-            raise CheckpointError(f"it names {str(name)[:100]!r}; expected tensors, numbers and texts")
+            raise CheckpointError(
+                f"it names {str(name)[:100]!r}; expected tensors, numbers and texts",
+                key="checkpoint.archive.other_class",
+            )
 
 
 def _is_allowed(name: str) -> bool:

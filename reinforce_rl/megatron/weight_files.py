@@ -50,14 +50,15 @@ def find_weight_files(folder: Path) -> WeightFiles:
         if folder.is_dir():
             check_model_files(folder)
     except UnreadableFileError as error:
-        raise CheckpointError(str(error)) from error
+        raise CheckpointError(str(error), key=error.key) from error
     if (folder / ADAPTER_FILE).is_file():
         if not (folder / "config.json").is_file():
-            raise CheckpointError(f"{folder} {no_model(folder)}")
+            raise CheckpointError(f"{folder} {no_model(folder)}", key="model.folder.no_model")
         raise CheckpointError(
             f"{folder} holds {ADAPTER_FILE}, an adapter of PEFT. transformers loads it on top of the weights where "
             f"peft is installed, and the weights alone where it is not. {MERGE_ADAPTER}, or move the adapter's files "
-            "away for the weights alone"
+            "away for the weights alone",
+            key="model.folder.adapter",
         )
     listing = _listing(folder)
     if not listing.name.endswith(INDEX_ENDING):
@@ -74,7 +75,8 @@ def _listing(folder: Path) -> Path:
         if not (path.is_file() and _is_inside(path, folder) and path.name.endswith((".safetensors", INDEX_ENDING))):
             raise CheckpointError(
                 f"{folder / 'config.json'}: {NAMED_FILE} is {named!r}; expected a file of this folder that ends in "
-                f".safetensors or {INDEX_ENDING}"
+                f".safetensors or {INDEX_ENDING}",
+                key="model.config.other_weights",
             )
         return path
     if single.is_file():
@@ -86,7 +88,10 @@ def _listing(folder: Path) -> Path:
         return single
     if index.is_file():
         return index
-    raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; {_other_forms(folder)}")
+    raise CheckpointError(
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; {_other_forms(folder)}",
+        key="model.weights.missing",
+    )
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
@@ -107,12 +112,24 @@ def _files_of_index(index: Path) -> dict[str, Path]:
         files = {name: index.parent / file for name, file in names.items()}
         outside = [name for name in files.values() if not _is_inside(name, index.parent)]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index} cannot be read: {error!r}; expected a JSON object weight_map") from error
+        raise CheckpointError(
+            f"{index} cannot be read: {error!r}; expected a JSON object with a weight_map",
+            key="model.index.not_readable",
+        ) from error
     if outside:
-        raise CheckpointError(f"{index} names {outside[0]}, which is not in {index.parent}; expected its own shards")
+        raise CheckpointError(
+            f"{index} names {outside[0]}, which is not in {index.parent}; expected its own shards",
+            key="model.index.file_elsewhere",
+        )
     missing = sorted({file.name for file in files.values() if not file.is_file()})
     if missing:
-        raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")
+        raise CheckpointError(
+            f"{index} names files that are not there: {', '.join(missing)}",
+            key="model.index.file_missing",
+        )
     if not files:
-        raise CheckpointError(f"{index} names no tensors; expected a weight_map with every tensor's file")
+        raise CheckpointError(
+            f"{index} names no tensors; expected a weight_map with every tensor's file",
+            key="model.index.empty",
+        )
     return files

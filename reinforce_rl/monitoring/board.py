@@ -104,7 +104,10 @@ class BoardRun:
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
         if not self._lock.acquire(timeout=_ANSWER_SECONDS):
-            raise DataError(f"{self._run.path} has been read for {_ANSWER_SECONDS:.0f} s; is its disk there?")
+            raise DataError(
+                f"{self._run.path} has been read for {_ANSWER_SECONDS:.0f} s; is its disk there?",
+                key="board.run.takes_too_long",
+            )
         try:
             yield
         finally:
@@ -132,7 +135,10 @@ class Board:
         self._folder = Path(folder)
         self._host = host
         if not self._folder.is_dir():
-            raise DataError(f"{folder}: no such folder; expected a folder with runs in it, or that of a run")
+            raise DataError(
+                f"{folder}: no such folder; expected a folder with runs in it, or that of a run",
+                key="board.folder.missing",
+            )
         self._scanned: tuple[float, dict[str, Path]] = (-math.inf, {})
         self._scanning = threading.Lock()
         self._open: OrderedDict[Path, BoardRun] = OrderedDict()
@@ -167,7 +173,8 @@ class Board:
             text = f"no answer within {_ANSWER_SECONDS:.0f} s; other runs are not affected"
             response = web.json_response({"error": text}, status=503)
         except Exception as error:  # whatever a file may hold; also a file of a run that is being deleted
-            response = web.json_response({"error": _sentence(error)}, status=404)
+            key = error.key if isinstance(error, ReinforceError) else ""
+            response = web.json_response({"error": _sentence(error), "key": key}, status=404)
         response.headers.update(_HEADERS)
         return response
 
@@ -221,7 +228,10 @@ class Board:
     def _opened(self, name: str) -> BoardRun:
         path = self._found().get(name)
         if path is None:
-            raise DataError(f"no run {name!r} below {self._folder}")
+            raise DataError(
+                f"there is no run {name!r} below {self._folder}",
+                key="board.run.unknown",
+            )
         self._check_inside(path)
         with self._opening:
             run = self._open.get(path) or BoardRun(path, self._folder)
@@ -237,7 +247,10 @@ class Board:
     def _check_inside(self, path: Path) -> None:
         if leads_out(path, self._folder):
             advice = "start the dashboard on the folder that it leads to"
-            raise DataError(f"{path} is a link to {path.resolve()}, outside of {self._folder}; {advice}")
+            raise DataError(
+                f"{path} is a link to {path.resolve()}, outside of {self._folder}; {advice}",
+                key="board.run.leads_out",
+            )
 
     def _runs(self, request: web.Request) -> dict[str, Any]:
         found = []
@@ -291,7 +304,10 @@ class Board:
                 if kind == wanted:
                     yield run, kind, steps
                     return
-            raise DataError(f"{run.name} has no samples of the kind {wanted!r}")
+            raise DataError(
+                f"{run.name} has no samples of the kind {wanted!r}",
+                key="board.samples.kind_unknown",
+            )
 
     def _tables(self, request: web.Request) -> dict[str, Any]:
         names = list(dict.fromkeys(request.query.getall("name", [])))[:_OPEN_RUNS]
@@ -315,7 +331,8 @@ def serve(folder: str | Path, host: str = "127.0.0.1", port: int = 6060) -> None
     except OSError as error:
         advice = "choose another with --port, or --port 0 for any free one"
         raise ReinforceError(
-            f"{Address(host, port)} cannot be listened on ({error.strerror or error}); {advice}"
+            f"{Address(host, port)} cannot be listened on ({error.strerror or error}); {advice}",
+            key="board.address.not_usable",
         ) from error
     with listener:
         address = Address(host, listener.getsockname()[1]).local

@@ -21,7 +21,7 @@ from reinforce_rl.monitoring.progress import formatted
 from reinforce_rl.monitoring.report import overview
 from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
 from reinforce_rl.monitoring.view import frozen_page
-from reinforce_rl.runtime.settings import SILENT, flatten, read_tree
+from reinforce_rl.runtime.settings import CONFIG_FILE, SILENT, flatten, read_tree
 from reinforce_rl.utils.console import table_console
 from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.statistics import paired, unpaired
@@ -64,7 +64,11 @@ def compare(folders: Sequence[str | Path], html: str | Path | None = None, again
     paths = {Path(folder).resolve(): open_run(folder) for folder in (*against, *folders)}
     base = {Path(folder).resolve() for folder in against}
     if len(paths) < 2 or len(base) == len(paths):
-        raise DataError(f"found {len(paths)} runs to compare; expected folders of two or more, one not in --against")
+        raise DataError(
+            f"found {len(paths)} runs to compare; expected the folders of two or more, one of which is "
+            "not in --against",
+            key="compare.runs.too_few",
+        )
     above = os.path.commonpath(paths)
     runs = {os.path.relpath(path, above): run for path, run in paths.items()}
     found = tables(runs, len(base))
@@ -114,7 +118,10 @@ def _sides(runs: Mapping[str, RunFolder], num_base: int) -> list[_Side]:
         side = i < num_base if num_base else side if config.text else name
         seed = settings.get("model.seed", TrainConfig().model.seed) if config.text else name
         if isinstance(seed, dict | list):
-            raise DataError(f"{run.path}: model.seed is {shown_value(seed)}; expected a number; restore the file")
+            raise DataError(
+                f"{run.path / CONFIG_FILE}: model.seed is {shown_value(seed)}; expected a number. Restore the file",
+                key="run.config.seed_no_number",
+            )
         found.setdefault(side, []).append((name, run, seed))
     return list(found.values())
 

@@ -142,10 +142,17 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     try:
         records = read_json_lines(path, within=path.parent)
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file; expected the metrics.jsonl of a run") from error
+        raise DataError(
+            f"{path}: no such file; expected the metrics.jsonl of a run",
+            key="metrics.file.missing",
+        ) from error
     for number, record in enumerate(records, 1):
-        if not isinstance(record.get("step"), int):
-            raise DataError(f"{path}, line {number}: found step={record.get('step')!r}, expected an integer")
+        step = record.get("step")
+        if not isinstance(step, int):
+            raise DataError(
+                f"{path}, line {number}: found step={step!r}, expected an integer",
+                key="metrics.line.invalid",
+            )
     return records
 
 
@@ -168,7 +175,8 @@ class JsonlLogger(MetricLogger):
         if records and resume_step is None:
             raise DataError(
                 f"{self.path} already holds metrics up to step {records[-1]['step']}, and this is a new run; "
-                "choose another run folder, or resume that run"
+                "choose another run folder, or resume that run",
+                key="metrics.file.of_another_run",
             )
         # The file is cut when the first step is written: a start that is refused changes nothing.
         self._kept: list[dict[str, Any]] | None = None

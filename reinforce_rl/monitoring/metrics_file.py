@@ -81,7 +81,10 @@ class MetricsFile:
         size = data.rfind(b"\n") + 1
         number = len(self.columns)
         if not size and len(data) >= _MAX_LINE:
-            raise DataError(f"{self._path}, line {number + 1}: more than {_MAX_LINE} bytes; take the line away")
+            raise DataError(
+                f"{self._path}, line {number + 1} has more than {_MAX_LINE} bytes; take the line away",
+                key="metrics.line.too_long",
+            )
         lines = []
         # A half-written line is read next time.
         for line in data[:size].split(b"\n")[:-1]:
@@ -90,7 +93,10 @@ class MetricsFile:
                 lines.append(checked_line(parse_line(line)))
             except ValueError as error:
                 advice = "restore the file, or delete that line to go on without it"
-                raise DataError(f"{self._path}, line {number}: {error}; {advice}") from error
+                raise DataError(
+                    f"{self._path}, line {number}: {error}; {advice}",
+                    key="metrics.line.invalid",
+                ) from error
         for step, values in lines:
             self.columns.add(step, values)
         self._end += size
@@ -102,12 +108,16 @@ class MetricsFile:
         names = self.columns.num_names
         if names > _MAX_NAMES:
             # A page, a table and a comparison take time and space for each of them.
-            raise DataError(f"{self._path}: {names} different metrics; expected at most {_MAX_NAMES}")
+            raise DataError(
+                f"{self._path} has {names} different metrics; expected at most {_MAX_NAMES}",
+                key="metrics.names.too_many",
+            )
         taken = self.columns.num_values + len(self.columns) + _KEY_VALUES * names
         if self._max_values is not None and taken > self._max_values:
             raise DataError(
-                f"{self._path}: more than the {self._max_values} values that the dashboard holds of a run; "
-                "`reinforce-rl report` has no such bound"
+                f"{self._path} has more than the {self._max_values} values that the dashboard holds of a run; "
+                "`reinforce-rl report` has no such bound",
+                key="metrics.values.too_many",
             )
 
     @property

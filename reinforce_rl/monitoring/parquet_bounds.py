@@ -35,7 +35,7 @@ def read_bounded_file(path: str | Path, columns: Sequence[str] | None, filters: 
         with OSFile(os.fsencode(path)) as file:
             return read_bounded_table(file, columns, filters)
     except (ArrowException, OSError, ValueError, RecursionError) as error:
-        raise DataError(NOT_PARQUET.format(error)) from error
+        raise DataError(NOT_PARQUET.format(error), key="parquet.file.not_readable") from error
 
 
 def read_bounded_table(file: pa.NativeFile, columns: Sequence[str] | None, filters: Any) -> pa.Table:
@@ -72,12 +72,18 @@ def _check_footer(file: pa.NativeFile) -> None:
     file.seek(0)
     length = int.from_bytes(end[:4], "little")
     if len(end) == 8 and end.endswith(b"PAR1") and length > _MAX_FOOTER_BYTES:
-        raise DataError(f"a footer of {length} bytes; expected at most {_MAX_FOOTER_BYTES}")
+        raise DataError(
+            f"its footer has {length} bytes; expected at most {_MAX_FOOTER_BYTES}",
+            key="parquet.footer.too_large",
+        )
 
 
 def _check_metadata(metadata: FileMetaData, columns: Sequence[str] | None, limit: int) -> None:
     if metadata.num_rows > MAX_ROWS:
-        raise DataError(f"{metadata.num_rows} rows; expected at most {MAX_ROWS}")
+        raise DataError(
+            f"it has {metadata.num_rows} rows; expected at most {MAX_ROWS}",
+            key="parquet.rows.too_many",
+        )
     size = 0
     stored = 0  # bytes of the columns once they are decompressed
     for group in range(metadata.num_row_groups):
@@ -93,7 +99,10 @@ def _check_metadata(metadata: FileMetaData, columns: Sequence[str] | None, limit
 
 def _check_bytes(size: int, limit: int) -> None:
     if size > limit:
-        raise DataError(f"its values take {size} bytes; expected at most {limit} of a file of this size")
+        raise DataError(
+            f"its values take {size} bytes; expected at most {limit} of a file of this size",
+            key="parquet.values.too_large",
+        )
 
 
 def _text_bytes(column: pa.ChunkedArray) -> int:

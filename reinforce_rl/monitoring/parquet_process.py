@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reinforce_rl.errors import DataError
+from reinforce_rl.errors import DataError, Fault, key_of
 from reinforce_rl.monitoring.parquet_bounds import NOT_PARQUET, read_bounded_file
 from reinforce_rl.utils.process import KILL_SECONDS, ModuleChild, connect_to_parent, limit_memory, receive, send
 
@@ -52,14 +52,15 @@ def read_in_child(path: str | Path, columns: Sequence[str] | None, filters: Any)
         data = b"" if answer["fault"] else reader.connection.recv_bytes()
         is_free = True
     except (EOFError, OSError) as error:
-        raise DataError(NOT_PARQUET.format(_why_it_ended(reader))) from error
+        why = _why_it_ended(reader)
+        raise DataError(NOT_PARQUET.format(why), key=why.key) from error
     finally:
         if is_free and len(_waiting) < _KEPT:
             _waiting.append(reader)
         else:
             _end(reader)
     if answer["fault"]:
-        raise DataError(answer["fault"])
+        raise DataError(answer["fault"], key=answer["key"])
     return pa.ipc.open_stream(pa.py_buffer(data)).read_all()
 
 
@@ -86,14 +87,15 @@ def _end(reader: ModuleChild) -> None:
     atexit.unregister(reader.kill)
 
 
-def _why_it_ended(reader: ModuleChild) -> str:
+def _why_it_ended(reader: ModuleChild) -> Fault:
     """Say why a reader has ended."""
     code = reader.wait(KILL_SECONDS)
     if code == -signal.SIGALRM:
-        return f"it was not read in {READ_SECONDS} s"
+        return Fault(f"it was not read in {READ_SECONDS} s", key="parquet.file.takes_too_long")
     if code is not None and code < 0:
-        return f"its reader was ended by {signal.Signals(-code).name}"
-    return f"its reader ended with {code}"
+        name = signal.Signals(-code).name
+        return Fault(f"its reader was ended by {name}", key="parquet.file.ended_its_reader")
+    return Fault(f"its reader ended with exit code {code}", key="parquet.file.ended_its_reader")
 
 
 def main() -> None:
@@ -109,7 +111,7 @@ def main() -> None:
         signal.alarm(message["seconds"])
         data, fault = _read(message)
         signal.alarm(0)
-        send(connection, {"fault": fault})
+        send(connection, {"fault": fault, "key": key_of(fault)})
         if not fault:
             with contextlib.suppress(OSError):
                 connection.send_bytes(data)
@@ -129,11 +131,14 @@ def _read(message: dict[str, Any]) -> tuple[Any, str]:
             stream.write_table(table)
         return sink.getvalue(), ""
     except DataError as error:
-        return b"", str(error).replace(message["path"], message["shown"])[:_MAX_FAULT]
+        sentence = str(error).replace(message["path"], message["shown"])
+        return b"", Fault(sentence[:_MAX_FAULT], key=error.key)
     except MemoryError:
-        return b"", NOT_PARQUET.format("it needs more memory than a reader may take")
+        sentence = NOT_PARQUET.format("it needs more memory than a reader may take")
+        return b"", Fault(sentence, key="parquet.file.needs_too_much_memory")
     except Exception as error:
-        return b"", NOT_PARQUET.format(f"{type(error).__name__}: {error}"[:_MAX_FAULT])
+        sentence = NOT_PARQUET.format(f"{type(error).__name__}: {error}"[:_MAX_FAULT])
+        return b"", Fault(sentence, key="parquet.file.not_readable")
 
 
 if __name__ == "__main__":

@@ -321,8 +321,10 @@ def read_table(
         table = read(path, columns, filters)
         _check_version(table.schema.metadata or {})
         _check_columns(table, columns or (*SAMPLE_COLUMNS, *TOKEN_COLUMNS))
-    except (DataError, OSError) as error:
-        raise DataError(f"{path}: {error}") from error
+    except DataError as error:
+        raise DataError(f"{path}: {error}", key=error.key) from error
+    except OSError as error:
+        raise DataError(f"{path}: {error}", key="samples.file.not_readable") from error
     return table
 
 
@@ -333,7 +335,8 @@ def _check_version(metadata: Mapping[bytes, bytes]) -> None:
     if version != VERSION:
         raise DataError(
             f"its records have version {version!r:.40}; this reinforce_rl reads version {VERSION}. Read them "
-            "with the reinforce_rl that wrote them, or as they are with pyarrow.parquet.read_table"
+            "with the reinforce_rl that wrote them, or as they are with pyarrow.parquet.read_table",
+            key="samples.file.other_version",
         )
 
 
@@ -341,16 +344,25 @@ def _check_columns(table: pa.Table, expected: Sequence[str]) -> None:
     """Raise DataError if columns are absent, or hold what `write_records` does not write."""
     missing = [name for name in expected if name not in table.column_names]
     if missing:
-        raise DataError(f"missing columns {missing}; docs/records.md has all. Restore the file")
+        raise DataError(
+            f"it lacks the columns {missing}; docs/records.md has all. Restore the file",
+            key="samples.columns.missing",
+        )
     kinds = {**column_types(RolloutRow), **column_types(SampleTokens)}
     for name in table.column_names:
         values = table.column(name)
         kind = kinds.get(name, values.type)
         if values.type != kind:
-            raise DataError(f"the column {name} is {values.type!s:.100}, expected {kind}. Restore the file")
+            raise DataError(
+                f"the column {name} is {values.type!s:.100}; expected {kind}. Restore the file",
+                key="samples.column.wrong_type",
+            )
         fault = _fault_within(name, values)
         if fault:
-            raise DataError(f"the column {name} holds {fault}. Restore the file")
+            raise DataError(
+                f"the column {name} holds {fault}. Restore the file",
+                key="samples.column.wrong_value",
+            )
     _check_lengths(table)
 
 
@@ -383,7 +395,10 @@ def _check_lengths(table: pa.Table) -> None:
         # Null where one of the two was not recorded.
         is_equal = pc.call_function("equal", [lengths, found])
         if pc.call_function("all", [is_equal]).as_py() is False:
-            raise DataError(f"the lists of {name} have not one value for each token. Restore the file")
+            raise DataError(
+                f"the lists of {name} do not have one value for each token. Restore the file",
+                key="samples.tokens.lengths_differ",
+            )
         lengths = pc.call_function("coalesce", [lengths, found])
 
 
@@ -400,7 +415,10 @@ def read_rows(path: str | Path, *, is_own: bool = False) -> list[RolloutRow]:
     """
     path = Path(path)
     if not path.exists():
-        raise DataError(f"{path}: no such file; expected the samples of a step")
+        raise DataError(
+            f"{path}: no such file; expected the samples of a step",
+            key="samples.file.missing",
+        )
     float_columns = [name for name, hint in _row_hints().items() if hint is float]
     rows = []
     for values in read_table(path, SAMPLE_COLUMNS, is_own=is_own).to_pylist():
@@ -448,5 +466,9 @@ def read_tokens(path: Path, filters: Any = None, *, is_own: bool = False) -> lis
     rows = read_table(path, TOKEN_COLUMNS, filters, is_own=is_own).to_pylist()
     recorded = [row for row in rows if row["response_tokens"] is not None]
     if recorded and len(recorded) < len(rows):
-        raise DataError(f"{path}: tokens of {len(recorded)} of {len(rows)} samples, expected all or none; restore it")
+        raise DataError(
+            f"{path} has the tokens of {len(recorded)} of {len(rows)} samples; expected those of all or "
+            "of none. Restore the file",
+            key="samples.tokens.of_some",
+        )
     return [SampleTokens(**row) for row in recorded]

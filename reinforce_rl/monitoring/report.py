@@ -166,7 +166,10 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
             "y": [plain_number(b["observed"]) for b in bins],
         }
     except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise DataError(f"{path} is no evaluation ({error!r}); remove it, or start the run again") from error
+        raise DataError(
+            f"{path} is no evaluation ({error!r}); remove it, or start the run again",
+            key="report.evaluation.damaged",
+        ) from error
     figure = {
         "title": "Predicted and observed",
         "unit": "share of pairs, by prediction",
@@ -218,7 +221,10 @@ def _profile_tables(run: RunFolder) -> list[dict[str, Any]]:
             for step in _read_table(run, path)["steps"][-_PROFILES:]
         ]
     except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise DataError(f"{path} is no profile's table ({error!r}); remove it, and profile again") from error
+        raise DataError(
+            f"{path} is no profile's table ({error!r}); remove it, and profile again",
+            key="report.profile.damaged",
+        ) from error
 
 
 def write_report(run_dir: str | Path, *, has_ended: bool = False) -> Path:
@@ -239,7 +245,10 @@ def write_report(run_dir: str | Path, *, has_ended: bool = False) -> Path:
         write_atomically(path, frozen_page({run.name: (run, shown)}))
     except PermissionError as error:
         advice = "look at it with `reinforce-rl board`, or copy the folder to one of your own"
-        raise DataError(f"{path} cannot be written: {error.strerror}; {advice}") from error
+        raise DataError(
+            f"{path} cannot be written: {error.strerror}; {advice}",
+            key="report.file.not_writable",
+        ) from error
     return path
 
 

@@ -62,7 +62,10 @@ class RunFolder:
     ):
         self.path = Path(path)
         if not self.path.is_dir():
-            raise DataError(f"{path}: no such folder; expected the folder of a run")
+            raise DataError(
+                f"{path}: no such folder; expected the folder of a run",
+                key="run.folder.missing",
+            )
         self.name = self.path.resolve().name
         self.within = self.path if within is None else within
         self._file = MetricsFile(self.path / METRICS_FILE, self.within, max_values)
@@ -148,7 +151,10 @@ class RunFolder:
         """Return the sample files by step, ascending; the folder is listed again only if it has changed."""
         folder = self.path / kind
         if leads_out(folder, self.within):
-            raise DataError(f"{folder} is a link that leads out of {self.within}; expected a folder inside")
+            raise DataError(
+                f"{folder} is a link that leads out of {self.within}; expected a folder inside of it",
+                key="samples.folder.leads_out",
+            )
         try:
             changed = folder.stat().st_mtime_ns
         except OSError:
@@ -174,7 +180,10 @@ class RunFolder:
         files = self.files(kind)
         if step not in files:
             known = f"the steps are {min(files)} to {max(files)}, {len(files)} in all" if files else "there are none"
-            raise DataError(f"{self.path / kind}: no samples of step {step}; {known}")
+            raise DataError(
+                f"{self.path / kind} has no samples of step {step}; {known}",
+                key="samples.step.missing",
+            )
         file = files[step]
         check_regular(file, within=self.within)
         return self._read_samples(file, file.stat().st_mtime_ns)
@@ -195,7 +204,10 @@ class RunFolder:
         rows = self.samples(step, kind)
         found = (tokens and read_tokens(files[step], is_own=self.is_own)) or [None] * len(rows)
         if len(found) != len(rows):
-            raise DataError(f"{files[step]} was changed while it was read; try again")
+            raise DataError(
+                f"{files[step]} was changed while it was read; try again",
+                key="samples.file.changed_meanwhile",
+            )
         for row, of_row in zip(rows, found, strict=True):
             yield json_line(row.as_json() | (of_row.as_json() if of_row else {}))
 
@@ -243,7 +255,10 @@ class RunFolder:
         factor = settings.get("trainer.straggler_factor", STRAGGLER_FACTOR)
         if type(factor) not in (int, float):
             found = shown_value(factor)
-            raise DataError(f"{self.path}: trainer.straggler_factor is {found}; expected a number; restore the file")
+            raise DataError(
+                f"{self.path / CONFIG_FILE}: trainer.straggler_factor is {found}; expected a number. Restore the file",
+                key="run.config.straggler_factor_no_number",
+            )
         if self._rules != (rules, factor):
             self._begin_judging((rules, factor), Sentinel(rules, factor))
         while self._judged < len(self.metrics):
@@ -286,7 +301,10 @@ def open_run(path: str | Path, *, is_own: bool = False) -> RunFolder:
     if not runs_below(path, 0):
         below = ", ".join(map(str, runs_below(path)[:_NAMED_RUNS]))
         expected = f"expected the folder of a run{below and f', such as {below}'}"
-        raise DataError(f"{path} holds no run: neither {METRICS_FILE} nor {STATUS_FILE}; {expected}")
+        raise DataError(
+            f"{path} holds no run: neither {METRICS_FILE} nor {STATUS_FILE}; {expected}",
+            key="run.folder.no_run",
+        )
     return run
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.utils.files import plain_number, write_atomically
-from reinforce_rl.utils.untrusted_files import read_json
+from reinforce_rl.utils.untrusted_files import UnreadableFileError, read_json
 
 FOLDER, VERSION = "record", 1
 _FILE = re.compile(r"step_(\d+)\.json")
@@ -70,8 +70,9 @@ def read_record(run: str | Path, step: int) -> StepRecord:
     if step not in files:
         steps = f"step {step}; the recorded steps are {min(files)} to {max(files)}" if files else "any step"
         raise DataError(
-            f"{Path(run) / FOLDER}: no record of {steps}. A run with exp_manager.record=full keeps those of its last "
-            "exp_manager.record_keep steps"
+            f"{Path(run) / FOLDER} has no record of {steps}. A run with exp_manager.record=full keeps those of "
+            "its last exp_manager.record_keep steps",
+            key="record.step.missing",
         )
     path = files[step]
     try:
@@ -81,8 +82,9 @@ def read_record(run: str | Path, step: int) -> StepRecord:
         version = values.pop("version", None)
         if version != VERSION:
             raise DataError(
-                f"{path}: version {version}; this reinforce_rl reads version {VERSION}. Take the reinforce_rl that "
-                "wrote it"
+                f"{path} has version {version}; this reinforce_rl reads version {VERSION}. Take the "
+                "reinforce_rl that wrote it",
+                key="record.file.other_version",
             )
         values["updates"] = [_as_floats(one) for one in values["updates"]]
         values["ranks"] = [RankState(**one) for one in values["ranks"]]
@@ -92,8 +94,13 @@ def read_record(run: str | Path, step: int) -> StepRecord:
             if not isinstance(values[name], dict):
                 raise ValueError(f"its {name} is {values[name]!r}")
         return StepRecord(**values)
+    except UnreadableFileError:
+        raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{path}: not a readable record ({error}); restore it or take it away") from error
+        raise DataError(
+            f"{path} is no readable record ({error}); restore it or take it away",
+            key="record.file.not_readable",
+        ) from error
 
 
 def _as_floats(values: Mapping[str, float | None]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast
 
 from aiohttp import web
 
-from reinforce_rl.errors import RewardServerError
+from reinforce_rl.errors import Fault, RewardServerError
 from reinforce_rl.reward_server.admission import FrontSettings
 from reinforce_rl.reward_server.front import DRAINING, Front
 from reinforce_rl.reward_server.health import Progress
@@ -53,20 +53,28 @@ class FrontProcess(ModuleChild):
     def wait_until_up(self) -> None:
         """Wait until it answers; raise RewardServerError if it does not start."""
         if not self._up.wait(START_SECONDS) or self.exit_code is not None:
-            late = f"did not start within {START_SECONDS:.0f} s (exit code {self.exit_code})"
-            raise RewardServerError(f"the server's front door (process {self.pid}) {late}; its last lines are above")
+            raise RewardServerError(
+                f"the server's front door (process {self.pid}) did not start within "
+                f"{START_SECONDS:.0f} s (exit code {self.exit_code}); its last lines are above",
+                key="serve.front_door.not_started",
+            )
 
     def set_state(self, state: str, reason: str = "") -> None:
         self._unhealthy.reset()
         self.send({"state": state, "reason": reason})
 
-    def fault(self, seconds: float) -> str | None:
+    def fault(self, seconds: float) -> Fault | None:
         """Return why the server must end: the front door died or hangs, or health was red for `seconds`; else None."""
         if (fault := super().fault(seconds)) is not None:
             self.kill()  # one that hangs would not end by itself
-            return f"the front door {fault}"
+            return Fault(f"the front door {fault}", key="serve.front_door.lost")
         unhealthy = self._unhealthy.seconds()
-        return f"/health has not been green for {unhealthy:.0f} s: {self._text}" if unhealthy > seconds else None
+        if unhealthy <= seconds:
+            return None
+        return Fault(
+            f"/health has not been green for {unhealthy:.0f} s: {self._text}",
+            key="serve.health.not_green",
+        )
 
     def drain(self, seconds: float) -> bool:
         """Refuse new requests and wait for those in flight; return whether all finished in time."""

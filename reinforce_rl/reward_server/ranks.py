@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 
-from reinforce_rl.errors import EXIT_ERROR, EXIT_LOST_RANK, ModelStuckError, RankLostError, RewardServerError
+from reinforce_rl.errors import (
+    EXIT_ERROR,
+    EXIT_LOST_RANK,
+    Fault,
+    ModelStuckError,
+    RankLostError,
+    RewardServerError,
+)
 from reinforce_rl.reward_model.scorer import MegatronRewardModel, MicroBatch, share
 from reinforce_rl.rewards.base import AttributeScores
 from reinforce_rl.runtime.links import Buffer, Invitation, Links, LinkThread, host_of_rank_0
@@ -159,19 +166,28 @@ class DistributedScorer:
             self._call = None
         self.check()
         if call.failures:
-            raise RewardServerError(self._failures_of(call))
+            raise RewardServerError(self._failures_of(call), key="serve.rank.failed")
         for block, own in jobs.items():
             found, count = len(call.scores[block]), sum(len(one.lengths) for one in own)
             if found != count:
-                raise RewardServerError(f"block {block} gave {found} scores for {count} sequences")
+                raise RewardServerError(
+                    f"block {block} gave {found} scores for {count} sequences",
+                    key="serve.rank.wrong_number_of_scores",
+                )
         return np.concatenate([call.scores[block] for block in jobs])
 
-    def _why_given_up(self, call: _Call) -> str:
+    def _why_given_up(self, call: _Call) -> Fault:
         now = time.monotonic()
         late = " and ".join(str(self._members[rank]) for rank, due in sorted(call.due.items()) if due <= now)
         if call.failures:
-            return f"{self._failures_of(call)}, and since then {late} waits for it in vain: the ranks are out of step"
-        return f"{late} hangs: no scores within {self._call_timeout:.0f} s (inference.stuck_seconds)"
+            return Fault(
+                f"{self._failures_of(call)}, and since then {late} waits for it in vain: the ranks are out of step",
+                key="serve.ranks.out_of_step",
+            )
+        return Fault(
+            f"{late} hangs: no scores within {self._call_timeout:.0f} s (inference.stuck_seconds)",
+            key="serve.rank.hangs",
+        )
 
     def _failures_of(self, call: _Call) -> str:
         return "; ".join(f"{self._members[rank]} failed ({why})" for rank, why in sorted(call.failures.items()))
@@ -205,11 +221,14 @@ class DistributedScorer:
 
     def _on_lost(self, rank: int, reason: str) -> None:
         with self._changed:
-            self._lose(f"{self._members[rank]} {reason}")
+            self._lose(Fault(f"{self._members[rank]} {reason}", key="serve.rank.lost"))
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: Fault) -> None:
         if self._lost is None:
-            self._lost = RankLostError(f"{reason}. The reward server ends; clients wait and retry, so start it again")
+            self._lost = RankLostError(
+                f"{reason}. The reward server ends; clients wait and retry, so start it again",
+                key=reason.key,
+            )
             logger.error("event=rank_lost reason=%s", reason)
         self._changed.notify_all()
 
@@ -218,9 +237,9 @@ class DistributedScorer:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._lost is not None:
-            end_process(str(self._lost))
+            end_process(self._lost.with_keys())
         if isinstance(error, ModelStuckError):
-            end_process(str(error), EXIT_ERROR)
+            end_process(error.with_keys(), EXIT_ERROR)
         self.close()
 
     def close(self) -> None:
@@ -245,7 +264,8 @@ def follow(
     inbox: queue.SimpleQueue[Sequence[Buffer]] = queue.SimpleQueue()
 
     def on_lost(rank: int, reason: str) -> None:
-        end(f"{leader} {reason}; {me} ends")
+        lost = RankLostError(f"{leader} {reason}; {me} ends", key="serve.rank.lost")
+        end(lost.with_keys())
 
     watch = LinkThread(links, rank_timeout, lambda rank, parts: inbox.put(parts), on_lost)
     model = load()
@@ -268,7 +288,7 @@ def lead_ranks(mesh: Mesh, load: Load, *, rank_timeout: float, call_timeout: flo
     try:
         return DistributedScorer(me, links, others, load, rank_timeout=rank_timeout, call_timeout=call_timeout)
     except RankLostError as error:
-        end_process(str(error))
+        end_process(error.with_keys())
 
 
 def follow_rank_0(mesh: Mesh, load: Load, *, rank_timeout: float) -> None:
@@ -287,8 +307,10 @@ def accept(links: Links, count: int, seconds: float) -> list[Member]:
     hellos = links.accept(range(1, count + 1), seconds)
     if len(hellos) < count:
         links.close()
-        came = f"only {len(hellos)} of {count} ranks connected to rank 0 within {seconds:.0f} s"
-        raise RewardServerError(f"{came}: {sorted(hellos)}")
+        raise RewardServerError(
+            f"only {len(hellos)} of {count} ranks connected to rank 0 within {seconds:.0f} s: {sorted(hellos)}",
+            key="serve.ranks.missing",
+        )
     return [Member(**json.loads(hellos[rank])) for rank in sorted(hellos)]
 
 
@@ -297,7 +319,7 @@ def connect(invitation: Invitation, me: Member, seconds: float) -> Links:
     try:
         return Links.connect(invitation, me.rank, json.dumps(asdict(me)).encode(), seconds)
     except ConnectionError as error:
-        raise RewardServerError(f"{me} {error}") from error
+        raise RewardServerError(f"{me} {error}", key="serve.rank.not_connected") from error
 
 
 def end_process(reason: str, code: int = EXIT_LOST_RANK) -> NoReturn:

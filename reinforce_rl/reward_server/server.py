@@ -24,7 +24,7 @@ import psutil
 from reinforce_rl.config.rewards import InferenceConfig
 from reinforce_rl.data.rendering import DEFAULT_OPTIONS, TemplateOptions
 from reinforce_rl.data.tokenizer import TokenizerInfo
-from reinforce_rl.errors import ConfigError, ModelStuckError, RewardServerError
+from reinforce_rl.errors import ConfigError, Fault, ModelStuckError, RewardServerError
 from reinforce_rl.reward_server.admission import FrontSettings
 from reinforce_rl.reward_server.front import FAILED, READY
 from reinforce_rl.reward_server.front_process import FrontProcess
@@ -185,7 +185,10 @@ class RewardServer:
             body = json.dumps({"inputs": self._requests.canary_inputs(length)}).encode()
             answer = triton.ask(f"/v2/models/{self.info.name}/infer", CANARY_SECONDS, body)
             if (fault := fault_of(*answer, f"a sample of {length} tokens (id 0)")) is not None:
-                raise RewardServerError(f"{fault}. See the log above; nothing is served.")
+                raise RewardServerError(
+                    f"{fault}. See the log above; nothing is served.",
+                    key="serve.warm_up.failed",
+                )
         logger.info("event=warmed_up lengths=%s seconds=%.1f", lengths, time.monotonic() - started)
 
     def _announce(self) -> None:
@@ -196,7 +199,10 @@ class RewardServer:
             model = ModelAddress(local, self.info.name, self._settings.token)
             transport.wait_for(transport.ask_description(model, 10.0))
         except FailedAttempt as error:
-            raise RewardServerError(f"the server at {address} started, but {error}") from error
+            raise RewardServerError(
+                f"the server at {address} started, but {error}",
+                key="serve.server.not_answering",
+            ) from error
         if self._ready_file is not None:
             write_atomically(
                 self._ready_file, json.dumps({"host": local.host, "port": local.port, "pid": os.getpid()})
@@ -225,13 +231,19 @@ class RewardServer:
             self._check()
             now = self._requests.progress.read()
             if now.quiet_seconds > patience and (why := now.why_stuck(stuck_seconds)) is not None:
-                raise ModelStuckError(f"{why}{name_stopped()}. The reward server ends. {again}")
+                raise ModelStuckError(
+                    f"{why}{name_stopped()}. The reward server ends. {again}",
+                    key="serve.model.stuck",
+                )
             dead = [p.pid for p in processes if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE]
             if dead or not triton.is_alive():
                 died = f"tritonserver on {here} died (process {dead or 'unknown'}); its last lines are above"
-                raise RewardServerError(f"{died}. {again} on the same port")
+                raise RewardServerError(f"{died}. {again} on the same port", key="serve.triton.died")
             if (fault := front.fault(patience)) is not None:
-                raise RewardServerError(f"on {here} {fault}{name_stopped()} ({setting}). {again} on the same port")
+                raise RewardServerError(
+                    f"on {here} {fault}{name_stopped()} ({setting}). {again} on the same port",
+                    key=fault.key,
+                )
             if time.monotonic() >= next_summary:
                 if now.requests != last_requests:
                     counts = (now.requests, now.samples, now.failed, now.tokens, now.seconds)
@@ -271,17 +283,33 @@ def token_of(inference: InferenceConfig) -> str | None:
     found = f"inference.host is {inference.host}, so other machines can reach the server, and it has no access token"
     advice = f"Give it one with inference.token_file=FILE or the environment variable {wire.TOKEN_VARIABLE}, or say "
     open_to_all = "inference.allow_no_token=true where everyone who can reach the port may use it"
-    raise ConfigError([f"{found}. {advice}{open_to_all}"])
+    raise ConfigError([Fault(f"{found}. {advice}{open_to_all}", key="serve.token.not_given")])
 
 
-def _faults(info: ServerInfo) -> list[str]:
+def _faults(info: ServerInfo) -> list[Fault]:
     """Return what the schema cannot know to be wrong."""
-    faults, tokens = [], info.tokenizer.vocab_size if info.tokenizer is not None else 0
+    faults: list[Fault] = []
+    tokens = info.tokenizer.vocab_size if info.tokenizer is not None else 0
     if info.name == wire.INFO_MODEL:
-        faults.append(f"inference.name is '{info.name}', which is the server's own description; choose another")
+        faults.append(
+            Fault(
+                f"inference.name is '{info.name}', which is the server's own description; choose another",
+                key="serve.name.reserved",
+            )
+        )
     if info.vocab_size is not None and info.vocab_size < tokens:
-        expected = "expected the tokenizer that the model was trained with"
-        faults.append(f"the reward model knows {info.vocab_size} token ids, its tokenizer {tokens}; {expected}")
+        faults.append(
+            Fault(
+                f"the reward model knows {info.vocab_size} token ids, its tokenizer {tokens}; "
+                "expected the tokenizer that the model was trained with",
+                key="serve.tokenizer.too_large",
+            )
+        )
     if int(np.__version__.split(".")[0]) >= 2:
-        faults.append(f"PyTriton 0.7 breaks with numpy {np.__version__}; install numpy below 2 in its environment")
+        faults.append(
+            Fault(
+                f"PyTriton 0.7 breaks with numpy {np.__version__}; install numpy below 2 in its environment",
+                key="serve.numpy.too_new",
+            )
+        )
     return faults

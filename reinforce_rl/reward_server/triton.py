@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 
 from reinforce_rl.config.rewards import InferenceConfig
-from reinforce_rl.errors import ConfigError, RewardServerError
+from reinforce_rl.errors import ConfigError, Fault, RewardServerError
 from reinforce_rl.reward_server.scoring import RequestScorer
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import ServerInfo
@@ -58,8 +58,11 @@ class PrivateTriton:
         try:
             from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
         except ImportError as error:
-            text = f"the reward server needs PyTriton ({error}), which runs on Linux only; install it with: "
-            raise ConfigError([f"{text}pip install 'reinforce-rl[server]'"]) from error
+            sentence = (
+                f"the reward server needs PyTriton ({error}), which runs on Linux only; install it "
+                "with: pip install 'reinforce-rl[server]'"
+            )
+            raise ConfigError([Fault(sentence, key="serve.package.missing")]) from error
         self._socket_path = home / TRITON_SOCKET
         self._output = b""
         # A dead address: PyTriton's own client, which cannot use Unix sockets, still asks here after Triton's end.
@@ -119,7 +122,10 @@ class PrivateTriton:
         self._triton.run()
         for process in _tritonservers():
             return [process, *process.children(recursive=True)]
-        raise RewardServerError("tritonserver ended while it started; its last lines are above")
+        raise RewardServerError(
+            "tritonserver ended while it started; its last lines are above",
+            key="serve.triton.ended_at_start",
+        )
 
     def ask(self, path: str, seconds: float, body: bytes | None = None) -> tuple[int, bytes]:
         """Send a GET, or a POST of `body`; return the answer's code and body. RewardServerError if none is in time."""
@@ -133,7 +139,10 @@ class PrivateTriton:
                 return answer.status, answer.read()
         except (OSError, http.client.HTTPException) as error:
             why = str(error) or type(error).__name__
-            raise RewardServerError(f"tritonserver gave no answer to {path} ({why})") from error
+            raise RewardServerError(
+                f"tritonserver gave no answer to {path} ({why})",
+                key="serve.triton.no_answer",
+            ) from error
 
     def stop(self, in_order: bool) -> None:
         """End tritonserver, at once unless `in_order`; the server's guard removes what is left."""
@@ -160,10 +169,15 @@ class PrivateTriton:
                 is_ready = self.ask("/v2/health/ready", ASK_SECONDS)[0] == 200
             self._hide_shared_memory()  # soon after creation: a reader that has it open keeps access
             if not self._triton._is_alive_impl():
-                raise RewardServerError("tritonserver ended while it started; its last lines are above")
+                raise RewardServerError(
+                    "tritonserver ended while it started; its last lines are above",
+                    key="serve.triton.ended_at_start",
+                )
             if time.monotonic() > deadline:
-                late = f"tritonserver was not ready within {START_SECONDS:.0f} s"
-                raise RewardServerError(f"{late}; its last lines are above")
+                raise RewardServerError(
+                    f"tritonserver was not ready within {START_SECONDS:.0f} s; its last lines are above",
+                    key="serve.triton.not_ready",
+                )
 
     def _hide_shared_memory(self) -> None:
         """Make this user's segments in /dev/shm private; Triton creates them world-readable, whatever the umask."""
@@ -206,4 +220,5 @@ def make_home(name: str) -> Path:
         room = SOCKET_PATH_LIMIT - len(f"{parent}/{HOME_PREFIX}12345678/{WORKSPACE}/{longest}".encode())
         if room >= 0:
             return Path(tempfile.mkdtemp(prefix=HOME_PREFIX, dir=parent)).resolve()
-    raise ConfigError([f"the model's name '{name}' is too long for a socket's path; shorten it by {-room} letters"])
+    sentence = f"the model's name '{name}' is too long for a socket's path; shorten it by {-room} letters"
+    raise ConfigError([Fault(sentence, key="serve.name.too_long")])

@@ -174,7 +174,10 @@ class RemoteGPTRMClient:
         with self._lock:
             if self._closed:
                 work.close()
-                raise RewardServerError(f"the client of the {self._replicas.title} is closed")
+                raise RewardServerError(
+                    f"the client of the {self._replicas.title} is closed",
+                    key="reward_server.client.closed",
+                )
             future = transport.submit(work)
             self._futures.add(future)
         future.add_done_callback(self._futures.discard)
@@ -184,7 +187,10 @@ class RemoteGPTRMClient:
         try:
             return future.result()
         except CancelledError:
-            raise RewardServerError(f"the client of the {self._replicas.title} was closed") from None
+            raise RewardServerError(
+                f"the client of the {self._replicas.title} was closed",
+                key="reward_server.client.closed",
+            ) from None
 
     async def _score(self, request: RewardRequest, call: Call) -> Rewards:
         """Split a request into parts, score them concurrently, and join the scores."""
@@ -246,8 +252,10 @@ class RemoteGPTRMClient:
             except FailedAttempt as failure:
                 bad_answers += failure.bad_answer
                 if bad_answers >= BAD_ANSWERS_ALLOWED:
-                    error = f"{bad_answers} wrong answers: the reward server at {place} {failure}"
-                    raise RewardServerError(error) from failure
+                    raise RewardServerError(
+                        f"{bad_answers} wrong answers: the reward server at {place} {failure}",
+                        key="reward_server.answer.wrong",
+                    ) from failure
                 if failure.timed_out:
                     timeout *= 2
             self._replicas.report(call)

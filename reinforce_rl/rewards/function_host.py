@@ -4,7 +4,8 @@ The trainer and the server have threads, torch and CUDA and cannot fork, so this
 A fork per sample isolates its side effects from the others. When the owner's connection ends, so do all processes.
 
 Receives: `FunctionPool`'s settings, then (ID, JSON {"function", "prompt", "response", "record"}) per sample; {} pings
-Sends:    JSON: {"faults": [...], "sources": {NAME: sha256}}, then {"id", "status", "value", "fault", "message"}
+Sends:    JSON: {"faults": [[SENTENCE, KEY], ...], "sources": {NAME: sha256}},
+          then {"id", "status", "value", "fault", "message"}
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pathlib import Path
 from select import POLLIN, POLLRDHUP, poll
 from typing import Any
 
+from reinforce_rl.errors import Fault
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec
 from reinforce_rl.utils.process import connect_to_parent, die_with_parent, hide_from_other_processes, send
@@ -51,7 +53,11 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 class LoadFault(Exception):
-    """A function cannot be used; the message is one sentence."""
+    """A function cannot be used; the message is one sentence, and `key` is that of its `Fault`."""
+
+    def __init__(self, message: str, *, key: str):
+        super().__init__(message)
+        self.key = key
 
 
 def load_function(spec: FunctionSpec) -> partial[Any]:
@@ -59,27 +65,42 @@ def load_function(spec: FunctionSpec) -> partial[Any]:
     module_name, _, name = spec.name.rpartition(".")
     found = f"{spec.key}.name is {spec.name!r}"
     if not module_name:
-        raise LoadFault(f"{found}; expected a dotted name, such as {PROVIDED}.gsm8k")
+        raise LoadFault(
+            f"{found}; expected a dotted name, such as {PROVIDED}.gsm8k",
+            key="reward_function.name.not_dotted",
+        )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name != missing and not module_name.startswith(f"{missing}."):
-            reason = f"{module_name} imports '{missing}', which is not installed"
-        else:
-            reason = f"there is no module '{missing}'{_module_advice(missing)}"
-        raise LoadFault(f"{found}, but {reason}") from error
+            raise LoadFault(
+                f"{found}, but {module_name} imports '{missing}', which is not installed",
+                key="reward_function.module.needs_package",
+            ) from error
+        raise LoadFault(
+            f"{found}, but there is no module '{missing}'{_module_advice(missing)}",
+            key="reward_function.module.missing",
+        ) from error
     except BaseException as error:  # a user's file may raise anything, SystemExit included
-        reason = f"the import of {module_name} raised {type(error).__name__}: {error}"
-        raise LoadFault(f"{found}, but {reason}") from error
+        raise LoadFault(
+            f"{found}, but the import of {module_name} raised {type(error).__name__}: {error}",
+            key="reward_function.module.import_failed",
+        ) from error
     function = getattr(module, name, None)
     if function is None:
         functions = {key: value for key, value in vars(module).items() if inspect.isfunction(value)}
         own = [n for n, value in functions.items() if value.__module__ == module.__name__ and not n.startswith("_")]
         advice = _advice(name, own, module_name)
-        raise LoadFault(f"{found}, but {module_name} has no '{name}'{advice}")
+        raise LoadFault(
+            f"{found}, but {module_name} has no '{name}'{advice}",
+            key="reward_function.name.unknown",
+        )
     if not callable(function):
-        raise LoadFault(f"{found}, which is no function")
+        raise LoadFault(
+            f"{found}, which is no function; expected the name of a function",
+            key="reward_function.name.no_function",
+        )
     _check_kwargs(function, spec)
     return partial(function, **spec.kwargs)
 
@@ -108,19 +129,29 @@ def _check_kwargs(function: Callable[..., Any], spec: FunctionSpec) -> None:
     if takes_lists or (len(kinds) < 3 and inspect.Parameter.VAR_POSITIONAL not in kinds.values()):
         raise LoadFault(
             f"{spec.key}.name is {called}; expected NAME(prompt, response, record, **kwargs), called once for each "
-            'sample; wrap a function of TRL, which takes lists, as the page "Coming from TRL" shows'
+            'sample; wrap a function of TRL, which takes lists, as the page "Coming from TRL" shows',
+            key="reward_function.arguments.wrong",
         )
     try:
         signature.bind("", "", {}, **spec.kwargs)
     except TypeError as error:
         how = f"give each as +{spec.key}.kwargs.NAME=VALUE"
-        raise LoadFault(f"{spec.key}.kwargs do not fit {called}: {error}; {how}") from error
+        raise LoadFault(
+            f"{spec.key}.kwargs do not fit {called}: {error}; {how}",
+            key="reward_function.kwargs.do_not_fit",
+        ) from error
     try:
         getattr(function, "check", lambda **kwargs: None)(**spec.kwargs)
     except ValueError as error:
-        raise LoadFault(f"{spec.key}.kwargs of {spec.name}: {error}") from error
+        raise LoadFault(
+            f"{spec.key}.kwargs of {spec.name}: {error}",
+            key="reward_function.kwargs.wrong_value",
+        ) from error
     except TypeError as error:
-        raise LoadFault(f"{spec.key}.kwargs of {spec.name} has a value of a wrong type: {error}") from error
+        raise LoadFault(
+            f"{spec.key}.kwargs of {spec.name} has a value of a wrong type: {error}",
+            key="reward_function.kwargs.wrong_type",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -305,23 +336,30 @@ def main() -> None:
     connection = connect_to_parent(death_signal=None)  # any thread of the owner's may have started this process
     hide_from_other_processes()  # programs that a function starts cannot open its descriptors
     settings = connection.recv()
-    functions, sources, faults = {}, {}, []
+    functions = {}
+    sources = {}
+    faults: list[Fault] = []
     for name, spec in settings["functions"].items():
         before = _open_files()
         try:
             functions[name] = load_function(spec)
             sources[name] = _source_sha256(functions[name].func)
         except LoadFault as fault:
-            faults.append(str(fault))
+            faults.append(Fault(str(fault), key=fault.key))
         for path in sorted(_open_files() - before):
             faults.append(
-                f"{spec.key}.name is {spec.name!r}, whose module keeps {path} open. All samples would share the place "
-                "where it is read next: read it whole at the module's level, or open it in the function"
+                Fault(
+                    f"{spec.key}.name is {spec.name!r}, whose module keeps {path} open. All samples "
+                    "would share the place where it is read next: read it whole at the module's level, "
+                    "or open it in the function",
+                    key="reward_function.module.keeps_file_open",
+                )
             )
     sys.stdout.flush()  # else each fork would print the buffer again
     gc.freeze()  # else a collection in a fork copies every page (copy-on-write)
     _limit(settings["sample_memory_mb"] * MEBIBYTE)
-    send(connection, {"faults": faults, "sources": sources})
+    faults_with_keys = [(fault, fault.key) for fault in faults]
+    send(connection, {"faults": faults_with_keys, "sources": sources})
     if not faults:
         _Host(functions, settings, connection).run()
     os._exit(0)

@@ -26,7 +26,7 @@ import numpy as np
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import NOT_SET
 from reinforce_rl.config.rewards import RewardFunctionConfig
-from reinforce_rl.errors import ConfigError, ReinforceError, RewardServerError
+from reinforce_rl.errors import ConfigError, Fault, ReinforceError, RewardServerError
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
 from reinforce_rl.utils.control_characters import show_control_characters
@@ -105,7 +105,8 @@ class PendingScores:
                 self.host.kill()
             raise RewardServerError(
                 "the processes of the reward function have not answered within the time that all of its samples may "
-                "take together; is this machine overloaded, or was a process stopped?"
+                "take together; is this machine overloaded, or was a process stopped?",
+                key="reward_function.processes.no_answer",
             ) from None
 
 
@@ -145,7 +146,10 @@ class _Host(ModuleChild):
         """Queue these rows' samples and return the number in flight; raise RewardServerError if the host has ended."""
         with self._lock:
             if self.ended:
-                raise RewardServerError("the processes of the reward function have ended")
+                raise RewardServerError(
+                    "the processes of the reward function have ended",
+                    key="reward_function.processes.ended",
+                )
             for row, request in requests:
                 self._samples[self._next_id] = (batch, row)
                 self._waiting.put((self._next_id, request))
@@ -179,11 +183,12 @@ class _Host(ModuleChild):
             self._samples.clear()
         self._waiting.put(None)
         for batch in batches.values():
-            error = (
+            error = RewardServerError(
                 f"the processes of the reward function ended with {batch.left} samples under way (exit code {code}); "
-                "see the log, and whether the machine ran out of memory"
+                "see the log, and whether the machine ran out of memory",
+                key="reward_function.processes.ended_under_way",
             )
-            batch.future.set_exception(RewardServerError(error))
+            batch.future.set_exception(error)
 
     def _show_output(self) -> None:
         assert self.process.stdout is not None
@@ -249,7 +254,8 @@ class FunctionPool:
                     seconds = rounds * (self._config.sample_timeout_seconds + FORK_SECONDS) + SLACK_SECONDS
                     pending.deadline = time.monotonic() + seconds
                 except ReinforceError as error:  # raising on one rank would leave the others waiting
-                    pending.future.set_exception(RewardServerError(str(error)))
+                    failure = RewardServerError(str(error), key=error.key)
+                    pending.future.set_exception(failure)
         return pending
 
     def close(self) -> None:
@@ -260,9 +266,16 @@ class FunctionPool:
             host.stop(STOP_SECONDS)
 
     def _running_host(self) -> _Host:
-        if self._closed or self._host is None:
-            state = "is closed" if self._closed else "was not started"
-            raise RewardServerError(f"the pool of reward functions {state}")
+        if self._closed:
+            raise RewardServerError(
+                "the pool of reward functions is closed",
+                key="reward_function.processes.closed",
+            )
+        if self._host is None:
+            raise RewardServerError(
+                "the pool of reward functions was not started",
+                key="reward_function.processes.not_started",
+            )
         if self._host.ended:
             logger.error("event=function_host_restarted exit_code=%s", self._host.exit_code)
             self._host = self._launch()
@@ -283,11 +296,13 @@ class FunctionPool:
             raise RewardServerError(
                 f"the process of the reward function ended before it was ready (exit code {host.exit_code}; it is "
                 f"killed after {START_SECONDS:.0f} s); what it said is above. Does the import of "
-                f"{', '.join(spec.name for spec in self._functions.values())} end?"
+                f"{', '.join(spec.name for spec in self._functions.values())} end?",
+                key="reward_function.processes.not_ready",
             )
         if found["faults"]:
             host.stop(STOP_SECONDS)
-            raise ConfigError(found["faults"])
+            faults = [Fault(sentence, key=key) for sentence, key in found["faults"]]
+            raise ConfigError(faults)
         self.sources = found["sources"]
         return host
 
@@ -328,7 +343,9 @@ def function_faults(cfg: TrainConfig, *, here: bool = True) -> list[str]:
         with contextlib.closing(FunctionPool(specs, config)) as pool:
             pool.start()
     except ReinforceError as error:
-        return error.faults if isinstance(error, ConfigError) else [str(error)]
+        if isinstance(error, ConfigError):
+            return error.faults
+        return [Fault(str(error), key=error.key)]
     return []
 
 
@@ -356,16 +373,16 @@ def bubblewrap(folders: Sequence[str]) -> list[str]:
     """
     program = shutil.which("bwrap")
     if program is None:
-        raise ConfigError([f"{SANDBOX} is true, but there is no 'bwrap'; install bubblewrap, 0.8 or later"])
+        sentence = f"{SANDBOX} is true, but there is no 'bwrap'; install bubblewrap, 0.8 or later"
+        raise ConfigError([Fault(sentence, key="reward_function.sandbox.no_bubblewrap")])
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     readable = {*SYSTEM_FOLDERS, sys.prefix, sys.base_prefix, *folders, *filter(None, libraries)}
     if too_wide := sorted(filter(_covers_private, readable)):
-        raise ConfigError(
-            [
-                f"{SANDBOX} is true, but functions would be shown the whole of {too_wide[0]}, which is on sys.path or "
-                "LD_LIBRARY_PATH; start elsewhere, and keep the code in a folder of its own"
-            ]
+        sentence = (
+            f"{SANDBOX} is true, but functions would be shown the whole of {too_wide[0]}, which is on "
+            "sys.path or LD_LIBRARY_PATH; start elsewhere, and keep the code in a folder of its own"
         )
+        raise ConfigError([Fault(sentence, key="reward_function.sandbox.folder_too_wide")])
     if not _covers_private(os.getcwd()):
         readable.add(os.getcwd())
     real = {os.path.realpath(folder) for folder in readable}
@@ -387,5 +404,6 @@ def bubblewrap(folders: Sequence[str]) -> list[str]:
         errors="replace",
     )
     if probe.returncode != 0:
-        raise ConfigError([f"{SANDBOX} is true, but bubblewrap cannot work here: {probe.stderr.strip()}"])
+        sentence = f"{SANDBOX} is true, but bubblewrap cannot work here: {probe.stderr.strip()}"
+        raise ConfigError([Fault(sentence, key="reward_function.sandbox.not_working")])
     return command

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from reinforce_rl.errors import RewardServerError
+from reinforce_rl.errors import Fault, RewardServerError
 from reinforce_rl.rewards import transport, wire
 from reinforce_rl.rewards.transport import Call, FailedAttempt, ModelAddress
 from reinforce_rl.rewards.wire import ServerInfo
@@ -67,7 +67,7 @@ class Replicas:
         self._replicas = [_Replica(model, first_backoff_seconds, turn) for model, turn in ordered]
         self._turns = itertools.count()
         self._described: tuple[ServerInfo, ModelAddress] | None = None
-        self._difference: str | None = None  # two servers of different models: nothing can go on
+        self._difference: Fault | None = None  # two servers of different models: nothing can go on
         self._changed: asyncio.Future[None] | None = None  # done at the next change, and then replaced
         self._probing: set[asyncio.Task[None]] = set()
         self._next_report = 0.0
@@ -115,7 +115,8 @@ class Replicas:
             f"no answer of the {self._kind} at {self._places} (model '{model.name}') within {call.seconds:.0f} s; the "
             f"last error: {last}. Check that it runs (curl http://{model.place}/v2/health/ready), that its log shows "
             "no error, and that this machine can reach that host and port; the request's id there and here is "
-            f"{call.id}. Start it again on the same port and continue the run."
+            f"{call.id}. Start it again on the same port and continue the run.",
+            key="reward_server.server.no_answer",
         )
 
     async def describe(self, call: Call, *, all_probed: bool = False) -> tuple[ServerInfo, ModelAddress]:
@@ -130,7 +131,7 @@ class Replicas:
                 return self._described
             for replica in self._replicas:
                 if replica.fatal is not None:
-                    raise RewardServerError(str(replica.fatal))
+                    raise RewardServerError(str(replica.fatal), key=replica.fatal.key)
             probed = all(replica.info is not None or replica.trouble is not None for replica in self._replicas)
             any_up = any(replica.up for replica in self._replicas)
             return self._described if any_up and (probed or call.remaining <= 0) else None
@@ -180,12 +181,13 @@ class Replicas:
                 self._probe_in_background(replica, 0.0)
         while True:
             if self._difference is not None:
-                raise RewardServerError(self._difference)
+                raise RewardServerError(self._difference, key=self._difference.key)
             found = inspect()
             if found is not None:
                 return found
-            if all(replica.fatal is not None for replica in self._replicas):
-                raise RewardServerError(str(self._replicas[0].fatal))
+            fatal = [replica.fatal for replica in self._replicas if replica.fatal is not None]
+            if len(fatal) == len(self._replicas):
+                raise RewardServerError(str(fatal[0]), key=fatal[0].key)
             if call.remaining <= 0:
                 raise self.past_deadline(call)
             self.report(call)
@@ -221,7 +223,10 @@ class Replicas:
             except FailedAttempt as error:
                 trouble, retry_after = str(error), error.retry_after
             except Exception as error:  # a bug too: it must not end the task unnoticed
-                fatal = error if isinstance(error, RewardServerError) else RewardServerError(repr(error))
+                if isinstance(error, RewardServerError):
+                    fatal = error
+                else:
+                    fatal = RewardServerError(repr(error), key="reward_server.client.unexpected_error")
                 trouble = f"cannot be used: {fatal}"
             if replica.trouble != trouble and replica.info is None and self._several:
                 logger.warning("event=reward_server_away place=%s reason=%s", replica.model.place, trouble)
@@ -235,9 +240,10 @@ class Replicas:
         known, by = self._described
         replica.fatal = None
         if replica.info is not None and (differences := replica.info.differences(info, "before", "now")):
-            self._difference = (
+            self._difference = Fault(
                 f"the reward server at {replica.model.place} was replaced by another one during the run "
-                f"({'; '.join(differences)}). Start the one from before, or start the run again."
+                f"({'; '.join(differences)}). Start the one from before, or start the run again.",
+                key="reward_server.server.replaced",
             )
         elif differences := known.differences(info, f"at {by.place}", f"at {replica.model.place}"):
             self._difference = wire.unlike(by.place, replica.model.place, differences)

@@ -24,7 +24,7 @@ import aiohttp
 import numpy as np
 from yarl import URL
 
-from reinforce_rl.errors import RewardServerError
+from reinforce_rl.errors import Fault, RewardServerError
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import Scores, ServerInfo
 from reinforce_rl.utils.control_characters import quoted, show_control_characters
@@ -244,7 +244,10 @@ async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
     try:
         info = ServerInfo.from_json(parse_json(answer.body)["outputs"][0]["data"][0])
     except wire.OtherVersion as error:
-        raise RewardServerError(f"the reward server at {model.place} {error}") from error
+        raise RewardServerError(
+            f"the reward server at {model.place} {error}",
+            key="reward_server.protocol.other_version",
+        ) from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
         answered = f"an answer that is not a reward server's ({quoted(error)})"
         raise _foreign(model.place, answered) from error
@@ -252,8 +255,9 @@ async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
     if info.name != model.name:
         name = quoted(info.name, 100)
         raise RewardServerError(
-            f"the reward server at {model.place} serves the model '{name}', and '{model.name}' was asked for. "
-            f"Set remote_rm.reward_model.name={name}, or the port to the other server's."
+            f"the reward server at {model.place} serves the model '{name}', but '{model.name}' was asked "
+            f"for. Set remote_rm.reward_model.name={name}, or the port to the other server's.",
+            key="reward_server.model.other_name",
         )
     answer = await _ask(model, f"/v2/models/{model.name}/ready", timeout)
     if answer.code != 200:
@@ -275,7 +279,10 @@ def infer_json(model: ModelAddress, inputs: list[dict[str, Any]], timeout: float
         return {output["name"]: list(output["data"]) for output in outputs}
     except (FailedAttempt, ValueError, KeyError, TypeError) as error:
         answered = f"gave no proper answer to a request to '{model.name}': {quoted(error)}"
-        raise RewardServerError(f"{model.place} {answered}") from error
+        raise RewardServerError(
+            f"{model.place} {answered}",
+            key="reward_server.answer.not_proper",
+        ) from error
 
 
 async def infer(
@@ -350,7 +357,10 @@ async def _error_of(model: ModelAddress, answer: HttpAnswer, request_id: str) ->
     if answer.headers.get(wire.REQUEST_ID) != request_id:  # a proxy's, or to another request
         return FailedAttempt(f"{failed}, and not to this request", bad_answer=True)
     said = failed.text.removeprefix("answers ")
-    return RewardServerError(f"the reward server at {model.place} refused a request (id {request_id}): {said}")
+    return RewardServerError(
+        f"the reward server at {model.place} refused a request (id {request_id}): {said}",
+        key="reward_server.request.refused",
+    )
 
 
 async def _ask(model: ModelAddress, path: str, timeout: float, body: bytes | None = None) -> HttpAnswer:
@@ -358,20 +368,30 @@ async def _ask(model: ModelAddress, path: str, timeout: float, body: bytes | Non
     try:
         return await exchange(url_of(model.place, path), timeout, body=body, headers=headers)
     except NoHttp as error:
-        text = f"what listens on {model.place} does not speak HTTP ({error}). Check the port."
-        raise RewardServerError(text) from error
+        raise RewardServerError(
+            f"what listens on {model.place} does not speak HTTP ({error}). Check the port.",
+            key="reward_server.port.no_http",
+        ) from error
 
 
 def _token_refused(model: ModelAddress) -> RewardServerError:
-    found = "no token was sent" if model.token is None else "it does not know the token that was sent"
+    if model.token is None:
+        found = Fault("no token was sent", key="reward_server.token.not_sent")
+    else:
+        found = Fault(
+            "it does not know the token that was sent",
+            key="reward_server.token.unknown",
+        )
     return RewardServerError(
         f"the reward server at {model.place} asks for an access token, and {found}. Give the server's token by "
-        f"remote_rm.reward_model.token_file=FILE or by the environment variable {wire.TOKEN_VARIABLE}."
+        f"remote_rm.reward_model.token_file=FILE or by the environment variable {wire.TOKEN_VARIABLE}.",
+        key=found.key,
     )
 
 
 def _foreign(place: Address, found: str) -> RewardServerError:
     return RewardServerError(
         f"another program listens on {place}: expected a reward server, got {found}. "
-        "Check host and port against the server's line 'ready at http://...'."
+        "Check host and port against the server's line 'ready at http://...'.",
+        key="reward_server.port.other_program",
     )

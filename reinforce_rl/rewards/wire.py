@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from reinforce_rl.data.jsonl import check_messages
 from reinforce_rl.data.tokenizer import TokenizerInfo
-from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.errors import ConfigError, DataError, Fault
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import RewardRequest, TextSample
 from reinforce_rl.utils.control_characters import quoted
@@ -134,12 +134,13 @@ def _description() -> TypeAdapter[ServerInfo]:
     return TypeAdapter(ServerInfo)
 
 
-def unlike(first: Address, second: Address, differences: Sequence[str]) -> str:
+def unlike(first: Address, second: Address, differences: Sequence[str]) -> Fault:
     """Return the error for two servers that should serve the same model and do not."""
-    return (
+    return Fault(
         f"the reward servers at {first} and {second} do not serve the same model with the same limits "
         f"({'; '.join(differences)}). Replicas must be alike: start one of them anew, or take it out of "
-        "remote_rm.reward_model.replicas."
+        "remote_rm.reward_model.replicas.",
+        key="reward_server.replicas.differ",
     )
 
 
@@ -157,7 +158,8 @@ def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_si
     if form != AUTO_FORM and form not in info.input_forms:
         no_text = "its tokenizer has no chat template"
         why = "it serves a reward function" if form == TOKENS_FORM else no_text
-        raise ConfigError([f"the reward server at {place} does not read {form}, since {why}; set input=auto"])
+        sentence = f"the reward server at {place} does not read {form}, since {why}; set input=auto"
+        raise ConfigError([Fault(sentence, key="reward_server.input.not_read")])
     if reads_text and (form == TEXT_FORM or info.tokenizer is None):
         return TEXT_FORM
     errors = [] if info.tokenizer is None else tokenizer.differences(info.tokenizer)
@@ -171,7 +173,10 @@ def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_si
     texts = "set input=auto, so that texts are sent" if reads_text else template
     advice = f"Serve a reward model of the actor's tokenizer, load the actor that belongs to it, or {texts}"
     head = f"the reward server at {place} reads other tokens than the actor writes"
-    raise ConfigError([f"{head}: {error}. {advice}" for error in errors])
+    faults: list[Fault] = []
+    for error in errors:
+        faults.append(Fault(f"{head}: {error}. {advice}", key="reward_server.tokens.differ"))
+    raise ConfigError(faults)
 
 
 def check_lengths(info: ServerInfo, place: str, form: str, *, shortest: int, longest: int) -> str | None:
@@ -190,7 +195,8 @@ def check_lengths(info: ServerInfo, place: str, form: str, *, shortest: int, lon
     advice = f"set model.encoder_seq_length to {info.max_length} at most, or serve a reward model that reads more"
     if form == TOKENS_FORM and shortest > info.max_length:
         least = "model.reinforce.length_params.min_length and a prompt of one token"
-        raise ConfigError([f"{limit}, and a sequence has at least {shortest} ({least}); {advice}"])
+        sentence = f"{limit}, but a sequence has at least {shortest} ({least}); {advice}"
+        raise ConfigError([Fault(sentence, key="reward_server.length.too_short")])
     counted = "" if form == TOKENS_FORM else ", here in tokens of the policy,"
     return (
         f"{limit}, and prompt and response together{counted} may have {longest} (model.encoder_seq_length). "
@@ -391,14 +397,17 @@ def read_token(token_file: str | Path | None, key: str) -> str | None:
             token = path.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is no text"
-            raise ConfigError([f"{key}: cannot read the token in {path} ({reason.lower()})"]) from error
+            sentence = f"{key}: cannot read the token in {path} ({reason.lower()})"
+            raise ConfigError([Fault(sentence, key="reward_server.token.not_readable")]) from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            found = f"others may use {path} (mode {stat.S_IMODE(mode):04o})"
-            raise ConfigError([f"{key}: {found}; make it yours alone: chmod 600 {path}"])
+            bits = f"{stat.S_IMODE(mode):04o}"
+            sentence = f"{key}: others may use {path} (mode {bits}); make it yours alone: chmod 600 {path}"
+            raise ConfigError([Fault(sentence, key="reward_server.token.open_to_others")])
     if len(token) < MIN_TOKEN_LETTERS or not all("!" <= letter <= "~" for letter in token):
         expected = f"expected at least {MIN_TOKEN_LETTERS} visible ASCII characters and no space"
         example = "python -c 'import secrets; print(secrets.token_urlsafe(32))' makes one"
-        raise ConfigError([f"{where} holds no token: {expected} ({example})"])
+        sentence = f"{where} holds no token: {expected} ({example})"
+        raise ConfigError([Fault(sentence, key="reward_server.token.invalid")])
     return token
 
 

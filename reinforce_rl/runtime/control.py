@@ -26,10 +26,12 @@ from reinforce_rl.errors import (
     ConfigError,
     DataError,
     DiskError,
+    Fault,
     LostRankError,
     ReinforceError,
     SentinelStop,
     StoppedEarly,
+    key_of,
 )
 from reinforce_rl.runtime.links import Invitation, Links, host_of_rank_0
 from reinforce_rl.runtime.phases import Activity, PlaceWatcher
@@ -72,12 +74,18 @@ class Verdict:
     text: str  # names rank, host and phase
     exit_code: int = LostRankError.exit_code  # of the ranks that end because of it
     of_first: bool = False  # rank 0 is lost, which writes the run's status
+    key: str = ""  # of the error that the other ranks end with
+
+    def error(self) -> ReinforceError:
+        """Return the error that a rank ends with because of it."""
+        kind = StoppedEarly if self.exit_code == StoppedEarly.exit_code else LostRankError
+        return kind(self.text, key=self.key)
 
 
 @dataclass
 class _Watched:
     report: Report
-    ended: tuple[int, str] | None = None  # exit code and text
+    ended: tuple[int, str, str] | None = None  # exit code, text and key
     ended_at: float = 0.0  # `time.monotonic`
 
 
@@ -111,7 +119,9 @@ class Watchdog:
         try:
             self._links = Links.connect(invitation, self.rank, self._beat()[0], CONNECT_SECONDS)
         except ConnectionError as error:
-            raise ReinforceError(f"rank {self.rank} ({gethostname()}) {error}") from error
+            raise ReinforceError(
+                f"rank {self.rank} ({gethostname()}) {error}", key="ranks.rank.not_connected"
+            ) from error
 
     def start(self) -> None:
         """Start watching. Rank 0 first waits for the others, and raises ReinforceError if one is missing."""
@@ -122,7 +132,11 @@ class Watchdog:
             for rank, hello in hellos.items():
                 self._others[rank].report = Report(**json.loads(hello)["report"])
             if missing := sorted(self._others.keys() - hellos.keys()):
-                raise ReinforceError(f"no report of rank {missing} came to rank 0 within {CONNECT_SECONDS:.0f} s")
+                raise ReinforceError(
+                    f"no report of the ranks {missing} came to rank 0 within "
+                    f"{CONNECT_SECONDS:.0f} s; look at the output of these ranks",
+                    key="ranks.rank.no_report",
+                )
         # Report each new phase at once, so that the verdict on a dead rank names its phase.
         self._activity.listen(lambda name: self._send(self._state()))
         self._thread.start()
@@ -139,10 +153,13 @@ class Watchdog:
         self._judged.wait(SETTLE_SECONDS + 2 * BEAT_SECONDS)
         return self._verdict
 
-    def end(self, exit_code: int, text: str = "") -> None:
-        """Send the others the exit code of this rank's main thread. Only the first call counts."""
+    def end(self, exit_code: int, text: str = "", key: str = "") -> None:
+        """Send the others the exit code of this rank's main thread, and its error's text and key.
+
+        Only the first call counts.
+        """
         if not self.ending.is_set():
-            self._send({"end": exit_code, "text": text})
+            self._send({"end": exit_code, "text": text, "key": key})
             self.ending.set()
 
     def close(self) -> None:
@@ -206,7 +223,8 @@ class Watchdog:
         if "stop" in message:
             self._stop.relay(message["stop"])
         if "end" in message:
-            sender.ended, sender.ended_at = (message["end"], message["text"]), time.monotonic()
+            sender.ended = message["end"], message["text"], message["key"]
+            sender.ended_at = time.monotonic()
             if sender.ended[0] in (StoppedEarly.exit_code, SentinelStop.exit_code):
                 self._stop.relay("a signal to another rank")
         if "timed_out" in message:
@@ -246,16 +264,24 @@ class Watchdog:
 def lost(gone: Sequence[Report], silent: Sequence[Report], seconds: float) -> Verdict | None:
     """Return the verdict on ranks that closed their connections without a message, or sent none for `seconds`."""
     if gone:
-        return _verdict(gone, "died in", ": the process has gone without a word; see its output and the kernel's log")
+        why = Fault(
+            ": the process ended without a message; see its output and the kernel's log",
+            key="ranks.rank.died",
+        )
+        return _verdict(gone, "died in", why)
+    if not silent:
+        return None
     what = f"was last heard of {seconds:.0f} s ago, in"
-    return _verdict(silent, what, ": its process is stopped, or its machine is down") if silent else None
+    why = Fault(": its process is stopped, or its machine is down", key="ranks.rank.silent")
+    return _verdict(silent, what, why)
 
 
-def failed(report: Report, exit_code: int, text: str) -> Verdict:
-    """Return the verdict on a rank that sent its error; one stopped by a signal stops the others too."""
+def failed(report: Report, exit_code: int, text: str, key: str = "") -> Verdict:
+    """Return the verdict on a rank that sent its error, with this key; if it was stopped, the others stop too."""
     if exit_code == StoppedEarly.exit_code:
-        return Verdict(text, exit_code)
-    return _verdict([report], "failed in", f": {text.strip() or f'exit code {exit_code}'}")
+        return Verdict(text, exit_code, key=key)
+    cause = text.strip() or f"exit code {exit_code}"
+    return _verdict([report], "failed in", Fault(f": {cause}", key="ranks.rank.failed"))
 
 
 def hung(reports: Sequence[Report], limit: float) -> Verdict | None:
@@ -285,17 +311,18 @@ def _stuck(reports: Sequence[Report], why: str) -> Verdict | None:
         least = min(report.number for report in reports)
         blamed = [report for report in reports if report.number == least]
     lines = ", ".join(dict.fromkeys(report.line for report in blamed if report.line))
-    return _verdict(blamed, "hangs in", f"{f' at {lines}' if lines else ''}: {why}")
+    place = f" at {lines}" if lines else ""
+    return _verdict(blamed, "hangs in", Fault(f"{place}: {why}", key="ranks.rank.hangs"))
 
 
-def _verdict(lost: Sequence[Report], what: str, why: str) -> Verdict:
+def _verdict(lost: Sequence[Report], what: str, why: Fault) -> Verdict:
     names = ", ".join(f"rank {report.rank} (host {report.host})" for report in lost[:_NAMED])
     if len(lost) > _NAMED:
         names += f" and {len(lost) - _NAMED} more"
     step = f" of step {lost[0].step}" if lost[0].step else ", before the first step"
     advice = "The other ranks end. The same command goes on from the last checkpoint"
     text = f"{names} {what} phase {lost[0].phase}{step}{why}. {advice}"
-    return Verdict(text, of_first=any(report.rank == 0 for report in lost))
+    return Verdict(text, of_first=any(report.rank == 0 for report in lost), key=key_of(why))
 
 
 _REFUSALS = (ConfigError, DataError, CheckpointError)
@@ -321,14 +348,20 @@ class RunControl:
             try:
                 yield
             except StopNow:
-                error = StoppedEarly(f"stopped by {self.stop.reason} before the first step; nothing was to be saved")
+                error = StoppedEarly(
+                    f"stopped by {self.stop.reason} before the first step; there was nothing to save",
+                    key="run.stop.before_first_step",
+                )
                 self.status.end(error.exit_code, str(error))
                 raise error from None
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     error.args = (f"interrupted by Ctrl-C; the same command {self._where_it_goes_on()}",)
                 if isinstance(error, OSError) and error.errno in UNWRITABLE:
-                    failure = DiskError(f"{write_fault(error)}, which {self._where_it_goes_on()}")
+                    failure = DiskError(
+                        f"{write_fault(error)}, which {self._where_it_goes_on()}",
+                        key="disk.file.not_written",
+                    )
                     self.status.end(*_outcome(failure))
                     raise failure from error
                 if not self.has_begun and isinstance(error, _REFUSALS):
@@ -389,12 +422,11 @@ class RunControl:
             # All ranks raise our own errors together; any other error may be caused by another rank's end.
             may_be_echo = isinstance(error, Exception) and not isinstance(error, ReinforceError)
             verdict = watchdog.explain(timed_out=_time_out_of(error)) if may_be_echo else None
-            watchdog.end(*_outcome(error))
+            watchdog.end(*_outcome(error), key=_key_of_error(error))
             if verdict is not None:
                 if verdict.of_first:
                     self.status.speak_for_first()
-                kind = StoppedEarly if verdict.exit_code == StoppedEarly.exit_code else LostRankError
-                raise kind(verdict.text) from error
+                raise verdict.error() from error
             raise
 
     def leave(self, verdict: Verdict) -> None:
@@ -406,7 +438,7 @@ class RunControl:
             if sys.stderr.isatty():
                 os.write(2, b"\x1b[?25h")  # show the cursor, hidden by the live display
             kind = "" if verdict.exit_code == StoppedEarly.exit_code else "error: "
-            print(f"{kind}{verdict.text}", file=sys.stderr, flush=True)
+            print(f"{kind}{verdict.error().with_keys()}", file=sys.stderr, flush=True)
             sys.stdout.flush()
         os._exit(verdict.exit_code)
 
@@ -415,6 +447,13 @@ def _time_out_of(error: BaseException) -> str:
     """Return the text of a collective's timeout error; empty for any other error."""
     text = str(error)
     return text if isinstance(error, RuntimeError) and re.search(r"tim(ed|ing) out|timeout", text, re.I) else ""
+
+
+def _key_of_error(error: BaseException) -> str:
+    """Return the key of an error; empty for one that is not this package's."""
+    if isinstance(error, StopNow):
+        return "run.stop.by_signal"
+    return error.key if isinstance(error, ReinforceError) else ""
 
 
 def _outcome(error: BaseException) -> tuple[int, str]:

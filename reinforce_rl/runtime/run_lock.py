@@ -68,7 +68,10 @@ def _refuse_links(folder: Path) -> None:
     if not leads_out(checkpoints, folder):
         paths += checkpoints.glob("*")
     faults = [
-        f"{path} is a link to {path.resolve()}, outside of the run's folder; remove the link"
+        Fault(
+            f"{path} is a link to {path.resolve()}, outside of the run's folder; remove the link",
+            key="run.link.leads_out",
+        )
         for path in sorted(paths)
         if path.is_dir() and leads_out(path, folder)
     ]
@@ -86,16 +89,20 @@ def _open(folder: Path, more: int = 0) -> int:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise
-        raise ConfigError([f"{path} is no regular file; remove it"]) from error
+        raise ConfigError([_no_regular_file(path)]) from error
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)
-        raise ConfigError([f"{path} is no regular file; remove it"])
+        raise ConfigError([_no_regular_file(path)])
     if stat.S_IMODE(mode) != _OWNER_ONLY:
         # Some mounts say themselves who may read there.
         with contextlib.suppress(OSError):
             os.fchmod(handle, _OWNER_ONLY)
     return handle
+
+
+def _no_regular_file(path: Path) -> Fault:
+    return Fault(f"{path} is no regular file; remove it", key="run.lock.no_regular_file")
 
 
 def _not_permitted(path: Path, reason: str) -> Fault:
@@ -152,6 +159,9 @@ def _refuse_by_status(folder: Path) -> None:
         raise ConfigError([_still_going_on(folder, f"process {status.pid} of this machine")])
 
 
-def _still_going_on(folder: Path, owner: str) -> str:
-    found = f"{folder} has a run that is still going on ({owner})"
-    return f"{found}. Wait for its end or end it, or choose another folder (exp_manager.explicit_log_dir)"
+def _still_going_on(folder: Path, owner: str) -> Fault:
+    return Fault(
+        f"{folder} has a run that is still going on ({owner}). Wait for its end or end it, or "
+        "choose another folder (exp_manager.explicit_log_dir)",
+        key="run.folder.in_use",
+    )

@@ -22,7 +22,7 @@ from typing import Any
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import Section
-from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.errors import ConfigError, DataError, Fault
 from reinforce_rl.runtime.status import read_status, saved_step
 from reinforce_rl.runtime.stored_config import config_text, parse_stored, read_stored
 from reinforce_rl.utils.files import (
@@ -138,9 +138,12 @@ def check_changes(cfg: TrainConfig) -> dict[str, str]:
     found = _differences(past[-1], line) if past else {}
     refused = "; ".join(f"{key}: {values}" for key, values in found.items() if MEANING.match(key))
     if refused and not cfg.resume_with_changes:
-        found_here = f"{folder} goes on after step {step}, and its steps so far had other settings: {refused}"
-        advice = "Set them back, or choose another exp_manager.explicit_log_dir for a new run"
-        raise ConfigError([f"{found_here}. {advice}, or resume_with_changes=true"])
+        sentence = (
+            f"{folder} goes on after step {step}, and its steps so far had other settings: "
+            f"{refused}. Set them back, or choose another exp_manager.explicit_log_dir for a new "
+            "run, or go on with the new ones by resume_with_changes=true"
+        )
+        raise ConfigError([Fault(sentence, key="run.resume.other_settings")])
     return found
 
 
@@ -269,17 +272,31 @@ def _history(folder: Path, step: int, within: Path | None = None) -> list[dict[s
     if not lines and config.exists():  # a run from before config_history.jsonl existed
         path, lines = config, [{"step": 0, "config": read_stored(config)}]
     if len(lines) > _MAX_HISTORY_LINES:
-        raise DataError(f"{path}: {len(lines)} lines; expected at most {_MAX_HISTORY_LINES}; restore the file")
+        raise DataError(
+            f"{path}: {len(lines)} lines; expected at most {_MAX_HISTORY_LINES}; restore the file",
+            key="history.file.too_many_lines",
+        )
     for number, line in enumerate(lines, 1):
         place = path if path == config else f"{path}, line {number}"
         if not (type(line.get("step")) is int and isinstance(line.get("config"), str)):
-            raise DataError(f"{place}: expected a step and a config, found {sorted(line)[:10]}; restore the file")
+            raise DataError(
+                f"{place}: found the keys {sorted(line)[:10]}; expected step, a number, and config, a "
+                "text; restore the file",
+                key="history.line.no_settings",
+            )
         if not all(type(line.get(key, 0)) is int for key in (_DROPPED_FROM, _DROPPED_UP_TO)):
             keys = f"{_DROPPED_FROM} and {_DROPPED_UP_TO}"
-            raise DataError(f"{place}: {keys} must be numbers of steps; restore the file")
+            raise DataError(
+                f"{place}: {keys} must be numbers of steps; restore the file",
+                key="history.line.dropped_no_numbers",
+            )
         files = line.get("files", {})
         if not (isinstance(files, dict) and all(isinstance(digest, str | None) for digest in files.values())):
-            raise DataError(f"{place}: files is {str(files)[:100]}, expected a digest by function; restore the file")
+            shown = str(files)[:100]
+            raise DataError(
+                f"{place}: files is {shown}; expected a digest by function; restore the file",
+                key="history.line.files_invalid",
+            )
         read_tree(line["config"], place)
     return [line for line in lines if line["step"] < step]
 

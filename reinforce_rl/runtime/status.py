@@ -156,7 +156,8 @@ def checked_status(path: Path, *, within: Path | None = None) -> Status:
             if (fault := _fault(key, value)) is not None:
                 raise ValueError(fault)
     except ValueError as error:
-        raise DataError(f"{path}: {str(error)[:300]}; {advice}") from error
+        sentence = f"{path}: {str(error)[:300]}; {advice}"
+        raise DataError(sentence, key="status.file.invalid") from error
     return Status(**values)
 
 

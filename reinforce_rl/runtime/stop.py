@@ -102,8 +102,9 @@ class StopRequest:
         if mesh.any_rank(self.reason is not None or verdict is not None):
             verdict = mesh.from_main(verdict)
             if verdict is not None:
-                raise SentinelStop(verdict)
-            raise StoppedEarly(f"stopped by {self.reason or 'a signal to another rank'}")
+                raise SentinelStop(verdict, key="run.stop.by_sentinel")
+            who = self.reason or "a signal to another rank"
+            raise StoppedEarly(f"stopped by {who}", key="run.stop.by_signal")
 
 
 @dataclass(frozen=True)

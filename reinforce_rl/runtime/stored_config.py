@@ -100,11 +100,15 @@ def read_stored(path: Path) -> str:
     try:
         data = read_bounded(path, max_bytes=MAX_CONFIG_BYTES, within=path.parent)
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file; expected the configuration of a run") from error
+        raise DataError(
+            f"{path}: no such file; expected the configuration of a run",
+            key="run.config.missing",
+        ) from error
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 ({error}). {_ADVICE}") from error
+        sentence = f"{path}: not UTF-8 ({error}). {_ADVICE}"
+        raise DataError(sentence, key="run.config.not_utf8") from error
 
 
 def parse_stored(text: str, where: str) -> dict[str, Any]:
@@ -113,11 +117,14 @@ def parse_stored(text: str, where: str) -> dict[str, Any]:
     Raises DataError, which begins with `where`, for what is no mapping or exceeds the bounds of `yaml_fault`.
     """
     if len(text) > MAX_CONFIG_BYTES:
-        raise DataError(f"{where}: more than {MAX_CONFIG_BYTES} characters")
+        raise DataError(
+            f"{where}: {len(text)} characters; expected at most {MAX_CONFIG_BYTES}. {_ADVICE}",
+            key="run.config.too_long",
+        )
     try:
         return _parse(text)
     except ValueError as error:
-        raise DataError(f"{where}: {error}. {_ADVICE}") from error
+        raise DataError(f"{where}: {error}. {_ADVICE}", key="run.config.invalid") from error
 
 
 def _parse(text: str) -> dict[str, Any]:
@@ -161,8 +168,10 @@ def parse_values(text: str, where: str) -> dict[str, Any]:
     for key, value in _texts_below(tree):
         if INTERPOLATION in value:
             raise DataError(
-                f"{where}: {key} is {value[:_SHOWN]!r}; expected a value. An interpolation could read the environment "
-                "of whoever opens the folder, and a run writes none; write the value in its place"
+                f"{where}: {key} is {value[:_SHOWN]!r}; expected a value. An interpolation could read "
+                "the environment of whoever opens the folder, and a run writes none; write the value "
+                "in its place",
+                key="run.config.interpolation",
             )
     return tree
 

@@ -22,7 +22,7 @@ from reinforce_rl.config.generation_rules import GENERATIONS
 from reinforce_rl.config.rewards import MoreFunctionConfig, RewardFunctionConfig, RewardServerConfig
 from reinforce_rl.data.data_prefix import sets_of
 from reinforce_rl.data.readers import is_hub_name
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.utils.process import PACKAGE_PARENT
 
 _SHOWN = 200  # characters of a value in a message
@@ -194,12 +194,16 @@ def require_trust(
     used = {"rewards": rewards, "generation": generation, "data": data, "ranks": ranks}
     found = untrusted_settings(cfg, overrides, **used)
     if not trust and found:
-        raise ConfigError([f"{one}; only {folder} says so. {_advice(one)}" for one in found])
+        raise ConfigError([_not_trusted(authority, folder) for authority in found])
     if trust:
         for one in found:
             say(f"Trusted, as {folder} has it: {one}")
         sys.path.append(os.path.abspath(folder))
 
 
-def _advice(one: Authority) -> str:
-    return f"Give {one.key}=VALUE yourself, or --trust if you would run whatever this folder says"
+def _not_trusted(authority: Authority, folder: str | Path) -> Fault:
+    return Fault(
+        f"{authority}; only {folder} says so. Give {authority.key}=VALUE yourself, or --trust if "
+        "you would run whatever this folder says",
+        key="trust.setting.only_of_folder",
+    )

@@ -19,7 +19,7 @@ from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, build_train_v
 from reinforce_rl.data.readers import Columns
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.data.tokenizer import token_id
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.generation.base import Elsewhere, Generator, SamplingParams
 from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
@@ -124,9 +124,9 @@ def build_actor(
 
     on_cpu = mesh.device.type == "cpu"
     if cfg.model.transformer_engine and on_cpu:
-        raise ConfigError(
-            ["model.transformer_engine is true, but this rank computes on a CPU; expected a GPU. Set it to false"]
-        )
+        advice = "expected a GPU. Set it to false"
+        sentence = f"model.transformer_engine is true, but this rank computes on a CPU; {advice}"
+        raise ConfigError([Fault(sentence, key="model.transformer_engine.needs_gpu")])
     folder = cfg.pretrained_checkpoint.restore_from_path
     weights = HFFolder(folder) if architecture is None else None
     architecture = architecture or Architecture.from_folder(folder)
@@ -202,11 +202,15 @@ def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokeniz
         try:
             kind = pkgutil.resolve_name(cfg.generation)
         except (ImportError, AttributeError) as error:
-            raise ConfigError([f"generation is {cfg.generation!r}, which cannot be imported: {error}"]) from error
+            sentence = f"generation is {cfg.generation!r}, which cannot be imported: {error}"
+            raise ConfigError([Fault(sentence, key="generation.class.not_importable")]) from error
         own = kind(cfg, lm, tokenizer)
         if cfg.rollout_order == "finished" and not hasattr(own, "go_on"):
-            found = f"rollout_order is finished, but {cfg.generation} has no method go_on"
-            raise ConfigError([f"{found}; expected one (reinforce_rl/generation/base.py), or rollout_order=prompts"])
+            sentence = (
+                f"rollout_order is finished, but {cfg.generation} has no method go_on; expected one "
+                "(reinforce_rl/generation/base.py), or rollout_order=prompts"
+            )
+            raise ConfigError([Fault(sentence, key="generation.class.no_go_on")])
         return own
     from reinforce_rl.generation.engine.generator import EngineGenerator
     from reinforce_rl.generation.trtllm.adapter import TensorRTLLM
@@ -239,13 +243,13 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, architecture: Architect
     beyond = [(number, token) for token, number in tokenizer.get_vocab().items() if number >= size]
     if beyond:
         number, token = min(beyond)
-        raise ConfigError(
-            [
-                f"the tokenizer of {folder} has {len(tokenizer)} tokens, its model only {size} embeddings; the first "
-                f"token without one is {token!r}, id {number}. Is this the tokenizer of another model? If tokens were "
-                "added to it, save the model after resize_token_embeddings"
-            ]
+        sentence = (
+            f"the tokenizer of {folder} has {len(tokenizer)} tokens, its model only {size} "
+            f"embeddings; the first token without one is {token!r}, id {number}. Is this the "
+            "tokenizer of another model? If tokens were added to it, save the model after "
+            "resize_token_embeddings"
         )
+        raise ConfigError([Fault(sentence, key="tokenizer.tokens.without_embedding")])
 
 
 def stop_token_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -134,7 +134,8 @@ class Generators:
         """Return on all ranks what the first one has found."""
         found = self._mesh.from_main(found)
         if found is None:
-            raise StoppedEarly(f"stopped by {self._stop.reason or 'a signal to another rank'}")
+            who = self._stop.reason or "a signal to another rank"
+            raise StoppedEarly(f"stopped by {who}", key="run.stop.by_signal")
         return found
 
     def forget(self, ticket: Ticket) -> None:

@@ -363,7 +363,11 @@ class GeneratorRank:
             self._take_message(decode(parts))
         except BadMessageError as error:
             with self._changed:
-                self._failure = self._failure or LostRankError(f"rank 0 sent an invalid message: {error}")
+                failure = LostRankError(
+                    f"rank 0, which trains, sent an invalid message: {error}",
+                    key="generators.trainers.invalid_message",
+                )
+                self._failure = self._failure or failure
                 self._changed.notify_all()
 
     def _take_message(self, message: Message) -> None:

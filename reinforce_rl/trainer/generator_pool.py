@@ -232,7 +232,9 @@ class GeneratorPool:
                 self._changed.notify_all()
 
     def _refuse_message(self, rank: int, why: str) -> None:
-        self._failure = GenerationError(f"rank {rank}, which generates, {why}")
+        self._failure = GenerationError(
+            f"rank {rank}, which generates, {why}", key="generators.generator.invalid_message"
+        )
 
     def _take_message(self, rank: int, message: Message) -> None:
         if isinstance(message, WorkRequest):

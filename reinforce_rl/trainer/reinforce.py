@@ -187,7 +187,8 @@ class ReinforceTrainer:
             text = f"{error} after step {self.step} of {self.max_steps}"
             self.logger.note(f"{text}; saving")
             self._save_last_step()
-            raise type(error)(f"{text}; the same command goes on from there") from None
+            sentence = f"{text}; the same command goes on from there"
+            raise type(error)(sentence, key=error.key) from None
 
     def generate_rollouts(self) -> tuple[RolloutBatch, Metrics, Timings]:
         """Sample and score the next prompts and take log-probs.
@@ -313,7 +314,9 @@ class ReinforceTrainer:
         if state.get("version") != STATE_VERSION:
             raise CheckpointError(
                 f"the trainer's state in the checkpoint has version {state.get('version')!r}; expected "
-                f"{STATE_VERSION}. Go on with the reinforce_rl that wrote it, or start a new run in another folder"
+                f"{STATE_VERSION}. Go on with the reinforce_rl that wrote it, or start a new run in "
+                "another folder",
+                key="checkpoint.state.other_version",
             )
         self.step = self._saved_step = state["step"]
         self.train_dataloader.load_state_dict(state["data"])
@@ -388,6 +391,6 @@ class ReinforceTrainer:
             return False
         self._stop.check(self.model.mesh, self.logger.verdict)
         if self._outlook.shortage is not None:
-            raise StoppedEarly(self._outlook.shortage)
+            raise StoppedEarly(self._outlook.shortage, key="run.time.used_up")
         self.run_timer.begin_step()
         return True

@@ -104,7 +104,10 @@ def scores_of(future: RewardFuture, count: int) -> Rewards:
     for name, tensor in {"values": values, "status": status}.items():
         if tensor.shape != (count,):
             where = f"{type(future).__module__}.{type(future).__qualname__}"
-            raise RewardServerError(f"{where} returned {name} of shape {list(tensor.shape)}; expected [{count}]")
+            raise RewardServerError(
+                f"{where} returned {name} of shape {list(tensor.shape)}; expected [{count}]",
+                key="rewards.answer.wrong_shape",
+            )
     status = torch.where((status == STATUS_OK) & ~torch.isfinite(values), STATUS_NOT_FINITE, status)
     return replace(found, values=values.masked_fill(status != STATUS_OK, torch.nan), status=status)
 

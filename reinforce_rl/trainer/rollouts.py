@@ -248,7 +248,8 @@ class RolloutMaker:
             if pending.futures:
                 answers = self.stop.unless_asked(lambda: [scores_of(*asked) for asked in pending.futures])
                 if answers is None:
-                    raise StoppedEarly(f"stopped by {self.stop.reason}")
+                    sentence = f"stopped by {self.stop.reason}"
+                    raise StoppedEarly(sentence, key="run.stop.by_signal")
         if mesh.is_block_leader and (own := pending.work.to_owners(answers or [])):
             rewards = torch.cat([answer.values for answer in own])
             faults = [fault for answer in own for fault in faults_of(answer)]
@@ -384,7 +385,8 @@ class RolloutMaker:
             more = "; the reward server's log says more" if every.keys() & set(STATUS_TEXT.values()) else ""
             raise TooManyFailedRewardsError(
                 f"{found}, above trainer.reinforce.max_failed_fraction = {bound}; reasons: {why}. "
-                f"Nothing was trained on them{more}"
+                f"Nothing was trained on them{more}",
+                key="rewards.samples.too_many_failed",
             )
         if mesh.is_main:
             logger.warning("%s; reasons: %s", found, why)

@@ -262,7 +262,8 @@ class SeparatePool(GeneratorPool):
             last = f"; the last one: {self._last_loss}" if self._last_loss else ""
             self._failure = GenerationError(
                 f"no generator was there for {self._wait_seconds:.0f} s (generator_timeout_seconds){last}. "
-                "Start `reinforce-rl generate` with the trainers' keys, and the trainers again"
+                "Start `reinforce-rl generate` with the trainers' keys, and the trainers again",
+                key="generators.generator.missing",
             )
 
     def _tell(self) -> None:

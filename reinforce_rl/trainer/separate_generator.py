@@ -169,7 +169,11 @@ class SeparateGeneratorRank(GeneratorRank):
                 if isinstance(message, NewWeights):
                     self._offers.append(message)
                 else:
-                    self._failure = self._failure or LostRankError(f"the trainers sent it away: {message.why}")
+                    failure = LostRankError(
+                        f"the trainers sent this generator away: {message.why}",
+                        key="generators.generator.sent_away",
+                    )
+                    self._failure = self._failure or failure
                 self._changed.notify_all()
         else:
             super()._take_message(message)

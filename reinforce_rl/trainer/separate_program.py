@@ -66,9 +66,15 @@ def generate(cfg: TrainConfig, stop: StopRequest) -> None:
         try:
             rank.run(model, rm, control.activity)
         except ConnectionError as error:
-            raise LostRankError(f"{error}. Start the trainers and this generator again") from error
+            raise LostRankError(
+                f"{error}. Start the trainers and this generator again",
+                key="generators.trainers.lost",
+            ) from error
         if stop.reason is not None:
-            raise StoppedEarly(f"this generator was stopped by {stop.reason}; others go on with its prompts")
+            raise StoppedEarly(
+                f"this generator was stopped by {stop.reason}; others go on with its prompts",
+                key="generators.generator.stopped",
+            )
 
 
 def _join(cfg: TrainConfig, mesh: Mesh, control: RunControl) -> SeparateGeneratorRank:
@@ -103,13 +109,20 @@ def _join(cfg: TrainConfig, mesh: Mesh, control: RunControl) -> SeparateGenerato
                     except ConnectionError as error:
                         why = str(error)
                 if time.monotonic() > deadline:
-                    where = f"no trainers by {folder / INVITATION_FILE} within {seconds:.0f} s"
-                    advice = "start `reinforce-rl train` with generators=separate and the same run's folder"
-                    raise GenerationError(f"{where} (generator_timeout_seconds): {why}; {advice}")
+                    raise GenerationError(
+                        f"the trainers could not be reached by {folder / INVITATION_FILE} within "
+                        f"{seconds:.0f} s (generator_timeout_seconds): {why}; start `reinforce-rl "
+                        "train` with generators=separate and the same run's folder",
+                        key="generators.trainers.missing",
+                    )
                 time.sleep(_AGAIN_SECONDS)
     found = mesh.from_main(found)
-    with mesh.together(lambda error: LostRankError(str(error))):
+    with mesh.together(_not_reached):
         if rank is None:
             rank = connected(*found)
     assert rank is not None
     return rank
+
+
+def _not_reached(error: BaseException) -> LostRankError:
+    return LostRankError(str(error), key="generators.trainers.unreachable")

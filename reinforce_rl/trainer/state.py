@@ -14,7 +14,7 @@ from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, past_mean
 from reinforce_rl.algorithm.kl import KLCoefficient
 from reinforce_rl.algorithm.rewards import RunningMoments
 from reinforce_rl.data.batches import ReinforceBatch
-from reinforce_rl.errors import ConfigError, DivergedError
+from reinforce_rl.errors import ConfigError, DivergedError, Fault
 
 if TYPE_CHECKING:
     from reinforce_rl.config.actor import ReinforceConfig
@@ -106,7 +106,8 @@ class BestCheckpoints:
         if value is None:
             expected = f"expected one of {', '.join(f'val/{name}' for name in metrics)}"
             key = "exp_manager.checkpoint_callback_params.best_metric"
-            raise ConfigError([f"{key} is {self.metric!r}, which validation does not give; {expected}"])
+            sentence = f"{key} is {self.metric!r}, which validation does not give; {expected}"
+            raise ConfigError([Fault(sentence, key="checkpoint.best_metric.unknown")])
         if math.isfinite(value):
             self._found.append((step, float(value)))
             self._cut()
@@ -146,13 +147,22 @@ class Divergence:
         for update in updates:
             self._skipped = self._skipped + 1 if update.skipped else 0
         if mesh.any_rank(any(update.weights_lost for update in updates)):
-            raise DivergedError(f"the policy's weights were not finite when step {step} was to update them")
+            raise DivergedError(
+                f"the policy's weights were not finite when step {step} was to update them",
+                key="trainer.weights.not_finite",
+            )
         if self._skipped >= self.most:
-            raise DivergedError(f"up to step {step}, {self._skipped} optimizer steps in a row had no finite gradient")
+            raise DivergedError(
+                f"up to step {step}, {self._skipped} optimizer steps in a row had no finite gradient",
+                key="trainer.gradient.not_finite",
+            )
         if self._skipped:
             note(f"step {step}: a gradient is not finite, skipped ({self._skipped} of at most {self.most} in a row)")
 
     def check_end(self, step: int) -> None:
         """Raise DivergedError if the weights after the last step are not known to be sound."""
         if not self.is_sound:
-            raise DivergedError(f"the loss of step {step}, the last one, is not finite")
+            raise DivergedError(
+                f"the loss of step {step}, the last one, is not finite",
+                key="trainer.loss.not_finite",
+            )

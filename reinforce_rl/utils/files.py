@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from reinforce_rl.errors import DataError
+from reinforce_rl.errors import DataError, Fault
 from reinforce_rl.utils.untrusted_files import open_regular, parse_json
 
 # A disk, a quota or the limit of a file's size is used up.
@@ -163,7 +163,7 @@ def write_json(path: Path, values: Any) -> None:
     write_atomically(path, to_json(values, indent=2, inf_nan_mode="null") + b"\n")
 
 
-def folder_faults(key: str, folder: str) -> Iterator[str]:
+def folder_faults(key: str, folder: str) -> Iterator[Fault]:
     """Yield an error if a folder cannot be made or written to; makes none, but tests the nearest existing parent."""
     out = existing = Path(folder).absolute()
     try:
@@ -171,13 +171,17 @@ def folder_faults(key: str, folder: str) -> Iterator[str]:
         with tempfile.TemporaryDirectory(dir=existing):  # not os.access, which root passes even on /proc
             pass
     except OSError as error:
-        yield f"{key} is {out}; no folder can be made in {existing}: {error.strerror or error}"
+        reason = error.strerror or str(error)
+        yield Fault(
+            f"{key} is {out}; no folder can be made in {existing}: {reason}",
+            key="folder.not_writable",
+        )
 
 
-def output_faults(key: str, path: Path) -> Iterator[str]:
+def output_faults(key: str, path: Path) -> Iterator[Fault]:
     """Yield an error if a file cannot be written."""
     if path.is_dir():
-        yield f"{key} is {path}, which is a folder; expected a file"
+        yield Fault(f"{key} is {path}, which is a folder; expected a file", key="file.is_folder")
     else:
         yield from folder_faults(f"the folder of {key}", str(path.parent))
 
@@ -219,7 +223,10 @@ def read_json_lines(path: Path, *, within: Path | None = None) -> list[dict[str,
     with open_regular(path, within=within) as file:
         size = os.fstat(file.fileno()).st_size
         if size > _MAX_LINES_BYTES:
-            raise DataError(f"{path} holds {size} bytes; expected at most {_MAX_LINES_BYTES}")
+            raise DataError(
+                f"{path} holds {size} bytes; expected at most {_MAX_LINES_BYTES}",
+                key="file.too_large",
+            )
         return parse_json_lines(path, file)
 
 
@@ -228,7 +235,11 @@ def parse_json_lines(path: Path, file: BinaryIO) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(bounded_lines(file), 1):
         if len(line) > MAX_LINE_BYTES:
-            raise DataError(f"{path}, line {number}: expected at most {MAX_LINE_BYTES} bytes, found more")
+            raise DataError(
+                f"{path}, line {number}: more than {MAX_LINE_BYTES} bytes; restore the file, or "
+                "delete that line to go on without it",
+                key="json_lines.line.too_long",
+            )
         if not line.endswith(b"\n"):
             break
         try:
@@ -236,9 +247,14 @@ def parse_json_lines(path: Path, file: BinaryIO) -> list[dict[str, Any]]:
         except ValueError as error:
             raise DataError(
                 f"{path}, line {number}: not valid JSON ({error}); every line must be one JSON object. "
-                "Restore the file, or delete that line to go on without it."
+                "Restore the file, or delete that line to go on without it",
+                key="json_lines.line.not_json",
             ) from error
         if not isinstance(record, dict):
-            raise DataError(f"{path}, line {number}: found a JSON {type(record).__name__}, expected an object")
+            kind = type(record).__name__
+            raise DataError(
+                f"{path}, line {number}: found a JSON {kind}; expected an object",
+                key="json_lines.line.no_object",
+            )
         records.append(record)
     return records

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 
 PORT_WAIT_SECONDS = 3.0  # a server that was just killed frees its port within a moment
 BACKLOG = 1024  # a whole cluster may connect at once
@@ -132,7 +132,9 @@ def free_port(host: str) -> int:
                 return probe.getsockname()[1]
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-    raise ConfigError([f"no TCP port of {host} is free ({reason}); expected a name or an address of this machine"])
+    expected = "expected a name or an address of this machine"
+    sentence = f"no TCP port of {host} is free ({reason}); {expected}"
+    raise ConfigError([Fault(sentence, key="server.port.none_free")])
 
 
 def address_towards(host: str) -> str:
@@ -166,13 +168,23 @@ def names_this_machine(host: str) -> bool:
         return False
 
 
-def _port_fault(host: str, port: int, error: OSError) -> str:
+def _port_fault(host: str, port: int, error: OSError) -> Fault:
     if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} of {host} is in use by another program. Choose another with inference.port=N, here and for "
-            f"the actor, or end that program (ss -ltnp 'sport = :{port}' names it)"
+        return Fault(
+            f"port {port} of {host} is in use by another program. Choose another with "
+            "inference.port=N, here and for the actor, or end that program "
+            f"(ss -ltnp 'sport = :{port}' names it)",
+            key="server.port.in_use",
         )
     if error.errno == errno.EACCES:
-        return f"port {port} of {host} may not be used by this user; choose one above 1023 with inference.port=N"
+        advice = "choose one above 1023 with inference.port=N"
+        return Fault(
+            f"port {port} of {host} may not be used by this user; {advice}",
+            key="server.port.not_permitted",
+        )
     reason = (error.strerror or str(error)).lower()
-    return f"cannot listen on {Address(host, port)} ({reason}); set inference.host to an address of this machine"
+    advice = "set inference.host to an address of this machine"
+    return Fault(
+        f"cannot listen on {Address(host, port)} ({reason}); {advice}",
+        key="server.port.not_listening",
+    )

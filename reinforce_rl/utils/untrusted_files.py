@@ -97,7 +97,8 @@ def read_bounded(path: Path, *, max_bytes: int, within: Path | None = None) -> b
             _refuse(path, error)
     if len(data) > max_bytes:
         size = max(path.stat().st_size, len(data))
-        raise UnreadableFileError(f"{path} holds {size} bytes; expected at most {max_bytes}")
+        sentence = f"{path} holds {size} bytes; expected at most {max_bytes}"
+        raise UnreadableFileError(sentence, key="file.too_large")
     return data
 
 
@@ -265,7 +266,8 @@ def _check(path: Path, mode: int, within: Path | None) -> None:
         kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
         if path.is_symlink():
             kind = f"a link to {path.resolve()}, {kind}"
-        raise UnreadableFileError(f"{path} is {kind}; expected a regular file")
+        sentence = f"{path} is {kind}; expected a regular file"
+        raise UnreadableFileError(sentence, key="file.not_regular")
 
 
 def leads_out(path: Path, folder: Path) -> bool:
@@ -278,20 +280,26 @@ def check_folder(path: Path) -> None:
     if leads_out(path, path.parent):
         raise UnreadableFileError(
             f"{path} is a link to {path.resolve()}, outside of {path.parent}; expected a folder of "
-            "its own. If you trust it, give the folder itself"
+            "its own. If you trust it, give the folder itself",
+            key="folder.link.leads_out",
         )
 
 
 def _check_inside(path: Path, target: Path, within: Path) -> None:
     if not target.is_relative_to(within.resolve()):
         raise UnreadableFileError(
-            f"{path} is a link to {target}, outside of {within}; expected a file of this folder. If you trust it, put "
-            "the file itself in its place"
+            f"{path} is a link to {target}, outside of {within}; expected a file of this folder. If "
+            "you trust it, put the file itself in its place",
+            key="file.link.leads_out",
         )
 
 
 def _refuse(path: Path, error: Exception) -> NoReturn:
     if getattr(error, "errno", None) == errno.ENXIO:
-        raise UnreadableFileError(f"{path} is a socket or a fifo; expected a regular file") from error
+        sentence = f"{path} is a socket or a fifo; expected a regular file"
+        raise UnreadableFileError(sentence, key="file.not_regular") from error
     reason = getattr(error, "strerror", None) or str(error)
-    raise UnreadableFileError(f"{path} cannot be read: {reason}; expected a regular file that you may read") from error
+    raise UnreadableFileError(
+        f"{path} cannot be read: {reason}; expected a regular file that you may read",
+        key="file.not_readable",
+    ) from error

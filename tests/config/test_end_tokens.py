@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.errors import raises_error
 from transformers import GenerationConfig, LlamaConfig
 
 from reinforce_rl.config.end_tokens import read_end_tokens, with_end_tokens
-from reinforce_rl.errors import ConfigError
 
 MISSING = "missing"
 CASES = {
@@ -66,15 +66,17 @@ def test_the_union_and_what_generate_would_use(configured, generation, tokenizer
 def test_what_is_no_id_is_refused_with_its_file(eos, tmp_path):
     for place in ("config.json", "generation_config.json"):
         folder = write_folder(tmp_path, eos if place == "config.json" else 2, 2 if place == "config.json" else eos)
-        with pytest.raises(ConfigError) as caught:
+        with raises_error("model.eos_token_id.invalid", folder / place, "eos_token_id", repr(eos)):
             read_end_tokens(folder, 2)
-        assert f"{folder / place}: eos_token_id is {eos!r}" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_broken_generation_config_is_refused(text, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [("{", "model.generation_config.not_json"), ("[]", "model.generation_config.no_object")],
+)
+def test_a_broken_generation_config_is_refused(text, key, tmp_path):
     """transformers would take config.json's end tokens instead, without a word."""
     folder = write_folder(tmp_path, 2, 2)
     (folder / "generation_config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+    with raises_error(key, folder / "generation_config.json"):
         read_end_tokens(folder, 2)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from helpers.errors import printed_keys
 from helpers.tiny_run import three_letters, write_prompts
 from helpers.tiny_tokenizer import write_model_without_weights
 from helpers.troubleshooting import answers
@@ -36,20 +37,20 @@ class Mistake:
     Attributes:
         name: of the test.
         overrides: after those of a run that is right; `{}` is the folder that `made` gets.
-        words: of the message.
+        keys: of the errors that are printed.
+        values: what the message names.
         seconds: until it comes.
         made: writes what the overrides name.
-        faults: how many the message counts.
         script, right: other than the actor's.
         as_nobody: the process must not be root's, who may read and write everything.
     """
 
     name: str
     overrides: list[str]
-    words: list[str]
+    keys: list[str]
+    values: list[str]
     seconds: float = OF_CONFIG
     made: Callable[[Path], object] = field(default=lambda folder: None)
-    faults: int = 1
     script: str = ACTOR
     right: bool = True
     as_nobody: bool = False
@@ -87,13 +88,23 @@ PROMPTS = [{"prompt": text} for text in three_letters(80)]
 
 MISTAKES = [
     # Configuration.
-    Mistake("wrong path", [f"{TRAIN}={{}}/none.jsonl"], [TRAIN, "none.jsonl does not exist"]),
-    Mistake("misspelt key", ["trainer.devces=2"], ["trainer.devces is not a key", "did you mean trainer.devices"]),
+    Mistake(
+        "wrong path",
+        [f"{TRAIN}={{}}/none.jsonl"],
+        ["data.file.missing"],
+        [TRAIN, "{}/none.jsonl"],
+    ),
+    Mistake(
+        "misspelt key",
+        ["trainer.devces=2"],
+        ["config.key.unknown"],
+        ["trainer.devces", "trainer.devices"],
+    ),
     Mistake(
         "two misspelt keys",
         ["trainer.devces=2", "model.optim.learning_rate=1e-5"],
-        ["trainer.devces is not a key", "trainer.devices", "model.optim.learning_rate is not a key"],
-        faults=2,
+        ["config.key.unknown", "config.key.unknown"],
+        ["trainer.devces", "trainer.devices", "model.optim.learning_rate"],
     ),
     Mistake(
         "keys of NeMo-Aligner",
@@ -102,88 +113,124 @@ MISTAKES = [
             "++trainer.reinforce.trt_llm.enable=true",
             "rm_model_file=a",
         ],
+        ["config.key.renamed", "config.key.renamed", "config.key.renamed"],
         [
-            "use_flask is a key of NeMo-Aligner; set trainer.reinforce.generation_work_queue",
-            "rm_model_file is a key of",
-            "trt_llm.enable is a key of NeMo-Aligner; set generation=tensorrt_llm",
+            "trainer.reinforce.batch_iterator.use_flask",
+            "trainer.reinforce.generation_work_queue",
+            "rm_model_file",
+            "trainer.reinforce.trt_llm.enable",
+            "generation=tensorrt_llm",
         ],
-        faults=3,
         marks=(slow,),
     ),
-    Mistake("text for a number", ["trainer.devices=two"], ["trainer.devices is 'two'; expected a whole number"]),
     Mistake(
-        "batch that does not divide", ["model.global_batch_size=7"], ["global_batch_size is 7", "a multiple of 4"]
+        "text for a number",
+        ["trainer.devices=two"],
+        ["config.value.wrong_type"],
+        ["trainer.devices is 'two'"],
+    ),
+    Mistake(
+        "batch that does not divide",
+        ["model.global_batch_size=7"],
+        ["config.global_batch_size.not_a_divisor_of_step"],
+        ["model.global_batch_size is 7", "multiple of 4"],
     ),
     Mistake(
         "TP that does not divide",
         ["trainer.devices=3", "model.tensor_model_parallel_size=3"],
-        ["tensor_model_parallel_size is 3", "the feed-forward size 32 (intermediate_size) of", "config.json"],
+        ["config.tensor_model_parallel_size.not_a_divisor_of_feed_forward"],
+        ["model.tensor_model_parallel_size is 3", "32 (intermediate_size)", "model/config.json"],
     ),
-    Mistake("negative learning rate", ["model.optim.lr=-1"], ["model.optim.lr is -1.0; expected above 0"]),
+    Mistake(
+        "negative learning rate",
+        ["model.optim.lr=-1"],
+        ["config.value.out_of_range"],
+        ["model.optim.lr is -1.0", "0"],
+    ),
     Mistake(
         "G of 1 with RLOO",
         ["trainer.reinforce.num_rollouts_per_prompt=1"],
-        ["is 1; advantage_estimator=rloo", "least 2"],
+        ["config.num_rollouts_per_prompt.too_small_for_estimator"],
+        ["trainer.reinforce.num_rollouts_per_prompt is 1", "advantage_estimator=rloo", "2"],
     ),
-    Mistake("empty JSONL", [f"{TRAIN}={{}}/p.jsonl"], ["p.jsonl", "is empty", "JSONL"], made=lines("p.jsonl")),
+    Mistake(
+        "empty JSONL",
+        [f"{TRAIN}={{}}/p.jsonl"],
+        ["data.file.empty"],
+        ["{}/p.jsonl", "JSONL"],
+        made=lines("p.jsonl"),
+    ),
     Mistake(
         "CSV without the column",
         [f"{TRAIN}={{}}/p.csv"],
-        ["p.csv:2: found question, answer; expected exactly one of prompt", "model.data.fields.prompt=question"],
+        ["data.column.missing"],
+        ["{}/p.csv:2", "question, answer", "prompt", "model.data.fields.prompt=question"],
         OF_DATA,
         made=raw("p.csv", b'question,answer\n"What is 1, or 2?",2\n'),
     ),
     Mistake(
         "Parquet",
         [f"{TRAIN}={{}}/p.parquet"],
-        ["p.parquet does not begin as a Parquet file does", "its download failed", "JSONL"],
+        ["data.parquet.other_form"],
+        ["{}/p.parquet", "JSONL"],
         made=raw("p.parquet", b"404: Not Found"),
     ),
     Mistake(
         "gz",
         [f"{TRAIN}={{}}/p.jsonl.gz"],
-        ["p.jsonl.gz cannot be read: Compressed file ended"],
+        ["data.file.unreadable"],
+        ["{}/p.jsonl.gz", "Compressed file ended"],
         made=raw("p.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n')[:-12]),
     ),
     Mistake(
         "broken JSON array",
         [f"{TRAIN}={{}}/p.json"],
-        ["p.json is not valid JSON: ", "line 3 column"],
+        ["data.file.not_json"],
+        ["{}/p.json", "line 3 column"],
         OF_DATA,
         made=raw("p.json", json.dumps(PROMPTS, indent=2).replace('"', "'").encode()),
     ),
     Mistake(
         "unreadable file",
         [f"{TRAIN}={{}}/p.jsonl"],
-        ["p.jsonl cannot be read: Permission denied"],
+        ["file.not_readable"],
+        ["{}/p.jsonl", "Permission denied"],
         made=unreadable,
         as_nobody=True,
     ),
     Mistake(
         "misspelt function, beside another fault",
-        ["reward=function", "reward_function.name=reinforce_rl.rewards.functions.gms8k", "model.optim.lr=-1"],
-        ["has no 'gms8k'; did you mean reinforce_rl.rewards.functions.gsm8k?", "model.optim.lr is -1.0"],
-        faults=2,
+        [
+            "reward=function",
+            "reward_function.name=reinforce_rl.rewards.functions.gms8k",
+            "model.optim.lr=-1",
+        ],
+        ["reward_function.name.unknown", "config.value.out_of_range"],
+        ["'gms8k'", "reinforce_rl.rewards.functions.gsm8k", "model.optim.lr is -1.0"],
     ),
     Mistake(
         "function of other arguments",
         ["reward=function", "reward_function.name=os.getcwd"],
-        ["name is os.getcwd(); expected NAME(prompt, response, record, **kwargs)", "Coming from TRL"],
+        ["reward_function.arguments.wrong"],
+        ["os.getcwd()", "NAME(prompt, response, record, **kwargs)", "TRL"],
     ),
     Mistake(
         "list without brackets",
         ["model.reinforce.sampling_params.end_strings=a, b"],
-        ["end_strings is a, b; write a list as model.reinforce.sampling_params.end_strings='[a, b]'"],
+        ["config.override.bare_comma"],
+        ["a, b", "model.reinforce.sampling_params.end_strings='[a, b]'"],
     ),
     Mistake(
         "log folder that cannot be made",
         ["exp_manager.explicit_log_dir=/proc/run"],
-        ["explicit_log_dir is /proc/run; no folder can be made in /proc"],
+        ["folder.not_writable"],
+        ["exp_manager.explicit_log_dir is /proc/run", "in /proc"],
     ),
     Mistake(
         "log folder of another user",
         ["exp_manager.explicit_log_dir={}/logs/run"],
-        ["explicit_log_dir is", "logs", "Permission denied"],
+        ["folder.not_writable"],
+        ["exp_manager.explicit_log_dir is {}/logs/run", "Permission denied"],
         made=read_only,
         as_nobody=True,
     ),
@@ -191,14 +238,16 @@ MISTAKES = [
     Mistake(
         "broken JSON at line 57",
         [f"{TRAIN}={{}}/p.jsonl"],
-        ["p.jsonl:57: not valid JSON (Invalid control character at column 14)"],
+        ["data.line.not_json"],
+        ["{}/p.jsonl:57", "Invalid control character", "column 14"],
         OF_DATA,
         lines("p.jsonl", *PROMPTS[:56], '{"prompt": "a', *PROMPTS[57:]),
     ),
     Mistake(
         "missing prompt key",
         [f"{TRAIN}={{}}/p.jsonl"],
-        ["p.jsonl:2: found question, answer; expected exactly one of prompt, text and messages"],
+        ["data.column.missing"],
+        ["{}/p.jsonl:2", "question, answer", "prompt, text and messages"],
         OF_DATA,
         lines("p.jsonl", PROMPTS[0], {"question": "a", "answer": "b"}),
         marks=(slow,),
@@ -206,7 +255,8 @@ MISTAKES = [
     Mistake(
         "prompt beyond the limit",
         [f"{TRAIN}={{}}/p.jsonl"],
-        ["p.jsonl:1: prompt of 49 tokens, more than the 48", "too_long=skip"],
+        ["data.prompt.too_long"],
+        ["{}/p.jsonl:1", "49", "48", "too_long=skip"],
         OF_DATA,
         lines("p.jsonl", {"prompt": "e" * 49}, *PROMPTS),
         marks=(slow,),
@@ -214,7 +264,8 @@ MISTAKES = [
     Mistake(
         "no chat template",
         [f"{TRAIN}={{}}/p.jsonl", "pretrained_checkpoint.restore_from_path={}/m"],
-        ["/m has no chat template, which messages and model.data.apply_chat_template=true need"],
+        ["chat_template.template.missing"],
+        ["{}/m", "messages", "model.data.apply_chat_template=true"],
         OF_DATA,
         without_template,
         marks=(slow,),
@@ -222,20 +273,26 @@ MISTAKES = [
     Mistake(
         "server down",
         ["remote_rm.reward_model.port={free}", "remote_rm.ready_timeout_seconds=1"],
-        ["no answer of the reward server at localhost:{free}", "connection refused"],
+        ["reward_server.server.no_answer"],
+        ["localhost:{free}", "connection refused"],
         OF_DATA,
     ),
     Mistake(
         "wrong port",
         ["remote_rm.reward_model.port={taken}", "remote_rm.ready_timeout_seconds=1"],
+        ["reward_server.server.no_answer"],
         ["localhost:{taken}"],
         OF_DATA,
         marks=(slow,),
     ),
     Mistake(
         "port in use",
-        ["reward_function.name=reinforce_rl.rewards.functions.gsm8k", "inference.port={taken}"],
-        ["port {taken} of 127.0.0.1 is in use", "inference.port=N"],
+        [
+            "reward_function.name=reinforce_rl.rewards.functions.gsm8k",
+            "inference.port={taken}",
+        ],
+        ["server.port.in_use"],
+        ["{taken}", "127.0.0.1", "inference.port=N"],
         script=SERVER,
         right=False,
     ),
@@ -299,8 +356,9 @@ def test_a_full_disk_is_told_before_the_start(folder):
     mount = f"mount -t tmpfs -o size=16k none {disk} && exec"
     command = [sys.executable, str(ROOT / "examples" / ACTOR), *right(folder, disk)]
     said = said_by(["unshare", "--mount", "sh", "-c", f"{mount} {shlex.join(command)}"], OF_DATA)
-    assert re.search(rf"explicit_log_dir is {disk / 'run'}, where \d[\d.]* kB are free; the run needs", said)
-    assert "Free some space" in said
+    assert printed_keys(said) == ["preflight.disk.too_little_space"]
+    assert f"exp_manager.explicit_log_dir is {disk / 'run'}" in said
+    assert re.search(r"\d[\d.]* kB", said)
 
 
 @pytest.mark.parametrize("mistake", [pytest.param(m, id=m.name, marks=m.marks) for m in MISTAKES])
@@ -308,18 +366,24 @@ def test_a_mistake_is_told(mistake, folder, ports, tmp_path_factory):
     own = folder / re.sub(r"\W", "_", mistake.name)
     own.mkdir()
     mistake.made(own)
-    texts = [text.replace("{free}", str(ports["free"])) for text in (*mistake.overrides, *mistake.words)]
-    texts = [text.replace("{taken}", str(ports["taken"])).replace("{}", str(own)) for text in texts]
-    overrides, words = texts[: len(mistake.overrides)], texts[len(mistake.overrides) :]
+
+    def filled(text: str) -> str:
+        text = text.replace("{free}", str(ports["free"]))
+        text = text.replace("{taken}", str(ports["taken"]))
+        return text.replace("{}", str(own))
+
+    overrides = [filled(override) for override in mistake.overrides]
+    values = [filled(value) for value in mistake.values]
     command = [sys.executable, str(ROOT / "examples" / mistake.script)]
     said = said_by(
         [*command, *(right(folder, own) if mistake.right else []), *overrides],
         mistake.seconds,
         as_nobody=mistake.as_nobody,
     )
-    assert [word for word in words if word not in said] == []
+    assert sorted(printed_keys(said)) == sorted(mistake.keys)
+    assert [value for value in values if value not in said] == []
     assert answers(said)  # by the troubleshooting page
     counted = re.search(r"(\d+) faults? in the configuration", said)
-    assert (int(counted.group(1)) if counted else 1) == mistake.faults
+    assert (int(counted.group(1)) if counted else 1) == len(mistake.keys)
     if mistake.seconds == OF_CONFIG:
         assert not (own / "run").exists()

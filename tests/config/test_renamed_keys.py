@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from helpers.errors import check_fault
 from helpers.tiny_run import compose
 from omegaconf import OmegaConf
 
@@ -14,7 +15,7 @@ from reinforce_rl.config.compose import compose as compose_or_explain
 from reinforce_rl.config.load import advice_for, read_config, renamed
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.config.rewards import ServeRewardModelConfig
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, key_of
 
 # Of gpt_reinforce_actor.yaml and inference_rm.yaml in examples/nlp/gpt/conf of NVIDIA/NeMo-Aligner; none of ours.
 _TEXT = """
@@ -321,8 +322,10 @@ def test_what_is_switched_off_is_left_out(off):
     assert "generation=native" in str(advice_for(key, value=off))
     assert "tensorrt_llm" not in str(advice_for(key, value=off))
     assert advice_for(key, value="True") == advice_for(key) == "set generation=tensorrt_llm"
-    (fault,) = [fault for fault in read_config(compose(f"++{key}={off}"))[1] if "NeMo" in fault]
-    assert fault.startswith(f"{key} is a key of NeMo-Aligner; leave it out: generation=native")
+    faults = read_config(compose(f"++{key}={off}"))[1]
+    (fault,) = [fault for fault in faults if key_of(fault) == "config.key.renamed"]
+    assert fault.startswith(f"{key} ")
+    assert "generation=native" in fault
 
 
 COMMANDS = {
@@ -341,7 +344,7 @@ def test_its_own_commands_are_answered_in_one_round(name, words):
     faults = raised.value.faults
     answered = {fault.split(" ")[0].rstrip(":") for fault in faults}
     assert len(answered) == len(faults), "once each"
-    assert not [fault for fault in faults if "is not a key of the configuration" in fault]
+    assert "config.key.unknown" not in raised.value.keys
     ours = dict((program, keys) for program, _, _, keys in PROGRAMS)[name]
     given = {word.partition("=")[0].lstrip("+") for word in words if word[0] != "~"}
     deleted = tuple(f"{word[1:]}." for word in words if word[0] == "~")
@@ -359,73 +362,111 @@ NOT_GIVEN = {"pretrained_checkpoint.restore_from_path", "model.data.data_prefix.
 
 def given_ones(error: ConfigError) -> list[str]:
     """Return the faults of what was given; what nobody has given here is told beside it."""
-    missing = [fault for fault in error.faults if "is not set" in fault]
+    missing = [fault for fault in error.faults if key_of(fault) == "config.value.not_set"]
     assert {fault.partition(" ")[0] for fault in missing} <= NOT_GIVEN
     return [fault for fault in error.faults if fault not in missing]
 
 
+def keys_by_setting(faults: list[str]) -> dict[str, str]:
+    """Return the key of each fault by the setting, or the override, that it begins with."""
+    by_setting = {}
+    for fault in faults:
+        setting = fault.partition(" ")[0].partition("=")[0]
+        assert setting not in by_setting, "once each"
+        by_setting[setting] = key_of(fault)
+    return by_setting
+
+
 def test_faults_of_five_kinds_are_one_message():
-    """An unknown key, a wrong type, a value out of bounds, one that is missing, and two that do not fit together."""
-    words = ["model.sed=3", "trainer.devices=two", "model.optim.lr=-1", "model.tensor_model_parallel_size=3"]
-    words += ["model.seed=[1"]  # and a sixth: what is no override at all
+    """An unknown key, a wrong type, a value out of bounds, one that is missing, two that do not fit.
+
+    And a sixth: what is no override at all.
+    """
+    expected = {
+        "model.sed=3": "config.key.unknown",
+        "trainer.devices=two": "config.value.wrong_type",
+        "model.optim.lr=-1": "config.value.out_of_range",
+        "model.tensor_model_parallel_size=3": "config.parallel_sizes.not_a_divisor_of_ranks",
+        "model.seed=[1": "config.override.not_readable",
+    }
     with pytest.raises(ConfigError) as raised:
-        compose_or_explain("train_reinforce_actor", words)
-    keys = [fault.partition(" ")[0].partition("=")[0] for fault in raised.value.faults]
-    assert sorted(keys) == sorted([*NOT_GIVEN, *(word.partition("=")[0] for word in words)])
+        compose_or_explain("train_reinforce_actor", list(expected))
+    by_setting = {override.partition("=")[0]: key for override, key in expected.items()}
+    not_given = dict.fromkeys(NOT_GIVEN, "config.value.not_set")
+    assert keys_by_setting(raised.value.faults) == by_setting | not_given
 
 
 def test_values_are_judged_in_the_same_round_as_keys():
-    words = ["trainer.devces=2", "model.optim.name=distributed_fused_adam", "model.peft.peft_scheme=none"]
-    words += ["trainer.precision=16", "+model.precision=16"]
+    expected = {
+        "trainer.devces=2": "config.key.unknown",
+        "model.optim.name=distributed_fused_adam": "config.value.not_a_choice",
+        "model.peft.peft_scheme=none": "config.value.not_a_choice",
+        "trainer.precision=16": "config.value.not_a_choice",
+        "+model.precision=16": "config.key.renamed",
+    }
     with pytest.raises(ConfigError) as raised:
-        compose_or_explain("train_reinforce_actor", words)
-    assert sorted(fault.split(" is ")[0] for fault in given_ones(raised.value)) == [
-        "model.optim.name",
-        "model.peft.peft_scheme",
-        "model.precision",
-        "trainer.devces",
-        "trainer.precision",
-    ]
+        compose_or_explain("train_reinforce_actor", list(expected))
+    by_setting = {word.lstrip("+").partition("=")[0]: key for word, key in expected.items()}
+    assert keys_by_setting(given_ones(raised.value)) == by_setting
 
 
 def test_unknown_keys_are_told_together_however_they_are_given():
     """Hydra stops at the first, and takes those with a plus."""
-    plain = ["trainer.devces=2", "model.optin.lr=1", "trainer.reinforce.trt_llm.enable=True", "trainer.devces=3"]
+    plain = [
+        "trainer.devces=2",
+        "model.optin.lr=1",
+        "trainer.reinforce.trt_llm.enable=True",
+        "trainer.devces=3",
+    ]
     with pytest.raises(ConfigError) as raised:
         compose_or_explain("train_reinforce_actor", ["model.seed=3", *plain, "+model.precision=16"])
-    assert [fault.split(" is ")[0] for fault in given_ones(raised.value)] == [
-        "trainer.devces",
-        "model.optin.lr",
-        "trainer.reinforce.trt_llm.enable",
-        "model.precision",
-    ]
-    assert "did you mean model.optim.lr" in raised.value.faults[1]
+    expected = {
+        "trainer.devces": "config.key.unknown",
+        "model.optin.lr": "config.key.unknown",
+        "trainer.reinforce.trt_llm.enable": "config.key.renamed",
+        "model.precision": "config.key.renamed",
+    }
+    by_setting = keys_by_setting(given_ones(raised.value))
+    assert list(by_setting.items()) == list(expected.items()), "in the order of the overrides"
+    check_fault(raised.value.faults[1:2], "config.key.unknown", "model.optim.lr")
     with_plus = [f"++{override}" for override in plain]
-    faults = [fault for fault in read_config(compose(*with_plus, "model.optim.lr=-1"))[1] if "not set" not in fault]
-    assert sorted(fault.split(" is ")[0] for fault in faults) == [
-        "model.optim.lr",
-        "model.optin",
-        "trainer.devces",
-        "trainer.reinforce.trt_llm.enable",
-    ]
+    faults = read_config(compose(*with_plus, "model.optim.lr=-1"))[1]
+    of_given = [fault for fault in faults if key_of(fault) != "config.value.not_set"]
+    assert keys_by_setting(of_given) == {
+        "model.optim.lr": "config.value.out_of_range",
+        "model.optin": "config.key.unknown",
+        "trainer.devces": "config.key.unknown",
+        "trainer.reinforce.trt_llm.enable": "config.key.renamed",
+    }
 
 
 @pytest.mark.parametrize(
-    ("override", "text"),
+    ("override", "key", "values"),
     [
-        ("algorithm=gpro", "algorithm is 'gpro'; expected one of dr_grpo, grpo, nemo_aligner"),
-        ("trainer.devices=[2", "trainer.devices=[2 cannot be read as an override; expected KEY=VALUE"),
+        (
+            "algorithm=gpro",
+            "config.group.not_a_choice",
+            ["algorithm", "'gpro'", "dr_grpo, grpo, nemo_aligner"],
+        ),
+        ("trainer.devices=[2", "config.override.not_readable", ["trainer.devices=[2", "KEY=VALUE"]),
         (
             "learning_rate=1",
-            "learning_rate is not a key of the configuration; look for it: reinforce-rl train --help learning",
+            "config.key.unknown",
+            ["learning_rate", "reinforce-rl train --help learning"],
         ),
-        ("model.optim.sched.name=a, b", "write a list as model.optim.sched.name='[a, b]', a text as"),
-        ("+trainer.devices=3", "An item is already at 'trainer.devices'"),
-        ("trainer.devces=2", "did you mean trainer.devices?"),
+        (
+            "model.optim.sched.name=a, b",
+            "config.override.bare_comma",
+            ["model.optim.sched.name='[a, b]'", "model.optim.sched.name=\"'a, b'\""],
+        ),
+        ("+trainer.devices=3", "config.hydra.refused", ["'trainer.devices'"]),
+        ("trainer.devces=2", "config.key.unknown", ["trainer.devces", "trainer.devices"]),
     ],
 )
-def test_what_else_hydra_refuses_is_told_in_its_place(override, text):
+def test_what_else_hydra_refuses_is_told_in_its_place(override, key, values):
     with pytest.raises(ConfigError) as raised:
         compose_or_explain("train_reinforce_actor", [override])
     (fault,) = given_ones(raised.value)
-    assert text in fault and "search path" not in fault and "Error parsing" not in fault
+    check_fault([fault], key, *values)
+    assert "search path" not in fault
+    assert "Error parsing" not in fault

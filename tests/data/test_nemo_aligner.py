@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.errors import printed_keys, raises_error
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from typer.testing import CliRunner, Result
 
 from reinforce_rl.config.reward_model import FullConfig, PairsConfig, TrainRewardModelConfig
 from reinforce_rl.data.nemo_aligner import STEERLM_ATTRIBUTES, parse_nemo_text
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import DataError
 from reinforce_rl.launch.main import app
 from reinforce_rl.reward_model.data import read_examples
 
@@ -57,6 +57,13 @@ def refused(tmp_path: Path, form: str, *rows: object, words: tuple[str, ...] = (
     return done.output
 
 
+def check_output(output: str, key: str, *values: object) -> None:
+    """Check what a command printed: one error, with this key, that names each of the values."""
+    assert printed_keys(output) == [key], output
+    for value in values:
+        assert str(value) in output, (value, output)
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return load_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
@@ -81,9 +88,9 @@ def test_a_text_becomes_messages(text, messages):
 
 
 def test_what_a_text_cannot_say_as_messages():
-    with pytest.raises(DataError, match=r"SteerLM's labels \(<extra_id_2>quality:4"):
+    with raises_error("data.nemo.labels", "<extra_id_2>quality:4"):
         parse_nemo_text(QUESTION.format("Hi") + "<extra_id_2>quality:4,humor:0\n")
-    with pytest.raises(DataError, match="speaker 'Bob'; expected one of System, User, Assistant"):
+    with raises_error("data.nemo.unknown_speaker", "'Bob'", "System, User, Assistant"):
         parse_nemo_text("<extra_id_0>System\n\n<extra_id_1>Bob\nHi\n")
 
 
@@ -115,15 +122,27 @@ def test_chat_becomes_prompts(tmp_path):
         ],
         key=str,
     )
-    for change, expected in (
-        ({"mask": "Bob"}, "mask is 'Bob'; expected the user's name, one of User, Assistant"),
-        ({"conversations": [*turns, {"from": "Bob", "value": ""}]}, "the speakers User, Assistant, Bob"),
-        ({"conversations": "User: hi"}, "conversations is a string"),
-        ({"conversations": [{"from": "User", "value": None}]}, "conversations[0].content is null"),
+    for change, key, *values in (
+        ({"mask": "Bob"}, "data.nemo.unknown_mask", "mask is 'Bob'", "User, Assistant"),
+        (
+            {"conversations": [*turns, {"from": "Bob", "value": ""}]},
+            "data.nemo.too_many_speakers",
+            "User, Assistant, Bob",
+        ),
+        (
+            {"conversations": "User: hi"},
+            "data.nemo.turns_not_a_list",
+            "conversations is a string",
+        ),
+        (
+            {"conversations": [{"from": "User", "value": None}]},
+            "data.text.not_a_string",
+            "conversations[0].content is null",
+        ),
     ):
-        other = tmp_path / expected[:8]
-        other.mkdir(exist_ok=True)
-        assert expected in refused(other, "messages", {**row, **change})
+        other = tmp_path / key
+        other.mkdir()
+        check_output(refused(other, "messages", {**row, **change}), key, *values)
 
 
 def test_two_system_messages_are_no_choice_of_ours(tmp_path):
@@ -132,8 +151,8 @@ def test_two_system_messages_are_no_choice_of_ours(tmp_path):
     found = prepared(tmp_path, "messages", {"system": "Be kind.", "conversations": turns}, {"conversations": other})
     assert sorted(map(str, found)) == sorted(str({"messages": [SYSTEM, user(text)]}) for text in ("Hi", "Ho"))
     (tmp_path / "bad").mkdir()
-    said = refused(tmp_path / "bad", "messages", {"system": "Be brief.", "conversations": turns})
-    assert "system and the first message are two different system messages" in said
+    output = refused(tmp_path / "bad", "messages", {"system": "Be brief.", "conversations": turns})
+    check_output(output, "data.system.two", "in.jsonl:1: ")
 
 
 def test_a_text_of_prompts_or_comparisons_becomes_prompts(tmp_path):
@@ -162,25 +181,28 @@ def test_comparisons_become_pairs(tmp_path, tokenizer, template):
 def test_comparisons_that_do_not_take_turns(tmp_path):
     texts = [QUESTION.format(q) + f"{answer}\n<extra_id_1>" for q, answer in (("a", "x"), ("a", "y"), ("b", "x"))]
     rows = [{"text": text} for text in texts]
-    assert "in.jsonl:3: the last of 3 lines, which is odd" in refused(tmp_path, "pairs", *rows)
-    said = refused(tmp_path, "pairs", rows[0], rows[2], *rows)
-    assert "in.jsonl:1: this line and the next answer different prompts" in said
-    assert "in.jsonl:1: text does not end with an answer" in refused(
-        tmp_path, "pairs", {"text": QUESTION.format("a")}, rows[0]
-    )
-    said = refused(tmp_path, "pairs", rows[0], {"text": "What is 2?"}, *rows[:2])
-    assert "1 line of the data" in said and "in.jsonl:2: " in said, "the lines behind a bad one are not joined anew"
-    assert "begins with 'What is 2?'; expected a conversation" in refused(tmp_path, "pairs", {"text": "What is 2?"})
-    assert "found question; expected text, or prompt with chosen_response" in refused(
-        tmp_path, "pairs", {"question": "x"}
-    )
+    output = refused(tmp_path, "pairs", *rows)
+    check_output(output, "data.pairs.odd_number", "in.jsonl:3: ", "3 lines,")
+    output = refused(tmp_path, "pairs", rows[0], rows[2], *rows)
+    check_output(output, "data.pairs.different_prompts", "in.jsonl:1: ")
+    output = refused(tmp_path, "pairs", {"text": QUESTION.format("a")}, rows[0])
+    check_output(output, "data.text.no_answer_at_end", "in.jsonl:1: ")
+    output = refused(tmp_path, "pairs", rows[0], {"text": "What is 2?"}, *rows[:2])
+    # The lines behind a bad one are not joined anew.
+    check_output(output, "data.conversation.no_speaker", "1 line of the data", "in.jsonl:2: ")
+    output = refused(tmp_path, "pairs", {"text": "What is 2?"})
+    check_output(output, "data.conversation.no_speaker", "text begins with 'What is 2?'")
+    output = refused(tmp_path, "pairs", {"question": "x"})
+    check_output(output, "data.column.missing", "found question;", "chosen_response")
 
 
 def test_an_answer_without_a_prompt_is_refused(tmp_path):
     text = "<extra_id_0>System\n\n<extra_id_1>Assistant\nHello.\n<extra_id_1>"
-    assert "in.jsonl:1: text holds an answer alone" in refused(tmp_path, "pairs", {"text": text}, {"text": text})
-    said = refused(tmp_path, "ratings", {"text": text, "label": [1]}, words=("--attributes=a",))
-    assert "in.jsonl:1: text holds an answer alone" in said
+    output = refused(tmp_path, "pairs", {"text": text}, {"text": text})
+    check_output(output, "data.text.no_prompt", "in.jsonl:1: ")
+    row = {"text": text, "label": [1]}
+    output = refused(tmp_path, "ratings", row, words=("--attributes=a",))
+    check_output(output, "data.text.no_prompt", "in.jsonl:1: ")
 
 
 @pytest.mark.parametrize("form", ["pairs", "ratings"])
@@ -189,7 +211,7 @@ def test_a_file_is_not_read_and_written_at_once(tmp_path, form):
     before = file.read_text()
     done = prepare(file, f"--form={form}", f"--output={tmp_path}")
     assert done.exit_code == 1
-    assert f"{file} is both read and written" in done.output
+    check_output(done.output, "prepare.output.is_an_input", file)
     assert file.read_text() == before
 
 
@@ -216,8 +238,9 @@ def test_dpo_becomes_pairs(tmp_path):
     pair = {"prompt": [user("a")], "chosen": "good", "rejected": "bad"}
     assert prepared(tmp_path, "pairs", marked, plain, as_messages) == [pair] * 3
     (tmp_path / "bad").mkdir()
-    said = refused(tmp_path / "bad", "pairs", {**plain, "rejected_response": "\n<extra_id_1>"})
-    assert "rejected_response is empty" in said
+    row = {**plain, "rejected_response": "\n<extra_id_1>"}
+    output = refused(tmp_path / "bad", "pairs", row)
+    check_output(output, "data.answer.empty", "rejected_response ")
 
 
 def test_labels_become_ratings(tmp_path, tokenizer):
@@ -234,20 +257,21 @@ def test_labels_become_ratings(tmp_path, tokenizer):
 
 def test_labels_need_a_name_each(tmp_path):
     row = {"text": QUESTION.format("a") + "good\n<extra_id_2>", "label": [3, 4, 4, 1, -100]}
-    said = refused(tmp_path, "ratings", row)
-    assert "label has 5 numbers, but none is named; name each in order: --attributes" in said
-    said = refused(tmp_path, "ratings", row, words=("--attributes=a,b",))
-    assert "label has 5 numbers, but --attributes names 2: a,b" in said
-    said = refused(tmp_path, "ratings", {**row, "label": [-100.0] * 9})
-    assert ",".join(STEERLM_ATTRIBUTES) in said
+    output = refused(tmp_path, "ratings", row)
+    check_output(output, "data.label.wrong_number", "label has 5 numbers", "--attributes ")
+    output = refused(tmp_path, "ratings", row, words=("--attributes=a,b",))
+    values = ("label has 5 numbers", "--attributes names 2: a,b")
+    check_output(output, "data.label.wrong_number", *values)
+    output = refused(tmp_path, "ratings", {**row, "label": [-100.0] * 9})
+    check_output(output, "data.label.wrong_number", ",".join(STEERLM_ATTRIBUTES))
+    output = refused(tmp_path, "ratings", row, words=("--attributes=a,b,a,c,d",))
+    check_output(output, "prepare.attributes.named_twice", "--attributes names a ")
     words = ("--attributes=a",)
-    assert "--attributes names a twice" in refused(tmp_path, "ratings", row, words=("--attributes=a,b,a,c,d",))
-    for number in (float("nan"), float("inf")):
-        said = refused(tmp_path, "ratings", {**row, "label": [number]}, words=words)
-        assert f"label holds {number}, expected finite numbers" in said
-    assert "label holds True" in refused(tmp_path, "ratings", {**row, "label": [True]}, words=words)
-    assert "label holds '3'" in refused(tmp_path, "ratings", {**row, "label": ["3"]}, words=words)
-    assert "label is a number" in refused(tmp_path, "ratings", {**row, "label": 3}, words=words)
+    for number in (float("nan"), float("inf"), True, "3"):
+        output = refused(tmp_path, "ratings", {**row, "label": [number]}, words=words)
+        check_output(output, "data.label.not_finite", f"label holds {number!r};")
+    output = refused(tmp_path, "ratings", {**row, "label": 3}, words=words)
+    check_output(output, "data.label.not_a_list", "label is a number")
 
 
 def test_labels_of_a_chat_become_ratings(tmp_path):
@@ -263,8 +287,8 @@ def test_labels_of_a_chat_become_ratings(tmp_path):
     (tmp_path / "bad").mkdir()
     for label in ("good", "quality:nan", "quality:4,quality:2", "quality:4,", ":3", "quality:four"):
         turns[1]["label"] = label
-        said = refused(tmp_path / "bad", "ratings", row)
-        assert f"conversations[1].label is '{label}', expected NAME:NUMBER" in said
+        output = refused(tmp_path / "bad", "ratings", row)
+        check_output(output, "data.label.invalid", f"conversations[1].label is '{label}'")
 
 
 def test_options_of_prompts_and_of_ratings(tmp_path):
@@ -291,7 +315,8 @@ def test_train_rm_names_the_command_that_converts(tmp_path, tokenizer):
         data = {f"{form}_path": str(file), "fields": fields, "max_length": 100}
         full = FullConfig(objective="regression" if form == "ratings" else "ranking")
         cfg = TrainRewardModelConfig(mode="full", full=full, data=PairsConfig(**data))  # type: ignore[arg-type]
-        with pytest.raises(DataError, match=f"in.jsonl:1: .*reinforce-rl prepare FILE --form {form}") as raised:
+        values = ("in.jsonl:1: ", f"reinforce-rl prepare FILE --form {form}")
+        with raises_error("reward_model.line.nemo_form", *values) as raised:
             read_examples(cfg, tokenizer)
         assert "in.jsonl:2" not in str(raised.value), "once for a file"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.chat_templates import write_chat_tokenizer
+from helpers.errors import printed_keys, raises_error
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from typer.testing import CliRunner, Result
 
@@ -19,7 +20,6 @@ from reinforce_rl.data.prepare import PrepareOptions, prepare_prompts
 from reinforce_rl.data.prompts import PromptDataset
 from reinforce_rl.data.readers import Columns
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import DataError
 from reinforce_rl.launch.main import app
 from reinforce_rl.utils.files import write_atomically
 
@@ -69,10 +69,11 @@ def test_null_is_no_prompt_and_messages_may_be_json(tmp_path):
     expected.append([{"role": "system", "content": "be kind"}, user("three")])
     assert sorted(rows, key=str) == sorted(({"messages": messages} for messages in expected), key=str)
     write(file, empty)
-    with pytest.raises(DataError, match=r"a\.jsonl:1: null in prompt and text and messages"):
+    with raises_error("data.prompt.null", "a.jsonl:1: ", "prompt and text and messages"):
         prepare_prompts([file], tmp_path, PrepareOptions())
     write(file, {"prompt": json.dumps(whole)})
-    with pytest.raises(DataError, match=r"--field messages=prompt, a plain text with --field text=prompt"):
+    options = ("--field messages=prompt", "--field text=prompt")
+    with raises_error("data.text.holds_messages", *options):
         prepare_prompts([file], tmp_path, PrepareOptions())
     texts = [json.dumps([user(text)]) for text in ("one", "two")]
     write(file, *({"prompt": text} for text in texts))
@@ -92,7 +93,7 @@ def test_parse_hh_conversation():
     assert parse_hh_conversation("Human: a\n\nAssistant: b") == [user("a"), assistant("b")]
     assert parse_hh_conversation("\n\nHuman:\n\nHuman: a") == [user(""), user("a")]
     for bad in ("", "hello", "hello\n\nHuman: a"):
-        with pytest.raises(DataError, match="begins with"):
+        with raises_error("data.conversation.no_speaker", repr(bad)):
             parse_hh_conversation(bad)
 
 
@@ -189,7 +190,8 @@ def test_what_comes_before_the_last_answer_is_kept_and_train_reads_it(tmp_path, 
         "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}\n{% endfor %}"
     )
     answered = write(tmp_path / "in.jsonl", {"messages": [*messages, assistant("z")]}, {"messages": [user("other")]})
-    with pytest.raises(DataError, match=r"in.jsonl:1: messages ends with an assistant message.*reinforce-rl prepare"):
+    values = ("in.jsonl:1: messages ", "reinforce-rl prepare")
+    with raises_error("data.prompt.ends_with_an_answer", *values):
         PromptDataset.from_files(tokenizer, answered, max_prompt_tokens=None)
     bare = write(tmp_path / "bare.jsonl", {"messages": messages}, {"messages": [user("other")]})
     for file in (answered, bare):
@@ -257,7 +259,8 @@ def test_what_is_said_in_parts_is_counted_and_written_as_text(tmp_path):
 def test_parts_of_another_type_are_named(tmp_path):
     image = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
     file = write(tmp_path / "in.jsonl", {"messages": [image]})
-    with pytest.raises(DataError, match=r"in\.jsonl:1: messages\[0\]\.content\[0\] is a part of type 'image_url'"):
+    values = ("in.jsonl:1: messages[0].content[0] ", "'image_url'")
+    with raises_error("data.content.part_not_text", *values):
         prepare_prompts([file], tmp_path / "out", PrepareOptions())
 
 
@@ -289,9 +292,12 @@ def test_calls_without_content_and_texts_in_parts_are_kept_as_train_reads_them(t
     prepare_prompts([file], tmp_path / "hh", PrepareOptions(form="prompt", num_validation=1))
     prompts = [rows_of(tmp_path / "hh" / f"{name}.jsonl")[0]["prompt"] for name in ("train", "validation")]
     assert "\n\nHuman: one \ntwo\n\nAssistant:" in prompts
-    for content, words in ((3, "content is a number"), ([{"type": "image"}], "part of type 'image'")):
+    for content, key, value in (
+        (3, "data.text.not_a_string", "content is a number"),
+        ([{"type": "image"}], "data.content.part_not_text", "'image'"),
+    ):
         bad = write(tmp_path / "bad.jsonl", {"messages": [{"role": "user", "content": content}]})
-        with pytest.raises(DataError, match=words):
+        with raises_error(key, value):
             prepare_prompts([bad], tmp_path / "out", PrepareOptions())
 
 
@@ -310,7 +316,8 @@ def test_tools_and_template_arguments_make_prompts_different(tmp_path):
 
 def test_roles_that_there_are_not_and_turns_without_a_place(tmp_path):
     bad = write(tmp_path / "bad.jsonl", {"messages": [{"role": "critic", "content": "x"}, user("a")]})
-    with pytest.raises(DataError, match="role is 'critic', expected one of system, developer, user, assistant, tool"):
+    values = ("role is 'critic'", "system, developer, user, assistant, tool")
+    with raises_error("data.message.unknown_role", *values):
         prepare_prompts([bad], tmp_path / "out", PrepareOptions())
     rows = [{"messages": messages} for messages in OF_ROLES.values()]
     file = write(tmp_path / "in.jsonl", *rows, {"messages": [user("x")]}, {"messages": [assistant("x")]})
@@ -333,7 +340,7 @@ def test_a_folder_of_several_splits_needs_a_choice(tmp_path):
     folder.mkdir()
     for name in ("train", "test"):
         write(folder / f"{name}.jsonl", *({"prompt": f"{name} {i}"} for i in range(3)))
-    with pytest.raises(DataError, match=r"data has several splits, test, train; choose one: .*data:test"):
+    with raises_error("data.split.several", f"{folder} ", "test, train;", f"{folder}:test"):
         prepare_prompts([folder], tmp_path / "out", PrepareOptions())
     assert prepare_prompts([f"{folder}:test"], tmp_path / "out", PrepareOptions()).read == 3
 
@@ -356,28 +363,29 @@ def test_the_split_is_by_prompt_and_by_seed(tmp_path):
 
 
 def test_bad_lines_are_told_and_nothing_is_written(tmp_path):
-    file = write(
-        tmp_path / "in.jsonl",
-        {"prompt": hh("fine")},
-        b"{",
-        {"chosen": "no marker", "rejected": "no marker"},
-        {"question": "x"},
-        {"prompt": 3},
-        {"messages": [{"role": "user"}]},
-        {"messages": [user("\ud800")]},
+    bad: tuple[tuple[object, str, str], ...] = (
+        (b"{", "data.line.not_json", "column"),
+        (
+            {"chosen": "no marker", "rejected": "no marker"},
+            "data.conversation.no_speaker",
+            "chosen: found 'no marker'",
+        ),
+        ({"question": "x"}, "data.column.missing", "found question;"),
+        ({"prompt": 3}, "data.text.not_a_string", "prompt is a number"),
+        ({"messages": [{"role": "user"}]}, "data.text.not_a_string", "messages[0].content is null"),
+        ({"messages": [user("\ud800")]}, "data.text.half_a_character", "'\\ud800'"),
     )
-    with pytest.raises(DataError) as caught:
+    rows = [row for row, _, _ in bad]
+    file = write(tmp_path / "in.jsonl", {"prompt": hh("fine")}, *rows)
+    with raises_error("data.line.not_json") as caught:
         prepare_prompts([file], tmp_path / "out", PrepareOptions())
-    text = str(caught.value)
-    for number, reason in (
-        (2, "not valid JSON"),
-        (3, "chosen: expected a conversation"),
-        (4, "found question"),
-        (5, "prompt is a number"),
-        (6, "messages[0].content is null"),
-        (7, "half of a surrogate pair"),
-    ):
-        assert any(f"{file}:{number}: " in line and reason in line for line in text.splitlines()), (number, text)
+    lines = str(caught.value).splitlines()
+    for number, (row, key, value) in enumerate(bad, 2):
+        place = f"{file}:{number}: "
+        assert any(place in line and value in line for line in lines), (number, lines)
+        single = write(tmp_path / "single.jsonl", {"prompt": hh("fine")}, row)
+        with raises_error(key, f"{single}:2: ", value):
+            prepare_prompts([single], tmp_path / "out", PrepareOptions())
     assert not (tmp_path / "out").exists()
 
 
@@ -388,14 +396,15 @@ def test_wrong_options_and_files(tmp_path):
     for share in ("0", "1", "nan"):
         done = prepare("x", f"--output={tmp_path}", f"--validation-fraction={share}")
         assert done.exit_code == 2 and "expected above 0 and below 1" in done.output
-    with pytest.raises(DataError, match=r"^\S+none\.jsonl does not exist"):
+    with raises_error("data.file.missing", tmp_path / "none.jsonl"):
         prepare_prompts([tmp_path / "none.jsonl"], tmp_path, PrepareOptions())
-    with pytest.raises(DataError, match=r"found q, a; expected prompt, .* its column in --field prompt=COLUMN"):
-        prepare_prompts([write(tmp_path / "q.jsonl", {"q": "one", "a": 1})], tmp_path / "out", PrepareOptions())
+    file = write(tmp_path / "q.jsonl", {"q": "one", "a": 1})
+    with raises_error("data.column.missing", "found q, a;", "--field prompt=COLUMN"):
+        prepare_prompts([file], tmp_path / "out", PrepareOptions())
     file = write(tmp_path / "train.jsonl", {"prompt": hh("one")})
-    with pytest.raises(DataError, match="both read and written"):
+    with raises_error("prepare.output.is_an_input", file):
         prepare_prompts([file], tmp_path, PrepareOptions())
-    with pytest.raises(DataError, match="1 prompts are left"):
+    with raises_error("prepare.prompts.too_few", "1 prompts ", "--num-validation"):
         prepare_prompts([file], tmp_path / "out", PrepareOptions())
 
 
@@ -412,7 +421,8 @@ def test_a_file_that_cannot_be_written_leaves_both_as_they_were(tmp_path, monkey
         write_atomically(path, text)
 
     monkeypatch.setattr(jsonl, "write_atomically", full)
-    with pytest.raises(DataError, match=r"out/validation\.jsonl cannot be written: No space left .* GB are free"):
+    values = (out / "validation.jsonl", "No space left on device", " GB ")
+    with raises_error("data.file.not_written", *values):
         prepare_prompts([file], out, PrepareOptions(seed=1))
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
@@ -462,5 +472,6 @@ def test_the_script_ends_with_the_error_alone(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "prepare_prompts.py"), str(file), "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert f"{file}:1: not valid JSON" in done.stderr
+    assert printed_keys(done.stderr) == ["data.line.not_json"]
+    assert f"{file}:1: " in done.stderr
     assert "Traceback" not in done.stderr

@@ -15,13 +15,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from helpers.errors import check_error, check_fault
 from pyarrow import ArrowInvalid
 from pyarrow import json as arrow_json
 
 from reinforce_rl.data import readers
 from reinforce_rl.data.jsonl import LineFaults
 from reinforce_rl.data.readers import Columns, files_of, is_hub_name, read_records, source_fault
-from reinforce_rl.errors import DataError
+from reinforce_rl.errors import DataError, Fault
 
 ROWS = [
     {"prompt": "What is 1,\nor 2?", "answer": "002", "note": 'say "yes"'},
@@ -33,7 +34,7 @@ TYPED = [
 ]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 BOM = b"\xef\xbb\xbf"
-TOO_LONG = "expected at most 67108864 bytes in a line or row"
+MAX_LINE_BYTES = 67108864
 PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 
@@ -59,10 +60,16 @@ def read(source: Path | str, *, columns: dict[str, str] | None = None, split: st
     return found
 
 
-def refused(source: Path | str, **options) -> str:
+def refused(source: Path | str, **options) -> DataError:
     with pytest.raises(DataError) as raised:
         read(source, **options)
-    return str(raised.value)
+    return raised.value
+
+
+def fault_of(source: Path | str) -> Fault:
+    fault = source_fault(source)
+    assert fault is not None
+    return fault
 
 
 FORMS = {
@@ -134,7 +141,8 @@ def test_parquet_with_its_types(tmp_path):
     assert row["messages"] == [{"role": "user", "content": "x"}, {"role": "user", "content": "y", "name": "z"}]
     assert json.loads(json.dumps(row)) == row, "as it goes to a reward function"
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:200])
-    assert "cut.parquet cannot be read: " in refused(tmp_path / "cut.parquet")
+    error = refused(tmp_path / "cut.parquet")
+    check_error(error, "data.parquet.unreadable", tmp_path / "cut.parquet")
 
 
 def test_data_sets_of_hugging_face(tmp_path, monkeypatch):
@@ -147,7 +155,8 @@ def test_data_sets_of_hugging_face(tmp_path, monkeypatch):
     datasets.DatasetDict(train=data, test=data.select([1])).save_to_disk(tmp_path / "both")
     assert read(tmp_path / "both", split="test") == [TYPED[1]]
     assert read(tmp_path / "both" / "train") == TYPED
-    assert "none of them validation, test, train; choose one" in refused(tmp_path / "both", split="validation")
+    error = refused(tmp_path / "both", split="validation")
+    check_error(error, "data.split.several", "none of them validation, test, train;")
     found = {}
 
     def load_dataset(*args, **options):
@@ -161,9 +170,8 @@ def test_data_sets_of_hugging_face(tmp_path, monkeypatch):
     assert found == {"args": ("some/where", None), "split": "train[:10%]"}
     monkeypatch.undo()
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    said = refused("hf:no/such-data")
-    assert "hf:no/such-data cannot be loaded by datasets: " in said and "HF_HUB_OFFLINE is set: unset it" in said
-    assert "save_to_disk" in said
+    values = ("hf:no/such-data ", "HF_HUB_OFFLINE", "save_to_disk")
+    check_error(refused("hf:no/such-data"), "data.datasets.not_loaded", *values)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +208,9 @@ def test_files_that_look_like_a_name_of_the_hub_are_read_here(tmp_path, monkeypa
     path.write_text('{"prompt": "a"}\n')
     assert read(source) == [{"prompt": "a"}]
     assert source_fault(source) is None
-    assert refused(f"./hf:{'b/' * 2}none").startswith(str(tmp_path / "hf:b/b/none"))
+    error = refused(f"./hf:{'b/' * 2}none")
+    check_error(error, "data.file.missing")
+    assert str(error).startswith(str(tmp_path / "hf:b/b/none"))
 
 
 def test_a_saved_data_set_that_looks_like_a_name_of_the_hub_is_read_here(tmp_path, monkeypatch):
@@ -225,14 +235,14 @@ def test_a_folder_gives_its_files_by_name_and_split(tmp_path):
     assert read(splits, split="validation") == [{"prompt": "my_valid.jsonl"}]
     assert read(splits, split="test") == [{"prompt": "eval.jsonl"}]
     (splits / "more.jsonl").write_text("{}")
-    assert "whose names tell no split, such as more.jsonl" in refused(splits), (
-        "whether `more` is for training is not for us to say"
-    )
+    # Whether `more` is for training is not for us to say.
+    check_error(refused(splits), "data.split.files_of_none", "more.jsonl")
     only = write("only", "train.jsonl")
     assert read(only, split="test") == [{"prompt": "train.jsonl"}], "which was given on purpose"
-    assert "is a folder of no file of a known form" in refused(write("nothing", "a.txt"))
+    nothing = write("nothing", "a.txt")
+    check_error(refused(nothing), "data.folder.no_known_file", nothing)
     (only / "train.jsonl").write_text("")
-    assert source_fault(only) == f"{only}/train.jsonl is empty", "the fault is in the file"
+    check_fault([fault_of(only)], "data.file.empty", f"{only}/train.jsonl ")
 
 
 def test_columns_by_other_names(tmp_path):
@@ -243,29 +253,53 @@ def test_columns_by_other_names(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     found = read(tmp_path / "a.jsonl", columns={"prompt": "data.user", "answer": "data.truth", "n": "a.b"})
     assert found == [{"data": row["data"], "prompt": "hi", "answer": [1], "n": 2}]
-    said = refused(tmp_path / "a.csv", columns={"prompt": "questoin"})
-    assert (
-        f"{tmp_path}/a.csv:2: found question, answer, prompt; expected questoin, as model.data.fields.prompt" in said
-    )
+    error = refused(tmp_path / "a.csv", columns={"prompt": "questoin"})
+    place = f"{tmp_path}/a.csv:2: "
+    columns = ("question, answer, prompt;", "questoin", "model.data.fields.prompt")
+    check_error(error, "data.column.missing", place, *columns)
     (tmp_path / "b.csv").write_text("question,answer\n" + "hi,1\n" * 5)
-    said = refused(tmp_path / "b.csv", columns={"prompt": "q"})
+    error = refused(tmp_path / "b.csv", columns={"prompt": "q"})
+    check_error(error, "data.column.missing", "expected q, ", "model.data.fields.prompt")
+    said = str(error)
     assert said.startswith("1 line "), "what all lines lack is said once"
-    assert said.endswith("expected q, as model.data.fields.prompt says; correct that"), "and no line is to correct"
+    assert len(said.splitlines()) == 2 and "advice" not in said, "and no line is to correct"
 
 
+def test_faults_of_several_kinds_keep_their_keys(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "x"}\n[1]\n{\n{"a": 1, "a": 2}\n\xff\n[2]\n')
+    faults = LineFaults()
+    assert list(read_records(path, lambda record: record.value, faults)) == [{"prompt": "x"}]
+    keys = [
+        "data.line.not_an_object",
+        "data.line.not_json",
+        "data.json.repeated_key",
+        "data.text.not_utf8",
+        "data.line.not_an_object",
+    ]
+    assert [fault.key for fault in faults] == keys
+    for number, (fault, key) in enumerate(zip(faults, keys, strict=True), 2):
+        check_fault([fault], key, f"{path}:{number}: ")
+    with pytest.raises(DataError) as raised:
+        faults.raise_if_any("advice")
+    check_error(raised.value, keys[0], *faults)
+
+
+OTHER_FORM = "data.file.other_form"
 OTHER = {
-    "arrow": (b"ARROW1\x00\x00", "is an Arrow file; convert it: pandas.read_feather(IN).to_parquet(OUT)"),
-    "utf-16": (LINES.decode().encode("utf-16"), "is UTF-16 text; convert it with iconv -f UTF-16 -t UTF-8"),
-    "git lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\n", "is a Git LFS pointer"),
-    "html": (b"\n<!DOCTYPE html><html>", "is an HTML or XML page; see whether its download failed"),
-    "object over lines": (
-        json.dumps(ROWS[0], indent=2).encode(),
-        "is JSON over several lines; write an object a line",
+    "arrow": (b"ARROW1\x00\x00", OTHER_FORM, "pandas.read_feather(IN).to_parquet(OUT)"),
+    "utf-16": (LINES.decode().encode("utf-16"), OTHER_FORM, "iconv -f UTF-16 -t UTF-8"),
+    "git lfs": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\n",
+        OTHER_FORM,
+        "Git LFS",
     ),
-    "csv": (b'prompt,answer\n"What is 1, or 2?",2\n', "is CSV, but its name ends in .jsonl; rename it"),
-    "tsv": (b"prompt\tanswer\na\t2\n", "is CSV"),
-    "packed": (gzip.compress(b"<html>"), "is an HTML or XML page"),
-    "cut": (b"\x1f\x8b", "cannot be read: "),
+    "html": (b"\n<!DOCTYPE html><html>", OTHER_FORM, "HTML"),
+    "object over lines": (json.dumps(ROWS[0], indent=2).encode(), OTHER_FORM, "jq -c . IN > OUT"),
+    "csv": (b'prompt,answer\n"What is 1, or 2?",2\n', "data.csv.other_suffix", ".jsonl;"),
+    "tsv": (b"prompt\tanswer\na\t2\n", "data.csv.other_suffix", ".jsonl;"),
+    "packed": (gzip.compress(b"<html>"), OTHER_FORM, "HTML"),
+    "cut": (b"\x1f\x8b", "data.file.unreadable", ""),
 }
 
 
@@ -274,77 +308,112 @@ def test_a_key_that_occurs_twice_is_refused_as_by_arrow():
         arrow_json.read_json(io.BytesIO(b'{"answer": 1, "answer": 3}\n'))
 
 
-@pytest.mark.parametrize(("content", "fault"), OTHER.values(), ids=OTHER)
-def test_what_cannot_be_read_is_named_with_what_to_do(tmp_path, content, fault):
+@pytest.mark.parametrize(("content", "key", "value"), OTHER.values(), ids=OTHER)
+def test_what_cannot_be_read_is_named_with_what_to_do(tmp_path, content, key, value):
     path = tmp_path / "p.jsonl"
     path.write_bytes(content)
-    assert str(source_fault(path)).startswith(f"{path} {fault}")
-    assert refused(path).startswith(f"{path} {fault}")
+    check_fault([fault_of(path)], key, value)
+    check_error(refused(path), key, value)
+    for sentence in (fault_of(path), str(refused(path))):
+        assert sentence.startswith(f"{path} ")
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "key", "place", "value"),
     [
-        ("a.json", b'[{"prompt": "x"}, {"prompt": y}]', "is not valid JSON: Expecting value: line 1 column 30"),
-        ("a.json", b'[{"prompt": "x"}, 3]', ", row 2: expected a JSON object, found a number"),
-        ("a.csv", b"prompt,answer\nx,1\ny\n", ":3: 1 values, expected 2, of prompt, answer"),
-        ("a.csv", b'prompt,answer\nx,1\n\n"y\nz",1,2\ny,1\n', ":4: 3 values, expected 2"),
-        ("a.csv", b'prompt,answer\n"x\nx",1\n"y,2\nz,3\nz,4\n', ":4: a quote opens here and is never closed"),
+        (
+            "a.json",
+            b'[{"prompt": "x"}, {"prompt": y}]',
+            "data.file.not_json",
+            " ",
+            "line 1 column 30",
+        ),
+        ("a.json", b'[{"prompt": "x"}, 3]', "data.line.not_an_object", ", row 2: ", "a number"),
+        (
+            "a.csv",
+            b"prompt,answer\nx,1\ny\n",
+            "data.csv.wrong_number_of_values",
+            ":3: ",
+            "1 values; expected 2, of prompt, answer",
+        ),
+        (
+            "a.csv",
+            b'prompt,answer\nx,1\n\n"y\nz",1,2\ny,1\n',
+            "data.csv.wrong_number_of_values",
+            ":4: ",
+            "3 values; expected 2,",
+        ),
+        ("a.csv", b'prompt,answer\n"x\nx",1\n"y,2\nz,3\nz,4\n', "data.csv.open_quote", ":4: ", ""),
         (
             "a.csv",
             b'prompt,answer\nx,1\n"y,2\nz,3\n"z",4\n',
-            ":3: a quote opens here and closes before other text in line 5",
+            "data.csv.text_after_quote",
+            ":3: ",
+            "line 5;",
         ),
-        ("a.csv", b'"prompt,answer\nx,1\n', ":1: a quote opens here and is never closed"),
-        ("a.csv", b"prompt,answer, answer,,\nx,1,2,,\n", ":1: several columns are named answer; rename all but one"),
+        ("a.csv", b'"prompt,answer\nx,1\n', "data.csv.open_quote", ":1: ", ""),
         (
             "a.csv",
-            b"prompt,answer\nx,1\n\xe9,2\n",
-            ":3: not valid UTF-8 (byte 1 of the line); save it as UTF-8, or, if",
+            b"prompt,answer, answer,,\nx,1,2,,\n",
+            "data.csv.repeated_column",
+            ":1: ",
+            " answer;",
         ),
-        ("a.csv", b"prompt,r\xe9sum\xe9\nx,1\n", ":1: not valid UTF-8 (byte 9 of the line); save it as UTF-8"),
+        ("a.csv", b"prompt,answer\nx,1\n\xe9,2\n", "data.text.not_utf8", ":3: ", "byte 1 of the line"),
+        ("a.csv", b"prompt,r\xe9sum\xe9\nx,1\n", "data.text.not_utf8", ":1: ", "byte 9 of the line"),
         (
             "a.jsonl",
             b'{"prompt": "x"}\n{"prompt": "\xe9"}',
-            ":2: not valid UTF-8 (byte 13 of the line); save it as UTF-8",
+            "data.text.not_utf8",
+            ":2: ",
+            "byte 13 of the line",
         ),
-        ("a.json", b'[{"prompt": "\xe9"}]', "is not valid UTF-8 (byte 14 of the file); save it as UTF-8"),
+        ("a.json", b'[{"prompt": "\xe9"}]', "data.text.not_utf8", " ", "byte 14 of the file"),
         (
             "a.jsonl",
             b'{"prompt": "x"}\n{"prompt": "y", "answer": 1, "in": 2, "answer": 3}\n',
-            ":2: not usable JSON (an object has 'answer' more than once; keep one of them)",
+            "data.json.repeated_key",
+            ":2: ",
+            "'answer'",
         ),
-        ("a.jsonl", b'{"in": {"a": 1, "a": 1}}', ":1: not usable JSON (an object has 'a' more than once"),
-        ("a.json", b'[{"a": 1, "a": 2}]', "is not usable JSON (an object has 'a' more than once"),
-        ("a.parquet", b"prompt,answer\n", "does not begin as a Parquet file does"),
-        ("a.jsonl.xz", lzma.compress(LINES * 9)[:-20], "cannot be read: Compressed file ended before"),
-        ("a.jsonl.gz", gzip.compress(LINES * 9)[:-20] + b"0" * 20, "cannot be read: "),
+        ("a.jsonl", b'{"in": {"a": 1, "a": 1}}', "data.json.repeated_key", ":1: ", "'a'"),
+        ("a.json", b'[{"a": 1, "a": 2}]', "data.json.repeated_key", " ", "'a'"),
+        ("a.parquet", b"prompt,answer\n", "data.parquet.other_form", " ", ""),
+        (
+            "a.jsonl.xz",
+            lzma.compress(LINES * 9)[:-20],
+            "data.file.unreadable",
+            " ",
+            "Compressed file ended before",
+        ),
+        (
+            "a.jsonl.gz",
+            gzip.compress(LINES * 9)[:-20] + b"0" * 20,
+            "data.file.unreadable",
+            " ",
+            "",
+        ),
     ],
 )
-def test_a_broken_file_is_named_with_the_place(tmp_path, name, content, said):
+def test_a_broken_file_is_named_with_the_place(tmp_path, name, content, key, place, value):
     (tmp_path / name).write_bytes(content)
-    assert f"{tmp_path / name}{'' if said[0] in ',:' else ' '}{said}" in refused(tmp_path / name)
+    check_error(refused(tmp_path / name), key, f"{tmp_path / name}{place}", value)
 
 
 @pytest.mark.parametrize(
-    ("name", "start", "filling", "said"),
+    ("name", "start", "filling", "place"),
     [
-        ("a.jsonl.gz", LINES, b"x", ":4: " + TOO_LONG),
-        ("a.csv.gz", b"prompt,answer\n", b"x", ":2: " + TOO_LONG),
-        ("a.csv.gz", b'prompt,answer\n"', b"x" * 99 + b"\n", TOO_LONG),
-        (
-            "a.csv.gz",
-            b"prompt,answer\nx",
-            b',"' + b"x" * 99 + b'\n"',
-            "expected at most 67108864 bytes in a line or row",
-        ),
+        ("a.jsonl.gz", LINES, b"x", ":4: "),
+        ("a.csv.gz", b"prompt,answer\n", b"x", ":2: "),
+        ("a.csv.gz", b'prompt,answer\n"', b"x" * 99 + b"\n", ":"),
+        ("a.csv.gz", b"prompt,answer\nx", b',"' + b"x" * 99 + b'\n"', ":"),
     ],
 )
-def test_a_small_file_that_unpacks_to_a_huge_line(tmp_path, name, start, filling, said):
+def test_a_small_file_that_unpacks_to_a_huge_line(tmp_path, name, start, filling, place):
     content = start + filling * (300_000_000 // len(filling))
     (tmp_path / name).write_bytes(gzip.compress(content, compresslevel=1))
-    fault = refused(tmp_path / name)
-    assert str(tmp_path / name) in fault and said in fault
+    values = (f"{tmp_path / name}{place}", MAX_LINE_BYTES)
+    check_error(refused(tmp_path / name), "data.line.too_long", *values)
 
 
 def test_a_small_file_that_unpacks_to_a_huge_list(tmp_path, monkeypatch):
@@ -354,7 +423,8 @@ def test_a_small_file_that_unpacks_to_a_huge_list(tmp_path, monkeypatch):
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(whole))
     assert read(tmp_path / "a.json.gz")
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(whole + b" "))
-    assert "a.json.gz holds more than 1000 bytes; write one record a line" in refused(tmp_path / "a.json.gz")
+    values = (tmp_path / "a.json.gz", "1000 bytes", ".jsonl")
+    check_error(refused(tmp_path / "a.json.gz"), "data.file.too_large", *values)
 
 
 @pytest.mark.parametrize(
@@ -375,10 +445,11 @@ def test_lines_are_taken_for_lines_also_where_one_is_broken(tmp_path, content):
 
 
 def test_what_is_no_file(tmp_path):
-    assert source_fault(tmp_path / "none") == f"{tmp_path}/none does not exist"
+    check_fault([fault_of(tmp_path / "none")], "data.file.missing", f"{tmp_path}/none ")
     os.mkfifo(tmp_path / "pipe")
-    assert source_fault(tmp_path / "pipe") == f"{tmp_path}/pipe is not a file", "and nobody waits for its writer"
-    assert "cannot be read" in str(source_fault(tmp_path / ("x" * 300)))
+    # Nobody waits for its writer.
+    check_fault([fault_of(tmp_path / "pipe")], "data.file.not_regular", f"{tmp_path}/pipe ")
+    check_fault([fault_of(tmp_path / ("x" * 300))], "data.file.unreadable", "x" * 300)
     with zipfile.ZipFile(tmp_path / "z", "w") as file:
         file.writestr("p.jsonl", LINES)
-    assert "is a zip archive; unpack it" in str(source_fault(tmp_path / "z"))
+    check_fault([fault_of(tmp_path / "z")], OTHER_FORM, tmp_path / "z", "zip")

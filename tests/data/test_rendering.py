@@ -7,6 +7,7 @@ from datetime import date
 from typing import Any
 
 import pytest
+import transformers
 from helpers.chat_templates import (
     DEEPSEEK,
     LLAMA3,
@@ -19,6 +20,7 @@ from helpers.chat_templates import (
     needs_sanitize,
     write_chat_tokenizer,
 )
+from helpers.errors import raises_error
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -113,30 +115,39 @@ def test_template_arguments_of_the_run_and_of_a_record(tokenizers):
 
 
 def test_arguments_of_a_run_that_a_template_cannot_get_are_named(tokenizers):
-    for kwargs, part in (
-        ({"enable_thinkin": False}, "model.data.chat_template_kwargs.enable_thinkin has no effect"),
-        ({"tokenize": True}, "model.data.chat_template_kwargs.tokenize is True"),
-        ({"enable_thinking": {1, 2}}, "model.data.chat_template_kwargs.enable_thinking is of type set"),
+    option = "model.data.chat_template_kwargs"
+    for kwargs, key, value in (
+        ({"enable_thinkin": False}, "chat_template.argument.not_read", "enable_thinkin "),
+        ({"tokenize": True}, "chat_template.argument.reserved", "tokenize is True"),
+        (
+            {"enable_thinking": {1, 2}},
+            "chat_template.argument.not_json",
+            "enable_thinking is of type set",
+        ),
     ):
-        with pytest.raises(ConfigError) as raised:
+        with raises_error(key, f"{option}.{value}") as raised:
             ChatRenderer(tokenizers["qwen3"], TemplateOptions(kwargs=kwargs))
-        assert part in str(raised.value)
+        assert isinstance(raised.value, ConfigError)
 
 
 @pytest.mark.parametrize(
-    ("value", "part"),
+    ("value", "key", "part"),
     [
-        (False, "chat_template_kwargs is a boolean"),
-        ([1], "chat_template_kwargs is a list"),
-        ("enable_thinking", "chat_template_kwargs is 'enable_thinking', which is no JSON"),
-        ("3", "chat_template_kwargs is a number"),
-        ({"add_generation_prompt": False}, "chat_template_kwargs.add_generation_prompt is False"),
+        (False, "data.template_arguments.not_an_object", "chat_template_kwargs is a boolean"),
+        ([1], "data.template_arguments.not_an_object", "chat_template_kwargs is a list"),
+        ("enable_thinking", "data.value.not_json", "chat_template_kwargs is 'enable_thinking'"),
+        ("3", "data.template_arguments.not_an_object", "chat_template_kwargs is a number"),
+        (
+            {"add_generation_prompt": False},
+            "chat_template.argument.reserved",
+            "chat_template_kwargs.add_generation_prompt is False",
+        ),
     ],
 )
-def test_template_arguments_of_a_record_of_a_wrong_type(value, part):
-    with pytest.raises(DataError) as raised:
+def test_template_arguments_of_a_record_of_a_wrong_type(value, key, part):
+    with raises_error(key, part) as raised:
         read_kwargs(value)
-    assert part in str(raised.value)
+    assert isinstance(raised.value, DataError)
 
 
 def test_no_template_arguments():
@@ -157,24 +168,24 @@ def test_tools_reach_the_template_as_objects_and_as_json(tokenizers):
 
 
 @pytest.mark.parametrize(
-    ("tools", "part"),
+    ("tools", "key", "value"),
     [
-        ("weather", "tools is 'weather', which is no JSON"),
-        ({"name": "weather"}, "tools is an object, expected a list of objects"),
-        (["weather"], "tools[0] is 'weather', which is no JSON"),
-        ([3], "tools[0] is a number, expected a list of objects"),
+        ("weather", "data.value.not_json", "tools is 'weather'"),
+        ({"name": "weather"}, "data.tools.not_a_list", "tools is an object"),
+        (["weather"], "data.value.not_json", "tools[0] is 'weather'"),
+        ([3], "data.tools.not_an_object", "tools[0] is a number"),
     ],
 )
-def test_tools_that_are_none_are_refused(tools, part):
-    with pytest.raises(DataError) as raised:
+def test_tools_that_are_none_are_refused(tools, key, value):
+    with raises_error(key, value) as raised:
         read_tools(tools)
-    assert part in str(raised.value)
+    assert isinstance(raised.value, DataError)
 
 
 def test_tools_and_calls_that_a_template_does_not_write_are_refused(tokenizers):
-    with pytest.raises(DataError, match=r"tools has 1 tools, .*rename\.NAME=tools"):
+    with raises_error("chat_template.tools.not_read", "1 tools", "rename.NAME=tools"):
         ChatRenderer(tokenizers["llama3"]).prompt(Conversation(MESSAGES, tools=(TOOL,)))
-    with pytest.raises(DataError, match="tool_calls, which the chat template does not write"):
+    with raises_error("chat_template.tool_calls.not_written", "tool_calls"):
         ChatRenderer(tokenizers["parts"]).prompt(Conversation(calls({"city": "Rome"})))
 
 
@@ -256,15 +267,17 @@ def test_a_message_that_the_template_leaves_out_is_refused(tmp_path, template, m
     for options in SANITIZED_OR_NOT:
         renderer = ChatRenderer(tokenizer, options)
         for render in (renderer.prompt, lambda messages, renderer=renderer: renderer.answered(messages, ANSWER)):
-            with pytest.raises(DataError, match=f"leaves out the {message['role']} message, number 1") as raised:
+            values = (f"{message['role']} message, number 1;", advice)
+            with raises_error("chat_template.message.left_out", *values) as raised:
                 render(conversation)
-            assert advice in str(raised.value)
+            assert isinstance(raised.value, DataError)
 
 
 def test_a_system_message_that_is_left_out_once_there_is_an_answer_is_refused(tmp_path):
     renderer = ChatRenderer(write_chat_tokenizer(tmp_path, MISTRAL))
     assert "be kind" in renderer.prompt_text(Conversation(MESSAGES))
-    with pytest.raises(DataError, match="leaves out the system message, number 0; put its text into the first user"):
+    values = ("system message, number 0;", "user message")
+    with raises_error("chat_template.message.left_out", *values):
         renderer.answered(Conversation(MESSAGES), ANSWER)
 
 
@@ -319,7 +332,8 @@ def test_an_older_transformers_cannot_sanitize(tokenizers, monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr(tokenizers["qwen2.5"], "apply_chat_template", apply_chat_template)
-    with pytest.raises(ConfigError, match=r"model\.data\.sanitize_control_tokens is true, but transformers"):
+    values = ("model.data.sanitize_control_tokens", transformers.__version__)
+    with raises_error("chat_template.sanitize.not_supported", *values):
         ChatRenderer(tokenizers["qwen2.5"], TemplateOptions(sanitize_control_tokens=True))
 
 
@@ -351,7 +365,8 @@ def test_every_form_of_a_date(tmp_path, form):
 
 
 def test_a_date_that_is_none_is_refused(tokenizers):
-    with pytest.raises(ConfigError, match=r"model\.data\.chat_template_date is '5\.2\.2024'"):
+    value = "model.data.chat_template_date is '5.2.2024'"
+    with raises_error("chat_template.date.invalid", value):
         ChatRenderer(tokenizers["llama3.2"], TemplateOptions(date="5.2.2024"))
 
 

@@ -8,13 +8,13 @@ from collections import Counter
 from itertools import chain
 
 import pytest
+from helpers.errors import raises_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader
 from reinforce_rl.data.sampler import Blend, PromptSampler, shard
-from reinforce_rl.errors import CheckpointError, ConfigError
 
 EPOCHS = 4
 
@@ -102,27 +102,34 @@ def test_a_resume_with_another_batch_size_still_gives_each_prompt_once():
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("change", "values"),
     [
-        ({"num_prompts": 11}, "num_prompts was 10, now is 11"),
-        ({"seed": 4}, "seed was 3, now is 4"),
-        ({"shuffle": False}, "shuffle was True, now is False"),
+        ({"num_prompts": 11}, ("num_prompts was 10", 11)),
+        ({"seed": 4}, ("seed was 3", 4)),
+        ({"shuffle": False}, ("shuffle was True", False)),
     ],
 )
-def test_a_state_of_another_run_is_refused(change, text):
+def test_a_state_of_another_run_is_refused(change, values):
     state = PromptSampler(10, 4, seed=3).state_dict()
     arguments = {"num_prompts": 10, "seed": 3, "shuffle": True} | change
     sampler = PromptSampler(arguments["num_prompts"], 4, seed=arguments["seed"], shuffle=arguments["shuffle"])
-    with pytest.raises(CheckpointError, match=text):
+    with raises_error("checkpoint.sampler.other_run", *values):
         sampler.load_state_dict(state)
 
 
 def test_a_broken_state_is_refused_and_changes_nothing():
     sampler = PromptSampler(10, 4, seed=3)
-    with pytest.raises(CheckpointError, match="num_prompts was None, now is 10"):
+    with raises_error("checkpoint.sampler.other_run", "num_prompts was None", 10):
         sampler.load_state_dict({})
-    for bad in ({"position": None}, {"position": 10}, {"position": -1}, {"epoch": "1"}, {"consumed_prompts": 1.5}):
-        with pytest.raises(CheckpointError, match="expected whole numbers"):
+    for bad in (
+        {"position": None},
+        {"position": 10},
+        {"position": -1},
+        {"epoch": "1"},
+        {"consumed_prompts": 1.5},
+    ):
+        ((name, value),) = bad.items()
+        with raises_error("checkpoint.sampler.invalid", f"{name!r}: {value!r}"):
             sampler.load_state_dict({**sampler.state_dict(), **bad})
     assert (sampler.epoch, sampler.position, sampler.consumed_prompts) == (0, 0, 0)
 
@@ -229,30 +236,28 @@ def test_a_small_file_of_a_large_weight_gives_groups_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("other", "text"),
+    ("other", "values"),
     [
-        (Blend((4, 6), (1, 2)), "weights was [1, 1], now is [1, 2]"),
-        (Blend((5, 5), (1, 1)), "file_sizes was [4, 6], now is [5, 5]"),
-        (None, "weights was [1, 1], now is None"),
+        (Blend((4, 6), (1, 2)), ("weights was [1, 1]", [1, 2])),
+        (Blend((5, 5), (1, 1)), ("file_sizes was [4, 6]", [5, 5])),
+        (None, ("weights was [1, 1]", None)),
     ],
 )
-def test_a_resume_with_another_blend_is_refused(other, text):
+def test_a_resume_with_another_blend_is_refused(other, values):
     state = sampler_of(Blend((4, 6), (1, 1))).state_dict()
-    with pytest.raises(CheckpointError) as raised:
+    with raises_error("checkpoint.sampler.other_run", *values):
         PromptSampler(10, 5, seed=3, blend=other).load_state_dict(state)
-    assert text in str(raised.value)
-    with pytest.raises(CheckpointError, match="weights was None"):
+    with raises_error("checkpoint.sampler.other_run", "weights was None"):
         sampler_of(Blend((4, 6), (1, 1))).load_state_dict(PromptSampler(10, 5, seed=3).state_dict())
 
 
 @pytest.mark.parametrize(
-    ("sizes", "weights", "text"),
+    ("sizes", "weights", "key", "values"),
     [
-        ((4, 0), (1, 1), "file number 2, which has no prompt"),
-        ((4, 6), (1000, 1), "file number 2, 1 of 1001.0, that is less than one draw in an epoch of 10"),
+        ((4, 0), (1, 1), "data.weights.file_without_prompts", ("number 2 ",)),
+        ((4, 6), (1000, 1), "data.weights.too_small", ("number 2 ", "1 of 1001.0", 10)),
     ],
 )
-def test_weights_that_cannot_work(sizes, weights, text):
-    with pytest.raises(ConfigError) as raised:
+def test_weights_that_cannot_work(sizes, weights, key, values):
+    with raises_error(key, *values):
         Blend(sizes, weights)
-    assert text in str(raised.value)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.errors import check_error, raises_error
 
 from reinforce_rl.data.jsonl import LineFaults
 from reinforce_rl.data.readers import files_of, read_records, source_fault
@@ -58,11 +59,14 @@ def read(source: object, split: str | None = None) -> list[str]:
     return records
 
 
-def refused(source: object, split: str | None = None) -> str:
+def check_refused(source: object, split: str | None, key: str, *values: object) -> None:
+    """Check the error for reading a split, which the configuration's check finds too."""
     with pytest.raises(DataError) as raised:
         read(source, split)
-    assert source_fault(str(source), split) == str(raised.value), "before a model is loaded"
-    return str(raised.value)
+    check_error(raised.value, key, *values)
+    fault = source_fault(str(source), split)
+    assert fault == str(raised.value), "before a model is loaded"
+    assert fault is not None and fault.key == key
 
 
 def splits_of_datasets(folder: Path, cache: Path, configuration: str | None = None) -> dict[str, list[str]]:
@@ -103,15 +107,13 @@ def test_names_tell_the_splits_that_they_tell_datasets(tmp_path, names):
     for split, files in expected.items():
         assert sorted(read(f"{folder}:{split}")) == files
         assert sorted(read(folder, split)) == files, "as model.data.data_prefix.train asks for train"
-    said = refused(folder)
-    assert "has several splits, " in said and f"{folder}:" in said
-    assert all(split in said for split in expected)
+    check_refused(folder, None, "data.split.several", f"{folder}:", *expected)
 
 
 @pytest.mark.parametrize("name", ["Train.jsonl", "TEST.jsonl"])
 def test_names_in_capitals_tell_splits_too(tmp_path, name):
     folder = write(tmp_path / "folder", [name, "validation.jsonl"])
-    assert "has several splits" in refused(folder)
+    check_refused(folder, None, "data.split.several", folder)
 
 
 def test_configurations_of_a_card(tmp_path):
@@ -122,16 +124,16 @@ def test_configurations_of_a_card(tmp_path):
         assert read(folder / configuration, "train") == expected["train"]
         assert read(f"{folder / configuration}:test", "train") == expected["test"]
     for split in (None, "train", "test"):
-        said = refused(folder, split)
-        assert "has several configurations: main, socratic" in said and f"{folder}/main" in said
-    assert "main:test" in refused(folder / "main")
-    assert "expected one of" in refused(f"{folder / 'main'}:tset")
+        values = ("main, socratic;", f"{folder}/main")
+        check_refused(folder, split, "data.configuration.several", *values)
+    check_refused(folder / "main", None, "data.split.several", "main:test")
+    check_refused(f"{folder / 'main'}:tset", None, "data.split.unknown", "tset;", "test, train")
 
 
 def test_configurations_by_name_alone(tmp_path):
     """Without a card, and where a card's configuration is no folder of that name."""
     bare = write(tmp_path / "bare", MAIN + SOCRATIC)
-    assert "has several configurations: main, socratic" in refused(bare, "train")
+    check_refused(bare, "train", "data.configuration.several", "main, socratic;")
     assert read(bare / "socratic", "test") == SOCRATIC[1:]
     card = (
         "---\nconfigs:\n- config_name: hard\n  data_files: b-*.jsonl\n"
@@ -140,7 +142,7 @@ def test_configurations_by_name_alone(tmp_path):
     flat = write(tmp_path / "flat", ["a.jsonl", "b-1.jsonl", "b-2.jsonl"], card)
     assert read(flat / "hard") == read(f"{flat}/hard:train") == ["b-1.jsonl", "b-2.jsonl"]
     assert read(flat / "easy", "train") == ["a.jsonl"]
-    assert "has no configuration hrad; expected one of hard, easy" in refused(flat / "hrad")
+    check_refused(flat / "hrad", None, "data.configuration.unknown", "hrad;", "hard, easy")
     assert splits_of_datasets(flat, tmp_path / "cache", "hard") == {"train": ["b-1.jsonl", "b-2.jsonl"]}
 
 
@@ -154,15 +156,15 @@ def test_the_default_of_a_card_is_taken_as_datasets_takes_it(tmp_path):
 
 def test_a_card_that_fits_no_file_or_cannot_be_read(tmp_path):
     folder = write(tmp_path / "folder", MAIN, GSM8K_CARD)
-    said = refused(folder / "main" / "..", "train")
-    assert "socratic/train-*" in said and "README.md" in said
+    values = ("socratic/train-*", "README.md")
+    check_refused(folder / "main" / "..", "train", "data.card.missing_file", *values)
     folder = write(tmp_path / "broken", MAIN, "---\nconfigs: [\n---\n")
-    assert "README.md whose YAML cannot be read" in refused(folder)
+    check_refused(folder, None, "data.card.not_yaml", folder, "README.md")
     long_number = "---\nconfigs:\n- config_name: 1" + ":1" * 200_000 + "\n---\n"
     folder = write(tmp_path / "number", MAIN, long_number)
-    assert "cannot be read: line 3: a number of 400001 characters" in refused(folder)
+    check_refused(folder, None, "data.card.not_yaml", "line 3: ", "400001 characters")
     folder = write(tmp_path / "no_day", MAIN, "---\nconfigs: [{config_name: 2001-99-99}]\n---\n")
-    assert "cannot be read: not valid YAML: month must be in 1..12" in refused(folder)
+    check_refused(folder, None, "data.card.not_yaml", "month must be in 1..12")
     folder = write(tmp_path / "blank", ["a.jsonl"], "---" + "\n" * 1_000_000)
     assert read(folder) == ["a.jsonl"]
     for card in ("# Only text\n", "---\nlicense: mit\n---\n"):
@@ -175,13 +177,14 @@ def test_saved_data_sets(tmp_path):
     names = ["one", "two"]
     saved = {name: datasets.Dataset.from_list([{"prompt": name}]) for name in names}
     datasets.DatasetDict(train_sft=saved["one"], test_sft=saved["two"]).save_to_disk(tmp_path / "dict")
-    said = refused(tmp_path / "dict", "train")
-    assert "none of them train, test_sft, train_sft; choose one: " in said
+    values = ("none of them train, test_sft, train_sft;", f"{tmp_path / 'dict'}:test_sft")
+    check_refused(tmp_path / "dict", "train", "data.split.several", *values)
     write(tmp_path / "dict", ["train_sft.jsonl"])  # is no part of it
     assert read(f"{tmp_path}/dict:test_sft") == read(tmp_path / "dict" / "test_sft") == ["two"]
     for name in names:
         datasets.DatasetDict(train=saved[name]).save_to_disk(tmp_path / "several" / name)
-    assert "has several configurations: one, two" in refused(tmp_path / "several", "train")
+    several = tmp_path / "several"
+    check_refused(several, "train", "data.configuration.several", "one, two;")
     assert read(tmp_path / "several" / "two") == ["two"]
 
 
@@ -191,35 +194,37 @@ def test_data_sets_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     write(tmp_path / "openai" / "gsm8k", MAIN + SOCRATIC, GSM8K_CARD)
-    with pytest.raises(DataError, match=r"(?s)main.*socratic.*choose one: hf:openai/gsm8k/CONFIGURATION"):
+    values = ("main", "socratic", "hf:openai/gsm8k/CONFIGURATION")
+    with raises_error("data.datasets.not_loaded", *values):
         read("hf:openai/gsm8k", "train")
     assert read("hf:openai/gsm8k/main", "train") == MAIN[:1]
     assert read("hf:openai/gsm8k/socratic:test", "train") == SOCRATIC[1:]
-    with pytest.raises(DataError, match=r"has several splits, train, test; choose one: hf:openai/gsm8k/main:train"):
+    with raises_error("data.split.several", "train, test;", "hf:openai/gsm8k/main:train"):
         read("hf:openai/gsm8k/main")
-    with pytest.raises(DataError, match=r"none of them validation, train, test"):
+    with raises_error("data.split.several", "none of them validation, train, test;"):
         read("hf:openai/gsm8k/main", "validation")
-    with pytest.raises(DataError, match=r"(?s)tset.*choose one: hf:openai/gsm8k/main:SPLIT"):
+    with raises_error("data.datasets.not_loaded", "tset", "hf:openai/gsm8k/main:SPLIT"):
         read("hf:openai/gsm8k/main:tset", "train")
 
 
 def test_patterns(tmp_path):
     folder = write(tmp_path / "folder", SHARDS)
-    said = refused(f"{folder}/data/*.jsonl", "train")
-    assert "matches several splits: " in said and "train-0000" in said and "test-0000" in said
+    values = ("train-0000", "test-0000")
+    check_refused(f"{folder}/data/*.jsonl", "train", "data.pattern.several_splits", *values)
     assert read(f"{folder}/data/train-*.jsonl") == SHARDS[:2]
-    assert "has several splits, test, train" in refused(f"{tmp_path}/fold*"), "of a folder that matches"
-    assert refused(f"{folder}/none-*.jsonl").endswith("does not exist")
+    # Of a folder that matches.
+    check_refused(f"{tmp_path}/fold*", None, "data.split.several", folder, "test, train;")
+    check_refused(f"{folder}/none-*.jsonl", None, "data.file.missing", f"{folder}/none-*.jsonl")
 
 
 def test_files_beside_folders_are_told_apart(tmp_path):
     folder = write(tmp_path / "folder", ["a.jsonl", "old/b.jsonl"])
-    said = refused(folder, "train")
-    assert "a.jsonl" in said and "old" in said and f"'{folder}/*.jsonl'" in said
+    values = ("a.jsonl", "old", f"'{folder}/*.jsonl'")
+    check_refused(folder, "train", "data.configuration.files_beside_folders", *values)
     assert read(f"{folder}/*.jsonl") == ["a.jsonl"]
     assert read(folder / "old") == ["old/b.jsonl"]
     unnamed = write(tmp_path / "unnamed", ["train.jsonl", "more.jsonl"])
-    assert "train and others whose names tell no split, such as more.jsonl" in refused(unnamed, "train")
+    check_refused(unnamed, "train", "data.split.files_of_none", "splits train,", "more.jsonl")
     assert read(f"{unnamed}:train") == ["train.jsonl"]
 
 
@@ -236,8 +241,8 @@ def test_files_beside_folders_are_told_apart(tmp_path):
 def test_one_split_in_two_forms_is_refused(tmp_path, names):
     """`datasets` takes the form of most files, without a word."""
     folder = write(tmp_path / "folder", [*names, "test.jsonl"] if "train" in names[0] else names)
-    said = refused(folder, "train")
-    assert all(Path(name).name in said for name in names)
+    files = [Path(name).name for name in names]
+    check_refused(folder, "train", "data.split.several_forms", *files)
 
 
 def test_files_that_datasets_passes_over(tmp_path):
@@ -258,22 +263,30 @@ def test_files_that_datasets_passes_over(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("card", "fault"),
+    ("card", "key", "value"),
     [
-        ("a: &a [x, x]\nconfigs: [{config_name: *a, data_files: a.jsonl}]", "alias"),
-        ("configs: [{config_name: a, data_files: '**/**/**/*.jsonl'}]", "pattern"),
+        (
+            "a: &a [x, x]\nconfigs: [{config_name: *a, data_files: a.jsonl}]",
+            "data.card.not_yaml",
+            "(*a)",
+        ),
+        (
+            "configs: [{config_name: a, data_files: '**/**/**/*.jsonl'}]",
+            "data.card.wide_pattern",
+            "**/**/**/*.jsonl;",
+        ),
     ],
 )
-def test_a_card_that_takes_for_ever_is_refused(tmp_path, card, fault):
+def test_a_card_that_takes_for_ever_is_refused(tmp_path, card, key, value):
     (tmp_path / "a.jsonl").write_text("{}\n")
     (tmp_path / "README.md").write_text(f"---\n{card}\n---\n")
-    with pytest.raises(DataError, match=fault):
+    with raises_error(key, value):
         choose_files(tmp_path)
 
 
 def test_a_card_whose_configs_is_no_list_is_refused(tmp_path):
     folder = write(tmp_path / "folder", ["a.jsonl"], "---\nconfigs:\n  data_files: a.jsonl\n---\n")
-    assert "README.md whose configs is no list" in refused(folder)
+    check_refused(folder, None, "data.card.configs_not_a_list", folder, "README.md")
 
 
 def test_a_folder_named_data_is_no_configuration(tmp_path):
@@ -296,7 +309,7 @@ def test_a_colon_in_a_name(tmp_path):
     write(tmp_path, ["a:train.jsonl", "c:d/x.jsonl"])
     assert read(tmp_path / "a:train.jsonl") == ["a:train.jsonl"]
     assert files_of(tmp_path / "c:d") == [tmp_path / "c:d" / "x.jsonl"]
-    assert refused(tmp_path / "none:train").endswith("none:train does not exist")
+    check_refused(tmp_path / "none:train", None, "data.file.missing", "none:train")
 
 
 def test_links_of_the_hub_cache(tmp_path):
@@ -307,4 +320,4 @@ def test_links_of_the_hub_cache(tmp_path):
         (snapshot / name).symlink_to(blobs / blob)
     (snapshot / "loop").symlink_to(snapshot)
     assert read(snapshot.parent, "test") == ["2"]
-    assert "has several splits, test, train" in refused(snapshot.parent)
+    check_refused(snapshot.parent, None, "data.split.several", "test, train;")

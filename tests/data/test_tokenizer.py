@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import transformers
+from helpers.errors import raises_error
 from helpers.tiny_tokenizer import write_model_without_weights, write_tiny_tokenizer
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
@@ -18,7 +19,7 @@ from reinforce_rl.data.conversation import Conversation
 from reinforce_rl.data.rendering import ChatRenderer
 from reinforce_rl.data.tokenizer import TokenizerInfo, _config_class, decode_all, load_tokenizer
 from reinforce_rl.data.tokenizer_bounds import _CLASS_NAME, _COMPOSED
-from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.architecture import Architecture
 
 
@@ -32,12 +33,12 @@ def test_a_name_of_the_hub_is_not_looked_up(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **_: asked.append(address))
     name = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    with pytest.raises(ConfigError, match=f"{name} does not exist; expected a Hugging Face model folder"):
+    with raises_error("tokenizer.folder.missing", name):
         load_tokenizer(name)
-    with pytest.raises(ConfigError, match=f"{name}.*hf download {name} --local-dir"):
+    with raises_error("model.folder.no_model", name, f"hf download {name} --local-dir"):
         Architecture.from_folder(name)
     (tmp_path / name).mkdir(parents=True)
-    with pytest.raises(ConfigError, match=f"{name} holds no tokenizer"):
+    with raises_error("tokenizer.folder.not_loadable", name):
         load_tokenizer(name)
     assert asked == []
 
@@ -47,12 +48,12 @@ def test_a_config_that_is_no_object_is_a_message(tmp_path: Path) -> None:
     file = tmp_path / "m" / "config.json"
     for text in ("[]", "{"):
         file.write_text(text)
-        with pytest.raises(ConfigError, match="holds no tokenizer: "):
+        with raises_error("tokenizer.file.invalid", tmp_path / "m"):
             load_tokenizer(tmp_path / "m")
 
 
 def test_a_folder_that_may_not_be_opened_is_a_message() -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
+    with raises_error("tokenizer.folder.missing", "a" * 5000):
         load_tokenizer("a" * 5000)
 
 
@@ -73,31 +74,36 @@ def test_numbers_of_config_json_take_no_memory(
     assert peak < 100 << 20
 
 
-FOLDERS_WITH_CODE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+FOLDERS_WITH_CODE: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "a tokenizer": (
         {"model_type": "odd"},
         {"tokenizer_class": "OddTokenizer", "auto_map": {"AutoTokenizer": ["code.T", "code.T"]}},
-        "it needs code of its own (auto_map), which is not run",
+        "tokenizer.folder.needs_code",
+        "auto_map",
     ),
     "a model in place of a tokenizer": (
         {"model_type": "odd", "auto_map": {"AutoModelForCausalLM": "code.M", "AutoConfig": "code.C"}},
         {"tokenizer_class": "AutoModelForCausalLM"},
-        "tokenizer_class is 'AutoModelForCausalLM'; expected the name of a tokenizer's class",
+        "tokenizer.class.unknown",
+        "tokenizer_class is 'AutoModelForCausalLM'",
     ),
     "a model by another spelling": (
         {"model_type": "odd", "auto_map": {"AutoModelForCausalLM": "code.M", "AutoConfig": "code.C"}},
         {"tokenizer_class": "AutoModelForCausalLMFast"},
-        "tokenizer_class is 'AutoModelForCausalLMFast'; expected the name of a tokenizer's class",
+        "tokenizer.class.unknown",
+        "tokenizer_class is 'AutoModelForCausalLMFast'",
     ),
     "a model in config.json": (
         {"tokenizer_class": "AutoModelForCausalLM", "auto_map": {"AutoModelForCausalLM": "code.M"}},
         {"tokenizer_class": None},
-        "tokenizer_class is 'AutoModelForCausalLM'; expected the name of a tokenizer's class",
+        "tokenizer.class.unknown",
+        "tokenizer_class is 'AutoModelForCausalLM'",
     ),
     "a tokenizer of tokenizers": (
         {"model_type": "rag", "question_encoder": {"model_type": "llama"}},
         {"tokenizer_class": None},
-        "model_type is 'rag', whose tokenizer loads others",
+        "tokenizer.model.several_tokenizers",
+        "model_type is 'rag'",
     ),
 }
 
@@ -106,7 +112,7 @@ FOLDERS_WITH_CODE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_code_of_a_folder_is_not_run_whoever_answers_yes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    config, tokenizer_config, said = FOLDERS_WITH_CODE[kind]
+    config, tokenizer_config, key, value = FOLDERS_WITH_CODE[kind]
     folder = tmp_path / "model"
     write_model_without_weights(folder)
     code = "raise SystemExit('the code of the folder ran')"
@@ -120,10 +126,11 @@ def test_code_of_a_folder_is_not_run_whoever_answers_yes(
         file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
     questions: list[str] = []
     monkeypatch.setattr("builtins.input", lambda text="": questions.append(text) or "y")
-    with pytest.raises(ConfigError) as error:
+    with raises_error(key, value) as caught:
         load_tokenizer(folder)
-    (fault,) = error.value.faults
-    assert said in fault and questions == []
+    assert isinstance(caught.value, ConfigError)
+    assert len(caught.value.faults) == 1
+    assert questions == []
 
 
 def test_code_beside_a_tokenizer_that_needs_none_is_left_alone(tmp_path: Path) -> None:
@@ -163,7 +170,7 @@ def test_a_backend_whose_rules_cannot_be_checked_is_refused_before_it_loads(
     monkeypatch.setattr(load, lambda *args: loads.append(args))
     write_model_without_weights(tmp_path)
     change(tmp_path / file, tokenizer_class=name)
-    with pytest.raises(ConfigError, match=f"tokenizer_class is '{name}'; expected the name of"):
+    with raises_error("tokenizer.class.unknown", f"tokenizer_class is '{name}'"):
         load_tokenizer(tmp_path)
     assert loads == []
 
@@ -182,7 +189,7 @@ def test_the_class_of_a_tokenizer_is_the_one_that_transformers_takes(
     try:
         expected = transformers.AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
     except ValueError:  # as of version 4, if it knows neither the model nor a class
-        with pytest.raises(ConfigError, match="holds no tokenizer that transformers can load"):
+        with raises_error("tokenizer.folder.not_loadable", tmp_path):
             load_tokenizer(tmp_path)
         return
     tokenizer = load_tokenizer(tmp_path)
@@ -213,7 +220,7 @@ def test_rules_of_a_loaded_tokenizer_that_cannot_be_read_are_a_message(
         raise ValueError("nested too deep")
 
     monkeypatch.setattr("reinforce_rl.data.tokenizer.loaded_fault", fail)
-    with pytest.raises(ConfigError, match="cannot be checked: nested too deep"):
+    with raises_error("tokenizer.rules.unreadable", tmp_path, "nested too deep"):
         load_tokenizer(tmp_path)
 
 
@@ -255,7 +262,7 @@ def test_a_template_that_leaves_out_a_turn_is_a_fault(tmp_path: Path) -> None:
         if role == "system":
             assert renderer.prompt_text(Conversation(tuple(messages))) == text
             continue
-        with pytest.raises(DataError, match="the chat template leaves out the developer message"):
+        with raises_error("chat_template.message.left_out", "developer message"):
             renderer.prompt_text(Conversation(tuple(messages)))
     empty = Conversation(({"role": "system", "content": ""}, question))
     assert renderer.prompt_text(empty) == "system: \nuser: Hi\n"
@@ -266,7 +273,9 @@ def test_a_link_out_of_the_folder_is_no_fault_of_the_tokenizer(tmp_path):
     weights = tmp_path / "weights"
     weights.touch()
     (folder / "model.safetensors").symlink_to(weights)
-    with pytest.raises(ConfigError) as error:
+    link = folder / "model.safetensors"
+    with raises_error("file.link.leads_out", weights) as caught:
         load_tokenizer(folder)
-    (fault,) = error.value.faults
-    assert fault.startswith(f"{folder / 'model.safetensors'} is a link to {weights}, outside of {folder}")
+    assert isinstance(caught.value, ConfigError)
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"{link} "), "and not the tokenizer"

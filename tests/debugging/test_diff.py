@@ -10,12 +10,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.errors import raises_error
 from helpers.tiny_run import tiny_config
 from rich.console import Console
 
 from reinforce_rl.debugging.diff import diff, write
 from reinforce_rl.debugging.differences import EQUAL_BITS, ROUNDING, Bounds, missing_samples, sample_differences
-from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.records import rollout_files
 from reinforce_rl.run import train
 
@@ -146,7 +146,8 @@ def test_long_texts_are_shown_where_they_part() -> None:
 def test_runs_without_a_common_step(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").write_text('{"step": 1, "time": 0}\n')
-    with pytest.raises(DataError, match=r"no recorded step in common: .*steps 1 to 4; .*rollouts has none"):
+    rollouts = [folder / "base" / "rollouts", tmp_path / "empty" / "rollouts"]
+    with raises_error("diff.steps.none_in_common", "1 to 4", *rollouts):
         diff(folder / "base", tmp_path / "empty")
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.tiny_run import tiny_config, tiny_trainer
 from rich.console import Console
 
@@ -16,7 +18,7 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.debugging import whatif as module
 from reinforce_rl.debugging.whatif import whatif, write
 from reinforce_rl.debugging.whatif_results import SampleChange, StepChange
-from reinforce_rl.errors import ConfigError, DataError
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.monitoring import records
 from reinforce_rl.monitoring.run import SilentMonitor
@@ -120,7 +122,7 @@ def test_a_state_is_that_of_the_recorded_steps(overrides: list[str], tmp_path: P
     ).steps
     assert [sample.advantage[1] for sample in back.samples] == pytest.approx(advantages(mine, 4), abs=1e-6)
     (real / "rollouts" / "step_00002.parquet").unlink()
-    with pytest.raises(DataError, match=r"has no step 2 to begin with; expected all steps from 1 on"):
+    with raises_error("whatif.steps.missing", real / "rollouts", "step 2"):
         whatif(real, "4")
 
 
@@ -201,7 +203,7 @@ def test_a_function_that_only_the_folder_names_is_not_called(folder: Path) -> No
     own = ["reward=function", f"reward_function.name={name}", "+reward_function.kwargs={target: 5, tolerance: 5}"]
     run = train(folder, "named", *own, f"{RL}.max_steps=1", source=True)
     other = ["reward_function.kwargs.target=2"]
-    with pytest.raises(ConfigError, match=rf"reward_function\.name is '{name}'.*--trust"):
+    with raises_error("trust.setting.only_of_folder", f"reward_function.name is '{name}'", "--trust"):
         whatif(run, "1", other)
     said: list[str] = []
     assert whatif(run, "1", other, trust=True, say=said.append).steps[0].samples
@@ -209,19 +211,34 @@ def test_a_function_that_only_the_folder_names_is_not_called(folder: Path) -> No
 
 
 MISTAKES = [
-    ("3", [], r"rollouts: no samples of step 3; the steps are 1 to 2, 2 in all"),
-    ("2:1", [], r"--steps is '2:1', whose first step is after its last"),
-    ("two", [], r"--steps is 'two'; expected a step such as 12, or a range such as 10:20"),
-    ("2", ["model.optim.lr=1"], r"model.optim.lr changes nothing on rollouts that are stored; leave it out"),
-    ("2", [f"{RL}.entropy_bonus=1"], r"entropy_bonus changes the gradient only, no advantage; add --gradient"),
-    ("2", [f"{RL}.advantage_estimatr=grpo"], r"is not a key of the configuration; did you mean .*advantage_estimator"),
-    ("2", ["reward=function", "reward_function.name=nowhere.f"], r"nowhere"),
+    ("3", [], "samples.step.missing", ["rollouts", "step 3", "1 to 2"]),
+    ("2:1", [], "whatif.steps.backwards", ["--steps", "'2:1'"]),
+    ("two", [], "whatif.steps.invalid", ["--steps", "'two'"]),
+    ("2", ["model.optim.lr=1"], "whatif.setting.without_effect", ["model.optim.lr"]),
+    (
+        "2",
+        [f"{RL}.entropy_bonus=1"],
+        "whatif.setting.gradient_only",
+        [f"{RL}.entropy_bonus", "--gradient"],
+    ),
+    (
+        "2",
+        [f"{RL}.advantage_estimatr=grpo"],
+        "config.key.unknown",
+        [f"{RL}.advantage_estimatr", f"{RL}.advantage_estimator"],
+    ),
+    (
+        "2",
+        ["reward=function", "reward_function.name=nowhere.f"],
+        "reward_function.module.missing",
+        ["nowhere"],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("steps", "overrides", "said"), MISTAKES, ids=[said[:20] for *_, said in MISTAKES])
-def test_mistakes_are_sentences(folder: Path, steps: str, overrides: list[str], said: str) -> None:
-    with pytest.raises((ConfigError, DataError), match=said):
+@pytest.mark.parametrize(("steps", "overrides", "key", "named"), MISTAKES, ids=[key for _, _, key, _ in MISTAKES])
+def test_mistakes_are_sentences(folder: Path, steps: str, overrides: list[str], key: str, named: list[str]) -> None:
+    with raises_error(key, *named):
         whatif(folder / "mine", steps, overrides)
 
 
@@ -233,10 +250,10 @@ def test_all_faults_of_overrides_are_one_message(folder: Path) -> None:
 
 
 def test_what_a_record_lacks_is_a_sentence(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match=r"holds no run"):
+    with raises_error("run.folder.no_run", tmp_path):
         whatif(tmp_path)
     bare = train(folder, str(tmp_path / "bare"), f"{RL}.max_steps=1", "exp_manager.record_tokens_every=0")
-    with pytest.raises(DataError, match=r"step 1: its samples were recorded without tokens, and the KL"):
+    with raises_error("samples.tokens.not_recorded", "step 1", "KL"):
         whatif(bare)
     no_kl = [f"{RL}.max_steps=1", f"{RL}.initial_policy_kl_penalty=0"]
     plain = train(folder, str(tmp_path / "plain"), *no_kl, "exp_manager.record_tokens_every=0")
@@ -244,14 +261,14 @@ def test_what_a_record_lacks_is_a_sentence(folder: Path, tmp_path: Path, monkeyp
         "without a KL no token is read"
     )
     tokens = train(folder, str(tmp_path / "tokens"), *no_kl)
-    with pytest.raises(DataError, match=r"no log-probs of the reference, as the run had .*kl_penalty=0"):
+    with raises_error("samples.tokens.no_reference_log_probs", f"{RL}.initial_policy_kl_penalty=0"):
         whatif(tokens, "1", [f"{RL}.initial_policy_kl_penalty=0.1"])
     (plain / "config.yaml").unlink()
     (plain / "config_history.jsonl").unlink()
-    with pytest.raises(DataError, match=r"has no config.yaml; expected the settings that its steps were made with"):
+    with raises_error("run.config.missing", plain, "config.yaml"):
         whatif(plain)
     monkeypatch.setattr(records, "VERSION", 2)
-    with pytest.raises(DataError, match=r"its records have version 1; this reinforce_rl reads version 2"):
+    with raises_error("samples.file.other_version", "version 1", "version 2"):
         whatif(folder / "mine")
 
 
@@ -260,8 +277,9 @@ def test_a_record_that_was_changed_is_told(folder: Path, tmp_path: Path) -> None
     for name in ("config.yaml", "config_history.jsonl"):
         path = tmp_path / "run" / name
         path.write_text(path.read_text().replace("advantage_estimator: rloo", "advantage_estimator: none"))
-    with pytest.raises(DataError, match=r"step 2: the run's own settings give prompt \d+, sample \d the advantage"):
+    with raises_error("whatif.advantages.differ", "step 2") as caught:
         whatif(tmp_path / "run")
+    assert re.search(r"prompt \d+, sample \d", str(caught.value))
 
 
 def test_table_json_and_page(folder: Path, tmp_path: Path) -> None:

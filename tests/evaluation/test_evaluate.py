@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.errors import check_fault, printed_keys
+from helpers.errors import check_fault, printed_keys, raises_error
 from helpers.fake_judge import FakeJudge
 from helpers.models import tiny_llama_folder
 from helpers.tiny_run import metrics_of, tiny_config, tiny_overrides, tiny_trainer
 from rich.console import Console
 
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError, RewardServerError
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.evaluation.evaluate import evaluate
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.monitoring.run import SilentMonitor
@@ -248,7 +248,7 @@ def test_rewards_by_name_and_address_are_sources_of_their_own(folder: Path) -> N
     assert apart["reward of all"].mean == pytest.approx(apart["reward"].mean)
     total = 2 * numbers["reward/share_of_letters"].mean + numbers["reward/length"].mean
     assert numbers["reward"].mean == pytest.approx(total)
-    with pytest.raises(RewardServerError, match="localhost:9"):
+    with raises_error("reward_server.server.no_answer", "localhost:9"):
         evaluate(
             [folder / "model"],
             folder / "data.jsonl",

@@ -33,7 +33,6 @@ from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError
 from reinforce_rl.generation.base import SamplingParams
 from reinforce_rl.generation.engine import Answer
 from reinforce_rl.generation.engine.generator import requests_of
@@ -383,27 +382,60 @@ class TestFaults:
 
 class TestConfiguration:
     @pytest.mark.parametrize(
-        ("override", "text"),
+        ("override", "key", "values"),
         [
-            ("generation=sglang", "generation is 'sglang'; expected one of native, vllm, tensorrt_llm"),
-            ("tensorrt_llm.mode=separate", "takes weights through CUDA IPC only"),
-            ("engine.python=tests", "engine.python is 'tests'; expected an interpreter, such as .venv-engine"),
-            ("engine.tensor_parallel_size=2", "expected 1 to 1, the ranks that share a copy"),
-            ("tensorrt_llm.free_gpu_memory_fraction=1.5", "expected above 0 and below 1"),
-            ("engine.weight_bucket_megabytes=0", "expected at least 1"),
-            ("engine.request_timeout_seconds=9999", "below trainer.collective_timeout_seconds, which is 1800"),
-            ("model.reinforce.length_params.min_length=1", "TensorRT-LLM holds back one end token only"),
+            (
+                "generation=sglang",
+                "config.generation.unknown",
+                ["generation is 'sglang'", "native, vllm, tensorrt_llm"],
+            ),
+            (
+                "tensorrt_llm.mode=separate",
+                "config.value.not_a_choice",
+                ["tensorrt_llm.mode is 'separate'", "colocated", "CUDA IPC"],
+            ),
+            (
+                "engine.python=tests",
+                "config.engine.python.no_interpreter",
+                ["engine.python is 'tests'", ".venv-engine/bin/python"],
+            ),
+            (
+                "engine.tensor_parallel_size=2",
+                "config.engine.tensor_parallel_size.out_of_range",
+                ["engine.tensor_parallel_size is 2", "1 to 1"],
+            ),
+            (
+                "tensorrt_llm.free_gpu_memory_fraction=1.5",
+                "config.value.out_of_range",
+                ["tensorrt_llm.free_gpu_memory_fraction is 1.5", 0, 1],
+            ),
+            (
+                "engine.weight_bucket_megabytes=0",
+                "config.value.out_of_range",
+                ["engine.weight_bucket_megabytes is 0", 1],
+            ),
+            (
+                "engine.request_timeout_seconds=9999",
+                "config.engine.timeouts.above_collective_timeout",
+                ["trainer.collective_timeout_seconds", 1800],
+            ),
+            (
+                "model.reinforce.length_params.min_length=1",
+                "config.min_length.conflicts_with_tensorrt_llm",
+                ["model.reinforce.length_params.min_length is 1", "TensorRT-LLM"],
+            ),
         ],
     )
-    def test_what_cannot_work_is_refused(self, tmp_path, override, text):
+    def test_what_cannot_work_is_refused(self, tmp_path, override, key, values):
         allowed = "model.reinforce.allow_biased_sampling=true"
-        with pytest.raises(ConfigError, match=text):
+        with raises_error(key, *values):
             load_config(compose(*tiny_overrides(tmp_path), *ENGINE, allowed, override))
 
     def test_another_temperature_is_refused_where_log_probs_are_corrected(self, tmp_path):
         corrected = "trainer.reinforce.generator_correction=token"
         overrides = [*tiny_overrides(tmp_path), *ENGINE, "model.reinforce.sampling_params.temperature=0.7"]
-        with pytest.raises(ConfigError, match=r"generator_correction is 'token'.*temperature is 0\.7.*expected 1\.0"):
+        values = ("generator_correction is 'token'", "sampling_params.temperature is 0.7", 1.0)
+        with raises_error("config.temperature.conflicts_with_generator_correction", *values):
             load_config(compose(*overrides, corrected))
 
     def test_no_gpu(self, tmp_path, mesh):

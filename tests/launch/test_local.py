@@ -179,7 +179,9 @@ def test_faults_of_the_actors_configuration_come_before_the_server_starts(tmp_pa
     command = [sys.executable, str(LAUNCHER), "--run-dir", str(tmp_path), "--actor-args", "trainer.devces=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
-    assert "trainer.devces is not a key of the configuration; did you mean trainer.devices" in done.stderr
+    assert "config.key.unknown" in printed_keys(done.stderr)
+    assert "trainer.devces" in done.stderr
+    assert "trainer.devices" in done.stderr
     assert not (tmp_path / "logs").exists()
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.checkpoint_run import Run
+from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
 
-from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron import checkpointer as subject
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 
@@ -120,18 +120,17 @@ def test_within_a_load(run):
 
 
 class TestWhatIsSaidOfAFailure:
-    def said(self, run: Run) -> str:
-        with pytest.raises(CheckpointError) as raised:
+    def check(self, run: Run, key: str, *values: object) -> None:
+        with raises_error(key, run.checkpointer.folder / "step_00000099.part", *values):
             run.checkpointer.save(99, {"step": 99})
         run.checkpointer._running = None
-        return str(raised.value)
 
     @pytest.mark.parametrize("limit", [0, 20_000])
     def test_a_disk_that_is_full(self, run, limit):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
         try:
-            assert "free some space" in self.said(run)
+            self.check(run, "checkpoint.disk.full", "GB")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -141,7 +140,7 @@ class TestWhatIsSaidOfAFailure:
             raise OSError(number, os.strerror(number))
 
         monkeypatch.setattr(subject.os, "replace", failing)
-        assert "free some space" in self.said(run)
+        self.check(run, "checkpoint.disk.full", os.strerror(number), "GB")
 
     @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
     def test_other_faults_of_a_disk(self, run, monkeypatch, number):
@@ -149,22 +148,20 @@ class TestWhatIsSaidOfAFailure:
             raise OSError(number, os.strerror(number))
 
         monkeypatch.setattr(subject.os, "replace", failing)
-        said = self.said(run)
-        assert os.strerror(number) in said and "space" not in said
+        self.check(run, "checkpoint.folder.not_written", os.strerror(number))
 
     def test_a_fault_of_the_program(self, run, monkeypatch):
         def failing(*args, **kwargs):
             raise ValueError("an unheard-of tensor")
 
         monkeypatch.setattr(subject.files.ShardedWriter, "write", failing)
-        said = self.said(run)
-        assert "an unheard-of tensor" in said and "space" not in said
+        self.check(run, "checkpoint.folder.not_written", "an unheard-of tensor")
 
     def test_a_folder_that_cannot_be_made(self, run):
         blocked = Path(run.checkpointer.folder / "step_00000099.part")
         shutil.rmtree(blocked, ignore_errors=True)
         blocked.write_text("a file")
         try:
-            assert "space" not in self.said(run)
+            self.check(run, "checkpoint.folder.not_written")
         finally:
             blocked.unlink()

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.archives import doubled, equal_hashes, pickle_of_key
+from helpers.errors import raises_error
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.pickle_size import check_pickle_size
 
 
@@ -29,7 +29,7 @@ def nested_index(rounds: int) -> Any:
 def test_its_key_would_be_hashed_for_ever() -> None:
     """`pickle.loads` would not end."""
     assert pickle.loads(pickle_of_key(3)) == {doubled(1, 3): 1}
-    with pytest.raises(CheckpointError, match="would not end"):
+    with raises_error("checkpoint.pickle.endless"):
         check_pickle_size(pickle_of_key(60))
 
 
@@ -38,7 +38,7 @@ def test_its_key_would_be_hashed_for_ever() -> None:
 def test_values_that_hold_each_other_are_refused(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     assert len(data) < 30_000
-    with pytest.raises(CheckpointError):
+    with raises_error("checkpoint.pickle.endless"):
         check_pickle_size(data)
 
 
@@ -47,16 +47,16 @@ def test_values_that_grow_after_they_were_taken_are_refused() -> None:
     names = dict(enumerate(lists))  # all of them are in the memo before one grows
     for inner, outer in itertools.pairwise(lists):
         outer += [inner, inner]
-    with pytest.raises(CheckpointError):
+    with raises_error("checkpoint.pickle.endless"):
         check_pickle_size(pickle.dumps([names, lists]))
     # By hand: the list is put into the memo, then into a tuple, and only then it is filled.
-    with pytest.raises(CheckpointError, match="changes a value that another one holds"):
+    with raises_error("checkpoint.pickle.late_change"):
         check_pickle_size(b"\x80\x02]q\x00\x85h\x00K\x01a\x86.")
 
 
 def test_a_key_used_again_and_again_is_refused() -> None:
     key = tuple(range(100_000))
-    with pytest.raises(CheckpointError):
+    with raises_error("checkpoint.pickle.endless"):
         check_pickle_size(pickle.dumps([[key, index] for index in range(1000)]))
 
 
@@ -92,7 +92,7 @@ CASES = [*itertools.product(DICTIONARIES, range(6)), *itertools.product(SETS, ra
 
 @pytest.mark.parametrize(("value", "protocol"), CASES)
 def test_keys_whose_hashes_can_be_made_equal_are_refused(value: Any, protocol: int) -> None:
-    with pytest.raises(CheckpointError, match="a key of the kind"):
+    with raises_error("checkpoint.pickle.other_key"):
         check_pickle_size(pickle.dumps(value, protocol))
 
 
@@ -101,17 +101,17 @@ CALL_WITH_PAIRS = b"\x80\x02ccollections\nOrderedDict\n]K\x01K\x02\x86K\x03\x86a
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "key", "value"),
     [
-        (CALL_WITH_PAIRS, "calls OrderedDict"),
-        (with_attribute([(PAIR, 1)]), "sets attributes"),
-        (with_attribute((("a", PAIR), ("b", PAIR))), "sets attributes"),
-        (with_attribute({PAIR: 1}), "a key of the kind 'tuple'"),
-        (b"(K\x01K\x02\x86K\x03d.", "a key of the kind 'tuple'"),
+        (CALL_WITH_PAIRS, "checkpoint.pickle.filled_by_call", "OrderedDict"),
+        (with_attribute([(PAIR, 1)]), "checkpoint.pickle.attributes_of_pairs", ""),
+        (with_attribute((("a", PAIR), ("b", PAIR))), "checkpoint.pickle.attributes_of_pairs", ""),
+        (with_attribute({PAIR: 1}), "checkpoint.pickle.other_key", "'tuple'"),
+        (b"(K\x01K\x02\x86K\x03d.", "checkpoint.pickle.other_key", "'tuple'"),
     ],
 )
-def test_other_ways_to_such_keys_are_refused(data: bytes, said: str) -> None:
-    with pytest.raises(CheckpointError, match=said):
+def test_other_ways_to_such_keys_are_refused(data: bytes, key: str, value: str) -> None:
+    with raises_error(key, value):
         check_pickle_size(data)
 
 
@@ -140,7 +140,7 @@ def test_keys_that_are_numbers_are_bounded() -> None:
     """Many of them can be prepared that follow each other through a whole table."""
     many = [{number: None for number in range(1 << 14)}, set(range(1 << 14))]
     check_pickle_size(pickle.dumps(many, 4))
-    with pytest.raises(CheckpointError, match="more than 32768 keys that are numbers"):
+    with raises_error("checkpoint.pickle.too_many_numbers", 32768):
         check_pickle_size(pickle.dumps([*many, {None: 1}], 4))
     check_pickle_size(pickle.dumps({str(number): 1 for number in range(100_000)}))
 
@@ -150,7 +150,7 @@ def test_a_class_that_the_caller_names_may_be_a_key() -> None:
     for protocol in range(2, 6):
         data = pickle.dumps({MetadataIndex("a", torch.Size(PAIR)): 1}, protocol)
         check_pickle_size(data, key_classes=(name,))
-    with pytest.raises(CheckpointError, match="kind 'tuple'"):
+    with raises_error("checkpoint.pickle.other_key", "'tuple'"):
         check_pickle_size(pickle.dumps({PAIR: name}), key_classes=(name,))
 
 
@@ -174,23 +174,28 @@ def test_other_values_pass(value: Any, protocol: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "key", "value"),
     [
-        (b"\x80\x02N(0.", "POP"),  # CPython removes the mark
-        (b"\x80\x02N(N1.", "POP_MARK"),
-        (b"\x80\x02N2\x86.", "DUP"),
-        (pickle.dumps(2**64), "65 bits"),
-        (pickle.dumps({2**100: 1}, 0), "101 bits"),
-        (b"\x80\x02cbuiltins\nint\nN}X\x01\0\0\0aK\x01s\x86b.", "changes a value"),  # sets an attribute of a class
-        (b"\x80\x02K\x01(K\x02\x86.", "below a mark"),
+        (b"\x80\x02N(0.", "checkpoint.pickle.other_instruction", "POP"),  # CPython removes the mark
+        (b"\x80\x02N(N1.", "checkpoint.pickle.other_instruction", "POP_MARK"),
+        (b"\x80\x02N2\x86.", "checkpoint.pickle.other_instruction", "DUP"),
+        (pickle.dumps(2**64), "checkpoint.pickle.long_integer", 65),
+        (pickle.dumps({2**100: 1}, 0), "checkpoint.pickle.long_integer", 101),
+        # It sets an attribute of a class.
+        (
+            b"\x80\x02cbuiltins\nint\nN}X\x01\0\0\0aK\x01s\x86b.",
+            "checkpoint.pickle.late_change",
+            "",
+        ),
+        (b"\x80\x02K\x01(K\x02\x86.", "checkpoint.pickle.damaged", ""),
     ],
 )
-def test_what_no_checkpoint_needs_is_refused(data: bytes, said: str) -> None:
-    with pytest.raises(CheckpointError, match=said):
+def test_what_no_checkpoint_needs_is_refused(data: bytes, key: str, value: object) -> None:
+    with raises_error(key, value):
         check_pickle_size(data)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x04", b"\x80\x04s.", b"\x80\x04h\x05.", b"\x80\x04u.", b"\x80\x04\x85."])
 def test_a_damaged_one_is_refused(data: bytes) -> None:
-    with pytest.raises(CheckpointError):
+    with raises_error("checkpoint.pickle.damaged"):
         check_pickle_size(data)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.archives import compressed, equal_hashes, pickle_of_key
+from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -21,7 +22,6 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
-from reinforce_rl.errors import CheckpointError
 from reinforce_rl.megatron.convert import plain_tensors, to_hf, to_megatron
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.stored_metadata import FORMAT_FILE, METADATA_FILE, check_stored_metadata
@@ -66,9 +66,11 @@ def test_no_checkpoint_is_read_where_torch_would_execute_code(
     copy: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    with pytest.raises(CheckpointError, match=r"^the environment variable .* Unset it"):
+    variable = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+    monkeypatch.setenv(variable, "1")
+    with raises_error("checkpoint.environment.runs_code", variable, "'1'") as caught:
         plain_tensors(copy)
+    assert str(copy) not in str(caught.value), "the checkpoint is not to blame"
 
 
 def spoil_metadata(model: Path) -> None:
@@ -276,62 +278,77 @@ def another_object(model: Path) -> None:
     write(model, {"state_dict_metadata": {}})
 
 
-SPOILT = [
-    spoil_metadata,
-    spoil_a_field,
-    spoil_by_torch,
-    add_bytes,
-    lead_outside,
-    lead_to_a_link,
-    lead_to_a_pipe,
-    describe_more,
-    describe_less,
-    describe_no_tensor,
-    store_no_files,
-    name_a_list,
-    another_format,
-    a_deep_format,
-    a_pipe_as_format,
-    a_pipe_as_metadata,
-    cut,
-    a_key_of_itself,
-    compressed_values,
-    compressed_tensor,
-    transformed_tensor,
-    linked_values,
-    overlapping_parts,
-    a_text_as_type,
-    many_dimensions,
-    a_list_as_shape,
-    linked_model,
-    another_object,
+# Each with the key of its error and a value that the error names.
+SPOILT: list[tuple[Callable[[Path], None], str, object]] = [
+    (spoil_metadata, "checkpoint.description.other_class", f"{os.mkdir.__module__}.mkdir"),
+    (spoil_a_field, "checkpoint.description.other_class", f"{os.mkdir.__module__}.mkdir"),
+    (spoil_by_torch, "checkpoint.description.other_class", "torch.serialization.save"),
+    (add_bytes, "checkpoint.description.other_class", BytesStorageMetadata.__name__),
+    (lead_outside, "checkpoint.description.file_elsewhere", "'../../here/file'"),
+    (lead_to_a_link, "checkpoint.description.file_elsewhere", "_0.distcp"),
+    (lead_to_a_pipe, "checkpoint.description.file_elsewhere", "_0.distcp"),
+    (describe_more, "checkpoint.description.too_large", "bytes"),
+    (describe_less, "checkpoint.description.tensor_shape", -(10**9)),
+    (describe_no_tensor, "checkpoint.description.no_tensor", "'a'"),
+    (store_no_files, "checkpoint.description.not_readable", "list"),
+    (name_a_list, "checkpoint.description.file_no_text", ["a"]),
+    (another_format, "checkpoint.format.another", "'zarr'"),
+    (a_deep_format, "checkpoint.format.not_readable", FORMAT_FILE),
+    (a_pipe_as_format, "checkpoint.file.not_regular", FORMAT_FILE),
+    (a_pipe_as_metadata, "checkpoint.file.not_regular", METADATA_FILE),
+    (cut, "checkpoint.pickle.damaged", ""),
+    (a_key_of_itself, "checkpoint.pickle.endless", ""),
+    (compressed_values, "checkpoint.archive.compressed", "common.pt"),
+    (compressed_tensor, "checkpoint.archive.compressed", ".distcp"),
+    (transformed_tensor, "checkpoint.part.compressed", ".distcp"),
+    (linked_values, "file.link.leads_out", "here/file"),
+    (overlapping_parts, "checkpoint.part.overlaps", ".distcp"),
+    (a_text_as_type, "checkpoint.description.tensor_no_type", "embedding.word_embeddings.weight"),
+    (many_dimensions, "checkpoint.description.tensor_shape", 17),
+    (a_list_as_shape, "checkpoint.description.tensor_no_type", "embedding.word_embeddings.weight"),
+    (linked_model, "file.link.leads_out", "here/model"),
+    (another_object, "checkpoint.description.another_object", METADATA_FILE),
 ]
 
 
-@pytest.mark.parametrize("spoil", SPOILT)
-def test_another_one_is_refused_and_runs_nothing(spoil: Callable[[Path], None], copy: Path, mesh: Mesh) -> None:
+IDS = [spoil.__name__ for spoil, _, _ in SPOILT]
+
+
+@pytest.mark.parametrize(("spoil", "key", "value"), SPOILT, ids=IDS)
+def test_another_one_is_refused_and_runs_nothing(
+    spoil: Callable[[Path], None],
+    key: str,
+    value: object,
+    copy: Path,
+    mesh: Mesh,
+) -> None:
     spoil(copy / "model")
     there = sorted(Path.cwd().iterdir())
-    with pytest.raises(CheckpointError, match=r"copy/model is not read: "):
+    with raises_error(key, copy / "model", value):
         plain_tensors(copy)
-    with pytest.raises(CheckpointError):
+    # Only a folder with a regular file of this name counts as a checkpoint.
+    key_of_to_hf = "convert.folder.no_checkpoint" if spoil is a_pipe_as_format else key
+    with raises_error(key_of_to_hf, value):
         to_hf(copy, copy.parent / "out", mesh, source=copy)
     assert sorted(Path.cwd().iterdir()) == there
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "key", "value"),
     [
-        (equal_keys, "two of its keys have the same hash"),
-        (a_number_as_name, "the name of a tensor is no text"),
-        (tuples_as_files, r"it names a file by '\(1, 2\)', expected a text"),
+        (equal_keys, "checkpoint.description.same_hash", ""),
+        (a_number_as_name, "checkpoint.description.name_no_text", int.__name__),
+        (tuples_as_files, "checkpoint.description.file_no_text", "'(1, 2)'"),
     ],
 )
 def test_values_of_equal_hashes_are_refused_before_they_are_compared(
-    spoil: Callable[[Path], None], said: str, copy: Path
+    spoil: Callable[[Path], None],
+    key: str,
+    value: str,
+    copy: Path,
 ) -> None:
     spoil(copy / "model")
-    with pytest.raises(CheckpointError, match=said):
+    with raises_error(key, value):
         check_stored_metadata(copy / "model")
 
 

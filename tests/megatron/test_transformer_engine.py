@@ -11,6 +11,7 @@ import json
 import pytest
 import torch
 from helpers.batches import flat, relative_difference
+from helpers.errors import raises_error
 from helpers.families import MODELS
 from helpers.layouts import LORA, Layout, computed
 from helpers.models import tiny_family_folder
@@ -19,7 +20,6 @@ from helpers.resharding import CASES as SETTINGS
 from helpers.resharding import load_and_go_on, save_and_go_on, stored_tensors, write_model
 from helpers.with_te import CASES, ONE, SAVED, TE_LAYOUTS, run_with_fake, with_te
 
-from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.model.layers import OLDEST_VERSION
 
 # Biases of all projections of attention, tied, padded at TP=2; norms of queries and keys, untied, padded.
@@ -109,6 +109,6 @@ def check_kernels(found, *, recomputed):
 
 
 def test_missing_is_told(mesh, out, without):
-    expected = rf"model.transformer_engine is true, but Transformer Engine is not there; expected {OLDEST_VERSION}"
-    with pytest.raises(ConfigError, match=expected):
+    values = ("model.transformer_engine", OLDEST_VERSION)
+    with raises_error("config.transformer_engine.missing_or_old", *values):
         megatron_model(out / FAMILIES[0] / "model", mesh, options=with_te(Layout()).model)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.errors import check_fault
 from helpers.tiny_run import metrics_of, run, without_times
 from helpers.wandb_files import history, offline_files, read_offline_file
 
@@ -322,11 +323,11 @@ def test_faults_of_loggers_are_found_before_a_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "swanlab", None)
     manager = {"loggers": ["wand", "swanlab"], "create_tensorboard_logger": True}
     faults = [fault for fault in find_faults(config_of(tmp_path, **manager)) if "exp_manager.loggers" in fault]
-    assert faults == [
-        "exp_manager.loggers has 'wand'; expected tensorboard, wandb, swanlab, mlflow",
-        "exp_manager.loggers has swanlab, which is not installed; `pip install 'reinforce-rl[swanlab]'`, or leave "
-        "the logger out",
-    ]
+    unknown, not_installed = faults
+    names = "tensorboard, wandb, swanlab, mlflow"
+    check_fault([unknown], "config.loggers.unknown", "'wand'", names)
+    command = "pip install 'reinforce-rl[swanlab]'"
+    check_fault([not_installed], "config.loggers.not_installed", "swanlab", command)
 
 
 def test_names_and_switches_are_one_list(tmp_path):

@@ -21,10 +21,10 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 from aiohttp import web
+from helpers.errors import raises_error
 from helpers.rows import write_rows
 from playwright.sync_api import expect, sync_playwright
 
-from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.board import Board, serve
 from reinforce_rl.monitoring.compare import compare
 from reinforce_rl.monitoring.loggers import JsonlLogger
@@ -166,23 +166,35 @@ class TestServer:
         assert of_one["generator_log_probs"] == [-1.0, -1.5, -0.75, -1.0, -1.5, -0.75, -1.0]
 
     @pytest.mark.parametrize(
-        ("path", "status", "said"),
+        ("path", "status", "key", "said"),
         [
-            ("/api/run?name=absent", 404, "no run 'absent'"),
-            ("/api/run?name=../secret/run", 404, "no run"),
-            ("/api/run?name=/etc", 404, "no run"),
-            ("/api/samples?name=first&kind=../../secret/run/rollouts&step=1", 404, "no samples of the kind"),
-            ("/api/samples?name=first&kind=rollouts&step=99", 404, "the steps are 1 to 20"),
-            ("/api/samples?name=first&kind=rollouts&step=1e1", 400, "step is '1e1'"),
-            ("/api/samples?name=first&kind=rollouts", 400, "lacks 'step'"),
-            ("/api/run", 400, "lacks 'name'"),
-            ("/../../etc/passwd", 404, "Not Found"),
-            ("/first/metrics.jsonl", 404, "Not Found"),
+            ("/api/run?name=absent", 404, "board.run.unknown", "'absent'"),
+            ("/api/run?name=../secret/run", 404, "board.run.unknown", "'../secret/run'"),
+            ("/api/run?name=/etc", 404, "board.run.unknown", "'/etc'"),
+            (
+                "/api/samples?name=first&kind=../../secret/run/rollouts&step=1",
+                404,
+                "board.samples.kind_unknown",
+                "'../../secret/run/rollouts'",
+            ),
+            (
+                "/api/samples?name=first&kind=rollouts&step=99",
+                404,
+                "samples.step.missing",
+                "1 to 20",
+            ),
+            # Answers of HTTP itself have no key.
+            ("/api/samples?name=first&kind=rollouts&step=1e1", 400, "", "'1e1'"),
+            ("/api/samples?name=first&kind=rollouts", 400, "", "'step'"),
+            ("/api/run", 400, "", "'name'"),
+            ("/../../etc/passwd", 404, "", "Not Found"),
+            ("/first/metrics.jsonl", 404, "", "Not Found"),
         ],
     )
-    def test_faults_and_paths_that_lead_out(self, port, path, status, said):
-        found = ask(port, path)
-        assert found[0] == status and said in found[1]["error"]
+    def test_faults_and_paths_that_lead_out(self, port, path, status, key, said):
+        found, answer, _ = ask(port, path)
+        assert (found, answer.get("key", "")) == (status, key)
+        assert said in answer["error"]
 
     @pytest.mark.parametrize(
         ("host", "status"),
@@ -211,7 +223,8 @@ class TestServer:
                 port = int(process.stdout.readline().split("; ")[0].rpartition(":")[2])
                 assert {run["name"] for run in ask(port, "/api/runs")[1]["runs"]} == {"good", "bad"}
                 status, found, _ = ask(port, "/api/run?name=bad")
-                assert status == 404 and "line 2" in found["error"]
+                assert (status, found["key"]) == (404, "metrics.line.invalid")
+                assert "line 2" in found["error"]
                 assert ask(port, "/api/run?name=good")[0] == 200
                 process.send_signal(signal.SIGINT)
                 assert process.wait(SECONDS) == 0
@@ -236,7 +249,7 @@ class TestServer:
                 process.kill()
 
     def test_no_such_folder(self, tmp_path):
-        with pytest.raises(DataError, match="no such folder"):
+        with raises_error("board.folder.missing", tmp_path / "absent"):
             serve(tmp_path / "absent")
 
 

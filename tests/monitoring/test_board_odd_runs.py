@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.errors import raises_error
 from helpers.rows import write_rows
 
 from reinforce_rl.monitoring import board as board_module
@@ -183,11 +184,14 @@ def test_links_within_the_folder_only(tmp_path):
         assert rows.keys() == {"real", "inside", "out", "above", "part"}
         assert rows["inside"]["step"] == 3 and rows["inside"]["fault"] == ""
         for name in ("out", "above"):
-            assert rows[name]["state"] == "unreadable" and "outside of" in rows[name]["fault"]
+            target = (tmp_path / "results" / name).resolve()
+            assert rows[name]["state"] == "unreadable" and str(target) in rows[name]["fault"]
             status, answer, _ = ask(port, f"/api/run?name={name}")
-            assert status == 404 and "outside of" in answer["error"]
+            assert (status, answer["key"]) == (404, "board.run.leads_out")
+            assert str(target) in answer["error"]
         status, answer, _ = ask(port, "/api/samples?name=part&kind=rollouts&step=1")
-        assert status == 404 and "leads out of" in answer["error"]
+        assert (status, answer["key"]) == (404, "samples.folder.leads_out")
+        assert str(part / "rollouts") in answer["error"]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +205,8 @@ def test_a_fifo_in_place_of_any_file_that_is_read(tmp_path, name):
     os.mkfifo(run / name)
     with board(tmp_path) as port:
         status, answer, _ = ask(port, "/api/run?name=run")
-        assert status == 404 and f"{name} is a fifo" in answer["error"]
+        assert (status, answer["key"]) == (404, "file.not_regular")
+        assert f"{run / name} is a fifo" in answer["error"]
         assert ask(port, "/api/runs")[1]["runs"][0]["step"] == 4
 
 
@@ -211,7 +216,9 @@ def test_a_fifo_as_samples(tmp_path):
     os.mkfifo(run / "rollouts" / "step_00001.parquet")
     with board(tmp_path) as port:
         status, answer, _ = ask(port, "/api/samples?name=run&kind=rollouts&step=1")
-        assert status == 404 and "a fifo" in answer["error"]
+        assert (status, answer["key"]) == (404, "file.not_regular")
+        path = run / "rollouts" / "step_00001.parquet"
+        assert f"{path} is a fifo" in answer["error"]
 
 
 def test_a_run_that_is_read_for_long_delays_no_other_and_not_the_end(tmp_path):
@@ -289,13 +296,14 @@ def test_only_new_bytes_are_read_and_a_replaced_file_anew(tmp_path):
 
 def test_bounds_on_lines_and_values(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "x": "%s' % ("y" * (1 << 20)))
-    with pytest.raises(Exception, match=r"metrics.jsonl, line 2: more than 1048576 bytes"):
+    path = tmp_path / "metrics.jsonl"
+    with raises_error("metrics.line.too_long", path, "line 2", 1048576):
         RunFolder(tmp_path).refresh()
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "{i}": 1}}\n' for i in range(100)))
+    path.write_text("".join(f'{{"step": {i}, "{i}": 1}}\n' for i in range(100)))
     assert RunFolder(tmp_path).refresh()
     run = RunFolder(tmp_path, max_values=1000)
     for _ in range(3):
-        with pytest.raises(Exception, match=r"metrics.jsonl: more than the 1000 values"):
+        with raises_error("metrics.values.too_many", path, 1000):
             run.refresh()
         assert len(run._file.columns) == 100
 
@@ -306,7 +314,7 @@ def test_a_reader_s_fault_is_said_until_the_file_is_mended(tmp_path):
     run = BoardRun(tmp_path / "run", tmp_path)
     path.write_text(text + "{\n")
     for _ in range(2):
-        with pytest.raises(Exception, match="line 4: not valid JSON"), run.opened():
+        with raises_error("metrics.line.invalid", path, "line 4"), run.opened():
             pass
     path.write_text(text)
     with run.opened() as opened:

@@ -6,12 +6,12 @@ import math
 import statistics
 
 import pytest
+from helpers.errors import raises_error
 from helpers.rows import write_rows
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.errors import DataError
 from reinforce_rl.launch.main import app
 from reinforce_rl.monitoring.compare import compare, tables
 from reinforce_rl.monitoring.loggers import JsonlLogger
@@ -170,7 +170,7 @@ def test_sides_that_are_named_may_have_equal_settings(tmp_path, monkeypatch):
     assert (tmp_path / "a.html").is_file()
     alone = tables({name: RunFolder(path) for name, path in zip(runs, old, strict=True)})
     assert len(alone) == 3 and "this is what a seed changes" in alone[1]["note"]
-    with pytest.raises(DataError, match="one not in --against"):
+    with raises_error("compare.runs.too_few", len(old), "--against"):
         compare(old, against=old)
     assert CliRunner().invoke(app, ["compare", str(old[0]), "--against"]).exit_code == 2
 
@@ -198,7 +198,7 @@ def test_as_text_and_as_a_page(tmp_path):
 
 def test_faults(tmp_path):
     folder = make_run(tmp_path / "a", 1.0, [0.0] * 4)
-    with pytest.raises(DataError, match="found 1 runs to compare; expected folders of two or more"):
+    with raises_error("compare.runs.too_few", 1):
         compare([folder, f"{folder}/"])
-    with pytest.raises(DataError, match="no such folder"):
+    with raises_error("run.folder.missing", tmp_path / "b"):
         compare([folder, tmp_path / "b"])

@@ -10,9 +10,9 @@ import threading
 import numpy as np
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.full_disk import files_of_at_most
 
-from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring import loggers
 from reinforce_rl.monitoring.loggers import Detached, JsonlLogger, Loggers, MetricLogger, read_metrics
 
@@ -105,7 +105,7 @@ def test_a_step_committed_again_is_merged_into_its_line(tmp_path):
 def test_a_new_run_refuses_the_metrics_of_another(tmp_path):
     path = tmp_path / "m.jsonl"
     log_step(JsonlLogger(path), 3)
-    with pytest.raises(DataError, match=r"already holds metrics up to step 3.*choose another run folder"):
+    with raises_error("metrics.file.of_another_run", path, "step 3"):
         JsonlLogger(path)
     assert len(read_metrics(path)) == 1
 
@@ -142,14 +142,19 @@ def test_finalize_writes_what_was_not_committed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [("{oops}", "line 2: not valid JSON"), ("[1]", "line 2: found a JSON list"), ("{}", "line 2")]
+    ("line", "key"),
+    [
+        ("{oops}", "json_lines.line.not_json"),
+        ("[1]", "json_lines.line.no_object"),
+        ("{}", "metrics.line.invalid"),
+    ],
 )
-def test_a_bad_line_is_named(tmp_path, line, message):
+def test_a_bad_line_is_named(tmp_path, line, key):
     path = tmp_path / "m.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
-    with pytest.raises(DataError, match=message):
+    with raises_error(key, path, "line 2"):
         read_metrics(path)
-    with pytest.raises(DataError, match="no such file"):
+    with raises_error("metrics.file.missing", tmp_path / "absent.jsonl"):
         read_metrics(tmp_path / "absent.jsonl")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.errors import raises_error
 
 from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.compare import tables
@@ -146,21 +147,21 @@ def test_a_value_of_another_type(run: Path, name: str) -> None:
                 counts["shown"] += 1
             except DataError as error:
                 assert str(run) in str(error) and "\n" not in str(error) and len(str(error)) < 1000
+                assert error.key
                 counts["refused"] += 1
     # An odd status is shown as an unknown one, with the reason.
     assert counts["shown"] > 0 and (counts["refused"] > 0) == (name != "status.json")
 
 
 @pytest.mark.parametrize(
-    ("key", "expected"),
+    ("setting", "odd", "shown", "key"),
     [
-        ("trainer.straggler_factor", "trainer.straggler_factor is 'high'; expected a number"),
-        ("model.seed", "model.seed is a JSON list; expected a number"),
+        ("trainer.straggler_factor", "high", "'high'", "run.config.straggler_factor_no_number"),
+        ("model.seed", [], "a JSON list", "run.config.seed_no_number"),
     ],
 )
-def test_settings_that_are_used_say_what_is_wrong(run: Path, key: str, expected: str) -> None:
-    section, _, name = key.partition(".")
-    odd = "high" if name == "straggler_factor" else []
+def test_settings_that_are_used_say_what_is_wrong(run: Path, setting: str, odd: Any, shown: str, key: str) -> None:
+    section, _, name = setting.partition(".")
     write(run, "config.yaml", {section: {name: odd}})
-    with pytest.raises(DataError, match=expected):
+    with raises_error(key, run / "config.yaml", setting, shown):
         look(run)

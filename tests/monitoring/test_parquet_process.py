@@ -16,9 +16,9 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers.errors import raises_error
 from helpers.rows import write_rows
 
-from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring import parquet_process, records
 from reinforce_rl.monitoring.parquet_process import read_in_child
 from reinforce_rl.monitoring.records import RolloutRow, Samples, TokenColumns, read_rows, write_samples
@@ -43,7 +43,7 @@ for word in sys.argv[2:]:
             read(path)
             counts["read"] += 1
         except DataError as error:
-            assert str(error).startswith(str(path))
+            assert str(error).startswith(str(path)) and error.key
             counts["refused"] += 1
 print(counts["read"], counts["refused"])
 """
@@ -104,7 +104,7 @@ def stuck(tmp_path: Path) -> Path:
 
 def test_a_file_that_takes_too_long(stuck: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet_process, "READ_SECONDS", 1)
-    with pytest.raises(DataError, match="was not read in 1 s"):
+    with raises_error("parquet.file.takes_too_long", "1 s"):
         read_in_child(stuck, None, None)
     monkeypatch.undo()
     assert read_rows(write_rows(tmp_path, 1, [row()])) == [row()], "the next file has another reader"
@@ -122,7 +122,7 @@ def test_a_reader_that_is_killed(stuck: Path) -> None:
     parquet_process._waiting.clear()
     thread = threading.Thread(target=kill)
     thread.start()
-    with pytest.raises(DataError, match="its reader was ended by SIGKILL"):
+    with raises_error("parquet.file.ended_its_reader", "SIGKILL"):
         read_in_child(stuck, None, None)
     thread.join()
     assert waiting <= before
@@ -150,7 +150,7 @@ def test_a_relative_path_is_of_the_folder_of_whoever_asks(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     relative = path.relative_to(tmp_path)
     assert read_in_child(relative, ["prompt_id"], None).num_rows == 1
-    with pytest.raises(DataError, match=r"local file 'absent\.parquet'"):
+    with raises_error("parquet.file.not_readable", "'absent.parquet'"):
         read_in_child("absent.parquet", None, None)
 
 
@@ -172,29 +172,32 @@ def test_threads_have_readers_of_their_own(tmp_path: Path) -> None:
 
 FLOATS = pa.list_(pa.float32())
 MAPS = pa.map_(pa.string(), pa.float64())
-# A column, what is in it, and what is said of it.
+TYPE = "samples.column.wrong_type"
+VALUE = "samples.column.wrong_value"
+LENGTHS = "samples.tokens.lengths_differ"
+# A column, what is in it, the key of the error, and the values that it names.
 TYPES = {
-    "text for a number": ("reward", pa.array(["high"]), "reward is string, expected double"),
-    "number for a text": ("prompt", pa.array([1.0]), "prompt is double, expected string"),
-    "list for a number": ("step", pa.array([[1]]), "step is list.*, expected int64"),
-    "another width": ("response_tokens", pa.array([[1]]), "response_tokens is list.*, expected list"),
-    "null": ("response_length", pa.array([None], pa.int64()), "response_length holds a null"),
-    "null rewards": ("source_rewards", pa.nulls(1, MAPS), "source_rewards holds a null"),
-    "negative": ("prompt_id", pa.array([-1]), "prompt_id holds -1 to -1, expected 0 to"),
-    "large": ("step", pa.array([1 << 53]), "step holds 9007199254740992"),
-    "null token": ("token_texts", pa.array([["a", None, "b"]]), "token_texts holds a null within"),
-    "lengths": ("policy_log_probs", pa.array([[1.0]], FLOATS), "policy_log_probs have not one value"),
+    "text for a number": ("reward", pa.array(["high"]), TYPE, ["string", "double"]),
+    "number for a text": ("prompt", pa.array([1.0]), TYPE, ["double", "string"]),
+    "list for a number": ("step", pa.array([[1]]), TYPE, ["list", "expected int64"]),
+    "another width": ("response_tokens", pa.array([[1]]), TYPE, ["int64", "int32"]),
+    "null": ("response_length", pa.array([None], pa.int64()), VALUE, ["null"]),
+    "null rewards": ("source_rewards", pa.nulls(1, MAPS), VALUE, ["null"]),
+    "negative": ("prompt_id", pa.array([-1]), VALUE, ["-1 to -1", "0 to"]),
+    "large": ("step", pa.array([1 << 53]), VALUE, [9007199254740992]),
+    "null token": ("token_texts", pa.array([["a", None, "b"]]), VALUE, ["null within"]),
+    "lengths": ("policy_log_probs", pa.array([[1.0]], FLOATS), LENGTHS, []),
 }
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_a_column_that_is_not_what_is_written(tmp_path: Path, name: str) -> None:
-    column, values, expected = TYPES[name]
+    column, values, key, named = TYPES[name]
     path = write_with_tokens(tmp_path)
     table = pq.read_table(path).slice(0, 1)
     table = table.set_column(table.column_names.index(column), column, values)
     pq.write_table(table, path)
-    with pytest.raises(DataError, match=f"step_00001.parquet: .*{expected}"):
+    with raises_error(key, path, column, *named):
         records.read_table(path)
 
 
@@ -208,7 +211,7 @@ def test_tokens_of_some_samples_only(tmp_path: Path) -> None:
         nulls = pa.nulls(4, kept.schema.field(name).type)
         kept = kept.set_column(kept.column_names.index(name), name, nulls)
     pq.write_table(kept, path)
-    with pytest.raises(DataError, match="tokens of 3 of 4 samples, expected all or none"):
+    with raises_error("samples.tokens.of_some", path, "3 of 4"):
         records.read_tokens(path)
 
 
@@ -220,5 +223,5 @@ def test_a_version_of_an_odd_type(tmp_path: Path, metadata: str) -> None:
     path = write_with_tokens(tmp_path)
     table = pq.read_table(path).replace_schema_metadata({records.FORMAT: metadata})
     pq.write_table(table, path)
-    with pytest.raises(DataError, match="its records have version"):
+    with raises_error("samples.file.other_version", path):
         read_rows(path)

@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
 from helpers.rows import write_rows
 
 from reinforce_rl.algorithm.kl import token_kl
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring import records
 from reinforce_rl.monitoring.records import (
     SAMPLE_COLUMNS,
@@ -231,15 +231,15 @@ def test_damage_and_other_versions_are_named(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(records, "VERSION", 2)
     write_records(path, join_samples([samples_of(batch_of(), tokenizer)], tokenizer))
     monkeypatch.undo()
-    with pytest.raises(DataError, match=r"step_00001.parquet: its records have version 2; this reinforce_rl reads"):
+    with raises_error("samples.file.other_version", path, "version 2", f"version {records.VERSION}"):
         read_rows(path)
     whole = path.read_bytes()
     for data in (b"", b"PAR1", whole[: len(whole) // 2], b"x" * 1000):
         path.write_bytes(data)
-        with pytest.raises(DataError, match=r"step_00001.parquet: not a readable Parquet file"):
+        with raises_error("parquet.file.not_readable", path):
             read_rows(path)
     pq.write_table(pa.table({"step": [1]}), path)
-    with pytest.raises(DataError, match="its records have version None"):
+    with raises_error("samples.file.other_version", path, "version None"):
         read_rows(path)
 
 
@@ -254,7 +254,7 @@ def test_the_view_prints_a_sample_a_line(tmp_path, tokenizer):
     assert len(list(run.sample_lines())) == len(list(run.sample_lines(tokens=True))) == 1
     lines = [json.loads(line) for line in run.sample_lines(3, tokens=True)]
     assert lines[0]["policy_log_probs"][0] is None and len(lines[3]["token_kl"]) == 5
-    with pytest.raises(DataError, match="no samples of step 0; there are none"):
+    with raises_error("samples.step.missing", tmp_path / "test", "step 0"):
         list(run.sample_lines(kind="test"))
 
 
@@ -331,7 +331,7 @@ def test_a_column_that_is_missing_is_named(tmp_path, name):
     path = write_rows(tmp_path, 1, [row(record='{"limit": 80}')])
     assert read_rows(path)[0].record == '{"limit": 80}'
     pq.write_table(pq.read_table(path).drop_columns(name), path)
-    with pytest.raises(DataError, match=rf"step_00001\.parquet: missing columns \['{name}'\]"):
+    with raises_error("samples.columns.missing", path, f"['{name}']"):
         read_table(path)
 
 
@@ -366,8 +366,9 @@ def test_files_are_in_the_order_of_their_steps(tmp_path):
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(DataError, match="no such file"):
-        read_rows(tmp_path / "absent.parquet")
+    path = tmp_path / "absent.parquet"
+    with raises_error("samples.file.missing", path):
+        read_rows(path)
 
 
 def test_a_file_of_an_earlier_version_names_both_versions(tmp_path):
@@ -376,5 +377,5 @@ def test_a_file_of_an_earlier_version_names_both_versions(tmp_path):
     table = pq.read_table(path)
     earlier = table.replace_schema_metadata({records.FORMAT: json.dumps({"version": 1})})
     pq.write_table(earlier, path)
-    with pytest.raises(DataError, match=r"version 1\b.*version 2\b"):
+    with raises_error("samples.file.other_version", path, "version 1;", "version 2."):
         read_rows(path)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.errors import raises_error
 from helpers.rows import write_rows
 
-from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import RolloutRow, Samples
@@ -266,7 +266,7 @@ def test_the_top_operations_of_a_profile(tmp_path):
     assert [table["title"][:7] for table in tables] == ["Step 2:", "Step 3:", "Step 4:"]
     assert tables[0]["rows"] == [["aten::<mm>", "7", "1.250", "50.0%"]] * 12
     path.write_text("{}")
-    with pytest.raises(DataError, match=r"top_operations\.json is no profile's table"):
+    with raises_error("report.profile.damaged", path):
         write_report(tmp_path)
 
 
@@ -302,11 +302,11 @@ def test_the_printed_summary(tmp_path):
 
 
 def test_errors_name_the_file(tmp_path):
-    with pytest.raises(DataError, match="no such folder"):
+    with raises_error("run.folder.missing", tmp_path / "absent"):
         write_report(tmp_path / "absent")
     StatusFile(tmp_path, enabled=True).begin()
     (tmp_path / "config.yaml").write_text("a: [1\n")
-    with pytest.raises(DataError, match=r"config\.yaml: not valid YAML"):
+    with raises_error("run.config.invalid", tmp_path / "config.yaml", "YAML"):
         write_report(tmp_path)
 
 
@@ -330,7 +330,7 @@ def test_the_page_of_a_reward_model(tmp_path):
     assert page["tables"][1]["rows"] == [["0.50 to 0.55", "8", "0.520", "0.625"]]
     assert page["figures"][0]["lines"][0] == {"name": "observed", "x": [52.0], "y": [0.625]}
     (tmp_path / "evaluation.json").write_text("{}")
-    with pytest.raises(DataError, match=r"evaluation\.json is no evaluation .*start the run again"):
+    with raises_error("report.evaluation.damaged", tmp_path / "evaluation.json"):
         overview(RunFolder(tmp_path))
 
 
@@ -345,5 +345,5 @@ def test_a_folder_that_is_not_ones_own_is_one_sentence(tmp_path, monkeypatch):
 
     make_run(tmp_path, 2)
     monkeypatch.setattr("reinforce_rl.monitoring.report.write_atomically", refused)
-    with pytest.raises(DataError, match=r"report\.html cannot be written: Permission denied; .*board"):
+    with raises_error("report.file.not_writable", tmp_path / "report.html", "Permission denied"):
         write_report(tmp_path)

@@ -9,12 +9,12 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from helpers.errors import raises_error
 from helpers.rows import write_rows
 from omegaconf import OmegaConf
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
-from reinforce_rl.errors import DataError
 from reinforce_rl.monitoring import metrics_file, run_folder
 from reinforce_rl.monitoring.compare import compare
 from reinforce_rl.monitoring.loggers import JsonlLogger
@@ -79,23 +79,25 @@ def test_a_rewritten_file_of_the_same_size_is_noticed(tmp_path):
 
 
 def test_damage_is_named(tmp_path):
-    with pytest.raises(DataError, match="no such folder"):
+    with raises_error("run.folder.missing", tmp_path / "absent"):
         RunFolder(tmp_path / "absent")
     run = RunFolder(tmp_path)
     assert run.lines == [] and run.alerts() == [] and run.validations is None and run.configuration().text == ""
     assert run.state().state == "unknown"
-    for bad, message in (("{", "line 2: not valid JSON"), ('{"loss": 1}', "line 2: found step=None")):
-        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{bad}\n')
-        with pytest.raises(DataError, match=message):
+    metrics = tmp_path / "metrics.jsonl"
+    for bad, found in (("{", "JSON"), ('{"loss": 1}', "step=None")):
+        metrics.write_text(f'{{"step": 1}}\n{bad}\n')
+        with raises_error("metrics.line.invalid", metrics, "line 2", found):
             RunFolder(tmp_path).refresh()
-    (tmp_path / "metrics.jsonl").unlink()
-    for text, message in (("a: [", "not valid YAML"), ("- 1", "found a list, expected keys with values")):
+    metrics.unlink()
+    for text, found in (("a: [", "YAML"), ("- 1", "list")):
         (tmp_path / "config.yaml").write_text(text)
-        with pytest.raises(DataError, match=f"config.yaml: {message}"):
+        with raises_error("run.config.invalid", tmp_path / "config.yaml", found):
             run.configuration()
     lines = '{"step": 0, "config": "a: 1"}\n{"step": 0}\n'
     (tmp_path / "config_history.jsonl").write_text(lines)
-    with pytest.raises(DataError, match=r"config_history.jsonl, line 2: expected a step and a config"):
+    history = tmp_path / "config_history.jsonl"
+    with raises_error("history.line.no_settings", f"{history}, line 2", "['step']"):
         run.configuration()
 
 
@@ -105,19 +107,20 @@ def test_a_history_with_files_of_an_odd_type(tmp_path, files):
         json.dumps({"step": 0, "config": "a: 1", "files": {"f": "digest"}}),
         json.dumps({"step": 0, "config": "a: 2", "files": files}),
     ]
-    (tmp_path / "config_history.jsonl").write_text("\n".join([*lines, ""]))
-    expected = "config_history.jsonl, line 2: files is .*, expected a digest by function"
-    with pytest.raises(DataError, match=expected):
+    history = tmp_path / "config_history.jsonl"
+    history.write_text("\n".join([*lines, ""]))
+    with raises_error("history.line.files_invalid", f"{history}, line 2", files):
         RunFolder(tmp_path).configuration()
 
 
 def test_a_history_of_many_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(settings, "_MAX_HISTORY_LINES", 10)
     line = '{"step": 0, "config": "a: 1"}\n'
-    (tmp_path / "config_history.jsonl").write_text(line * 10)
+    history = tmp_path / "config_history.jsonl"
+    history.write_text(line * 10)
     assert RunFolder(tmp_path).configuration().text == "a: 1"
-    (tmp_path / "config_history.jsonl").write_text(line * 11)
-    with pytest.raises(DataError, match=r"config_history.jsonl: 11 lines; expected at most 10"):
+    history.write_text(line * 11)
+    with raises_error("history.file.too_many_lines", history, "11 lines", 10):
         RunFolder(tmp_path).configuration()
 
 
@@ -129,7 +132,7 @@ def test_a_configuration_is_read_again_only_after_a_change(tmp_path, monkeypatch
     assert run.configuration() is run.configuration() and settings_of.call_count == 1
     (tmp_path / "config.yaml").write_text("a: [")
     for _ in range(2):
-        with pytest.raises(DataError, match="not valid YAML"):
+        with raises_error("run.config.invalid", "YAML"):
             run.configuration()
     assert settings_of.call_count == 2, "also what is wrong is read once"
     (tmp_path / "config.yaml").unlink()
@@ -147,7 +150,7 @@ def test_metrics_of_many_names(tmp_path):
     write(4096)
     assert len(RunFolder(tmp_path).metric_names()) == 4096
     write(4097)
-    with pytest.raises(DataError, match=r"metrics.jsonl: 4097 different metrics; expected at most 4096"):
+    with raises_error("metrics.names.too_many", tmp_path / "metrics.jsonl", 4097, 4096):
         RunFolder(tmp_path).metric_names()
 
 
@@ -155,7 +158,7 @@ def test_lines_without_metrics_count_as_values(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' * 200)
     assert len(RunFolder(tmp_path, max_values=200).lines) == 200
     run = RunFolder(tmp_path, max_values=199)
-    with pytest.raises(DataError, match="more than the 199 values that the dashboard holds"):
+    with raises_error("metrics.values.too_many", tmp_path / "metrics.jsonl", 199):
         run.refresh()
 
 
@@ -176,9 +179,9 @@ def test_samples_follow_a_file_that_is_written_again(tmp_path):
     assert len(run.samples(3)) == 1 and run.samples(3) is run.samples(3), "read once"
     write_rows(tmp_path, 3, [one, one])
     assert len(run.samples(3)) == 2 and run.sample_steps() == [3]
-    with pytest.raises(DataError, match=r"no samples of step 4; the steps are 3 to 3, 1 in all"):
+    with raises_error("samples.step.missing", tmp_path / "rollouts", "step 4", "3 to 3"):
         run.samples(4)
-    with pytest.raises(DataError, match="no samples of step 0; there are none"):
+    with raises_error("samples.step.missing", tmp_path / "validation", "step 0"):
         run.samples(0, "validation")
 
 
@@ -247,10 +250,11 @@ def test_what_is_neither_running_nor_failed(tmp_path):
 
 def test_a_folder_that_holds_no_run_itself_is_refused(tmp_path):
     for open_it in (open_run, write_report, lambda path: compare([path, path])):
-        with pytest.raises(DataError, match=r"holds no run: neither metrics\.jsonl nor status\.json; .* of a run$"):
+        with raises_error("run.folder.no_run", tmp_path, "metrics.jsonl", "status.json") as caught:
             open_it(tmp_path)
+        assert str(caught.value).count(str(tmp_path)) == 1, "no run below is named"
     log(tmp_path / "a" / "one", (1,))
-    with pytest.raises(DataError, match=f"expected the folder of a run, such as {tmp_path / 'a' / 'one'}$"):
+    with raises_error("run.folder.no_run", tmp_path / "a" / "one"):
         write_report(tmp_path)
     assert open_run(tmp_path / "a" / "one").lines and not (tmp_path / "report.html").exists()
 

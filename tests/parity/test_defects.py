@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from helpers.batches import VOCAB_SIZE, actor_of, gradient_of, relative_difference, rows_of, sequences, whole_batch
+from helpers.errors import check_fault, raises_error
 from helpers.models import tiny_llama_folder
 from helpers.serve_toy_scorer import toy_score
 from helpers.tiny_run import (
@@ -42,7 +43,7 @@ from reinforce_rl.data.finish_reasons import FINISH_STOP
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
-from reinforce_rl.errors import ConfigError, RewardServerError, StoppedEarly
+from reinforce_rl.errors import ConfigError, StoppedEarly
 from reinforce_rl.rewards.base import STATUS_BAD_TOKEN, STATUS_OK, RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.runtime import stop as run_timer
@@ -113,7 +114,8 @@ def test_defect_04_no_beta_no_second_sample_and_empty_responses(tmp_path, mesh):
     lines = run(tmp_path / "no beta", mesh, f"{RL}.initial_policy_kl_penalty=0")
     assert all(line["train/grad_norm"] > 0 and abs(line["train/init_policy_kl"]) < 1e-6 for line in lines)
 
-    with pytest.raises(ConfigError, match="needs at least 2"):
+    too_small = "config.num_rollouts_per_prompt.too_small_for_estimator"
+    with raises_error(too_small, f"{RL}.num_rollouts_per_prompt is 1", 2):
         tiny_config(tmp_path, f"{RL}.num_rollouts_per_prompt=1")
     alone = run(tmp_path, mesh, f"{RL}.num_rollouts_per_prompt=1", f"{RL}.advantage_estimator=none", ONE_STEP)
     assert alone[0]["train/grad_norm"] > 0, "an estimator that needs no second sample trains on something"
@@ -165,7 +167,7 @@ def test_defect_07_never_silently_off_policy(tmp_path, mesh):
     (line,) = run(tmp_path, mesh, ONE_STEP)
     assert line["train/optimizer_steps"] == 1
     for keys in ([f"{RL}.reinforce_epochs=2"], ["model.global_batch_size=8"]):
-        with pytest.raises(ConfigError, match=r"off-policy: set trainer\.reinforce\.importance_ratio"):
+        with raises_error("config.importance_ratio.missing_off_policy", f"{RL}.importance_ratio"):
             tiny_config(tmp_path, *keys)
     (tmp_path / "ratio").mkdir()
     (line,) = run(tmp_path / "ratio", mesh, ONE_STEP, f"{RL}.reinforce_epochs=2", f"{RL}.importance_ratio=sequence")
@@ -183,7 +185,7 @@ def test_defect_08_log_probs_are_of_the_distribution_that_was_sampled_from(tmp_p
     assert batch.init_log_probs is not None
     torch.testing.assert_close(batch.init_log_probs, batch.log_probs, rtol=0, atol=1e-5)
     for key in ("top_k=5", "top_p=0.9"):
-        with pytest.raises(ConfigError, match="biases the gradient"):
+        with raises_error("config.sampling_params.biased", f"sampling_params.{key}"):
             tiny_config(tmp_path, f"{ROLLOUT}.sampling_params.{key}")
 
 
@@ -236,9 +238,15 @@ def test_defect_12_misconfigurations_are_told_at_the_start_and_together(tmp_path
     ]
     with pytest.raises(ConfigError) as raised:
         load_config(compose(*overrides))
-    parts = ["absent", "does not divide the 3 ranks", "global_batch_size is 7", "'WarmupHoldPolicy'"]
-    assert [sum(part in fault for fault in raised.value.faults) for part in parts] == [1] * 4
-    assert len(raised.value.faults) == 4 and not (tmp_path / "nothing").exists()
+    faults = raised.value.faults
+    assert len(faults) == 4
+    check_fault(faults, "config.restore_from_path.no_model", tmp_path / "absent")
+    of_ranks = "config.parallel_sizes.not_a_divisor_of_ranks"
+    check_fault(faults, of_ranks, "model.tensor_model_parallel_size is 2", "1 x 3")
+    of_step = "config.global_batch_size.not_a_divisor_of_step"
+    check_fault(faults, of_step, "model.global_batch_size is 7")
+    check_fault(faults, "config.value.not_a_choice", "'WarmupHoldPolicy'")
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tmp_path):
@@ -260,7 +268,7 @@ def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tm
         os.kill(server.process.pid, signal.SIGTERM)
         assert server.process.wait(60) == 0 and wait_for(lambda: not server.left_behind())
         late = RemoteGPTRMClient(port=server.port, deadline_seconds=1, first_backoff_seconds=0.02)
-        with pytest.raises(RewardServerError, match="within 1 s"):
+        with raises_error("reward_server.server.no_answer", "1 s"):
             late.infer_rm(RewardRequest(tokens, torch.tensor([3, 3, 2]), ("",) * 3, ("",) * 3)).result()
         late.close()
     finally:
@@ -304,8 +312,9 @@ def test_defect_16_the_time_counts_from_the_start_of_the_process_and_across_epoc
     config = tiny_config(tmp_path, f"{RL}.max_epochs=9", "exp_manager.max_time_per_run='1:15'")
     with tiny_trainer(config, mesh) as trainer:
         monkeypatch.setattr(run_timer, "time", SimpleNamespace(time=lambda: started + 12 + 10 * trainer.step))
-        with pytest.raises(StoppedEarly, match="time of this run is used up"):
+        with raises_error("run.time.used_up") as error:
             trainer.fit()
+    assert isinstance(error.value, StoppedEarly)
     assert trainer.step == 4
 
 

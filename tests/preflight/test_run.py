@@ -120,9 +120,13 @@ def test_every_fault_is_in_one_message(files, tmp_path, monkeypatch):
         f"model.data.data_prefix.validation={tmp_path / 'long.jsonl'}",
     ]
     faults = faults_of(*right(files), *overrides)
-    for words in ("global_batch_size is 7", "feed-forward size 33", "32 tokens", "bad.jsonl:2", "long.jsonl:1"):
-        assert sum(words in fault for fault in faults) == 1, (words, faults)
-    assert any("does not hold what its config.json says" in fault for fault in faults)
+    of_step = "config.global_batch_size.not_a_divisor_of_step"
+    check_fault(faults, of_step, "model.global_batch_size is 7")
+    of_feed_forward = "config.tensor_model_parallel_size.not_a_divisor_of_feed_forward"
+    check_fault(faults, of_feed_forward, "model.tensor_model_parallel_size is 2", 33)
+    for value in ("model.global_batch_size is 7", "32 tokens", "bad.jsonl:2", "long.jsonl:1"):
+        assert sum(value in fault for fault in faults) == 1, (value, faults)
+    check_fault(faults, "model.weights.not_of_config", model)
 
 
 def test_what_follows_from_prompts_that_cannot_be_read_is_not_known(files, tmp_path):

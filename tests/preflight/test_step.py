@@ -8,7 +8,7 @@ import random
 import statistics
 
 import pytest
-from helpers.errors import raises_error
+from helpers.errors import check_fault, raises_error
 from helpers.public_configs import LLAMA_3_1_8B, LLAMA_3_1_70B
 
 from reinforce_rl.errors import ConfigError
@@ -51,20 +51,25 @@ def test_a_file_that_is_no_machine_is_told_by_its_name(tmp_path, text, key, valu
 
 
 @pytest.mark.parametrize(
-    ("text", "values"),
+    ("text", "key", "values"),
     [
-        ("base: h100\nnetwrk: 5e10\n", ["netwrk", "network"]),
-        ("base: h100\nnetwork: fast\nhbm: -1\n", ["network is 'fast'", "number"]),
-        ("base: h100\nhbm: -1\n", ["hbm is -1.0", "above 0"]),
-        ("name: mine\n", ["memory", "bf16"]),
+        ("base: h100\nnetwrk: 5e10\n", "config.key.unknown", ["netwrk", "network"]),
+        (
+            "base: h100\nnetwork: fast\nhbm: -1\n",
+            "config.value.wrong_type",
+            ["network is 'fast'"],
+        ),
+        ("base: h100\nhbm: -1\n", "config.value.out_of_range", ["hbm is -1.0", 0]),
+        ("name: mine\n", "config.value.not_set", ["memory"]),
+        ("name: mine\n", "config.value.not_set", ["bf16"]),
     ],
 )
-def test_a_machine_file_that_cannot_be_used_is_told_by_key_and_file(tmp_path, text, values):
+def test_a_machine_file_that_cannot_be_used_is_told_by_key_and_file(tmp_path, text, key, values):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as raised:
         load_machine(str(path))
-    assert all(value in str(raised.value) for value in (*values, f"preflight_machine={path}"))
+    check_fault(raised.value.faults, key, *values, f"preflight_machine={path}")
 
 
 def test_a_wrong_value_of_a_machine_is_told_once(tmp_path):
@@ -73,7 +78,8 @@ def test_a_wrong_value_of_a_machine_is_told_once(tmp_path):
     with pytest.raises(ConfigError) as raised:
         load_machine(str(path))
     (fault,) = raised.value.faults
-    assert fault.startswith(f"preflight_machine={path}: memory is 'much'")
+    assert fault.startswith(f"preflight_machine={path}: ")
+    check_fault([fault], "config.value.wrong_type", "memory is 'much'")
 
 
 def test_an_unknown_machine_is_told():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.classifiers import HELPSTEER, classifier_folder, sequences_to_score, transformers_scores
+from helpers.errors import raises_error
 from helpers.fake_reward_server import FakeRewardServer, answer, describe
 from helpers.rewards import request_of
 from helpers.serve_toy_scorer import TOKEN_NAN, TOKEN_RAISE, VOCAB_SIZE, ToyScorer, toy_score
@@ -17,7 +18,6 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import ToyServer
 
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import RewardServerError
 from reinforce_rl.reward_server.scoring import RequestScorer
 from reinforce_rl.rewards import base, wire
 from reinforce_rl.rewards.base import AttributeScores, Rewards, WeightedSource
@@ -97,7 +97,8 @@ def test_attributes_of_another_shape_are_no_answer():
     with FakeRewardServer([attribute_answer([1.0] * 6, 2, 3)]) as fake:
         fake.info = describe(attributes=["kind", "brief"])
         client = RemoteGPTRMClient(port=fake.port, deadline_seconds=20, first_backoff_seconds=0.02)
-        with pytest.raises(RewardServerError, match=r"'attributes' is float32 \[2, 3\]; expected float32 \[2, 2\]"):
+        values = ["'attributes'", "float32 [2, 3]", "float32 [2, 2]"]
+        with raises_error("reward_server.answer.wrong", *values):
             client.infer_rm(request_of([[1], [2]])).result()
         client.close()
 

@@ -107,42 +107,60 @@ def test_bad_lines_are_named_and_counted(tmp_path, tokenizer):
         *[{}] * 5,
     ]
     path = write_lines(tmp_path / "pairs.jsonl", good, *bad)
-    with pytest.raises(DataError) as caught:
+    with raises_error("data.line.not_json") as caught:
         pairs_of(path, tokenizer)
+    assert isinstance(caught.value, DataError)
     text = str(caught.value)
     assert text.startswith("15 lines")
     assert "... and 5 more" in text
-    reasons = [
-        "not valid JSON",
-        "expected rejected, or the name of its column in data.fields.rejected=COLUMN",
-        "prompt is a number",
-        "chosen[0] is a string, expected an object",
-        "prompt is empty",
-        "ends with an assistant message",
-        "prompt[0].role is 'robot', expected one of system, developer, user, assistant, tool",
-        "expected prompt, or",
-        "half of a surrogate pair",
-        "chosen[0].content is null, expected a string",
+    expected = [
+        ("data.line.not_json", "column"),
+        ("data.column.missing", "data.fields.rejected=COLUMN"),
+        ("data.text.not_a_string", "prompt is a number"),
+        ("data.message.not_an_object", "chosen[0] is a string"),
+        ("data.prompt.empty", "prompt "),
+        ("data.prompt.ends_with_an_answer", "prompt "),
+        (
+            "data.message.unknown_role",
+            "prompt[0].role is 'robot'; expected one of system, developer, user, assistant, tool",
+        ),
+        ("data.column.missing", "data.fields.prompt=COLUMN"),
+        ("data.text.half_a_character", "prompt "),
+        ("data.text.not_a_string", "chosen[0].content is null"),
     ]
-    for number, reason in enumerate(reasons, 2):
+    for number, (key, value) in enumerate(expected, 2):
         line = next(row for row in text.splitlines() if f"{path}:{number}:" in row)
-        assert reason in line
+        assert value in line
+        single = write_lines(tmp_path / "single.jsonl", good, bad[number - 2])
+        with raises_error(key, f"{single}:2: ", value):
+            pairs_of(single, tokenizer)
 
 
 @pytest.mark.parametrize(
-    ("answer", "part"),
+    ("answer", "key", "value"),
     [
-        ({"role": "user", "content": "a"}, "chosen[0].role is 'user', expected one of assistant"),
-        ({"content": 3}, "chosen[0].content is a number"),
-        ({"content": [{"type": "image"}]}, "chosen[0].content[0] is a part of type 'image'"),
-        ({"content": None, "tool_calls": "f"}, "chosen[0].tool_calls is a string"),
+        (
+            {"role": "user", "content": "a"},
+            "data.message.unknown_role",
+            "chosen[0].role is 'user'; expected one of assistant",
+        ),
+        ({"content": 3}, "data.text.not_a_string", "chosen[0].content is a number"),
+        (
+            {"content": [{"type": "image"}]},
+            "data.content.part_not_text",
+            "chosen[0].content[0] is a part of type 'image'",
+        ),
+        (
+            {"content": None, "tool_calls": "f"},
+            "data.tool_calls.not_a_list",
+            "chosen[0].tool_calls is a string",
+        ),
     ],
 )
-def test_an_answer_that_is_a_message_is_checked(tmp_path, tokenizer, answer, part):
+def test_an_answer_that_is_a_message_is_checked(tmp_path, tokenizer, answer, key, value):
     line = {"prompt": "p", "chosen": answer, "rejected": "b"}
-    with pytest.raises(DataError) as caught:
+    with raises_error(key, value):
         pairs_of(write_lines(tmp_path / "pairs.jsonl", line), tokenizer)
-    assert part in str(caught.value)
 
 
 def test_conversations_as_answers_are_the_same_pairs(tmp_path, tokenizer):
@@ -154,10 +172,13 @@ def test_conversations_as_answers_are_the_same_pairs(tmp_path, tokenizer):
     found = pairs_of(write_lines(tmp_path / "lists.jsonl", *lines), tokenizer)
     assert found[0] == pairs_of(texts, tokenizer)[0]
     other = {**whole, "rejected": [{"role": "user", "content": "Who?"}, *answers["rejected"]]}
-    with pytest.raises(DataError) as caught:
-        pairs_of(write_lines(tmp_path / "bad.jsonl", other, {**whole, "chosen": turns}), tokenizer)
-    assert "bad.jsonl:1: chosen and rejected answer different prompts" in str(caught.value)
-    assert "bad.jsonl:2: chosen does not end with an assistant message" in str(caught.value)
+    unanswered = {**whole, "chosen": turns}
+    bad = tmp_path / "bad.jsonl"
+    values = ("2 lines", "bad.jsonl:1: chosen and rejected ", "bad.jsonl:2: chosen ")
+    with raises_error("reward_model.line.different_prompts", *values):
+        pairs_of(write_lines(bad, other, unanswered), tokenizer)
+    with raises_error("reward_model.line.no_answer_at_end", "bad.jsonl:1: chosen "):
+        pairs_of(write_lines(bad, unanswered), tokenizer)
 
 
 def test_answers_that_a_cut_makes_the_same_are_no_pair(tmp_path, tokenizer):
@@ -179,7 +200,8 @@ def test_null_columns_and_messages_as_json(tmp_path, tokenizer):
         assert pairs_of(path, tokenizer) == expected
     as_text = json.dumps(messages)
     for line in ({"prompt": as_text, **answers}, {"prompt": "hi", **answers, "chosen": as_text}):
-        with pytest.raises(DataError, match=r"a\.jsonl:1: (prompt|chosen) is a text that holds a list of messages"):
+        column = "chosen" if line["prompt"] == "hi" else "prompt"
+        with raises_error("data.text.holds_messages", f"a.jsonl:1: {column} "):
             pairs_of(write_lines(path, line), tokenizer)
 
 
@@ -198,7 +220,7 @@ def test_columns_of_csv_by_other_names(tmp_path, tokenizer):
 def test_an_empty_or_missing_file_is_named(tmp_path, tokenizer, read):
     with raises_error("reward_model.data.empty", tmp_path / "empty.jsonl"):
         read(write_lines(tmp_path / "empty.jsonl", ""), tokenizer)
-    with pytest.raises(DataError, match=r"none\.jsonl does not exist"):
+    with raises_error("data.file.missing", tmp_path / "none.jsonl"):
         read(tmp_path / "none.jsonl", tokenizer)
 
 
@@ -339,7 +361,8 @@ def test_pairs_have_the_roles_of_prompts(tmp_path, chat_tokenizers, role, form):
     (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", line), tokenizer)
     assert [*pair.prompt, *pair.chosen] == tokenizer.apply_chat_template([*prompt, chosen], return_dict=False)
     line = {"prompt": [{**prompt[0], "role": "critic"}, prompt[1]], "chosen": "a", "rejected": "b"}
-    with pytest.raises(DataError, match=r"bad\.jsonl:1: prompt\[0\]\.role is 'critic', expected one of .*developer"):
+    values = ("bad.jsonl:1: prompt[0].role is 'critic'", "developer")
+    with raises_error("data.message.unknown_role", *values):
         pairs_of(write_lines(tmp_path / "bad.jsonl", line), tokenizer)
 
 
@@ -370,10 +393,11 @@ def test_template_arguments_of_the_data_and_of_a_line(tmp_path, tokenizer):
     path = write_lines(tmp_path / "pairs.jsonl", line, own)
     pairs, _, _ = pairs_of(path, tokenizer, chat_template_kwargs={"mood": "sad"})
     assert [tokenizer.decode([*pair.prompt, *pair.chosen]) for pair in pairs] == ["sad|p|a", "merry|p|a"]
-    with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs\.moody has no effect"):
+    with raises_error("chat_template.argument.not_read", "data.chat_template_kwargs.moody "):
         pairs_of(path, tokenizer, chat_template_kwargs={"moody": "sad"})
     bad = write_lines(tmp_path / "bad.jsonl", {**line, "chat_template_kwargs": [1]})
-    with pytest.raises(DataError, match=r"bad\.jsonl:1: chat_template_kwargs is a list"):
+    value = "bad.jsonl:1: chat_template_kwargs is a list"
+    with raises_error("data.template_arguments.not_an_object", value):
         pairs_of(bad, tokenizer)
 
 
@@ -438,10 +462,11 @@ def test_an_empty_answer_is_the_end_of_the_turn_alone(chat_tokenizers):
 
 def test_no_chat_template_and_refused_messages_are_named(tmp_path):
     plain = load_tokenizer(write_tiny_tokenizer(tmp_path / "plain", chat_template=None))
-    with pytest.raises(ConfigError, match="no chat template"):
+    with raises_error("chat_template.template.missing", tmp_path / "plain") as caught:
         conversation(plain, MESSAGES, "a")
+    assert isinstance(caught.value, ConfigError)
     strict = load_tokenizer(write_tiny_tokenizer(tmp_path / "strict", chat_template="{{ raise_exception('no!') }}"))
-    with pytest.raises(DataError, match="refuses these messages: no!"):
+    with raises_error("chat_template.messages.refused", "no!"):
         conversation(strict, MESSAGES, "a")
 
 

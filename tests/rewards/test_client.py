@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers.errors import check_fault, raises_error
 from helpers.fake_reward_server import FakeRewardServer, answer, describe
 from helpers.faulty_proxy import ALL, FaultyProxy
 from helpers.rewards import request_of
@@ -28,7 +30,7 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import ToyServer, free_port, wait_for
 
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
-from reinforce_rl.errors import ConfigError, RewardServerError
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.rewards import base, transport
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient
@@ -163,15 +165,15 @@ def test_the_handshake_accepts_the_same_tokenizer_and_names_every_difference(ser
     assert client.check_compatible(other, VOCAB_SIZE + 1) == "text"  # by the server's own template
     with pytest.raises(ConfigError) as caught:
         client.check_compatible(other, VOCAB_SIZE + 1, "tokens")
-    text = str(caught.value)
-    assert f"127.0.0.1:{server.port}" in text
-    assert "vocabulary size 98 here, 128 there" in text
-    assert "vocabulary hash" in text
-    assert "can produce 129 token ids, the reward model knows 128" in text
+    faults = caught.value.faults
+    place = f"127.0.0.1:{server.port}"
+    check_fault(faults, "reward_server.tokens.differ", place, "vocabulary size 98 here, 128 there")
+    check_fault(faults, "reward_server.tokens.differ", place, "vocabulary hash")
+    check_fault(faults, "reward_server.tokens.differ", place, "129 token ids", 128)
 
 
 def test_a_wrong_model_name_is_told_the_right_one(server, make_client):
-    with pytest.raises(RewardServerError, match="serves the model 'reward_model', and 'other' was asked for"):
+    with raises_error("reward_server.model.other_name", "'reward_model'", "'other'"):
         make_client(server.port, name="other").wait_until_ready()
 
 
@@ -197,10 +199,10 @@ def test_a_dead_tritonserver_ends_the_server_with_an_error_and_leaves_nothing(se
     future = client.infer_rm(request_of([[TOKEN_SLOW, 1]]))
     time.sleep(SLOW_SECONDS / 4)
     server.tritonserver.kill()
-    with pytest.raises(
-        RewardServerError, match=f"127.0.0.1:{server.port}.* within 3 s; the last error: .*(refused|HTTP 502)"
-    ):
+    place = f"127.0.0.1:{server.port}"
+    with raises_error("reward_server.server.no_answer", place, "3 s") as caught:
         future.result()
+    assert re.search("refused|HTTP 502", str(caught.value))
     assert server.process.wait(30) == 1
     assert "died" in server.log.read_text()  # not as its last line: an interpreter that ends may warn after it
     assert wait_for(lambda: not server.left_behind()), server.left_behind()
@@ -255,13 +257,11 @@ def test_past_the_deadline_is_an_error_that_says_what_to_check(make_client):
     port = free_port()
     client = make_client(port, deadline_seconds=1.0, on_wait=said.append, wait_report_seconds=0.3)
     start = time.monotonic()
-    with pytest.raises(RewardServerError) as caught:
+    place = f"127.0.0.1:{port}"
+    what_to_check = f"curl http://{place}/v2/health/ready"
+    with raises_error("reward_server.server.no_answer", place, "connection refused", what_to_check):
         client.infer_rm(request_of([[1]])).result()
     assert time.monotonic() - start > 0.9
-    text = str(caught.value)
-    assert f"127.0.0.1:{port}" in text
-    assert "connection refused" in text
-    assert f"curl http://127.0.0.1:{port}/v2/health/ready" in text
     assert said[0] == f"reward server 127.0.0.1:{port} does not answer (connection refused); retrying, 0 s of 1 s"
     assert 2 <= len(said) <= 5  # at most every 0.3 s
 
@@ -281,9 +281,11 @@ def test_a_server_that_takes_its_time_is_said_to_be_scoring(make_client):
 
 def test_a_silent_server_is_given_up_at_the_deadline(make_client):
     """It accepts connections and never answers."""
-    error = pytest.raises(RewardServerError, match=r"timed out|not answered")
-    with socket.create_server(("127.0.0.1", 0)) as silent, error:
-        make_client(silent.getsockname()[1], deadline_seconds=1.0).infer_rm(request_of([[1]])).result()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        client = make_client(port, deadline_seconds=1.0)
+        with raises_error("reward_server.server.no_answer", f"127.0.0.1:{port}", "1 s"):
+            client.infer_rm(request_of([[1]])).result()
 
 
 def test_an_answer_that_takes_longer_than_one_attempt_may_comes_in_the_end(make_client):
@@ -311,7 +313,7 @@ def test_a_foreign_program_on_the_port_is_named(make_client):
     with HTTPServer(("127.0.0.1", 0), Hello) as foreign:
         threading.Thread(target=foreign.serve_forever, args=(0.05,), daemon=True).start()
         port = foreign.server_address[1]
-        with pytest.raises(RewardServerError, match=f"another program listens on 127.0.0.1:{port}"):
+        with raises_error("reward_server.port.other_program", f"127.0.0.1:{port}"):
             make_client(port).wait_until_ready()
         foreign.shutdown()
 
@@ -321,7 +323,7 @@ def test_server_errors_are_retried_and_refusals_are_not(make_client):
         assert make_client(fake.port).infer_rm(request_of([[1]])).result().values.tolist() == [1.5]
         assert fake.calls == 3
     with FakeRewardServer([(400, {"error": "such requests are refused"})]) as fake:
-        with pytest.raises(RewardServerError, match="HTTP 400: such requests are refused"):
+        with raises_error("reward_server.request.refused", "HTTP 400: such requests are refused"):
             make_client(fake.port).infer_rm(request_of([[1]])).result()
         assert fake.calls == 1
 
@@ -342,7 +344,7 @@ def test_a_busy_server_says_when_to_come_back(make_client):
 
 def test_a_refused_token_is_not_tried_again(make_client):
     with FakeRewardServer([(401, {"error": "no"})]) as fake:
-        with pytest.raises(RewardServerError, match=r"asks for an access token.*REINFORCE_REWARD_TOKEN"):
+        with raises_error("reward_server.token.not_sent", "REINFORCE_REWARD_TOKEN"):
             make_client(fake.port).infer_rm(request_of([[1]])).result()
         assert fake.calls == 1
 
@@ -352,7 +354,7 @@ def test_a_redirect_takes_the_token_nowhere(make_client):
         there = f"http://127.0.0.1:{other.port}/v2/models/reward_model/infer"
         with FakeRewardServer([(307, {}, {"Location": there})]) as fake:
             client = make_client(fake.port, token="t" * 20)
-            with pytest.raises(RewardServerError, match="HTTP 307"):
+            with raises_error("reward_server.request.refused", "HTTP 307"):
                 client.infer_rm(request_of([[1]])).result()
             assert fake.headers[0]["Authorization"] == f"Bearer {'t' * 20}"
         assert other.calls == 0
@@ -360,7 +362,8 @@ def test_a_redirect_takes_the_token_nowhere(make_client):
 
 def test_wrong_answers_are_an_error_and_never_a_reward(make_client):
     with FakeRewardServer([answer([1.0, 2.0], [0, 0])]) as fake:
-        with pytest.raises(RewardServerError, match=r"'rewards' is float32 \[2, 1\]; expected float32 \[1, 1\]"):
+        shapes = ["float32 [2, 1]", "float32 [1, 1]"]
+        with raises_error("reward_server.answer.wrong", "'rewards'", *shapes):
             make_client(fake.port).infer_rm(request_of([[1]])).result()
         assert fake.calls == 3
 
@@ -369,7 +372,7 @@ def test_wrong_answers_are_an_error_and_never_a_reward(make_client):
 def test_what_is_no_number_is_no_reward(make_client, value):
     """numpy would make 1.0 or NaN of it."""
     with FakeRewardServer([answer([value], [0])]) as fake:
-        with pytest.raises(RewardServerError, match="'rewards' holds a JSON"):
+        with raises_error("reward_server.answer.wrong", "'rewards'", "JSON"):
             make_client(fake.port).infer_rm(request_of([[1]])).result()
         assert fake.calls == 3
 
@@ -378,15 +381,18 @@ def test_what_a_server_says_is_told_in_short(make_client):
     """A long text with control characters: an id, an error, the name of a model."""
     said = "a\x1b[2J\ud800" * 20_000
     wrong_id = (200, {**answer([1.0], [0])[1], "id": said})
-    for served, words in ((wrong_id, "wrong answer"), ((400, {"error": said}), "HTTP 400")):
-        raises = pytest.raises(RewardServerError, match=words)
-        with FakeRewardServer([served]) as fake, raises as error:
+    answers = {
+        "reward_server.answer.wrong": wrong_id,
+        "reward_server.request.refused": (400, {"error": said}),
+    }
+    for key, served in answers.items():
+        with FakeRewardServer([served]) as fake, raises_error(key) as error:
             make_client(fake.port).infer_rm(request_of([[1]])).result()
         assert len(str(error.value)) < 2500
         assert "\x1b" not in str(error.value) and "\ud800" not in str(error.value)
     with FakeRewardServer([answer([1.0], [0])]) as fake:
         fake.info = describe(name="other\n\x1b" * 50_000)
-        with pytest.raises(RewardServerError, match="serves the model 'other") as error:
+        with raises_error("reward_server.model.other_name", "'other") as error:
             make_client(fake.port).wait_until_ready()
         assert len(str(error.value)) < 700 and "\x1b" not in str(error.value)
 
@@ -398,7 +404,7 @@ def test_an_answer_may_be_as_long_as_its_scores_need(make_client, monkeypatch):
         client = make_client(fake.port, deadline_seconds=0.5)
         client.wait_until_ready()
         monkeypatch.setattr("reinforce_rl.rewards.transport.MAX_ANSWER_BYTES", 2000)
-        with pytest.raises(RewardServerError, match="it sends more than 2064 bytes"):
+        with raises_error("reward_server.server.no_answer", "2064 bytes"):
             client.infer_rm(request_of([[1]])).result()
 
 
@@ -407,7 +413,7 @@ def test_another_model_behind_the_same_address_is_noticed_after_an_outage(make_c
         client = make_client(fake.port)
         assert client.infer_rm(request_of([[1]])).result().values.tolist() == [1.0]
         fake.info = describe(details={"head_path": "another"})
-        with pytest.raises(RewardServerError, match=r"replaced by another one during the run .*head_path"):
+        with raises_error("reward_server.server.replaced", f"127.0.0.1:{fake.port}", "head_path"):
             client.infer_rm(request_of([[1]])).result()
 
 
@@ -416,7 +422,7 @@ def test_jitter_leaves_the_random_state_of_the_trainer_alone(make_client):
     np.random.seed(3)
     torch.manual_seed(3)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    with pytest.raises(RewardServerError):
+    with raises_error("reward_server.server.no_answer"):
         make_client(free_port(), deadline_seconds=0.3).infer_rm(request_of([[1]])).result()
     assert random.getstate() == before[0]
     assert np.random.get_state()[1].tolist() == before[1]
@@ -485,7 +491,7 @@ class TestDeadlines:
 
     def test_wrong_answers_have_an_end(self, make_client, monkeypatch):
         wrong = [transport.FailedAttempt("gave a wrong answer", bad_answer=True)] * 50
-        with pytest.raises(RewardServerError, match="wrong answers"):
+        with raises_error("reward_server.answer.wrong", "here"):
             self.attempts(make_client, monkeypatch, self.call(seconds=1000.0, elapsed=0.0), wrong)
 
     def test_a_server_that_does_not_answer_is_given_up_in_time(self, make_client):
@@ -495,7 +501,7 @@ class TestDeadlines:
             client.wait_until_ready()
             fake.gate.clear()
             began = time.monotonic()
-            with pytest.raises(RewardServerError, match=r"within 1 s"):
+            with raises_error("reward_server.server.no_answer", "1 s"):
                 client.infer_rm(request_of([[1]])).result()
             assert time.monotonic() - began < 10.0
             fake.gate.set()

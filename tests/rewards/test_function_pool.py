@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from helpers.errors import check_fault, raises_error
 from helpers.toy_server import is_alive, wait_for
 
 from reinforce_rl.config.rewards import RewardFunctionConfig
-from reinforce_rl.errors import ConfigError, RewardServerError
+from reinforce_rl.errors import ConfigError
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
 from reinforce_rl.rewards.function_pool import FORK_SECONDS, PING, SLACK_SECONDS, FunctionPool, _Host
@@ -121,7 +122,8 @@ def test_a_ping_calls_no_function(pool):
 def test_the_hosts_death_fails_what_is_under_way_and_the_next_request_has_another(pool):
     pending = pool.submit("told", [sample("sleep")])
     processes()[0].kill()
-    with pytest.raises(RewardServerError, match=r"ended with 1 samples under way .exit code -9"):
+    key = "reward_function.processes.ended_under_way"
+    with raises_error(key, "1 samples", "exit code -9"):
         pending.result()
     assert pool.submit("told", [sample("", 4.0)]).result().values.tolist() == [4.0]
 
@@ -137,11 +139,12 @@ def test_faults_come_at_the_start_and_leave_no_process():
     )
     with pytest.raises(ConfigError) as caught:
         pool.start()
-    assert len(caught.value.faults) == 2
-    assert "did you mean helpers.reward_functions.told?" in caught.value.faults[0]
-    assert "more_functions.b.kwargs" in caught.value.faults[1] and "folder: 'str'" in caught.value.faults[1]
+    unknown, does_not_fit = caught.value.faults
+    check_fault([unknown], "reward_function.name.unknown", "helpers.reward_functions.told?")
+    named = ["more_functions.b.kwargs", "folder: 'str'"]
+    check_fault([does_not_fit], "reward_function.kwargs.do_not_fit", *named)
     assert {process.pid for process in processes()} == before
-    with pytest.raises(RewardServerError, match="not started"):
+    with raises_error("reward_function.processes.not_started"):
         pool.submit("a", [sample("")]).result()
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import reward_functions
+from helpers.errors import check_error, raises_error
 from helpers.real_run import RealServer
 from helpers.tiny_run import compose, rollouts_of, three_letters, tiny_overrides, tiny_trainer, weights
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError, RewardServerError, TooManyFailedRewardsError
+from reinforce_rl.errors import TooManyFailedRewardsError
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards import base, transport, wire
 from reinforce_rl.rewards.base import RewardRequest, RewardSource
@@ -142,7 +143,7 @@ def test_the_served_functions_answers(server):
     assert answer["status"] == [base.STATUS_OK, base.STATUS_INTERNAL, base.STATUS_BAD_PROMPT, base.STATUS_OK]
     assert [answer["rewards"][0], answer["rewards"][3]] == pytest.approx([2 * 0.5 + 0.003, 0.003])
     assert all(math.isnan(answer["rewards"][row]) for row in (1, 2))
-    with pytest.raises(RewardServerError, match="HTTP 400"):
+    with raises_error("reward_server.answer.not_proper", "HTTP 400"):
         ask(("sentences", ["abc"]))
 
 
@@ -200,9 +201,9 @@ def test_a_function_that_raises_is_named_with_its_line(tmp_path, mesh, more):
             trainer.fit()
     finally:
         source.close()
-    said = str(caught.value)
-    assert f"{name}: KeyError at {reward_functions.__file__}:{line}: 'letters' (16). Nothing was trained" in said
-    assert "server" not in said, "there is none, whose log could say more"
+    reason = f"{name}: KeyError at {reward_functions.__file__}:{line}: 'letters' (16)"
+    check_error(caught.value, "rewards.samples.too_many_failed", reason)
+    assert "server" not in str(caught.value), "there is none, whose log could say more"
 
 
 class OtherRank:
@@ -217,14 +218,14 @@ def test_only_the_rank_that_asks_starts_processes(tmp_path):
     source = connect(function_config(tmp_path, *FUNCTION), OtherRank())
     assert isinstance(source, FunctionRewards)
     future = source.infer_rm(request_of([""], [""], [{}]))
-    with pytest.raises(RewardServerError, match="not started"):
+    with raises_error("reward_function.processes.not_started"):
         future.result()
     source.close()
 
 
 def test_an_unknown_function_ends_the_start(tmp_path, mesh):
     cfg = function_config(tmp_path, "reward=function", f"reward_function.name={SHARE}s")
-    with pytest.raises(ConfigError, match=rf"reward_function\.name is .* did you mean {SHARE}\?"):
+    with raises_error("reward_function.name.unknown", "reward_function.name", f"{SHARE}s", f"{SHARE}?"):
         connect(cfg, mesh)
 
 

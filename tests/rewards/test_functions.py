@@ -84,40 +84,76 @@ def test_vader_tells_good_from_bad():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "words"),
+    ("wanted", "kind", "values"),
     [
-        (spec("gsm8k"), ["expected a dotted name", f"{PROVIDED}.gsm8k"]),
-        (spec(f"{PROVIDED}.gms8k"), [f"{PROVIDED} has no 'gms8k'", f"did you mean {PROVIDED}.gsm8k?"]),
-        (spec(f"{PROVIDED}.zzz"), ["has no 'zzz'", "it has gsm8k, instructions, length, matches, vader"]),
-        (spec("reinforce_rl.rewards.function.gsm8k"), ["no module", f"{PROVIDED} or"]),
-        (spec("nowhere_at_all.gsm8k"), ["no module 'nowhere_at_all'", "PYTHONPATH"]),
-        (spec(f"{PROVIDED}.UNITS"), ["no function"]),
-        (spec(f"{PROVIDED}.matches"), ["missing a required", "'pattern'", "+reward_function.kwargs.NAME=VALUE"]),
-        (spec(f"{PROVIDED}.matches", pattern="a", hole=1), ["unexpected keyword argument 'hole'", "whole: 'bool'"]),
-        (spec(f"{PROVIDED}.matches", pattern="("), ["no regular expression"]),
-        (spec(f"{PROVIDED}.matches", pattern=3), ["a wrong type"]),
-        (spec(f"{PROVIDED}.length", target=3, tolerance=0), ["tolerance is 0; expected above 0"]),
-        (spec(f"{PROVIDED}.length", target=3, tolerance=1, unit="tokens"), ["expected one of words, characters"]),
-        (spec("os.getcwd"), ["name is os.getcwd(); expected NAME(prompt, response, record, **kwargs)"]),
-        (spec("helpers.reward_functions.of_two"), ["of_two(prompt: 'str', response: 'str')", "for each sample"]),
-        (spec("helpers.reward_functions.trl_style"), ["name is helpers", "which takes lists", '"Coming from TRL"']),
+        (spec("gsm8k"), "name.not_dotted", ["'gsm8k'", f"{PROVIDED}.gsm8k"]),
+        (spec(f"{PROVIDED}.gms8k"), "name.unknown", ["'gms8k'", f"{PROVIDED}.gsm8k?"]),
+        (
+            spec(f"{PROVIDED}.zzz"),
+            "name.unknown",
+            ["'zzz'", "gsm8k, instructions, length, matches, vader"],
+        ),
+        (spec("reinforce_rl.rewards.function.gsm8k"), "module.missing", [f"{PROVIDED} or"]),
+        (spec("nowhere_at_all.gsm8k"), "module.missing", ["'nowhere_at_all'", "PYTHONPATH"]),
+        (spec(f"{PROVIDED}.UNITS"), "name.no_function", [f"{PROVIDED}.UNITS"]),
+        (
+            spec(f"{PROVIDED}.matches"),
+            "kwargs.do_not_fit",
+            ["'pattern'", "+reward_function.kwargs.NAME=VALUE"],
+        ),
+        (
+            spec(f"{PROVIDED}.matches", pattern="a", hole=1),
+            "kwargs.do_not_fit",
+            ["'hole'", "whole: 'bool'"],
+        ),
+        (spec(f"{PROVIDED}.matches", pattern="("), "kwargs.wrong_value", ["pattern '('"]),
+        (spec(f"{PROVIDED}.matches", pattern=3), "kwargs.wrong_type", [f"{PROVIDED}.matches"]),
+        (
+            spec(f"{PROVIDED}.length", target=3, tolerance=0),
+            "kwargs.wrong_value",
+            ["tolerance is 0"],
+        ),
+        (
+            spec(f"{PROVIDED}.length", target=3, tolerance=1, unit="tokens"),
+            "kwargs.wrong_value",
+            ["'tokens'", "words, characters"],
+        ),
+        (
+            spec("os.getcwd"),
+            "arguments.wrong",
+            ["os.getcwd()", "NAME(prompt, response, record, **kwargs)"],
+        ),
+        (
+            spec("helpers.reward_functions.of_two"),
+            "arguments.wrong",
+            ["of_two(prompt: 'str', response: 'str')"],
+        ),
+        (
+            spec("helpers.reward_functions.trl_style"),
+            "arguments.wrong",
+            ["helpers.reward_functions.trl_style(", '"Coming from TRL"'],
+        ),
     ],
     ids=lambda value: value.name if isinstance(value, FunctionSpec) else "",
 )
-def test_what_cannot_be_used_is_told_with_its_key(wanted, words):
+def test_what_cannot_be_used_is_told_with_its_key(wanted, kind, values):
     with pytest.raises(LoadFault) as caught:
         load_function(wanted)
-    assert [word for word in ["reward_function.", *words] if word not in str(caught.value)] == []
+    assert caught.value.key == f"reward_function.{kind}"
+    sentence = str(caught.value)
+    assert [value for value in ["reward_function.", *values] if value not in sentence] == []
 
 
 def test_a_module_that_raises_or_lacks_a_library_is_told(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "raises_at_import.py").write_text("raise RuntimeError('on purpose')")
     (tmp_path / "lacks_a_library.py").write_text("import no_such_library")
-    with pytest.raises(LoadFault, match="import of raises_at_import raised RuntimeError: on purpose"):
+    with pytest.raises(LoadFault, match="RuntimeError: on purpose") as raised:
         load_function(spec("raises_at_import.f"))
-    with pytest.raises(LoadFault, match="lacks_a_library imports 'no_such_library', which is not installed"):
+    assert raised.value.key == "reward_function.module.import_failed"
+    with pytest.raises(LoadFault, match="'no_such_library'") as lacking:
         load_function(spec("lacks_a_library.f"))
+    assert lacking.value.key == "reward_function.module.needs_package"
 
 
 def test_all_that_is_provided_is_named():

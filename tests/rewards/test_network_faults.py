@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 from helpers import faulty_proxy
+from helpers.errors import raises_error
 from helpers.fake_reward_server import FakeRewardServer, describe
 from helpers.faulty_proxy import FaultyProxy
 from helpers.rewards import request_of
 from helpers.tiny_run import PROMPT_TOKENS, metrics_of, odd_share, rollouts_of, run, tiny_overrides, without_times
 from helpers.toy_server import wait_for
 
-from reinforce_rl.errors import RewardServerError, TooManyFailedRewardsError
+from reinforce_rl.errors import RewardServerError
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient, RemoteRewardFuture
@@ -132,7 +133,7 @@ def test_the_answer_to_another_request_is_never_a_reward(replays):
         if replays == 2:
             assert client.infer_rm(REQUEST).result().values.tolist() == SCORES
         else:
-            with pytest.raises(RewardServerError, match=r"3 wrong answers.*digest"):
+            with raises_error("reward_server.answer.wrong", 3, "digest"):
                 client.infer_rm(REQUEST).result()
 
 
@@ -183,15 +184,15 @@ def test_another_servers_description_is_not_believed():
             client.wait_until_ready()
         server.info = describe(name="the_new_one")
         proxy.faults = itertools.repeat(faulty_proxy.REPLAY)
-        text = r"within 1 s; the last error: .*another request"
-        with connected(proxy.port, deadline_seconds=1.0) as client, pytest.raises(RewardServerError, match=text):
+        no_answer = raises_error("reward_server.server.no_answer", "1 s", "another request")
+        with connected(proxy.port, deadline_seconds=1.0) as client, no_answer:
             client.wait_until_ready()
 
 
 def test_a_server_of_the_protocol_before_digests_is_refused_by_name():
     with FakeRewardServer(score=sum) as server, connected(server.port) as client:
         server.info = describe(protocol=1)
-        with pytest.raises(RewardServerError, match=r"speaks version 1 of the protocol, this client version 2"):
+        with raises_error("reward_server.protocol.other_version", "version 1", "version 2"):
             client.wait_until_ready()
         assert server.calls == 0
 
@@ -312,7 +313,7 @@ def test_too_many_such_samples_save_and_end_the_run(tmp_path, mesh):
     with FakeRewardServer(score=lambda row: 1.0 if next(calls) < 16 else math.nan) as server:
         client = RemoteGPTRMClient(port=server.port)
         try:
-            with pytest.raises(TooManyFailedRewardsError, match=r"100\.0%.*step 2"):
+            with raises_error("rewards.samples.too_many_failed", "100.0%", "step 2"):
                 run(tmp_path, mesh, rm=client)
         finally:
             client.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.fake_reward_server import describe
 from helpers.models import tiny_llama_folder
 from helpers.rewards import request_of
@@ -18,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from reinforce_rl.config.rewards import InferenceConfig
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
-from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.reward_model.scorer import load_reward_model
 from reinforce_rl.reward_server.scoring import RequestScorer
@@ -164,25 +164,47 @@ BOTH = (wire.TOKENS_FORM, wire.TEXT_FORM)
     [
         ({}, "auto", "tokens"),
         ({}, "tokens", "tokens"),
-        ({}, "text", "no chat template"),
-        ({"tokenizer": OTHER}, "auto", "vocabulary hash .* chat template, so that texts can be sent"),
-        ({"vocab_size": 100}, "auto", "can produce 128 token ids, the reward model knows 100"),
         ({"input_forms": BOTH}, "auto", "tokens"),
         ({"input_forms": BOTH}, "text", "text"),
         ({"input_forms": BOTH, "tokenizer": OTHER}, "auto", "text"),
-        ({"input_forms": BOTH, "tokenizer": OTHER}, "tokens", "vocabulary hash .* set input=auto"),
         ({"input_forms": BOTH, "vocab_size": 100}, "auto", "text"),
         ({"input_forms": ("text",), "tokenizer": None, "vocab_size": None}, "auto", "text"),
-        ({"input_forms": ("text",), "tokenizer": None, "vocab_size": None}, "tokens", "a reward function"),
     ],
 )
 def test_the_handshake_chooses_what_is_sent(info, asked, chosen):
     assert SAME is not None
-    if chosen in BOTH:
-        assert choose_form(describe(**info), "host:1", SAME, 128, asked) == chosen
-    else:
-        with pytest.raises(ConfigError, match=f"host:1 .*{chosen}"):
-            choose_form(describe(**info), "host:1", SAME, 128, asked)
+    assert choose_form(describe(**info), "host:1", SAME, 128, asked) == chosen
+
+
+@pytest.mark.parametrize(
+    ("info", "asked", "key", "values"),
+    [
+        ({}, "text", "reward_server.input.not_read", ["text", "chat template"]),
+        (
+            {"tokenizer": OTHER},
+            "auto",
+            "reward_server.tokens.differ",
+            ["vocabulary hash", "chat template"],
+        ),
+        ({"vocab_size": 100}, "auto", "reward_server.tokens.differ", [128, 100]),
+        (
+            {"input_forms": BOTH, "tokenizer": OTHER},
+            "tokens",
+            "reward_server.tokens.differ",
+            ["vocabulary hash", "input=auto"],
+        ),
+        (
+            {"input_forms": ("text",), "tokenizer": None, "vocab_size": None},
+            "tokens",
+            "reward_server.input.not_read",
+            ["tokens", "reward function"],
+        ),
+    ],
+)
+def test_the_handshake_refuses_what_the_server_cannot_read(info, asked, key, values):
+    assert SAME is not None
+    with raises_error(key, "host:1", *values):
+        choose_form(describe(**info), "host:1", SAME, 128, asked)
 
 
 def test_a_request_is_split_by_count_and_by_bytes():
@@ -326,16 +348,18 @@ def test_the_file_comes_before_the_environment(token_file, monkeypatch):
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
 def test_a_file_that_others_may_use_is_refused(token_file, mode):
-    with pytest.raises(ConfigError, match=rf"the key: others may use .*mode {mode:04o}.*chmod 600"):
-        read_token(token_file(TOKEN, mode), "the key")
+    path = token_file(TOKEN, mode)
+    with raises_error("reward_server.token.open_to_others", "the key", path, f"mode {mode:04o}"):
+        read_token(path, "the key")
 
 
 @pytest.mark.parametrize("text", ["", "short", "with a space in its middle", "ünicode-ünicode-ünicode"])
 def test_what_cannot_be_a_token_is_refused_and_not_shown(token_file, tmp_path, text):
-    with pytest.raises(ConfigError, match="holds no token") as caught:
-        read_token(token_file(text), "key")
+    path = token_file(text)
+    with raises_error("reward_server.token.invalid", path) as caught:
+        read_token(path, "key")
     assert not text or text not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"cannot read the token .*no such file"):
+    with raises_error("reward_server.token.not_readable", tmp_path / "none"):
         read_token(tmp_path / "none", "key")
 
 
@@ -354,7 +378,8 @@ def test_only_the_loopback_goes_without_a_token(monkeypatch):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     assert token_of(InferenceConfig()) is None
     assert token_of(InferenceConfig(host="0.0.0.0", allow_no_token=True)) is None
-    with pytest.raises(ConfigError, match=rf"inference\.token_file.*{TOKEN_VARIABLE}.*inference\.allow_no_token=true"):
+    settings = ["inference.token_file", TOKEN_VARIABLE, "inference.allow_no_token=true"]
+    with raises_error("serve.token.not_given", "0.0.0.0", *settings):
         token_of(InferenceConfig(host="0.0.0.0"))
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     assert token_of(InferenceConfig(host="0.0.0.0")) == TOKEN

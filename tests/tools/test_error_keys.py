@@ -58,6 +58,19 @@ def check(path):
     }
 
 
+def test_the_fault_of_settings_names_each_of_them():
+    source = """
+settings_fault(cfg, ("model.a", "model.b"), f"at most {most}", key="config.a.above_b")
+settings_fault(cfg, (name, "placement"), "expected 0")
+"""
+    errors = list(error_keys.error_calls(source, "reinforce_rl/new/file.py"))
+    assert [(error.key, error.sentence) for error in errors] == [
+        ("config.a.above_b", "model.a is {value} and model.b is {value}; at most {most}"),
+        ("", "{name} is {value} and placement is {value}; expected 0"),
+    ]
+    assert error_keys.faults_of(errors) == ["reinforce_rl/new/file.py:3: has no key"]
+
+
 def test_a_key_has_two_parts():
     errors = list(error_keys.error_calls('raise DataError("text", key="Data")', "reinforce_rl/new/file.py"))
     assert error_keys.faults_of(errors) == ["reinforce_rl/new/file.py:1: the key 'Data' is not of the form area.kind"]

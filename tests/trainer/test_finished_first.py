@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.errors import check_fault, raises_error
 from helpers.tiny_run import rollouts_of, tiny_config
 from helpers.trainer_processes import NUM_PROMPTS, SETTINGS, TrainerProcesses, assert_sound
 
@@ -106,19 +107,39 @@ def test_another_order_goes_on_with_the_prompts_under_way(other, processes, tmp_
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "key", "named"),
     [
-        (["rollout_order=finished"], ["rollout_order", "placement", "disaggregated"]),
-        ([*FINISHED, "max_staleness=0"], ["rollout_order", "max_staleness"]),
-        ([*FINISHED[:2], "inflight_updates=true"], ["inflight_updates", "rollout_order", "finished"]),
-        ([*FINISHED, "inflight_cache=keep"], ["inflight_cache", "inflight_updates"]),
-        ([*FINISHED, "trainer.reinforce.dynamic_filtering=true"], ["dynamic_filtering", "max_staleness"]),
+        (
+            ["rollout_order=finished"],
+            "config.placement.not_disaggregated",
+            ["rollout_order", "placement", "disaggregated"],
+        ),
+        (
+            [*FINISHED, "max_staleness=0"],
+            "config.rollout_order.without_max_staleness",
+            ["rollout_order", "max_staleness"],
+        ),
+        (
+            [*FINISHED[:2], "inflight_updates=true"],
+            "config.inflight_updates.without_rollout_order_finished",
+            ["inflight_updates", "rollout_order", "finished"],
+        ),
+        (
+            [*FINISHED, "inflight_cache=keep"],
+            "config.inflight_cache.without_inflight_updates",
+            ["inflight_cache", "inflight_updates"],
+        ),
+        (
+            [*FINISHED, "trainer.reinforce.dynamic_filtering=true"],
+            "config.dynamic_filtering.conflicts_with_max_staleness",
+            ["dynamic_filtering", "max_staleness"],
+        ),
     ],
 )
-def test_what_cannot_work_is_told(overrides, words, tmp_path):
+def test_what_cannot_work_is_told(overrides, key, named, tmp_path):
     with pytest.raises(ConfigError) as error:
         tiny_config(tmp_path, "trainer.devices=2", *overrides)
-    assert all(word in str(error.value) for word in words), str(error.value)
+    check_fault(error.value.faults, key, *named)
 
 
 class WholeAnswersOnly:
@@ -129,7 +150,8 @@ class WholeAnswersOnly:
 def test_a_generator_that_cannot_go_on_is_told(tmp_path):
     name = f"{__name__}.WholeAnswersOnly"
     cfg = tiny_config(tmp_path, "trainer.devices=2", *FINISHED, f"generation={name}")
-    with pytest.raises(ConfigError, match=r"WholeAnswersOnly has no method go_on; expected one .* or rollout_order"):
+    named = (name, "go_on", "rollout_order=prompts")
+    with raises_error("generation.class.no_go_on", *named):
         build_generator(cfg, None, None)  # type: ignore[arg-type]
 
 

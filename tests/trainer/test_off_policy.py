@@ -19,6 +19,7 @@ from helpers.batches import (
     sequences,
     whole_batch,
 )
+from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
 from helpers.policies import brute_force_log_probs, transformers_model
 from helpers.ranks import run_ranks
@@ -40,7 +41,6 @@ from torch import Tensor
 from reinforce_rl.algorithm.loss import LossSettings
 from reinforce_rl.config.load import load_config
 from reinforce_rl.data.batches import ReinforceBatch
-from reinforce_rl.errors import ConfigError
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 from reinforce_rl.trainer.updates import mini_batches
 
@@ -154,13 +154,15 @@ class TestOptimizerSteps:
     @pytest.mark.parametrize("change", [f"{RL}.reinforce_epochs=2", "model.global_batch_size=8"])
     def test_refused_without_a_ratio(self, tmp_path, change):
         overrides = [*tiny_overrides(tmp_path), change]
-        with pytest.raises(ConfigError, match=r"off-policy: set trainer\.reinforce\.importance_ratio=token"):
+        advised = "trainer.reinforce.importance_ratio=token"
+        with raises_error("config.importance_ratio.missing_off_policy", advised):
             load_config(compose(*overrides))
         load_config(compose(*overrides, f"{RL}.importance_ratio=sequence"))
 
     @pytest.mark.parametrize("size", [6, 32, 12])
     def test_refused_where_groups_would_not_stay_whole(self, tmp_path, size):
-        with pytest.raises(ConfigError, match=rf"model.global_batch_size is {size}.*multiple of 4"):
+        named = (f"model.global_batch_size is {size},", "multiple of 4")
+        with raises_error("config.global_batch_size.not_a_divisor_of_step", *named):
             tiny_config(tmp_path, f"{RL}.importance_ratio=token", f"model.global_batch_size={size}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.rewards import FunctionReward, ReadyRewards
 from helpers.tiny_run import (
     MAX_LENGTH,
@@ -31,15 +33,22 @@ from helpers.tiny_run import (
 from reinforce_rl.config.rules import Allocation
 from reinforce_rl.data.batches import Completions, Prompt, ReinforceBatch
 from reinforce_rl.data.finish_reasons import FINISH_STOP
-from reinforce_rl.errors import RewardServerError, StoppedEarly, TooManyFailedRewardsError
+from reinforce_rl.errors import RewardServerError, StoppedEarly
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
-from reinforce_rl.rewards.base import STATUS_INTERNAL, RewardRequest, Rewards
+from reinforce_rl.rewards.base import (
+    STATUS_INTERNAL,
+    STATUS_NOT_FINITE,
+    STATUS_TEXT,
+    RewardRequest,
+    Rewards,
+)
 from reinforce_rl.runtime.stop import Outlook, RunTimer
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.trainer.updates import mini_batches
 
 RL = "trainer.reinforce"
+TOO_MANY = "rewards.samples.too_many_failed"
 EVERY_FAILURE = f"{RL}.max_failed_fraction=1"
 
 
@@ -506,10 +515,10 @@ class TestWhenRewardsFail:
             return math.nan if len(calls) in (33, 48) else odd_share(ids)
 
         config = tiny_config(tmp_path, f"{RL}.max_epochs=3")
+        bound = "trainer.reinforce.max_failed_fraction = 0.1"
+        reason = STATUS_TEXT[STATUS_INTERNAL]
         with (
-            pytest.raises(
-                TooManyFailedRewardsError, match=r"12\.5%.*step 3.*max_failed_fraction = 0\.1.*raised an error \(2\)"
-            ),
+            raises_error(TOO_MANY, "12.5%", "step 3", bound, f"{reason} (2)"),
             tiny_trainer(config, mesh, score) as trainer,
         ):
             trainer.fit()
@@ -519,8 +528,9 @@ class TestWhenRewardsFail:
     @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e300])
     def test_a_source_of_ones_own_that_calls_no_number_a_score_has_failed(self, tmp_path, mesh, bad):
         source = OwnSource(lambda n: torch.tensor([bad] * 2 + [1.0] * (n - 2), dtype=torch.float64), lambda n: [0] * n)
+        reason = STATUS_TEXT[STATUS_NOT_FINITE]
         with (
-            pytest.raises(TooManyFailedRewardsError, match=r"step 1.*the score was not finite \(4\)"),
+            raises_error(TOO_MANY, "step 1", f"{reason} (4)"),
             tiny_trainer(tiny_config(tmp_path), mesh, source) as trainer,
         ):
             trainer.fit()
@@ -535,10 +545,11 @@ class TestWhenRewardsFail:
     def test_a_source_of_ones_own_that_misses_a_sample_is_named(self, tmp_path, mesh, shape):
         values = {"short": lambda n: torch.ones(n - 1), "column": lambda n: torch.ones(n, 1)}[shape]
         with (
-            pytest.raises(RewardServerError, match=r"ReadyRewards returned values of shape .*; expected \[\d+\]"),
+            raises_error("rewards.answer.wrong_shape", "ReadyRewards", "values") as error,
             tiny_trainer(tiny_config(tmp_path), mesh, OwnSource(values, lambda n: [0] * n)) as trainer,
         ):
             trainer.fit()
+        assert re.search(r"\[\d.*\].* \[\d+\]$", str(error.value))
 
     def test_few_failed_samples_are_left_out_and_never_become_a_reward(self, tmp_path, mesh):
         calls = []
@@ -613,11 +624,12 @@ class TestTheEnd:
     def test_when_the_time_is_up_it_saves_and_goes_on_later(self, tmp_path, mesh):
         overrides = [f"{RL}.max_epochs=3", f"{RL}.save_interval=4"]
         with (
-            pytest.raises(StoppedEarly, match="time of this run is used up after step 3 of 6"),
+            raises_error("run.time.used_up", "step 3 of 6") as error,
             tiny_trainer(tiny_config(tmp_path, *overrides), mesh) as trainer,
         ):
             trainer.run_timer = StopsAfter(4)
             trainer.fit()
+        assert isinstance(error.value, StoppedEarly)
         assert trainer.step == saved_step(tmp_path) == 3
         assert [line["step"] for line in run(tmp_path, mesh, *overrides)] == [1, 2, 3, 4, 5, 6]
         assert saved_step(tmp_path) == 6
@@ -642,7 +654,7 @@ class TestTheEnd:
     def test_no_time_at_all_trains_nothing(self, tmp_path, mesh):
         """The time counts from the start of the process, which was seconds ago."""
         config = tiny_config(tmp_path, "exp_manager.max_time_per_run='0:1'")
-        with pytest.raises(StoppedEarly, match="after step 0"), tiny_trainer(config, mesh) as trainer:
+        with raises_error("run.time.used_up", "step 0"), tiny_trainer(config, mesh) as trainer:
             trainer.fit()
         assert trainer.step == 0 and saved_step(tmp_path) is None
         assert [line["step"] for line in run(tmp_path, mesh)] == [1, 2]

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.errors import raises_error
 from torch import Tensor
 
 from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import Completions, Prompt, RolloutBatch
-from reinforce_rl.errors import TooManyFailedRewardsError
 from reinforce_rl.rewards.base import STATUS_OK, Rewards
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.disaggregated import Ticket
@@ -311,7 +311,7 @@ def test_a_step_may_lack_as_many_scores_as_the_bound_says(failed, ends):
     results = [result_of(i, prompt, [0], STATUS_BAD if i < failed else STATUS_OK) for i, prompt in enumerate(prompts)]
     pending = maker._received(prompts, results)
     if ends:
-        with pytest.raises(TooManyFailedRewardsError, match="max_failed_fraction"):
+        with raises_error("rewards.samples.too_many_failed", "max_failed_fraction = 0.5", "step 1"):
             maker.score(pending, "step 1")
         return
     batch = maker.score(pending, "step 1")

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.errors import check_fault, printed_keys
 from helpers.tiny_run import metrics_of, rollouts_of, tiny_config, tiny_overrides, without_times
 from helpers.trainer_processes import (
     NUM_PROMPTS,
@@ -191,7 +192,9 @@ def test_one_that_stands_still_is_lost_and_leaves_when_it_wakes(programs, joined
     programs.wait_for(lambda: "gave no sign of life" in programs.said, "nobody noticed it")
     os.kill(programs.generators[0], signal.SIGCONT)
     programs.wait_for(lambda: ended(log, 76), log.read_text())
-    assert "the trainers" in log.read_text() and "Traceback" not in log.read_text()
+    keys = set(printed_keys(log.read_text()))
+    assert keys & {"generators.generator.sent_away", "generators.trainers.lost"}
+    assert "Traceback" not in log.read_text()
     assert programs.wait() == 0, programs.said
     assert_equal_runs(programs.folder, joined)
 
@@ -204,7 +207,8 @@ def test_one_that_is_stopped_ends_what_it_has_under_way(programs, joined):
     programs.wait_for_step(2)
     os.kill(programs.generators[0], signal.SIGTERM)
     programs.wait_for(lambda: ended(log, 75), log.read_text())
-    assert "this generator was stopped by SIGTERM" in log.read_text()
+    assert printed_keys(log.read_text()) == ["generators.generator.stopped"]
+    assert "SIGTERM" in log.read_text()
     assert programs.wait() == 0, programs.said
     assert "Traceback" not in log.read_text()
     assert_equal_runs(programs.folder, joined)
@@ -219,7 +223,11 @@ def test_without_a_generator_the_run_is_saved_and_goes_on_later(programs, joined
     status = read_status(programs.folder / "run")
     assert status is not None and (status.state, status.reason) == ("running", "Waiting for a generator, up to 4 s")
     assert programs.wait() == 1
-    assert "no generator was there for 4 s (generator_timeout_seconds); the last one: " in programs.said
+    assert printed_keys(programs.said) == ["generators.generator.missing"]
+    status = read_status(programs.folder / "run")
+    assert status is not None
+    for value in ("4 s", "generator_timeout_seconds", f"process {programs.generators[0]}"):
+        assert value in status.reason
     assert "Traceback" not in programs.said
     saved = int((programs.folder / "run" / "checkpoints" / "latest").read_text().strip()[5:])
     assert 3 <= saved < 5 and saved == len(metrics_of(programs.folder)) - 1
@@ -275,7 +283,8 @@ def test_a_generator_of_two_ranks_dies_as_a_whole(trainers, programs, joined):
     programs.train(*shared, ranks=trainers)
     assert programs.wait() == 0, programs.said
     assert " died" in programs.said and programs.said.count(" has come\n") == 2
-    assert "rank 1 (host " in log.read_text() or "the trainers sent it away" in log.read_text()
+    is_sent_away = "generators.generator.sent_away" in printed_keys(log.read_text())
+    assert is_sent_away or "rank 1 (host " in log.read_text()
     assert [line["step"] for line in metrics_of(programs.folder)] == list(range(STEPS + 1))
 
 
@@ -333,21 +342,35 @@ def test_other_settings_are_refused(programs):
     programs.generate()
     programs.train("trainer.reinforce.max_steps=2")
     assert programs.wait() == 0, programs.said
-    assert ended(log, 76) and "model.seed is 77, the trainers' " in log.read_text()
+    assert ended(log, 76)
+    assert printed_keys(log.read_text()) == ["generators.generator.sent_away"]
+    assert "model.seed is 77, " in log.read_text()
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "key", "named"),
     [
-        (["generators=separate"], ["generators", "placement", "joined"]),
-        ([*SEPARATE, "generation_ranks=1"], ["generation_ranks", "generators", "expected 0"]),
-        ([*SEPARATE, "generator_timeout_seconds=0"], ["generator_timeout_seconds"]),
+        (
+            ["generators=separate"],
+            "config.placement.not_disaggregated",
+            ["generators", "placement", "joined"],
+        ),
+        (
+            [*SEPARATE, "generation_ranks=1"],
+            "config.generation_ranks.conflicts_with_generators_separate",
+            ["generation_ranks", "generators", "0"],
+        ),
+        (
+            [*SEPARATE, "generator_timeout_seconds=0"],
+            "config.value.out_of_range",
+            ["generator_timeout_seconds"],
+        ),
     ],
 )
-def test_what_cannot_work_is_told(overrides, words, tmp_path):
+def test_what_cannot_work_is_told(overrides, key, named, tmp_path):
     with pytest.raises(ConfigError) as error:
         tiny_config(tmp_path, *overrides)
-    assert all(word in str(error.value) for word in words), str(error.value)
+    check_fault(error.value.faults, key, *named)
 
 
 class Sent:

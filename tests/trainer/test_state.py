@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.errors import raises_error
 from helpers.thread_ranks import gathering_ranks
 
 from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
-from reinforce_rl.errors import ConfigError, DivergedError
+from reinforce_rl.errors import DivergedError
 from reinforce_rl.trainer.state import BestCheckpoints, Divergence, PastSteps
 
 ESTIMATORS = ["running_mean", "moving_average", "exponential_moving_average"]
@@ -171,7 +172,8 @@ def test_resumed():
 
 
 def test_unknown_metric():
-    with pytest.raises(ConfigError, match=r"best_metric is 'val/reward'.*expected one of val/rewards, val/other"):
+    named = ("best_metric is 'val/reward'", "val/rewards, val/other")
+    with raises_error("checkpoint.best_metric.unknown", *named):
         BestCheckpoints(1, "val/reward").add(1, {"rewards": 1.0, "other": 2.0})
 
 
@@ -202,7 +204,7 @@ class TestDivergence:
         divergence = Divergence(most)
         for _ in range(most - 1):
             self.check(divergence, True)
-        with pytest.raises(DivergedError):
+        with raises_error("trainer.gradient.not_finite"):
             self.check(divergence, True)
 
     def test_one_that_is_not_skipped_begins_a_new_row(self):
@@ -210,7 +212,7 @@ class TestDivergence:
         for _ in range(4):
             self.check(divergence, True, True, False)
         self.check(divergence, True, True)
-        with pytest.raises(DivergedError):
+        with raises_error("trainer.gradient.not_finite"):
             self.check(divergence, True)
 
     @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -219,12 +221,13 @@ class TestDivergence:
         assert divergence.is_sound
         self.check(divergence, False, loss=loss)
         assert not divergence.is_sound
-        with pytest.raises(DivergedError):
+        with raises_error("trainer.loss.not_finite", "step 1"):
             divergence.check_end(1)
         self.check(divergence, False, loss=0.5)
         assert divergence.is_sound
         divergence.check_end(2)
 
     def test_lost_weights_end_it_at_once(self):
-        with pytest.raises(DivergedError, match="step 4"):
+        with raises_error("trainer.weights.not_finite", "step 4") as error:
             Divergence(9).check(4, [self.update(weights_lost=True)], 0.5, self.MESH, lambda text: None)
+        assert isinstance(error.value, DivergedError)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.errors import printed_keys
 from helpers.ranks import kill_tree
 from helpers.tiny_run import metrics_of, tiny_overrides
 from helpers.trainer_processes import (
@@ -107,7 +108,9 @@ def test_in_every_phase(processes, uninterrupted, tmp_path, phase, step, number,
     found = status(tmp_path)
     assert (found.state, found.step, found.max_steps, found.exit_code) == ("stopped", saved, STEPS, EXIT_STOPPED)
     if saved < STEPS:
-        assert f"stopped by {signal.Signals(number).name} after step {saved} of {STEPS}" in found.reason
+        assert printed_keys(log(tmp_path)) == ["run.stop.by_signal"]
+        assert signal.Signals(number).name in found.reason
+        assert f"step {saved} of {STEPS}" in found.reason
         assert not (tmp_path / "run" / "hf").exists(), "nothing is exported"
     finish(processes, tmp_path)
     assert_equal_runs(tmp_path, uninterrupted)
@@ -127,13 +130,13 @@ def test_ctrl_c(processes, uninterrupted, tmp_path, phase, step):
 
 
 @pytest.mark.parametrize(
-    ("file_bytes", "file"),
+    ("file_bytes", "key", "path"),
     [
-        (60_000, r"run/report\.html cannot be written: File too large"),
-        (20_000, r"cannot write the checkpoint .*/run/checkpoints/step_00000006\.part: .*File too large"),
+        (60_000, "disk.file.not_written", "run/report.html"),
+        (20_000, "checkpoint.disk.full", "run/checkpoints/step_00000006.part"),
     ],
 )
-def test_a_full_disk(processes, uninterrupted, tmp_path, file_bytes, file):
+def test_a_full_disk(processes, uninterrupted, tmp_path, file_bytes, key, path):
     stop(processes, tmp_path, act=act("train_time", 3, signal.SIGTERM))
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000003"
     files = {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
@@ -142,12 +145,13 @@ def test_a_full_disk(processes, uninterrupted, tmp_path, file_bytes, file):
     assert processes.wait() == EXIT_ERROR, log(tmp_path)
     said = log(tmp_path).partition("error: ")[2]
     assert "Traceback" not in log(tmp_path)
-    assert re.search(rf"{file}.*GB are free on /.*{file_bytes} bytes .*ulimit -f", said), said
+    named = rf"{re.escape(path)}.*File too large.*GB .* /.*{file_bytes} bytes .*ulimit -f"
+    assert re.search(named, said), said
     step = saved_step(tmp_path)
     assert re.search(rf"(goes on after step {step}|resumes from it)", said), said
     found = status(tmp_path)
     assert (found.state, found.exit_code) == ("failed", EXIT_ERROR)
-    assert found.reason == said.strip()
+    assert said.strip() == f"{found.reason} [{key}]"
     assert files == {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
     assert list((tmp_path / "run").glob(".*")) == []
     assert list((tmp_path / "run" / "checkpoints").glob("*.part")) == []
@@ -160,14 +164,15 @@ def test_while_loading(processes, tmp_path):
     """There is nothing to save, and nothing is waited for."""
     stop(processes, tmp_path, act=act("loading the model", 0, signal.SIGTERM))
     assert not (tmp_path / "run" / "checkpoints").exists()
-    assert status(tmp_path).reason == "stopped by SIGTERM before the first step; nothing was to be saved"
+    assert printed_keys(log(tmp_path)) == ["run.stop.before_first_step"]
+    assert "SIGTERM" in status(tmp_path).reason
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or metrics_of(tmp_path) == []
 
 
 def test_one_of_two_ranks_is_told(processes, uninterrupted_on_two, tmp_path):
     stop(processes, tmp_path, ranks=2, act=act("generate", 5, signal.SIGTERM, rank=1))
     assert saved_step(tmp_path) == 4
-    assert "stopped by" in status(tmp_path).reason
+    assert set(printed_keys(log(tmp_path))) == {"run.stop.by_signal"}
     stop(processes, tmp_path, ranks=2, act=act("train_time", 8, signal.SIGUSR1))
     assert saved_step(tmp_path) == 8
     finish(processes, tmp_path, ranks=2)
@@ -180,6 +185,7 @@ def test_the_sentinel_stops_every_rank(processes, uninterrupted_on_two, tmp_path
     processes.start(tmp_path, *SETTINGS, "sentinel.rules.prompts_repeated=stop", ranks=2, patience=30)
     assert processes.wait() == EXIT_SENTINEL, log(tmp_path)
     assert processes.statuses == [EXIT_SENTINEL] * 2 and "Traceback" not in log(tmp_path)
+    assert set(printed_keys(log(tmp_path))) == {"run.stop.by_sentinel"}
     assert saved_step(tmp_path) == 1 and "prompts_repeated" in status(tmp_path).reason
     assert not (tmp_path / "run" / "hf").exists(), "nothing is exported"
     finish(processes, tmp_path, ranks=2)
@@ -212,8 +218,9 @@ def test_it_ends_by_itself_before_the_allocation_does(processes, tmp_path):
     stop(processes, tmp_path, *steps, allocation=round(LAUNCHER_SECONDS) + 30, step_seconds=2.0)
     end = int(next(line for line in log(tmp_path).splitlines() if "allocation ends" in line).split()[-1])
     found = status(tmp_path)
-    assert "the time of this run is used up (" in found.reason and "s are left by SLURM_JOB_END_TIME" in found.reason
-    assert found.reason.endswith(f"after step {found.step} of 1200; the same command goes on from there")
+    assert printed_keys(log(tmp_path)) == ["run.time.used_up"]
+    assert "SLURM_JOB_END_TIME" in found.reason
+    assert f"step {found.step} of 1200" in found.reason
     assert found.step == saved_step(tmp_path) == metrics_of(tmp_path)[-1]["step"] > 0
     assert found.time < end - LAUNCHER_SECONDS, "with room"
     assert found.save_seconds is not None and found.save_seconds > 0

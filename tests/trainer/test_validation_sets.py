@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
 from helpers.tiny_run import json_lines, metrics_of, run, three_letters, without_times, write_prompts
 
 from reinforce_rl.data.prompts import build_train_valid_test_rlhf_datasets, fixed_prompts
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.errors import ConfigError
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.report import verdict
 from reinforce_rl.monitoring.run_folder import RunFolder
@@ -75,23 +75,29 @@ def test_prompts_are_numbered_over_all_sets_and_the_first_of_each_are_taken(
     assert [(p.id, p.set_name) for part in parts for p in part] == [(0, "one"), (1, "one"), (4, "two"), (5, "two")]
     texts = [json.loads(line)["prompt"] for line in files["two"].read_text().splitlines()]
     assert parts[2][-1].text == texts[1]
-    with pytest.raises(ConfigError, match="the validation set one has 4 prompts; expected 1 to 4"):
+    named = ("set one has 4 prompts", "1 to 4")
+    with raises_error("data.validation.too_few_prompts", *named):
         fixed_prompts(both, 5)
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "key", "named"),
     [
-        ("{}", "data_prefix.validation is empty; expected {NAME: path or list, ...}, or null"),
-        ("{a/b: x.jsonl}", "has a set named 'a/b'; expected letters"),
-        ("{a: none.jsonl}", "data_prefix.validation: none.jsonl does not exist"),
-        ("{a: null}", "data_prefix.validation is {'a': None}; expected"),
+        ("{}", "data.validation.empty", "{NAME: path or list, ...}"),
+        ("{a/b: x.jsonl}", "data.validation.invalid_name", "'a/b'"),
+        ("{a: none.jsonl}", "data.file.missing", "none.jsonl"),
+        ("{a: null}", "config.value.wrong_type", "{'a': None}"),
     ],
 )
-def test_a_wrong_set_is_said_at_the_start(tmp_path: Path, mesh: Mesh, value: str, words: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+def test_a_wrong_set_is_said_at_the_start(
+    tmp_path: Path,
+    mesh: Mesh,
+    value: str,
+    key: str,
+    named: str,
+) -> None:
+    with raises_error(key, VALIDATION, named):
         run(tmp_path, mesh, f"{VALIDATION}={value}")
-    assert words in str(raised.value)
 
 
 def test_a_run_with_sets_goes_on_as_if_it_had_not_stopped(tmp_path: Path, mesh: Mesh, files: dict[str, Path]) -> None:

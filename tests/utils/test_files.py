@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.errors import check_fault, raises_error
 from helpers.full_disk import files_of_at_most
 from safetensors.torch import load_file, save_file
 
@@ -149,11 +150,11 @@ def test_one_line_larger_than_the_memory_is_not_read(tmp_path):
     path.write_bytes(b'{"a": 1}\n')
     os.truncate(path, 3 << 30)  # sparse: no disk is used
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(DataError, match=r"lines\.jsonl, line 2: expected at most 67108864 bytes"):
+    with raises_error("json_lines.line.too_long", path, "line 2", 67108864):
         read_json_lines(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 1024, "KiB"
     os.truncate(path, 5 << 30)
-    with pytest.raises(DataError, match=r"lines\.jsonl holds 5368709120 bytes; expected at most 4294967296"):
+    with raises_error("file.too_large", path, 5368709120, 4294967296):
         read_json_lines(path)
 
 
@@ -165,12 +166,16 @@ def test_a_long_line_is_not_read_to_its_end(monkeypatch):
     assert file.tell() == 22
 
 
-@pytest.mark.parametrize(("line", "reason"), [("{broken", "not valid JSON"), ("[1]", "found a JSON list")])
-def test_a_bad_line_is_named(tmp_path, line, reason):
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [("{broken", "json_lines.line.not_json"), ("[1]", "json_lines.line.no_object")],
+)
+def test_a_bad_line_is_named(tmp_path, line, key):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"a": 1}\n' + line + "\n")
-    with pytest.raises(DataError, match=rf"lines\.jsonl, line 2: .*{reason}"):
+    with raises_error(key, f"{path}, line 2: ") as error:
         read_json_lines(path)
+    assert isinstance(error.value, DataError)
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
@@ -224,6 +229,7 @@ def test_an_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert list(output_faults("--json", tmp_path / "new" / "found.json")) == []
     assert list(output_faults("--json", tmp_path / "file")) == [] and not (tmp_path / "new").exists()
-    assert list(output_faults("--json", tmp_path)) == [f"--json is {tmp_path}, which is a folder; expected a file"]
+    (fault,) = output_faults("--json", tmp_path)
+    check_fault([fault], "file.is_folder", "--json", tmp_path)
     (fault,) = output_faults("--json", tmp_path / "file" / "found.json")
-    assert f"the folder of --json is {tmp_path / 'file'}; no folder can be made in " in fault
+    check_fault([fault], "folder.not_writable", "--json", tmp_path / "file")

@@ -192,7 +192,10 @@ class CoreAttention(torch.nn.Module):
     ):
         super().__init__()
         if config.attention_dropout:
-            raise ReinforceError(f"attention_dropout is {config.attention_dropout}; only 0 is supported")
+            raise ReinforceError(
+                f"attention_dropout is {config.attention_dropout}; only 0 is supported",
+                key="model.attention_dropout.not_supported",
+            )
         self.scale = softmax_scale
         # megatron's (left, right) excludes the position itself.
         self._window = None if config.window_size is None else config.window_size[0] + 1

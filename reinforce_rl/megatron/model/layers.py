@@ -25,7 +25,7 @@ from megatron.core.utils import get_te_version, is_te_min_version
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.attention import CoreAttention
 
@@ -158,7 +158,9 @@ def _check_installed() -> None:
         return
     found = f"Transformer Engine {get_te_version()} is installed" if te.HAVE_TE else "Transformer Engine is not there"
     advice = "Install it (docs/tensorrt-llm.md), or set model.transformer_engine=false"
-    raise ConfigError([f"model.transformer_engine is true, but {found}; expected {OLDEST_VERSION} or later. {advice}"])
+    expected = f"expected {OLDEST_VERSION} or later"
+    sentence = f"model.transformer_engine is true, but {found}; {expected}. {advice}"
+    raise ConfigError([Fault(sentence, key="config.transformer_engine.missing_or_old")])
 
 
 def _with_bias(linear: Any) -> Any:

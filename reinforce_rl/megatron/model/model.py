@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch import Tensor
 
 from reinforce_rl.config.parallelism import Layout
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.attention import positions_below, zigzag_positions
@@ -124,24 +124,38 @@ def transformer_config(
         layers = get_num_layers_to_build(config, pp_rank=stage)  # rejects a layer count that does not divide
     except (AssertionError, TypeError, ValueError) as error:  # megatron validates with asserts
         given = f" with model.megatron_overrides={dict(options.overrides)}" if options.overrides else ""
-        raise ConfigError([f"megatron-core refuses this configuration of the model{given}: {error}"]) from error
+        sentence = f"megatron-core refuses this configuration of the model{given}: {error}"
+        raise ConfigError([Fault(sentence, key="config.model.refused_by_megatron")]) from error
     group = options.recompute_num_layers
     if options.recompute_method == "uniform" and group is not None and layers % group:
-        fault = f"model.activations_checkpoint_num_layers is {group}, which does not divide the {layers} layers of "
-        raise ConfigError([f"{fault}stage {stage}, as activations_checkpoint_method=uniform needs"])
+        sentence = (
+            f"model.activations_checkpoint_num_layers is {group}, which does not divide "
+            f"the {layers} layers of stage {stage}, as activations_checkpoint_method=uniform needs"
+        )
+        fault = Fault(
+            sentence,
+            key="config.activations_checkpoint_num_layers.not_a_divisor_of_layers",
+        )
+        raise ConfigError([fault])
     return config
 
 
-def _faults_of_overrides(overrides: Mapping[str, Any]) -> Iterator[str]:
+def _faults_of_overrides(overrides: Mapping[str, Any]) -> Iterator[Fault]:
     fields = [item.name for item in dataclasses.fields(TransformerConfig)]
     for name in overrides:
         key = f"model.megatron_overrides.{name}"
         if name in _SET_BY_OTHER_KEYS:
-            yield f"{key} is what {_SET_BY_OTHER_KEYS[name]} sets; use that"
+            yield Fault(
+                f"{key} is what {_SET_BY_OTHER_KEYS[name]} sets; use that",
+                key="config.megatron_overrides.set_by_another_key",
+            )
         elif name not in fields:
             close = difflib.get_close_matches(name, fields, n=1)
             advice = f"did you mean {close[0]}?" if close else "see megatron.core.transformer.TransformerConfig"
-            yield f"{key} is no field of megatron's TransformerConfig; {advice}"
+            yield Fault(
+                f"{key} is no field of megatron's TransformerConfig; {advice}",
+                key="config.megatron_overrides.unknown",
+            )
 
 
 Cache = TypeVar("Cache", KVCache, FlashCache)
@@ -354,5 +368,6 @@ def rope_parameters(architecture: Architecture) -> tuple[Tensor, float]:
         rotary = LlamaRotaryEmbedding(config)
     except Exception as error:  # its checks raise many types, and a null in RoPE's keys a TypeError
         reason = " ".join(str(error).split())
-        raise ConfigError([f"transformers cannot read the model's config.json: {reason}"]) from error
+        sentence = f"transformers cannot read the model's config.json: {reason}"
+        raise ConfigError([Fault(sentence, key="model.config.refused_by_transformers")]) from error
     return rotary.inv_freq, float(rotary.attention_scaling)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reinforce_rl.errors import CheckpointError, ConfigError
+from reinforce_rl.errors import CheckpointError, ConfigError, Fault
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.model.attention import sum_of_shares
@@ -67,14 +67,16 @@ class RewardHead:
 
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
-            raise ConfigError([f"pooling is {self.pooling!r}; expected one of {', '.join(POOLINGS)}"])
+            sentence = f"pooling is {self.pooling!r}; expected one of {', '.join(POOLINGS)}"
+            raise ConfigError([Fault(sentence, key="reward_model.head.other_pooling")])
         rows = (len(self.attributes),) if self.attributes else ()
         if self.weight.shape[:-1] != rows or self.bias.shape != rows:
             found = (
                 f"weights {tuple(self.weight.shape)}, a bias {tuple(self.bias.shape)} and {len(self.attributes)} names"
             )
             expected = "(h) and () with no name, or (K, h) and (K) with K names"
-            raise ConfigError([f"the reward head has {found} of attributes; expected {expected}"])
+            sentence = f"the reward head has {found} of attributes; expected {expected}"
+            raise ConfigError([Fault(sentence, key="reward_model.head.other_shapes")])
 
     @property
     def rows(self) -> Tensor:
@@ -107,7 +109,10 @@ class RewardHead:
         from safetensors import safe_open
 
         if not Path(path).is_file():
-            raise CheckpointError(f"reward head {path} does not exist; `reinforce-rl train-rm` writes one")
+            raise CheckpointError(
+                f"reward head {path} does not exist; `reinforce-rl train-rm` writes one",
+                key="reward_model.head.no_file",
+            )
         try:
             check_regular(Path(path))
             with safe_open(path, framework="pt") as file:
@@ -124,7 +129,10 @@ class RewardHead:
             raise
         except Exception as error:  # safetensors raises an undocumented type for a damaged file
             expected = "safetensors with weight, bias, pooling"
-            raise CheckpointError(f"{path} is not a reward head ({expected}): {error}") from error
+            raise CheckpointError(
+                f"{path} is not a reward head ({expected}): {error}",
+                key="reward_model.head.not_readable",
+            ) from error
 
     @classmethod
     def from_classifier(cls, folder: HFFolder, name: str | None = None, activation: str | None = None) -> RewardHead:
@@ -148,8 +156,9 @@ class RewardHead:
         if len(labels) != len(layers[-1].weight):
             if SCORE_LAYER in folder and module == SCORE:
                 raise CheckpointError(
-                    f"{folder.folder}: {SCORE_LAYER} has {len(layers[-1].weight)} rows, config.json's id2label "
-                    f"{len(labels)} names"
+                    f"{folder.folder}: {SCORE_LAYER} has {len(layers[-1].weight)} rows, "
+                    f"but id2label in config.json has {len(labels)} names",
+                    key="reward_model.head.other_labels",
                 )
             labels = unnamed_labels(len(layers[-1].weight))  # config.json is not of a classifier
         # Other frameworks read the last token of a row, whatever it is.

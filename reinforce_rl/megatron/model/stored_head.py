@@ -52,18 +52,23 @@ def module_of(folder: HFFolder, name: str | None) -> str:
     if has_prefix and has_score and prefix != SCORE:
         raise CheckpointError(
             f"{folder.folder} has two heads: {SCORE}, which transformers reads, and {prefix}, which {_OPENRLHF_KEY} "
-            f"of config.json names for OpenRLHF. Choose with {NAME_KEY}={SCORE} or {NAME_KEY}={prefix}"
+            f"of config.json names for OpenRLHF. Choose with {NAME_KEY}={SCORE} or {NAME_KEY}={prefix}",
+            key="reward_model.head.two_heads",
         )
     if has_score:
         if SCORE_LAYER in folder and f"{SCORE}.bias" in folder:
             raise CheckpointError(
                 f"{folder.folder} has {SCORE}.bias beside {SCORE_LAYER}, which a classifier of transformers leaves "
-                f"out. {NAME_KEY}={SCORE} adds it to the score; for transformers' scores, remove it"
+                f"out. {NAME_KEY}={SCORE} adds it to the score; for transformers' scores, remove it",
+                key="reward_model.head.bias_of_score",
             )
         return SCORE
     if has_prefix:
         return str(prefix)
-    raise CheckpointError(f"{folder.folder} has no {SCORE_LAYER}, {_advice(folder)}")
+    raise CheckpointError(
+        f"{folder.folder} has no {SCORE_LAYER}, {_advice(folder)}",
+        key="reward_model.head.no_score",
+    )
 
 
 def module_name(name: str) -> str:
@@ -79,7 +84,10 @@ def layers_of(folder: HFFolder, module: str) -> tuple[Layer, ...]:
     """Read a head's layers, first to last; see `layers_in`."""
     tensors = {name: folder.read(name) for name in _tensors_below(folder.names, module)}
     if not tensors:
-        raise CheckpointError(f"{NAME_KEY} is {module}: {folder.folder} has no {module}.weight, {_advice(folder)}")
+        raise CheckpointError(
+            f"{NAME_KEY} is {module}: {folder.folder} has no {module}.weight, {_advice(folder)}",
+            key="reward_model.head.unknown_name",
+        )
     return layers_in(tensors, module, str(folder.folder))
 
 
@@ -104,7 +112,8 @@ def layers_in(tensors: Mapping[str, Tensor], module: str, place: str) -> tuple[L
         )
         raise CheckpointError(
             f"the head {module} in {place} is {_listed(tensors, _tensors_below(tensors, module)) or 'not there'}; "
-            f"expected {expected}"
+            f"expected {expected}",
+            key="reward_model.head.other_tensors",
         )
     return layers
 
@@ -115,14 +124,20 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except Exception as error:  # safetensors raises an undocumented type for a damaged file
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+        raise CheckpointError(
+            f"{path} cannot be read as safetensors: {error}",
+            key="reward_model.head.no_safetensors",
+        ) from error
 
 
 def activation_of(layers: tuple[Layer, ...], given: str | None, folder: Path, module: str) -> str | None:
     """Return the activation between two layers, which no file of weights names; None for one layer."""
     if len(layers) == 1:
         if given is not None:
-            raise CheckpointError(f"{ACTIVATION_KEY} is {given}, but the head {module} has one layer; leave it null")
+            raise CheckpointError(
+                f"{ACTIVATION_KEY} is {given}, but the head {module} has one layer; leave it null",
+                key="reward_model.head.one_layer",
+            )
         return None
     classes = model_values(str(folder)).get("architectures") or []
     known = {_ACTIVATION_OF_CLASS.get(name) for name in classes} - {None}
@@ -130,7 +145,8 @@ def activation_of(layers: tuple[Layer, ...], given: str | None, folder: Path, mo
     if activation is None:
         raise CheckpointError(
             f"the head {module} has two linear layers, and no file says which activation is between them; name the "
-            f"one that it was trained with: {ACTIVATION_KEY}={'|'.join(ACTIVATIONS)}"
+            f"one that it was trained with: {ACTIVATION_KEY}={'|'.join(ACTIVATIONS)}",
+            key="reward_model.head.activation_not_set",
         )
     return activation
 

@@ -45,9 +45,10 @@ def check(mesh: Mesh, tp_size: int) -> None:
     assert raised(mesh, None) is None
     for failing in (0, 1):
         for kind in (CheckpointError, DataError, TooManyFailedRewardsError):
-            mine = kind("no space") if mesh.rank == failing else None
+            mine = kind("no space", key="disk.full") if mesh.rank == failing else None
             found = raised(mesh, mine)
             assert type(found) is kind
+            assert found.key == "disk.full"
             assert found is mine if mine else str(found) == f"rank {failing} failed: no space"
         # An error of any other kind is the rank's own there, and one of this package elsewhere.
         for error in (KeyError("x"), ConfigError(["a fault"])):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from helpers.checkpoint_run import Run
+from helpers.errors import check_error
 from helpers.resharding import ALL_LAYOUTS, SAVED_AFTER, load_and_go_on, run_of, save_and_go_on
 
 from reinforce_rl.errors import CheckpointError
@@ -31,7 +32,7 @@ def save_on_a_full_disk(run: Run, mesh: Mesh, full_rank: int) -> None:
         run.checkpointer.save(SAVED_AFTER + 1, {"step": SAVED_AFTER + 1})
         run.checkpointer.finish()
     except CheckpointError as error:
-        assert f"rank {full_rank} cannot write the checkpoint" in str(error), error
+        check_error(error, "checkpoint.disk.full", f"rank {full_rank}")
     else:
         raise AssertionError("no error")
     finally:

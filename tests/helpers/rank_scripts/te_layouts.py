@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import transformer_engine
 from helpers import resharding
+from helpers.errors import check_error
 from helpers.layouts import Layout, computed
 from helpers.policies import megatron_model
 from helpers.with_te import CASES, ONE, SAVED, TE_LAYOUTS
@@ -64,7 +65,7 @@ def check_that_an_old_one_is_refused(model: Path, layout: Layout, mesh: Mesh) ->
     try:
         megatron_model(model, mesh, options=layout.model)
     except ConfigError as error:
-        assert "Transformer Engine 2.11.0 is installed; expected 99.0 or later" in str(error)
+        check_error(error, "config.transformer_engine.missing_or_old", "2.11.0", "99.0")
     else:
         raise AssertionError("no error")
     finally:
