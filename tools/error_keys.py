@@ -20,8 +20,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "reinforce_rl"
-# Parts of the package whose errors have no keys yet. A part that is done is taken out, and none is added.
-WITHOUT_KEYS: tuple[str, ...] = ()
 SENTENCES = ROOT / "tests" / "error_sentences.txt"
 KEY = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 # Errors that are raised with a sentence, and so with a key. ConfigError lists faults, which have the keys.
@@ -176,8 +174,7 @@ def faults_of(errors: list[RaisedError]) -> list[str]:
     """Return a sentence for each error without a key, or with one that is not of the form."""
     faults = []
     for error in errors:
-        part = Path(error.place.partition(":")[0]).parts[1]
-        if error.is_computed or part in WITHOUT_KEYS:
+        if error.is_computed:
             continue
         if not error.key:
             faults.append(f"{error.place}: has no key")

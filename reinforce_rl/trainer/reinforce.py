@@ -309,8 +309,14 @@ class ReinforceTrainer:
     def load_state_dict(self, state: dict[str, Any], more: Mapping[str, bytes] = MappingProxyType({})) -> None:
         """Inverse of `state_dict`; `more` are the checkpoint's other files.
 
-        Raises CheckpointError: the state has another version or other data.
+        Raises CheckpointError: the state has another version or other data, or is another program's.
         """
+        if "validation_is_due" not in state and state.get("version") == STATE_VERSION:
+            raise CheckpointError(
+                "the checkpoint is not of an actor's training, but of another program, such as train-rm. "
+                "Choose another exp_manager.explicit_log_dir",
+                key="checkpoint.state.other_program",
+            )
         if state.get("version") != STATE_VERSION:
             raise CheckpointError(
                 f"the trainer's state in the checkpoint has version {state.get('version')!r}; expected "

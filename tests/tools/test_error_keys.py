@@ -76,12 +76,7 @@ def test_a_key_has_two_parts():
     assert error_keys.faults_of(errors) == ["reinforce_rl/new/file.py:1: the key 'Data' is not of the form area.kind"]
 
 
-def test_the_list_is_todays_and_every_error_of_a_part_that_is_done_has_a_key():
+def test_the_list_is_todays_and_every_error_has_a_key():
     errors = error_keys.package_errors()
     assert error_keys.faults_of(errors) == []
     assert error_keys.SENTENCES.read_text(encoding="utf-8") == error_keys.listing(errors)
-
-
-def test_parts_without_keys_exist():
-    """A part that was renamed would be let off for ever."""
-    assert all((error_keys.PACKAGE / part).exists() for part in error_keys.WITHOUT_KEYS)
