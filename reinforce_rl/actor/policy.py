@@ -199,13 +199,14 @@ class MegatronGPTReinforceActorModel:
         denominators: Denominators,
         *,
         rows: Tensor | None = None,
-        kl_coefficient: float = 0.0,
+        kl_coefficient: float | None = None,
         on_policy: bool = True,
     ) -> LossShare:
         """Zero the gradient buffers and accumulate the gradient of the loss into them.
 
         Args:
             denominators: over all data-parallel ranks.
+            kl_coefficient: of the KL in the loss; None if it is elsewhere.
             rows: int64 indices of this optimizer step's samples; None for all.
             on_policy: no optimizer step since sampling, so every ratio is exactly 1.
         """

@@ -153,13 +153,14 @@ def policy_loss(
     inputs: LossInputs,
     denominators: Denominators,
     settings: LossSettings,
-    kl_coefficient: float = 0.0,
+    kl_coefficient: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute this micro-batch's share of the loss: policy gradient, KL term, entropy bonus.
 
     With the default settings it is REINFORCE: -1/M sum_i A_i sum_t l_it over M sequences.
 
     `log_probs` and `entropy`, None if not computed, are [N, T] with gradient, and anything outside the mask.
+    `kl_coefficient` is None where the loss has no KL.
 
     Returns:
         the scalar share, and float64 sums over training tokens, additive over micro-batches and ranks, for
@@ -185,7 +186,7 @@ def policy_loss(
     if generator is not None:
         correction = generator_weights(old, generator, kept, correction=settings.generator_correction, cap=cap)
     terms = terms * correction
-    if kl_coefficient and inputs.reference_log_probs is not None:
+    if kl_coefficient is not None and inputs.reference_log_probs is not None:
         how = {"estimator": settings.kl_estimator, "weights": settings.kl_loss_weights}
         terms = terms + kl_coefficient * kl_loss_terms(own, clean(inputs.reference_log_probs), kept, **how)
     if settings.entropy_bonus and entropy is not None:

@@ -195,6 +195,11 @@ class ReinforceConfig(Section):
     reward_shaping: RewardShapingConfig = key(RewardShapingConfig(), "in this order")
 
     @property
+    def uses_reference(self) -> bool:
+        """Whether the initial policy is kept, since a KL from it is taken."""
+        return self.initial_policy_kl_penalty > 0
+
+    @property
     def kl_estimator_used(self) -> str:
         return "absolute_k1" if self.use_absolute_kl else self.kl_estimator
 
@@ -338,6 +343,10 @@ class TrainConfig(Section):
     preflight_response_tokens: Count | None = key(
         None, "of preflight=deep: mean length of a response; null: max_length", "tokens"
     )
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.trainer.reinforce.uses_reference
 
     @property
     def training_ranks(self) -> int:

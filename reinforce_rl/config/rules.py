@@ -53,7 +53,7 @@ def _algorithm(cfg: TrainConfig) -> Iterator[Fault]:
             "set one of them (use_absolute_kl means kl_estimator=absolute_k1)",
             key="config.use_absolute_kl.conflicts_with_kl_estimator",
         )
-    if rl.kl_target is not None and not rl.initial_policy_kl_penalty > 0:
+    if rl.kl_target is not None and not rl.uses_reference:
         yield settings_fault(
             cfg,
             ("trainer.reinforce.kl_target", "trainer.reinforce.initial_policy_kl_penalty"),

@@ -39,7 +39,7 @@ def accumulate(
     """Accumulate the gradient of the whole step's loss; `rows` are this data-parallel rank's, None for all."""
     rows = torch.arange(len(batch.trains)) if rows is None else rows
     denominators = denominators_of(batch, rows, actor.settings.sampling.max_length, actor.mesh.sum_over_dp)
-    in_loss = beta if cfg.kl_placement == "loss" else 0.0
+    in_loss = beta if cfg.kl_placement == "loss" else None
     return actor.get_loss_and_metrics(batch, denominators, rows=rows, kl_coefficient=in_loss)
 
 

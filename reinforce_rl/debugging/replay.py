@@ -298,7 +298,7 @@ class _Replayer:
         ids, mesh = list(dict.fromkeys(stored.batch.group_ids.tolist())), self._mesh
         own = torch.tensor(shard(ids, mesh.dp_rank, mesh.dp_size), dtype=torch.long)
         batch = stored.batch.select(torch.isin(stored.batch.group_ids, own).nonzero()[:, 0])
-        if self._cfg.trainer.reinforce.initial_policy_kl_penalty == 0:
+        if not self._cfg.uses_reference:
             batch = replace(batch, init_log_probs=None)
         self._trainer.step = step - 1
         return batch, self._trainer.generate_reinforce_data(batch)[0]

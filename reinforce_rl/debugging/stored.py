@@ -32,7 +32,7 @@ class StoredStep:
 
     def needs(self, cfg: ReinforceConfig) -> None:
         """Raise DataError if the record lacks what these settings' KL is computed from."""
-        if cfg.initial_policy_kl_penalty == 0 or self.batch.init_log_probs is not None:
+        if not cfg.uses_reference or self.batch.init_log_probs is not None:
             return
         if not self.batch.sequences.numel():
             self.needs_tokens("the KL is computed from them")

@@ -124,7 +124,7 @@ class _Side:
                 past.load_state_dict(self.past.state_dict())
             self.past, self._cfg = past, cfg
         step.needs(cfg)
-        if cfg.initial_policy_kl_penalty == 0:
+        if not cfg.uses_reference:
             batch = replace(batch, init_log_probs=None)
         batch = with_valid(batch, cfg.truncated_samples)
         return reinforce_batch(batch, cfg, self.past, step=step.step, max_length=max_length)

@@ -230,7 +230,7 @@ def _policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> memory.Policy:
     model, lora, number = cfg.model, build.lora_settings(cfg), cfg.model.activations_checkpoint_num_layers or 1
     full = model.activations_checkpoint_granularity == "full"
     uniform = model.activations_checkpoint_method == "uniform"
-    has_copy = lora is None and cfg.trainer.reinforce.initial_policy_kl_penalty > 0
+    has_copy = cfg.uses_reference and lora is None
     return memory.Policy(
         weight_bytes=memory.WEIGHT_BYTES[cfg.trainer.precision],
         layout=layout,

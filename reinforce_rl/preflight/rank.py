@@ -141,7 +141,7 @@ class RankRun:
             optimizer.step()  # allocates Adam's moments
             self._away(optimizer, actor, offloads=model.reinforce.offload_adam_states)
             self._passes("log-probs", 1, lambda count: self._log_probs(actor.get_inference_log_probs, count))
-            if cfg.trainer.reinforce.initial_policy_kl_penalty > 0:
+            if cfg.uses_reference:
                 reference = actor.get_init_policy_logprobs
                 self._passes("reference log-probs", 1, lambda count: self._log_probs(reference, count))
             self._passes("training", case.in_flight, lambda count: self._train(actor, count))

@@ -315,11 +315,11 @@ def predict(job: PredictedJob, roles: Sequence[Role]) -> StepTime:
     phases = [generation] + [PhaseTime("offload and back", "PCIe", {"transfer": 2 * away / machine.pcie})] * bool(away)
     train_rows, forward_rows = job.rows(math.ceil(job.lengths.average))
     forward = math.ceil(plan.prompts_of_rank.most * plan.samples / forward_rows)
-    with_kl, several = rl.initial_policy_kl_penalty > 0, rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None
+    several = rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None
     known = cfg.generation == "native" and rl.generator_log_probs and cfg.trainer.precision != "bf16"
-    if several or (with_kl and not known):  # follows `RolloutMaker`
+    if several or (cfg.uses_reference and not known):  # follows `RolloutMaker`
         phases.append(_passes(job, roles, "log-probs", forward))
-    if with_kl:
+    if cfg.uses_reference:
         reference = _passes(job, roles, "reference log-probs", forward)
         if lora_settings(cfg) is None and model.reference_placement == "host":
             shapes = stage_shapes(job.architecture, job.layout.tensor, job.layers, None)

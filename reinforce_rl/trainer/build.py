@@ -145,7 +145,7 @@ def build_actor(
         tokenizer,
         Elsewhere() if has_engine_elsewhere else build_generator(cfg, lm, tokenizer),
         actor_settings(cfg, lm, tokenizer),
-        with_reference=with_reference and cfg.trainer.reinforce.initial_policy_kl_penalty > 0,
+        with_reference=with_reference and cfg.uses_reference,
         reference_on_device=cfg.model.reference_placement == "device",
         lora=identity,
         optim=cfg.model.optim,

@@ -219,7 +219,7 @@ class ReinforceTrainer:
         mesh, updates, sums, rollouts = self.model.mesh, [], Counter[str](), batch.rollouts
         mask, log_probs, generator = rollouts.response_mask, rollouts.log_probs, rollouts.generator_log_probs
         log_probs = torch.full(mask.shape, math.nan) if log_probs is None else log_probs[:, : rollouts.width]
-        in_loss = self._past.beta.value if self.cfg.kl_placement == "loss" else 0.0
+        in_loss = self._past.beta.value if self.cfg.kl_placement == "loss" else None
         past, terms = self._past.state_dict(), []
         if self.recorder is not None:
             self.recorder.before_update()

@@ -325,15 +325,14 @@ class RolloutMaker:
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
         """Add policy and reference log-probs if needed: without a KL only a second update reads them."""
         where = (batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
-        with_kl = self.cfg.initial_policy_kl_penalty > 0
         # Ratios of a second update must start from the trainer's own log-probs.
         is_current = self.model.generator.is_exact and not self.staleness
         is_known = self.cfg.generator_log_probs and is_current and not self.has_ratios
-        if with_kl or self.has_ratios:
+        if self.cfg.uses_reference or self.has_ratios:
             with self.clock.phase("logprobs"):
                 own = batch.generator_log_probs if is_known else self.model.get_inference_log_probs(*where)
                 batch = replace(batch, log_probs=own)
-        if with_kl:
+        if self.cfg.uses_reference:
             with self.clock.phase("init_logprobs"):
                 batch = replace(batch, init_log_probs=self.model.get_init_policy_logprobs(*where))
         self.stop.check(self.model.mesh)
