@@ -260,6 +260,19 @@ class PretrainedConfig(Section):
     )
 
 
+# Settings of generation on ranks or by programs of its own, as they are where the ranks that train generate.
+COLOCATED = {
+    "placement": "colocated",
+    "generators": "joined",
+    "generation_ranks": 0,
+    "generation_tensor_parallel_size": 1,
+    "rollout_order": "prompts",
+    "max_staleness": None,
+    "inflight_updates": False,
+    "inflight_cache": "recompute",
+}
+
+
 class TrainConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     generation: Text = key(
@@ -356,7 +369,22 @@ class TrainConfig(Section):
     @property
     def staleness(self) -> int:
         """`max_staleness`, resolved."""
-        return int(self.placement == "disaggregated") if self.max_staleness is None else self.max_staleness
+        if self.max_staleness is not None:
+            return self.max_staleness
+        return 1 if self.placement == "disaggregated" else 0
+
+    @property
+    def is_off_policy(self) -> bool:
+        """Whether a step may train on samples of older weights than its own."""
+        return self.staleness > 0
+
+    def colocated(self) -> TrainConfig:
+        """Return a copy in which the ranks that train generate, too; the others are gone."""
+        cfg = self.model_copy(deep=True, update=COLOCATED)
+        if self.placement == "disaggregated":
+            cfg.trainer.devices = self.training_ranks
+            cfg.trainer.num_nodes = 1
+        return cfg
 
     @property
     def prompts_per_update(self) -> int | None:

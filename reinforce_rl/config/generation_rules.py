@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.actor import COLOCATED, TrainConfig
 from reinforce_rl.config.base import DEEP, settings_fault
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.model_folder import model_values
@@ -42,13 +42,9 @@ def _placement(cfg: TrainConfig) -> Iterator[Fault]:
 
 
 def _colocated(cfg: TrainConfig) -> Iterator[Fault]:
-    unread = {
-        "generation_ranks": 0,
-        "generation_tensor_parallel_size": 1,
-        "rollout_order": "prompts",
-        "generators": "joined",
-    }
-    for setting, default in unread.items():
+    unread = ("generation_ranks", "generation_tensor_parallel_size", "rollout_order", "generators")
+    for setting in unread:
+        default = COLOCATED[setting]
         if getattr(cfg, setting) != default:
             yield settings_fault(
                 cfg,
@@ -56,7 +52,7 @@ def _colocated(cfg: TrainConfig) -> Iterator[Fault]:
                 f"only disaggregated reads the former: expected {default}",
                 key="config.placement.not_disaggregated",
             )
-    if cfg.staleness:
+    if cfg.is_off_policy:
         yield settings_fault(
             cfg,
             ("max_staleness", "placement"),
@@ -109,14 +105,14 @@ def _disaggregated(cfg: TrainConfig) -> Iterator[Fault]:
             "its weights go within one GPU: expected generation=native or vllm",
             key="config.generation.conflicts_with_disaggregated",
         )
-    if rl.dynamic_filtering and cfg.staleness:
+    if rl.dynamic_filtering and cfg.is_off_policy:
         yield settings_fault(
             cfg,
             ("trainer.reinforce.dynamic_filtering", "max_staleness"),
             "prompts cannot be drawn ahead of a step that may draw more: set one to false or 0",
             key="config.dynamic_filtering.conflicts_with_max_staleness",
         )
-    if cfg.rollout_order == "finished" and not cfg.staleness:
+    if cfg.rollout_order == "finished" and not cfg.is_off_policy:
         yield settings_fault(
             cfg,
             ("rollout_order", "max_staleness"),
@@ -124,7 +120,7 @@ def _disaggregated(cfg: TrainConfig) -> Iterator[Fault]:
             key="config.rollout_order.without_max_staleness",
         )
     is_uncorrected = rl.generator_correction == "none"
-    if cfg.staleness and is_uncorrected and not cfg.model.reinforce.allow_biased_sampling:
+    if cfg.is_off_policy and is_uncorrected and not cfg.model.reinforce.allow_biased_sampling:
         yield settings_fault(
             cfg,
             ("max_staleness", "trainer.reinforce.generator_correction"),

@@ -113,7 +113,7 @@ def resolve_defaults(config: TrainConfig | TrainRewardModelConfig, gpu: Callable
     optim.distributed = shared if optim.distributed is None else optim.distributed
     optim.overlap_grad_sync = shared if optim.overlap_grad_sync is None else optim.overlap_grad_sync
     if isinstance(config, TrainConfig) and config.trainer.reinforce.generator_correction is None:
-        config.trainer.reinforce.generator_correction = "sequence" if config.staleness else "none"
+        config.trainer.reinforce.generator_correction = "sequence" if config.is_off_policy else "none"
 
 
 def read(schema: type[T], node: DictConfig, path: str = "") -> tuple[T, list[str]]:

@@ -74,11 +74,11 @@ def gradients_before(run: Path, cfg: TrainConfig, step: int, mesh: Mesh) -> Iter
 
 def on_one_rank(cfg: TrainConfig, precision: Precision = "32") -> TrainConfig:
     """Return the settings with the native generator and without what concerns several ranks."""
-    cfg = cfg.model_copy(deep=True)
-    cfg.trainer.num_nodes = cfg.trainer.devices = 1
+    cfg = cfg.colocated()
+    cfg.generation = "native"
+    cfg.trainer.num_nodes = 1
+    cfg.trainer.devices = 1
     cfg.trainer.precision = precision
-    cfg.generation, cfg.placement, cfg.generators, cfg.rollout_order = "native", "colocated", "joined", "prompts"
-    cfg.generation_ranks, cfg.max_staleness, cfg.inflight_updates = 0, None, False
     model = cfg.model
     model.tensor_model_parallel_size = model.pipeline_model_parallel_size = model.context_parallel_size = 1
     model.sequence_parallel = model.transformer_engine = False

@@ -176,12 +176,10 @@ def _plan(stored: StoredRun, first: int, step: int) -> str:
 
 def _isolated(cfg: TrainConfig, scratch: str) -> TrainConfig:
     """Return the settings for ranks that all train and generate, and that write into `scratch` alone."""
-    cfg = cfg.model_copy(deep=True)
-    if cfg.placement == "disaggregated":
-        cfg.trainer.devices, cfg.trainer.num_nodes = cfg.training_ranks, 1
-        cfg.placement, cfg.generators, cfg.rollout_order, cfg.max_staleness = "colocated", "joined", "prompts", 0
+    cfg = cfg.colocated()
     cfg.generation = "native"
-    cfg.exp_manager.explicit_log_dir, cfg.exp_manager.record = scratch, "full"
+    cfg.exp_manager.explicit_log_dir = scratch
+    cfg.exp_manager.record = "full"
     cfg.trainer.profile.steps = []
     return cfg
 

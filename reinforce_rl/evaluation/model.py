@@ -15,9 +15,8 @@ from pathlib import Path
 from omegaconf import OmegaConf, open_dict
 
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
-from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.config.actor import COLOCATED, TrainConfig
 from reinforce_rl.config.compose import compose, compose_stored
-from reinforce_rl.config.engines import EngineConfig
 from reinforce_rl.config.load import read_config
 from reinforce_rl.config.model_folder import MODEL, export_command, model_values, no_model
 from reinforce_rl.data.data_prefix import sets_of
@@ -114,13 +113,14 @@ def inference_config(
     with open_dict(cfg):
         for section, _, name in (key.rpartition(".") for key in OF_TRAINING):
             OmegaConf.select(cfg, section).pop(name, None)
-        for name in EngineConfig.model_fields.keys() & (cfg.get("tensorrt_llm") or {}).keys():  # before 2026-11-23
-            OmegaConf.update(cfg, f"engine.{name}", cfg.tensorrt_llm.pop(name), force_add=True)
     prompts = OmegaConf.select(cfg, f"{DATA}.validation") if data is None else str(data)
-    values = {MODEL: str(path), "trainer.reinforce.initial_policy_kl_penalty": 0.0}
-    values |= {f"{DATA}.validation": prompts, f"{DATA}.test": None, "placement": "colocated", "max_staleness": None}
-    values |= {"generation_ranks": 0, "generation_tensor_parallel_size": 1, "generators": "joined"}
-    values |= {"rollout_order": "prompts", "inflight_updates": False, "inflight_cache": "recompute"}
+    values = {
+        **COLOCATED,
+        MODEL: str(path),
+        "trainer.reinforce.initial_policy_kl_penalty": 0.0,
+        f"{DATA}.validation": prompts,
+        f"{DATA}.test": None,
+    }
     if prompts is not None:
         values[f"{DATA}.train"] = list(itertools.chain(*sets_of(prompts).values()))
     if folder is not None:

@@ -175,15 +175,6 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_it_is_loaded(tmp_pa
         load_actor(inference_config(model), mesh)
 
 
-def test_a_run_of_before_the_engines_section(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = tiny_config(folder).model_dump()
-    values["tensorrt_llm"] |= values.pop("engine") | {"max_batch_size": 5}
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(values)))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    cfg = inference_config(folder / "model", ["model.reinforce.num_val_samples=2"], like=tmp_path, trust=True)
-    assert cfg.engine.max_batch_size == 5
-
-
 def test_two_end_tokens_of_the_generation_config_end_responses_as_in_transformers(tmp_path: Path, mesh: Mesh) -> None:
     """As in Qwen2.5, Qwen3 and Llama 3 Instruct: config.json names one, generation_config.json two."""
     model = tiny_llama_folder(tmp_path / "model", logit_scale=2.0)
