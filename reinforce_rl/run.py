@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.engines import ENGINES
-from reinforce_rl.config.rules import Allocation, parse_duration
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader, RLHFDatasets, fixed_prompts
 from reinforce_rl.errors import ReinforceError
@@ -52,6 +51,7 @@ from reinforce_rl.trainer.separate import SeparateGenerators, SeparatePool
 from reinforce_rl.trainer.state import BestCheckpoints
 from reinforce_rl.trainer.step_recorder import StepRecorder
 from reinforce_rl.trainer.updates import total_steps, total_updates
+from reinforce_rl.utils.job_time import JobTimes, parse_duration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -273,7 +273,7 @@ def build_trainer(
     if control is not None and control.status.save_seconds is not None:  # an earlier run has measured it
         first_save = control.status.save_seconds
     limit = None if duration is None else parse_duration(duration)
-    timer = RunTimer(limit, Allocation.of(os.environ), first_save)
+    timer = RunTimer(limit, JobTimes.of(os.environ), first_save)
 
     def saved(seconds: float) -> None:
         timer.saved(seconds)

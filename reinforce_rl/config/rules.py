@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS
@@ -21,10 +19,10 @@ from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.utils.files import folder_faults
+from reinforce_rl.utils.job_time import JobTimes, parse_duration
 from reinforce_rl.utils.net import Address
 
 PROVIDED_FUNCTIONS = ("gsm8k", "instructions", "matches", "length", "vader")
-START_VARIABLE, END_VARIABLE = "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"
 REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's own could be
 
 
@@ -420,7 +418,7 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
             key="config.max_time_per_run.invalid",
         )
     try:
-        Allocation.of(os.environ)
+        JobTimes.of(os.environ)
     except ConfigError as error:
         yield from error.faults
     for name in cfg.exp_manager.used_loggers:
@@ -452,46 +450,3 @@ def shape_faults(cfg: TrainConfig) -> Iterator[Fault]:
             "the first stage has: +model.megatron_overrides.num_layers_in_first_pipeline_stage=N",
             key="config.pipeline_model_parallel_size.not_a_divisor_of_layers",
         )
-
-
-def parse_duration(text: str) -> float:
-    """Convert `DD:HH:MM:SS` (NeMo's format) to seconds; leading parts may be omitted. Raises ValueError."""
-    if not re.fullmatch(r"\d+(:\d+){0,3}", text):
-        raise ValueError("expected DD:HH:MM:SS, such as 00:03:45:00")
-    seconds = sum(int(part) * unit for part, unit in zip(text.split(":")[::-1], (1, 60, 3600, 86400), strict=False))
-    if seconds == 0:
-        raise ValueError("expected more than no time at all")
-    return float(seconds)
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Start and end of a Slurm allocation, in unix seconds; None if unknown."""
-
-    start: float | None = None
-    end: float | None = None
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Allocation:
-        """Read Slurm's variables; ConfigError if one is no time, or the end is not after the start."""
-        texts = {name: environment.get(name, "") for name in (START_VARIABLE, END_VARIABLE)}
-        start, end = times = [float(text) if re.fullmatch(r"[0-9]{1,12}", text) else None for text in texts.values()]
-        faults = [
-            Fault(
-                f"the environment variable {name} is {text!r}; expected unix seconds, or unset it",
-                key="slurm.job_time.not_unix_seconds",
-            )
-            for (name, text), time in zip(texts.items(), times, strict=True)
-            if text and time is None
-        ]
-        if start is not None and end is not None and end <= start:
-            faults.append(
-                Fault(
-                    f"the environment variable {END_VARIABLE} is {end:.0f}, not after "
-                    f"{START_VARIABLE}, {start:.0f}; correct or unset them",
-                    key="slurm.job_time.end_before_start",
-                )
-            )
-        if faults:
-            raise ConfigError(faults)
-        return cls(start, end)

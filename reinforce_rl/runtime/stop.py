@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 
-from reinforce_rl.config.rules import END_VARIABLE, Allocation
 from reinforce_rl.errors import SentinelStop, StoppedEarly
+from reinforce_rl.utils.job_time import END_VARIABLE, JobTimes
 from reinforce_rl.utils.process import STOP_SIGNALS, active_stop_signals
 
 if TYPE_CHECKING:
@@ -120,16 +120,18 @@ class RunTimer:
     allocation's end is a bound too. `save_seconds` is the estimate until a save was measured.
     """
 
-    def __init__(self, max_seconds: float | None, allocation: Allocation, save_seconds: float = FIXED_SECONDS):
-        started, since = allocation.start, "the allocation's start"
+    def __init__(self, max_seconds: float | None, times: JobTimes, save_seconds: float = FIXED_SECONDS):
+        started = times.start
+        since = "the allocation's start"
         if started is None:
-            started, since = psutil.Process().create_time(), "the process's start"
+            started = psutil.Process().create_time()
+            since = "the process's start"
         bounds = [(float("inf"), "")]
         if max_seconds is not None:
             bounds.append((started + max_seconds, f"exp_manager.max_time_per_run, counted from {since}"))
-        if allocation.end is not None:
+        if times.end is not None:
             bound = f"{END_VARIABLE}, less {LAUNCHER_SECONDS:.0f} s for the launcher"
-            bounds.append((allocation.end - LAUNCHER_SECONDS, bound))
+            bounds.append((times.end - LAUNCHER_SECONDS, bound))
         self._deadline, self._bound = min(bounds)
         self._save_seconds = save_seconds
         self._validation_seconds: float | None = None

@@ -37,7 +37,6 @@ from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import ToyServer, wait_for
 
 from reinforce_rl.config.load import load_config
-from reinforce_rl.config.rules import Allocation
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.finish_reasons import FINISH_STOP
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader
@@ -48,6 +47,7 @@ from reinforce_rl.rewards.base import STATUS_BAD_TOKEN, STATUS_OK, RewardRequest
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.runtime import stop as run_timer
 from reinforce_rl.runtime.stop import RunTimer
+from reinforce_rl.utils.job_time import JobTimes
 
 RL, ROLLOUT = "trainer.reinforce", "model.reinforce"
 ONE_STEP = f"{RL}.max_steps=1"
@@ -308,7 +308,7 @@ def test_defect_15_the_schedule_is_as_long_as_the_run(tmp_path, mesh):
 def test_defect_16_the_time_counts_from_the_start_of_the_process_and_across_epochs(tmp_path, mesh, monkeypatch):
     """12 s of imports and loading, 10 s a step. A fifth step does not fit: with a save and the margin it is 26.5 s."""
     started = psutil.Process().create_time()
-    assert RunTimer(3600.0, Allocation()).seconds_left() == pytest.approx(started + 3600 - time.time(), abs=5)
+    assert RunTimer(3600.0, JobTimes()).seconds_left() == pytest.approx(started + 3600 - time.time(), abs=5)
     config = tiny_config(tmp_path, f"{RL}.max_epochs=9", "exp_manager.max_time_per_run='1:15'")
     with tiny_trainer(config, mesh) as trainer:
         monkeypatch.setattr(run_timer, "time", SimpleNamespace(time=lambda: started + 12 + 10 * trainer.step))

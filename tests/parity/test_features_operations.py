@@ -36,7 +36,6 @@ from helpers.toy_server import free_port
 
 from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.config.load import load_config
-from reinforce_rl.config.rules import Allocation
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
 from reinforce_rl.errors import StoppedEarly
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
@@ -45,6 +44,7 @@ from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.sources import connect_to_reward_servers
 from reinforce_rl.runtime.stop import Outlook, RunTimer
 from reinforce_rl.trainer.build import build_datasets
+from reinforce_rl.utils.job_time import JobTimes
 
 RL = "trainer.reinforce"
 ONE_STEP = f"{RL}.max_steps=1"
@@ -333,7 +333,7 @@ class StopsAfter(RunTimer):
     """Has time for so many steps."""
 
     def __init__(self, steps: int):
-        super().__init__(None, Allocation())
+        super().__init__(None, JobTimes())
         self._left = steps
 
     def outlook(self, **due: bool) -> Outlook:

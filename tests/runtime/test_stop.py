@@ -12,10 +12,8 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from helpers.errors import raises_error
 
-from reinforce_rl.config.rules import Allocation, parse_duration
-from reinforce_rl.errors import EXIT_STOPPED, ConfigError
+from reinforce_rl.errors import EXIT_STOPPED
 from reinforce_rl.runtime import stop as run_timer
 from reinforce_rl.runtime.stop import (
     LAUNCHER_SECONDS,
@@ -27,6 +25,7 @@ from reinforce_rl.runtime.stop import (
     first_save_seconds,
     with_margin,
 )
+from reinforce_rl.utils.job_time import JobTimes
 
 # An object that lives until the modules are taken down, when Python no longer runs handlers of signals.
 PROGRAM = f"""
@@ -63,49 +62,16 @@ def test_a_second_signal_while_python_shuts_down_does_not_change_the_exit_code(n
     assert (found.returncode, found.stdout) == (EXIT_STOPPED, b"after the signal"), found.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("7", 7), ("0:7", 7), ("30:00", 1800), ("01:00:00", 3600), ("00:03:45:00", 13500), ("2:00:00:01", 172801)],
-)
-def test_durations_read_from_the_right(text, seconds):
-    assert parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "4h", "1.5", "-1:00", ":30", "1::2", "1:2:3:4:5", "1:00 ", "½", "00:00:00:00"])
-def test_anything_else_is_refused(text):
-    with pytest.raises(ValueError, match=r"DD:HH:MM:SS|no time at all"):
-        parse_duration(text)
-
-
 def test_the_time_counts_from_the_start_of_the_process():
     age = time.time() - psutil.Process().create_time()
-    endless = RunTimer(None, Allocation())
+    endless = RunTimer(None, JobTimes())
     assert endless.seconds_left() == float("inf") and endless.outlook().shortage is None
-    assert RunTimer(age + 3600, Allocation()).seconds_left() == pytest.approx(3600, abs=5)
-    assert RunTimer(age + 3600, Allocation()).outlook().shortage is None
-    assert "counted from the process's start" in str(RunTimer(age / 2, Allocation()).outlook().shortage)
+    assert RunTimer(age + 3600, JobTimes()).seconds_left() == pytest.approx(3600, abs=5)
+    assert RunTimer(age + 3600, JobTimes()).outlook().shortage is None
+    assert "counted from the process's start" in str(RunTimer(age / 2, JobTimes()).outlook().shortage)
 
 
 class TestTheAllocation:
-    def test_it_is_what_the_environment_says(self):
-        environment = {"SLURM_JOB_START_TIME": "1795274402", "SLURM_JOB_END_TIME": "1795278002"}
-        assert Allocation.of(environment) == Allocation(1795274402.0, 1795278002.0)
-        assert Allocation.of({"SLURM_JOB_START_TIME": ""}) == Allocation.of({}) == Allocation()
-
-    @pytest.mark.parametrize("name", ["SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"])
-    @pytest.mark.parametrize("text", ["Unknown", "2026-11-21T18:00:00", "-5", "1e9", "17952.5", " 5", "٣", "9" * 13])
-    def test_a_garbled_time_is_named(self, name, text):
-        with raises_error("slurm.job_time.not_unix_seconds", name, repr(text)):
-            Allocation.of({name: text})
-
-    def test_both_faults_are_told_and_an_end_before_the_start_is_one(self):
-        with pytest.raises(ConfigError) as caught:
-            Allocation.of({"SLURM_JOB_START_TIME": "x", "SLURM_JOB_END_TIME": "y"})
-        assert caught.value.keys == ["slurm.job_time.not_unix_seconds"] * 2
-        names = ("SLURM_JOB_END_TIME", "SLURM_JOB_START_TIME")
-        with raises_error("slurm.job_time.end_before_start", 20, *names):
-            Allocation.of({"SLURM_JOB_START_TIME": "20", "SLURM_JOB_END_TIME": "20"})
-
     def test_the_earlier_bound_counts_and_is_named(self, clock):
         clock.now = 1000.0
         for max_seconds, end, left, named in [
@@ -114,7 +80,7 @@ class TestTheAllocation:
             (900.0, 1399.0 + LAUNCHER_SECONDS, 399.0, "SLURM_JOB_END_TIME, less 60 s"),
             (None, 1005.0 + LAUNCHER_SECONDS, 5.0, "SLURM_JOB_END_TIME"),
         ]:
-            timer = RunTimer(max_seconds, Allocation(500.0, end), save_seconds=1e6)
+            timer = RunTimer(max_seconds, JobTimes(500.0, end), save_seconds=1e6)
             assert timer.seconds_left() == left
             assert named in str(timer.outlook().shortage)
 
@@ -131,7 +97,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def test_what_is_told_of_a_shortage(clock):
-    timer = RunTimer(100.0, Allocation(0.0))
+    timer = RunTimer(100.0, JobTimes(0.0))
     timer.saved(8.0)
     timer.begin_step()
     clock.now = 68.0
@@ -149,7 +115,7 @@ def test_what_is_told_of_a_shortage(clock):
 
 
 def test_before_anything_is_measured_a_step_is_begun_where_a_save_fits(clock):
-    timer = RunTimer(100.0, Allocation(0.0), save_seconds=20.0)
+    timer = RunTimer(100.0, JobTimes(0.0), save_seconds=20.0)
     clock.now = 100.0 - with_margin(20.0)
     assert timer.outlook(validation=True).shortage is None
     clock.now += 0.1
@@ -158,7 +124,7 @@ def test_before_anything_is_measured_a_step_is_begun_where_a_save_fits(clock):
 
 
 def test_a_failed_validation_and_an_old_step_do_not_count(clock):
-    timer = RunTimer(1000.0, Allocation(0.0))
+    timer = RunTimer(1000.0, JobTimes(0.0))
     for seconds in (500.0, *[1.0] * run_timer.RECENT_STEPS):
         timer.begin_step()
         clock.now += seconds
@@ -181,7 +147,7 @@ def test_a_run_ends_in_time_and_never_without_need(clock, seed):
     val_interval, save_interval = draw.choice([0, 1, 3]), draw.choice([0, 1, 4])
     background = draw.random() < 0.5
     limit = draw.choice([60.0, 600.0, 5000.0])
-    timer = RunTimer(limit, Allocation(0.0), save_seconds=save)
+    timer = RunTimer(limit, JobTimes(0.0), save_seconds=save)
 
     def takes(seconds: float) -> None:
         clock.now += seconds * draw.uniform(1.0, 1.0 + run_timer.MARGIN_SHARE)
@@ -229,7 +195,7 @@ def test_the_outlook_against_brute_force(clock):
     for step, validation, save, left in itertools.product([1.0, 30.0], [2.0, 50.0], [0.5, 40.0], [30.0, 90.0, 200.0]):
         for now, after, saves, runs in itertools.product([False, True], repeat=4):
             clock.now = 0.0
-            timer = RunTimer(10_000.0, Allocation(0.0))
+            timer = RunTimer(10_000.0, JobTimes(0.0))
             timer.saved(save)
             with timer.validating():
                 clock.now += validation

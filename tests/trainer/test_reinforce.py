@@ -30,7 +30,6 @@ from helpers.tiny_run import (
     without_times,
 )
 
-from reinforce_rl.config.rules import Allocation
 from reinforce_rl.data.batches import Completions, Prompt, ReinforceBatch
 from reinforce_rl.data.finish_reasons import FINISH_STOP
 from reinforce_rl.errors import RewardServerError, StoppedEarly
@@ -46,6 +45,7 @@ from reinforce_rl.runtime.stop import Outlook, RunTimer
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.trainer.updates import mini_batches
+from reinforce_rl.utils.job_time import JobTimes
 
 RL = "trainer.reinforce"
 TOO_MANY = "rewards.samples.too_many_failed"
@@ -612,7 +612,7 @@ class StopsAfter(RunTimer):
     """Is asked twice before the first step of a new run, around its validation, and once after each."""
 
     def __init__(self, questions: int):
-        super().__init__(None, Allocation())
+        super().__init__(None, JobTimes())
         self._left = questions
 
     def outlook(self, **due: bool) -> Outlook:
