@@ -371,7 +371,7 @@ def test_bad_lines_are_told_and_nothing_is_written(tmp_path):
             "chosen: found 'no marker'",
         ),
         ({"question": "x"}, "data.column.missing", "found question;"),
-        ({"prompt": 3}, "data.text.not_a_string", "prompt is a number"),
+        ({"prompt": 3}, "data.messages.not_a_list", "prompt is a number"),
         ({"messages": [{"role": "user"}]}, "data.text.not_a_string", "messages[0].content is null"),
         ({"messages": [user("\ud800")]}, "data.text.half_a_character", "'\\ud800'"),
     )

@@ -267,8 +267,8 @@ def test_what_a_record_lacks_is_a_sentence(folder: Path, tmp_path: Path, monkeyp
     (plain / "config_history.jsonl").unlink()
     with raises_error("run.config.missing", plain, "config.yaml"):
         whatif(plain)
-    monkeypatch.setattr(records, "VERSION", 2)
-    with raises_error("samples.file.other_version", "version 1", "version 2"):
+    monkeypatch.setattr(records, "VERSION", 3)
+    with raises_error("samples.file.other_version", "version 2", "version 3"):
         whatif(folder / "mine")
 
 

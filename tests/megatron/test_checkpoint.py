@@ -265,7 +265,7 @@ def test_checkpoints_that_lead_out_of_the_run_are_refused(linked, name):
     linked.symlink_to("../elsewhere")
     (linked / "latest").write_text("step_00000010")
     for look in (latest_checkpoint, lambda folder: checkpoint_up_to(folder, 10)):
-        with raises_error("file.link.leads_out", linked, linked.parents[1] / "elsewhere"):
+        with raises_error("folder.link.leads_out", linked, linked.parents[1] / "elsewhere"):
             look(linked)
     # Whoever names the other folder means it.
     assert latest_checkpoint(linked.resolve()).trainer_state == {"step": 10}
@@ -553,5 +553,5 @@ def test_the_folder_of_a_run_may_be_given_to_convert_by_a_link(linked, tmp_path)
     given = tmp_path / "mine" / "run"
     assert _checkpoint_in(given) == given / "checkpoints" / "step_00000010"
     (tmp_path / "mine" / "linked").symlink_to(linked)
-    with raises_error("file.link.leads_out", tmp_path / "mine" / "linked", linked):
+    with raises_error("folder.link.leads_out", tmp_path / "mine" / "linked", linked):
         _checkpoint_in(tmp_path / "mine" / "linked")

@@ -306,7 +306,7 @@ SPOILT: list[tuple[Callable[[Path], None], str, object]] = [
     (a_text_as_type, "checkpoint.description.tensor_no_type", "embedding.word_embeddings.weight"),
     (many_dimensions, "checkpoint.description.tensor_shape", 17),
     (a_list_as_shape, "checkpoint.description.tensor_no_type", "embedding.word_embeddings.weight"),
-    (linked_model, "file.link.leads_out", "here/model"),
+    (linked_model, "folder.link.leads_out", "here/model"),
     (another_object, "checkpoint.description.another_object", METADATA_FILE),
 ]
 

@@ -228,10 +228,10 @@ def test_a_kill_before_the_move_leaves_the_earlier_file(tmp_path, tokenizer):
 
 def test_damage_and_other_versions_are_named(tmp_path, tokenizer, monkeypatch):
     path = tmp_path / "step_00001.parquet"
-    monkeypatch.setattr(records, "VERSION", 2)
+    monkeypatch.setattr(records, "VERSION", 3)
     write_records(path, join_samples([samples_of(batch_of(), tokenizer)], tokenizer))
     monkeypatch.undo()
-    with raises_error("samples.file.other_version", path, "version 2", f"version {records.VERSION}"):
+    with raises_error("samples.file.other_version", path, "version 3", f"version {records.VERSION}"):
         read_rows(path)
     whole = path.read_bytes()
     for data in (b"", b"PAR1", whole[: len(whole) // 2], b"x" * 1000):

@@ -116,7 +116,7 @@ def test_bad_lines_are_named_and_counted(tmp_path, tokenizer):
     expected = [
         ("data.line.not_json", "column"),
         ("data.column.missing", "data.fields.rejected=COLUMN"),
-        ("data.text.not_a_string", "prompt is a number"),
+        ("data.messages.not_a_list", "prompt is a number"),
         ("data.message.not_an_object", "chosen[0] is a string"),
         ("data.prompt.empty", "prompt "),
         ("data.prompt.ends_with_an_answer", "prompt "),

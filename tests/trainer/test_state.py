@@ -108,14 +108,6 @@ def test_a_state_through_json_goes_on_bit_for_bit(saved_after):
     assert parts.state_dict() == whole.state_dict()
 
 
-def test_a_state_from_before_these_baselines_can_be_loaded():
-    old, past = new_past(), new_past()
-    old.add(batch_of([1.0, 3.0]), alone)
-    state = {key: old.state_dict()[key] for key in ("past_scores", "past_rewards", "kl_coefficient")}
-    past.load_state_dict(state)
-    assert [past.reward_mean(name) for name in ESTIMATORS] == [2.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_have_the_same_bit_for_bit(ranks):
     """Ranks are threads, and each has its own share of a step's samples, which may be none."""
