@@ -9,7 +9,7 @@ EXIT_ERROR = 1
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 EXIT_LOST_RANK = 76
 EXIT_DIVERGED = 77
-EXIT_SENTINEL = 78
+EXIT_ALERT = 78
 
 
 class ReinforceError(Exception):
@@ -57,10 +57,13 @@ class StoppedEarly(ReinforceError):
     exit_code = EXIT_STOPPED
 
 
-class SentinelStop(StoppedEarly):
-    """A rule of the sentinel that may stop the run spoke. Its state is saved; the same command goes on from there."""
+class AlertStop(StoppedEarly):
+    """Raised when an alert that is set to stop the run fires.
 
-    exit_code = EXIT_SENTINEL
+    The run's state is saved; the same command goes on from there.
+    """
+
+    exit_code = EXIT_ALERT
 
 
 class LostRankError(ReinforceError):

@@ -20,6 +20,7 @@ from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer, latest_
 from reinforce_rl.megatron.lora import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh, before_the_watch, job_rank
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
+from reinforce_rl.monitoring.alerts import AlertRules
 from reinforce_rl.monitoring.backends import start_loggers
 from reinforce_rl.monitoring.loggers import Detached, JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
@@ -27,7 +28,6 @@ from reinforce_rl.monitoring.records import drop_later_samples
 from reinforce_rl.monitoring.responses import repeated_texts
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
-from reinforce_rl.monitoring.sentinel import Sentinel
 from reinforce_rl.monitoring.step_record import drop_records
 from reinforce_rl.preflight.plan import read_inputs
 from reinforce_rl.rewards.base import RewardSource
@@ -229,12 +229,14 @@ def build_monitor(
         others = start_loggers(cfg, run_id, resume_step, progress.note)
     tables = cfg.exp_manager.sample_table_interval
     held_out = [text for part in (datasets.validation, datasets.test) if part is not None for text in part.texts]
-    sentinel = Sentinel(cfg.sentinel.rules.model_dump(), factor)
+    alert_rules = AlertRules(cfg.alerts.rules.model_dump(), factor)
     for line in RunFolder(folder).lines if folder.is_dir() else ():  # of a run that goes on
         if line["step"] <= start_step:
-            sentinel.look(line)
+            alert_rules.look(line)
     loggers, repeated = Loggers([jsonl, *others]), repeated_texts(datasets.train.texts, held_out)
-    monitor = RunMonitor(folder, loggers, progress, status, factor, tables, tokens, sentinel, repeated, record_samples)
+    monitor = RunMonitor(
+        folder, loggers, progress, status, factor, tables, tokens, alert_rules, repeated, record_samples
+    )
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
         for key, values in changes.items():

@@ -39,7 +39,7 @@ KINDS = frozenset(
         "RankLostError",
         "ReinforceError",
         "RewardServerError",
-        "SentinelStop",
+        "AlertStop",
         "StoppedEarly",
         "TooManyFailedRewardsError",
         "UnreadableFileError",

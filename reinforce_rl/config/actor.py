@@ -27,7 +27,7 @@ from reinforce_rl.config.base import (
 )
 from reinforce_rl.config.engines import EngineConfig, TensorRTLLMConfig, VLLMConfig
 from reinforce_rl.config.model import ModelConfig
-from reinforce_rl.config.monitoring import ExpManagerConfig, SentinelConfig
+from reinforce_rl.config.monitoring import AlertsConfig, ExpManagerConfig
 from reinforce_rl.config.rewards import RemoteRMConfig, RewardFunctionConfig
 
 
@@ -333,7 +333,7 @@ class TrainConfig(Section):
     reward_function: RewardFunctionConfig = key(RewardFunctionConfig(), "see docs/reward-functions.md")
     remote_rm: RemoteRMConfig = RemoteRMConfig()
     exp_manager: ExpManagerConfig = ExpManagerConfig()
-    sentinel: SentinelConfig = SentinelConfig()
+    alerts: AlertsConfig = AlertsConfig()
     pretrained_checkpoint: PretrainedConfig = PretrainedConfig()
     model: ModelConfig = ModelConfig()
     resume_with_changes: bool = key(

@@ -1,4 +1,4 @@
-"""Schema of what a run keeps and tells: folder, checkpoints, loggers, and the sentinel's rules (docs/sentinel.md)."""
+"""Schema of what a run keeps and tells: folder, checkpoints, loggers, and alerts (docs/alerts.md)."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ class RulesConfig(Section):
     straggler: Action = key("warn", "a rank is slow, by trainer.straggler_factor")
 
 
-class SentinelConfig(Section):
+class AlertsConfig(Section):
     rules: RulesConfig = key(
         RulesConfig(),
-        "warn: say it once; stop: save, too, and end with exit code 78; off. See docs/sentinel.md",
+        "warn: say it once; stop: save, too, and end with exit code 78; off. See docs/alerts.md",
     )

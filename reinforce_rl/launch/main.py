@@ -29,7 +29,7 @@ _WITH_OWN_CODE = frozenset({"train", "generate", "serve", "train-rm", "preflight
 # How arguments begin by which the other commands are asked to.
 _ASKS_FOR_OWN_CODE = ("--reward", "--trust", "reward", "generation=")
 # Commands that only read runs' folders, which may be somebody else's, and hold no model.
-_READS_RUNS = frozenset({"records", "report", "compare", "board"})
+_READS_RUNS = frozenset({"records", "report", "compare", "dashboard"})
 
 
 @contextlib.contextmanager
@@ -298,7 +298,9 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option(min=0, help="of drawn samples; 0 for greedy")] = None,
     like: Annotated[Path | None, typer.Option(help="a run whose settings take the place of the defaults")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="use functions and addresses that only --like names")] = False,
-    out: Annotated[Path | None, typer.Option(help="folder for results.json, and the samples for the board")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder for results.json, and the samples for the dashboard")
+    ] = None,
 ) -> None:
     """Have models answer the same prompts, score the responses, and compare each model with the first."""
     from reinforce_rl.evaluation.evaluate import evaluate
@@ -326,20 +328,20 @@ def evaluate(
 
 
 @app.command()
-def board(
+def dashboard(
     folder: Annotated[Path, typer.Argument(help="a folder with runs in it, or a run's own")] = Path("results"),
     port: Annotated[int, typer.Option(help="0 takes a free one", min=0, max=65535)] = 6060,
     host: Annotated[str, typer.Option(help="address to listen on; there is no password")] = "127.0.0.1",
 ) -> None:
     """Show runs on a local page that follows them: curves, alerts, samples, comparison. Ctrl-C ends."""
-    from reinforce_rl.monitoring.board import serve
+    from reinforce_rl.monitoring.dashboard import serve
 
     serve(folder, host, port)
 
 
 @app.command()
 def report(run: RunFolder) -> None:
-    """Write report.html into a run's folder: the board's page in one file; print its path."""
+    """Write report.html into a run's folder: the dashboard's page in one file; print its path."""
     from reinforce_rl.monitoring.report import write_report
 
     print(write_report(run))

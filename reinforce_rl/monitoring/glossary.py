@@ -114,7 +114,7 @@ PHASE/max | s | own work of the slowest rank, without waits for others | near th
 PHASE/median | s | own work of the median rank | steady
 PHASE/rank | rank | the slowest one | changes; always the same one: look at its machine""",
     "alerts": """
-RULE | 1 | a rule of the sentinel holds in this step; absent otherwise | absent; docs/sentinel.md has the rules""",
+RULE | 1 | this rule holds in this step; absent otherwise | absent; docs/alerts.md has the rules""",
 }
 
 

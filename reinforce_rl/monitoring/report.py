@@ -1,4 +1,4 @@
-"""What a run changed: `run_summary` as text, and `report.html`, the board's page in one file."""
+"""What a run changed: `run_summary` as text, and `report.html`, the dashboard's page in one file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from reinforce_rl.errors import DataError
+from reinforce_rl.monitoring.alerts import GAP_LIMITS
 from reinforce_rl.monitoring.paired import REWARD, compare_validation
 from reinforce_rl.monitoring.progress import clock, formatted
 from reinforce_rl.monitoring.records import worst_tokens
 from reinforce_rl.monitoring.run_folder import RunFolder, mean, open_run
-from reinforce_rl.monitoring.sentinel import GAP_LIMITS
 from reinforce_rl.monitoring.view import curves, frozen_page
 from reinforce_rl.utils.files import plain_number, write_atomically
 from reinforce_rl.utils.statistics import LEVEL, Difference, chance
@@ -108,7 +108,7 @@ def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = N
 
 
 def overview(run: RunFolder, seconds: float = math.inf) -> dict[str, Any]:
-    """Return what the page shows of a run, all but its samples; the sentinel may take `seconds`."""
+    """Return what the page shows of a run, all but its samples; the rules of the alerts may take `seconds`."""
     found, state, config = comparison(run), run.state(), run.configuration()
     columns = ["", "before", "after", "change", "measured on"]
     summary = {"title": "Before and after", "columns": columns, "rows": summarize(run)}
@@ -244,7 +244,7 @@ def write_report(run_dir: str | Path, *, has_ended: bool = False) -> Path:
     try:
         write_atomically(path, frozen_page({run.name: (run, shown)}))
     except PermissionError as error:
-        advice = "look at it with `reinforce-rl board`, or copy the folder to one of your own"
+        advice = "look at it with `reinforce-rl dashboard`, or copy the folder to one of your own"
         raise DataError(
             f"{path} cannot be written: {error.strerror}; {advice}",
             key="report.file.not_writable",

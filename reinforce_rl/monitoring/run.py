@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reinforce_rl.errors import DivergedError, StoppedEarly
+from reinforce_rl.monitoring.alerts import AlertRules, is_training
 from reinforce_rl.monitoring.loggers import FAILED, SUCCESS, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import Kind, Samples, rollout_files, worst_tokens, write_samples
 from reinforce_rl.monitoring.report import comparison, write_report
 from reinforce_rl.monitoring.responses import sample_metrics
 from reinforce_rl.monitoring.run_folder import RunFolder
-from reinforce_rl.monitoring.sentinel import Sentinel, is_training
 from reinforce_rl.monitoring.stragglers import RankSeconds, slowest_of_phases, timing_metrics
 from reinforce_rl.runtime.status import StatusFile
 
@@ -34,10 +34,10 @@ class RunMonitor:
     straggler_factor: float = 1.5  # ranks slower than this multiple of a phase's median are reported
     table_interval: int = 0  # steps between tables of training samples for the loggers; 0 for none
     tokens_every: int = 0  # `exp_manager.record_tokens_every`
-    sentinel: Sentinel = field(default_factory=Sentinel)
+    alert_rules: AlertRules = field(default_factory=AlertRules)
     repeated: frozenset[str] = frozenset()  # training prompts that are in the data more than once
     records_samples: bool = True  # False writes no files of samples
-    verdict: str | None = None  # why the sentinel stops the run; on the first rank
+    verdict: str | None = None  # why an alert stops the run; on the first rank
     _step: int = field(default=0, init=False)
     _line: dict[str, float] = field(default_factory=dict, init=False)  # metrics of the step, as in metrics.jsonl
     _said: dict[str, int] = field(default_factory=dict, init=False)  # last step by what was wrong
@@ -93,17 +93,17 @@ class RunMonitor:
         self.progress.validation(step, metrics, "test")
 
     def commit(self, step: int) -> None:
-        """Force everything of this step, which is complete, to disk; say what the sentinel sees in it."""
-        for alert in self.sentinel.look({"step": step, **self._line}):
+        """Force everything of this step, which is complete, to disk; say which alerts fire in it."""
+        for alert in self.alert_rules.look({"step": step, **self._line}):
             text = alert.text
             path = rollout_files(self.folder).get(step) if alert.kind == "generator_gap" else None
             if path is not None and self.progress.enabled:
                 text = "; ".join([text, *(_TOKEN.format(*one) for one in worst_tokens(path, 3, is_own=True))])
             self.note(f"warning: step {step}: {text}")
             self.metrics.alert(alert.kind, text, step)
-            if self.sentinel.stops(alert):
-                self.verdict = f"stopped by the sentinel's rule {alert.kind} ({text})"
-        found = self.sentinel.now
+            if self.alert_rules.stops(alert):
+                self.verdict = f"stopped by the alert {alert.kind} ({text})"
+        found = self.alert_rules.now
         if found and is_training(self._line):
             self.metrics.log_metrics({alert.kind: 1.0 for alert in found}, step, "alerts/")
         self._line = {}

@@ -17,11 +17,11 @@ import numpy as np
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.reward_model import TrainRewardModelConfig
 from reinforce_rl.errors import DataError, Fault
+from reinforce_rl.monitoring.alerts import STRAGGLER_FACTOR, Alert, AlertRules
 from reinforce_rl.monitoring.columns import MetricColumns, shown_value
 from reinforce_rl.monitoring.loggers import METRICS_FILE
 from reinforce_rl.monitoring.metrics_file import MetricsFile
 from reinforce_rl.monitoring.records import Kind, RolloutRow, SampleTokens, read_rows, read_tokens, rollout_files
-from reinforce_rl.monitoring.sentinel import STRAGGLER_FACTOR, Alert, Sentinel
 from reinforce_rl.runtime.settings import CONFIG_FILE, HISTORY_FILE, Setting, read_tree, set_keys, settings_of
 from reinforce_rl.runtime.status import STATUS_FILE, Status, run_status
 from reinforce_rl.utils.files import json_line
@@ -29,7 +29,7 @@ from reinforce_rl.utils.untrusted_files import check_regular, leads_out
 
 _NAMED_RUNS = 3  # in a message
 _KEPT_SAMPLES = 8  # sample files held in memory
-_JUDGED_LINES = 64  # that the sentinel reads between two looks at the clock
+_JUDGED_LINES = 64  # that the rules read between two looks at the clock
 _SETTLED_SECONDS = 2.0  # after which a folder's time of change tells of every later change
 
 
@@ -75,9 +75,9 @@ class RunFolder:
         self._configuration: tuple[tuple[Any, ...], Configuration | Fault] | None = None
         self._begin_judging(())
 
-    def _begin_judging(self, rules: tuple[Any, ...], sentinel: Sentinel | None = None) -> None:
+    def _begin_judging(self, rules: tuple[Any, ...], alert_rules: AlertRules | None = None) -> None:
         self._rules = rules
-        self._sentinel = sentinel or Sentinel()
+        self._alert_rules = alert_rules or AlertRules()
         self._judged = 0  # lines
 
     @property
@@ -96,7 +96,7 @@ class RunFolder:
 
     @property
     def stamp(self) -> tuple[int, ...]:
-        """Return what changes as more of metrics.jsonl is read, or read by the sentinel."""
+        """Return what changes as more of metrics.jsonl is read, or read by the rules of the alerts."""
         return *self._file.stamp, self._judged
 
     @property
@@ -247,11 +247,11 @@ class RunFolder:
         return Configuration(text, set_keys(tree, schema), changes)
 
     def judge(self, seconds: float = math.inf) -> bool:
-        """Have the sentinel read the lines that it has not read. Returns False if there are more after `seconds`."""
+        """Have the rules read the lines that they have not read. Returns False if there are more after `seconds`."""
         self._read_once()
         deadline = time.monotonic() + seconds
         settings = {setting.key: setting.value for setting in self.configuration().settings}
-        rules = {key.rpartition(".")[2]: found for key, found in settings.items() if key.startswith("sentinel.rules.")}
+        rules = {key.rpartition(".")[2]: found for key, found in settings.items() if key.startswith("alerts.rules.")}
         factor = settings.get("trainer.straggler_factor", STRAGGLER_FACTOR)
         if type(factor) not in (int, float):
             found = shown_value(factor)
@@ -260,22 +260,22 @@ class RunFolder:
                 key="run.config.straggler_factor_no_number",
             )
         if self._rules != (rules, factor):
-            self._begin_judging((rules, factor), Sentinel(rules, factor))
+            self._begin_judging((rules, factor), AlertRules(rules, factor))
         while self._judged < len(self.metrics):
             if time.monotonic() > deadline:
                 return False
             for line in self.metrics.lines(self._judged, self._judged + _JUDGED_LINES):
-                self._sentinel.look(line)
+                self._alert_rules.look(line)
                 self._judged += 1
         return True
 
     def alerts(self, seconds: float = math.inf) -> list[Alert]:
-        """Return what the sentinel says of the run's lines, the latest first, and why the run failed.
+        """Return the alerts of the run's lines, the latest first, and why the run failed.
 
         It may take `seconds` to read lines that it has not read.
         """
         self.judge(seconds)
-        found = self._sentinel.alerts
+        found = self._alert_rules.alerts
         state = self.state()
         if state.state in ("failed", "lost"):
             text = state.reason or "the run's process is gone and has left no reason; see its log"

@@ -215,7 +215,7 @@ def _frozen_samples(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def render(data: Mapping[str, Any] | None = None) -> str:
-    """Return the page with `data` inside (see `board.js`), or the one that asks the server for it."""
+    """Return the page with `data` inside (see `dashboard.js`), or the one that asks the server for it."""
     environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True)
     # No "<" inside a script element: a response could close it.
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c") if data else ""

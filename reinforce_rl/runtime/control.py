@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from reinforce_rl.errors import (
     EXIT_ERROR,
     EXIT_FINISHED,
+    AlertStop,
     CheckpointError,
     ConfigError,
     DataError,
@@ -29,7 +30,6 @@ from reinforce_rl.errors import (
     Fault,
     LostRankError,
     ReinforceError,
-    SentinelStop,
     StoppedEarly,
     key_of,
 )
@@ -225,7 +225,7 @@ class Watchdog:
         if "end" in message:
             sender.ended = message["end"], message["text"], message["key"]
             sender.ended_at = time.monotonic()
-            if sender.ended[0] in (StoppedEarly.exit_code, SentinelStop.exit_code):
+            if sender.ended[0] in (StoppedEarly.exit_code, AlertStop.exit_code):
                 self._stop.relay("a signal to another rank")
         if "timed_out" in message:
             self._timed_out[sender.report.rank] = message["timed_out"]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from reinforce_rl.errors import EXIT_FINISHED, EXIT_SENTINEL, EXIT_STOPPED, DataError
+from reinforce_rl.errors import EXIT_ALERT, EXIT_FINISHED, EXIT_STOPPED, DataError
 from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.untrusted_files import UnreadableFileError, parse_json, read_bounded
 
@@ -28,7 +28,7 @@ _MAX_PID = (1 << 31) - 1
 _STATES: dict[int, State] = {
     EXIT_FINISHED: "finished",
     EXIT_STOPPED: "stopped",
-    EXIT_SENTINEL: "stopped",
+    EXIT_ALERT: "stopped",
     EXIT_INTERRUPTED: "interrupted",
 }
 
@@ -41,7 +41,7 @@ class Status:
     max_steps: int = 0  # 0 until known
     exit_code: int | None = None  # None while it runs
     save_seconds: float | None = None  # of the last save, also of the run it resumes; None before
-    alerts: dict[str, str] = field(default_factory=dict)  # what the last step has, by rule of the sentinel
+    alerts: dict[str, str] = field(default_factory=dict)  # what the last step has, by rule
     time: float = field(default_factory=time.time)  # unix seconds of this entry
     pid: int = field(default_factory=os.getpid)  # of the writer
     host: str = field(default_factory=socket.gethostname)

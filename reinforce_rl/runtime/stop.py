@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 
-from reinforce_rl.errors import SentinelStop, StoppedEarly
+from reinforce_rl.errors import AlertStop, StoppedEarly
 from reinforce_rl.utils.job_time import END_VARIABLE, JobTimes
 from reinforce_rl.utils.process import STOP_SIGNALS, active_stop_signals
 
@@ -97,12 +97,12 @@ class StopRequest:
     def check(self, mesh: Mesh, verdict: str | None = None) -> None:
         """Raise StoppedEarly, naming the signal, on all ranks if one was asked; collective.
 
-        `verdict` is the sentinel's on the first rank, for which SentinelStop is raised.
+        `verdict` says on the first rank which alert stops the run; AlertStop is raised for it.
         """
         if mesh.any_rank(self.reason is not None or verdict is not None):
             verdict = mesh.from_main(verdict)
             if verdict is not None:
-                raise SentinelStop(verdict, key="run.stop.by_sentinel")
+                raise AlertStop(verdict, key="run.stop.by_alert")
             who = self.reason or "a signal to another rank"
             raise StoppedEarly(f"stopped by {who}", key="run.stop.by_signal")
 

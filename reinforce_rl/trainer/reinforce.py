@@ -145,7 +145,7 @@ class ReinforceTrainer:
     def fit(self) -> None:
         """Train until steps, epochs or time run out, validating and saving at intervals.
 
-        Raises, after the last complete step is saved: StoppedEarly out of time, at a signal or by the sentinel,
+        Raises, after the last complete step is saved: StoppedEarly out of time, at a signal or by an alert,
         RewardServerError if the reward server missed its deadline or failed too many samples, GenerationError if the
         engine cannot go on.
         Raises DivergedError if training has diverged; nothing is saved.

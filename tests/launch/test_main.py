@@ -93,7 +93,7 @@ def test_commands_that_only_read_runs_take_at_most_half_of_the_memory(monkeypatc
             limited.add(name)
             assert fractions == [0.5]
             fractions.clear()
-    assert limited == {"records", "report", "compare", "board"}
+    assert limited == {"records", "report", "compare", "dashboard"}
 
 
 def test_a_command_that_runs_out_of_memory_says_so(capsys):

@@ -58,7 +58,7 @@ PROFILED = {
 CONFIG = {
     "model": {"seed": 1, "optim": {"lr": 1e-3}},
     "trainer": {"straggler_factor": 2.0},
-    "sentinel": {"rules": {"kl": "off"}},
+    "alerts": {"rules": {"kl": "off"}},
     "remote_rm": {"more_reward_models": {"a": {"weight": 0.5}}},
 }
 HISTORY = {"step": 1, "config": yaml.safe_dump(CONFIG), "files": {"f": "digest"}}

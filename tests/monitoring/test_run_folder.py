@@ -210,7 +210,7 @@ def test_an_alert_is_over_after_some_steps_without(tmp_path):
         ("skipped", 12, 12, 1),
         ("skipped", 2, 6, 3),
     ]
-    (tmp_path / "config.yaml").write_text("sentinel: {rules: {skipped: 'off'}}\n")
+    (tmp_path / "config.yaml").write_text("alerts: {rules: {skipped: 'off'}}\n")
     assert RunFolder(tmp_path).alerts() == []
 
 

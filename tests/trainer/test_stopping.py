@@ -26,7 +26,7 @@ from helpers.trainer_processes import (
     assert_equal_runs,
 )
 
-from reinforce_rl.errors import EXIT_ERROR, EXIT_SENTINEL, EXIT_STOPPED
+from reinforce_rl.errors import EXIT_ALERT, EXIT_ERROR, EXIT_STOPPED
 from reinforce_rl.runtime.status import EXIT_INTERRUPTED, Status, read_status
 from reinforce_rl.runtime.stop import LAUNCHER_SECONDS
 
@@ -180,12 +180,12 @@ def test_one_of_two_ranks_is_told(processes, uninterrupted_on_two, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_sentinel_stops_every_rank(processes, uninterrupted_on_two, tmp_path):
+def test_an_alert_stops_every_rank(processes, uninterrupted_on_two, tmp_path):
     """The first rank's verdict is all ranks'; the run goes on without stopping for the same again."""
-    processes.start(tmp_path, *SETTINGS, "sentinel.rules.prompts_repeated=stop", ranks=2, patience=30)
-    assert processes.wait() == EXIT_SENTINEL, log(tmp_path)
-    assert processes.statuses == [EXIT_SENTINEL] * 2 and "Traceback" not in log(tmp_path)
-    assert set(printed_keys(log(tmp_path))) == {"run.stop.by_sentinel"}
+    processes.start(tmp_path, *SETTINGS, "alerts.rules.prompts_repeated=stop", ranks=2, patience=30)
+    assert processes.wait() == EXIT_ALERT, log(tmp_path)
+    assert processes.statuses == [EXIT_ALERT] * 2 and "Traceback" not in log(tmp_path)
+    assert set(printed_keys(log(tmp_path))) == {"run.stop.by_alert"}
     assert saved_step(tmp_path) == 1 and "prompts_repeated" in status(tmp_path).reason
     assert not (tmp_path / "run" / "hf").exists(), "nothing is exported"
     finish(processes, tmp_path, ranks=2)

@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from reinforce_rl.errors import (
+    EXIT_ALERT,
     EXIT_DIVERGED,
     EXIT_ERROR,
     EXIT_FINISHED,
-    EXIT_SENTINEL,
     EXIT_STOPPED,
     ConfigError,
     Fault,
@@ -344,8 +344,8 @@ class Job:
             return False, f"not requeued after {self._stop.name}; {go_on}"
         if result.code == EXIT_DIVERGED:
             return False, "not requeued: the policy has diverged, and would again from the same checkpoint"
-        if result.code == EXIT_SENTINEL:
-            return False, f"not requeued: the sentinel has stopped the run, see its alerts; {go_on}"
+        if result.code == EXIT_ALERT:
+            return False, f"not requeued: an alert has stopped the run; {go_on}"
         restart, max_restarts = self._allocation.restart, self._settings.max_restarts
         if result.never_began and restart < max_restarts:  # `_refusal` ends what never gets further
             return True, "requeued, as another attempt may begin"

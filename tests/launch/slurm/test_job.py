@@ -218,7 +218,7 @@ def test_an_actor_task_that_fails(started: type[Job], what: str, expected: int, 
         ("dies", "trains", 137, "first to fail: rm-0 rank 0 on ", "requeued: from step 0 to step 7"),
         # It has made progress, but would do the same again.
         ("", "diverges", 77, "first to fail: actor rank ", "not requeued: the policy has diverged"),
-        ("", "alerts", 78, "first to fail: actor rank ", "not requeued: the sentinel has stopped the run"),
+        ("", "alerts", 78, "first to fail: actor rank ", "not requeued: an alert has stopped the run"),
     ],
 )
 def test_a_failed_job_is_requeued_where_that_was_asked_for(

@@ -16,14 +16,14 @@ import pytest
 from helpers.errors import raises_error
 from helpers.rows import write_rows
 
-from reinforce_rl.monitoring import board as board_module
-from reinforce_rl.monitoring.board import BoardRun
+from reinforce_rl.monitoring import dashboard as dashboard_module
+from reinforce_rl.monitoring.dashboard import DashboardRun
 from reinforce_rl.monitoring.loggers import JsonlLogger
 from reinforce_rl.monitoring.records import RolloutRow
 from reinforce_rl.monitoring.run_folder import RunFolder
 from reinforce_rl.runtime.status import Status, StatusFile, read_status, run_status
 
-from .test_board import ask, board
+from .test_dashboard import ask, dashboard
 
 SECONDS = 60.0
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -118,7 +118,7 @@ def odd_port(tmp_path_factory):
     for name, (make, _) in ODD.items():
         (root / name).mkdir()
         make(root / name)
-    with board(root) as port:
+    with dashboard(root) as port:
         yield port
 
 
@@ -151,7 +151,7 @@ def test_nan_and_infinity_in_metrics_are_gaps_of_a_curve(tmp_path):
     values = ["NaN", "Infinity", "-Infinity", "null", "1e999", "2.5"]
     lines = [f'{{"step": {i}, "time": {value}, "train/rewards": {value}}}\n' for i, value in enumerate(values)]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines))
-    with board(tmp_path) as port:
+    with dashboard(tmp_path) as port:
         assert ask(port, "/api/runs")[1]["runs"][0]["reward"] == 2.5
         status, run, _ = ask(port, "/api/run?name=run")
         assert status == 200 and run["series"]["train/rewards"]["y"] == [None] * 5 + [2.5]
@@ -162,7 +162,7 @@ def test_names_and_reasons_that_are_not_utf_8(tmp_path):
     good_run(tmp_path / name)
     good_run(tmp_path / "other")
     (tmp_path / "other" / "status.json").write_text('{"state": "failed", "reason": "\\ud800"}')
-    with board(tmp_path) as port:
+    with dashboard(tmp_path) as port:
         status, answer, _ = ask(port, "/api/runs")
         assert status == 200 and {row["name"] for row in answer["runs"]} == {"run \\xff", "other"}
         assert ask(port, "/api/run?name=run%20%5Cxff")[1]["state"]["step"] == 3
@@ -179,7 +179,7 @@ def test_links_within_the_folder_only(tmp_path):
     part = good_run(tmp_path / "results" / "part")
     write_rows(tmp_path / "elsewhere" / "run", 1, [RolloutRow(1, 0, 0, "secret", "r", 1.0, "stop", 2)])
     (part / "rollouts").symlink_to(tmp_path / "elsewhere" / "run" / "rollouts")
-    with board(tmp_path / "results") as port:
+    with dashboard(tmp_path / "results") as port:
         rows = {row["name"]: row for row in ask(port, "/api/runs")[1]["runs"]}
         assert rows.keys() == {"real", "inside", "out", "above", "part"}
         assert rows["inside"]["step"] == 3 and rows["inside"]["fault"] == ""
@@ -187,7 +187,7 @@ def test_links_within_the_folder_only(tmp_path):
             target = (tmp_path / "results" / name).resolve()
             assert rows[name]["state"] == "unreadable" and str(target) in rows[name]["fault"]
             status, answer, _ = ask(port, f"/api/run?name={name}")
-            assert (status, answer["key"]) == (404, "board.run.leads_out")
+            assert (status, answer["key"]) == (404, "dashboard.run.leads_out")
             assert str(target) in answer["error"]
         status, answer, _ = ask(port, "/api/samples?name=part&kind=rollouts&step=1")
         assert (status, answer["key"]) == (404, "samples.folder.leads_out")
@@ -203,7 +203,7 @@ def test_a_fifo_in_place_of_any_file_that_is_read(tmp_path, name):
         file.write('{"step": 4, "train/loss": 1.0}\n')
     (run / name).parent.mkdir(exist_ok=True)
     os.mkfifo(run / name)
-    with board(tmp_path) as port:
+    with dashboard(tmp_path) as port:
         status, answer, _ = ask(port, "/api/run?name=run")
         assert (status, answer["key"]) == (404, "file.not_regular")
         assert f"{run / name} is a fifo" in answer["error"]
@@ -214,7 +214,7 @@ def test_a_fifo_as_samples(tmp_path):
     run = good_run(tmp_path / "run")
     (run / "rollouts").mkdir()
     os.mkfifo(run / "rollouts" / "step_00001.parquet")
-    with board(tmp_path) as port:
+    with dashboard(tmp_path) as port:
         status, answer, _ = ask(port, "/api/samples?name=run&kind=rollouts&step=1")
         assert (status, answer["key"]) == (404, "file.not_regular")
         path = run / "rollouts" / "step_00001.parquet"
@@ -226,7 +226,7 @@ def test_a_run_that_is_read_for_long_delays_no_other_and_not_the_end(tmp_path):
     good_run(tmp_path / "slow")
     code = """
 import sys, time
-from reinforce_rl.monitoring import board
+from reinforce_rl.monitoring import dashboard
 from reinforce_rl.monitoring.run_folder import RunFolder
 refresh = RunFolder.refresh
 def hang(self, seconds):
@@ -234,8 +234,8 @@ def hang(self, seconds):
         time.sleep(1)
     return refresh(self, seconds)
 RunFolder.refresh = hang
-board._ANSWER_SECONDS = 1.0
-board.serve(sys.argv[1], port=0)
+dashboard._ANSWER_SECONDS = 1.0
+dashboard.serve(sys.argv[1], port=0)
 """
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -254,13 +254,13 @@ board.serve(sys.argv[1], port=0)
 
 def test_a_long_run_is_answered_with_what_has_been_read(tmp_path, monkeypatch):
     """Whole lines arrive a little at a time, and the page's stamp changes until all of them are there."""
-    monkeypatch.setattr(board_module, "_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(board_module, "_SLICE_SECONDS", 0.01)
+    monkeypatch.setattr(dashboard_module, "_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(dashboard_module, "_SLICE_SECONDS", 0.01)
     run = tmp_path / "run"
     run.mkdir()
     lines = [f'{{"step": {i}, "time": {i}.5, "train/rewards": {i}.0}}\n' for i in range(1, 50_001)]
     (run / "metrics.jsonl").write_text("".join(lines))
-    with board(tmp_path) as port:
+    with dashboard(tmp_path) as port:
         stamps = set()
         ends = []
         deadline = time.monotonic() + SECONDS
@@ -311,7 +311,7 @@ def test_bounds_on_lines_and_values(tmp_path):
 def test_a_reader_s_fault_is_said_until_the_file_is_mended(tmp_path):
     path = good_run(tmp_path / "run") / "metrics.jsonl"
     text = path.read_text()
-    run = BoardRun(tmp_path / "run", tmp_path)
+    run = DashboardRun(tmp_path / "run", tmp_path)
     path.write_text(text + "{\n")
     for _ in range(2):
         with raises_error("metrics.line.invalid", path, "line 4"), run.opened():

@@ -1,10 +1,10 @@
-"""How soon does the sentinel speak of a run that goes wrong, and how often of one that does not?
+"""How soon do the alerts fire in a run that goes wrong, and how often in one that does not?
 
-python benchmarks/sentinel.py            (about half an hour on one core; runs that are there are not made again)
+python benchmarks/alerts.py            (about half an hour on one core; runs that are there are not made again)
 
 The task and the trainer are those of `papers_findings.py`. Healthy runs are that benchmark's, with its seeds, and
-so are some that collapse; in others a failure is planted. Every run writes its folder, and the sentinel reads
-metrics.jsonl afterwards, as `reinforce-rl report` does. `--write` puts the tables into results/sentinel.md.
+so are some that collapse; in others a failure is planted. Every run writes its folder, and the rules read
+metrics.jsonl afterwards, as `reinforce-rl report` does. `--write` puts the tables into results/alerts.md.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from helpers.tiny_run import compose  # noqa: E402
 from reinforce_rl.config.load import load_config  # noqa: E402
 from reinforce_rl.data.tokenizer import load_tokenizer  # noqa: E402
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh  # noqa: E402
+from reinforce_rl.monitoring.alerts import AlertRules, is_training  # noqa: E402
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers  # noqa: E402
 from reinforce_rl.monitoring.progress import TrainingProgress  # noqa: E402
 from reinforce_rl.monitoring.run import RunMonitor  # noqa: E402
 from reinforce_rl.monitoring.run_folder import RunFolder  # noqa: E402
-from reinforce_rl.monitoring.sentinel import Sentinel, is_training  # noqa: E402
 from reinforce_rl.rewards.base import STATUS_OK, RewardRequest, Rewards  # noqa: E402
 from reinforce_rl.run import build_trainer  # noqa: E402
 from reinforce_rl.trainer.build import build_datasets  # noqa: E402
 
 FROM_STEP = 13  # the first step with a planted failure of the reward
-RESULTS = HERE / "results" / "sentinel.md"
+RESULTS = HERE / "results" / "alerts.md"
 BEGIN, END = "<!-- tables -->\n", "<!-- end -->"
 TABLE = "|---"
 
@@ -215,8 +215,9 @@ class Found:
 
 
 def read(plan: Plan, seed: int, folder: Path) -> Found:
-    run, sentinel = RunFolder(folder), Sentinel()
-    said = [(alert.kind, alert.first) for line in run.lines for alert in sentinel.look(line)]
+    run = RunFolder(folder)
+    alert_rules = AlertRules()
+    said = [(alert.kind, alert.first) for line in run.lines for alert in alert_rules.look(line)]
     validated, first = run.series("val/rewards"), run.series("train/rewards")[0][1]
     tops = itertools.accumulate((value for _, value in validated), max)
     low = None
@@ -265,7 +266,7 @@ def tables(found: list[Found]) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("results/sentinel"), help="folder of the runs (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("results/alerts"), help="folder of the runs (%(default)s)")
     parser.add_argument("--runs", type=int, help="make no more than this many (all)")
     parser.add_argument("--write", action="store_true", help=f"write the tables to {RESULTS.relative_to(HERE.parent)}")
     return parser.parse_args()

@@ -1,6 +1,6 @@
-"""`reinforce-rl board FOLDER`: the runs below a folder on a local page that follows them.
+"""`reinforce-rl dashboard FOLDER`: the runs below a folder on a local page that follows them.
 
-    GET /                                   the page; /board.js, /board.css and /plotly.js belong to it
+    GET /                                   the page; /dashboard.js, /dashboard.css and /plotly.js belong to it
     GET /api/runs                           {folder, runs: [{name, state, step, max_steps, time, reward}, ...]}
     GET /api/run?name=N[&stamp=S]           `report.overview` and {stamp}; 204 if it still is that stamp
     GET /api/samples?name=N&kind=K&step=I   {rows: [...], total, columns}: columns of tokens, if recorded
@@ -69,7 +69,7 @@ _HEADERS = {
 }
 
 
-class BoardRun:
+class DashboardRun:
     """A run whose files are read in a thread of its own; `opened` gives access to what has been read."""
 
     def __init__(self, path: Path, within: Path):
@@ -106,7 +106,7 @@ class BoardRun:
         if not self._lock.acquire(timeout=_ANSWER_SECONDS):
             raise DataError(
                 f"{self._run.path} has been read for {_ANSWER_SECONDS:.0f} s; is its disk there?",
-                key="board.run.takes_too_long",
+                key="dashboard.run.takes_too_long",
             )
         try:
             yield
@@ -128,7 +128,7 @@ class BoardRun:
                 self._reader = None
 
 
-class Board:
+class Dashboard:
     """The aiohttp application; `host` is the name that it may be asked by, besides localhost and addresses."""
 
     def __init__(self, folder: str | Path, host: str = "127.0.0.1"):
@@ -137,11 +137,11 @@ class Board:
         if not self._folder.is_dir():
             raise DataError(
                 f"{folder}: no such folder; expected a folder with runs in it, or that of a run",
-                key="board.folder.missing",
+                key="dashboard.folder.missing",
             )
         self._scanned: tuple[float, dict[str, Path]] = (-math.inf, {})
         self._scanning = threading.Lock()
-        self._open: OrderedDict[Path, BoardRun] = OrderedDict()
+        self._open: OrderedDict[Path, DashboardRun] = OrderedDict()
         self._opening = threading.Lock()
         self._places = asyncio.Semaphore(_PARALLEL)
 
@@ -150,8 +150,8 @@ class Board:
         page: dict[str, tuple[str, Callable[[], str]]] = {
             "": ("html", render),
             "plotly.js": ("javascript", plotly),
-            "board.js": ("javascript", (PAGE / "board.js").read_text),
-            "board.css": ("css", (PAGE / "board.css").read_text),
+            "dashboard.js": ("javascript", (PAGE / "dashboard.js").read_text),
+            "dashboard.css": ("css", (PAGE / "dashboard.css").read_text),
         }
         for name, (kind, read) in page.items():
             app.router.add_get(f"/{name}", self._handler(f"text/{kind}", lambda _, read=read: read()))
@@ -164,8 +164,8 @@ class Board:
     async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             if not self._is_ours(request.host):
-                advice = "ask by localhost or an address, or start the board with --host and that name"
-                raise web.HTTPMisdirectedRequest(text=f"this board is not {request.host}; {advice}")
+                advice = "ask by localhost or an address, or start the dashboard with --host and that name"
+                raise web.HTTPMisdirectedRequest(text=f"this dashboard is not {request.host}; {advice}")
             response = await handler(request)
         except web.HTTPException as error:
             response = web.json_response({"error": error.text}, status=error.status)
@@ -225,16 +225,16 @@ class Board:
                 self._scanned = (time.monotonic(), found)
             return found
 
-    def _opened(self, name: str) -> BoardRun:
+    def _opened(self, name: str) -> DashboardRun:
         path = self._found().get(name)
         if path is None:
             raise DataError(
                 f"there is no run {name!r} below {self._folder}",
-                key="board.run.unknown",
+                key="dashboard.run.unknown",
             )
         self._check_inside(path)
         with self._opening:
-            run = self._open.get(path) or BoardRun(path, self._folder)
+            run = self._open.get(path) or DashboardRun(path, self._folder)
             self._open[path] = run
             self._open.move_to_end(path)
             others = list(self._open)[:-1]
@@ -249,7 +249,7 @@ class Board:
             advice = "start the dashboard on the folder that it leads to"
             raise DataError(
                 f"{path} is a link to {path.resolve()}, outside of {self._folder}; {advice}",
-                key="board.run.leads_out",
+                key="dashboard.run.leads_out",
             )
 
     def _runs(self, request: web.Request) -> dict[str, Any]:
@@ -306,7 +306,7 @@ class Board:
                     return
             raise DataError(
                 f"{run.name} has no samples of the kind {wanted!r}",
-                key="board.samples.kind_unknown",
+                key="dashboard.samples.kind_unknown",
             )
 
     def _tables(self, request: web.Request) -> dict[str, Any]:
@@ -319,20 +319,20 @@ class Board:
 
 
 def serve(folder: str | Path, host: str = "127.0.0.1", port: int = 6060) -> None:
-    """Serve the board until Ctrl-C; port 0 takes a free one.
+    """Serve the dashboard until Ctrl-C; port 0 takes a free one.
 
     Raises:
         DataError: there is no such folder.
         ReinforceError: the address cannot be used.
     """
-    app = Board(folder, host).application()
+    app = Dashboard(folder, host).application()
     try:
         listener = listen(host, port)
     except OSError as error:
         advice = "choose another with --port, or --port 0 for any free one"
         raise ReinforceError(
             f"{Address(host, port)} cannot be listened on ({error.strerror or error}); {advice}",
-            key="board.address.not_usable",
+            key="dashboard.address.not_usable",
         ) from error
     with listener:
         address = Address(host, listener.getsockname()[1]).local

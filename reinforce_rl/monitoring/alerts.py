@@ -1,4 +1,4 @@
-"""The sentinel: rules that watch the steps of a run, or read them afterwards; docs/sentinel.md has the thresholds.
+"""Alerts: rules that watch the steps of a run, or read them afterwards; docs/alerts.md has the thresholds.
 
 Every rule compares with the run's own past, so that it needs neither the scale of a reward nor the length of a task.
 """
@@ -22,7 +22,7 @@ GAP_LIMITS = {"generator_gap": 0.05, "generator_gap_p99": 0.5, "generator_gap_ma
 WINDOW = 50  # steps that are remembered
 FEWEST = 8  # earlier steps that a comparison with the past needs
 QUIET = 5  # steps without it after which a rule may speak again
-_PAGE = "docs/sentinel.md"
+_PAGE = "docs/alerts.md"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ See = Callable[[History], str | None]  # what is wrong in the last step; None: n
 
 @dataclass(frozen=True)
 class Rule:
-    name: str  # key of `sentinel.rules`
+    name: str  # key of `alerts.rules`
     see: See
     why: str
     advice: str
@@ -106,10 +106,10 @@ def rule(why: str, advice: str, *, steps: int = 1) -> Callable[[See], See]:
     return register
 
 
-class Sentinel:
+class AlertRules:
     """Is fed the lines of metrics.jsonl in order; speaks once of a fault, until it has been gone for `QUIET` steps.
 
-    `rules` is what `sentinel.rules` says, by name; a rule that is missing warns.
+    `rules` is what `alerts.rules` says, by name; a rule that is missing warns.
     """
 
     def __init__(self, rules: Mapping[str, str] = MappingProxyType({}), straggler_factor: float = STRAGGLER_FACTOR):

@@ -1,4 +1,4 @@
-"""The board's server by HTTP, and its page and the frozen one in Chromium."""
+"""The dashboard's server by HTTP, and its page and the frozen one in Chromium."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from helpers.errors import raises_error
 from helpers.rows import write_rows
 from playwright.sync_api import expect, sync_playwright
 
-from reinforce_rl.monitoring.board import Board, serve
 from reinforce_rl.monitoring.compare import compare
+from reinforce_rl.monitoring.dashboard import Dashboard, serve
 from reinforce_rl.monitoring.loggers import JsonlLogger
 from reinforce_rl.monitoring.records import RolloutRow, Samples, TokenColumns, write_samples
 from reinforce_rl.monitoring.report import write_report
@@ -89,9 +89,9 @@ def tokens_of(rows: list[RolloutRow]) -> TokenColumns:
 
 
 @contextlib.contextmanager
-def board(folder: Path) -> Iterator[int]:
-    """A board in a thread of its own, on a free port."""
-    loop, runner = asyncio.new_event_loop(), web.AppRunner(Board(folder).application(), shutdown_timeout=1.0)
+def dashboard(folder: Path) -> Iterator[int]:
+    """A dashboard in a thread of its own, on a free port."""
+    loop, runner = asyncio.new_event_loop(), web.AppRunner(Dashboard(folder).application(), shutdown_timeout=1.0)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
@@ -119,7 +119,7 @@ def results(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def port(results) -> Iterator[int]:
-    with board(results) as found:
+    with dashboard(results) as found:
         yield found
 
 
@@ -168,13 +168,13 @@ class TestServer:
     @pytest.mark.parametrize(
         ("path", "status", "key", "said"),
         [
-            ("/api/run?name=absent", 404, "board.run.unknown", "'absent'"),
-            ("/api/run?name=../secret/run", 404, "board.run.unknown", "'../secret/run'"),
-            ("/api/run?name=/etc", 404, "board.run.unknown", "'/etc'"),
+            ("/api/run?name=absent", 404, "dashboard.run.unknown", "'absent'"),
+            ("/api/run?name=../secret/run", 404, "dashboard.run.unknown", "'../secret/run'"),
+            ("/api/run?name=/etc", 404, "dashboard.run.unknown", "'/etc'"),
             (
                 "/api/samples?name=first&kind=../../secret/run/rollouts&step=1",
                 404,
-                "board.samples.kind_unknown",
+                "dashboard.samples.kind_unknown",
                 "'../../secret/run/rollouts'",
             ),
             (
@@ -215,7 +215,7 @@ class TestServer:
         make_run(tmp_path / "good", steps=1)
         (tmp_path / "bad").mkdir()
         (tmp_path / "bad" / "metrics.jsonl").write_text('{"step": 1}\n{"step": "two"}\n')
-        code = "import sys; from reinforce_rl.monitoring.board import serve; serve(sys.argv[1], port=0)"
+        code = "import sys; from reinforce_rl.monitoring.dashboard import serve; serve(sys.argv[1], port=0)"
         command = [sys.executable, "-c", code, str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
@@ -236,7 +236,7 @@ class TestServer:
     )
     def test_the_address_that_it_prints_is_its_own(self, tmp_path, host, shown):
         make_run(tmp_path / "good", steps=1)
-        code = "import sys; from reinforce_rl.monitoring.board import serve; serve(*sys.argv[1:], port=0)"
+        code = "import sys; from reinforce_rl.monitoring.dashboard import serve; serve(*sys.argv[1:], port=0)"
         command = [sys.executable, "-c", code, str(tmp_path), host]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
@@ -249,7 +249,7 @@ class TestServer:
                 process.kill()
 
     def test_no_such_folder(self, tmp_path):
-        with raises_error("board.folder.missing", tmp_path / "absent"):
+        with raises_error("dashboard.folder.missing", tmp_path / "absent"):
             serve(tmp_path / "absent")
 
 
@@ -395,7 +395,7 @@ def test_runs_overlaid_by_the_keyboard(browser, port):
 
 
 def test_the_page_follows_runs_that_appear_grow_and_go(browser, tmp_path):
-    with board(tmp_path) as port, opened(browser, f"http://127.0.0.1:{port}/") as page:
+    with dashboard(tmp_path) as port, opened(browser, f"http://127.0.0.1:{port}/") as page:
         assert "No run is here yet" in page.inner_text("#empty")
         log_step(tmp_path / "new", 1)
         page.wait_for_selector("#runs li")

@@ -1,4 +1,4 @@
-// The page of one or several runs. Two sources: a board's server (its JSON is described in monitoring/board.py), or
+// The page of one or several runs. Two sources: a dashboard's server (its JSON is described in monitoring/dashboard.py), or
 // data inside the page, {runs: {name: overview}, samples: {name: {kind: {step: rows}}}, tokens, tables}.
 // Nothing that a run has written is ever parsed as HTML: text goes through `h`, which makes text nodes.
 "use strict";
@@ -605,7 +605,7 @@
     $("more-rows").hidden = items.length <= shown.limit;
     $("more-rows").textContent = `Show more (${items.length - shown.limit})`;
     const cut = shown.total > shown.rows.length ? `; the first ${shown.rows.length} of ${shown.total} are here` : "";
-    const some = source.isLive ? "" : "; this file holds a few steps, the board all of them";
+    const some = source.isLive ? "" : "; this file holds a few steps, the dashboard all of them";
     $("samples-count").textContent = `${rows.length} of ${shown.rows.length} samples${cut}${some}`;
     loadTokens();
   }
@@ -703,7 +703,7 @@
         await refresh();
         $("live").textContent = "live";
       } catch (error) {
-        $("live").textContent = `the board does not answer (${error.message})`;
+        $("live").textContent = `the dashboard does not answer (${error.message})`;
       }
       $("live").classList.toggle("lost", $("live").textContent !== "live");
     }

@@ -1,6 +1,6 @@
-"""Make the README's picture of the board: a report.html in Debian's Chromium.
+"""Make the README's picture of the dashboard: a report.html in Debian's Chromium.
 
-python tools/board_image.py results/demo/report.html docs/images/board.png
+python tools/dashboard_image.py results/demo/report.html docs/images/dashboard.png
 """
 
 from __future__ import annotations

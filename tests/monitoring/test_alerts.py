@@ -1,4 +1,4 @@
-"""Every rule of the sentinel on a series with its fault and on a healthy one, and what a run makes of it."""
+"""Every rule of the alerts on a series with its fault and on a healthy one, and what a run makes of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 
 from reinforce_rl.config.load import load_config
 from reinforce_rl.config.monitoring import RulesConfig
-from reinforce_rl.errors import EXIT_SENTINEL, ConfigError, SentinelStop
+from reinforce_rl.errors import EXIT_ALERT, AlertStop, ConfigError
+from reinforce_rl.monitoring.alerts import GAP_LIMITS, QUIET, RULES, AlertRules
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import RolloutRow
@@ -29,12 +30,11 @@ from reinforce_rl.monitoring.responses import (
 )
 from reinforce_rl.monitoring.run import RunMonitor
 from reinforce_rl.monitoring.run_folder import RunFolder
-from reinforce_rl.monitoring.sentinel import GAP_LIMITS, QUIET, RULES, Sentinel
 from reinforce_rl.runtime.status import StatusFile, read_status
 
 RL = "trainer.reinforce"
 START = 20  # the first step with a fault
-PAGE = Path(__file__).parents[2] / "docs" / "sentinel.md"
+PAGE = Path(__file__).parents[2] / "docs" / "alerts.md"
 
 
 def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
@@ -124,22 +124,22 @@ def with_fault(change: Change, steps: int) -> Iterator[dict[str, Any]]:
         yield {**line, **(change(since, line) if since >= 0 or is_of_start else {})}
 
 
-def said(sentinel: Sentinel, lines: Iterator[dict[str, Any]]) -> list[tuple[str, int]]:
-    return [(alert.kind, alert.first) for line in lines for alert in sentinel.look(line)]
+def said(alert_rules: AlertRules, lines: Iterator[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(alert.kind, alert.first) for line in lines for alert in alert_rules.look(line)]
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_healthy_run_is_met_with_silence(seed):
-    assert said(Sentinel(), healthy(200, seed)) == []
+    assert said(AlertRules(), healthy(200, seed)) == []
 
 
 @pytest.mark.parametrize(("name", "change", "within"), FAULTS, ids=[f"{i}-{f[0]}" for i, f in enumerate(FAULTS)])
 def test_each_fault_is_said_once_and_in_time(name, change, within):
-    sentinel = Sentinel()
-    found = [step for kind, step in said(sentinel, with_fault(change, START + within + 20)) if kind == name]
+    alert_rules = AlertRules()
+    found = [step for kind, step in said(alert_rules, with_fault(change, START + within + 20)) if kind == name]
     assert len(found) == 1 and START <= found[0] < START + within
-    (alert,) = [alert for alert in sentinel.alerts if alert.kind == name]
-    assert f"docs/sentinel.md#{name}" in alert.text and "nan" not in alert.text
+    (alert,) = [alert for alert in alert_rules.alerts if alert.kind == name]
+    assert f"docs/alerts.md#{name}" in alert.text and "nan" not in alert.text
 
 
 def test_every_rule_has_a_fault_a_key_and_a_section():
@@ -149,27 +149,29 @@ def test_every_rule_has_a_fault_a_key_and_a_section():
 
 
 def test_what_is_gone_for_a_while_may_be_said_again():
-    sentinel, steps = Sentinel(), [20, 22, 22 + QUIET - 1, 50]
+    alert_rules = AlertRules()
+    steps = [20, 22, 22 + QUIET - 1, 50]
     lines = [line | {"train/skipped_step": float(line["step"] in steps)} for line in healthy(60)]
-    assert said(sentinel, iter(lines)) == [("skipped", 20), ("skipped", 50)]
-    assert [(alert.first, alert.last, alert.count) for alert in sentinel.alerts] == [(20, 26, 3), (50, 50, 1)]
+    assert said(alert_rules, iter(lines)) == [("skipped", 20), ("skipped", 50)]
+    assert [(alert.first, alert.last, alert.count) for alert in alert_rules.alerts] == [(20, 26, 3), (50, 50, 1)]
 
 
 def test_what_is_off_is_not_said():
     lines = [line | {"train/skipped_step": 1.0} for line in healthy(3)]
-    assert said(Sentinel({"skipped": "off"}), iter(lines)) == []
+    assert said(AlertRules({"skipped": "off"}), iter(lines)) == []
 
 
 def test_a_gap_of_older_weights_is_none():
-    assert said(Sentinel(), with_fault(becomes(generator_gap=1.0, staleness=1.0), 30)) == []
+    assert said(AlertRules(), with_fault(becomes(generator_gap=1.0, staleness=1.0), 30)) == []
 
 
 def test_a_step_costs_nothing_measurable():
     import time
 
-    sentinel, lines = Sentinel(), list(healthy(300))
+    alert_rules = AlertRules()
+    lines = list(healthy(300))
     began = time.process_time()
-    said(sentinel, iter(lines))
+    said(alert_rules, iter(lines))
     assert (time.process_time() - began) / 300 < 0.01
 
 
@@ -234,14 +236,14 @@ def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
 
 def test_unknown_rules_are_faults():
     with pytest.raises(ConfigError) as raised:
-        load_config(OmegaConf.create({"sentinel": {"rules": {"lenght": "warn", "kl": "loud"}}}))
-    check_fault(raised.value.faults, "config.key.unknown", "sentinel.rules.lenght")
-    check_fault(raised.value.faults, "config.value.not_a_choice", "sentinel.rules.kl", "'loud'")
+        load_config(OmegaConf.create({"alerts": {"rules": {"lenght": "warn", "kl": "loud"}}}))
+    check_fault(raised.value.faults, "config.key.unknown", "alerts.rules.lenght")
+    check_fault(raised.value.faults, "config.value.not_a_choice", "alerts.rules.kl", "'loud'")
     assert RulesConfig.model_validate({"kl": False}).kl == "off", "YAML's off"
 
 
 class TestARun:
-    STOPS = ("sentinel.rules.constant_reward=stop", f"{RL}.max_epochs=5", f"{RL}.save_interval=0")
+    STOPS = ("alerts.rules.constant_reward=stop", f"{RL}.max_epochs=5", f"{RL}.save_interval=0")
 
     def test_a_planted_failure_stops_it_once_its_state_is_saved(self, tmp_path, mesh, capsys):
         """The reward dies after two steps; resumed, the run goes on without stopping for the same again."""
@@ -252,14 +254,14 @@ class TestARun:
             return odd_share(ids) if len(calls) <= 2 * 16 else 0.0
 
         config = tiny_config(tmp_path, *self.STOPS)
-        with pytest.raises(SentinelStop) as raised, tiny_trainer(config, mesh, dies) as trainer:
+        with pytest.raises(AlertStop) as raised, tiny_trainer(config, mesh, dies) as trainer:
             try:
                 trainer.fit()
             finally:
                 last = weights(trainer)
-        assert raised.value.exit_code == EXIT_SENTINEL and trainer.step == 5 < trainer.max_steps
+        assert raised.value.exit_code == EXIT_ALERT and trainer.step == 5 < trainer.max_steps
         place = f"step 5 of {trainer.max_steps}"
-        check_error(raised.value, "run.stop.by_sentinel", "constant_reward", place)
+        check_error(raised.value, "run.stop.by_alert", "constant_reward", place)
         assert "warning: step 5: the rewards of all samples" in capsys.readouterr().out
         assert [line["step"] for line in metrics_of(tmp_path) if "alerts/constant_reward" in line] == [5]
         with tiny_trainer(config, mesh, lambda ids: 0.0) as trainer:
@@ -277,17 +279,17 @@ class TestARun:
 
 def steps_of(rule: str, lines: Iterable[Mapping[str, float | None]]) -> list[int]:
     """Return the steps, from 1, at which a rule speaks of these lines."""
-    sentinel = Sentinel()
+    alert_rules = AlertRules()
     base = {"rewards": 1.0, "reward_deviation": 0.5}
     found = []
     for step, values in enumerate(lines, 1):
         line = {"step": step} | {f"train/{name}": value for name, value in {**base, **values}.items()}
-        found += [step for alert in sentinel.look(line) if alert.kind == rule]
+        found += [step for alert in alert_rules.look(line) if alert.kind == rule]
     return found
 
 
 class TestThresholds:
-    """Where each rule begins and ends: docs/sentinel.md has the numbers."""
+    """Where each rule begins and ends: docs/alerts.md has the numbers."""
 
     @pytest.mark.parametrize(
         ("rule", "steps", "fault"),

@@ -1,11 +1,11 @@
 """How long does the dashboard take to answer about a run of 100,000 steps, and how much memory does it take?
 
-python benchmarks/board.py                 (about two minutes on one core; 200 MB of disk)
-python benchmarks/board.py --steps 10000
+python benchmarks/dashboard.py                 (about two minutes on one core; 200 MB of disk)
+python benchmarks/dashboard.py --steps 10000
 
 Writes a run with the metrics of a real one (training, timers, memory, a validation every 50 steps) and a short run
-beside it, starts `reinforce-rl board` on their folder, and measures its answers by HTTP: the first, those until all
-has been read, one after a step more, the list of runs, and those about the short run while the long one is read.
+beside it, starts `reinforce-rl dashboard` on their folder, and measures its answers by HTTP: the first, those until
+all has been read, one after a step more, the list of runs, and those about the short run while the long one is read.
 Memory is the server's largest resident set.
 """
 
@@ -107,7 +107,7 @@ def ask(url: str) -> Answer:
 
 
 def measure(folder: Path, steps: int) -> list[tuple[str, str]]:
-    command = [sys.executable, "-m", "reinforce_rl", "board", str(folder), "--port", "0"]
+    command = [sys.executable, "-m", "reinforce_rl", "dashboard", str(folder), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8") as server:
         try:
             assert server.stdout is not None
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000, help="of the long run; default %(default)s")
     options = parser.parse_args(arguments)
-    folder = Path(tempfile.mkdtemp(prefix="board-"))
+    folder = Path(tempfile.mkdtemp(prefix="dashboard-"))
     try:
         make_run(folder / "long", options.steps)
         make_run(folder / "short", 100)
