@@ -45,8 +45,8 @@ def server(
     from reinforce_rl.launch.check_server import check_server
     from reinforce_rl.rewards.wire import read_token
 
-    token = read_token(token_file, "--token-file")
     try:
+        token = read_token(token_file, "--token-file")
         check_server(url, token, lambda line: print(line, flush=True))
     except ReinforceError as error:
         print(f"NOT OK: {error.with_keys()}")

@@ -2,7 +2,7 @@
 
 output_dir/ of mode=head                of mode=full
   head.safetensors                        model/           the best so far, a ...ForSequenceClassification folder
-  evaluation.json                         evaluation.json  its held-out evaluation
+  head_evaluation.json                    evaluation.json  its held-out evaluation
                                           checkpoints/     as in the actor's runs
                                           metrics.jsonl  report.html  config.yaml
 """
@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ from reinforce_rl.utils.files import make_readable, write_atomically
 
 LINE_EVERY_SECONDS = 30.0
 HEAD_FILE = "head.safetensors"
+HEAD_EVALUATION_FILE = "head_evaluation.json"
 MODEL_FOLDER = "model"
 # With another value of one of these, the steps before and after it belong to different runs.
 MEANING = re.compile(r"model\.restore_from_path$|data\.|full\.(objective|attributes|pooling|global_batch_size)$|seed$")
@@ -124,15 +126,16 @@ def _run_head(cfg: TrainRewardModelConfig, console: Console) -> heads.TrainedHea
     with heads.replaced(path) as part:
         trained.head.save(part, about)
         make_readable(part)  # safetensors makes files that only their owner can read
-    evaluation = {name: dataclasses.asdict(accuracy) for name, accuracy in accuracies.items()}
-    write_atomically(path.with_name(EVALUATION_FILE), json.dumps(evaluation, indent=2) + "\n")
+        evaluation = {name: dataclasses.asdict(accuracy) for name, accuracy in accuracies.items()}
+        text = json.dumps(evaluation, indent=2) + "\n"
+        write_atomically(path.with_name(HEAD_EVALUATION_FILE), text)
     table = Table(title="Share of pairs ordered rightly, ± standard error", box=SIMPLE)
     table.add_column("")
     table.add_column("", justify="right")
     for name, accuracy in accuracies.items():
         table.add_row(name.replace("_", " "), str(accuracy))
     console.print(table)
-    console.print(f"written: {path} and {EVALUATION_FILE} beside it", soft_wrap=True)
+    console.print(f"written: {path} and {HEAD_EVALUATION_FILE} beside it", soft_wrap=True)
     return trained
 
 
@@ -277,7 +280,7 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh) -> FullTrainer:
 
 def _serve_options(model: Path, best: Best, names: Sequence[str]) -> str:
     """Return the arguments of `reinforce-rl serve` for this model; `names` is empty for one score."""
-    path = f"reward_model.restore_from_path={model}"
+    path = f"reward_model.restore_from_path={shlex.quote(str(model))}"
     if names:
         weights = ", ".join(f"{name}: 1.0" for name in names)
         return f"{path} 'reward_model.attribute_weights={{{weights}}}'"

@@ -365,7 +365,7 @@ def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
     head = RewardHead.load(out / "head.safetensors")
     assert head.weight.shape == (32,)
     assert head.pooling == "last"
-    evaluation = json.loads((out / EVALUATION_FILE).read_text())
+    evaluation = json.loads((out / job.HEAD_EVALUATION_FILE).read_text())
     with safe_open(out / "head.safetensors", framework="pt") as file:
         about = file.metadata()
     assert about["trunk"] == "tiny-llama"
