@@ -187,7 +187,7 @@ class TestWhatAStepLeaves:
         ages = [name for name in metrics if name.startswith("generator_gap_age_")]
         assert ages == ["generator_gap_age_1"]
 
-    @pytest.mark.parametrize(("placement", "in_loss"), [("loss", 0.1), ("reward", 0.0), ("advantage", 0.0)])
+    @pytest.mark.parametrize(("placement", "in_loss"), [("loss", 0.1), ("reward", None), ("advantage", None)])
     def test_the_kl_is_in_the_loss_where_it_is_placed_there(self, placement, in_loss, tmp_path, mesh):
         with tiny_trainer(tiny_config(tmp_path, f"{RL}.kl_placement={placement}"), mesh) as trainer:
             calls = recorded_calls(trainer)
