@@ -17,7 +17,8 @@ class ReinforceError(Exception):
 
     Args:
         message: what was found, what was expected, what to do. It may be reworded in any release.
-        key: names this kind of error in every release, such as "data.line.not_json". Tests and programs ask for it.
+        key: names this kind of error in every release, such as "data.line.not_json". Tests and programs
+            compare keys, not messages.
     """
 
     exit_code = EXIT_ERROR  # of the script that it ends
@@ -42,9 +43,11 @@ class Fault(str):
         return fault
 
 
-def key_of(fault: str) -> str:
-    """Return the key of a fault; empty for a plain text."""
-    return getattr(fault, "key", "")
+def key_of(error: BaseException | str, otherwise: str = "") -> str:
+    """Return the key of an error or a fault; `otherwise` if it has none, as errors of other packages."""
+    if isinstance(error, ReinforceError | Fault):
+        return error.key or otherwise
+    return otherwise
 
 
 def _with_key(text: str, key: str) -> str:
@@ -77,7 +80,7 @@ class DivergedError(ReinforceError):
 
     exit_code = EXIT_DIVERGED
 
-    def __init__(self, cause: str, *, key: str = "diverged"):
+    def __init__(self, cause: str, *, key: str = ""):
         super().__init__(
             f"{cause}: the policy has diverged, and was not saved. The same command would repeat it; lower "
             "model.optim.lr, or look for what else spoils it, and go on from the last checkpoint, or from an older "
@@ -94,12 +97,13 @@ class ConfigError(ReinforceError):
     """One or more configuration faults, each naming the setting, what was found and what was expected.
 
     Args:
-        faults: sentences; a `Fault` has a key of its own.
+        faults: sentences, each a `Fault` with its own key. The error's key is the first one's.
     """
 
     def __init__(self, faults: Sequence[str]):
         self.faults = list(faults)
-        super().__init__(self._listed(self.faults), key="config")
+        first_key = self.keys[0] if self.faults else ""
+        super().__init__(self._listed(self.faults), key=first_key)
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
         return type(self), (self.faults,)  # by default pickled with the text, as if that were the faults

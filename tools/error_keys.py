@@ -1,4 +1,4 @@
-"""List the stable keys of the package's errors, each with its sentence, in tests/error_sentences.txt.
+"""List the stable keys of the package's errors, each with its class and sentence, in tests/error_sentences.txt.
 
 python tools/error_keys.py --write    writes the file
 python tools/error_keys.py --check    exits with 1 if the file is not today's, or an error has no key
@@ -15,7 +15,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +48,7 @@ KINDS = frozenset(
 )
 # Makes the fault of settings that do not fit together; it prints their names and values itself.
 FAULT_OF_SETTINGS = "settings_fault"
+KEY_OF = "key_of"  # with a second argument: the key of an error that has none
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class RaisedError:
     """A call in the source that makes an error."""
 
     place: str  # FILE:LINE
+    kind: str  # name of its class; decides the exit code
     key: str  # empty: none is given
     is_computed: bool  # the key is an expression, such as that of an error which is raised again
     sentence: str
@@ -65,6 +67,8 @@ def error_calls(source: str, name: str) -> Iterator[RaisedError]:
     tree = ast.parse(source)
     assigned = _assigned_before_calls(tree)
     for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from _of_own_class(node, name)
         if not isinstance(node, ast.Call):
             continue
         if _called_name(node.func) == "ConfigError":
@@ -73,14 +77,28 @@ def error_calls(source: str, name: str) -> Iterator[RaisedError]:
             sentence = node.args[0] if node.args else ast.Constant("")
             yield _error_of(node, name, _template(assigned.get(node, sentence)))
         if _called_name(node.func) == FAULT_OF_SETTINGS:
-            yield _error_of(node, name, _template_of_settings(node))
+            fault = _error_of(node, name, _template_of_settings(node))
+            yield replace(fault, kind="Fault")
+
+
+def _of_own_class(definition: ast.ClassDef, name: str) -> Iterator[RaisedError]:
+    """Yield the error of a class that makes its own sentence: `super().__init__(sentence, key=...)`."""
+    for call in ast.walk(definition):
+        if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__"):
+            continue
+        if call.args and _key_argument(call) is not None:
+            error = _error_of(call, name, _template(call.args[0]))
+            yield replace(error, kind=definition.name)
 
 
 def _error_of(call: ast.Call, name: str, sentence: str) -> RaisedError:
     key = _key_argument(call)
+    if isinstance(key, ast.Call) and _called_name(key.func) == KEY_OF and len(key.args) == 2:
+        key = key.args[1]  # of errors that have none
     is_text = isinstance(key, ast.Constant)
     return RaisedError(
         place=f"{name}:{call.lineno}",
+        kind=_called_name(call.func),
         key=str(key.value) if is_text else "",
         is_computed=key is not None and not is_text,
         sentence=sentence,
@@ -121,7 +139,13 @@ def _faults_without_keys(call: ast.Call, name: str) -> Iterator[RaisedError]:
     for faults in call.args:
         for fault in faults.elts if isinstance(faults, ast.List) else ():
             if isinstance(fault, ast.Constant | ast.JoinedStr | ast.BinOp):
-                yield RaisedError(f"{name}:{fault.lineno}", "", False, _template(fault))
+                yield RaisedError(
+                    place=f"{name}:{fault.lineno}",
+                    kind="ConfigError",
+                    key="",
+                    is_computed=False,
+                    sentence=_template(fault),
+                )
 
 
 def _called_name(function: ast.expr) -> str:
@@ -161,12 +185,12 @@ def package_errors() -> list[RaisedError]:
 
 
 def listing(errors: list[RaisedError]) -> str:
-    """Return the text of tests/error_sentences.txt: a line for each key and sentence."""
+    """Return the text of tests/error_sentences.txt: a line for each key, class and sentence."""
     lines = set()
     for error in errors:
         if error.key:
             sentence = error.sentence.replace("\n", "\\n")
-            lines.add(f"{error.key}\t{sentence}\n")
+            lines.add(f"{error.key}\t{error.kind}\t{sentence}\n")
     return "".join(sorted(lines))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reinforce_rl.config.model_folder import model_values
-from reinforce_rl.errors import ConfigError, Fault
+from reinforce_rl.errors import ConfigError, Fault, key_of
 from reinforce_rl.utils.untrusted_files import read_model_json
 
 GENERATION_CONFIG = "generation_config.json"
@@ -78,8 +78,9 @@ def _values_of(path: Path) -> dict[str, Any]:
     try:
         values = read_model_json(path)
     except (OSError, ValueError) as error:
-        sentence = f"{path} is not valid JSON: {error}; correct it, or delete it"
-        raise ConfigError([Fault(sentence, key="model.generation_config.not_json")]) from error
+        sentence = f"{path} cannot be read as JSON: {error}; correct it, or delete it"
+        fault = Fault(sentence, key=key_of(error, "model.generation_config.not_json"))
+        raise ConfigError([fault]) from error
     if not isinstance(values, dict):
         sentence = f"{path} is not a JSON object; correct it, or delete it"
         raise ConfigError([Fault(sentence, key="model.generation_config.no_object")])

@@ -55,7 +55,7 @@ class LineFaults(list[Fault]):
     def raise_if_any(self, advice: str) -> None:
         """Raise a `DataError` that lists the first faults and ends with `advice`, if there are any.
 
-        Its key is that of the first fault.
+        The error has the key of the first fault.
         """
         if not self:
             return

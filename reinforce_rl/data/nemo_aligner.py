@@ -273,7 +273,7 @@ def _listed_labels(label: object, attributes: Sequence[str]) -> dict[str, float]
         hint = f"; its own data has {','.join(STEERLM_ATTRIBUTES)}" if len(label) == len(STEERLM_ATTRIBUTES) else ""
         given = f"--attributes names {len(attributes)}: {','.join(attributes)}" if attributes else "none is named"
         raise DataError(
-            f"label has {len(label)} numbers, but {given}; name each: --attributes a,b{hint}",
+            f"label has {len(label)} numbers, but {given}; name each in order: --attributes a,b,c{hint}",
             key="data.label.wrong_number",
         )
     for number in label:

@@ -39,8 +39,8 @@ def server(
 ) -> None:
     """Say whether a reward server is up, what it serves, how fast it is, and what is wrong.
 
-    The token is that of the file, or of the environment variable REINFORCE_REWARD_TOKEN. Exit code 0
-    where the server can be used, else 1.
+    Reads the token from the file, or from the environment variable REINFORCE_REWARD_TOKEN. Exits
+    with 0 if the server can be used, else with 1.
     """
     from reinforce_rl.launch.check_server import check_server
     from reinforce_rl.rewards.wire import read_token
@@ -91,9 +91,12 @@ def _gpus() -> list[str]:
     lines = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
         capability = f"{properties.major}.{properties.minor}"
-        memory = f"{_gigabytes(free)} of {_gigabytes(total)} free"
+        try:
+            free, total = torch.cuda.mem_get_info(index)
+            memory = f"{_gigabytes(free)} of {_gigabytes(total)} free"
+        except RuntimeError as error:  # it is full, or another process has it to itself
+            memory = f"cannot be used: {str(error).splitlines()[0]}"
         lines.append(f"GPU {index}: {properties.name}, compute capability {capability}, {memory}")
     return lines
 

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from reinforce_rl import __version__
+from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.check import check
 from reinforce_rl.launch.convert import convert
 from reinforce_rl.launch.demo import demo
@@ -135,7 +136,11 @@ def _prepare(words: list[str]) -> None:
     try:
         here = os.getcwd()
     except OSError:
-        fail("the folder in which this was started does not exist any more; change to another one")
+        fault = ReinforceError(
+            "the folder in which this was started does not exist any more; change to another one",
+            key="launch.folder.gone",
+        )
+        fail(fault.with_keys())
     asks_for_it = any(word.lstrip("+~").startswith(_ASKS_FOR_OWN_CODE) for word in words)
     if not asks_for_it and _WITH_OWN_CODE.isdisjoint(words[:1]):
         # The folder may be somebody else's. Libraries look for optional modules, which need not be installed, and

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from reinforce_rl.errors import CheckpointError
+from reinforce_rl.errors import CheckpointError, key_of
 from reinforce_rl.megatron.lora import adapter_rows
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.optimizer import PREFIX
@@ -75,7 +75,7 @@ def check_files(folder: Path, rank: int, world_size: int) -> None:
                 )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         sentence = f"{path} cannot be read: {error!r}"
-        raise CheckpointError(sentence, key="checkpoint.file.not_readable") from error
+        raise CheckpointError(sentence, key=key_of(error, "checkpoint.file.not_readable")) from error
 
 
 def _crc32(path: Path, *, within: Path | None = None) -> str:

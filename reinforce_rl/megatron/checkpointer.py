@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.utils import get_total_norm
 
-from reinforce_rl.errors import CheckpointError, DivergedError, ReinforceError
+from reinforce_rl.errors import CheckpointError, DivergedError, key_of
 from reinforce_rl.megatron import checkpoint_files as files
 from reinforce_rl.megatron.lora import trained_state
 from reinforce_rl.megatron.mesh import Mesh
@@ -82,7 +82,7 @@ def _latest_name(folder: Path) -> str:
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{pointer} cannot be read: {error}; write the name of a checkpoint into it",
-            key="checkpoint.latest.not_readable",
+            key=key_of(error, "checkpoint.latest.not_readable"),
         ) from error
 
 
@@ -108,7 +108,7 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
         way_out = _way_out(checkpoint)
         raise CheckpointError(
             f"{pointer} names {name}, whose {STATE_FILE} cannot be read: {error}. {way_out}",
-            key="checkpoint.state.not_readable",
+            key=key_of(error, "checkpoint.state.not_readable"),
         ) from error
     return Checkpoint(checkpoint, state)
 
@@ -142,7 +142,7 @@ def checkpoint_up_to(folder: str | Path, step: int) -> Checkpoint | None:
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{file} cannot be read: {error}. Restore it, or move {found[-1]} away",
-            key="checkpoint.state.not_readable",
+            key=key_of(error, "checkpoint.state.not_readable"),
         ) from error
 
 
@@ -343,9 +343,7 @@ class Checkpointer:
             _raise_interrupt(error)
             reason = reason_of(error)
             sentence = f"checkpoint {folder} cannot be loaded: {reason}. {_way_out(folder)}"
-            if isinstance(error, ReinforceError):
-                return CheckpointError(sentence, key=error.key)
-            return CheckpointError(sentence, key="checkpoint.folder.not_loaded")
+            return CheckpointError(sentence, key=key_of(error, "checkpoint.folder.not_loaded"))
 
         with mesh.together(failed):
             files.check_files(folder, mesh.rank, mesh.world_size)

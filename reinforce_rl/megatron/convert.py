@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 
-from reinforce_rl.errors import CheckpointError, ConfigError, Fault, ReinforceError
+from reinforce_rl.errors import CheckpointError, ConfigError, Fault, key_of
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpoint_files import MANIFEST_FILE, check_files, load_sharded
 from reinforce_rl.megatron.checkpointer import (
@@ -65,9 +65,7 @@ def to_megatron(
 
     def failed(error: BaseException) -> CheckpointError:
         sentence = f"rank {mesh.rank} cannot write {part}: {reason_of(error)}"
-        if isinstance(error, ReinforceError):
-            return CheckpointError(sentence, key=error.key)
-        return CheckpointError(sentence, key="convert.folder.not_written")
+        return CheckpointError(sentence, key=key_of(error, "convert.folder.not_written"))
 
     with mesh.together(failed):
         if mesh.is_main:
@@ -139,7 +137,7 @@ def _trainer_state(path: Path) -> dict[str, Any]:
         return dict(read_json(path, within=path.parent))
     except (OSError, ValueError, TypeError) as error:
         sentence = f"{path} cannot be read: {error}"
-        raise CheckpointError(sentence, key="checkpoint.state.not_readable") from error
+        raise CheckpointError(sentence, key=key_of(error, "checkpoint.state.not_readable")) from error
 
 
 def load_weights(lm: CausalLM, checkpoint: Path) -> None:
@@ -147,21 +145,12 @@ def load_weights(lm: CausalLM, checkpoint: Path) -> None:
 
     def failed(error: BaseException) -> CheckpointError:
         sentence = f"checkpoint {checkpoint} cannot be loaded: {reason_of(error)}"
-        if isinstance(error, ReinforceError):
-            return CheckpointError(sentence, key=error.key)
-        return CheckpointError(sentence, key="checkpoint.folder.not_loaded")
+        return CheckpointError(sentence, key=key_of(error, "checkpoint.folder.not_loaded"))
 
     with lm.mesh.together(failed):
         if (checkpoint / MANIFEST_FILE).is_file():  # only a run's checkpoints have one
             check_files(checkpoint, lm.mesh.rank, lm.mesh.world_size)
         load_sharded(lm, {"model": trained_state(lm)}, checkpoint / MODEL)
-
-
-def plain_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a run's checkpoint, whole, by its key; on one rank."""
-    check_stored_metadata(checkpoint / MODEL)
-    found: Any = dist_checkpointing.load_plain_tensors(str(checkpoint / MODEL))
-    return {name: one for name, one in found.items() if isinstance(one, torch.Tensor)}
 
 
 def _add_lora_of(checkpoint: Path, trainer_state: dict[str, Any], lm: CausalLM, source: Path) -> MergedWeights | None:

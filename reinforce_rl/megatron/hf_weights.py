@@ -20,7 +20,7 @@ from torch import Tensor
 
 from reinforce_rl.config.end_tokens import GENERATION_CONFIG, read_end_tokens, with_end_tokens
 from reinforce_rl.data.tokenizer import load_tokenizer, token_id
-from reinforce_rl.errors import CheckpointError, ReinforceError
+from reinforce_rl.errors import CheckpointError, key_of
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.mesh import Mesh
@@ -211,9 +211,7 @@ def export_hf_folder(
         space = space_note(error, part)  # before the files are gone
         shutil.rmtree(part, ignore_errors=True)
         sentence = f"cannot write the Hugging Face folder {out}: {error}{space}"
-        if isinstance(error, ReinforceError):
-            return CheckpointError(sentence, key=error.key)
-        return CheckpointError(sentence, key="model.folder.not_written")
+        return CheckpointError(sentence, key=key_of(error, "model.folder.not_written"))
 
     with mesh.together(failed):
         if mesh.is_main:

@@ -32,6 +32,7 @@ from reinforce_rl.errors import (
     RewardServerError,
     StoppedEarly,
     TooManyFailedRewardsError,
+    key_of,
 )
 from reinforce_rl.utils.ranks import STORE_VARIABLE
 
@@ -174,7 +175,7 @@ class Mesh:
         """Raise on every rank if one failed: its own error there, elsewhere one of that kind naming the first."""
         own_failure = None
         if error is not None:
-            own_failure = (type(error).__name__, str(error), getattr(error, "key", ""))
+            own_failure = (type(error).__name__, str(error), key_of(error))
         failures = _gathered(own_failure, None)
         if error is not None:
             raise error

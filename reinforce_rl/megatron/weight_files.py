@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reinforce_rl.config.model_folder import ADAPTER_FILE, MERGE_ADAPTER, model_values, no_model
-from reinforce_rl.errors import CheckpointError
+from reinforce_rl.errors import CheckpointError, key_of
 from reinforce_rl.utils.console import warn_once
 from reinforce_rl.utils.untrusted_files import UnreadableFileError, check_model_files, read_model_json
 
@@ -114,7 +114,7 @@ def _files_of_index(index: Path) -> dict[str, Path]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{index} cannot be read: {error!r}; expected a JSON object with a weight_map",
-            key="model.index.not_readable",
+            key=key_of(error, "model.index.not_readable"),
         ) from error
     if outside:
         raise CheckpointError(

@@ -33,7 +33,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from reinforce_rl.errors import DataError, ReinforceError
+from reinforce_rl.errors import DataError, ReinforceError, key_of
 from reinforce_rl.monitoring.columns import checked_line
 from reinforce_rl.monitoring.compare import tables
 from reinforce_rl.monitoring.loggers import METRICS_FILE
@@ -136,7 +136,7 @@ class Dashboard:
         self._host = host
         if not self._folder.is_dir():
             raise DataError(
-                f"{folder}: no such folder; expected a folder with runs in it, or that of a run",
+                f"{folder}: no such folder; expected the folder of a run, or a folder of several runs",
                 key="dashboard.folder.missing",
             )
         self._scanned: tuple[float, dict[str, Path]] = (-math.inf, {})
@@ -173,7 +173,7 @@ class Dashboard:
             text = f"no answer within {_ANSWER_SECONDS:.0f} s; other runs are not affected"
             response = web.json_response({"error": text}, status=503)
         except Exception as error:  # whatever a file may hold; also a file of a run that is being deleted
-            key = error.key if isinstance(error, ReinforceError) else ""
+            key = key_of(error)
             response = web.json_response({"error": _sentence(error), "key": key}, status=404)
         response.headers.update(_HEADERS)
         return response

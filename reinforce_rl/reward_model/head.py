@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from reinforce_rl.config.reward_model import CutsConfig
-from reinforce_rl.errors import CheckpointError, DataError
+from reinforce_rl.errors import CheckpointError, DataError, key_of
 from reinforce_rl.megatron.model.reward_head import RewardHead, pool
 from reinforce_rl.megatron.weight_files import find_weight_files
 from reinforce_rl.reward_model.data import EncodedPair
@@ -158,7 +158,7 @@ def sha256_of_file(path: str | Path) -> str:
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read: {error.strerror or error}",
-            key="reward_model.file.not_readable",
+            key=key_of(error, "reward_model.file.not_readable"),
         ) from error
     return digest.hexdigest()
 
@@ -204,7 +204,7 @@ def load_features(path: str | Path, fingerprint: str) -> Tensor | None:
     except Exception as error:  # safetensors raises its own, undocumented type for a damaged file
         raise CheckpointError(
             f"the file of features {path} cannot be read: {error}; remove it, and a new one is made",
-            key="reward_model.features.not_readable",
+            key=key_of(error, "reward_model.features.not_readable"),
         ) from error
 
 

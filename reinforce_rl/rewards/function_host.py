@@ -53,7 +53,7 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 class LoadFault(Exception):
-    """A function cannot be used; the message is one sentence, and `key` is that of its `Fault`."""
+    """Raised when a function cannot be used. The message is one sentence; `key` goes into its `Fault`."""
 
     def __init__(self, message: str, *, key: str):
         super().__init__(message)

@@ -326,6 +326,7 @@ def _verdict(lost: Sequence[Report], what: str, why: Fault) -> Verdict:
 
 
 _REFUSALS = (ConfigError, DataError, CheckpointError)
+_STOPPED_BEFORE_FIRST_STEP = "run.stop.before_first_step"
 
 
 class RunControl:
@@ -350,7 +351,7 @@ class RunControl:
             except StopNow:
                 error = StoppedEarly(
                     f"stopped by {self.stop.reason} before the first step; there was nothing to save",
-                    key="run.stop.before_first_step",
+                    key=_STOPPED_BEFORE_FIRST_STEP,
                 )
                 self.status.end(error.exit_code, str(error))
                 raise error from None
@@ -452,8 +453,8 @@ def _time_out_of(error: BaseException) -> str:
 def _key_of_error(error: BaseException) -> str:
     """Return the key of an error; empty for one that is not this package's."""
     if isinstance(error, StopNow):
-        return "run.stop.by_signal"
-    return error.key if isinstance(error, ReinforceError) else ""
+        return _STOPPED_BEFORE_FIRST_STEP
+    return key_of(error)
 
 
 def _outcome(error: BaseException) -> tuple[int, str]:

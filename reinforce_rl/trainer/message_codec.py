@@ -23,7 +23,7 @@ from torch import Tensor
 from reinforce_rl import errors
 from reinforce_rl.data.batches import Completions
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_OUTSIDE, FINISH_STOP
-from reinforce_rl.errors import ReinforceError
+from reinforce_rl.errors import ReinforceError, key_of
 from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.trainer.messages import (
     Abandoned,
@@ -281,7 +281,7 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _failure_of(error: BaseException) -> _Failure:
-    key = error.key if isinstance(error, ReinforceError) else ""
+    key = key_of(error)
     if not _KEY.fullmatch(key):  # of an error that is not this package's
         key = ""
     return _Failure(type(error).__name__, str(error), key)

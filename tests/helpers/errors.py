@@ -28,8 +28,14 @@ def printed_keys(text: str) -> list[str]:
 
 
 def check_error(error: BaseException, key: str, *values: Any) -> None:
-    """Assert that an error has this key, and that its sentence names each of the values."""
+    """Assert that an error has this key, and that its sentence names each of the values.
+
+    Of a configuration's faults, one of this key must name all of them.
+    """
     assert key in keys_of(error), (keys_of(error), str(error))
+    if isinstance(error, ConfigError):
+        check_fault(error.faults, key, *values)
+        return
     for value in values:
         assert str(value) in str(error), (value, str(error))
 

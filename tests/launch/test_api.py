@@ -134,7 +134,7 @@ def test_a_function_that_no_other_process_can_have(tmp_path: Path) -> None:
 def test_mistakes_are_told_before_a_model_is_loaded(tmp_path: Path, model: Path) -> None:
     with raises_error("config.key.unknown", "trainer.devces", "trainer.devices"):
         reinforce_rl.train(model, ["a"], "json.dumps", tmp_path, **{"trainer.devces": 2})
-    with raises_error("config.key.unknown", "max_steps", "trainer.reinforce.max_steps"):
+    with raises_error("config.key.unknown", "max_steps is", "trainer.reinforce.max_steps"):
         reinforce_rl.train(model, ["a"], "json.dumps", tmp_path, max_steps=3)
     download = "hf download some/model --local-dir"
     with raises_error("config.restore_from_path.no_model", "some/model", download):

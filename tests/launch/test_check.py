@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,3 +40,28 @@ def test_a_package_that_is_missing_is_said(monkeypatch):
 def test_without_a_gpu_the_build_of_torch_is_said(monkeypatch, cuda, words):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert f"GPUs: none that torch can use ({words})" in lines()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Make torch.cuda show one GPU, whose numbers are made up."""
+    properties = SimpleNamespace(name="H200", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+
+
+def test_a_gpu_is_named_with_its_memory(monkeypatch, gpu):
+    memory = (100_000_000_000, 141_000_000_000)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: memory)
+    line = "GPU 0: H200, compute capability 9.0, 100.0 GB of 141.0 GB free"
+    assert line in lines()
+
+
+def test_a_gpu_that_cannot_be_used_is_said(monkeypatch, gpu):
+    def fails(index):
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fails)
+    line = "GPU 0: H200, compute capability 9.0, cannot be used: CUDA error: out of memory"
+    assert line in lines()

@@ -99,7 +99,7 @@ def short_run(mesh, tmp_path_factory):
 @pytest.mark.parametrize(
     ("overrides", "kind", "values"),
     [
-        ([], "another_scheme", ["model.peft.peft_scheme"]),
+        ([], "another_scheme", ["holds LoRA updates only", "has all weights", "model.peft.peft_scheme"]),
         (
             [*LORA, "model.peft.lora_tuning.alpha=9"],
             "other_updates",
@@ -137,7 +137,7 @@ def test_another_base_is_refused(short_run, mesh, tmp_path):
 def test_a_checkpoint_of_all_weights_is_refused(mesh, tmp_path):
     run(tmp_path, mesh, "trainer.reinforce.max_steps=1")
     with (
-        raises_error("lora.checkpoint.another_scheme", "model.peft.peft_scheme"),
+        raises_error("lora.checkpoint.another_scheme", "holds all weights", "has LoRA updates only"),
         tiny_trainer(tiny_config(tmp_path, *LORA, CHANGED), mesh),
     ):
         pass

@@ -15,6 +15,7 @@ import torch
 from helpers.archives import compressed, equal_hashes, pickle_of_key
 from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
+from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -22,9 +23,16 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
-from reinforce_rl.megatron.convert import plain_tensors, to_hf, to_megatron
+from reinforce_rl.megatron.convert import to_hf, to_megatron
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.stored_metadata import FORMAT_FILE, METADATA_FILE, check_stored_metadata
+
+
+def plain_tensors(checkpoint: Path) -> dict[str, Any]:
+    """Return what a checkpoint's model holds, by name, once it has been checked."""
+    folder = checkpoint / "model"
+    check_stored_metadata(folder)
+    return dist_checkpointing.load_plain_tensors(str(folder))
 
 
 class Bomb:

@@ -154,7 +154,7 @@ class TestTensorsInTwoShards:
         ("consolidated.safetensors", "model.safetensors"),
         ("consolidated.00.pth", "model.safetensors"),
         ("model-q4.gguf", "llama.cpp"),
-        ("model.fp16.safetensors", INDEX),
+        ("model.fp16.safetensors", f"its index to {INDEX}"),
     ],
 )
 def test_weights_in_another_form_are_named(file, advice, tmp_path):

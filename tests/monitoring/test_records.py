@@ -375,7 +375,8 @@ def test_a_file_of_an_earlier_version_names_both_versions(tmp_path):
     path = tmp_path / "rollouts" / "step_00001.parquet"
     write_records(path, Samples([row()], None))
     table = pq.read_table(path)
-    earlier = table.replace_schema_metadata({records.FORMAT: json.dumps({"version": 1})})
+    earlier = table.replace_schema_metadata({records.FORMAT: json.dumps({"version": records.VERSION - 1})})
     pq.write_table(earlier, path)
-    with raises_error("samples.file.other_version", path, "version 1;", "version 2."):
+    versions = (f"version {records.VERSION - 1};", f"version {records.VERSION}.")
+    with raises_error("samples.file.other_version", path, *versions):
         read_rows(path)

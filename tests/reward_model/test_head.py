@@ -136,7 +136,7 @@ def test_training_is_deterministic_and_blind_to_the_order_of_pairs():
     torch.testing.assert_close(first.head.weight, other.head.weight, atol=1e-5, rtol=1e-4)
 
 
-def test_extra_pairs_are_learnt_but_not_measured():
+def test_extra_pairs_are_learnt_but_not_standardised_by():
     features, direction = made_features(400)
     away = torch.zeros(16, dtype=torch.float64)
     away[0] = 1  # a region that no pair shows, and that the preferred direction leans to

@@ -119,87 +119,101 @@ def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_n
 
 @dataclass(frozen=True)
 class Impossible:
-    """Overrides that cannot work, and the key and the values of a fault that is told of them."""
+    """Overrides that cannot work, and all faults that are told of them: key, then values."""
 
     overrides: list[str]
-    key: str
-    values: list[object]
+    faults: list[tuple[object, ...]]
 
 
 IMPOSSIBLE = [
-    Impossible(["devices=0"], "config.value.out_of_range", ["devices is 0", 1]),
+    Impossible(["devices=0"], [("config.value.out_of_range", "devices is 0", "at least 1")]),
     Impossible(
         ["devices=3", "reward_model.tensor_model_parallel_size=2"],
-        "config.parallel_sizes.not_a_divisor_of_ranks",
-        ["reward_model.tensor_model_parallel_size is 2", "1 x 3"],
+        [
+            (
+                "config.parallel_sizes.not_a_divisor_of_ranks",
+                "reward_model.tensor_model_parallel_size is 2",
+                "1 x 3",
+            ),
+        ],
     ),
     Impossible(
         ["reward_model.sequence_parallel=true"],
-        "config.sequence_parallel.without_tensor_parallel",
-        ["reward_model.sequence_parallel is true"],
+        [
+            (
+                "config.sequence_parallel.without_tensor_parallel",
+                "reward_model.sequence_parallel is true",
+            ),
+        ],
     ),
     Impossible(
         ["devices=4"],
-        "config.devices.not_the_ranks_started",
-        [2, "WORLD_SIZE", "num_nodes x devices", "1 x 4 = 4"],
+        [
+            (
+                "config.devices.not_the_ranks_started",
+                "2 ranks",
+                "WORLD_SIZE",
+                "num_nodes x devices",
+                "1 x 4 = 4",
+            ),
+        ],
     ),
     Impossible(
         ["reward_function.name=a.b"],
-        "config.reward_function.several_ranks_started",
-        [2, "WORLD_SIZE"],
+        [("config.reward_function.several_ranks_started", "2 ranks", "WORLD_SIZE")],
     ),
     Impossible(
         ["reward_function.name=a.b", "devices=4"],
-        "config.devices.several_for_reward_function",
-        ["num_nodes x devices", "1 x 4"],
+        [("config.devices.several_for_reward_function", "num_nodes x devices", "1 x 4")],
     ),
     Impossible(
         ["reward_model.precision=fp16"],
-        "config.value.not_a_choice",
-        ["reward_model.precision is 'fp16'", "auto, 32, bf16"],
+        [("config.value.not_a_choice", "reward_model.precision is 'fp16'", "auto, 32, bf16")],
     ),
-    Impossible(["num_nodes=-1"], "config.value.out_of_range", ["num_nodes is -1"]),
     Impossible(
         ["inference.rank_timeout_seconds=0", "num_nodes=-1"],
-        "config.value.out_of_range",
-        ["inference.rank_timeout_seconds is 0"],
+        [
+            ("config.value.out_of_range", "inference.rank_timeout_seconds is 0"),
+            ("config.value.out_of_range", "num_nodes is -1"),
+        ],
     ),
     Impossible(
         ["inference.name=a/b", "inference.port=0"],
-        "config.inference.name.invalid",
-        ["inference.name is 'a/b'"],
-    ),
-    Impossible(
-        ["inference.name=a/b", "inference.port=0"],
-        "config.value.out_of_range",
-        ["inference.port is 0", 1, 65535],
+        [
+            ("config.inference.name.invalid", "inference.name is 'a/b'"),
+            ("config.value.out_of_range", "inference.port is 0", "1 to 65535"),
+        ],
     ),
     Impossible(
         ["inference.preferred_batch_sizes=[512]"],
-        "config.preferred_batch_sizes.out_of_range",
-        ["inference.preferred_batch_sizes is [512]", 1, "inference.max_batch_size"],
+        [
+            (
+                "config.preferred_batch_sizes.out_of_range",
+                "inference.preferred_batch_sizes is [512]",
+                "from 1 to",
+                "inference.max_batch_size",
+            ),
+        ],
     ),
     Impossible(
         ["inference.max_request_bytes=9", "inference.max_queue=-1"],
-        "config.value.out_of_range",
-        ["inference.max_request_bytes is 9"],
-    ),
-    Impossible(
-        ["inference.max_request_bytes=9", "inference.max_queue=-1"],
-        "config.value.out_of_range",
-        ["inference.max_queue is -1"],
+        [
+            ("config.value.out_of_range", "inference.max_request_bytes is 9"),
+            ("config.value.out_of_range", "inference.max_queue is -1"),
+        ],
     ),
 ]
 
 
-@pytest.mark.parametrize("impossible", IMPOSSIBLE)
+@pytest.mark.parametrize("impossible", IMPOSSIBLE, ids=[" ".join(each.overrides) for each in IMPOSSIBLE])
 def test_impossible_settings_are_named(files, monkeypatch, impossible):
     monkeypatch.setenv("WORLD_SIZE", "2")
     plain = OmegaConf.load(CONF_FOLDER / "serve_reward_model.yaml")
     overrides = OmegaConf.from_dotlist([*files.overrides, *impossible.overrides])
     cfg = OmegaConf.merge(plain, overrides)
     faults = read_config(cfg, ServeRewardModelConfig)[1]  # type: ignore[arg-type]
-    check_fault(faults, impossible.key, *impossible.values)
+    for key, *values in impossible.faults:
+        check_fault(faults, key, *values)
 
 
 @pytest.mark.slow

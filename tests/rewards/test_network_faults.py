@@ -133,7 +133,7 @@ def test_the_answer_to_another_request_is_never_a_reward(replays):
         if replays == 2:
             assert client.infer_rm(REQUEST).result().values.tolist() == SCORES
         else:
-            with raises_error("reward_server.answer.wrong", 3, "digest"):
+            with raises_error("reward_server.answer.wrong", "3 wrong answers", "digest"):
                 client.infer_rm(REQUEST).result()
 
 

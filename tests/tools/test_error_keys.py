@@ -33,7 +33,8 @@ def test_keys_and_sentences_of_a_source():
         ("5", "", False, "a text alone"),
     }
     assert error_keys.listing(errors) == (
-        "config.out_of_range\tlr is {lr}\ndata.line.not_json\t{path}, line {line}: no JSON\\n{advice}\n"
+        "config.out_of_range\tFault\tlr is {lr}\n"
+        "data.line.not_json\tDataError\t{path}, line {line}: no JSON\\n{advice}\n"
     )
     assert sorted(error_keys.faults_of(errors)) == [
         "reinforce_rl/new/file.py:3: has no key",
@@ -56,6 +57,22 @@ def check(path):
         "data.file.missing": "{path} does not exist",
         "data.file.other": "{path}",
     }
+
+
+def test_a_key_that_is_passed_on_where_there_is_one_is_listed():
+    source = 'raise CheckpointError(str(error), key=key_of(error, "checkpoint.file.not_readable"))'
+    errors = list(error_keys.error_calls(source, "reinforce_rl/new/file.py"))
+    assert error_keys.listing(errors) == ("checkpoint.file.not_readable\tCheckpointError\t{str(error)}\n")
+
+
+def test_a_class_that_makes_its_own_sentence_is_listed():
+    source = """
+class ColumnMissing(DataError):
+    def __init__(self, column):
+        super().__init__(f"no {column}", key="data.column.missing")
+"""
+    errors = list(error_keys.error_calls(source, "reinforce_rl/new/file.py"))
+    assert error_keys.listing(errors) == "data.column.missing\tColumnMissing\tno {column}\n"
 
 
 def test_the_fault_of_settings_names_each_of_them():

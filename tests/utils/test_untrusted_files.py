@@ -260,4 +260,4 @@ def test_a_folder_may_be_a_link_within_the_folder_in_which_it_stands(tmp_path):
     path = tmp_path / "run" / "outside"
     with pytest.raises(UnreadableFileError) as caught:
         check_folder(path)
-    check_error(caught.value, "folder.link.leads_out", path, f"{tmp_path},", tmp_path / "run")
+    check_error(caught.value, "folder.link.leads_out", path, f"{tmp_path},", f"outside of {tmp_path / 'run'};")

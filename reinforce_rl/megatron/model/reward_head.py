@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reinforce_rl.errors import CheckpointError, ConfigError, Fault
+from reinforce_rl.errors import CheckpointError, ConfigError, Fault, key_of
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.model.attention import sum_of_shares
@@ -131,7 +131,7 @@ class RewardHead:
             expected = "safetensors with weight, bias, pooling"
             raise CheckpointError(
                 f"{path} is not a reward head ({expected}): {error}",
-                key="reward_model.head.not_readable",
+                key=key_of(error, "reward_model.head.not_readable"),
             ) from error
 
     @classmethod
