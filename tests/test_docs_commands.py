@@ -174,10 +174,10 @@ def test_debugging_says_what_would_have_been(place):
     if not (results / "first").exists():
         place.follow(START, slice(2))
     place.follow(DEBUGGING)
-    found = json.loads((place.folder / "whatif.json").read_text())
+    found = json.loads((place.folder / "changes.json").read_text())
     assert [step["step"] for step in found["steps"]] == [1, 2, 3, 4]
     assert all(0 < step["cosine"] < 1 for step in found["steps"]) and found["largest_difference"] < 1e-6
-    assert (place.folder / "whatif.html").stat().st_size > 1e5
+    assert (place.folder / "changes.html").stat().st_size > 1e5
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""Recorded steps explained (replay, what-if, where two runs part), and a set-up verified before a run."""
+"""Recorded steps explained: made again, given other settings, and where two runs part."""

@@ -33,10 +33,10 @@ from reinforce_rl.debugging.differences import (
     tensor_differences,
     update_differences,
 )
+from reinforce_rl.debugging.overrides import with_overrides
 from reinforce_rl.debugging.replay_results import PhaseResult, Replay
 from reinforce_rl.debugging.rescore import Rescorer
 from reinforce_rl.debugging.stored import StoredRun, StoredStep
-from reinforce_rl.debugging.whatif_settings import with_overrides
 from reinforce_rl.errors import ConfigError, DataError, Fault
 from reinforce_rl.evaluation.evaluate import reward_overrides
 from reinforce_rl.megatron.checkpointer import Checkpoint, checkpoint_up_to
@@ -141,6 +141,16 @@ def replay(
                 torch.set_num_threads(_threads(recorded))  # the order of sums depends on it
             replayer = _Replayer(cfg, isolated, mesh, checkpoint, stack, scores=None if reward == "stored" else reward)
             return replayer.run(stored, recorded, steps, PHASES if phase == "all" else (phase,))
+
+
+def step_number(text: str | None) -> int | None:
+    """Return the step that `--step` names. Raises ConfigError."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        sentence = f"--step is {text!r}; expected a step such as 12, or a range such as 10:20, 10: or :20"
+        raise ConfigError([Fault(sentence, key="replay.step.invalid")])
+    return int(text)
 
 
 def _threads(recorded: StepRecord) -> int:

@@ -44,6 +44,10 @@ class Replay:
     bounds: Bounds
 
     @property
+    def is_empty(self) -> bool:
+        return not self.phases
+
+    @property
     def exit_code(self) -> int:
         """0: nothing differs; 1: something does; 2: nothing does, but not every phase was replayed."""
         verdicts = {one.verdict for one in self.phases}

@@ -20,7 +20,7 @@ from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.check import check
 from reinforce_rl.launch.convert import convert
 from reinforce_rl.launch.demo import demo
-from reinforce_rl.launch.recorded import RunFolder, diff, records, replay, whatif
+from reinforce_rl.launch.recorded import RunFolder, diff, records, replay
 from reinforce_rl.launch.terminal import become, fail, plain_errors, print_error, start_ranks, use_utf8
 from reinforce_rl.utils.control_characters import show_control_characters, shown
 from reinforce_rl.utils.process import PACKAGE_PARENT, limit_memory
@@ -390,7 +390,7 @@ def chat(
     )
 
 
-for command in (records, whatif, replay, diff):
+for command in (records, replay, diff):
     app.command()(command)
 app.add_typer(check, name="check")
 app.add_typer(convert, name="convert")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from reinforce_rl.errors import ConfigError
+from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.launch.terminal import errors_exit, print_error, start_ranks
 from reinforce_rl.utils.files import output_faults
 
@@ -37,29 +37,12 @@ def _check(**files: Path | None) -> None:
         raise ConfigError(faults)
 
 
-def whatif(
-    run: RunFolder,
-    overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
-    steps: Annotated[str | None, typer.Option(help="such as 12 or 10:20 (default: the last one recorded)")] = None,
-    gradient: Annotated[bool, typer.Option("--gradient", help="compare the gradients on a checkpoint, too")] = False,
-    trust: Trust = False,
-    json: Annotated[Path | None, typer.Option(help="file for all numbers, of each sample too")] = None,
-    html: Annotated[Path | None, typer.Option(help="file for the run's page with plots of them")] = None,
-) -> None:
-    """Recompute the advantages of recorded steps under other settings or rewards, without a GPU, and compare them."""
-    from reinforce_rl.debugging.whatif import whatif, write
-    from reinforce_rl.utils.console import table_console
-
-    _check(json=json, html=html)
-    found = whatif(run, steps, overrides or (), gradient=gradient, trust=trust, say=print_error)
-    table_console().print(found.table())
-    write(found, run, json, html)
-
-
 def replay(
     run: RunFolder,
     overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
-    step: Annotated[int | None, typer.Option(help="default: the last one recorded")] = None,
+    step: Annotated[
+        str | None, typer.Option(help="such as 12, or 10:20 with KEY=VALUE (default: the last one recorded)")
+    ] = None,
     phase: Annotated[
         Literal["generate", "score", "logprobs", "advantages", "update", "all"],
         typer.Option(help="what to make again"),
@@ -69,25 +52,53 @@ def replay(
     ] = None,
     trust: Trust = False,
     json: Annotated[Path | None, typer.Option(help="file for all that was found")] = None,
+    html: Annotated[Path | None, typer.Option(help="with KEY=VALUE: file for the run's page with plots")] = None,
 ) -> None:
     """Make a recorded step again, and name the first phase, prompt, token or tensor that differs.
 
-    Exit code 0: nothing differs; 1: something does; 2: nothing does, but not every phase could be made again, or an
-    error.
+    With KEY=VALUE of KL, baseline, credit, shaping, rewards or the loss, the stored rollouts are given these settings
+    beside the run's own, without a GPU, and what changes is shown.
+
+    Exit code 0: nothing differs, or the settings were compared; 1: something differs; 2: nothing does, but not every
+    phase could be made again, or an error.
     """
-    from reinforce_rl.debugging.replay import replay
+    from reinforce_rl.debugging.recompute import is_recomputed, recompute, write_page
+    from reinforce_rl.debugging.replay import replay, step_number
     from reinforce_rl.utils.console import table_console
     from reinforce_rl.utils.files import write_json
 
-    options = {"phase": phase, "reward": reward, "overrides": overrides or (), "trust": trust}
+    given = overrides or []
     with errors_exit(2):
-        _check(json=json)
-        found = replay(run, step, say=lambda text: print(text, flush=True), start=start_ranks, **options)
-    if found.phases:  # not on the other ranks
-        table_console().print(found.table())
+        _check(json=json, html=html)
+        if is_recomputed(run, step, given):
+            _refuse("--reward", reward, "a reward source is KEY=VALUE here: reward=function reward_function.name=...")
+            result = recompute(run, step, given, phase=phase, trust=trust, say=print_error)
+            if html is not None:
+                write_page(result, run, html)
+        else:
+            _refuse("--html", html, "its plots show what KEY=VALUE changes on stored rollouts")
+            result = replay(
+                run,
+                step_number(step),
+                phase=phase,
+                reward=reward,
+                overrides=given,
+                trust=trust,
+                start=start_ranks,
+                say=lambda text: print(text, flush=True),
+            )
+    if not result.is_empty:  # only the first rank has it
+        table_console().print(result.table())
         if json is not None:
-            write_json(json, found.as_json())
-    raise typer.Exit(found.exit_code)
+            write_json(json, result.as_json())
+    raise typer.Exit(result.exit_code)
+
+
+def _refuse(option: str, value: object, advice: str) -> None:
+    """Raise ConfigError if an option is given that the other way of replaying takes."""
+    if value is not None:
+        sentence = f"{option} is {value}, but nothing here takes it; leave it out: {advice}"
+        raise ConfigError([Fault(sentence, key="replay.option.without_effect")])
 
 
 def diff(

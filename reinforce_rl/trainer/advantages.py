@@ -1,6 +1,6 @@
 """From scored rollouts to the batch that the loss consumes: shaped rewards, KL, baselines, advantages.
 
-The trainer calls it on a step's rollouts, `reinforce-rl whatif` on stored ones.
+The trainer calls it on a step's rollouts, `reinforce-rl replay` on stored ones.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def test_a_run_from_the_first_step_to_its_evaluation(folder):
     assert len(command(folder, "records", path, "--step", 1).splitlines()) > 0
     command(folder, "diff", path, path)
     command(folder, "replay", path, "--reward", "restart", "--trust")
-    command(folder, "whatif", path, "trainer.reinforce.initial_policy_kl_penalty=0.2")
+    command(folder, "replay", path, "trainer.reinforce.initial_policy_kl_penalty=0.2")
     short = "model.reinforce.length_params.max_length=5"
     command(folder, "eval", folder / "model", "--data", data, "--reward", "bel\u00f6hnung.f", short)
     command(folder, "convert", "to-hf", path / "checkpoints", "hf-\u00f6", "--model", folder / "model")

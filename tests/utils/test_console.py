@@ -11,8 +11,8 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from reinforce_rl.debugging.differences import Bounds, FirstDifference
+from reinforce_rl.debugging.recompute_results import Recomputation, SampleChange, StepChange
 from reinforce_rl.debugging.replay_results import PhaseResult, Replay
-from reinforce_rl.debugging.whatif_results import SampleChange, StepChange, WhatIf
 from reinforce_rl.evaluation.results import ModelResult, Results
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.preflight.report import print_rows, print_warnings
@@ -39,10 +39,10 @@ def evaluation() -> RenderableType:
     return Results([model], []).table()
 
 
-def what_if() -> RenderableType:
+def recomputation() -> RenderableType:
     sample = SampleChange(1, 0, 0, HOSTILE, (True, True), (0.0, 1.0), (0.0, 1.0))
     step = StepChange(1, [sample], 0, 1.0, (0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0))
-    return WhatIf("run", {HOSTILE: (1, 2)}, [step], notes=[HOSTILE]).table()
+    return Recomputation("run", {HOSTILE: (1, 2)}, [step], notes=[HOSTILE]).table()
 
 
 def replay() -> RenderableType:
@@ -61,7 +61,7 @@ def plain_table() -> RenderableType:
     [
         (str, 1),
         (evaluation, 4),
-        (what_if, 2),
+        (recomputation, 2),
         (replay, 7),
         (plain_table, 4),
     ],

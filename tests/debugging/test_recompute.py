@@ -1,4 +1,4 @@
-"""What-if against real runs that go on with other settings from the same checkpoint, hence from the same rollouts."""
+"""Other settings on stored rollouts, against real runs that resume with them from the same checkpoint."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import math
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 from helpers.errors import raises_error
 from helpers.tiny_run import tiny_config, tiny_trainer
 from rich.console import Console
 
 from reinforce_rl.data.tokenizer import load_tokenizer
-from reinforce_rl.debugging import whatif as module
-from reinforce_rl.debugging.whatif import whatif, write
-from reinforce_rl.debugging.whatif_results import SampleChange, StepChange
+from reinforce_rl.debugging import recompute as module
+from reinforce_rl.debugging.recompute import is_recomputed, recompute, write_page
+from reinforce_rl.debugging.recompute_results import SampleChange, StepChange
 from reinforce_rl.errors import ConfigError
+from reinforce_rl.launch.recorded import replay as command
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.monitoring import records
 from reinforce_rl.monitoring.run import SilentMonitor
@@ -53,7 +56,7 @@ def train(folder: Path, name: str, *overrides: str, source: bool = False, base: 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of one step (`start`), and of a second one with the same settings (`mine`)."""
-    folder = tmp_path_factory.mktemp("whatif")
+    folder = tmp_path_factory.mktemp("recompute")
     train(folder, "start", f"{RL}.max_steps=1", "model.optim.lr=0.05")
     train(folder, "mine", f"{RL}.max_steps=2", "model.optim.lr=0.05", base="start")
     return folder
@@ -64,7 +67,7 @@ def advantages(run: Path, step: int) -> list[float]:
 
 
 def test_a_record_gives_its_own_advantages(folder: Path) -> None:
-    found = whatif(folder / "mine", "1:2")
+    found = recompute(folder / "mine", "1:2")
     assert found.settings == {} and found.largest_difference < 1e-6
     assert [one.step for one in found.steps] == [1, 2]
     for one in found.steps:
@@ -91,7 +94,7 @@ def test_it_agrees_with_a_real_run_of_these_settings(folder: Path, overrides: li
     shutil.copytree(folder / "start", run)
     more = ["resume_with_changes=true", f"{RL}.max_steps=2", "model.optim.lr=0.05"]
     train(folder, str(run), *more, *overrides)
-    found = whatif(folder / "mine", "2", overrides)
+    found = recompute(folder / "mine", "2", overrides)
     real, (step,) = RunFolder(run).samples(2), found.steps
     assert [row.response for row in real] == [sample.response for sample in step.samples], "the rollouts are the same"
     assert [sample.advantage[1] for sample in step.samples] == pytest.approx([r.advantage for r in real], abs=1e-6)
@@ -115,15 +118,15 @@ def test_a_state_is_that_of_the_recorded_steps(overrides: list[str], tmp_path: P
     """Weights that stand still: both runs draw the same rollouts at every step."""
     still = [f"{RL}.max_epochs=2", "model.optim.lr=1e-30", "model.optim.weight_decay=0"]
     mine, real = train(tmp_path, "mine", *still), train(tmp_path, "real", *still, *overrides)
-    (step,) = whatif(mine, "4", overrides).steps
+    (step,) = recompute(mine, "4", overrides).steps
     assert [sample.advantage[1] for sample in step.samples] == pytest.approx(advantages(real, 4), abs=1e-6)
-    (back,) = whatif(
+    (back,) = recompute(
         real, "4", [f"{RL}.advantage_estimator=rloo", f"{RL}.kl_target=null", f"{SHAPING}.standardisation=none"]
     ).steps
     assert [sample.advantage[1] for sample in back.samples] == pytest.approx(advantages(mine, 4), abs=1e-6)
     (real / "rollouts" / "step_00002.parquet").unlink()
-    with raises_error("whatif.steps.missing", real / "rollouts", "step 2"):
-        whatif(real, "4")
+    with raises_error("replay.step.missing_before", real / "rollouts", "step 2"):
+        recompute(real, "4")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,7 @@ def test_a_state_is_that_of_the_recorded_steps(overrides: list[str], tmp_path: P
 def test_a_record_of_a_run_that_went_on_with_other_settings(folder: Path, changes: list[str], tmp_path: Path) -> None:
     shutil.copytree(folder / "start", tmp_path / "run")
     run = train(folder, str(tmp_path / "run"), f"{RL}.max_steps=2", "resume_with_changes=true", *changes)
-    found = whatif(run, "1:2", [f"{RL}.advantage_estimator=none"])
+    found = recompute(run, "1:2", [f"{RL}.advantage_estimator=none"])
     assert found.largest_difference < 1e-6
     assert [sample.advantage[0] for sample in found.steps[1].samples] == pytest.approx(advantages(run, 2), abs=1e-6)
 
@@ -172,7 +175,7 @@ def test_the_gradients_are_those_of_real_updates(
             trainer.run_training(batch)
     taken = []
     monkeypatch.setattr(module, "cosine", lambda *pair, cosine=module.cosine: taken.append(pair) or cosine(*pair))
-    found = whatif(folder / "mine", "2", overrides, gradient=True)
+    found = recompute(folder / "mine", "2", overrides, phase="update")
     assert found.checkpoint == 1, "step 2 is an update of the weights after step 1"
     for mine, theirs in zip(taken[0], real, strict=True):
         assert module.cosine(mine, theirs) == pytest.approx(1.0, abs=5e-5)
@@ -180,7 +183,7 @@ def test_the_gradients_are_those_of_real_updates(
     (step,) = found.steps
     assert step.cosine is not None and step.cosine < 0.9999
     assert step.cosine == pytest.approx(module.cosine(*real), abs=5e-5)
-    (same,) = whatif(folder / "mine", "1", gradient=True).steps
+    (same,) = recompute(folder / "mine", "1", phase="update").steps
     assert same.cosine == pytest.approx(1.0, abs=5e-5)
 
 
@@ -191,7 +194,7 @@ def test_other_rewards_are_those_of_a_real_run(folder: Path, tmp_path: Path) -> 
     options = [f"model.data.data_prefix.train={data}", f"{RL}.max_steps=1"]
     mine = train(folder, str(tmp_path / "mine"), *options)
     real = train(folder, str(tmp_path / "real"), *options, *FUNCTION, source=True)
-    (step,) = whatif(mine, "1", FUNCTION).steps
+    (step,) = recompute(mine, "1", FUNCTION).steps
     rows = RunFolder(real).samples(1)
     assert [sample.reward[1] for sample in step.samples] == [row.reward for row in rows]
     assert [sample.advantage[1] for sample in step.samples] == pytest.approx([r.advantage for r in rows], abs=1e-6)
@@ -204,23 +207,17 @@ def test_a_function_that_only_the_folder_names_is_not_called(folder: Path) -> No
     run = train(folder, "named", *own, f"{RL}.max_steps=1", source=True)
     other = ["reward_function.kwargs.target=2"]
     with raises_error("trust.setting.only_of_folder", f"reward_function.name is '{name}'", "--trust"):
-        whatif(run, "1", other)
+        recompute(run, "1", other)
     said: list[str] = []
-    assert whatif(run, "1", other, trust=True, say=said.append).steps[0].samples
+    assert recompute(run, "1", other, trust=True, say=said.append).steps[0].samples
     assert [name in said[0], "target" in said[1]] == [True, True]
 
 
 MISTAKES = [
     ("3", [], "samples.step.missing", ["rollouts", "step 3", "1 to 2"]),
-    ("2:1", [], "whatif.steps.backwards", ["--steps", "'2:1'"]),
-    ("two", [], "whatif.steps.invalid", ["--steps", "'two'"]),
-    ("2", ["model.optim.lr=1"], "whatif.setting.without_effect", ["model.optim.lr"]),
-    (
-        "2",
-        [f"{RL}.entropy_bonus=1"],
-        "whatif.setting.gradient_only",
-        [f"{RL}.entropy_bonus", "--gradient"],
-    ),
+    ("2:1", [], "replay.step.backwards", ["--step", "'2:1'"]),
+    ("two", [], "replay.step.invalid", ["--step", "'two'"]),
+    ("2", ["model.optim.lr=1"], "replay.setting.without_effect", ["model.optim.lr"]),
     (
         "2",
         [f"{RL}.advantage_estimatr=grpo"],
@@ -239,38 +236,38 @@ MISTAKES = [
 @pytest.mark.parametrize(("steps", "overrides", "key", "named"), MISTAKES, ids=[key for _, _, key, _ in MISTAKES])
 def test_mistakes_are_sentences(folder: Path, steps: str, overrides: list[str], key: str, named: list[str]) -> None:
     with raises_error(key, *named):
-        whatif(folder / "mine", steps, overrides)
+        recompute(folder / "mine", steps, overrides)
 
 
 def test_all_faults_of_overrides_are_one_message(folder: Path) -> None:
     wrong = [f"{RL}.advantage_estimator=mine", f"{RL}.discount_factor=2", "model.seed=5", "trainer.devices=2"]
     with pytest.raises(ConfigError) as error:
-        whatif(folder / "mine", "2", wrong)
+        recompute(folder / "mine", "2", wrong)
     assert {fault.partition(" ")[0] for fault in error.value.faults} == {one.partition("=")[0] for one in wrong}
 
 
 def test_what_a_record_lacks_is_a_sentence(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with raises_error("run.folder.no_run", tmp_path):
-        whatif(tmp_path)
+        recompute(tmp_path)
     bare = train(folder, str(tmp_path / "bare"), f"{RL}.max_steps=1", "exp_manager.record_tokens_every=0")
     with raises_error("samples.tokens.not_recorded", "step 1", "KL"):
-        whatif(bare)
+        recompute(bare)
     no_kl = [f"{RL}.max_steps=1", f"{RL}.initial_policy_kl_penalty=0"]
     plain = train(folder, str(tmp_path / "plain"), *no_kl, "exp_manager.record_tokens_every=0")
-    assert whatif(plain, "1", [f"{RL}.advantage_estimator=grpo"]).steps[0].correlation > 0, (
+    assert recompute(plain, "1", [f"{RL}.advantage_estimator=grpo"]).steps[0].correlation > 0, (
         "without a KL no token is read"
     )
     tokens = train(folder, str(tmp_path / "tokens"), *no_kl)
     with raises_error("samples.tokens.no_reference_log_probs", f"{RL}.initial_policy_kl_penalty=0"):
-        whatif(tokens, "1", [f"{RL}.initial_policy_kl_penalty=0.1"])
+        recompute(tokens, "1", [f"{RL}.initial_policy_kl_penalty=0.1"])
     (plain / "config.yaml").unlink()
     (plain / "config_history.jsonl").unlink()
     with raises_error("run.config.missing", plain, "config.yaml"):
-        whatif(plain)
+        recompute(plain)
     version = records.VERSION
     monkeypatch.setattr(records, "VERSION", version + 1)
     with raises_error("samples.file.other_version", f"version {version};", f"version {version + 1}."):
-        whatif(folder / "mine")
+        recompute(folder / "mine")
 
 
 def test_a_record_that_was_changed_is_told(folder: Path, tmp_path: Path) -> None:
@@ -278,15 +275,15 @@ def test_a_record_that_was_changed_is_told(folder: Path, tmp_path: Path) -> None
     for name in ("config.yaml", "config_history.jsonl"):
         path = tmp_path / "run" / name
         path.write_text(path.read_text().replace("advantage_estimator: rloo", "advantage_estimator: none"))
-    with raises_error("whatif.advantages.differ", "step 2") as caught:
-        whatif(tmp_path / "run")
+    with raises_error("replay.advantages.differ", "step 2") as caught:
+        recompute(tmp_path / "run")
     assert re.search(r"prompt \d+, sample \d", str(caught.value))
 
 
 def test_table_json_and_page(folder: Path, tmp_path: Path) -> None:
-    found = whatif(folder / "mine", "1:2", [f"{RL}.advantage_estimator=none"])
-    write(found, folder / "mine", tmp_path / "out.json", tmp_path / "out.html")
-    read = json.loads((tmp_path / "out.json").read_text())
+    found = recompute(folder / "mine", "1:2", [f"{RL}.advantage_estimator=none"])
+    write_page(found, folder / "mine", tmp_path / "out.html")
+    read = json.loads(json.dumps(found.as_json()))
     assert read["settings"] == {f"{RL}.advantage_estimator": ["rloo", "none"]}
     assert [one["step"] for one in read["steps"]] == [1, 2] and len(read["samples"]) == 32
     both = [one["advantage"] for one in read["samples"] if one["step"] == 2]
@@ -309,3 +306,74 @@ def test_a_step_without_spread_has_no_correlation() -> None:
     assert not flat.changes_sign
     assert SampleChange(1, 0, 0, "", (True, True), (0.0, 0.0), (-0.5, 0.5)).changes_sign
     assert StepChange(1, [flat], 0, math.nan, *[(0.0, 0.0)] * 4).cosine is None
+
+
+def test_a_setting_of_the_loss_compares_the_gradients(folder: Path) -> None:
+    (step,) = recompute(folder / "mine", "2", [f"{RL}.entropy_bonus=0.3"]).steps
+    assert step.cosine is not None
+    assert step.cosine < 0.9999
+    assert step.sign_changes == 0
+    (step,) = recompute(folder / "mine", "2", [f"{RL}.entropy_bonus=0.3"], phase="advantages").steps
+    assert step.cosine is None
+
+
+def test_a_phase_that_needs_one_step_is_refused(folder: Path) -> None:
+    with raises_error("replay.phase.of_one_step", "'logprobs'", "all, advantages, update"):
+        recompute(folder / "mine", "1:2", phase="logprobs")
+
+
+@pytest.mark.parametrize(
+    ("steps", "overrides", "expected"),
+    [
+        (None, [], False),
+        ("2", [], False),
+        ("1:2", [], True),
+        ("1:", [], True),
+        ("2", [f"{RL}.advantage_estimator=grpo"], True),
+        ("2", [f"{RL}.entropy_bonus=0.3"], True),
+        (None, FUNCTION, True),
+        ("2", [f"{RL}.advantage_estimator=rloo"], False),  # as recorded
+        ("2", ["trainer.devices=2"], False),
+        ("2", ["trainer.devices=2", f"{RL}.advantage_estimator=grpo"], True),
+    ],
+)
+def test_which_replays_are_computed_on_stored_rollouts(
+    folder: Path, steps: str | None, overrides: list[str], expected: bool
+) -> None:
+    assert is_recomputed(folder / "mine", steps, overrides) is expected
+
+
+def test_a_model_that_is_elsewhere_now_may_be_named(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "model", tmp_path / "moved")
+    overrides = [f"pretrained_checkpoint.restore_from_path={tmp_path / 'moved'}", f"{RL}.entropy_bonus=0.3"]
+    (moved,) = recompute(folder / "mine", "2", overrides).steps
+    (step,) = recompute(folder / "mine", "2", overrides[1:]).steps
+    assert moved.cosine == step.cosine
+
+
+def test_the_command_writes_its_files(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [f"{RL}.advantage_estimator=none"]
+    with pytest.raises(typer.Exit) as ended:
+        command(folder / "mine", overrides, step="1:2", json=tmp_path / "out.json", html=tmp_path / "out.html")
+    assert ended.value.exit_code == 0
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert [step["step"] for step in written["steps"]] == [1, 2]
+    assert "Advantages in order of size" in (tmp_path / "out.html").read_text()
+    assert "sign changes" in capsys.readouterr().out
+
+
+WRONG_OPTIONS: list[tuple[list[str], dict[str, Any], str, list[str]]] = [
+    ([], {"step": "2", "html": Path("out.html")}, "replay.option.without_effect", ["--html", "out.html"]),
+    ([], {"step": "1:2", "reward": "stored"}, "replay.option.without_effect", ["--reward", "stored"]),
+    ([], {"step": "two"}, "replay.step.invalid", ["--step", "'two'"]),
+    ([f"{RL}.entropy_bonus=1"], {"step": "two"}, "replay.step.invalid", ["--step", "'two'"]),
+    ([f"{RL}.entropy_bonus=1"], {"phase": "score"}, "replay.phase.of_one_step", ["--phase", "'score'"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "options", "key", "named"), WRONG_OPTIONS)
+def test_options_of_the_other_way_are_refused(
+    folder: Path, overrides: list[str], options: dict[str, Any], key: str, named: list[str]
+) -> None:
+    with raises_error(key, *named):
+        command(folder / "mine", overrides, **options)
