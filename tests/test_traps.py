@@ -126,7 +126,7 @@ def commands_of_run(trapped: Trapped, name: str) -> list[dict[str, Any]]:
         request(run, "compare", trapped.root / "source" / "run", run),
         request(run, "report", run),
         request(run, "replay", run, "--step", "1:"),
-        request(run, "replay", run, "trainer.reinforce.discount_factor=0.5"),
+        request(run, "replay", run, "trainer.reinforce.advantage_estimator=none"),
         request(run, "replay", run),
         request(run, "replay", run, *mine),
         request(run, "eval", model, "--like", run, "--data", prompts),
