@@ -199,6 +199,13 @@ class ReinforceConfig(Section):
         """Whether the initial policy is kept, since a KL from it is taken."""
         return self.initial_policy_kl_penalty > 0
 
+    def takes_several_updates(self, prompts_per_update: int | None) -> bool:
+        """Whether a rollout batch takes several optimizer steps, all but the first with a ratio.
+
+        `prompts_per_update` is None where a step takes the whole rollout batch.
+        """
+        return self.reinforce_epochs > 1 or prompts_per_update is not None
+
     @property
     def kl_estimator_used(self) -> str:
         return "absolute_k1" if self.use_absolute_kl else self.kl_estimator
@@ -263,10 +270,10 @@ class PretrainedConfig(Section):
 # Settings of generation on ranks or by programs of its own, as they are where the ranks that train generate.
 COLOCATED = {
     "placement": "colocated",
-    "generators": "joined",
     "generation_ranks": 0,
     "generation_tensor_parallel_size": 1,
     "rollout_order": "prompts",
+    "generators": "joined",
     "max_staleness": None,
     "inflight_updates": False,
     "inflight_cache": "recompute",
@@ -360,6 +367,10 @@ class TrainConfig(Section):
     @property
     def uses_reference(self) -> bool:
         return self.trainer.reinforce.uses_reference
+
+    @property
+    def takes_several_updates(self) -> bool:
+        return self.trainer.reinforce.takes_several_updates(self.prompts_per_update)
 
     @property
     def training_ranks(self) -> int:

@@ -134,7 +134,7 @@ class ReinforceTrainer:
             self.train_dataloader,
             self._clock,
             self._stop,
-            has_ratios=cfg.reinforce_epochs > 1 or prompts_per_update is not None,
+            has_ratios=cfg.takes_several_updates(prompts_per_update),
             # Frees GPU memory for the generator.
             while_generating=optimizer.offloaded if model.settings.offload_optimizer else contextlib.nullcontext,
             generators=generators,
@@ -240,7 +240,7 @@ class ReinforceTrainer:
         gaps = torch.zeros(0) if generator is None else (log_probs - generator[:, : rollouts.width])[kept]
         metrics |= gap_quantiles(gaps, mesh.sum_over_dp)
         metrics |= take_means(sampled_entropy(log_probs[kept]), mesh.gather_over_dp)
-        if self._rollouts.staleness and rollouts.weight_versions is not None and generator is not None:
+        if self._rollouts.is_off_policy and rollouts.weight_versions is not None and generator is not None:
             ages = self.step - rollouts.weight_versions[:, : rollouts.width][kept]
             metrics |= take_means(gap_by_age(gaps, ages), mesh.gather_over_dp)
         self._divergence.check(self.step + 1, updates, metrics["actor_loss"], mesh, self.logger.note)

@@ -94,6 +94,11 @@ class RolloutMaker:
     under_way: dict[int, Prompt] = field(default_factory=dict)  # with `takes_finished`, by number of the work
 
     @property
+    def is_off_policy(self) -> bool:
+        """True if a step may train on samples of older weights than its own."""
+        return self.staleness > 0
+
+    @property
     def takes_finished(self) -> bool:
         """True if a step takes the prompts whose rollouts are finished first."""
         return self.generators is not None and self.generators.takes_finished
@@ -121,7 +126,7 @@ class RolloutMaker:
             for number in drawn.ticket.numbers[self.model.mesh.dp_rank] if self.takes_finished else ():
                 self.under_way.pop(number, None)
         means = rollout_means(batch)
-        if self.staleness and batch.weight_versions is not None:
+        if self.is_off_policy and batch.weight_versions is not None:
             # A generator may pad its responses beyond the longest.
             versions = batch.weight_versions[:, : batch.width]
             means["staleness"] = Mean.of(step - 1 - versions[batch.response_mask])
@@ -326,7 +331,7 @@ class RolloutMaker:
         """Add policy and reference log-probs if needed: without a KL only a second update reads them."""
         where = (batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
         # Ratios of a second update must start from the trainer's own log-probs.
-        is_current = self.model.generator.is_exact and not self.staleness
+        is_current = self.model.generator.is_exact and not self.is_off_policy
         is_known = self.cfg.generator_log_probs and is_current and not self.has_ratios
         if self.cfg.uses_reference or self.has_ratios:
             with self.clock.phase("logprobs"):
