@@ -18,7 +18,7 @@ from reinforce_rl.errors import ReinforceError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.lora import check_lora_identity
-from reinforce_rl.megatron.mesh import Mesh, before_the_watch, job_rank
+from reinforce_rl.megatron.mesh import Mesh, before_the_watch
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.monitoring.alerts import AlertRules
 from reinforce_rl.monitoring.backends import start_loggers
@@ -34,7 +34,6 @@ from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers, names_of_scores
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.guests import INVITATION_FILE
-from reinforce_rl.runtime.links import host_of_rank_0
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.roles import RankRole
@@ -51,6 +50,7 @@ from reinforce_rl.trainer.separate import SeparateGenerators, SeparatePool
 from reinforce_rl.trainer.state import BestCheckpoints
 from reinforce_rl.trainer.step_recorder import StepRecorder
 from reinforce_rl.trainer.updates import total_steps, total_updates
+from reinforce_rl.utils.job_rank import JobRank
 from reinforce_rl.utils.job_time import JobTimes, parse_duration
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
         role = None
         is_separate = cfg.generators == "separate"
         if cfg.placement == "disaggregated" and not is_separate:
-            with before_the_watch(*job_rank()):
+            place = JobRank.of_process()
+            with before_the_watch(place.rank, place.size):
                 role = RankRole.of_job(
                     cfg.training_ranks, cfg.generation_tensor_parallel_size, cfg.torch_timeout_seconds
                 )
@@ -155,7 +156,7 @@ def open_pool(
     folder = Path(cfg.exp_manager.explicit_log_dir)
     pool = SeparatePool(
         folder,
-        cfg.generator_host or host_of_rank_0(),
+        cfg.generator_host or JobRank.of_process().host_of_first,
         mesh.device,
         shared_settings(cfg),
         silence_seconds=cfg.trainer.heartbeat_timeout_seconds,

@@ -102,6 +102,18 @@ def test_the_settings_of_placement_are_listed_in_the_schema_alone() -> None:
     assert lists == [SCHEMA]
 
 
+def test_one_file_reads_the_variables_of_a_launcher() -> None:
+    """Others ask `JobRank`."""
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    places = set()
+    for path in source_files(PACKAGE):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and node.value in names:
+                places.add(str(path.relative_to(PACKAGE)))
+    writers = {"launch/slurm/task.py", "generation/engine/process.py", "preflight/fake_cuda/machine.py"}
+    assert places - writers == {"utils/job_rank.py", "preflight/run.py"}
+
+
 @pytest.mark.parametrize(
     ("source", "names"),
     [

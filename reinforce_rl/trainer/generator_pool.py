@@ -20,7 +20,7 @@ import torch
 
 from reinforce_rl.errors import GenerationError, ReinforceError
 from reinforce_rl.rewards.base import STATUS_OK
-from reinforce_rl.runtime.links import Links, LinkThread, host_of_rank_0
+from reinforce_rl.runtime.links import Links, LinkThread
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
@@ -38,6 +38,7 @@ from reinforce_rl.trainer.messages import (
     fault_of_result,
 )
 from reinforce_rl.utils.control_characters import quoted
+from reinforce_rl.utils.job_rank import JobRank
 
 INVITATION = "generators"  # where rank 0's `Invitation` is shared
 _POLL_SECONDS = 0.2
@@ -60,7 +61,7 @@ class GeneratorPool:
         self._room = dict.fromkeys(role.leaders, 0)  # works that each has asked for
         self._begun, self._leaders = set[int](), set(role.leaders)
         self._lost: str | None = None
-        links, invitation = Links.listen(host_of_rank_0())
+        links, invitation = Links.listen(JobRank.of_process().host_of_first)
         role.share(INVITATION, invitation.to_json())
         self._links, seconds = links, role.timeout.total_seconds()
         if missing := sorted(set(role.generators) - links.accept(role.generators, seconds).keys()):

@@ -107,6 +107,17 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES, within: Path | Non
     return parse_json(read_bounded(path, max_bytes=max_bytes, within=within))
 
 
+def read_published(path: Path) -> Any:
+    """Return the JSON value of a file that a program on another node writes; None until it is there.
+
+    Raises as `read_json`.
+    """
+    # List the folder: NFS may cache a missing file for half a minute, but revalidates an opened folder.
+    if not path.parent.is_dir() or path.name not in os.listdir(path.parent):
+        return None
+    return read_json(path, within=path.parent)
+
+
 def parse_json(text: str | bytes, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     """Parse JSON in UTF-8.
 

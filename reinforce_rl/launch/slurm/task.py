@@ -19,8 +19,9 @@ from types import FrameType
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ReinforceError
 from reinforce_rl.launch.slurm.outcome import TaskEnd, record
-from reinforce_rl.launch.slurm.rendezvous import Endpoint, claim_ports, own_address, publish, wait_for_endpoint
+from reinforce_rl.launch.slurm.rendezvous import Endpoint, publish, wait_for_endpoint
 from reinforce_rl.launch.slurm.settings import SRUN, TORCHRUN
+from reinforce_rl.utils.net import claim_ports, own_address
 from reinforce_rl.utils.process import Child, adopt_orphans
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
