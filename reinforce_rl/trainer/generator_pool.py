@@ -21,6 +21,7 @@ import torch
 from reinforce_rl.errors import GenerationError, ReinforceError
 from reinforce_rl.rewards.base import STATUS_OK
 from reinforce_rl.runtime.links import Links, LinkThread
+from reinforce_rl.runtime.phases import wait_for_role
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
@@ -99,7 +100,7 @@ class GeneratorPool:
                 if stop is not None and stop.reason is not None:
                     return None
                 self._check()
-                self._changed.wait(_POLL_SECONDS)
+                wait_for_role(self._changed, _POLL_SECONDS)
             return [self._results[number] for number in numbers]
 
     def take(
@@ -118,7 +119,7 @@ class GeneratorPool:
                 if stop.reason is not None:
                     return None
                 self._check()
-                self._changed.wait(_POLL_SECONDS)
+                wait_for_role(self._changed, _POLL_SECONDS)
             dropped, self._dropped, self._again = self._dropped, 0, None
             return found, dropped
 
@@ -189,7 +190,7 @@ class GeneratorPool:
         with self._changed:
             while self._begun < self._leaders:
                 self._check()
-                self._changed.wait(_POLL_SECONDS)
+                wait_for_role(self._changed, _POLL_SECONDS)
         self._newest = version
         self._links.send_all(*encode(WeightsAnnounced(version)))
 
@@ -216,7 +217,7 @@ class GeneratorPool:
                 peers = list(self._links.peers.values())
                 if all(peer.closed or peer.rank in self._informed_of_end for peer in peers):
                     return
-                self._changed.wait(_POLL_SECONDS)
+                wait_for_role(self._changed, _POLL_SECONDS)
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
         try:

@@ -26,7 +26,7 @@ from reinforce_rl.errors import GenerationError, ReinforceError
 from reinforce_rl.generation.weight_sync import send_weights
 from reinforce_rl.runtime.guests import INVITATION_FILE, OpenInvitation, host_store
 from reinforce_rl.runtime.links import Links, LinkThread
-from reinforce_rl.runtime.phases import Activity
+from reinforce_rl.runtime.phases import Activity, wait_for_role
 from reinforce_rl.runtime.reformed_group import ReformedGroup
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import StopRequest
@@ -164,7 +164,7 @@ class SeparatePool(GeneratorPool):
                 if (stop is not None and stop.reason) or (is_alone and self._stop.reason):
                     return False
                 self._check()
-                self._changed.wait(_POLL_SECONDS)
+                wait_for_role(self._changed, _POLL_SECONDS)
             self._tell()
             self._look_for_anybody(False)
             return False
@@ -216,7 +216,7 @@ class SeparatePool(GeneratorPool):
             self.group.close()  # so that the others' transfers end, too
         with self._changed:
             while set(ranks) & self._ranks() - self._answers.keys() and time.monotonic() < deadline:
-                self._changed.wait(_POLL_SECONDS)
+                wait_for_role(self._changed, _POLL_SECONDS)
             for one in [one for one in self._generators.values() if one.ranks & set(ranks)]:
                 answers = [self._answers.get(rank) for rank in one.ranks]
                 faults = [answer.fault for answer in answers if answer is not None and answer.fault]
