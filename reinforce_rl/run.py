@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.engines import ENGINES
-from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.batch_iterator import DefaultBatchIterator
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader, RLHFDatasets, fixed_prompts
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.megatron.architecture import Architecture
@@ -345,13 +345,3 @@ def build_trainer(
         rollouts = checkpoint.more(ROLLOUTS_FILE) if is_same else b""
         trainer.load_state_dict(checkpoint.trainer_state, {ROLLOUTS_FILE: rollouts})
     return trainer
-
-
-class DefaultBatchIterator:
-    def __init__(self, micro_batch_size: int, val_micro_batch_size: int, prompts: Sequence[Prompt], validation: bool):
-        self._prompts = prompts
-        self._size = val_micro_batch_size if validation else micro_batch_size
-
-    def __iter__(self) -> Iterator[Sequence[Prompt]]:
-        for start in range(0, len(self._prompts), self._size):
-            yield self._prompts[start : start + self._size]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.data.sampler import step_seed
 from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerError, StoppedEarly
 from reinforce_rl.monitoring.metrics import (
     gap_by_age,
@@ -223,7 +224,7 @@ class ReinforceTrainer:
         past, terms = self._past.state_dict(), []
         if self.recorder is not None:
             self.recorder.before_update()
-        seed, ids = self.model.settings.seed * 1_000_003 + self.step, mesh.gather_over_dp(batch.rollouts.group_ids)
+        seed, ids = step_seed(self.model.settings.seed, self.step), mesh.gather_over_dp(batch.rollouts.group_ids)
         for rows in mini_batches(ids, mesh.dp_rank, self._prompts_per_update, self.cfg.reinforce_epochs, seed):
             denominators = denominators_of(batch, rows, self.model.settings.sampling.max_length, mesh.sum_over_dp)
             # The ratio is exactly 1 until the first optimizer step on this batch.

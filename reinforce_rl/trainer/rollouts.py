@@ -22,6 +22,7 @@ from reinforce_rl.data.batches import (
     join_prompts_and_responses,
     join_rollouts,
 )
+from reinforce_rl.data.sampler import step_seed
 from reinforce_rl.errors import GenerationError, StoppedEarly, TooManyFailedRewardsError
 from reinforce_rl.monitoring.metrics import Mean, rollout_means, take_means, validation_means
 from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, token_columns
@@ -211,7 +212,8 @@ class RolloutMaker:
 
         Raises StoppedEarly on all ranks if one was asked to stop, GenerationError if an engine of one cannot go on.
         """
-        mesh, seed, validation = self.model.mesh, self._seed(step), step == 0
+        mesh, validation = self.model.mesh, step == 0
+        seed = step_seed(self.model.settings.seed, step)
         if (own := self.generators) is not None:
             found = ticket or own.submit(prompts, num_samples, seed, step, own.version)
             pending = self._received(prompts, own.collect(found, prompts))
@@ -283,7 +285,8 @@ class RolloutMaker:
         """Submit the prompts of a step, which filtering does by itself."""
         if self.generators is not None and not self.cfg.dynamic_filtering:
             samples, version = self.cfg.num_rollouts_per_prompt, max(0, number - 1 - self.staleness)
-            ticket = self.generators.submit(drawn.prompts, samples, self._seed(number), number, version)
+            seed = step_seed(self.model.settings.seed, number)
+            ticket = self.generators.submit(drawn.prompts, samples, seed, number, version)
             drawn = replace(drawn, ticket=ticket)
             if self.takes_finished:
                 own = ticket.numbers[self.model.mesh.dp_rank]
@@ -314,10 +317,6 @@ class RolloutMaker:
             futures = tuple((Known(r.rewards, r.failure), len(p.lengths)) for r, p in zip(results, parts, strict=True))
         work = WorkQueue(mesh, [()] * len(parts), shared=False)
         return PendingRollouts(self._unscored(prompts, join_completions(parts, self.model.pad_id)), futures, work)
-
-    def _seed(self, step: int) -> int:
-        # Of all validations the same: only the weights differ between them.
-        return self.model.settings.seed * 1_000_003 + step
 
     def _sample_step(self, prompts: Sequence[Prompt], step: int, ticket: Ticket | None = None) -> PendingRollouts:
         with self.clock.phase("generate"), self.while_generating():
