@@ -331,6 +331,7 @@ def before_the_watch(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _leave_groups() -> None:
+    # As of megatron-core 0.16 `destroy_model_parallel` forgets its groups and leaves their threads and sockets.
     groups = list(parallel_state._global_process_group_list or [])
     parallel_state.destroy_model_parallel()
     for group in filter(None, groups):  # None stands for the default group
@@ -348,7 +349,8 @@ def _block_group(rank: int, sizes: tuple[int, int, int, int], timeout: timedelta
 
 
 def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()  # no public name
+    # torch has no public name for it, as of 2.13.
+    return dist.distributed_c10d._get_default_store()
 
 
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -91,6 +91,7 @@ class WeightGroup:
     def __init__(self, rank: int, size: int, store: Any, device: torch.device, timeout: timedelta):
         # torch makes groups of the default group's ranks only, so this is the backend itself.
         if device.type == "cuda":
+            # They take a timeout by this name alone, as of torch 2.13.
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._backend: Any = dist.ProcessGroupNCCL(store, rank, size, options)
