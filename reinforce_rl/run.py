@@ -37,10 +37,10 @@ from reinforce_rl.runtime.guests import INVITATION_FILE
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.roles import RankRole
-from reinforce_rl.runtime.settings import MEANING, check_changes, freeze_template_date, record, shared_settings
+from reinforce_rl.runtime.settings import MEANING, check_changes, freeze_template_date, record
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import RunTimer, StopRequest, first_save_seconds
-from reinforce_rl.trainer.build import build_actor, build_sampler, configured_mesh, generator_options
+from reinforce_rl.trainer.build import build_actor, build_sampler, configured_mesh
 from reinforce_rl.trainer.disaggregated import Generators
 from reinforce_rl.trainer.generate import GeneratorRank
 from reinforce_rl.trainer.generator_pool import GeneratorPool
@@ -153,22 +153,8 @@ def open_pool(
     if role is not None:
         monitor.note(f"Ranks {role.generators.start} to {role.size - 1} generate")
         return GeneratorPool(role, mesh.device, cfg.trainer.heartbeat_timeout_seconds, bounds)
-    folder = Path(cfg.exp_manager.explicit_log_dir)
-    pool = SeparatePool(
-        folder,
-        cfg.generator_host or JobRank.of_process().host_of_first,
-        mesh.device,
-        shared_settings(cfg),
-        silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
-        wait_seconds=cfg.generator_timeout_seconds,
-        staleness=cfg.staleness,
-        bounds=bounds,
-        activity=control.activity,
-        status=control.status,
-        stop=control.stop,
-        note=monitor.note,
-    )
-    monitor.note(f"Generators are invited by {folder / INVITATION_FILE}")
+    pool = SeparatePool(cfg, mesh.device, bounds, control, monitor.note)
+    monitor.note(f"Generators are invited by {Path(cfg.exp_manager.explicit_log_dir) / INVITATION_FILE}")
     return pool
 
 
@@ -181,7 +167,9 @@ def generate(
         role,
         mesh.device,
         silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
-        **generator_options(cfg),
+        staleness=cfg.staleness,
+        groups=cfg.prompts_under_way,
+        inflight=cfg.cache_after_update,
     )
     with contextlib.ExitStack() as stack:
         stack.callback(rank.close)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tools")]
-from house import PACKAGE, source_files  # noqa: E402
+from house import PACKAGE, imported_names, source_files  # noqa: E402
 
 from reinforce_rl.config.actor import COLOCATED  # noqa: E402
 
@@ -110,8 +110,24 @@ def test_one_file_reads_the_variables_of_a_launcher() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and node.value in names:
                 places.add(str(path.relative_to(PACKAGE)))
-    writers = {"launch/slurm/task.py", "generation/engine/process.py", "preflight/fake_cuda/machine.py"}
-    assert places - writers == {"utils/job_rank.py", "preflight/run.py"}
+    # The first removes them for an engine, the others pretend to be a rank.
+    others = {"generation/engine/process.py", "preflight/fake_cuda/machine.py", "preflight/run.py"}
+    assert places - others == {"utils/job_rank.py"}
+
+
+def test_one_library_asks_over_http() -> None:
+    """Python's own is left where there is no other: around Slurm's tasks, and at Triton's socket in the server."""
+    libraries = ("aiohttp", "http.client", "httpx", "requests", "tritonclient", "urllib.request", "urllib3")
+    places: dict[str, set[str]] = {}
+    for path in source_files(PACKAGE):
+        for _, name in imported_names(path):
+            if name in libraries or name.startswith("tritonclient."):
+                places.setdefault(name.partition(".")[0], set()).add(str(path.relative_to(PACKAGE)))
+    servers = {"monitoring/dashboard.py", "reward_server/front_process.py"}
+    assert places.pop("aiohttp") - servers == {"rewards/transport.py", "reward_server/front.py"}
+    # The form of Triton's requests and answers, without its connections; and the settings of proxies.
+    assert places.pop("tritonclient") == places.pop("urllib") == {"rewards/transport.py"}
+    assert places == {"http": {"launch/slurm/rendezvous.py", "reward_server/triton.py"}}
 
 
 @pytest.mark.parametrize(

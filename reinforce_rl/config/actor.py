@@ -389,6 +389,16 @@ class TrainConfig(Section):
         """Whether a step may train on samples of older weights than its own."""
         return self.staleness > 0
 
+    @property
+    def prompts_under_way(self) -> int | None:
+        """Prompts that a generator answers at a time, each given back at its end; None: steps in their order."""
+        return self.model.reinforce.rollout_micro_batch_size if self.rollout_order == "finished" else None
+
+    @property
+    def cache_after_update(self) -> Literal["recompute", "keep"] | None:
+        """`inflight_cache`; None if new weights wait until no response is under way."""
+        return self.inflight_cache if self.inflight_updates else None
+
     def colocated(self) -> TrainConfig:
         """Return a copy in which the ranks that train generate, too; the others are gone."""
         cfg = self.model_copy(deep=True, update=COLOCATED)

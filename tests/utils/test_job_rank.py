@@ -32,7 +32,10 @@ def test_a_rank_of_a_launcher(environment: pytest.MonkeyPatch, on_this_machine: 
     values = ("3", "4", "1", on_this_machine, "node7", "29500")
     for name, value in zip(NAMES, values, strict=True):
         environment.setenv(name, value)
-    assert JobRank.of_process() == JobRank(3, 4, 1, "node7:29500", host)
+    job = JobRank.of_process()
+    assert (job.rank, job.size, job.local_rank) == (3, 4, 1)
+    assert (job.meeting, job.host_of_first) == ("node7:29500", host)
+    assert job.variables() == dict(zip(NAMES, values, strict=True))
     assert not is_first_rank() and ranks_started() == "4"
 
 
