@@ -23,7 +23,7 @@ class JobRank:
     local_rank: int = 0  # among those on its machine
     local_size: int | None = 1  # ranks on its machine; None if unknown
     host: str | None = None  # where the ranks look for each other
-    port: int | None = None
+    port: str | None = None  # a text, as a cluster may give the variable to a service of its own
 
     @classmethod
     def of_process(cls) -> JobRank:
@@ -31,14 +31,13 @@ class JobRank:
         variables = os.environ
         started = ranks_started()
         local_size = variables.get("LOCAL_WORLD_SIZE", "1" if started is None else None)
-        port = variables.get("MASTER_PORT")
         return cls(
             rank=int(variables.get("RANK", "0")),
             size=int(started or "1"),
             local_rank=int(variables.get("LOCAL_RANK", "0")),
             local_size=None if local_size is None else int(local_size),
             host=variables.get("MASTER_ADDR"),
-            port=None if port is None else int(port),
+            port=variables.get("MASTER_PORT"),
         )
 
     def variables(self) -> dict[str, str]:

@@ -42,3 +42,9 @@ def test_a_rank_of_a_launcher(environment: pytest.MonkeyPatch, on_this_machine: 
 def test_ranks_without_an_address_to_meet_are_asked_by_their_name(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("WORLD_SIZE", "2")
     assert JobRank.of_process().host_of_first == socket.gethostname()
+
+
+def test_a_port_of_something_else_does_not_matter_to_a_plain_python(environment: pytest.MonkeyPatch) -> None:
+    """As Kubernetes sets it where a service has the name master."""
+    environment.setenv("MASTER_PORT", "tcp://10.0.0.1:80")
+    assert JobRank.of_process().host_of_first == "127.0.0.1"

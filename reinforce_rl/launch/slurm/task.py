@@ -86,7 +86,7 @@ def environment_of(task: Task, first: Endpoint, environment: Mapping[str, str]) 
             local_rank=(task.first_local or 0) + task.local_number,
             local_size=task.devices,
             host=first.address,
-            port=first.rank_port,
+            port=str(first.rank_port),
         )
         result |= place.variables()
     return result
