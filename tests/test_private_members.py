@@ -37,7 +37,6 @@ KNOWN = {
     },
     "runtime/profiling.py": {"_dump_snapshot", "_record_memory_history"},
     "runtime/reformed_group.py": {"_Options", "_devices", "_timeout"},
-    "runtime/roles.py": {"_timeout"},
 }
 
 

@@ -90,13 +90,8 @@ class WeightGroup:
 
     def __init__(self, rank: int, size: int, store: Any, device: torch.device, timeout: timedelta):
         # torch makes groups of the default group's ranks only, so this is the backend itself.
-        if device.type == "cuda":
-            # They take a timeout by this name alone, as of torch 2.13.
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._backend: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-        else:
-            self._backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+        kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+        self._backend: Any = kind(store, rank, size, timeout)
         self._options = dist.BroadcastOptions()
         self._options.rootRank = self._options.rootTensor = 0
 
