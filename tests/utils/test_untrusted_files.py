@@ -21,6 +21,7 @@ from reinforce_rl.utils.untrusted_files import (
     parse_yaml,
     read_bounded,
     read_json,
+    read_published,
 )
 
 pytestmark = pytest.mark.timeout(20)
@@ -286,3 +287,17 @@ def test_a_folder_may_be_a_link_within_the_folder_in_which_it_stands(tmp_path):
     with pytest.raises(UnreadableFileError) as caught:
         check_folder(path)
     check_error(caught.value, "folder.link.leads_out", path, f"{tmp_path},", f"outside of {tmp_path / 'run'};")
+
+
+def test_what_another_node_publishes_is_none_until_it_is_there(tmp_path):
+    path = tmp_path / "run" / "there.json"
+    assert read_published(path) is None
+    path.parent.mkdir()
+    assert read_published(path) is None
+    path.write_text('{"port": 7}')
+    assert read_published(path) == {"port": 7}
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere.json")
+    (tmp_path / "elsewhere.json").write_text("{}")
+    with raises_error("file.link.leads_out", path):
+        read_published(path)
