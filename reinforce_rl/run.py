@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.engines import ENGINES
-from reinforce_rl.data.batches import Prompt
+from reinforce_rl.data.batch_iterator import DefaultBatchIterator
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader, RLHFDatasets, fixed_prompts
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.lora import check_lora_identity
-from reinforce_rl.megatron.mesh import Mesh, before_the_watch, job_rank
+from reinforce_rl.megatron.mesh import Mesh, before_the_watch
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.monitoring.alerts import AlertRules
 from reinforce_rl.monitoring.backends import start_loggers
@@ -34,14 +34,13 @@ from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers, names_of_scores
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.guests import INVITATION_FILE
-from reinforce_rl.runtime.links import host_of_rank_0
 from reinforce_rl.runtime.phases import Activity
 from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.roles import RankRole
-from reinforce_rl.runtime.settings import MEANING, check_changes, freeze_template_date, record, shared_settings
+from reinforce_rl.runtime.settings import MEANING, check_changes, freeze_template_date, record
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import RunTimer, StopRequest, first_save_seconds
-from reinforce_rl.trainer.build import build_actor, build_sampler, configured_mesh, generator_options
+from reinforce_rl.trainer.build import build_actor, build_sampler, configured_mesh
 from reinforce_rl.trainer.disaggregated import Generators
 from reinforce_rl.trainer.generate import GeneratorRank
 from reinforce_rl.trainer.generator_pool import GeneratorPool
@@ -51,6 +50,7 @@ from reinforce_rl.trainer.separate import SeparateGenerators, SeparatePool
 from reinforce_rl.trainer.state import BestCheckpoints
 from reinforce_rl.trainer.step_recorder import StepRecorder
 from reinforce_rl.trainer.updates import total_steps, total_updates
+from reinforce_rl.utils.job_rank import JobRank
 from reinforce_rl.utils.job_time import JobTimes, parse_duration
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
         role = None
         is_separate = cfg.generators == "separate"
         if cfg.placement == "disaggregated" and not is_separate:
-            with before_the_watch(*job_rank()):
+            place = JobRank.of_process()
+            with before_the_watch(place.rank, place.size):
                 role = RankRole.of_job(
                     cfg.training_ranks, cfg.generation_tensor_parallel_size, cfg.torch_timeout_seconds
                 )
@@ -152,22 +153,8 @@ def open_pool(
     if role is not None:
         monitor.note(f"Ranks {role.generators.start} to {role.size - 1} generate")
         return GeneratorPool(role, mesh.device, cfg.trainer.heartbeat_timeout_seconds, bounds)
-    folder = Path(cfg.exp_manager.explicit_log_dir)
-    pool = SeparatePool(
-        folder,
-        cfg.generator_host or host_of_rank_0(),
-        mesh.device,
-        shared_settings(cfg),
-        silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
-        wait_seconds=cfg.generator_timeout_seconds,
-        staleness=cfg.staleness,
-        bounds=bounds,
-        activity=control.activity,
-        status=control.status,
-        stop=control.stop,
-        note=monitor.note,
-    )
-    monitor.note(f"Generators are invited by {folder / INVITATION_FILE}")
+    pool = SeparatePool(cfg, mesh.device, bounds, control, monitor.note)
+    monitor.note(f"Generators are invited by {Path(cfg.exp_manager.explicit_log_dir) / INVITATION_FILE}")
     return pool
 
 
@@ -180,7 +167,9 @@ def generate(
         role,
         mesh.device,
         silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
-        **generator_options(cfg),
+        staleness=cfg.staleness,
+        groups=cfg.prompts_under_way,
+        inflight=cfg.cache_after_update,
     )
     with contextlib.ExitStack() as stack:
         stack.callback(rank.close)
@@ -344,13 +333,3 @@ def build_trainer(
         rollouts = checkpoint.more(ROLLOUTS_FILE) if is_same else b""
         trainer.load_state_dict(checkpoint.trainer_state, {ROLLOUTS_FILE: rollouts})
     return trainer
-
-
-class DefaultBatchIterator:
-    def __init__(self, micro_batch_size: int, val_micro_batch_size: int, prompts: Sequence[Prompt], validation: bool):
-        self._prompts = prompts
-        self._size = val_micro_batch_size if validation else micro_batch_size
-
-    def __iter__(self) -> Iterator[Sequence[Prompt]]:
-        for start in range(0, len(self._prompts), self._size):
-            yield self._prompts[start : start + self._size]

@@ -199,6 +199,13 @@ class ReinforceConfig(Section):
         """Whether the initial policy is kept, since a KL from it is taken."""
         return self.initial_policy_kl_penalty > 0
 
+    def takes_several_updates(self, prompts_per_update: int | None) -> bool:
+        """Whether a rollout batch takes several optimizer steps, all but the first with a ratio.
+
+        `prompts_per_update` is None where a step takes the whole rollout batch.
+        """
+        return self.reinforce_epochs > 1 or prompts_per_update is not None
+
     @property
     def kl_estimator_used(self) -> str:
         return "absolute_k1" if self.use_absolute_kl else self.kl_estimator
@@ -263,10 +270,10 @@ class PretrainedConfig(Section):
 # Settings of generation on ranks or by programs of its own, as they are where the ranks that train generate.
 COLOCATED = {
     "placement": "colocated",
-    "generators": "joined",
     "generation_ranks": 0,
     "generation_tensor_parallel_size": 1,
     "rollout_order": "prompts",
+    "generators": "joined",
     "max_staleness": None,
     "inflight_updates": False,
     "inflight_cache": "recompute",
@@ -362,6 +369,10 @@ class TrainConfig(Section):
         return self.trainer.reinforce.uses_reference
 
     @property
+    def takes_several_updates(self) -> bool:
+        return self.trainer.reinforce.takes_several_updates(self.prompts_per_update)
+
+    @property
     def training_ranks(self) -> int:
         """Ranks that hold the optimizer; the job's others generate."""
         return self.trainer.world_size - self.generation_ranks
@@ -377,6 +388,16 @@ class TrainConfig(Section):
     def is_off_policy(self) -> bool:
         """Whether a step may train on samples of older weights than its own."""
         return self.staleness > 0
+
+    @property
+    def prompts_under_way(self) -> int | None:
+        """Prompts that a generator answers at a time, each given back at its end; None: steps in their order."""
+        return self.model.reinforce.rollout_micro_batch_size if self.rollout_order == "finished" else None
+
+    @property
+    def cache_after_update(self) -> Literal["recompute", "keep"] | None:
+        """`inflight_cache`; None if new weights wait until no response is under way."""
+        return self.inflight_cache if self.inflight_updates else None
 
     def colocated(self) -> TrainConfig:
         """Return a copy in which the ranks that train generate, too; the others are gone."""

@@ -42,10 +42,9 @@ def _placement(cfg: TrainConfig) -> Iterator[Fault]:
 
 
 def _colocated(cfg: TrainConfig) -> Iterator[Fault]:
-    unread = ("generation_ranks", "generation_tensor_parallel_size", "rollout_order", "generators")
-    for setting in unread:
-        default = COLOCATED[setting]
-        if getattr(cfg, setting) != default:
+    for setting, default in COLOCATED.items():
+        has_own_rule = setting == "max_staleness" or setting.startswith("inflight_")
+        if not has_own_rule and getattr(cfg, setting) != default:
             yield settings_fault(
                 cfg,
                 (setting, "placement"),

@@ -136,7 +136,8 @@ def _fill(section: Section, node: DictConfig, path: str, schema: type[Section]) 
         if name not in fields:
             close = difflib.get_close_matches(name, fields, n=1)
             advice = f"did you mean {path}{close[0]}?" if close else f"known here: {', '.join(fields)}"
-            of_nemo = [renamed(leaf, schema, value) for leaf, value in _leaves(node, name, key)]
+            entry = _plain(node).get(name)
+            of_nemo = [renamed(leaf, schema, value) for leaf, value in _leaves(entry, key)]
             yield from filter(None, of_nemo)
             if None in of_nemo:
                 yield Fault(
@@ -174,14 +175,20 @@ def _fill(section: Section, node: DictConfig, path: str, schema: type[Section]) 
             yield from _set(section, name, value, key)
 
 
-def _leaves(node: DictConfig, name: str, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys below an entry of a node, with their values; the entry itself if nothing is below."""
-    entry = node._get_node(name)
-    if isinstance(entry, DictConfig) and entry._content and not entry._is_interpolation() and not entry._is_missing():
-        for child in map(str, entry):
-            yield from _leaves(entry, child, f"{key}.{child}")
+def _plain(node: DictConfig) -> dict[str, Any]:
+    """Return a node as dictionaries, with interpolations as they are written."""
+    values = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys below `key`, with their values; the key itself if nothing is below."""
+    if isinstance(value, dict) and value:
+        for child, below in value.items():
+            yield from _leaves(below, f"{key}.{child}")
     else:
-        yield key, OmegaConf.to_container(node, resolve=False).get(name)  # type: ignore[union-attr]
+        yield key, value
 
 
 def _fill_group(group: Section, node: Any, key: str, schema: type[Section]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.config.model_folder import model_values
 from reinforce_rl.errors import Fault
+from reinforce_rl.utils.job_rank import ranks_started
 
 if TYPE_CHECKING:
     from reinforce_rl.config.model import ParallelConfig
@@ -99,7 +99,7 @@ def ranks_faults(
     if min(*sizes, world - others) >= 1:
         own = f"{ranks}, less {others} (generation_ranks)" if others else ranks
         yield from layout_faults(*sizes, model.sequence_parallel, world - others, own, section)
-    started = os.environ.get("WORLD_SIZE")
+    started = ranks_started()
     if started is not None and started != str(world):
         yield Fault(
             f"{started} ranks were started (WORLD_SIZE), but {ranks} = {world}",

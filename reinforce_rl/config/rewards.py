@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from reinforce_rl.config.model_folder import no_model
 from reinforce_rl.config.parallelism import model_faults, ranks_faults
 from reinforce_rl.config.template import TemplateConfig
 from reinforce_rl.errors import Fault, key_of
+from reinforce_rl.utils.job_rank import ranks_started
 from reinforce_rl.utils.net import Address
 
 _NOT_ZERO = "a number other than 0"
@@ -225,7 +225,9 @@ class ServeRewardModelConfig(Section):
             )
 
     def _function_faults(self) -> Iterator[str]:
-        nodes, devices, started = self.num_nodes, self.devices, os.environ.get("WORLD_SIZE", "1")
+        nodes = self.num_nodes
+        devices = self.devices
+        started = ranks_started() or "1"
         one_process = "one process serves a reward function"
         if nodes * devices > 1:
             yield Fault(

@@ -167,8 +167,7 @@ def _batches(cfg: TrainConfig) -> Iterator[Fault]:
             key="config.global_batch_size.not_a_divisor_of_step",
         )
         return
-    has_several_steps = rl.reinforce_epochs > 1 or cfg.prompts_per_update is not None
-    if rl.importance_ratio == "none" and has_several_steps:
+    if rl.importance_ratio == "none" and cfg.takes_several_updates:
         yield settings_fault(
             cfg,
             ("trainer.reinforce.reinforce_epochs", "model.global_batch_size"),

@@ -12,6 +12,15 @@ import numpy as np
 from reinforce_rl.errors import CheckpointError, ConfigError, Fault
 
 T = TypeVar("T")
+_SEED_STRIDE = 1_000_003  # more than the steps of a run, so that no two seeds have a step's seed in common
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Return the seed of what is drawn at random in a step, such as the noise of its samples.
+
+    All validations are of step 0, since only the weights differ between them.
+    """
+    return seed * _SEED_STRIDE + step
 
 
 @dataclass(frozen=True)

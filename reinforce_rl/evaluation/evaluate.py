@@ -20,6 +20,7 @@ import torch
 from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.kl import sequence_kl
 from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.data.batch_iterator import DefaultBatchIterator
 from reinforce_rl.data.batches import Prompt, RolloutBatch
 from reinforce_rl.data.prompts import PromptLoader, RLHFDatasets, fixed_prompts
 from reinforce_rl.data.tokenizer import TokenizerInfo, load_tokenizer
@@ -34,7 +35,6 @@ from reinforce_rl.monitoring.records import RolloutRow, Samples, sample_rows
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
 from reinforce_rl.rewards.judge import Judge, preferences, question_of
 from reinforce_rl.rewards.sources import connect_to_reward_servers
-from reinforce_rl.run import DefaultBatchIterator
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.phases import StepClock
 from reinforce_rl.runtime.status import RESULTS_FILE

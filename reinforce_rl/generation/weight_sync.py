@@ -19,6 +19,7 @@ from reinforce_rl.megatron.hf_weights import parameters_of
 from reinforce_rl.megatron.lora import adapter_rows
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weight_map import Row, weight_map
+from reinforce_rl.runtime.phases import wait_for_ranks
 from reinforce_rl.runtime.roles import WeightGroup
 
 BUCKET_BYTES = 64 * 2**20  # larger ones were slower with gloo, and are memory that a trainer has twice
@@ -46,10 +47,10 @@ def send_weights(lm: CausalLM, group: WeightGroup | None, max_bytes: int = BUCKE
         if group is not None:
             work = group.broadcast(filled)
             if before is not None:
-                before.wait()
+                wait_for_ranks(before)
             before = work
     if before is not None:
-        before.wait()
+        wait_for_ranks(before)
     return sent
 
 
@@ -61,7 +62,7 @@ def receive_weights(lm: CausalLM, group: WeightGroup, max_bytes: int = BUCKET_BY
     with _beside_generation(lm.mesh.device):
         (buffer,) = _buffers(lm, buckets, 1)
         for bucket in buckets:
-            group.broadcast(buffer[: elements_of(bucket)]).wait()
+            wait_for_ranks(group.broadcast(buffer[: elements_of(bucket)]))
             tensors = views_of(buffer, bucket)
             for row in bucket:
                 if row.megatron not in found:

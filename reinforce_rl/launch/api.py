@@ -17,6 +17,7 @@ from typing import Any
 
 from reinforce_rl.errors import ConfigError, ReinforceError, key_of
 from reinforce_rl.utils.files import encode, write_atomically
+from reinforce_rl.utils.job_rank import JobRank, is_first_rank
 
 Prompts = str | Path | Iterable[str | Mapping[str, Any]]
 
@@ -86,7 +87,7 @@ def train(
     if faults := unknown_keys(settings, "train_reinforce_actor") or faults:
         raise ConfigError(faults)
     ranks = config.trainer.devices * config.trainer.num_nodes
-    if ranks != int(os.environ.get("WORLD_SIZE", "1")):
+    if ranks != JobRank.of_process().size:
         script = Path(getattr(sys.modules["__main__"], "__file__", None) or "SCRIPT.py").name
         raise ReinforceError(
             f"trainer.devices x trainer.num_nodes is {ranks}, but this is one process; start it as "
@@ -101,7 +102,7 @@ def train(
 
     freeze_template_date(config)
     if may_start(config):
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             refuse_second_run(folder)
         for path, text in files.items():
             write_atomically(path, text)

@@ -12,6 +12,7 @@ import typer
 
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.terminal import start_ranks
+from reinforce_rl.utils.job_rank import is_first_rank
 
 Out = Annotated[Path, typer.Argument(help="the folder to write; replaced where it exists")]
 Ranks = Annotated[int, typer.Option("--tp", min=1, help="tensor-parallel ranks that do it")]
@@ -62,6 +63,6 @@ def _convert(how: str, source: Path, out: Path, tp: int, dtype: str | None, **op
             if mesh.is_main:
                 print(f"written to {out}")
     except ReinforceError:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             raise
         sys.exit(1)  # rank 0 says it

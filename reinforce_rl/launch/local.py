@@ -15,15 +15,14 @@ from typing import BinaryIO
 
 from reinforce_rl.errors import EXIT_STOPPED, ConfigError, Fault, ReinforceError, RewardServerError
 from reinforce_rl.launch.slurm.outcome import last_lines
-from reinforce_rl.launch.slurm.rendezvous import Endpoint, health_fault
+from reinforce_rl.launch.slurm.rendezvous import health_fault
 from reinforce_rl.launch.slurm.settings import override_of, with_missing
 from reinforce_rl.launch.slurm.task import StopSignal
 from reinforce_rl.rewards.wire import DEFAULT_NAME
 from reinforce_rl.utils.guard import Guard
-from reinforce_rl.utils.net import Address, check_port, checked_host, free_port
+from reinforce_rl.utils.net import LOOPBACK, Address, check_port, checked_host, free_port
 from reinforce_rl.utils.process import STOP_SIGNALS, Child, active_stop_signals
 
-HOST = "127.0.0.1"
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 10.0
 LAST_LOG_LINES = 30
@@ -52,10 +51,10 @@ def make_plan(
 ) -> LaunchPlan:
     """Choose the port and pass it to both programs as Hydra overrides, unless the caller has set them.
 
-    The server's `inference.host=HOST` and `inference.port=N` fix where it is asked, and `inference.name=NAME` the
+    The server's `inference.host=ADDRESS` and `inference.port=N` fix where it is asked, and `inference.name=NAME` the
     model's name; its `inference.token_file=FILE` goes to the actor too. `seconds` are limits of the LaunchPlan.
     """
-    given_host = (override_of(server_args, "inference.host") or HOST).strip("'\"")
+    given_host = (override_of(server_args, "inference.host") or LOOPBACK).strip("'\"")
     try:
         host = checked_host(given_host)
     except ValueError as error:
@@ -141,7 +140,7 @@ def _wait_until_ready(plan: LaunchPlan, server: Child, stop: StopSignal, say: Ca
     while stop.number is None:
         if server.exit_code is not None:
             raise _server_ended(plan, server, "before it was ready")
-        fault = health_fault(Endpoint(local.host, local.host, 0, local.port))
+        fault = health_fault(local)
         elapsed = time.monotonic() - start
         if fault is None:
             say(f"reward server: ready at {local.url} after {elapsed:.0f} s")

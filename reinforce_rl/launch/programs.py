@@ -27,6 +27,7 @@ from reinforce_rl.launch.api import COPIED_REWARD
 from reinforce_rl.launch.terminal import end_at_once, fail, plain_errors, start_ranks, use_utf8
 from reinforce_rl.runtime.settings import freeze_template_date, may_start
 from reinforce_rl.runtime.stop import StopNow, StopRequest
+from reinforce_rl.utils.job_rank import RANKS_VARIABLE
 
 HELP = ("--help", "-h")
 
@@ -129,7 +130,7 @@ def generate(cfg: DictConfig) -> None:
     find_copied_functions(cfg)
     from reinforce_rl.rewards.function_pool import with_functions
 
-    ranks = os.environ.pop("WORLD_SIZE", None)  # of this generator, and the rules compare it with the trainers'
+    ranks = os.environ.pop(RANKS_VARIABLE, None)  # of this generator, and the rules compare it with the trainers'
     config = with_functions(*read_config(cfg))
     size = config.generation_tensor_parallel_size
     if config.generators != "separate":
@@ -138,7 +139,7 @@ def generate(cfg: DictConfig) -> None:
             key="generate.generators.not_separate",
         )
     if ranks is not None:
-        os.environ["WORLD_SIZE"] = ranks
+        os.environ[RANKS_VARIABLE] = ranks
         if int(ranks) != size:
             raise ReinforceError(
                 f"{ranks} ranks were started (WORLD_SIZE), but generation_tensor_parallel_size is "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,13 +18,14 @@ from reinforce_rl.reward_server.scoring import FunctionScorer
 from reinforce_rl.reward_server.server import RewardServer, token_of
 from reinforce_rl.rewards.base import Scorer
 from reinforce_rl.rewards.function_pool import FunctionPool, named_functions
+from reinforce_rl.utils.job_rank import is_first_rank
 from reinforce_rl.utils.net import check_port
 
 
 def serve(cfg: ServeRewardModelConfig) -> None:
     """Serve until a signal; ConfigError if a required access token is missing, or the port is busy."""
     logging.basicConfig(level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         token_of(cfg.inference)  # both before minutes of loading
         check_port(cfg.inference.host, cfg.inference.port)
     if not cfg.serves_function:
@@ -119,7 +119,7 @@ def _server_of(
 def _started_functions(cfg: ServeRewardModelConfig) -> Iterator[FunctionScorer | None]:
     """Yield the configured functions in a started pool; None if there are none, or on a rank that serves nothing."""
     functions = named_functions(cfg.reward_function, with_own=True)
-    if not functions or os.environ.get("RANK", "0") != "0":
+    if not functions or not is_first_rank():
         yield None
         return
     specs = {name: spec for name, (spec, _) in functions.items()}

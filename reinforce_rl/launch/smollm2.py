@@ -156,7 +156,7 @@ def _convert(gguf_file: Path, built: Path) -> None:
         for attribute in ("quantization_config", "_model_name_or_path"):
             if hasattr(config, attribute):
                 delattr(config, attribute)
-        config._name_or_path = ""
+        config.name_or_path = ""
         config.dtype = torch.float32
         model = type(source)(config)
         model.load_state_dict(source.state_dict(), strict=True)

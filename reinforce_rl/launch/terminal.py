@@ -16,6 +16,7 @@ from typing import NoReturn
 from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, DiskError, LostRankError, ReinforceError
 from reinforce_rl.utils.control_characters import shown_streams
 from reinforce_rl.utils.files import UNWRITABLE, write_fault
+from reinforce_rl.utils.job_rank import is_first_rank, ranks_started
 from reinforce_rl.utils.process import PACKAGE_PARENT, RUN_MODULE
 
 _command = ""  # "train" in `reinforce-rl train`; empty in a script
@@ -50,7 +51,7 @@ def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") ->
 
     `key` is the config key of `num_nodes`, for the ReinforceError that several nodes raise.
     """
-    if "WORLD_SIZE" in os.environ or devices * num_nodes == 1:
+    if ranks_started() is not None or devices * num_nodes == 1:
         return
     if num_nodes > 1:
         expected = f"`torchrun --nnodes {num_nodes} --nproc-per-node {devices} ...`"
@@ -74,7 +75,7 @@ def start_ranks(devices: int, num_nodes: int, key: str = "trainer.num_nodes") ->
 
 def print_error(text: str) -> None:
     """Print on standard error, once where several ranks would."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         print(text, file=sys.stderr, flush=True)
 
 

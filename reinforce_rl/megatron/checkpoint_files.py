@@ -87,6 +87,7 @@ def _crc32(path: Path, *, within: Path | None = None) -> str:
 
 
 # Replaces megatron's manager process, which outlives a killed run and needs an importable main module. Stays empty.
+# As of megatron-core 0.16 no argument turns the process off.
 filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
 
 

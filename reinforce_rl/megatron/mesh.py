@@ -34,6 +34,7 @@ from reinforce_rl.errors import (
     TooManyFailedRewardsError,
     key_of,
 )
+from reinforce_rl.utils.job_rank import JobRank
 from reinforce_rl.utils.ranks import STORE_VARIABLE
 
 _SIGNAL_SECONDS = 0.2  # until a signal is handled
@@ -234,14 +235,15 @@ def parallel_mesh(
         ConfigError: the ranks cannot be laid out this way, as the product of the sizes must divide their number.
         LostRankError: a rank did not join, or left.
     """
-    rank, world_size = job_rank() if world is None else (world.rank, world.size)
+    job = JobRank.of_process()
+    rank, world_size = (job.rank, job.size) if world is None else (world.rank, world.size)
     tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
     ranks = "this job (trainer.devices x trainer.num_nodes)"
     if faults := list(layout_faults(tp, pp, cp, sequence_parallel, world_size, ranks)):
         raise ConfigError(faults)
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", job.local_rank)
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
     with contextlib.ExitStack() as stack:
@@ -305,11 +307,6 @@ def _in_thread(action: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def job_rank() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks of the job; a plain `python` is the only one."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def job_store(world_size: int) -> Any:
     """Return the store in which the ranks of one machine meet; None where it is torchrun's."""
     path = os.environ.get(STORE_VARIABLE)
@@ -324,7 +321,7 @@ def before_the_watch(rank: int, world_size: int) -> Iterator[None]:
     except RuntimeError as error:
         if world_size == 1:
             raise
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        address = JobRank.of_process().meeting
         raise LostRankError(
             f"rank {rank} (host {socket.gethostname()}) has not found the other {world_size - 1} of this job at "
             f"{address} in phase start: {str(error).strip()}. Look for a rank that did not start or has ended, and "
@@ -334,6 +331,7 @@ def before_the_watch(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _leave_groups() -> None:
+    # As of megatron-core 0.16 `destroy_model_parallel` forgets its groups and leaves their threads and sockets.
     groups = list(parallel_state._global_process_group_list or [])
     parallel_state.destroy_model_parallel()
     for group in filter(None, groups):  # None stands for the default group
@@ -351,7 +349,8 @@ def _block_group(rank: int, sizes: tuple[int, int, int, int], timeout: timedelta
 
 
 def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()  # no public name
+    # torch has no public name for it, as of 2.13.
+    return dist.distributed_c10d._get_default_store()
 
 
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -189,6 +189,7 @@ class ActorOptimizer:
             clip_grad_by_total_norm_fp32(parameters, bound, norm)
         elif (coefficient := bound / (norm + 1e-6)) < 1:
             grads = [p.grad for p in parameters if p.grad is not None]
+            # One kernel for all of them, which torch has no public name for, as of 2.13.
             torch._foreach_mul_(grads, coefficient)  # type: ignore[reportPrivateImportUsage]
 
 
@@ -318,7 +319,8 @@ def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[_Main]:
         inner = part.optimizer
         if isinstance(part, DistributedOptimizer):
             for parameter, (group, place) in part.model_param_group_index_map.items():
-                start = part._get_model_param_range_map(parameter)["param"].start
+                buffer, dtype, bucket = part.model_param_gbuf_map[parameter]
+                start = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"].start
                 yield _Main(parameter, inner.param_groups[group]["params"][place], start, True, inner)
             continue
         pairs = [(parameter, parameter) for parameter in chain(*(group["params"] for group in inner.param_groups))]

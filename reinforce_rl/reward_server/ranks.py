@@ -35,7 +35,8 @@ from reinforce_rl.errors import (
 )
 from reinforce_rl.reward_model.scorer import MegatronRewardModel, MicroBatch, share
 from reinforce_rl.rewards.base import AttributeScores
-from reinforce_rl.runtime.links import Buffer, Invitation, Links, LinkThread, host_of_rank_0
+from reinforce_rl.runtime.links import Buffer, Invitation, Links, LinkThread
+from reinforce_rl.utils.job_rank import JobRank
 from reinforce_rl.utils.process import die_with_parent
 
 if TYPE_CHECKING:
@@ -279,7 +280,7 @@ def lead_ranks(mesh: Mesh, load: Load, *, rank_timeout: float, call_timeout: flo
     """Connect rank 0 to the others, which call `follow_rank_0`. A collective call."""
     _remove_folder_of_torchrun()
     me = Member.of(mesh)
-    links, invitation = Links.listen(host_of_rank_0())
+    links, invitation = Links.listen(JobRank.of_process().host_of_first)
     mesh.from_main((invitation, me))
     others = accept(links, mesh.world_size - 1, CONNECT_SECONDS)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -333,7 +334,7 @@ def end_process(reason: str, code: int = EXIT_LOST_RANK) -> NoReturn:
 def _remove_folder_of_torchrun() -> None:
     """Remove torchrun's temporary folder for error reports, which nothing writes here and torchrun never removes."""
     report = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    if report and os.environ.get("LOCAL_RANK") == "0":
+    if report and JobRank.of_process().local_rank == 0:
         for folder in Path(report).parents:
             if folder.name.startswith("torchelastic_"):
                 shutil.rmtree(folder, ignore_errors=True)

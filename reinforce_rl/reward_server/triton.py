@@ -76,6 +76,7 @@ class PrivateTriton:
         )
         options: dict[str, Any] = {"model-control-mode": "none", "load-model": None, "log-info": False}
         options["pinned-memory-pool-byte-size"] = 0  # the model is in another process
+        # PyTriton takes neither these options nor a Unix socket, and asks whether it is ready over TCP, as of 0.7.
         self._triton._triton_server_config.update_config({"http-address": f"unix:{self._socket_path}", **options})
         self._triton._wait_for_server = self._wait_until_ready
         self._triton._wait_for_models = lambda: None  # Triton is ready once they are
@@ -112,6 +113,7 @@ class PrivateTriton:
 
     def run(self) -> list[psutil.Process]:
         """Start tritonserver; return it and its children. Raises RewardServerError if it does not become ready."""
+        # As of 0.7 the program's output and environment can be changed on PyTriton's own object alone.
         self._triton._initialize_server()
         assert self._triton._triton_server is not None
         server = self._triton._triton_server
@@ -168,6 +170,7 @@ class PrivateTriton:
             with contextlib.suppress(RewardServerError):
                 is_ready = self.ask("/v2/health/ready", ASK_SECONDS)[0] == 200
             self._hide_shared_memory()  # soon after creation: a reader that has it open keeps access
+            # PyTriton's `is_alive` asks its models too, which are not there yet, as of 0.7.
             if not self._triton._is_alive_impl():
                 raise RewardServerError(
                     "tritonserver ended while it started; its last lines are above",

@@ -30,6 +30,7 @@ from reinforce_rl.errors import ConfigError, Fault, ReinforceError, RewardServer
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
 from reinforce_rl.utils.control_characters import show_control_characters
+from reinforce_rl.utils.job_rank import is_first_rank
 from reinforce_rl.utils.process import Message, ModuleChild, import_path, receive
 
 logger = logging.getLogger(__name__)
@@ -335,7 +336,7 @@ def function_faults(cfg: TrainConfig, *, here: bool = True) -> list[str]:
     own = cfg.reward_function
     named = named_functions(own, with_own=cfg.reward == "function").items()
     specs = {name: spec for name, (spec, _) in named if spec.name != NOT_SET}
-    if not specs or os.environ.get("RANK", "0") != "0":
+    if not specs or not is_first_rank():
         return []
     # The limits are those of samples, and may be wrong themselves.
     config = RewardFunctionConfig(environment=own.environment, sandbox=own.sandbox and here)

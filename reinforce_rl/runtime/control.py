@@ -33,12 +33,13 @@ from reinforce_rl.errors import (
     StoppedEarly,
     key_of,
 )
-from reinforce_rl.runtime.links import Invitation, Links, host_of_rank_0
+from reinforce_rl.runtime.links import Invitation, Links
 from reinforce_rl.runtime.phases import Activity, PlaceWatcher
 from reinforce_rl.runtime.run_lock import run_lock
 from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile, saved_step
 from reinforce_rl.runtime.stop import StopNow, StopRequest
 from reinforce_rl.utils.files import UNWRITABLE, write_fault
+from reinforce_rl.utils.job_rank import JobRank, is_first_rank
 
 if TYPE_CHECKING:
     from reinforce_rl.megatron.mesh import Mesh
@@ -333,7 +334,7 @@ class RunControl:
     def __init__(self, folder: str | Path, stop: StopRequest, status: StatusFile | None = None):
         self.activity = Activity()
         self.stop = stop
-        self.status = status or StatusFile(Path(folder), enabled=os.environ.get("RANK", "0") == "0")
+        self.status = status or StatusFile(Path(folder), enabled=is_first_rank())
         self.has_begun = False  # the start was not refused, and the run's files may be changed
         self._watchdog: Watchdog | None = None
 
@@ -391,7 +392,7 @@ class RunControl:
         watchdog = self._watchdog = Watchdog(self, rank, size, **limits)
         try:
             with before_the_watch(rank, size):
-                invitation = watchdog.open(host_of_rank_0()) if rank == 0 else None
+                invitation = watchdog.open(JobRank.of_process().host_of_first) if rank == 0 else None
                 if role is None:
                     invitation = mesh.from_main(invitation)
                 elif invitation is not None:

@@ -14,8 +14,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from reinforce_rl.runtime.links import Invitation
 from reinforce_rl.runtime.reformed_group import ReformedGroup
 from reinforce_rl.utils.files import write_atomically
-from reinforce_rl.utils.net import EVERY_ADDRESS, Address, address_towards, listen
-from reinforce_rl.utils.untrusted_files import read_json
+from reinforce_rl.utils.net import EVERY_ADDRESS, LOOPBACK, Address, address_towards, listen
+from reinforce_rl.utils.untrusted_files import read_published
 
 INVITATION_FILE = "generators.json"
 
@@ -36,7 +36,7 @@ class OpenInvitation:
     def read(cls, folder: Path) -> OpenInvitation | None:
         """Return a run's invitation; None where there is none, or one of another version."""
         try:
-            values = read_json(folder / INVITATION_FILE, within=folder)
+            values = read_published(folder / INVITATION_FILE)
             port = values.pop("store_port")
             return cls(Invitation.from_values(values), port)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -68,7 +68,7 @@ class Guest:
 def host_store(host: str, timeout: timedelta) -> tuple[Any, int]:
     """Return a store that guests reach on this machine, and its port; on the loopback if `host` is that."""
     # A name may resolve to another address here than there.
-    listener = listen(host if host == "127.0.0.1" else EVERY_ADDRESS, 0)
+    listener = listen(host if host == LOOPBACK else EVERY_ADDRESS, 0)
     port = listener.getsockname()[1]
     store = TCPStore(
         *(host, port), is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()

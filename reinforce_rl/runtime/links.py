@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from socket import gethostname, socketpair
+from socket import socketpair
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from reinforce_rl.utils.net import Address
+from reinforce_rl.utils.net import LOOPBACK, Address
 
 Buffer = bytes | memoryview
 Message = tuple[int, list[memoryview]]  # sender's rank, parts
@@ -115,8 +114,8 @@ class Links:
         router.maxmsgsize = MAX_PART_BYTES
         links = cls(router, 0)
         links._authenticator = authenticator
-        host = "127.0.0.1" if host in ("localhost", "::1") else host
-        router.ipv6 = host != "127.0.0.1"
+        host = LOOPBACK if host in ("localhost", "::1") else host
+        router.ipv6 = host != LOOPBACK
         router.bind(f"tcp://{'*' if router.ipv6 else host}:*")
         port = int(bytes(router.get(zmq.LAST_ENDPOINT)).rpartition(b":")[2])
         return links, Invitation(host, port, server_key, public_key, secret_key)
@@ -135,7 +134,7 @@ class Links:
         dealer.curve_serverkey = invitation.server_key
         dealer.curve_publickey, dealer.curve_secretkey = invitation.public_key, invitation.secret_key
         links = cls(dealer, rank)
-        dealer.ipv6 = invitation.host != "127.0.0.1"
+        dealer.ipv6 = invitation.host != LOOPBACK
         address = Address(invitation.host, invitation.port)
         try:
             dealer.connect(f"tcp://{address}")
@@ -315,10 +314,3 @@ class LinkThread:
                     silent = f"hangs: it gave no sign of life for {peer.silence:.0f} s"
                     if not stopping:
                         self._on_lost(peer.rank, "died: its connection is closed" if peer.closed else silent)
-
-
-def host_of_rank_0() -> str:
-    """Return rank 0's host name as set by torchrun or srun; the loopback if all ranks share a machine."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        return "127.0.0.1"
-    return os.environ.get("MASTER_ADDR", gethostname())

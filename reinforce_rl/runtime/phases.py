@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any
 
 import psutil
 import torch
@@ -29,14 +30,6 @@ _COLLECTIVES = (
     "megatron/core/pipeline_parallel/p2p_communication.py",
     "megatron/core/distributed/param_and_grad_buffer.py",  # not its neighbours, which also compute
     "reinforce_rl/megatron/mesh.py",
-    "reinforce_rl/generation/weight_sync.py",
-)
-
-# Whose waits on a condition are for the ranks of another role.
-_OF_ROLES = (
-    "reinforce_rl/trainer/generator_pool.py",
-    "reinforce_rl/trainer/generate.py",
-    "reinforce_rl/trainer/separate.py",
 )
 
 _FRAMES_LOCK = threading.Lock()
@@ -173,15 +166,19 @@ class PlaceWatcher:
 
     def look(self) -> Place:
         frame = _frame_of(self._thread)
-        walk = [] if frame is None else traceback.walk_stack(frame)
-        stack = tuple((one.f_code.co_filename, line) for one, line in walk)
+        frames = [] if frame is None else list(traceback.walk_stack(frame))
+        stack = tuple((inner.f_code.co_filename, line) for inner, line in frames)
         if stack != self._last:
-            self._last, self._still_since = stack, time.monotonic()
-        innermost = stack[0][0] if stack else ""
-        own = next(((file, line) for file, line in stack if Path(file).is_relative_to(PACKAGE)), None)
-        text = f"{Path(own[0]).relative_to(PACKAGE)}:{own[1]}" if own else ""
-        of_role = _waits_for_role(innermost, own[0] if own else "")
-        return Place(text, of_role or _waits_for_ranks(innermost), self._still_since, of_role)
+            self._last = stack
+            self._still_since = time.monotonic()
+        codes = [inner.f_code for inner, _ in frames]
+        text = ""
+        for code, (_, line) in zip(codes, frames, strict=True):
+            if _is_of_package(code) and code is not _ROLE_WAIT and code is not _RANKS_WAIT:
+                text = f"{Path(code.co_filename).relative_to(PACKAGE)}:{line}"
+                break
+        of_role = _waits_for_role(codes)
+        return Place(text, of_role or _waits_for_ranks(codes), self._still_since, of_role)
 
 
 @dataclass
@@ -210,9 +207,28 @@ class WaitMeter:
         before = time.perf_counter()
         while not done.wait(SAMPLE_SECONDS):
             frame, now = _frame_of(self.thread), time.perf_counter()
-            if frame is not None and _waits(frame):
+            codes = [] if frame is None else [inner.f_code for inner, _ in traceback.walk_stack(frame)]
+            if _waits_for_ranks(codes) or _waits_for_role(codes):
                 self.seconds += now - before
             before = now
+
+
+def wait_for_role(changed: threading.Condition, seconds: float, condition: Callable[[], bool] | None = None) -> None:
+    """Wait for `changed` to be notified, or for `condition`; counts as waiting for ranks of another role."""
+    if condition is None:
+        changed.wait(seconds)
+    else:
+        changed.wait_for(condition, seconds)
+
+
+def wait_for_ranks(work: Any) -> None:
+    """Wait for torch's `Work`, which counts as waiting for other ranks."""
+    work.wait()
+
+
+# A stack shows these functions, so that no thread has to keep a record of its waits.
+_ROLE_WAIT = wait_for_role.__code__
+_RANKS_WAIT = wait_for_ranks.__code__
 
 
 def _frame_of(thread: int) -> FrameType | None:
@@ -228,16 +244,17 @@ def _frame_of(thread: int) -> FrameType | None:
                 gc.enable()
 
 
-def _waits(frame: FrameType) -> bool:
-    files = (one.f_code.co_filename for one, _ in traceback.walk_stack(frame))
-    own = next((file for file in files if Path(file).is_relative_to(PACKAGE)), "")
-    return _waits_for_ranks(frame.f_code.co_filename) or _waits_for_role(frame.f_code.co_filename, own)
+def _waits_for_role(codes: Sequence[CodeType]) -> bool:
+    """Whether a thread with this stack, innermost first, waits for ranks of another role."""
+    return next(filter(_is_of_package, codes), None) is _ROLE_WAIT
 
 
-def _waits_for_role(innermost: str, own: str) -> bool:
-    """Whether a thread waits for ranks of another role; `own` is its innermost file of this package."""
-    return own.endswith(_OF_ROLES) and innermost.endswith("/threading.py")
+def _waits_for_ranks(codes: Sequence[CodeType]) -> bool:
+    if not codes:
+        return False
+    file = codes[0].co_filename
+    return codes[0] is _RANKS_WAIT or any(part in file for part in _COLLECTIVES)
 
 
-def _waits_for_ranks(file: str) -> bool:
-    return any(part in file for part in _COLLECTIVES)
+def _is_of_package(code: CodeType) -> bool:
+    return Path(code.co_filename).is_relative_to(PACKAGE)

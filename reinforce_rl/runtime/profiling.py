@@ -57,6 +57,7 @@ class StepProfiler:
                 )
                 self._trace.start()
                 if self._is_on_cuda and cfg.memory:
+                    # What torch documents for this has no name without an underscore, as of 2.13.
                     torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
             elif self._is_on_cuda:
                 torch.cuda.profiler.start()  # nsys --capture-range=cudaProfilerApi
@@ -85,6 +86,7 @@ class StepProfiler:
         start = self._folder / f"step_{self._step:05d}" / f"rank_{self._rank}"
         start.parent.mkdir(parents=True, exist_ok=True)
         if self._is_on_cuda and self._cfg.memory:
+            # As in `start`.
             torch.cuda.memory._dump_snapshot(f"{start}.memory.pickle")
             torch.cuda.memory._record_memory_history(enabled=None)
         assert trace.profiler is not None and trace.profiler.kineto_results is not None

@@ -57,10 +57,10 @@ class ReformedGroup(WeightGroup):
                 raise RuntimeError("the trainers gave the group up, as somebody in it was lost")
         if self._device.type == "cuda":
             with _without_nccl_watchdog():
-                nccl = dist.ProcessGroupNCCL.Options()
-                nccl._timeout = self._timeout
-                self._backend = dist.ProcessGroupNCCL(store, rank, size, nccl)
+                nccl: Any = dist.ProcessGroupNCCL
+                self._backend = nccl(store, rank, size, self._timeout)
         else:
+            # Without its options gloo chooses the address itself; they have no public name, as of torch 2.13.
             gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             gloo._timeout = self._timeout
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from reinforce_rl.megatron.mesh import World, job_rank, job_store
+from reinforce_rl.megatron.mesh import World, job_store
+from reinforce_rl.utils.job_rank import JobRank
 
 WEIGHTS = "weights"  # names of what is in the store
 
@@ -36,16 +37,16 @@ class RankRole:
     @classmethod
     def of_job(cls, trainers: int, block: int, timeout_seconds: float) -> RankRole:
         """Return this process's role. All ranks of the job call it; torch's connection errors are RuntimeErrors."""
-        rank, size = job_rank()
+        job = JobRank.of_process()
         timeout = timedelta(seconds=timeout_seconds)
-        store = job_store(size)
+        store = job_store(job.size)
         if store is None:
-            store, *_ = next(rendezvous("env://", rank, size, timeout=timeout))
+            store, *_ = next(rendezvous("env://", job.rank, job.size, timeout=timeout))
         # torchrun may keep the store when it starts the ranks anew.
         store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        store.set(f"rank {rank}", "here")
-        store.wait([f"rank {other}" for other in range(size)], timeout)
-        return cls(rank, size, trainers, block, store, timeout)
+        store.set(f"rank {job.rank}", "here")
+        store.wait([f"rank {other}" for other in range(job.size)], timeout)
+        return cls(job.rank, job.size, trainers, block, store, timeout)
 
     @property
     def generates(self) -> bool:
@@ -89,12 +90,8 @@ class WeightGroup:
 
     def __init__(self, rank: int, size: int, store: Any, device: torch.device, timeout: timedelta):
         # torch makes groups of the default group's ranks only, so this is the backend itself.
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._backend: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-        else:
-            self._backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+        kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+        self._backend: Any = kind(store, rank, size, timeout)
         self._options = dist.BroadcastOptions()
         self._options.rootRank = self._options.rootTensor = 0
 

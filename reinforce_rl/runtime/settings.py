@@ -13,7 +13,6 @@ import hashlib
 import io
 import itertools
 import json
-import os
 import re
 import sys
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from reinforce_rl.utils.files import (
     write_atomically,
     write_json_lines,
 )
+from reinforce_rl.utils.job_rank import is_first_rank
 from reinforce_rl.utils.untrusted_files import read_bounded
 
 HISTORY_FILE, CONFIG_FILE = "config_history.jsonl", "config.yaml"
@@ -221,7 +221,7 @@ def may_start(cfg: TrainConfig) -> bool:
     is_done = 0 < limit <= step or not any(MEANING.match(key) or LENGTH.match(key) for key in changes)
     if not (step and is_exported and is_done and status and (status.state, status.step) == ("finished", step)):
         return True
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         others = "; ".join(f"{key}: {values}" for key, values in changes.items() if not LENGTH.match(key))
         told = f"the run in {folder} has finished, at step {step}; raise trainer.reinforce.max_steps to go on"
         print(f"{told}, with {others}" if others else told)

@@ -6,7 +6,7 @@ import pkgutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.loss import LossSettings
@@ -92,13 +92,6 @@ def generator_mesh(cfg: TrainConfig, world: World | None = None) -> AbstractCont
         timeout_seconds=cfg.torch_timeout_seconds,
         world=world,
     )
-
-
-def generator_options(cfg: TrainConfig) -> dict[str, Any]:
-    """Return the arguments of a `GeneratorRank` that say how it works."""
-    groups = cfg.model.reinforce.rollout_micro_batch_size if cfg.rollout_order == "finished" else None
-    inflight = cfg.inflight_cache if cfg.inflight_updates else None
-    return {"staleness": cfg.staleness, "groups": groups, "inflight": inflight}
 
 
 DTYPES = {"32": "float32", "bf16": "bfloat16"}

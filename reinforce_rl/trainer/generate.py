@@ -22,7 +22,7 @@ from reinforce_rl.generation.weight_sync import load_weights, receive_weights
 from reinforce_rl.rewards.base import RewardFuture, RewardSource
 from reinforce_rl.runtime.guests import Guest
 from reinforce_rl.runtime.links import Invitation, Links, LinkThread
-from reinforce_rl.runtime.phases import Activity
+from reinforce_rl.runtime.phases import Activity, wait_for_role
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.trainer.generator_pool import INVITATION
 from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
@@ -133,7 +133,11 @@ class GeneratorRank:
                 if waits:
                     self._wait(lambda: bool(self._inbox) or self._has_ended, "waiting for prompts")
                     # A call of few prompts takes as long as one of many: those on their way come along.
-                    self._changed.wait_for(lambda: len(self._inbox) >= count or self._has_ended, _ON_THEIR_WAY_SECONDS)
+                    wait_for_role(
+                        self._changed,
+                        _ON_THEIR_WAY_SECONDS,
+                        lambda: len(self._inbox) >= count or self._has_ended,
+                    )
                 if not self._has_ended:
                     works = []
                     for work in list(self._inbox) if count else []:
@@ -356,7 +360,7 @@ class GeneratorRank:
                 raise self._failure
             if phase and self._activity.phase.has_deadline != bool(self._unscored):
                 self._activity.begin(phase, has_deadline=bool(self._unscored))
-            self._changed.wait(_POLL_SECONDS)
+            wait_for_role(self._changed, _POLL_SECONDS)
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
         try:

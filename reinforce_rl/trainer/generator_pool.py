@@ -20,7 +20,8 @@ import torch
 
 from reinforce_rl.errors import GenerationError, ReinforceError
 from reinforce_rl.rewards.base import STATUS_OK
-from reinforce_rl.runtime.links import Links, LinkThread, host_of_rank_0
+from reinforce_rl.runtime.links import Links, LinkThread
+from reinforce_rl.runtime.phases import wait_for_role
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
@@ -38,6 +39,7 @@ from reinforce_rl.trainer.messages import (
     fault_of_result,
 )
 from reinforce_rl.utils.control_characters import quoted
+from reinforce_rl.utils.job_rank import JobRank
 
 INVITATION = "generators"  # where rank 0's `Invitation` is shared
 _POLL_SECONDS = 0.2
@@ -60,7 +62,7 @@ class GeneratorPool:
         self._room = dict.fromkeys(role.leaders, 0)  # works that each has asked for
         self._begun, self._leaders = set[int](), set(role.leaders)
         self._lost: str | None = None
-        links, invitation = Links.listen(host_of_rank_0())
+        links, invitation = Links.listen(JobRank.of_process().host_of_first)
         role.share(INVITATION, invitation.to_json())
         self._links, seconds = links, role.timeout.total_seconds()
         if missing := sorted(set(role.generators) - links.accept(role.generators, seconds).keys()):
@@ -98,7 +100,7 @@ class GeneratorPool:
                 if stop is not None and stop.reason is not None:
                     return None
                 self._check()
-                self._changed.wait(_POLL_SECONDS)
+                wait_for_role(self._changed, _POLL_SECONDS)
             return [self._results[number] for number in numbers]
 
     def take(
@@ -117,7 +119,7 @@ class GeneratorPool:
                 if stop.reason is not None:
                     return None
                 self._check()
-                self._changed.wait(_POLL_SECONDS)
+                wait_for_role(self._changed, _POLL_SECONDS)
             dropped, self._dropped, self._again = self._dropped, 0, None
             return found, dropped
 
@@ -188,7 +190,7 @@ class GeneratorPool:
         with self._changed:
             while self._begun < self._leaders:
                 self._check()
-                self._changed.wait(_POLL_SECONDS)
+                wait_for_role(self._changed, _POLL_SECONDS)
         self._newest = version
         self._links.send_all(*encode(WeightsAnnounced(version)))
 
@@ -215,7 +217,7 @@ class GeneratorPool:
                 peers = list(self._links.peers.values())
                 if all(peer.closed or peer.rank in self._informed_of_end for peer in peers):
                     return
-                self._changed.wait(_POLL_SECONDS)
+                wait_for_role(self._changed, _POLL_SECONDS)
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:
         try:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
+from reinforce_rl.data.sampler import step_seed
 from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerError, StoppedEarly
 from reinforce_rl.monitoring.metrics import (
     gap_by_age,
@@ -134,7 +135,7 @@ class ReinforceTrainer:
             self.train_dataloader,
             self._clock,
             self._stop,
-            has_ratios=cfg.reinforce_epochs > 1 or prompts_per_update is not None,
+            has_ratios=cfg.takes_several_updates(prompts_per_update),
             # Frees GPU memory for the generator.
             while_generating=optimizer.offloaded if model.settings.offload_optimizer else contextlib.nullcontext,
             generators=generators,
@@ -223,7 +224,7 @@ class ReinforceTrainer:
         past, terms = self._past.state_dict(), []
         if self.recorder is not None:
             self.recorder.before_update()
-        seed, ids = self.model.settings.seed * 1_000_003 + self.step, mesh.gather_over_dp(batch.rollouts.group_ids)
+        seed, ids = step_seed(self.model.settings.seed, self.step), mesh.gather_over_dp(batch.rollouts.group_ids)
         for rows in mini_batches(ids, mesh.dp_rank, self._prompts_per_update, self.cfg.reinforce_epochs, seed):
             denominators = denominators_of(batch, rows, self.model.settings.sampling.max_length, mesh.sum_over_dp)
             # The ratio is exactly 1 until the first optimizer step on this batch.
@@ -240,7 +241,7 @@ class ReinforceTrainer:
         gaps = torch.zeros(0) if generator is None else (log_probs - generator[:, : rollouts.width])[kept]
         metrics |= gap_quantiles(gaps, mesh.sum_over_dp)
         metrics |= take_means(sampled_entropy(log_probs[kept]), mesh.gather_over_dp)
-        if self._rollouts.staleness and rollouts.weight_versions is not None and generator is not None:
+        if self._rollouts.is_off_policy and rollouts.weight_versions is not None and generator is not None:
             ages = self.step - rollouts.weight_versions[:, : rollouts.width][kept]
             metrics |= take_means(gap_by_age(gaps, ages), mesh.gather_over_dp)
         self._divergence.check(self.step + 1, updates, metrics["actor_loss"], mesh, self.logger.note)

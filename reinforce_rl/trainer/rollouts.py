@@ -22,6 +22,7 @@ from reinforce_rl.data.batches import (
     join_prompts_and_responses,
     join_rollouts,
 )
+from reinforce_rl.data.sampler import step_seed
 from reinforce_rl.errors import GenerationError, StoppedEarly, TooManyFailedRewardsError
 from reinforce_rl.monitoring.metrics import Mean, rollout_means, take_means, validation_means
 from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, token_columns
@@ -94,6 +95,11 @@ class RolloutMaker:
     under_way: dict[int, Prompt] = field(default_factory=dict)  # with `takes_finished`, by number of the work
 
     @property
+    def is_off_policy(self) -> bool:
+        """True if a step may train on samples of older weights than its own."""
+        return self.staleness > 0
+
+    @property
     def takes_finished(self) -> bool:
         """True if a step takes the prompts whose rollouts are finished first."""
         return self.generators is not None and self.generators.takes_finished
@@ -121,7 +127,7 @@ class RolloutMaker:
             for number in drawn.ticket.numbers[self.model.mesh.dp_rank] if self.takes_finished else ():
                 self.under_way.pop(number, None)
         means = rollout_means(batch)
-        if self.staleness and batch.weight_versions is not None:
+        if self.is_off_policy and batch.weight_versions is not None:
             # A generator may pad its responses beyond the longest.
             versions = batch.weight_versions[:, : batch.width]
             means["staleness"] = Mean.of(step - 1 - versions[batch.response_mask])
@@ -206,7 +212,8 @@ class RolloutMaker:
 
         Raises StoppedEarly on all ranks if one was asked to stop, GenerationError if an engine of one cannot go on.
         """
-        mesh, seed, validation = self.model.mesh, self._seed(step), step == 0
+        mesh, validation = self.model.mesh, step == 0
+        seed = step_seed(self.model.settings.seed, step)
         if (own := self.generators) is not None:
             found = ticket or own.submit(prompts, num_samples, seed, step, own.version)
             pending = self._received(prompts, own.collect(found, prompts))
@@ -278,7 +285,8 @@ class RolloutMaker:
         """Submit the prompts of a step, which filtering does by itself."""
         if self.generators is not None and not self.cfg.dynamic_filtering:
             samples, version = self.cfg.num_rollouts_per_prompt, max(0, number - 1 - self.staleness)
-            ticket = self.generators.submit(drawn.prompts, samples, self._seed(number), number, version)
+            seed = step_seed(self.model.settings.seed, number)
+            ticket = self.generators.submit(drawn.prompts, samples, seed, number, version)
             drawn = replace(drawn, ticket=ticket)
             if self.takes_finished:
                 own = ticket.numbers[self.model.mesh.dp_rank]
@@ -310,10 +318,6 @@ class RolloutMaker:
         work = WorkQueue(mesh, [()] * len(parts), shared=False)
         return PendingRollouts(self._unscored(prompts, join_completions(parts, self.model.pad_id)), futures, work)
 
-    def _seed(self, step: int) -> int:
-        # Of all validations the same: only the weights differ between them.
-        return self.model.settings.seed * 1_000_003 + step
-
     def _sample_step(self, prompts: Sequence[Prompt], step: int, ticket: Ticket | None = None) -> PendingRollouts:
         with self.clock.phase("generate"), self.while_generating():
             return self.sample(prompts, self.cfg.num_rollouts_per_prompt, step, ticket)
@@ -326,7 +330,7 @@ class RolloutMaker:
         """Add policy and reference log-probs if needed: without a KL only a second update reads them."""
         where = (batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
         # Ratios of a second update must start from the trainer's own log-probs.
-        is_current = self.model.generator.is_exact and not self.staleness
+        is_current = self.model.generator.is_exact and not self.is_off_policy
         is_known = self.cfg.generator_log_probs and is_current and not self.has_ratios
         if self.cfg.uses_reference or self.has_ratios:
             with self.clock.phase("logprobs"):

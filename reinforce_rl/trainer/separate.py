@@ -17,18 +17,19 @@ from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.errors import GenerationError, ReinforceError
 from reinforce_rl.generation.weight_sync import send_weights
+from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.guests import INVITATION_FILE, OpenInvitation, host_store
 from reinforce_rl.runtime.links import Links, LinkThread
-from reinforce_rl.runtime.phases import Activity
+from reinforce_rl.runtime.phases import wait_for_role
 from reinforce_rl.runtime.reformed_group import ReformedGroup
-from reinforce_rl.runtime.status import StatusFile
+from reinforce_rl.runtime.settings import shared_settings
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.disaggregated import Generators, Ticket
 from reinforce_rl.trainer.generator_pool import GeneratorPool
@@ -51,6 +52,7 @@ from reinforce_rl.trainer.messages import (
     Works,
 )
 from reinforce_rl.utils.control_characters import quoted
+from reinforce_rl.utils.job_rank import JobRank
 
 _POLL_SECONDS = 0.2
 _MOST_WORKS = 1 << 16  # that a generator can have asked for
@@ -83,36 +85,30 @@ class SeparatePool(GeneratorPool):
     """Rank 0's connections to the generators that are there, and the queue between them.
 
     Args:
-        folder: of the run, where the invitation is.
-        host: address of this machine, as the generators reach it.
-        settings: that the generators must have, too.
-        silence_seconds: after which a generator is lost, and for a transfer of weights.
-        wait_seconds: for a generator where there is none.
+        cfg: its keys that change a run's meaning must be the generators', too.
         bounds: those of the results that it accepts.
         note: told what happens, on the thread that calls the methods.
     """
 
     def __init__(
         self,
-        folder: Path,
-        host: str,
+        cfg: TrainConfig,
         device: torch.device,
-        settings: Mapping[str, Any],
-        *,
-        silence_seconds: float,
-        wait_seconds: float,
-        staleness: int,
         bounds: ResultBounds,
-        activity: Activity,
-        status: StatusFile,
-        stop: StopRequest,
+        control: RunControl,
         note: Callable[[str], object],
     ):
         self._begin_empty(bounds)
         self._idle: deque[int] = deque()  # numbers of generators that have asked for work
-        self._folder, self._settings = folder, settings
-        self._silence_seconds, self._wait_seconds, self._staleness = silence_seconds, wait_seconds, staleness
-        self._activity, self._status, self._stop, self._note = activity, status, stop, note
+        self._folder = Path(cfg.exp_manager.explicit_log_dir)
+        self._settings = shared_settings(cfg)
+        self._silence_seconds = cfg.trainer.heartbeat_timeout_seconds  # also of a transfer of weights
+        self._wait_seconds = cfg.generator_timeout_seconds
+        self._staleness = cfg.staleness
+        self._activity = control.activity
+        self._status = control.status
+        self._stop = control.stop
+        self._note = note
         self._generators: dict[int, _Generator] = {}
         self._newest = 0  # version that generators are to have
         self._sent: tuple[NewWeights, tuple[int, ...]] | None = None  # the last transfer and its ranks
@@ -125,12 +121,12 @@ class SeparatePool(GeneratorPool):
         self._told: set[int] = set()  # versions that nobody has any more
         self._last_loss = ""
         self._alone_since: float | None = None  # while the trainers wait and there is no generator
-        timeout = timedelta(seconds=silence_seconds)
-        self._links, invitation = Links.listen(host)
+        timeout = timedelta(seconds=self._silence_seconds)
+        self._links, invitation = Links.listen(cfg.generator_host or JobRank.of_process().host_of_first)
         store, port = host_store(invitation.host, timeout)
         self.group = ReformedGroup(store, invitation.host, device, timeout)
-        self._thread = LinkThread(self._links, silence_seconds, self._on_message, self._on_lost, is_open=True)
-        OpenInvitation(invitation, port).write(folder)
+        self._thread = LinkThread(self._links, self._silence_seconds, self._on_message, self._on_lost, is_open=True)
+        OpenInvitation(invitation, port).write(self._folder)
 
     def close(self) -> None:
         (self._folder / INVITATION_FILE).unlink(missing_ok=True)
@@ -164,7 +160,7 @@ class SeparatePool(GeneratorPool):
                 if (stop is not None and stop.reason) or (is_alone and self._stop.reason):
                     return False
                 self._check()
-                self._changed.wait(_POLL_SECONDS)
+                wait_for_role(self._changed, _POLL_SECONDS)
             self._tell()
             self._look_for_anybody(False)
             return False
@@ -216,7 +212,7 @@ class SeparatePool(GeneratorPool):
             self.group.close()  # so that the others' transfers end, too
         with self._changed:
             while set(ranks) & self._ranks() - self._answers.keys() and time.monotonic() < deadline:
-                self._changed.wait(_POLL_SECONDS)
+                wait_for_role(self._changed, _POLL_SECONDS)
             for one in [one for one in self._generators.values() if one.ranks & set(ranks)]:
                 answers = [self._answers.get(rank) for rank in one.ranks]
                 faults = [answer.fault for answer in answers if answer is not None and answer.fault]

@@ -8,16 +8,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.errors import EXIT_LOST_RANK, LostRankError, ReinforceError
 from reinforce_rl.generation.weight_sync import exchange_weights, receive_weights
 from reinforce_rl.rewards.base import RewardFuture
+from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.guests import Guest
-from reinforce_rl.runtime.phases import Activity, PlaceWatcher
-from reinforce_rl.runtime.stop import StopRequest
+from reinforce_rl.runtime.phases import PlaceWatcher
 from reinforce_rl.trainer.generate import GeneratorRank
 from reinforce_rl.trainer.message_codec import encode
 from reinforce_rl.trainer.messages import (
@@ -37,8 +38,6 @@ class SeparateGeneratorRank(GeneratorRank):
 
     Args:
         arrival: how it presents itself.
-        hang_seconds: after which it ends where generation stands still.
-        silence_seconds, staleness, groups, inflight: as of `GeneratorRank`.
     """
 
     def __init__(
@@ -46,22 +45,25 @@ class SeparateGeneratorRank(GeneratorRank):
         guest: Guest,
         device: torch.device,
         arrival: Arrival,
-        stop: StopRequest,
-        activity: Activity,
-        *,
-        silence_seconds: float,
-        hang_seconds: float,
-        staleness: int,
-        groups: int | None = None,
-        inflight: Literal["recompute", "keep"] | None = None,
+        cfg: TrainConfig,
+        control: RunControl,
     ):
         self._offers: deque[NewWeights] = deque()
         self._newest_received = -1  # version
-        self._stop, self._own_activity, self._hang_seconds = stop, activity, hang_seconds
+        self._stop = control.stop
+        self._own_activity = control.activity
+        # Then it ends, where generation stands still.
+        self._hang_seconds = cfg.trainer.collective_timeout_seconds
         self._place = PlaceWatcher(threading.get_ident())
         try:
-            options = {"staleness": staleness, "groups": groups, "inflight": inflight}
-            super().__init__(guest, device, silence_seconds=silence_seconds, **options)
+            super().__init__(
+                guest,
+                device,
+                silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
+                staleness=cfg.staleness,
+                groups=cfg.prompts_under_way,
+                inflight=cfg.cache_after_update,
+            )
         except ConnectionError:
             if hasattr(self, "_thread"):  # the links were there, and the store was not
                 self.close()

@@ -22,7 +22,7 @@ from reinforce_rl.runtime.guests import INVITATION_FILE, Guest, OpenInvitation
 from reinforce_rl.runtime.settings import shared_settings
 from reinforce_rl.runtime.status import NoStatus
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.build import build_actor, generator_mesh, generator_options
+from reinforce_rl.trainer.build import build_actor, generator_mesh
 from reinforce_rl.trainer.messages import RANKS, Arrival
 from reinforce_rl.trainer.separate_generator import SeparateGeneratorRank
 
@@ -88,11 +88,8 @@ def _join(cfg: TrainConfig, mesh: Mesh, control: RunControl) -> SeparateGenerato
             Guest(number * RANKS + mesh.rank, invitation, timeout),
             mesh.device,
             arrival,
-            control.stop,
-            control.activity,
-            silence_seconds=cfg.trainer.heartbeat_timeout_seconds,
-            hang_seconds=cfg.trainer.collective_timeout_seconds,
-            **generator_options(cfg),
+            cfg,
+            control,
         )
 
     rank = found = None

@@ -16,6 +16,7 @@ from rich.status import Status
 from rich.text import Text
 
 from reinforce_rl.utils.control_characters import show_control_characters
+from reinforce_rl.utils.job_rank import is_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -57,5 +58,5 @@ def chosen_width() -> int | None:
 @functools.cache
 def warn_once(text: str) -> None:
     """Log a warning on rank 0, the first time that this process is given the text."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         logger.warning(text)

@@ -10,18 +10,23 @@ import random
 import re
 import socket
 import time
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from reinforce_rl.errors import ConfigError, Fault
+from reinforce_rl.errors import ConfigError, Fault, ReinforceError
 
 PORT_WAIT_SECONDS = 3.0  # a server that was just killed frees its port within a moment
 BACKLOG = 1024  # a whole cluster may connect at once
-
+# Of claims, below the ephemeral range (net.ipv4.ip_local_port_range).
+FIRST_CLAIMED_PORT = 20000
+CLAIMED_PORTS = 10000
 
 EVERY_ADDRESS = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
-LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where the host itself is asked, by the address of all addresses
+LOOPBACK = "127.0.0.1"
+LOOPBACKS = {"0.0.0.0": LOOPBACK, "::": "::1"}  # where the host itself is asked, by the address of all addresses
 
 
 @dataclass(frozen=True)
@@ -137,12 +142,69 @@ def free_port(host: str) -> int:
     raise ConfigError([Fault(sentence, key="server.port.none_free")])
 
 
+@contextlib.contextmanager
+def claim_ports(count: int, key: str) -> Iterator[list[int]]:
+    """Hold `count` ports, neither in use nor claimed by others, during the block; ReinforceError if there are too few.
+
+    Searches from the hash of `key`, so that jobs seldom collide. A claim is an abstract Unix socket: as a port, it is
+    of a network and all its users, and ends with its process.
+    """
+    ports: list[int] = []
+    start = zlib.crc32(key.encode()) % CLAIMED_PORTS
+    with contextlib.ExitStack() as claims:
+        for offset in range(CLAIMED_PORTS):
+            port = FIRST_CLAIMED_PORT + (start + offset) % CLAIMED_PORTS
+            with contextlib.suppress(OSError), contextlib.ExitStack() as claim:
+                claim.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0reinforce_rl port {port}")
+                listen(EVERY_ADDRESS, port).close()
+                claims.push(claim.pop_all())
+                ports.append(port)
+            if len(ports) == count:
+                yield ports
+                return
+    raise ReinforceError(
+        f"this node has fewer than {count} free ports from {FIRST_CLAIMED_PORT} to "
+        f"{FIRST_CLAIMED_PORT + CLAIMED_PORTS - 1}; end what listens there, or use another node",
+        key="slurm.rendezvous.no_free_port",
+    )
+
+
 def address_towards(host: str) -> str:
     """Return the address by which this machine reaches `host`. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         return probe.getsockname()[0]
+
+
+def own_address(peers: Sequence[str]) -> str:
+    """Return an address by which `peers`, other nodes of the job, reach this node; ReinforceError without any."""
+    address = _address_of(socket.gethostname())
+    if address is not None and not is_loopback(address):
+        return address
+    # Debian maps a machine's own name to 127.0.1.1, useless to other machines: take the source address of packets to
+    # them. If all nodes are one machine, each has a loopback address.
+    for other in map(_address_of, peers):
+        if other is not None and not is_loopback(other):
+            with contextlib.suppress(OSError):
+                return address_towards(other)
+    if address is None:
+        raise ReinforceError(
+            f"the name of this node, {socket.gethostname()}, has no address; expected one in DNS or in /etc/hosts",
+            key="slurm.rendezvous.node_without_address",
+        )
+    return address
+
+
+def _address_of(name: str) -> str | None:
+    """Return the IPv4 address of a name; its IPv6 address if it has no other."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):
+            for *_, address in socket.getaddrinfo(name, None, family, socket.SOCK_STREAM):
+                host = str(address[0])
+                if not ipaddress.ip_address(host.partition("%")[0]).is_link_local:
+                    return host
+    return None
 
 
 def is_loopback(host: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import re
@@ -20,6 +21,18 @@ MAX_YAML_VALUES = 10_000  # keys, values and lists of a configuration, all toget
 _MAX_DIGITS = 40  # of an integer
 _LONG_NUMBER = re.compile(rf"[0-9]{{{_MAX_DIGITS + 1}}}")
 _YAML_NUMBER = re.compile(r"[-+]?0[bx][0-9a-fA-F_]+|[-+]?[0-9.][0-9_.:]*(?:[eE][-+]?[0-9]+)?")
+# As OmegaConf's: PyYAML's own float needs a point, and a sign in the exponent.
+_YAML_FLOAT = re.compile(
+    r"""^(?:
+        [-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
+        |[-+]?[0-9]+(?:_[0-9]+)*(?:[eE][-+]?[0-9]+)
+        |\.[0-9]+(?:_[0-9]+)*(?:[eE][-+][0-9]+)?
+        |[-+]?[0-9]+(?:_[0-9]+)*(?::[0-5]?[0-9])+\.[0-9_]*
+        |[-+]?\.(?:inf|Inf|INF)
+        |\.(?:nan|NaN|NAN)
+    )$""",
+    re.VERBOSE,
+)
 _YAML_DIRECTIVE = re.compile("(?:^|[\n\r\x85\u2028\u2029])%")
 _SHOWN = 200  # characters of what was found, in a message
 _KINDS = {
@@ -107,6 +120,17 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES, within: Path | Non
     return parse_json(read_bounded(path, max_bytes=max_bytes, within=within))
 
 
+def read_published(path: Path) -> Any:
+    """Return the JSON value of a file that a program on another node writes; None until it is there.
+
+    Raises as `read_json`.
+    """
+    # List the folder: NFS may cache a missing file for half a minute, but revalidates an opened folder.
+    if not path.parent.is_dir() or path.name not in os.listdir(path.parent):
+        return None
+    return read_json(path, within=path.parent)
+
+
 def parse_json(text: str | bytes, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     """Parse JSON in UTF-8.
 
@@ -139,22 +163,50 @@ def parse_yaml(
     Args:
         max_depth: levels of keys and lists.
         max_values: keys, values and lists, all together.
-        loader: one of PyYAML's safe loaders. By default it is OmegaConf's, which reads 1e-5 as a number.
+        loader: one of PyYAML's safe loaders; by default `config_loader`.
 
     Raises:
         ValueError: it is no YAML, or `yaml_fault` finds a fault in it. The message is one line.
     """
     import yaml  # a benchmark on a bare GPU machine needs the rest without it
-    from omegaconf._utils import get_yaml_loader
 
     try:
         fault = yaml_fault(text, max_depth=max_depth, max_values=max_values)
         if fault is None:
-            return yaml.load(text, Loader=loader or get_yaml_loader())
+            return yaml.load(text, Loader=loader or config_loader())
     except (yaml.YAMLError, RecursionError, OverflowError, ValueError) as error:
         raise ValueError(f"not valid YAML: {' '.join(str(error).split())[:_SHOWN]}") from error
     line, what = fault
     raise ValueError(f"line {line}: {what}")
+
+
+@functools.cache
+def config_loader() -> Any:
+    """Return a safe loader that reads as OmegaConf does: 1e-5 is a number, a date a text, no key comes twice."""
+    import yaml  # a benchmark on a bare GPU machine needs the rest without it
+
+    class ConfigLoader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = set()
+            for key, _ in node.value:
+                if key.tag != yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
+                    continue
+                if key.value in keys:
+                    raise yaml.constructor.ConstructorError(
+                        "while constructing a mapping",
+                        node.start_mark,
+                        f"found duplicate key {key.value}",
+                        key.start_mark,
+                    )
+                keys.add(key.value)
+            return super().construct_mapping(node, deep=deep)
+
+    ConfigLoader.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, list("-+0123456789."))
+    resolvers = {}
+    for first, rules in ConfigLoader.yaml_implicit_resolvers.items():
+        resolvers[first] = [rule for rule in rules if rule[0] != "tag:yaml.org,2002:timestamp"]
+    ConfigLoader.yaml_implicit_resolvers = resolvers
+    return ConfigLoader
 
 
 def yaml_fault(text: str, *, max_depth: int, max_values: int) -> tuple[int, str] | None:

@@ -1170,3 +1170,21 @@ def test_the_script_says_an_unsupported_model_before_it_waits_for_the_server(fol
     assert printed_keys(said) == ["model.config.other_model_type"]
     assert "model_type is 'mamba'" in said
     assert "llama" in said
+
+
+def test_a_generator_gives_prompts_back_one_by_one_only_where_steps_take_what_is_finished():
+    cfg = TrainConfig(inflight_cache="keep")
+    assert (cfg.prompts_under_way, cfg.cache_after_update) == (None, None)
+    cfg.rollout_order = "finished"
+    cfg.model.reinforce.rollout_micro_batch_size = 3
+    cfg.inflight_updates = True
+    assert (cfg.prompts_under_way, cfg.cache_after_update) == (3, "keep")
+
+
+def test_several_updates_are_passes_or_smaller_batches():
+    cfg = TrainConfig()
+    assert not cfg.takes_several_updates
+    assert not cfg.trainer.reinforce.takes_several_updates(None)
+    assert cfg.trainer.reinforce.takes_several_updates(2)
+    cfg.trainer.reinforce.reinforce_epochs = 2
+    assert cfg.takes_several_updates

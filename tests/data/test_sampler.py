@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader
-from reinforce_rl.data.sampler import Blend, PromptSampler, shard
+from reinforce_rl.data.sampler import Blend, PromptSampler, shard, step_seed
 
 EPOCHS = 4
 
@@ -261,3 +261,9 @@ def test_a_resume_with_another_blend_is_refused(other, values):
 def test_weights_that_cannot_work(sizes, weights, key, values):
     with raises_error(key, *values):
         Blend(sizes, weights)
+
+
+def test_no_two_steps_of_runs_with_other_seeds_have_the_same_noise():
+    schedule = [step_seed(seed, step) for seed in range(5) for step in range(1000)]
+    assert len(set(schedule)) == len(schedule)
+    assert step_seed(1234, 7) == 1234 * 1_000_003 + 7, "a recorded run is repeated by its seeds"

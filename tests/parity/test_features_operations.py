@@ -351,7 +351,7 @@ NAMES = {
     ],
     "rewards.client.RemoteGPTRMClient": ["infer_rm"],
     "data.prompts.build_train_valid_test_rlhf_datasets": [],
-    "run.DefaultBatchIterator": [],
+    "data.batch_iterator.DefaultBatchIterator": [],
 }
 
 

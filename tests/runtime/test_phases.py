@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from reinforce_rl.runtime import phases
+from reinforce_rl.runtime.phases import Place, PlaceWatcher, WaitMeter, wait_for_ranks, wait_for_role
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "tools")]
+import house  # noqa: E402
 
 SECONDS = 3
 LOOKING = f"""
@@ -47,3 +61,70 @@ def test_looking_never_meets_a_garbage_collection():
     """Which deadlocks CPython 3.11 within `sys._current_frames`."""
     result = subprocess.run([sys.executable, "-c", LOOKING], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
+
+
+def seen(wait: Callable[[], object], end: Callable[[], object]) -> tuple[Place, float]:
+    """Return where a thread is while it waits, and the seconds that are counted as waiting."""
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert thread.ident is not None
+    meter = WaitMeter(thread.ident)
+    with meter.measuring():
+        time.sleep(0.5)
+        place = PlaceWatcher(thread.ident).look()
+        end()
+        thread.join()
+    return place, meter.seconds
+
+
+@pytest.mark.parametrize("condition", [None, lambda: False], ids=["notified", "with a condition"])
+def test_a_wait_for_another_role_is_seen(condition: Callable[[], bool] | None) -> None:
+    changed = threading.Condition()
+
+    def wait() -> None:
+        with changed:
+            wait_for_role(changed, 1.0, condition)
+
+    place, seconds = seen(wait, lambda: None)
+    assert place.in_collective and place.of_role
+    assert seconds > 0.2
+
+
+def test_a_wait_for_a_collective_is_seen() -> None:
+    done = threading.Lock()
+    done.acquire()
+    work = SimpleNamespace(wait=done.acquire)  # as torch's, it waits outside of Python
+    place, seconds = seen(lambda: wait_for_ranks(work), done.release)
+    assert place.in_collective and not place.of_role
+    assert seconds > 0.2
+
+
+def test_other_waits_are_not_for_ranks() -> None:
+    done = threading.Event()
+    place, seconds = seen(done.wait, done.set)
+    assert not place.in_collective and not place.of_role
+    assert seconds == 0.0
+
+
+def test_a_wait_is_named_by_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This folder stands for the package."""
+    changed = threading.Condition()
+
+    def wait() -> None:
+        with changed:
+            wait_for_role(changed, 1.0)
+
+    monkeypatch.setattr(phases, "PACKAGE", Path(phases.__file__).parents[2])
+    place, _ = seen(wait, lambda: None)
+    assert place.line.startswith("tests/runtime/test_phases.py:") and place.of_role
+
+
+def test_nothing_here_names_a_file_of_a_higher_folder() -> None:
+    """What waits elsewhere says so by `wait_for_role` and `wait_for_ranks`."""
+    higher = house.FLOORS[house.FLOORS.index("runtime") + 1 :]
+    named = []
+    for path in house.source_files(house.PACKAGE / "runtime"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named += [node.value for floor in higher if f"reinforce_rl/{floor}/" in node.value]
+    assert named == []

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import Completions, Prompt, RolloutBatch
+from reinforce_rl.data.sampler import step_seed
 from reinforce_rl.rewards.base import STATUS_OK, Rewards
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.disaggregated import Ticket
@@ -200,7 +201,7 @@ def test_every_step_has_a_seed_of_its_own():
         maker.make(step)
     seeds = [seed for _, _, seed in generators.asked]
     assert len(set(seeds)) == 5
-    assert maker._seed(3) == seeds[2], "generated here, a step has the same noise"
+    assert step_seed(maker.model.settings.seed, 3) == seeds[2], "generated here, a step has the same noise"
 
 
 def test_the_staleness_of_a_step_is_the_mean_age_of_its_tokens():

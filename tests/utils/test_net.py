@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from http.client import HTTPConnection
 
 import pytest
@@ -12,7 +14,19 @@ from helpers.fake_reward_server import FakeRewardServer
 from reinforce_rl.config.load import read
 from reinforce_rl.config.rewards import InferenceConfig, RewardServerConfig
 from reinforce_rl.utils import net
-from reinforce_rl.utils.net import Address, address_towards, checked_host, free_port, is_loopback, listen, open_port
+from reinforce_rl.utils.net import (
+    CLAIMED_PORTS,
+    FIRST_CLAIMED_PORT,
+    Address,
+    address_towards,
+    checked_host,
+    claim_ports,
+    free_port,
+    is_loopback,
+    listen,
+    open_port,
+    own_address,
+)
 
 HAS_IPV6 = socket.has_dualstack_ipv6()
 needs_ipv6 = pytest.mark.skipif(not HAS_IPV6, reason="this machine has no IPv6")
@@ -163,3 +177,82 @@ def test_the_printed_address_is_what_http_clients_take():
         assert (connection.host, connection.port) == ("127.0.0.1", server.port)
     connection = HTTPConnection(str(Address("::1", 5555)))
     assert (connection.host, connection.port) == ("::1", 5555)
+
+
+CLAIM = """
+import sys
+from reinforce_rl.utils.net import claim_ports
+with claim_ports(2, "7-0 actor") as ports:
+    print(*ports, flush=True)
+    sys.stdin.read()
+"""
+
+
+def claim_in_another_process() -> tuple[subprocess.Popen[str], list[int]]:
+    process = subprocess.Popen([sys.executable, "-c", CLAIM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, [int(port) for port in process.stdout.readline().split()]
+
+
+def test_two_processes_with_the_same_wish_get_different_ports() -> None:
+    process, theirs = claim_in_another_process()
+    try:
+        with claim_ports(2, "7-0 actor") as ours:
+            assert len({*ours, *theirs}) == 4
+            assert all(FIRST_CLAIMED_PORT <= port < FIRST_CLAIMED_PORT + CLAIMED_PORTS for port in [*ours, *theirs])
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+    with claim_ports(2, "7-0 actor") as ours:  # a killed process holds nothing
+        assert ours == theirs
+
+
+def test_a_port_that_is_listened_on_is_left_out() -> None:
+    with claim_ports(1, "key") as (wish,):
+        pass
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", wish))
+        listener.listen()
+        with claim_ports(1, "key") as others:
+            assert others != [wish]
+    with claim_ports(1, "key") as again:
+        assert again == [wish]
+
+
+def test_the_numbers_wrap_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(net.zlib, "crc32", lambda key: CLAIMED_PORTS - 1)
+    with claim_ports(2, "key") as ports:
+        assert all(FIRST_CLAIMED_PORT <= port < FIRST_CLAIMED_PORT + CLAIMED_PORTS for port in ports)
+
+
+def address_with(monkeypatch: pytest.MonkeyPatch, names: dict[str, str], route: str = "") -> str:
+    """`own_address` of a node called here, with these addresses of names, from which packets go by `route`."""
+
+    class Probe:
+        def __init__(self, *_: object) -> None: ...
+        def __enter__(self) -> Probe:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def connect(self, address: tuple[str, int]) -> None: ...
+        def getsockname(self) -> tuple[str, int]:
+            return route, 0
+
+    monkeypatch.setattr(net.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(net, "_address_of", names.get)
+    monkeypatch.setattr(net.socket, "socket", Probe)
+    return own_address(["there"])
+
+
+def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert address_with(monkeypatch, {"here": "10.0.0.1"}) == "10.0.0.1"
+    # as Debian's installer writes /etc/hosts
+    assert address_with(monkeypatch, {"here": "127.0.1.1", "there": "10.0.0.2"}, route="10.0.0.1") == "10.0.0.1"
+    assert address_with(monkeypatch, {"here": "127.0.1.1"}) == "127.0.1.1"
+    with raises_error("slurm.rendezvous.node_without_address", "here"):
+        address_with(monkeypatch, {})
+    assert address_with(monkeypatch, {"here": "fd00::2"}) == "fd00::2"
+    assert address_with(monkeypatch, {"here": "::1", "there": "fd00::2"}, route="fd00::1") == "fd00::1"
+    # several nodes on one machine
+    assert address_with(monkeypatch, {"here": "127.0.77.10", "there": "127.0.77.20"}) == "127.0.77.10"

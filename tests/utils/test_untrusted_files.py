@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from helpers.errors import check_error, raises_error
 
 from reinforce_rl.utils.untrusted_files import (
     UnreadableFileError,
     check_entries,
     check_folder,
+    config_loader,
     open_regular,
     parse_json,
     parse_yaml,
     read_bounded,
     read_json,
+    read_published,
 )
 
 pytestmark = pytest.mark.timeout(20)
@@ -238,6 +242,28 @@ def test_yaml_within_the_bounds_is_what_omegaconf_reads():
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "a: 1e-5\nb: .5e-3\nc: 1:30.5\nd: 1_000\ne: 1.e+5\nf: -.inf\ng: .nan2\nh: 1e\n",
+        "a: 2024-01-01\nb: 2024-01-01 10:00:00\nc: on\nd: ~\ne: 0o17\nf: 017\n",
+        "a: {1: 2, '1': 3}\nb: {true: 1, 'true': 2}\n",
+        "a: 1\nb: 2\na: 3\n",
+        "? [1, 2]\n: 3\n",
+    ],
+)
+def test_yaml_is_read_as_omegaconf_reads_it(text):
+    from omegaconf._utils import get_yaml_loader
+
+    def read(loader: Any) -> Any:
+        try:
+            return yaml.load(text, Loader=loader)
+        except yaml.YAMLError as error:
+            return str(error)
+
+    assert read(config_loader()) == read(get_yaml_loader())
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [
         ('a: "50\n% of them"', "50 % of them"),
@@ -261,3 +287,17 @@ def test_a_folder_may_be_a_link_within_the_folder_in_which_it_stands(tmp_path):
     with pytest.raises(UnreadableFileError) as caught:
         check_folder(path)
     check_error(caught.value, "folder.link.leads_out", path, f"{tmp_path},", f"outside of {tmp_path / 'run'};")
+
+
+def test_what_another_node_publishes_is_none_until_it_is_there(tmp_path):
+    path = tmp_path / "run" / "there.json"
+    assert read_published(path) is None
+    path.parent.mkdir()
+    assert read_published(path) is None
+    path.write_text('{"port": 7}')
+    assert read_published(path) == {"port": 7}
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere.json")
+    (tmp_path / "elsewhere.json").write_text("{}")
+    with raises_error("file.link.leads_out", path):
+        read_published(path)

@@ -188,7 +188,7 @@ class Job:
                 if server.name in healthy:
                     continue
                 endpoint = read_endpoint(self._folder, server.name)
-                fault = health_fault(endpoint) if endpoint else "its tasks have not begun"
+                fault = health_fault(endpoint.http) if endpoint else "its tasks have not begun"
                 if endpoint and not fault:
                     healthy[server.name] = endpoint
                     self._log(f"{server.name}: healthy at http://{endpoint.http} ({endpoint.host})")

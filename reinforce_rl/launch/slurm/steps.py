@@ -192,7 +192,7 @@ def _actor_args(settings: Settings, allocation: Allocation, servers: Sequence[En
     own["exp_manager.explicit_log_dir"] = settings.run_dir
     server: dict[str, object] = {"ip": first.address, "port": first.http_port, "token_file": settings.token_file}
     if others:
-        server["replicas"] = f"[{','.join(other.http for other in others)}]"
+        server["replicas"] = f"[{','.join(str(other.http) for other in others)}]"
     if (name := override_of(settings.server_args, "inference.name")) is not None:
         server["name"] = name
     own |= {f"remote_rm.reward_model.{key}": value for key, value in server.items()}

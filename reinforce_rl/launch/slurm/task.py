@@ -19,8 +19,10 @@ from types import FrameType
 
 from reinforce_rl.errors import EXIT_ERROR, EXIT_STOPPED, ReinforceError
 from reinforce_rl.launch.slurm.outcome import TaskEnd, record
-from reinforce_rl.launch.slurm.rendezvous import Endpoint, claim_ports, own_address, publish, wait_for_endpoint
+from reinforce_rl.launch.slurm.rendezvous import Endpoint, publish, wait_for_endpoint
 from reinforce_rl.launch.slurm.settings import SRUN, TORCHRUN
+from reinforce_rl.utils.job_rank import JobRank
+from reinforce_rl.utils.net import claim_ports, own_address
 from reinforce_rl.utils.process import Child, adopt_orphans
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -78,14 +80,15 @@ def environment_of(task: Task, first: Endpoint, environment: Mapping[str, str]) 
     result["PYTHONUNBUFFERED"] = "1"
     result["PYTHONPATH"] = os.pathsep.join(filter(None, [task.repository, environment.get("PYTHONPATH", "")]))
     if task.launcher == SRUN:
-        result |= {
-            "RANK": str(task.number),
-            "WORLD_SIZE": str(task.nodes * task.devices),
-            "LOCAL_RANK": str((task.first_local or 0) + task.local_number),
-            "LOCAL_WORLD_SIZE": str(task.devices),
-            "MASTER_ADDR": first.address,
-            "MASTER_PORT": str(first.rank_port),
-        }
+        place = JobRank(
+            rank=task.number,
+            size=task.nodes * task.devices,
+            local_rank=(task.first_local or 0) + task.local_number,
+            local_size=task.devices,
+            host=first.address,
+            port=str(first.rank_port),
+        )
+        result |= place.variables()
     return result
 
 

@@ -148,7 +148,7 @@ def _import_megatron() -> None:
     jit_fuser is torch.compile, which loads dynamo and inductor and looks for a C++ compiler; wandb is for its engine.
     """
     if _MEGATRON in sys.modules:
-        torch._dynamo.config.disable = True  # type: ignore[assignment]
+        torch.compiler.set_stance("force_eager")
         return
     compile_, has_wandb = torch.compile, "wandb" in sys.modules
     torch.compile = lambda function, **_: function  # type: ignore[assignment]
@@ -164,6 +164,7 @@ def _import_megatron() -> None:
 def _patch_rng_tracker() -> None:
     import megatron.core.tensor_parallel.random as tracker
 
+    # As of megatron-core 0.16 its tracker reads CUDA's generators by these two, which no facade of torch reaches.
     tracker._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     tracker._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 

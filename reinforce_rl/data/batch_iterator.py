@@ -1,0 +1,19 @@
+"""Divides a rank's prompts into the batches that are generated together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from reinforce_rl.data.batches import Prompt
+
+
+class DefaultBatchIterator:
+    """Consecutive prompts, at most `micro_batch_size`, or `val_micro_batch_size` in a validation."""
+
+    def __init__(self, micro_batch_size: int, val_micro_batch_size: int, prompts: Sequence[Prompt], validation: bool):
+        self._prompts = prompts
+        self._size = val_micro_batch_size if validation else micro_batch_size
+
+    def __iter__(self) -> Iterator[Sequence[Prompt]]:
+        for start in range(0, len(self._prompts), self._size):
+            yield self._prompts[start : start + self._size]

@@ -1,0 +1,73 @@
+"""This process's place among the ranks of its job, which torchrun or srun gives it in the environment.
+
+Nothing else of the package reads or writes these variables.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from socket import gethostname
+
+from reinforce_rl.utils.net import LOOPBACK
+
+RANKS_VARIABLE = "WORLD_SIZE"
+
+
+@dataclass(frozen=True)
+class JobRank:
+    """A rank of a job. A plain `python` is the only one of its job."""
+
+    rank: int = 0
+    size: int = 1  # ranks of the job
+    local_rank: int = 0  # among those on its machine
+    local_size: int | None = 1  # ranks on its machine; None if unknown
+    host: str | None = None  # where the ranks look for each other
+    port: str | None = None  # a text, as a cluster may give the variable to a service of its own
+
+    @classmethod
+    def of_process(cls) -> JobRank:
+        """Return the place of this process."""
+        variables = os.environ
+        started = ranks_started()
+        local_size = variables.get("LOCAL_WORLD_SIZE", "1" if started is None else None)
+        return cls(
+            rank=int(variables.get("RANK", "0")),
+            size=int(started or "1"),
+            local_rank=int(variables.get("LOCAL_RANK", "0")),
+            local_size=None if local_size is None else int(local_size),
+            host=variables.get("MASTER_ADDR"),
+            port=variables.get("MASTER_PORT"),
+        )
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment in which `of_process` returns this place, as torchrun sets it."""
+        values = {
+            "RANK": self.rank,
+            RANKS_VARIABLE: self.size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_size,
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": self.port,
+        }
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+    @property
+    def meeting(self) -> str:
+        """HOST:PORT where the ranks look for each other."""
+        return f"{self.host}:{self.port}"
+
+    @property
+    def host_of_first(self) -> str:
+        """Where rank 0 is reached; the loopback if all ranks share a machine."""
+        return LOOPBACK if self.local_size == self.size else self.host or gethostname()
+
+
+def is_first_rank() -> bool:
+    """Return True on rank 0, which alone speaks and writes what all ranks know."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def ranks_started() -> str | None:
+    """Return the number of ranks that a launcher says it has started; None in a plain `python`."""
+    return os.environ.get(RANKS_VARIABLE)

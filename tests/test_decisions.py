@@ -1,0 +1,149 @@
+"""Each question about a configuration is answered in one place, and all others ask there."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "tools")]
+from house import PACKAGE, imported_names, source_files  # noqa: E402
+
+from reinforce_rl.config.actor import COLOCATED  # noqa: E402
+
+SCHEMA = "config/actor.py"
+# What is compared or tested for truth, and the files that may do so.
+DECIDED_BY = {
+    # `uses_reference`; the controller needs beta as a number.
+    "initial_policy_kl_penalty": {SCHEMA},
+    "beta": set(),
+    # `is_off_policy`
+    "max_staleness": {SCHEMA},
+    "staleness": {SCHEMA, "trainer/rollouts.py"},
+    "_staleness": set(),
+    # `takes_several_updates`. A prediction repeats it.
+    "reinforce_epochs": {SCHEMA, "preflight/step.py"},
+}
+BETA_IS_READ_IN = {SCHEMA, "trainer/state.py"}
+
+
+def last_name(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
+
+
+def truth_tests(tree: ast.AST) -> Iterator[ast.expr]:
+    """Expressions whose truth is asked, and those that are compared with a number or None."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
+            yield node.test
+        elif isinstance(node, ast.BoolOp):
+            yield from node.values
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            yield node.operand
+        elif isinstance(node, ast.comprehension):
+            yield from node.ifs
+        elif isinstance(node, ast.Call) and last_name(node.func) == "bool":
+            yield from node.args
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            is_none = any(isinstance(side, ast.Constant) and side.value is None for side in sides)
+            if is_none or any(map(is_number, sides)):
+                yield from sides
+
+
+def decisions(source: str) -> list[tuple[int, str]]:
+    """(line, name) of each decision that has a place of its own."""
+    tested = [(node.lineno, last_name(node)) for node in truth_tests(ast.parse(source))]
+    return sorted((line, name) for line, name in tested if name in DECIDED_BY)
+
+
+def test_reference_and_ratio_are_decided_by_the_configuration() -> None:
+    elsewhere = []
+    for path in source_files(PACKAGE):
+        place = str(path.relative_to(PACKAGE))
+        for line, name in decisions(path.read_text(encoding="utf-8")):
+            if place not in DECIDED_BY[name]:
+                elsewhere.append(f"{place}:{line} decides by {name}")
+    assert elsewhere == [], "ask cfg.uses_reference, is_off_policy or takes_several_updates"
+
+
+def test_beta_of_the_configuration_is_read_as_a_number_by_its_controller_alone() -> None:
+    readers = set()
+    for path in source_files(PACKAGE):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr == "initial_policy_kl_penalty":
+                readers.add(str(path.relative_to(PACKAGE)))
+    assert readers == BETA_IS_READ_IN
+
+
+def test_the_settings_of_placement_are_listed_in_the_schema_alone() -> None:
+    """A list of some of them elsewhere misses the next one."""
+    lists = []
+    for path in source_files(PACKAGE):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Dict):
+                texts = node.keys
+            elif isinstance(node, ast.List | ast.Set | ast.Tuple):
+                texts = node.elts
+            else:
+                continue
+            settings = [text.value for text in texts if isinstance(text, ast.Constant)]
+            if len(COLOCATED.keys() & set(settings)) > 2:
+                lists.append(str(path.relative_to(PACKAGE)))
+    assert lists == [SCHEMA]
+
+
+def test_one_file_reads_the_variables_of_a_launcher() -> None:
+    """Others ask `JobRank`."""
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    places = set()
+    for path in source_files(PACKAGE):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and node.value in names:
+                places.add(str(path.relative_to(PACKAGE)))
+    # The first removes them for an engine, the others pretend to be a rank.
+    others = {"generation/engine/process.py", "preflight/fake_cuda/machine.py", "preflight/run.py"}
+    assert places - others == {"utils/job_rank.py"}
+
+
+def test_one_library_asks_over_http() -> None:
+    """Python's own is left where there is no other: around Slurm's tasks, and at Triton's socket in the server."""
+    libraries = ("aiohttp", "http.client", "httpx", "requests", "tritonclient", "urllib.request", "urllib3")
+    places: dict[str, set[str]] = {}
+    for path in source_files(PACKAGE):
+        for _, name in imported_names(path):
+            if name in libraries or name.startswith("tritonclient."):
+                places.setdefault(name.partition(".")[0], set()).add(str(path.relative_to(PACKAGE)))
+    servers = {"monitoring/dashboard.py", "reward_server/front_process.py"}
+    assert places.pop("aiohttp") - servers == {"rewards/transport.py", "reward_server/front.py"}
+    # The form of Triton's requests and answers, without its connections; and the settings of proxies.
+    assert places.pop("tritonclient") == places.pop("urllib") == {"rewards/transport.py"}
+    assert places == {"http": {"launch/slurm/rendezvous.py", "reward_server/triton.py"}}
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("if cfg.initial_policy_kl_penalty: pass", ["initial_policy_kl_penalty"]),
+        ("x = 0 if rl.initial_policy_kl_penalty else 1", ["initial_policy_kl_penalty"]),
+        ("x = beta > 0 and other", ["beta"]),
+        ("x = bool(self.beta)", ["beta"]),
+        ("while not self.staleness: pass", ["staleness"]),
+        ("x = [y for y in z if cfg.max_staleness is None]", ["max_staleness"]),
+        ("x = 1 < cfg.reinforce_epochs", ["reinforce_epochs"]),
+        ("x = cfg.reinforce_epochs * len(updates)", []),
+        ("x = len(ahead) <= self.staleness", []),
+        ("if cfg.uses_reference: pass", []),
+    ],
+)
+def test_the_scan_tells_decisions_apart(source: str, names: list[str]) -> None:
+    assert [name for _, name in decisions(source)] == names

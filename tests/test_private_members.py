@@ -1,0 +1,151 @@
+"""Private members of other projects: each has its reason beside it, and no new one is added."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "tools")]
+from house import PACKAGE, source_files  # noqa: E402
+
+# A stand-in for CUDA reaches into torch by its nature, and no run does.
+LEFT_OUT = PACKAGE / "preflight" / "fake_cuda"
+OF_NAMED_TUPLES = {"_asdict", "_replace"}
+SHARED_NAMES = {"_timeout", "_devices"}  # of torch's options, and of objects of this package
+LINES_BELOW = 8  # a comment, at most
+KNOWN = {
+    "generation/trtllm/worker.py": {"tensorrt_llm._torch"},
+    "generation/vllm/worker.py": {"_adapter_manager"},
+    "data/template_bounds.py": {"_Namespace__attrs"},
+    "megatron/checkpoint_files.py": {"_results_queue"},
+    "megatron/cpu/__init__.py": {"_get_cuda_rng_state", "_set_cuda_rng_state"},
+    "megatron/mesh.py": {"_get_default_store", "_global_process_group_list"},
+    "megatron/optimizer.py": {"_foreach_mul_"},
+    "reward_server/triton.py": {
+        "_get_env",
+        "_initialize_server",
+        "_is_alive_impl",
+        "_record_logs",
+        "_triton_server",
+        "_triton_server_config",
+        "_wait_for_models",
+        "_wait_for_server",
+    },
+    "runtime/profiling.py": {"_dump_snapshot", "_record_memory_history"},
+    "runtime/reformed_group.py": {"_Options", "_devices", "_timeout"},
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name != "_"
+
+
+def is_foreign(module: str) -> bool:
+    return module.partition(".")[0] not in {*sys.stdlib_module_names, "reinforce_rl", "__future__"}
+
+
+def is_own(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def names_of_this_package(trees: list[ast.Module]) -> set[str]:
+    """Functions, classes, fields and attributes that the package itself makes."""
+    names = set()
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+                names.add(node.attr)
+    return names
+
+
+def private_members(tree: ast.Module, ours: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, name) of what belongs to others; operators below `torch.ops` are named so in their schema."""
+    foreign = set()
+    standard = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [(alias.name, alias.asname or alias.name.partition(".")[0]) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules = [(node.module, alias.asname or alias.name) for alias in node.names]
+            if is_foreign(node.module):
+                yield from ((node.lineno, alias.name) for alias in node.names if is_private(alias.name))
+        else:
+            continue
+        for module, name in modules:
+            (foreign if is_foreign(module) else standard).add(name)
+            parts = module.split(".")
+            for number, part in enumerate(parts, 1):
+                if is_foreign(module) and is_private(part):
+                    yield node.lineno, ".".join(parts[:number])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root: ast.expr = node.value
+            if is_own(root):
+                continue
+            while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
+                root = root.func if isinstance(root, ast.Call) else root.value
+            name = root.id if isinstance(root, ast.Name) else ""
+            is_of_foreign_module = name in foreign and not ast.unparse(node).startswith("torch.ops.")
+            is_unknown = node.attr not in ours and name not in foreign | standard
+            if (is_of_foreign_module or is_unknown) and node.attr not in OF_NAMED_TUPLES:
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and not is_own(node.args[0]):
+            texts = [text.value for text in node.args if isinstance(text, ast.Constant)]
+            yield from ((node.lineno, text) for text in texts if isinstance(text, str) and is_private(text))
+
+
+def members_of_others() -> dict[str, list[tuple[int, str]]]:
+    """(line, name) by file of the package."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in source_files(PACKAGE)}
+    ours = names_of_this_package(list(trees.values())) - SHARED_NAMES
+    members = {}
+    for path, tree in trees.items():
+        of_file = [] if LEFT_OUT in path.parents else sorted(private_members(tree, ours))
+        if of_file:
+            members[str(path.relative_to(PACKAGE))] = of_file
+    return members
+
+
+def test_no_private_member_of_another_project_is_added() -> None:
+    names = {file: {name for _, name in of_file} for file, of_file in members_of_others().items()}
+    assert names == KNOWN, "find a public one, or take one that is gone out of KNOWN"
+
+
+def test_each_says_why_and_since_which_release() -> None:
+    without_reason = []
+    for file, of_file in members_of_others().items():
+        lines = (PACKAGE / file).read_text(encoding="utf-8").splitlines()
+        for line, name in of_file:
+            comments = [text for text in lines[max(0, line - LINES_BELOW - 1) : line] if "#" in text]
+            if not comments:
+                without_reason.append(f"{file}:{line} {name}")
+    assert without_reason == []
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("from torch._dynamo import config", ["torch._dynamo"]),
+        ("import torch\ntorch._foreach_mul_(x)", ["_foreach_mul_"]),
+        ("import torch.distributed as dist\ndist.distributed_c10d._world.pg", ["_world"]),
+        ("from torch import _C", ["_C"]),
+        ("def f(options):\n    options._devices = []", ["_devices"]),
+        ("import torch\ntorch.Tensor()._version", ["_version"]),
+        ("getattr(current, '_Namespace__attrs')", ["_Namespace__attrs"]),
+        ("import os\nos._exit(1)", []),
+        ("import torch\ntorch.ops.aten._flash_attention_forward(x)", []),
+        ("class A:\n    def f(self, other):\n        return self._x + other._x", []),
+        ("from reinforce_rl.run import _private", []),
+        ("row._asdict()", []),
+    ],
+)
+def test_the_scan_tells_them_apart(source: str, names: list[str]) -> None:
+    assert [name for _, name in private_members(ast.parse(source), {"_x"})] == names
