@@ -48,6 +48,7 @@ from reinforce_rl.trainer.generator_pool import GeneratorPool
 from reinforce_rl.trainer.messages import ResultBounds
 from reinforce_rl.trainer.reinforce import ROLLOUTS_FILE, ReinforceTrainer
 from reinforce_rl.trainer.separate import SeparateGenerators, SeparatePool
+from reinforce_rl.trainer.services import TrainerServices
 from reinforce_rl.trainer.state import BestCheckpoints
 from reinforce_rl.trainer.step_recorder import StepRecorder
 from reinforce_rl.trainer.updates import total_steps, total_updates
@@ -326,15 +327,17 @@ def build_trainer(
         logger=monitor,
         ckpt_callback=checkpointer,
         run_timer=timer,
-        prompts_per_update=cfg.prompts_per_update,
-        best=BestCheckpoints(saving.keep_best, saving.best_metric, saving.best_mode),
-        test_dataloader_builder=fixed(datasets.test, None),
-        activity=activity,
-        stop=stop,
-        profiler=profiler,
-        generators=generators,
-        max_staleness=cfg.staleness,
-        recorder=recorder,
+        services=TrainerServices(
+            prompts_per_update=cfg.prompts_per_update,
+            best=BestCheckpoints(saving.keep_best, saving.best_metric, saving.best_mode),
+            test_dataloader_builder=fixed(datasets.test, None),
+            activity=activity,
+            stop=stop,
+            profiler=profiler,
+            generators=generators,
+            max_staleness=cfg.staleness,
+            recorder=recorder,
+        ),
     )
     if checkpoint is not None:
         check_lora_identity(model.lora, checkpoint.folder, checkpoint.trainer_state)

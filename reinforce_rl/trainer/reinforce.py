@@ -32,14 +32,13 @@ from reinforce_rl.monitoring.metrics import (
 from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, token_columns
 from reinforce_rl.monitoring.stragglers import of_this_rank
 from reinforce_rl.rewards.base import RewardSource
-from reinforce_rl.runtime.phases import Activity, StepClock
-from reinforce_rl.runtime.profiling import StepProfiler
-from reinforce_rl.runtime.stop import Outlook, RunTimer, StopRequest
+from reinforce_rl.runtime.phases import StepClock
+from reinforce_rl.runtime.stop import Outlook, RunTimer
 from reinforce_rl.trainer.advantages import reinforce_batch
-from reinforce_rl.trainer.disaggregated import Generators
 from reinforce_rl.trainer.rollouts import RolloutMaker
-from reinforce_rl.trainer.state import BestCheckpoints, Divergence, PastSteps
-from reinforce_rl.trainer.step_recorder import LOSS, SUM, StepRecorder
+from reinforce_rl.trainer.services import TrainerServices
+from reinforce_rl.trainer.state import Divergence, PastSteps
+from reinforce_rl.trainer.step_recorder import LOSS, SUM
 from reinforce_rl.trainer.updates import denominators_of, mini_batches, total_steps
 
 if TYPE_CHECKING:
@@ -63,14 +62,10 @@ class ReinforceTrainer:
         cfg: `trainer.reinforce`.
         optimizer: `.step()` applies the gradient of `model.get_loss_and_metrics`; see `ActorOptimizer`.
         scheduler: learning rate; exposed only, the optimizer steps it.
-        train_dataloader_builder, val_..., test_...: called with `collate_fn`; None for no validation or test.
+        train_dataloader_builder, val_...: called with `collate_fn`; None for no validation.
         batch_iterator_cls: called with (prompts, validation); yields the batches to generate together.
         logger: does nothing on every rank but the first.
-        prompts_per_update: prompts per optimizer step, over all ranks; None for the whole rollout batch.
-        best: which validations' checkpoints to keep; None keeps none.
-        generators: on ranks of their own, whose rollouts are of weights at most `max_staleness` steps old; None: the
-            model generates.
-        recorder: of what each step took and gave; None records samples alone.
+        services: the arguments that NeMo-Aligner's trainer does not have; None for their defaults.
     """
 
     def __init__(
@@ -87,23 +82,21 @@ class ReinforceTrainer:
         logger: RunMonitor,
         ckpt_callback: Checkpointer,
         run_timer: RunTimer,
-        prompts_per_update: int | None = None,
-        best: BestCheckpoints | None = None,
-        test_dataloader_builder: Callable[..., Iterable[Sequence[Prompt]]] | None = None,
-        activity: Activity | None = None,
-        stop: StopRequest | None = None,
-        profiler: StepProfiler | None = None,
-        generators: Generators | None = None,
-        max_staleness: int = 0,
-        recorder: StepRecorder | None = None,
+        *,
+        services: TrainerServices | None = None,
     ):
+        services = services or TrainerServices()
         self.cfg = cfg
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.train_dataloader = train_dataloader_builder(collate_fn=collate_fn)
-        self.val_dataloader = val_dataloader_builder and val_dataloader_builder(collate_fn=collate_fn)
-        self.test_dataloader = test_dataloader_builder and test_dataloader_builder(collate_fn=collate_fn)
+        self.val_dataloader = None
+        if val_dataloader_builder is not None:
+            self.val_dataloader = val_dataloader_builder(collate_fn=collate_fn)
+        self.test_dataloader = None
+        if services.test_dataloader_builder is not None:
+            self.test_dataloader = services.test_dataloader_builder(collate_fn=collate_fn)
         self.rm = rm
         self.logger = logger
         self.ckpt_callback = ckpt_callback
@@ -111,21 +104,25 @@ class ReinforceTrainer:
         self.step = 0  # rollout batches trained on
         self.wandb_run_id: str | None = None
         self.max_steps = total_steps(cfg, len(self.train_dataloader))
-        self._stop = stop or StopRequest()
-        self._prompts_per_update = prompts_per_update
+        self._stop = services.stop
+        self._prompts_per_update = services.prompts_per_update
         self._data_position = self._position = self.train_dataloader.state_dict()
         self._saved_step: int | None = None
         self._validation_is_due = True
         self._outlook = Outlook()
-        self._best = best or BestCheckpoints()
+        self._best = services.best
         self._prompts: list[Prompt] = []
         self._log_probs: Tensor | None = None  # by the policy before the last update
         self._divergence = Divergence(cfg.max_skipped_steps)
         self._past = PastSteps(cfg)
-        self._activity = activity or Activity()
-        self.recorder = recorder
-        several = model.mesh.world_size > 1
-        self._clock = StepClock(self._activity, model.mesh.device, among_ranks=several, profiler=profiler)
+        self._activity = services.activity
+        self.recorder = services.recorder
+        self._clock = StepClock(
+            services.activity,
+            model.mesh.device,
+            among_ranks=model.mesh.world_size > 1,
+            profiler=services.profiler,
+        )
         self._rollouts = RolloutMaker(
             cfg,
             model,
@@ -134,11 +131,11 @@ class ReinforceTrainer:
             self.train_dataloader,
             self._clock,
             self._stop,
-            has_ratios=cfg.reinforce_epochs > 1 or prompts_per_update is not None,
+            has_ratios=cfg.reinforce_epochs > 1 or services.prompts_per_update is not None,
             # Frees GPU memory for the generator.
             while_generating=optimizer.offloaded if model.settings.offload_optimizer else contextlib.nullcontext,
-            generators=generators,
-            staleness=max_staleness,
+            generators=services.generators,
+            staleness=services.max_staleness,
             max_steps=self.max_steps,
         )
 

@@ -365,7 +365,14 @@ def test_feature_names_of_classes_and_functions(path):
             "cfg model optimizer scheduler train_dataloader_builder val_dataloader_builder collate_fn rm "
             "batch_iterator_cls logger ckpt_callback run_timer"
         )
-        assert list(inspect.signature(found).parameters)[:12] == arguments.split()
+        *of_nemo_aligner, services = inspect.signature(found).parameters.values()
+        assert [parameter.name for parameter in of_nemo_aligner] == arguments.split()
+        for parameter in of_nemo_aligner:
+            assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+            assert parameter.default is inspect.Parameter.empty
+        assert services.name == "services"
+        assert services.kind is inspect.Parameter.KEYWORD_ONLY
+        assert services.default is None
 
 
 def test_feature_names_of_configuration_keys():
