@@ -181,6 +181,11 @@ class PromptSampler:
         self.epoch, self.position, self.consumed_prompts = whole
 
 
+def step_seed(seed: int, step: int) -> int:
+    """Return the seed of what a step draws at random; `seed` is the run's."""
+    return seed * 1_000_003 + step
+
+
 def shard(indices: Sequence[T], rank: int, world_size: int) -> list[T]:
     """Return a rank's contiguous part of a global batch; sizes differ by at most one and may be 0."""
     count = len(indices)

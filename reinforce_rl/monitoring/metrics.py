@@ -151,6 +151,57 @@ def update_metrics(
     return metrics | {name: total[name] / tokens if tokens else float("nan") for name in means if name in total}
 
 
+def trained_token_metrics(
+    batch: ReinforceBatch,
+    log_probs: Tensor,
+    *,
+    version: int | None,
+    sum_over_ranks: Callable[[Tensor], Tensor],
+    gather_over_ranks: GatherOverRanks,
+) -> dict[str, float]:
+    """Return the entropy of the trained tokens and their gaps to the generator, over all ranks.
+
+    Args:
+        log_probs: float32 [N, T] by the policy before the update; NaN where no pass computed them.
+        version: of the policy's weights, for the gaps by age; None if no rollouts are of older ones.
+    """
+    rollouts = batch.rollouts
+    gaps = generator_gaps(batch, log_probs)
+    statistics = sampled_entropy(log_probs[batch.trained_tokens])
+    has_versions = rollouts.weight_versions is not None
+    if version is not None and has_versions and rollouts.generator_log_probs is not None:
+        statistics |= gap_by_age(gaps, weight_ages(batch, version))
+    # One reduction of all statistics: a rank without samples has no ages, and must not skip it.
+    return {
+        **gap_quantiles(gaps, sum_over_ranks),
+        **take_means(statistics, gather_over_ranks),
+    }
+
+
+def generator_gaps(batch: ReinforceBatch, log_probs: Tensor) -> Tensor:
+    """Return `log_probs` [N, T] less the generator's, of the trained tokens, float32 [tokens].
+
+    Empty if the generator reports no log-probs.
+    """
+    rollouts = batch.rollouts
+    if rollouts.generator_log_probs is None:
+        return torch.zeros(0)
+    # A generator may pad its responses beyond the longest.
+    generator_log_probs = rollouts.generator_log_probs[:, : rollouts.width]
+    return (log_probs - generator_log_probs)[batch.trained_tokens]
+
+
+def weight_ages(batch: ReinforceBatch, version: int) -> Tensor:
+    """Return by how many steps the weights that drew the trained tokens lag behind `version`.
+
+    int64 [tokens]. Raises ValueError: the batch has no versions.
+    """
+    rollouts = batch.rollouts
+    if rollouts.weight_versions is None:
+        raise ValueError("the versions of the weights that drew these rollouts are not known")
+    return version - rollouts.weight_versions[:, : rollouts.width][batch.trained_tokens]
+
+
 def gap_quantiles(gaps: Tensor, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
     """Return quantiles of the sizes of `gaps`, float32 [tokens], over all ranks; nothing without any.
 

@@ -22,9 +22,10 @@ from reinforce_rl.data.batches import (
     join_prompts_and_responses,
     join_rollouts,
 )
+from reinforce_rl.data.sampler import step_seed
 from reinforce_rl.errors import GenerationError, StoppedEarly, TooManyFailedRewardsError
 from reinforce_rl.monitoring.metrics import Mean, rollout_means, take_means, validation_means
-from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, token_columns
+from reinforce_rl.monitoring.records import Samples
 from reinforce_rl.rewards.base import (
     STATUS_TEXT,
     RewardFuture,
@@ -36,6 +37,7 @@ from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.disaggregated import Generators, Known, Ticket
 from reinforce_rl.trainer.messages import Result
 from reinforce_rl.trainer.reward_requests import faults_of, reward_request, scores_of, with_valid
+from reinforce_rl.trainer.samples import gather_samples
 from reinforce_rl.trainer.work_queue import WorkQueue
 
 if TYPE_CHECKING:
@@ -106,14 +108,14 @@ class RolloutMaker:
         """
         if self.cfg.dynamic_filtering:
             made = self._draw_until_rewards_differ(step)
-            return replace(made, batch=self._with_log_probs(made.batch))
+            return replace(made, batch=self.with_log_probs(made.batch))
         drawn, counts = self._draw(step), dict[str, float]()
         if self.takes_finished:
             drawn, pending, counts["dropped_groups"] = self._take_finished(step, len(drawn.prompts))
         else:
             pending = self._sample_step(drawn.prompts, step, drawn.ticket)
         # Scores are computed elsewhere while log-probs are taken here.
-        pending = replace(pending, batch=self._with_log_probs(pending.batch))
+        pending = replace(pending, batch=self.with_log_probs(pending.batch))
         batch = self._score_step(pending, step)
         self.ahead.popleft()  # not before: a run that is stopped saves what was generated for this step
         if self.generators is not None and drawn.ticket is not None:
@@ -177,15 +179,16 @@ class RolloutMaker:
         """
         prompts = [prompt for part in parts for prompt in part]
         batch = self.answer(name, step, prompts, activity)
-        mesh = self.model.mesh
-        means = take_means(validation_means(batch, prompts), mesh.gather_over_dp)
-        found: list[Samples] = []
-        if mesh.is_block_leader:
-            skips = self.model.settings.skip_special_tokens
-            rows = sample_rows(step, prompts, batch, self.model.tokenizer, set_name=name, skip_special_tokens=skips)
-            tokens = token_columns(batch) if records_tokens else None
-            found = mesh.gather_over_dp_on_first(Samples(rows, tokens))
-        return means, join_samples(found, self.model.tokenizer)
+        means = take_means(validation_means(batch, prompts), self.model.mesh.gather_over_dp)
+        samples = gather_samples(
+            self.model,
+            step,
+            prompts,
+            batch,
+            set_name=name,
+            with_tokens=records_tokens,
+        )
+        return means, samples
 
     def answer(
         self, name: str, step: int, prompts: Sequence[Prompt], activity: Activity, num_samples: int = 1
@@ -206,7 +209,10 @@ class RolloutMaker:
 
         Raises StoppedEarly on all ranks if one was asked to stop, GenerationError if an engine of one cannot go on.
         """
-        mesh, seed, validation = self.model.mesh, self._seed(step), step == 0
+        mesh = self.model.mesh
+        validation = step == 0
+        # All validations have the same seed: only the weights differ between them.
+        seed = step_seed(self.model.settings.seed, step)
         if (own := self.generators) is not None:
             found = ticket or own.submit(prompts, num_samples, seed, step, own.version)
             pending = self._received(prompts, own.collect(found, prompts))
@@ -263,6 +269,24 @@ class RolloutMaker:
         scored = replace(batch, rewards=rewards, source_rewards=sources, score_faults=tuple(faults))
         return with_valid(scored, self.cfg.truncated_samples)
 
+    def with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
+        """Add policy and reference log-probs if needed: without a KL only a second update reads them."""
+        where = (batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
+        # Ratios of a second update must start from the trainer's own log-probs.
+        is_current = self.model.generator.is_exact and not self.staleness
+        is_known = self.cfg.generator_log_probs and is_current and not self.has_ratios
+        if self.cfg.uses_reference or self.has_ratios:
+            with self.clock.phase("logprobs"):
+                own = batch.generator_log_probs if is_known else self.model.get_inference_log_probs(*where)
+                batch = replace(batch, log_probs=own)
+        if self.cfg.uses_reference:
+            with self.clock.phase("init_logprobs"):
+                batch = replace(batch, init_log_probs=self.model.get_init_policy_logprobs(*where))
+        self.stop.check(self.model.mesh)
+        return batch
+
+    _with_log_probs = with_log_probs  # until debugging/replay.py uses the public name
+
     def _draw(self, step: int) -> Drawn:
         """Return the prompts of a step, after drawing and submitting those of `staleness` steps after it."""
         while (
@@ -278,7 +302,8 @@ class RolloutMaker:
         """Submit the prompts of a step, which filtering does by itself."""
         if self.generators is not None and not self.cfg.dynamic_filtering:
             samples, version = self.cfg.num_rollouts_per_prompt, max(0, number - 1 - self.staleness)
-            ticket = self.generators.submit(drawn.prompts, samples, self._seed(number), number, version)
+            seed = step_seed(self.model.settings.seed, number)
+            ticket = self.generators.submit(drawn.prompts, samples, seed, number, version)
             drawn = replace(drawn, ticket=ticket)
             if self.takes_finished:
                 own = ticket.numbers[self.model.mesh.dp_rank]
@@ -310,10 +335,6 @@ class RolloutMaker:
         work = WorkQueue(mesh, [()] * len(parts), shared=False)
         return PendingRollouts(self._unscored(prompts, join_completions(parts, self.model.pad_id)), futures, work)
 
-    def _seed(self, step: int) -> int:
-        # Of all validations the same: only the weights differ between them.
-        return self.model.settings.seed * 1_000_003 + step
-
     def _sample_step(self, prompts: Sequence[Prompt], step: int, ticket: Ticket | None = None) -> PendingRollouts:
         with self.clock.phase("generate"), self.while_generating():
             return self.sample(prompts, self.cfg.num_rollouts_per_prompt, step, ticket)
@@ -321,22 +342,6 @@ class RolloutMaker:
     def _score_step(self, pending: PendingRollouts, step: int) -> RolloutBatch:
         with self.clock.phase("reward_wait", has_deadline=True):
             return self.score(pending, f"step {step}")
-
-    def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
-        """Add policy and reference log-probs if needed: without a KL only a second update reads them."""
-        where = (batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
-        # Ratios of a second update must start from the trainer's own log-probs.
-        is_current = self.model.generator.is_exact and not self.staleness
-        is_known = self.cfg.generator_log_probs and is_current and not self.has_ratios
-        if self.cfg.uses_reference or self.has_ratios:
-            with self.clock.phase("logprobs"):
-                own = batch.generator_log_probs if is_known else self.model.get_inference_log_probs(*where)
-                batch = replace(batch, log_probs=own)
-        if self.cfg.uses_reference:
-            with self.clock.phase("init_logprobs"):
-                batch = replace(batch, init_log_probs=self.model.get_init_policy_logprobs(*where))
-        self.stop.check(self.model.mesh)
-        return batch
 
     def _draw_until_rewards_differ(self, step: int) -> StepRollouts:
         """Draw prompts until enough groups have unequal rewards, or the bound or the epoch's end is reached.

@@ -25,7 +25,8 @@ from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.settings import files_of_functions, set_keys
 
 if TYPE_CHECKING:
-    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+    from reinforce_rl.actor.policy import LossShare, MegatronGPTReinforceActorModel
+    from reinforce_rl.megatron.optimizer import OptimizerUpdate
 
 _WIDTH = 4096
 _MIX = 0x1E3779B97F4A7C15
@@ -34,6 +35,12 @@ _PACKAGES = ("reinforce_rl", "torch", "megatron-core", "transformers", "numpy")
 Sums = dict[str, Tensor]
 Numbers = Mapping[str, float]
 LOSS, SUM = "loss", "sum_"  # the number, and the prefix of numbers, that are added over ranks
+
+
+def update_numbers(share: LossShare, update: OptimizerUpdate) -> dict[str, float]:
+    """Return this rank's numbers of an optimizer step, for `StepRecorder.after_update`."""
+    sums = {SUM + name: value for name, value in share.sums.items()}
+    return {LOSS: share.loss, **vars(update), **sums}
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader
-from reinforce_rl.data.sampler import Blend, PromptSampler, shard
+from reinforce_rl.data.sampler import Blend, PromptSampler, shard, step_seed
 
 EPOCHS = 4
 
@@ -261,3 +261,8 @@ def test_a_resume_with_another_blend_is_refused(other, values):
 def test_weights_that_cannot_work(sizes, weights, key, values):
     with raises_error(key, *values):
         Blend(sizes, weights)
+
+
+def test_steps_of_runs_with_other_seeds_have_other_seeds():
+    seeds = [step_seed(seed, step) for seed in range(10) for step in range(100)]
+    assert len(set(seeds)) == len(seeds)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from helpers.choices import KL_ESTIMATORS
 from helpers.ranks import TESTS, run_ranks
-from helpers.thread_ranks import on_ranks
+from helpers.thread_ranks import gathering_ranks, on_ranks
 from helpers.tiny_run import metrics_of, tiny_overrides, without_times
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,11 +36,14 @@ from reinforce_rl.monitoring.metrics import (
     Statistics,
     gap_by_age,
     gap_quantiles,
+    generator_gaps,
     group_spread,
     reinforce_means,
     rollout_means,
     take_means,
+    trained_token_metrics,
     update_metrics,
+    weight_ages,
 )
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.run import REPEAT_STEPS, RunMonitor
@@ -246,6 +249,68 @@ def test_gaps_by_age_over_ranks():
     parts = [gap_by_age(gaps[:3], ages[:3]), gap_by_age(gaps[3:], ages[3:])]
     found = take_means(parts[0], lambda own: parts)
     assert found == {"generator_gap_age_0": 0.375, "generator_gap_age_1": 2.25}
+
+
+class TestTrainedTokens:
+    """Log-probs of the policy beside the generator's, whose tables have two columns of padding."""
+
+    def batch(self, rows: list[int]) -> ReinforceBatch:
+        batch = trained(BATCH)
+        log_probs = torch.full((len(BATCH.rewards), BATCH.width + 2), -1.0)
+        versions = torch.arange(len(BATCH.rewards))[:, None].expand(log_probs.shape)
+        rollouts = replace(BATCH, generator_log_probs=log_probs, weight_versions=versions)
+        chosen = torch.tensor(rows, dtype=torch.long)
+        per_sample = ("kl", "rewards_with_kl", "baseline", "advantages", "trains")
+        columns = {name: getattr(batch, name)[chosen] for name in per_sample}
+        return replace(batch, rollouts=rollouts.select(chosen), **columns)
+
+    def log_probs(self, batch: ReinforceBatch) -> Tensor:
+        """-1.25 for the tokens of row 0, 0.25 less for each later row."""
+        rows = batch.rollouts.sample_ids + batch.kl  # `trained` numbers the rows in `kl`
+        return (-1.25 - 0.25 * rows)[:, None].expand(batch.rollouts.response_mask.shape)
+
+    def test_only_tokens_of_samples_that_train_count(self):
+        batch = self.batch(list(range(6)))
+        # Rows 1, 3 and 4 train, with responses of 2, 1 and 2 tokens.
+        assert batch.trained_tokens.sum(dim=1).tolist() == [0, 2, 0, 1, 2, 0]
+        gaps = generator_gaps(batch, self.log_probs(batch))
+        assert gaps.tolist() == [-0.5, -0.5, -1.0, -1.25, -1.25]
+        assert weight_ages(batch, 5).tolist() == [4, 4, 2, 1, 1]
+
+    def test_without_the_generators_log_probs_there_are_no_gaps(self):
+        batch = trained(BATCH)
+        assert generator_gaps(batch, self.log_probs(batch)).tolist() == []
+        with pytest.raises(ValueError, match="not known"):
+            weight_ages(batch, 5)
+
+    @pytest.mark.parametrize("version", [None, 5])
+    def test_a_rank_without_samples_takes_part(self, version):
+        """It knows no log-probs and no versions; the numbers are those of a single rank."""
+
+        def run(shares: list[list[int]]) -> list[dict[str, float]]:
+            def metrics(rank: int, gather) -> dict[str, float]:
+                batch = self.batch(shares[rank])
+                if not shares[rank]:
+                    unknown = replace(batch.rollouts, generator_log_probs=None, weight_versions=None)
+                    batch = replace(batch, rollouts=unknown)
+                return trained_token_metrics(
+                    batch,
+                    self.log_probs(batch),
+                    version=version,
+                    sum_over_ranks=lambda value: torch.stack(gather(value)).sum(0),
+                    gather_over_ranks=gather,
+                )
+
+            return gathering_ranks(len(shares), metrics)
+
+        (whole,) = run([list(range(6))])
+        assert whole["entropy_sampled"] == pytest.approx((1.5 + 1.5 + 2.0 + 2.25 + 2.25) / 5)
+        assert whole["generator_gap_max"] == 1.25
+        assert [name for name in whole if "age" in name] == (
+            [] if version is None else ["generator_gap_age_1", "generator_gap_age_2", "generator_gap_age_4"]
+        )
+        for found in run([[0, 1, 2], [], [3, 4, 5]]):
+            assert found == pytest.approx(whole)
 
 
 class TestUpdateMetrics:

@@ -302,7 +302,7 @@ class TestOperations:
                     )
 
             assert evaluate is not None
-            trainer._rollouts = dataclasses.replace(trainer._rollouts, rm=Validation())
+            trainer.rollouts = dataclasses.replace(trainer.rollouts, rm=Validation())
             trainer.fit()
         assert [line["val/rewards"] for line in metrics_of(tmp_path) if line["step"] in values] == list(
             values.values()

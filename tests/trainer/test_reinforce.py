@@ -32,6 +32,7 @@ from helpers.tiny_run import (
 
 from reinforce_rl.data.batches import Completions, Prompt, ReinforceBatch
 from reinforce_rl.data.finish_reasons import FINISH_STOP
+from reinforce_rl.data.sampler import step_seed
 from reinforce_rl.errors import RewardServerError, StoppedEarly
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.rewards.base import (
@@ -84,8 +85,8 @@ class TestAStep:
         overrides = "model.reinforce.sampling_params.temperature=1.4", "model.reinforce.length_params.min_length=0"
         with tiny_trainer(tiny_config(tmp_path, *overrides), mesh) as trainer:
             prompts = [Prompt(i, "", (4,) * (i + 1)) for i in range(4)]
-            completions = trainer.model.infer(prompts, 4, seed=trainer._rollouts._seed(3))
-            batch = trainer._rollouts.sample(prompts, 4, step=3).batch
+            completions = trainer.model.infer(prompts, 4, seed=step_seed(trainer.model.settings.seed, 3))
+            batch = trainer.rollouts.sample(prompts, 4, step=3).batch
             found = trainer.model.get_inference_log_probs(
                 batch.sequences, batch.prompt_lengths, batch.response_lengths
             )
@@ -180,7 +181,7 @@ class TestWhatAStepLeaves:
             rollouts, _, _ = trainer.generate_rollouts()
             assert rollouts.generator_log_probs is not None
             trainer.step = 2
-            trainer._rollouts = replace(trainer._rollouts, staleness=2)
+            trainer.rollouts = replace(trainer.rollouts, staleness=2)
             versions = torch.ones_like(rollouts.sequences[:, : rollouts.width])
             data, _ = trainer.generate_reinforce_data(replace(rollouts, weight_versions=versions))
             metrics = trainer.run_training(data)
@@ -234,10 +235,10 @@ class TestWhatAStepLeaves:
         with tiny_trainer(tiny_config(tmp_path), mesh) as trainer:
             trainer.step = 1
             trainer.logger.report = lambda: None  # type: ignore[method-assign, assignment]
-            trainer._divergence.is_sound = False
+            trainer.non_finite_guard.is_sound = False
             trainer.save(wait=True)
             assert saved_step(tmp_path) is None
-            trainer._divergence.is_sound = True
+            trainer.non_finite_guard.is_sound = True
             trainer.save(wait=True)
         assert saved_step(tmp_path) == 1
 
