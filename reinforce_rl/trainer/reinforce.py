@@ -31,7 +31,7 @@ from reinforce_rl.monitoring.records import Samples
 from reinforce_rl.monitoring.stragglers import of_this_rank
 from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.phases import StepClock
-from reinforce_rl.runtime.stop import Outlook, RunTimer
+from reinforce_rl.runtime.stop import RunTimer, TimeBudget
 from reinforce_rl.trainer.advantages import reinforce_batch
 from reinforce_rl.trainer.policy_update import PolicyUpdate
 from reinforce_rl.trainer.rollouts import RolloutMaker
@@ -121,7 +121,7 @@ class ReinforceTrainer:
         self._prompts_per_update = services.prompts_per_update
         self._stop = services.stop
         self._activity = services.activity
-        self._time_budget = Outlook()
+        self._time_budget = TimeBudget()
         self._validation_is_due = True
         self._saved_step: int | None = None
         self._prompts: list[Prompt] = []  # of the step under way, this rank's share
@@ -339,7 +339,7 @@ class ReinforceTrainer:
             validates = self._validation_is_due
             validates_next = next_step % interval == 0 or next_step == self.max_steps
         may_be_best = self._validation_is_due and self._best.keep > 0
-        time_budget = self.run_timer.outlook(
+        time_budget = self.run_timer.time_budget(
             validation=validates,
             validation_after=validates_next,
             save=may_be_best or self._is_due(self.cfg.save_interval),

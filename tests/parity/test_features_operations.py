@@ -42,7 +42,7 @@ from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.sources import connect_to_reward_servers
-from reinforce_rl.runtime.stop import Outlook, RunTimer
+from reinforce_rl.runtime.stop import RunTimer, TimeBudget
 from reinforce_rl.trainer.build import build_datasets
 from reinforce_rl.utils.job_time import JobTimes
 
@@ -336,9 +336,9 @@ class StopsAfter(RunTimer):
         super().__init__(None, JobTimes())
         self._left = steps
 
-    def outlook(self, **due: bool) -> Outlook:
+    def time_budget(self, **due: bool) -> TimeBudget:
         self._left -= 1
-        return Outlook("the time of this run is used up" if self._left < 0 else None)
+        return TimeBudget("the time of this run is used up" if self._left < 0 else None)
 
 
 NAMES = {

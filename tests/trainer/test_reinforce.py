@@ -42,7 +42,7 @@ from reinforce_rl.rewards.base import (
     RewardRequest,
     Rewards,
 )
-from reinforce_rl.runtime.stop import Outlook, RunTimer
+from reinforce_rl.runtime.stop import RunTimer, TimeBudget
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.trainer.updates import mini_batches
@@ -616,9 +616,9 @@ class StopsAfter(RunTimer):
         super().__init__(None, JobTimes())
         self._left = questions
 
-    def outlook(self, **due: bool) -> Outlook:
+    def time_budget(self, **due: bool) -> TimeBudget:
         self._left -= 1
-        return Outlook("the time of this run is used up" if self._left < 0 else None)
+        return TimeBudget("the time of this run is used up" if self._left < 0 else None)
 
 
 class TestTheEnd:
