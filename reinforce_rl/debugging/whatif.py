@@ -27,7 +27,7 @@ from reinforce_rl.monitoring.report import overview
 from reinforce_rl.monitoring.view import frozen_page
 from reinforce_rl.trainer.advantages import reinforce_batch
 from reinforce_rl.trainer.reward_requests import with_valid
-from reinforce_rl.trainer.state import PastSteps, depends_on_past
+from reinforce_rl.trainer.state import RunningBaselines, depends_on_past
 from reinforce_rl.trainer.updates import reward_shaping
 from reinforce_rl.utils.files import write_atomically, write_json
 
@@ -112,14 +112,14 @@ def write(found: WhatIf, run: str | Path, json_file: Path | None, html: Path | N
 class _Side:
     """One of the two sets of settings, with what its earlier steps left behind."""
 
-    past: PastSteps
+    past: RunningBaselines
     _cfg: ReinforceConfig | None = None
 
     def recompute(
         self, step: StoredStep, batch: RolloutBatch, cfg: ReinforceConfig, max_length: int
     ) -> ReinforceBatch:
         if cfg is not self._cfg:
-            past = PastSteps(cfg)
+            past = RunningBaselines(cfg)
             if self._cfg is not None:  # as a resume with other settings does
                 past.load_state_dict(self.past.state_dict())
             self.past, self._cfg = past, cfg

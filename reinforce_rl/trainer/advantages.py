@@ -19,7 +19,7 @@ from reinforce_rl.trainer.updates import reward_shaping
 
 if TYPE_CHECKING:
     from reinforce_rl.config.actor import ReinforceConfig
-    from reinforce_rl.trainer.state import PastSteps
+    from reinforce_rl.trainer.state import RunningBaselines
 
 
 def response_kl(batch: RolloutBatch, cfg: ReinforceConfig) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def response_kl(batch: RolloutBatch, cfg: ReinforceConfig) -> tuple[Tensor, Tens
 def reinforce_batch(
     batch: RolloutBatch,
     cfg: ReinforceConfig,
-    past: PastSteps,
+    past: RunningBaselines,
     *,
     step: int,
     max_length: int,

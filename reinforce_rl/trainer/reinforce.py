@@ -37,7 +37,7 @@ from reinforce_rl.trainer.policy_update import PolicyUpdate
 from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.trainer.samples import gather_samples
 from reinforce_rl.trainer.services import TrainerServices
-from reinforce_rl.trainer.state import Divergence, PastSteps
+from reinforce_rl.trainer.state import NonFiniteGuard, RunningBaselines
 from reinforce_rl.trainer.updates import denominators_of, mini_batches, total_steps
 
 if TYPE_CHECKING:
@@ -115,8 +115,8 @@ class ReinforceTrainer:
         self.max_steps = total_steps(cfg, len(self.train_dataloader))
         self.wandb_run_id: str | None = None
         self.policy_log_probs: Tensor | None = None
-        self.non_finite_guard = Divergence(cfg.max_skipped_steps)
-        self._baselines = PastSteps(cfg)
+        self.non_finite_guard = NonFiniteGuard(cfg.max_skipped_steps)
+        self._baselines = RunningBaselines(cfg)
         self._best = services.best
         self._prompts_per_update = services.prompts_per_update
         self._stop = services.stop
@@ -210,7 +210,7 @@ class ReinforceTrainer:
     def run_training(self, batch: ReinforceBatch) -> Metrics:
         """Update the policy with one or more optimizer steps on the rollout batch.
 
-        Returns means over all ranks. Raises DivergedError as `Divergence.check`.
+        Returns means over all ranks. Raises DivergedError as `NonFiniteGuard.check`.
         """
         step = self.step + 1
         mesh = self.model.mesh

@@ -1,4 +1,4 @@
-"""Trainer state carried across steps: reward moments, beta, best checkpoints, divergence."""
+"""Trainer state carried across steps: baselines, beta, best checkpoints, skipped steps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def depends_on_past(cfg: ReinforceConfig) -> bool:
-    """Return True if the advantages of a step depend on `PastSteps`."""
+    """Return True if the advantages of a step depend on `RunningBaselines`."""
     is_past_mean = ADVANTAGE_ESTIMATORS[cfg.advantage_estimator].function is past_mean
     return is_past_mean or cfg.reward_shaping.standardisation == "running" or cfg.kl_target is not None
 
 
-class PastSteps:
+class RunningBaselines:
     """Running statistics over the valid samples of all earlier steps, and the current beta."""
 
     def __init__(self, cfg: ReinforceConfig):
@@ -129,8 +129,12 @@ class BestCheckpoints:
 
 
 @dataclasses.dataclass
-class Divergence:
-    """Ends a run after `most` consecutive optimizer steps without a finite gradient."""
+class NonFiniteGuard:
+    """Ends a run whose numbers are not finite.
+
+    After `most` consecutive optimizer steps without a finite gradient, or at once if the weights
+    are lost.
+    """
 
     most: int
     is_sound: bool = True  # False while the loss is not finite, which can happen with finite weights
