@@ -28,7 +28,7 @@ from reinforce_rl.evaluation.model import inference_config, load_actor
 from reinforce_rl.evaluation.results import Comparison, ModelResult, Results
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
-from reinforce_rl.monitoring.metrics import take_means, validation_means
+from reinforce_rl.monitoring.metrics import reduce_metrics, validation_means
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import RolloutRow, Samples, sample_rows
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
@@ -266,7 +266,7 @@ def _answers(
         model=model,
         prompts={prompt.id: prompt for prompt in mesh.join_over_dp(list(prompts))},
         rows=mesh.join_over_dp(rows),
-        metrics=take_means(validation_means(batch, prompts), mesh.gather_over_dp),
+        metrics=reduce_metrics(validation_means(batch, prompts), mesh.gather_over_dp),
         own=batch,
     )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.algorithm.kl import sequence_kl
-from reinforce_rl.algorithm.rewards import RunningMoments, in_group_with_spread
+from reinforce_rl.algorithm.rewards import RunningMoments, has_reward_variance
 from reinforce_rl.config.actor import KL_ESTIMATORS
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 
@@ -96,7 +96,7 @@ def group_spread(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Ten
 
     Only groups of at least two valid samples count. A group lies on one rank.
     """
-    differs = in_group_with_spread(rewards, group_ids, valid)
+    differs = has_reward_variance(rewards, group_ids, valid)
     members = [(group_ids == group) & valid for group in torch.unique(group_ids)]
     members = [rows for rows in members if int(rows.sum()) > 1]
     spread = [float(rewards[rows].double().std()) for rows in members]
@@ -104,7 +104,7 @@ def group_spread(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Ten
     return torch.tensor(spread, dtype=torch.float64), torch.tensor(has_none, dtype=torch.bool)
 
 
-def take_means(statistics: Statistics, gather_over_ranks: GatherOverRanks) -> dict[str, float]:
+def reduce_metrics(statistics: Statistics, gather_over_ranks: GatherOverRanks) -> dict[str, float]:
     """Reduce to means and deviations over all ranks; NaN where nothing was counted. Ranks may lack some statistics."""
     parts: list[Statistics] = gather_over_ranks(statistics)
     taken = {}
@@ -174,7 +174,7 @@ def trained_token_metrics(
     # One reduction of all statistics: a rank without samples has no ages, and must not skip it.
     return {
         **gap_quantiles(gaps, sum_over_ranks),
-        **take_means(statistics, gather_over_ranks),
+        **reduce_metrics(statistics, gather_over_ranks),
     }
 
 

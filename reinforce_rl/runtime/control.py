@@ -426,14 +426,14 @@ class RunControl:
             watchdog.end(*_outcome(error), key=_key_of_error(error))
             if verdict is not None:
                 if verdict.of_first:
-                    self.status.speak_for_first()
+                    self.status.take_over_reporting()
                 raise verdict.error() from error
             raise
 
     def leave(self, verdict: Verdict) -> None:
         """Exit from the watchdog's thread while the main thread is stuck."""
         if verdict.of_first:
-            self.status.speak_for_first()
+            self.status.take_over_reporting()
         self.status.end(verdict.exit_code, verdict.text)
         with contextlib.suppress(OSError, ValueError):
             if sys.stderr.isatty():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, RewardGroups, assign_credit, whiten
 from reinforce_rl.algorithm.kl import reduce_over_tokens, token_kl
-from reinforce_rl.algorithm.rewards import less_kl, shape_rewards
+from reinforce_rl.algorithm.rewards import shape_rewards, subtract_kl
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 from reinforce_rl.trainer.updates import reward_shaping
 
@@ -45,7 +45,7 @@ def reinforce_batch(
     """Shape rewards, apply the KL and compute advantages; return this data-parallel rank's batch.
 
     Advantages use the global batch, so that they do not depend on its distribution over ranks. `max_length` is a
-    response's maximum tokens. Raises as `less_kl`.
+    response's maximum tokens. Raises as `subtract_kl`.
     """
     mask = batch.response_mask
     kl, kl_tokens = response_kl(batch, cfg)
@@ -56,7 +56,7 @@ def reinforce_batch(
     scores, all_kl, lengths, is_end, group_ids, valid = (torch.cat(c) for c in zip(*parts, strict=True))
     rewards = shape_rewards(scores, valid, lengths, is_end, reward_shaping(cfg, max_length), past.scores)
     in_reward = past.beta.value if cfg.kl_placement == "reward" else 0.0
-    with_kl = less_kl(rewards, all_kl, in_reward, valid, step)
+    with_kl = subtract_kl(rewards, all_kl, in_reward, valid, step)
     groups = RewardGroups.of(with_kl, group_ids, valid, past.reward_mean(cfg.advantage_estimator))
     found = ADVANTAGE_ESTIMATORS[cfg.advantage_estimator].function(groups).select(own)
 

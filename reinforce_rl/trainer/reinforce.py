@@ -22,8 +22,8 @@ from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.data.sampler import step_seed
 from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerError, StoppedEarly
 from reinforce_rl.monitoring.metrics import (
+    reduce_metrics,
     reinforce_means,
-    take_means,
     trained_token_metrics,
     update_metrics,
 )
@@ -205,7 +205,7 @@ class ReinforceTrainer:
             rank=mesh.dp_rank,
             sum_over_ranks=mesh.sum_over_dp,
         )
-        return batch, take_means(reinforce_means(batch), mesh.gather_over_dp)
+        return batch, reduce_metrics(reinforce_means(batch), mesh.gather_over_dp)
 
     def run_training(self, batch: ReinforceBatch) -> Metrics:
         """Update the policy with one or more optimizer steps on the rollout batch.

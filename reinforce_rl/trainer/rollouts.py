@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reinforce_rl.algorithm.rewards import in_group_with_spread
+from reinforce_rl.algorithm.rewards import has_reward_variance
 from reinforce_rl.data.batches import (
     Completions,
     Prompt,
@@ -24,7 +24,7 @@ from reinforce_rl.data.batches import (
 )
 from reinforce_rl.data.sampler import step_seed
 from reinforce_rl.errors import GenerationError, StoppedEarly, TooManyFailedRewardsError
-from reinforce_rl.monitoring.metrics import Mean, rollout_means, take_means, validation_means
+from reinforce_rl.monitoring.metrics import Mean, reduce_metrics, rollout_means, validation_means
 from reinforce_rl.monitoring.records import Samples
 from reinforce_rl.rewards.base import (
     STATUS_TEXT,
@@ -127,7 +127,7 @@ class RolloutMaker:
             # A generator may pad its responses beyond the longest.
             versions = batch.weight_versions[:, : batch.width]
             means["staleness"] = Mean.of(step - 1 - versions[batch.response_mask])
-        metrics = take_means(means, self.model.mesh.gather_over_dp)
+        metrics = reduce_metrics(means, self.model.mesh.gather_over_dp)
         return StepRollouts(drawn.prompts, drawn.position, batch, {**metrics, **counts})
 
     @property
@@ -179,7 +179,7 @@ class RolloutMaker:
         """
         prompts = [prompt for part in parts for prompt in part]
         batch = self.answer(name, step, prompts, activity)
-        means = take_means(validation_means(batch, prompts), self.model.mesh.gather_over_dp)
+        means = reduce_metrics(validation_means(batch, prompts), self.model.mesh.gather_over_dp)
         samples = gather_samples(
             self.model,
             step,
@@ -359,14 +359,14 @@ class RolloutMaker:
             batch = self._score_step(self._sample_step(prompts, step), step)
             all_prompts += prompts
             drawn.append(batch)
-            differs = in_group_with_spread(batch.rewards, batch.group_ids, batch.valid)
+            differs = has_reward_variance(batch.rewards, batch.group_ids, batch.valid)
             for ids in mesh.gather_over_dp(batch.group_ids[differs].tolist()):
                 with_spread += dict.fromkeys(ids)  # each once, in order
             if len(with_spread) >= wanted or self.loader.state_dict()["epoch"] != epoch or self.is_over:
                 break
         batch = join_rollouts(drawn, self.model.pad_id)
         kept = torch.isin(batch.group_ids, torch.tensor(with_spread[:wanted], dtype=torch.long))
-        metrics = take_means(rollout_means(batch), mesh.gather_over_dp)
+        metrics = reduce_metrics(rollout_means(batch), mesh.gather_over_dp)
         groups = sum(mesh.gather_over_dp(len(all_prompts)))
         counts = {
             "groups_drawn": groups,

@@ -38,9 +38,9 @@ from reinforce_rl.monitoring.metrics import (
     gap_quantiles,
     generator_gaps,
     group_spread,
+    reduce_metrics,
     reinforce_means,
     rollout_means,
-    take_means,
     trained_token_metrics,
     update_metrics,
     weight_ages,
@@ -101,7 +101,7 @@ BATCH = scored([1.0, 3.0, NAN, 5.0, 5.0, 9.0], [4, 4, 4, 7, 7, 7], [True, True, 
 
 class TestRolloutMeans:
     def test_by_hand(self):
-        found = take_means(rollout_means(BATCH), alone)
+        found = reduce_metrics(rollout_means(BATCH), alone)
         # A failed sample is no reward of 0; one that was left out for another reason was scored.
         assert found["rewards"] == pytest.approx(statistics.mean([1, 3, 5, 5, 9]))
         assert found["reward_deviation"] == pytest.approx(statistics.stdev([1, 3, 5, 5, 9]))
@@ -113,14 +113,14 @@ class TestRolloutMeans:
 
     def test_nothing_scored_is_nan_and_not_0(self):
         nothing = replace(BATCH, rewards=torch.full((6,), NAN), source_rewards={})
-        found = take_means(rollout_means(nothing), alone)
+        found = reduce_metrics(rollout_means(nothing), alone)
         assert math.isnan(found["rewards"]) and math.isnan(found["reward_deviation"])
         assert found["fraction_of_samples_scored"] == 0.0
 
 
 class TestReinforceMeans:
     def test_by_hand(self):
-        found = take_means(reinforce_means(trained(BATCH)), alone)
+        found = reduce_metrics(reinforce_means(trained(BATCH)), alone)
         valid, trains = [0, 1, 3, 4], [1, 3, 4]
         for name, factor in (("init_policy_kl", 1), ("rewards_with_kl", 2), ("baseline", 3)):
             assert found[name] == pytest.approx(factor * statistics.mean(valid)), name
@@ -132,12 +132,12 @@ class TestReinforceMeans:
         assert found["fraction_of_groups_without_spread"] == 0.5
 
     def test_every_estimate_of_the_kl(self):
-        found = take_means(reinforce_means(trained(BATCH)), alone)
+        found = reduce_metrics(reinforce_means(trained(BATCH)), alone)
         assert BATCH.log_probs is not None and BATCH.init_log_probs is not None
         for name in KL_ESTIMATORS:
             values = sequence_kl(BATCH.log_probs, BATCH.init_log_probs, BATCH.response_mask, estimator=name)
             assert found[f"kl_{name}"] == pytest.approx(values[BATCH.valid].mean().item())
-        without = take_means(reinforce_means(trained(replace(BATCH, init_log_probs=None))), alone)
+        without = reduce_metrics(reinforce_means(trained(replace(BATCH, init_log_probs=None))), alone)
         assert not any(name.startswith("kl_") for name in without)
 
 
@@ -173,7 +173,7 @@ class TestTakeMeans:
             )
         )
         whole = {**rollout_means(batch.rollouts), **reinforce_means(batch)}
-        expected = take_means(whole, alone)
+        expected = reduce_metrics(whole, alone)
         for ranks in (2, 3, 4):
             parts = []
             for rank in range(ranks):
@@ -188,24 +188,24 @@ class TestTakeMeans:
                     batch.trains[own],
                 )
                 parts.append({**rollout_means(part.rollouts), **reinforce_means(part)})
-            found = [take_means(part, lambda _, parts=parts: parts) for part in parts]
+            found = [reduce_metrics(part, lambda _, parts=parts: parts) for part in parts]
             for means in found:
                 assert means == pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True)
 
     def test_a_deviation_over_ranks_is_not_the_mean_of_theirs(self):
         parts: list[Statistics] = [{"x": RunningMoments.of(torch.full((2,), value))} for value in (0.0, 10.0)]
-        assert take_means(parts[0], lambda _: parts)["x"] == pytest.approx(statistics.stdev([0, 0, 10, 10]))
+        assert reduce_metrics(parts[0], lambda _: parts)["x"] == pytest.approx(statistics.stdev([0, 0, 10, 10]))
 
     def test_ranks_count_by_their_samples(self):
         parts: list[Statistics] = [{"x": Mean(3.0, 3.0)}, {"x": Mean(0.0, 0.0)}, {"x": Mean(5.0, 1.0)}]
-        assert take_means(parts[0], lambda _: parts) == {"x": 2.0}
+        assert reduce_metrics(parts[0], lambda _: parts) == {"x": 2.0}
 
     def test_a_name_that_a_rank_lacks_is_of_the_others(self):
         parts = [{}, {"x": Mean(4.0, 2.0), "y": RunningMoments.of(torch.tensor([1.0, 3.0]))}]
-        assert take_means(parts[0], lambda _: parts) == {"x": 2.0, "y": pytest.approx(math.sqrt(2))}
+        assert reduce_metrics(parts[0], lambda _: parts) == {"x": 2.0, "y": pytest.approx(math.sqrt(2))}
 
     def test_nothing_counted_is_nan(self):
-        found = take_means({"x": Mean(0.0, 0.0), "y": RunningMoments()}, alone)
+        found = reduce_metrics({"x": Mean(0.0, 0.0), "y": RunningMoments()}, alone)
         assert math.isnan(found["x"]) and math.isnan(found["y"])
 
 
@@ -247,7 +247,7 @@ class TestGapQuantiles:
 def test_gaps_by_age_over_ranks():
     gaps, ages = torch.tensor([0.5, -1.5, 0.25, 3.0]), torch.tensor([0, 1, 0, 1])
     parts = [gap_by_age(gaps[:3], ages[:3]), gap_by_age(gaps[3:], ages[3:])]
-    found = take_means(parts[0], lambda own: parts)
+    found = reduce_metrics(parts[0], lambda own: parts)
     assert found == {"generator_gap_age_0": 0.375, "generator_gap_age_1": 2.25}
 
 
