@@ -99,7 +99,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
                 rm = stack.enter_context(contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor)))
             else:
                 control.activity.begin("waiting for the generators")
-                with mesh.together():
+                with mesh.raise_on_all_ranks():
                     if mesh.is_main:
                         pool = stack.enter_context(contextlib.closing(open_pool(cfg, mesh, role, monitor, control)))
             trainer = build_trainer(cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint, control, pool)

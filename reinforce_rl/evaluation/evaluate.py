@@ -138,7 +138,7 @@ def evaluate(
         if last is not None:
             _add_kl(found, last, mesh, control)
         results = Results([], [])
-        with mesh.together():
+        with mesh.raise_on_all_ranks():
             if mesh.is_main:
                 results = _results(found, judge, is_scored=is_scored)
                 if out is not None:

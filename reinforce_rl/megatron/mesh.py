@@ -185,8 +185,14 @@ class Mesh:
                 raise _ERRORS.get(name, ReinforceError)(f"rank {rank} failed: {message}", key=key)
 
     @contextlib.contextmanager
-    def together(self, failure_of: Callable[[BaseException], Exception] | None = None) -> Iterator[None]:
-        """Raise on every rank if the block failed on one, `failure_of` what was raised there; a collective call."""
+    def raise_on_all_ranks(
+        self,
+        failure_of: Callable[[BaseException], Exception] | None = None,
+    ) -> Iterator[None]:
+        """Raise on every rank if the block raised on one; a collective call.
+
+        `failure_of` makes the error to raise from what the block raised; None raises that itself.
+        """
         failure: Any = None
         try:
             yield

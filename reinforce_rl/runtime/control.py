@@ -398,7 +398,7 @@ class RunControl:
                     role.share(WATCH, invitation.to_json())
                 else:
                     invitation = Invitation.from_json(role.shared(WATCH))
-                with mesh.together():
+                with mesh.raise_on_all_ranks():
                     if rank != 0 and invitation is not None:
                         watchdog.join(invitation)
             watchdog.start()

@@ -110,7 +110,7 @@ class Generators:
         if ticket.stored is not None:
             return [_unpacked(prompt.id, ticket.stored[prompt.id]) for prompt in prompts]
         found = None
-        with self._mesh.together():
+        with self._mesh.raise_on_all_ranks():
             if self._pool is not None:
                 found = self._pool.wait(list(chain.from_iterable(ticket.numbers)), self._stop)
         by_number = {result.number: result for result in self._unless_stopped(found)}
@@ -123,7 +123,7 @@ class Generators:
             This rank's results, in the order of their numbers, and how many were dropped on all ranks.
         """
         shares, found = self._mesh.gather_over_dp((list(numbers), count)), None
-        with self._mesh.together():
+        with self._mesh.raise_on_all_ranks():
             if self._pool is not None:
                 found = self._pool.take(shares, oldest, self._stop)
         results, dropped = self._unless_stopped(found)
@@ -185,7 +185,7 @@ class Generators:
 
     def publish(self, version: int, *, as_oldest: bool = False) -> None:
         """Send the policy's weights as this version; `as_oldest` where the generators are to have no earlier one."""
-        with self._mesh.together():
+        with self._mesh.raise_on_all_ranks():
             if self._pool is not None:
                 self._pool.announce(version)
         if self._mesh.dp_rank == 0:

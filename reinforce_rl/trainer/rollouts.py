@@ -250,7 +250,7 @@ class RolloutMaker:
         rewards, faults = batch.rewards, list[str | None]([None] * len(batch.rewards))
         sources: dict[str, torch.Tensor] = {}
         answers: list[Rewards] | None = []
-        with mesh.together():
+        with mesh.raise_on_all_ranks():
             if pending.futures:
                 answers = self.stop.unless_asked(lambda: [scores_of(*asked) for asked in pending.futures])
                 if answers is None:

@@ -442,7 +442,7 @@ class SeparateGenerators(Generators):
         """Send weights to generators that lack them, each time that a wait is interrupted, until it is over."""
         while True:
             is_wanted = False
-            with self._mesh.together():
+            with self._mesh.raise_on_all_ranks():
                 if isinstance(self._pool, SeparatePool):
                     is_wanted = not is_over(self._pool)
             if not self._mesh.from_main(is_wanted):
@@ -453,7 +453,7 @@ class SeparateGenerators(Generators):
         """Send the newest weights to all generators that lack them; a collective call."""
         while True:
             group = None
-            with self._mesh.together():
+            with self._mesh.raise_on_all_ranks():
                 if isinstance(self._pool, SeparatePool):
                     group = self._pool.group_for(self.version)
             if not self._mesh.from_main(group is not None):

@@ -96,7 +96,7 @@ def _join(cfg: TrainConfig, mesh: Mesh, control: RunControl) -> SeparateGenerato
         )
 
     rank = found = None
-    with mesh.together():
+    with mesh.raise_on_all_ranks():
         if mesh.is_main:
             number = 1 + secrets.randbits(40)
             folder, seconds = Path(cfg.exp_manager.explicit_log_dir), cfg.generator_timeout_seconds
@@ -117,7 +117,7 @@ def _join(cfg: TrainConfig, mesh: Mesh, control: RunControl) -> SeparateGenerato
                     )
                 time.sleep(_AGAIN_SECONDS)
     found = mesh.from_main(found)
-    with mesh.together(_not_reached):
+    with mesh.raise_on_all_ranks(_not_reached):
         if rank is None:
             rank = connected(*found)
     assert rank is not None

@@ -211,7 +211,7 @@ class OtherRank:
 
     is_block_leader = False
 
-    together = staticmethod(contextlib.nullcontext)
+    raise_on_all_ranks = staticmethod(contextlib.nullcontext)
 
 
 def test_only_the_rank_that_asks_starts_processes(tmp_path):

@@ -106,7 +106,7 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
             world_size=1,
             any_rank=bool,
             check_together=lambda failure: None,
-            together=contextlib.nullcontext,
+            raise_on_all_ranks=contextlib.nullcontext,
         ),
         generator=SimpleNamespace(awake=contextlib.nullcontext),
         settings=SimpleNamespace(seed=0, sampling=SimpleNamespace(stop_token_ids=(2, dot)), skip_special_tokens=True),

@@ -57,7 +57,7 @@ class OneRank:
     def any_rank(self, value: bool) -> bool:
         return value
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
+    def raise_on_all_ranks(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 

@@ -77,7 +77,7 @@ class ThreadMesh:
             if failure is not None:
                 raise error or type(failure)("another rank failed")
 
-    together = Mesh.together
+    raise_on_all_ranks = Mesh.raise_on_all_ranks
 
     def reset_count(self, name: str) -> None:
         self._threads.counts.pop(name, None)
