@@ -298,11 +298,16 @@ def build_trainer(
         folder = Path(cfg.exp_manager.explicit_log_dir) / "profile"
         profiler = StepProfiler(profile, folder, mesh.rank, mesh.device, monitor.note)
 
-    cut = partial(DefaultBatchIterator, rollout.rollout_micro_batch_size, rollout.val_rollout_micro_batch_size)
+    make_micro_batches = partial(
+        DefaultBatchIterator,
+        rollout.rollout_micro_batch_size,
+        rollout.val_rollout_micro_batch_size,
+    )
     stop, generators = control.stop if control else StopRequest(), None
     if cfg.placement == "disaggregated":
         kind = SeparateGenerators if cfg.generators == "separate" else Generators
-        generators = kind(model, pool, cut, stop, cfg.rollout_order == "finished")
+        takes_finished = cfg.rollout_order == "finished"
+        generators = kind(model, pool, make_micro_batches, stop, takes_finished)
 
     def fixed(prompts: PromptDataset | None, count: int | None) -> Callable[..., list[Any]] | None:
         return None if prompts is None else partial(fixed_prompts, prompts, count, mesh.dp_rank, mesh.dp_size)
@@ -323,7 +328,7 @@ def build_trainer(
         val_dataloader_builder=fixed(datasets.validation, rollout.num_val_samples),
         collate_fn=list,
         rm=rm,
-        batch_iterator_cls=cut,
+        batch_iterator_cls=make_micro_batches,
         logger=monitor,
         ckpt_callback=checkpointer,
         run_timer=timer,
