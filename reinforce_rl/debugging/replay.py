@@ -341,7 +341,7 @@ class _Replayer:
     def _table(self, step: int, batch: RolloutBatch, data: ReinforceBatch | None) -> pa.Table | None:
         """Return the samples of all ranks as they are recorded; None on all ranks but the first."""
         cfg, parts = self._cfg.trainer.reinforce, []
-        if self._mesh.is_block_leader:
+        if self._mesh.is_model_parallel_rank_0:
             rows = self._rows(step, self._prompts(batch), batch, data)
             advantages = data.advantages if data is not None and cfg.credit_assignment == "token" else None
             tokens = token_columns(batch, kl_estimator=cfg.kl_estimator_used, advantages=advantages)

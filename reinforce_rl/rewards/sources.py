@@ -115,7 +115,7 @@ def connect_to_reward_servers(
         on_failure.callback(CombinedRewards(sources).close)
         if functions:
             with mesh.raise_on_all_ranks():
-                if mesh.is_block_leader:  # only these ranks ask for rewards
+                if mesh.is_model_parallel_rank_0:  # only these ranks ask for rewards
                     pool.start()
         for name, server in servers.items():
             with mesh.raise_on_all_ranks():

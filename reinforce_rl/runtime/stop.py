@@ -92,7 +92,7 @@ class StopRequest:
     def asked_of_block(self, mesh: Mesh) -> bool:
         """Return whether this block's first rank was asked; called by, and equal on, all ranks of the block."""
         asked = self.reason is not None
-        return asked if mesh.dp_size == mesh.world_size else mesh.from_block_leader(asked)
+        return asked if mesh.dp_size == mesh.world_size else mesh.from_model_parallel_rank_0(asked)
 
     def check(self, mesh: Mesh, verdict: str | None = None) -> None:
         """Raise StoppedEarly, naming the signal, on all ranks if one was asked; collective.

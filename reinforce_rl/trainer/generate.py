@@ -102,7 +102,10 @@ class GeneratorRank:
         Raises ConnectionError: rank 0 is lost. What a generator's engine or a reward source raises goes to the
         trainers, which end the run.
         """
-        self._model, self._rm, self._activity, self._is_leader = model, rm, activity, model.mesh.is_block_leader
+        self._model = model
+        self._rm = rm
+        self._activity = activity
+        self._is_leader = model.mesh.is_model_parallel_rank_0
         self._is_alone = model.mesh.world_size == 1
         threading.Thread(target=self._receive, name="weights", daemon=True).start()
         self._scoring = ThreadPoolExecutor(_AT_ONCE, "rewards")
@@ -143,7 +146,7 @@ class GeneratorRank:
                             self._inbox.remove(work)
         elif waits:
             self._activity.begin("waiting for prompts")
-        return self._model.mesh.from_block_leader(works)
+        return self._model.mesh.from_model_parallel_rank_0(works)
 
     def _ask(self, count: int) -> None:
         more = count - self._asked - len(self._inbox)
@@ -244,16 +247,19 @@ class GeneratorRank:
                         action = "stop"
             if unfinished <= few:
                 action = "stop"
-        return action if self._is_alone else self._model.mesh.from_block_leader(action)
+        return action if self._is_alone else self._model.mesh.from_model_parallel_rank_0(action)
 
     def load_newest(self) -> None:
         self._load(self._newest())
 
     def _newest(self) -> int:
-        """Return the newest version that the block's leader has; the other ranks have it, or are receiving it."""
+        """Return the newest version that model-parallel rank 0 has.
+
+        The block's other ranks have it, or are receiving it.
+        """
         with self._changed:
             own = max(self._staged, default=self.version)
-        return self._model.mesh.from_block_leader(own)
+        return self._model.mesh.from_model_parallel_rank_0(own)
 
     def _advance(self, version: int) -> None:
         """Use the weights of a version once they have come; an engine takes them over when it wakes the next time."""

@@ -307,7 +307,7 @@ class ReinforceTrainer:
         mesh = self.model.mesh
         if mesh.world_size == 1:
             return
-        seconds = of_this_rank(self._clock.own_seconds, asks_for_rewards=mesh.is_block_leader)
+        seconds = of_this_rank(self._clock.own_seconds, asks_for_rewards=mesh.is_model_parallel_rank_0)
         all_seconds = mesh.gather_on_main(seconds)
         self.logger.log_ranks(self.step, all_seconds, self._clock.seconds["step_time"])
 

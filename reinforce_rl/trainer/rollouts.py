@@ -231,7 +231,7 @@ class RolloutMaker:
                         break
                     part = self.model.infer(batch, num_samples, seed, validation=validation)
                     parts.append(part)
-                    if mesh.is_block_leader and self.rm is not None:
+                    if mesh.is_model_parallel_rank_0 and self.rm is not None:
                         future = self.rm.infer_rm(reward_request(self.model, batch, part))
                         futures.append((future, len(part.lengths)))
         except GenerationError as error:
@@ -256,7 +256,7 @@ class RolloutMaker:
                 if answers is None:
                     sentence = f"stopped by {self.stop.reason}"
                     raise StoppedEarly(sentence, key="run.stop.by_signal")
-        if mesh.is_block_leader and (own := pending.work.to_owners(answers or [])):
+        if mesh.is_model_parallel_rank_0 and (own := pending.work.to_owners(answers or [])):
             rewards = torch.cat([answer.values for answer in own])
             faults = [fault for answer in own for fault in faults_of(answer)]
             # Rollouts of a checkpoint may have been scored by other sources.
@@ -264,7 +264,7 @@ class RolloutMaker:
             for source in dict.fromkeys(source for answer in own for source in answer.by_source):
                 parts = zip(own, unscored, strict=True)
                 sources[source] = torch.cat([part.by_source.get(source, nan) for part, nan in parts])
-        rewards, faults, sources = mesh.from_block_leader((rewards, faults, sources))
+        rewards, faults, sources = mesh.from_model_parallel_rank_0((rewards, faults, sources))
         self._check_failures(Counter(fault for fault in faults if fault is not None), len(rewards), name)
         scored = replace(batch, rewards=rewards, source_rewards=sources, score_faults=tuple(faults))
         return with_valid(scored, self.cfg.truncated_samples)
@@ -330,7 +330,7 @@ class RolloutMaker:
         mesh.check_together(next(failures, None))
         parts = [result.completions for result in results if result.completions is not None]
         futures = ()
-        if mesh.is_block_leader:
+        if mesh.is_model_parallel_rank_0:
             futures = tuple((Known(r.rewards, r.failure), len(p.lengths)) for r, p in zip(results, parts, strict=True))
         work = WorkQueue(mesh, [()] * len(parts), shared=False)
         return PendingRollouts(self._unscored(prompts, join_completions(parts, self.model.pad_id)), futures, work)

@@ -36,7 +36,7 @@ def gather_samples(
     """
     mesh = model.mesh
     parts: list[Samples] = []
-    if mesh.is_block_leader:
+    if mesh.is_model_parallel_rank_0:
         rows = sample_rows(
             step,
             prompts,

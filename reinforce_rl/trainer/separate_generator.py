@@ -106,8 +106,8 @@ class SeparateGeneratorRank(GeneratorRank):
         """Return the newest version that all ranks of this generator have: a transfer may fail on one of them."""
         with self._changed:
             own = {self.version, *self._staged}
-        of_ranks = self._model.mesh.gather_on_block_leader(own)
-        return self._model.mesh.from_block_leader(max(set.intersection(*of_ranks)) if of_ranks else None)
+        of_ranks = self._model.mesh.gather_on_model_parallel_rank_0(own)
+        return self._model.mesh.from_model_parallel_rank_0(max(set.intersection(*of_ranks)) if of_ranks else None)
 
     def _load(self, version: int) -> None:
         if self._groups is not None:  # a work is given once all ranks have a version for it

@@ -135,7 +135,7 @@ class StepRecorder:
         own = taken.result() if isinstance(taken, Future) else taken()
         self._known = own.after
         own = replace(own, **{name: self._of_copy(getattr(own, name)) for name in ("before", "after", "optimizer")})
-        parts = self._mesh.gather_on_main((own, updates if self._mesh.is_block_leader else None))
+        parts = self._mesh.gather_on_main((own, updates if self._mesh.is_model_parallel_rank_0 else None))
         if parts:
             of_leaders = [found for _, found in parts if found is not None]
             replace(record, updates=_added(of_leaders), ranks=[state for state, _ in parts]).write(self._folder)

@@ -327,7 +327,7 @@ class PlannedGenerator:
 def rank_of(generator: PlannedGenerator, inflight: str | None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A generator's rank without connections and model, whose results are kept."""
     rank: Any = object.__new__(GeneratorRank)
-    mesh = SimpleNamespace(from_block_leader=lambda value: value, is_block_leader=True)
+    mesh = SimpleNamespace(from_model_parallel_rank_0=lambda value: value, is_model_parallel_rank_0=True)
     architecture = SimpleNamespace(vocab_size=10)
     rank._model = SimpleNamespace(
         generator=generator, mesh=mesh, pad_id=0, settings=SimpleNamespace(sampling=None), lm=SimpleNamespace()

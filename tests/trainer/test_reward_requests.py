@@ -101,7 +101,7 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
         tokenizer=tokenizer,
         pad_id=0,
         mesh=SimpleNamespace(
-            is_block_leader=True,
+            is_model_parallel_rank_0=True,
             dp_size=1,
             world_size=1,
             any_rank=bool,

@@ -38,7 +38,7 @@ class OneRank:
 
     dp_rank = 0
     dp_size = 1
-    is_block_leader = True
+    is_model_parallel_rank_0 = True
     is_main = True
 
     def gather_over_dp(self, value: Any) -> list[Any]:
@@ -47,7 +47,7 @@ class OneRank:
     def sum_over_dp(self, value: Tensor) -> Tensor:
         return value
 
-    def from_block_leader(self, value: Any) -> Any:
+    def from_model_parallel_rank_0(self, value: Any) -> Any:
         return value
 
     def check_together(self, failure: Exception | None) -> None:
