@@ -35,7 +35,7 @@ from reinforce_rl.rewards.sources import connect_to_reward_servers, names_of_sco
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.guests import INVITATION_FILE
 from reinforce_rl.runtime.links import host_of_rank_0
-from reinforce_rl.runtime.phases import Activity
+from reinforce_rl.runtime.phases import PhaseTracker
 from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.runtime.settings import MEANING, check_changes, freeze_template_date, record, shared_settings
@@ -95,10 +95,10 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
                 monitor.note(mesh.layout.grid())
             rm = pool = None
             if cfg.placement == "colocated":
-                control.activity.begin("waiting for the reward server", has_deadline=True)
+                control.phases.begin("waiting for the reward server", has_deadline=True)
                 rm = stack.enter_context(contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor)))
             else:
-                control.activity.begin("waiting for the generators")
+                control.phases.begin("waiting for the generators")
                 with mesh.raise_on_all_ranks():
                     if mesh.is_main:
                         pool = stack.enter_context(contextlib.closing(open_pool(cfg, mesh, role, monitor, control)))
@@ -111,7 +111,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
                 trainer.fit()
             control.stop.check(mesh)
             if cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end:
-                control.activity.begin("export")
+                control.phases.begin("export")
                 source = cfg.pretrained_checkpoint.restore_from_path
                 exported = trainer.model.export(source, folder / "hf", trainer.step)
                 monitor.note(f"Hugging Face folder: {exported}")
@@ -163,7 +163,7 @@ def open_pool(
         wait_seconds=cfg.generator_timeout_seconds,
         staleness=cfg.staleness,
         bounds=bounds,
-        activity=control.activity,
+        phases=control.phases,
         status=control.status,
         stop=control.stop,
         note=monitor.note,
@@ -186,16 +186,16 @@ def generate(
     with contextlib.ExitStack() as stack:
         stack.callback(rank.close)
         try:
-            control.activity.begin("waiting for the reward server", has_deadline=True)
+            control.phases.begin("waiting for the reward server", has_deadline=True)
             monitor = SilentMonitor(cfg.exp_manager.explicit_log_dir)
             rm = stack.enter_context(contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor)))
-            control.activity.begin("loading the model")
+            control.phases.begin("loading the model")
             model = build_actor(cfg, mesh, tokenizer, trains=False, with_reference=False)
             stack.callback(model.generator.close)
         except ReinforceError as error:
             rank.fail(error)
             return
-        rank.run(model, rm, control.activity)
+        rank.run(model, rm, control.phases)
 
 
 def build_monitor(
@@ -262,11 +262,11 @@ def build_trainer(
     pool: GeneratorPool | None = None,
 ) -> ReinforceTrainer:
     """Build actor, optimizer and trainer, and restore `checkpoint` if given; `pool` is the generators' on rank 0."""
-    activity = control.activity if control else Activity()
-    activity.listen(monitor.phase)
+    phases = control.phases if control else PhaseTracker()
+    phases.listen(monitor.phase)
     sampler = build_sampler(cfg, datasets.train)
     updates = total_updates(cfg.trainer.reinforce, cfg.prompts_per_update, sampler.batch_sizes)
-    activity.begin("loading the model")
+    phases.begin("loading the model")
     model = build_actor(cfg, mesh, tokenizer)  # copies the reference, so it comes before the checkpoint
     megatron_optimizer, scheduler = build_optimizer(
         model.ddp, cfg.model.optim, clip_grad=cfg.trainer.reinforce.gradient_clip_val, total_steps=updates
@@ -336,7 +336,7 @@ def build_trainer(
             prompts_per_update=cfg.prompts_per_update,
             best=BestCheckpoints(saving.keep_best, saving.best_metric, saving.best_mode),
             test_dataloader_builder=fixed(datasets.test, None),
-            activity=activity,
+            phases=phases,
             stop=stop,
             profiler=profiler,
             generators=generators,

@@ -242,7 +242,7 @@ def _answers(
     with contextlib.ExitStack() as stack:
         rm = None
         if is_scored:
-            control.activity.begin("waiting for the reward server", has_deadline=True)
+            control.phases.begin("waiting for the reward server", has_deadline=True)
             rm = stack.enter_context(
                 contextlib.closing(connect_to_reward_servers(cfg, mesh, load_tokenizer(model), monitor))
             )
@@ -253,10 +253,10 @@ def _answers(
             rm,
             partial(DefaultBatchIterator, rollout.rollout_micro_batch_size, rollout.val_rollout_micro_batch_size),
             PromptLoader(datasets.train, build_sampler(cfg, datasets.train), mesh.dp_rank, mesh.dp_size),
-            StepClock(control.activity, mesh.device),
+            StepClock(control.phases, mesh.device),
             control.stop,
         )
-        batch = maker.answer("evaluation", 0, prompts, control.activity, samples)
+        batch = maker.answer("evaluation", 0, prompts, control.phases, samples)
         if with_log_probs:
             batch = replace(batch, log_probs=actor.get_inference_log_probs(*_where(batch)))
     skips = actor.settings.skip_special_tokens
@@ -273,7 +273,7 @@ def _answers(
 
 @contextlib.contextmanager
 def _loaded(cfg: TrainConfig, mesh: Mesh, control: RunControl, name: str) -> Iterator[MegatronGPTReinforceActorModel]:
-    control.activity.begin(f"loading {name}")
+    control.phases.begin(f"loading {name}")
     gc.collect()  # the model before
     actor = load_actor(cfg, mesh)
     with contextlib.closing(actor.generator):

@@ -51,7 +51,7 @@ class Phase:
     has_deadline: bool = False  # it waits for another program, with its own timeout
 
 
-class Activity:
+class PhaseTracker:
     """Current phase of this rank; set by one thread, read by any."""
 
     def __init__(self) -> None:
@@ -87,19 +87,19 @@ class StepClock:
 
     def __init__(
         self,
-        activity: Activity,
+        phases: PhaseTracker,
         device: torch.device,
         *,
         among_ranks: bool = False,
         profiler: StepProfiler | None = None,
     ):
-        self._activity, self._profiler = activity, profiler
+        self._phases, self._profiler = phases, profiler
         self._waits = WaitMeter(threading.get_ident()) if among_ranks else None
         self._memory = PeakMemory(device)
         self.start(0)
 
     def start(self, step: int) -> None:
-        self._activity.step = step
+        self._phases.step = step
         if self._profiler is not None:
             self._profiler.start(step)
         self._started = time.perf_counter()
@@ -109,7 +109,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def phase(self, name: str, *, has_deadline: bool = False) -> Iterator[None]:
-        self._activity.begin(name, has_deadline=has_deadline)
+        self._phases.begin(name, has_deadline=has_deadline)
         self._memory.start()
         started = time.perf_counter()
         nothing = contextlib.nullcontext()
@@ -126,7 +126,7 @@ class StepClock:
         """End the step; its total time is `step_time`."""
         self.seconds["step_time"] = time.perf_counter() - self._started
         if self._profiler is not None:
-            self._activity.begin("profile")
+            self._phases.begin("profile")
             self._profiler.stop()
 
 
@@ -156,14 +156,14 @@ class PeakMemory:
 
 
 @dataclass(frozen=True)
-class Place:
+class StackLocation:
     line: str  # innermost file and line in this package; empty if none
     in_collective: bool  # it waits for other ranks
     still_since: float  # `time.monotonic` of the first sample with the same stack
     of_role: bool = False  # it waits for ranks of another role
 
 
-class PlaceWatcher:
+class StackWatcher:
     """Tracks where a thread is; `thread` is its `threading.get_ident`."""
 
     def __init__(self, thread: int):
@@ -171,7 +171,7 @@ class PlaceWatcher:
         self._last: tuple[tuple[str, int], ...] = ()
         self._still_since = time.monotonic()
 
-    def look(self) -> Place:
+    def look(self) -> StackLocation:
         frame = _frame_of(self._thread)
         walk = [] if frame is None else traceback.walk_stack(frame)
         stack = tuple((one.f_code.co_filename, line) for one, line in walk)
@@ -181,7 +181,7 @@ class PlaceWatcher:
         own = next(((file, line) for file, line in stack if Path(file).is_relative_to(PACKAGE)), None)
         text = f"{Path(own[0]).relative_to(PACKAGE)}:{own[1]}" if own else ""
         of_role = _waits_for_role(innermost, own[0] if own else "")
-        return Place(text, of_role or _waits_for_ranks(innermost), self._still_since, of_role)
+        return StackLocation(text, of_role or _waits_for_ranks(innermost), self._still_since, of_role)
 
 
 @dataclass

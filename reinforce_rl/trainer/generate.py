@@ -22,7 +22,7 @@ from reinforce_rl.generation.weight_sync import load_weights, receive_weights
 from reinforce_rl.rewards.base import RewardFuture, RewardSource
 from reinforce_rl.runtime.guests import Guest
 from reinforce_rl.runtime.links import Invitation, Links, LinkThread
-from reinforce_rl.runtime.phases import Activity
+from reinforce_rl.runtime.phases import PhaseTracker
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.trainer.generator_pool import INVITATION
 from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
@@ -96,7 +96,7 @@ class GeneratorRank:
         with self._changed:
             self._wait(lambda: self._has_ended)
 
-    def run(self, model: MegatronGPTReinforceActorModel, rm: RewardSource, activity: Activity) -> None:
+    def run(self, model: MegatronGPTReinforceActorModel, rm: RewardSource, phases: PhaseTracker) -> None:
         """Answer prompts until the trainers end; `rm` scores the answers, asked by the block's first rank.
 
         Raises ConnectionError: rank 0 is lost. What a generator's engine or a reward source raises goes to the
@@ -104,7 +104,7 @@ class GeneratorRank:
         """
         self._model = model
         self._rm = rm
-        self._activity = activity
+        self._phases = phases
         self._is_leader = model.mesh.is_model_parallel_rank_0
         self._is_alone = model.mesh.world_size == 1
         threading.Thread(target=self._receive, name="weights", daemon=True).start()
@@ -130,7 +130,7 @@ class GeneratorRank:
         works: list[Work] | None = None
         if self._is_leader:
             if waits:
-                self._activity.begin("waiting for prompts")
+                self._phases.begin("waiting for prompts")
             with self._changed:
                 self._ask(count)
                 if waits:
@@ -145,7 +145,7 @@ class GeneratorRank:
                             works.append(work)
                             self._inbox.remove(work)
         elif waits:
-            self._activity.begin("waiting for prompts")
+            self._phases.begin("waiting for prompts")
         return self._model.mesh.from_model_parallel_rank_0(works)
 
     def _ask(self, count: int) -> None:
@@ -163,11 +163,11 @@ class GeneratorRank:
 
     def _respond(self, work: Work) -> None:
         """Answer a work with the weights that it asks for."""
-        self._activity.step = work.step
+        self._phases.step = work.step
         if work.version != self.version:
-            self._activity.begin("waiting for weights")
+            self._phases.begin("waiting for weights")
             self._advance(work.version)
-        self._activity.begin("generate")
+        self._phases.begin("generate")
         self._deliver(*self._answer(work))
 
     def _answer_groups(self, count: int) -> None:
@@ -193,8 +193,8 @@ class GeneratorRank:
             if (newest := self._newest()) > self.version and is_free:
                 self._advance(newest)
             if groups:
-                self._activity.step = max(work.step for work, _ in groups.values())
-                self._activity.begin("generate")
+                self._phases.step = max(work.step for work, _ in groups.values())
+                self._phases.begin("generate")
                 self._lengthen(groups, count)
 
     def _lengthen(self, groups: dict[int, tuple[Work, list[PartialResponse]]], count: int) -> None:
@@ -360,8 +360,8 @@ class GeneratorRank:
         while not condition():
             if self._failure is not None:
                 raise self._failure
-            if phase and self._activity.phase.has_deadline != bool(self._unscored):
-                self._activity.begin(phase, has_deadline=bool(self._unscored))
+            if phase and self._phases.phase.has_deadline != bool(self._unscored):
+                self._phases.begin(phase, has_deadline=bool(self._unscored))
             self._changed.wait(_POLL_SECONDS)
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:

@@ -120,7 +120,7 @@ class ReinforceTrainer:
         self._best = services.best
         self._prompts_per_update = services.prompts_per_update
         self._stop = services.stop
-        self._activity = services.activity
+        self._phases = services.phases
         self._time_budget = TimeBudget()
         self._validation_is_due = True
         self._saved_step: int | None = None
@@ -129,7 +129,7 @@ class ReinforceTrainer:
         self._data_position = self.train_dataloader.state_dict()
         self._drawn_position = self._data_position
         self._clock = StepClock(
-            services.activity,
+            services.phases,
             model.mesh.device,
             among_ranks=model.mesh.world_size > 1,
             profiler=services.profiler,
@@ -413,7 +413,7 @@ class ReinforceTrainer:
             name,
             self.step,
             prompts,
-            self._activity,
+            self._phases,
             records_tokens=self.logger.records_tokens(self.step),
         )
 
@@ -436,7 +436,7 @@ class ReinforceTrainer:
             self.ckpt_callback.finish()
 
     def _write_checkpoint(self) -> None:
-        self._activity.begin("checkpoint")
+        self._phases.begin("checkpoint")
         began = time.monotonic()
         later_rollouts = self.rollouts.state(self.step)
         waited = time.monotonic() - began

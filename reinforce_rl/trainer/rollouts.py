@@ -32,7 +32,7 @@ from reinforce_rl.rewards.base import (
     Rewards,
     RewardSource,
 )
-from reinforce_rl.runtime.phases import Activity, StepClock
+from reinforce_rl.runtime.phases import PhaseTracker, StepClock
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.disaggregated import Generators, Known, Ticket
 from reinforce_rl.trainer.messages import Result
@@ -168,7 +168,7 @@ class RolloutMaker:
         name: str,
         step: int,
         parts: Iterable[Sequence[Prompt]],
-        activity: Activity,
+        phases: PhaseTracker,
         *,
         records_tokens: bool = False,
     ) -> tuple[dict[str, float], Samples]:
@@ -178,7 +178,7 @@ class RolloutMaker:
         phase's. Raises as `make`.
         """
         prompts = [prompt for part in parts for prompt in part]
-        batch = self.answer(name, step, prompts, activity)
+        batch = self.answer(name, step, prompts, phases)
         means = reduce_metrics(validation_means(batch, prompts), self.model.mesh.gather_over_dp)
         samples = gather_samples(
             self.model,
@@ -191,13 +191,13 @@ class RolloutMaker:
         return means, samples
 
     def answer(
-        self, name: str, step: int, prompts: Sequence[Prompt], activity: Activity, num_samples: int = 1
+        self, name: str, step: int, prompts: Sequence[Prompt], phases: PhaseTracker, num_samples: int = 1
     ) -> RolloutBatch:
         """Sample this rank's prompts with validation's settings and score the responses; raises as `evaluate`."""
-        activity.begin(name)
+        phases.begin(name)
         with self.while_generating():
             pending = self.sample(prompts, num_samples, 0)
-        activity.begin(f"{name}: reward_wait", has_deadline=True)
+        phases.begin(f"{name}: reward_wait", has_deadline=True)
         return self.score(pending, f"the {name} after step {step}")
 
     def sample(

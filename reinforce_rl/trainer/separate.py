@@ -26,7 +26,7 @@ from reinforce_rl.errors import GenerationError, ReinforceError
 from reinforce_rl.generation.weight_sync import send_weights
 from reinforce_rl.runtime.guests import INVITATION_FILE, OpenInvitation, host_store
 from reinforce_rl.runtime.links import Links, LinkThread
-from reinforce_rl.runtime.phases import Activity
+from reinforce_rl.runtime.phases import PhaseTracker
 from reinforce_rl.runtime.reformed_group import ReformedGroup
 from reinforce_rl.runtime.status import StatusFile
 from reinforce_rl.runtime.stop import StopRequest
@@ -103,7 +103,7 @@ class SeparatePool(GeneratorPool):
         wait_seconds: float,
         staleness: int,
         bounds: ResultBounds,
-        activity: Activity,
+        phases: PhaseTracker,
         status: StatusFile,
         stop: StopRequest,
         note: Callable[[str], object],
@@ -112,7 +112,7 @@ class SeparatePool(GeneratorPool):
         self._idle: deque[int] = deque()  # numbers of generators that have asked for work
         self._folder, self._settings = folder, settings
         self._silence_seconds, self._wait_seconds, self._staleness = silence_seconds, wait_seconds, staleness
-        self._activity, self._status, self._stop, self._note = activity, status, stop, note
+        self._phases, self._status, self._stop, self._note = phases, status, stop, note
         self._generators: dict[int, _Generator] = {}
         self._newest = 0  # version that generators are to have
         self._sent: tuple[NewWeights, tuple[int, ...]] | None = None  # the last transfer and its ranks
@@ -154,7 +154,7 @@ class SeparatePool(GeneratorPool):
 
         Without a generator a stopped run does not wait. Raises GenerationError: none has come in time.
         """
-        with self._activity.having_deadline(), self._changed:
+        with self._phases.having_deadline(), self._changed:
             while not is_there():
                 self._tell()
                 is_alone = not any(one.is_ready for one in self._generators.values())

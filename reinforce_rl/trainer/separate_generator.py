@@ -16,7 +16,7 @@ from reinforce_rl.errors import EXIT_LOST_RANK, LostRankError, ReinforceError
 from reinforce_rl.generation.weight_sync import exchange_weights, receive_weights
 from reinforce_rl.rewards.base import RewardFuture
 from reinforce_rl.runtime.guests import Guest
-from reinforce_rl.runtime.phases import Activity, PlaceWatcher
+from reinforce_rl.runtime.phases import PhaseTracker, StackWatcher
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.generate import GeneratorRank
 from reinforce_rl.trainer.message_codec import encode
@@ -47,7 +47,7 @@ class SeparateGeneratorRank(GeneratorRank):
         device: torch.device,
         arrival: Arrival,
         stop: StopRequest,
-        activity: Activity,
+        phases: PhaseTracker,
         *,
         silence_seconds: float,
         hang_seconds: float,
@@ -57,8 +57,8 @@ class SeparateGeneratorRank(GeneratorRank):
     ):
         self._offers: deque[NewWeights] = deque()
         self._newest_received = -1  # version
-        self._stop, self._own_activity, self._hang_seconds = stop, activity, hang_seconds
-        self._place = PlaceWatcher(threading.get_ident())
+        self._stop, self._own_phases, self._hang_seconds = stop, phases, hang_seconds
+        self._place = StackWatcher(threading.get_ident())
         try:
             options = {"staleness": staleness, "groups": groups, "inflight": inflight}
             super().__init__(guest, device, silence_seconds=silence_seconds, **options)
@@ -80,7 +80,7 @@ class SeparateGeneratorRank(GeneratorRank):
         raise error
 
     def _beat(self) -> list[bytes]:
-        phase, place = self._own_activity.phase, self._place.look()
+        phase, place = self._own_phases.phase, self._place.look()
         if (
             phase.name == "generate"
             and (seconds := time.monotonic() - max(place.still_since, phase.since)) > self._hang_seconds

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from reinforce_rl.data.batches import Prompt
-from reinforce_rl.runtime.phases import Activity
+from reinforce_rl.runtime.phases import PhaseTracker
 from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.disaggregated import Generators
@@ -25,7 +25,7 @@ class TrainerServices:
     # Called with `collate_fn`, as the other two builders; None: no test after the training.
     test_dataloader_builder: Callable[..., Iterable[Sequence[Prompt]]] | None = None
     # The phase of this rank, which the watch over ranks and the progress line read.
-    activity: Activity = field(default_factory=Activity)
+    phases: PhaseTracker = field(default_factory=PhaseTracker)
     # Whether this rank was asked to stop, by a signal for instance; the default never is.
     stop: StopRequest = field(default_factory=StopRequest)
     # Traces chosen steps; None traces none.

@@ -409,7 +409,7 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
     def test_those_that_are_on_their_way_come_along(self, monkeypatch):
         """Else a generator that once had half of its prompts goes on so, in as many seconds a call."""
         rank = rank_of(PlannedGenerator({}), None, monkeypatch)
-        rank._activity = SimpleNamespace(begin=lambda phase: None)
+        rank._phases = SimpleNamespace(begin=lambda phase: None)
         monkeypatch.setattr("reinforce_rl.trainer.generate._ON_THEIR_WAY_SECONDS", 30.0)
 
         def answer() -> None:

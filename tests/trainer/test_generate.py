@@ -90,7 +90,7 @@ def rank_of(
     rank._awake = None
     rank._group = None
     rank._wake = lambda: None
-    rank._activity = SimpleNamespace(begin=lambda *_, **__: None, step=0)
+    rank._phases = SimpleNamespace(begin=lambda *_, **__: None, step=0)
     rank._links = SimpleNamespace(send=lambda *_: None)
     engine = Engine(rank)
     mesh = SimpleNamespace(from_model_parallel_rank_0=lambda value: value, is_model_parallel_rank_0=True)

@@ -25,10 +25,10 @@ def test_two_trainers_share_no_state_by_default():
     first = TrainerServices()
     second = TrainerServices()
     first.best.keep = 1
-    first.activity.step = 7
+    first.phases.step = 7
     first.stop.reason = "SIGTERM"
     assert second.best.keep == 0
-    assert second.activity.step == 0
+    assert second.phases.step == 0
     assert second.stop.reason is None
 
 
