@@ -169,6 +169,7 @@ class ReinforceTrainer:
                 with self._clock.phase("train_time"):
                     training_metrics = self.run_training(batch)
                 self.publish_weights()
+                self._complete_step()
                 self._clock.stop()
 
                 self.log_step({**rollout_metrics, **reinforce_metrics, **training_metrics}, batch)
@@ -274,8 +275,11 @@ class ReinforceTrainer:
         return self._baselines.beta.value if self.cfg.kl_placement == "loss" else None
 
     def publish_weights(self) -> None:
-        """Generate with the updated weights from now on, which completes the step."""
+        """Give the generator the updated weights, whose version is the step that trained them."""
         self.rollouts.refit(self.step + 1)
+
+    def _complete_step(self) -> None:
+        # From here on a run that is stopped resumes after this step.
         self.step += 1
         self._data_position = self._drawn_position
 
