@@ -34,7 +34,7 @@ from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.rewards.sources import connect_to_reward_servers, names_of_scores
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.guests import INVITATION_FILE
-from reinforce_rl.runtime.phases import Activity
+from reinforce_rl.runtime.phases import PhaseTracker
 from reinforce_rl.runtime.profiling import StepProfiler
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.runtime.settings import MEANING, check_changes, freeze_template_date, record
@@ -47,6 +47,7 @@ from reinforce_rl.trainer.generator_pool import GeneratorPool
 from reinforce_rl.trainer.messages import ResultBounds
 from reinforce_rl.trainer.reinforce import ROLLOUTS_FILE, ReinforceTrainer
 from reinforce_rl.trainer.separate import SeparateGenerators, SeparatePool
+from reinforce_rl.trainer.services import TrainerServices
 from reinforce_rl.trainer.state import BestCheckpoints
 from reinforce_rl.trainer.step_recorder import StepRecorder
 from reinforce_rl.trainer.updates import total_steps, total_updates
@@ -95,11 +96,11 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
                 monitor.note(mesh.layout.grid())
             rm = pool = None
             if cfg.placement == "colocated":
-                control.activity.begin("waiting for the reward server", has_deadline=True)
+                control.phases.begin("waiting for the reward server", has_deadline=True)
                 rm = stack.enter_context(contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor)))
             else:
-                control.activity.begin("waiting for the generators")
-                with mesh.together():
+                control.phases.begin("waiting for the generators")
+                with mesh.raise_on_all_ranks():
                     if mesh.is_main:
                         pool = stack.enter_context(contextlib.closing(open_pool(cfg, mesh, role, monitor, control)))
             trainer = build_trainer(cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint, control, pool)
@@ -111,7 +112,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
                 trainer.fit()
             control.stop.check(mesh)
             if cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end:
-                control.activity.begin("export")
+                control.phases.begin("export")
                 source = cfg.pretrained_checkpoint.restore_from_path
                 exported = trainer.model.export(source, folder / "hf", trainer.step)
                 monitor.note(f"Hugging Face folder: {exported}")
@@ -174,16 +175,16 @@ def generate(
     with contextlib.ExitStack() as stack:
         stack.callback(rank.close)
         try:
-            control.activity.begin("waiting for the reward server", has_deadline=True)
+            control.phases.begin("waiting for the reward server", has_deadline=True)
             monitor = SilentMonitor(cfg.exp_manager.explicit_log_dir)
             rm = stack.enter_context(contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor)))
-            control.activity.begin("loading the model")
+            control.phases.begin("loading the model")
             model = build_actor(cfg, mesh, tokenizer, trains=False, with_reference=False)
             stack.callback(model.generator.close)
         except ReinforceError as error:
             rank.fail(error)
             return
-        rank.run(model, rm, control.activity)
+        rank.run(model, rm, control.phases)
 
 
 def build_monitor(
@@ -250,11 +251,11 @@ def build_trainer(
     pool: GeneratorPool | None = None,
 ) -> ReinforceTrainer:
     """Build actor, optimizer and trainer, and restore `checkpoint` if given; `pool` is the generators' on rank 0."""
-    activity = control.activity if control else Activity()
-    activity.listen(monitor.phase)
+    phases = control.phases if control else PhaseTracker()
+    phases.listen(monitor.phase)
     sampler = build_sampler(cfg, datasets.train)
     updates = total_updates(cfg.trainer.reinforce, cfg.prompts_per_update, sampler.batch_sizes)
-    activity.begin("loading the model")
+    phases.begin("loading the model")
     model = build_actor(cfg, mesh, tokenizer)  # copies the reference, so it comes before the checkpoint
     megatron_optimizer, scheduler = build_optimizer(
         model.ddp, cfg.model.optim, clip_grad=cfg.trainer.reinforce.gradient_clip_val, total_steps=updates
@@ -286,11 +287,16 @@ def build_trainer(
         folder = Path(cfg.exp_manager.explicit_log_dir) / "profile"
         profiler = StepProfiler(profile, folder, mesh.rank, mesh.device, monitor.note)
 
-    cut = partial(DefaultBatchIterator, rollout.rollout_micro_batch_size, rollout.val_rollout_micro_batch_size)
+    make_micro_batches = partial(
+        DefaultBatchIterator,
+        rollout.rollout_micro_batch_size,
+        rollout.val_rollout_micro_batch_size,
+    )
     stop, generators = control.stop if control else StopRequest(), None
     if cfg.placement == "disaggregated":
         kind = SeparateGenerators if cfg.generators == "separate" else Generators
-        generators = kind(model, pool, cut, stop, cfg.rollout_order == "finished")
+        takes_finished = cfg.rollout_order == "finished"
+        generators = kind(model, pool, make_micro_batches, stop, takes_finished)
 
     def fixed(prompts: PromptDataset | None, count: int | None) -> Callable[..., list[Any]] | None:
         return None if prompts is None else partial(fixed_prompts, prompts, count, mesh.dp_rank, mesh.dp_size)
@@ -311,19 +317,21 @@ def build_trainer(
         val_dataloader_builder=fixed(datasets.validation, rollout.num_val_samples),
         collate_fn=list,
         rm=rm,
-        batch_iterator_cls=cut,
+        batch_iterator_cls=make_micro_batches,
         logger=monitor,
         ckpt_callback=checkpointer,
         run_timer=timer,
-        prompts_per_update=cfg.prompts_per_update,
-        best=BestCheckpoints(saving.keep_best, saving.best_metric, saving.best_mode),
-        test_dataloader_builder=fixed(datasets.test, None),
-        activity=activity,
-        stop=stop,
-        profiler=profiler,
-        generators=generators,
-        max_staleness=cfg.staleness,
-        recorder=recorder,
+        services=TrainerServices(
+            prompts_per_update=cfg.prompts_per_update,
+            best=BestCheckpoints(saving.keep_best, saving.best_metric, saving.best_mode),
+            test_dataloader_builder=fixed(datasets.test, None),
+            phases=phases,
+            stop=stop,
+            profiler=profiler,
+            generators=generators,
+            max_staleness=cfg.staleness,
+            recorder=recorder,
+        ),
     )
     if checkpoint is not None:
         check_lora_identity(model.lora, checkpoint.folder, checkpoint.trainer_state)

@@ -16,7 +16,7 @@ from pathlib import Path
 from findings.runs import CELLS, Job, Outcome, ReviewReward, configuration, lengthen_generation, run
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.runtime.phases import Activity
+from reinforce_rl.runtime.phases import PhaseTracker
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.trainer.build import build_actor, configured_mesh
 from reinforce_rl.trainer.generate import GeneratorRank
@@ -79,4 +79,4 @@ def _rank_of_role(job: Job, folder: Path, sender: Connection) -> None:
             tokenizer = load_tokenizer(config.pretrained_checkpoint.restore_from_path)
             model = build_actor(config, mesh, tokenizer, trains=False, with_reference=False)
             lengthen_generation(model, job)
-            generator.run(model, ReviewReward(CELLS[job.cell], job.seed), Activity())
+            generator.run(model, ReviewReward(CELLS[job.cell], job.seed), PhaseTracker())

@@ -160,7 +160,7 @@ class MegatronGPTReinforceActorModel:
         width = int(response_lengths.max()) if len(response_lengths) else 0
         out = torch.zeros((len(sequences), width))
         samples = _samples(sequences, prompt_lengths, response_lengths, group_ids)
-        cuts = self._cut(samples, self.settings.forward_micro_batch_size)
+        cuts = self._make_micro_batches(samples, self.settings.forward_micro_batch_size)
         if not cuts:
             return out
         self.lm.eval()
@@ -215,7 +215,8 @@ class MegatronGPTReinforceActorModel:
         trained = rows[batch.trains[rows]]
         inputs = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths, rollouts.group_ids)
         samples = _samples(*inputs)
-        cuts = [trained[cut] for cut in self._cut(samples.select(trained), self.settings.micro_batch_size)]
+        micro_batch_size = self.settings.micro_batch_size
+        cuts = [trained[cut] for cut in self._make_micro_batches(samples.select(trained), micro_batch_size)]
         # A rank without samples still runs an empty pass, or the collectives of the others would hang.
         parts: list[Tensor | None] = [*cuts] or [None]
         seen: list[tuple[Tensor, Tensor]] = []  # rows and their log-probs
@@ -285,7 +286,7 @@ class MegatronGPTReinforceActorModel:
             return PackedGroups(self.lm, *where, samples.group_ids)
         return PaddedSequences(self.lm, *where, pad_to=self.settings.pad_to, pad_id=self.pad_id)
 
-    def _cut(self, samples: _Samples, size: int) -> list[Tensor]:
+    def _make_micro_batches(self, samples: _Samples, size: int) -> list[Tensor]:
         most = self.settings.tokens_per_micro_batch
         if self.settings.shared_prefix:
             _, prompts, responses, group_ids = samples

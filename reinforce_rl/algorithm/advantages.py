@@ -30,7 +30,7 @@ class RewardGroups:
     rewards: Tensor  # [N], any floating type
     group_ids: Tensor  # [N], any integers; two equal prompts are two groups
     valid: Tensor  # bool [N]
-    past_mean: float = 0.0  # mean valid reward of past steps; see `PastSteps.reward_mean`
+    past_mean: float = 0.0  # mean valid reward of past steps; see `RunningBaselines.reward_mean`
 
     @classmethod
     def of(
@@ -133,7 +133,9 @@ def no_baseline(groups: RewardGroups) -> Advantages:
 
 @estimator("running_mean", "moving_average", "exponential_moving_average", compares_samples=False)
 def past_mean(groups: RewardGroups) -> Advantages:
-    """A = r - `PastSteps`' mean (Williams 1992; "REINFORCE with baseline" in arXiv:2402.14740).
+    """A = r - `RunningBaselines.reward_mean`.
+
+    Williams 1992; "REINFORCE with baseline" in arXiv:2402.14740.
 
     Unbiased, since the past does not depend on this step's samples.
     """

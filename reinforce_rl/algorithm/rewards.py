@@ -102,7 +102,7 @@ def shape_rewards(
     return shaped - shaping.truncation_penalty * overlong
 
 
-def less_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: int) -> Tensor:
+def subtract_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: int) -> Tensor:
     """Return shaped rewards [N] less beta times the KL [N].
 
     Raises:
@@ -129,7 +129,7 @@ def less_kl(rewards: Tensor, kl: Tensor, beta: float, valid: Tensor, step: int) 
     return found
 
 
-def in_group_with_spread(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
+def has_reward_variance(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     """Return bool [N]: True if the valid samples of the sample's group differ in reward."""
     groups, index = torch.unique(group_ids, return_inverse=True)
     exact = rewards.double()

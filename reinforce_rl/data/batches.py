@@ -139,6 +139,11 @@ class ReinforceBatch:
     shaped_rewards: Tensor | None = None  # float32 [N], without the KL; for the record
 
     @property
+    def trained_tokens(self) -> Tensor:
+        """bool [N, T]: True for the response tokens of samples that train."""
+        return self.rollouts.response_mask & self.trains[:, None]
+
+    @property
     def sequence_advantages(self) -> Tensor:
         """[N]: mean over a response's tokens."""
         return self.advantages.sum(dim=-1) / self.rollouts.response_lengths.clamp(min=1)

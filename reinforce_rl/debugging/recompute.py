@@ -38,7 +38,7 @@ from reinforce_rl.monitoring.report import overview
 from reinforce_rl.monitoring.view import frozen_page
 from reinforce_rl.trainer.advantages import reinforce_batch
 from reinforce_rl.trainer.reward_requests import with_valid
-from reinforce_rl.trainer.state import PastSteps, depends_on_past
+from reinforce_rl.trainer.state import RunningBaselines, depends_on_past
 from reinforce_rl.trainer.updates import reward_shaping
 from reinforce_rl.utils.files import write_atomically
 
@@ -177,14 +177,14 @@ class _SettingsBySteps:
 class _Side:
     """One of the two sets of settings, with the state that its earlier steps left behind."""
 
-    past: PastSteps
+    past: RunningBaselines
     _cfg: ReinforceConfig | None = None
 
     def recompute(
         self, step: StoredStep, batch: RolloutBatch, cfg: ReinforceConfig, max_length: int
     ) -> ReinforceBatch:
         if cfg is not self._cfg:
-            past = PastSteps(cfg)
+            past = RunningBaselines(cfg)
             if self._cfg is not None:
                 # As a resume with other settings does.
                 past.load_state_dict(self.past.state_dict())

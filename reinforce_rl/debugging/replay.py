@@ -223,7 +223,7 @@ class _Replayer:
         self._trainer = build_trainer(cfg, mesh, self._tokenizer, datasets, None, monitor, checkpoint)
         stack.enter_context(contextlib.closing(self._trainer.model.generator))
         # Log-probs of older weights are not the trainer's own.
-        self._trainer._rollouts = replace(self._trainer._rollouts, staleness=asked.staleness)
+        self._trainer.rollouts = replace(self._trainer.rollouts, staleness=asked.staleness)
         recorder = self._trainer.recorder
         assert recorder is not None
         self._recorder = recorder
@@ -262,12 +262,12 @@ class _Replayer:
                 results["generate"] = PhaseResult("generate", "not replayed", note=why)
             else:
                 samples = self._cfg.trainer.reinforce.num_rollouts_per_prompt
-                compare_samples("generate", trainer._rollouts.sample(self._prompts(batch), samples, step).batch)
+                compare_samples("generate", trainer.rollouts.sample(self._prompts(batch), samples, step).batch)
         if "score" in phases:
             results["score"] = self._score(steps[step], then, bounds)
         found = replace(batch, log_probs=None, init_log_probs=None)
         if "logprobs" in phases:
-            found = trainer._rollouts._with_log_probs(found)
+            found = trainer.rollouts.with_log_probs(found)
         if "advantages" in phases:
             compare_samples("advantages", batch, data)
         # Those of the update's pass were recorded where no other pass was needed.
@@ -275,7 +275,7 @@ class _Replayer:
         if "update" in phases or ("logprobs" in phases and of_update):
             self._update(data)
             self._recorder.finish()
-            found = replace(found, log_probs=trainer._log_probs) if of_update else found
+            found = replace(found, log_probs=trainer.policy_log_probs) if of_update else found
         if "logprobs" in phases:
             compare_samples("logprobs", found)
         if not mesh.is_main:
@@ -351,7 +351,7 @@ class _Replayer:
     def _table(self, step: int, batch: RolloutBatch, data: ReinforceBatch | None) -> pa.Table | None:
         """Return the samples of all ranks as they are recorded; None on all ranks but the first."""
         cfg, parts = self._cfg.trainer.reinforce, []
-        if self._mesh.is_block_leader:
+        if self._mesh.is_model_parallel_rank_0:
             rows = self._rows(step, self._prompts(batch), batch, data)
             advantages = data.advantages if data is not None and cfg.credit_assignment == "token" else None
             tokens = token_columns(batch, kl_estimator=cfg.kl_estimator_used, advantages=advantages)

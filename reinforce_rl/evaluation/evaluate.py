@@ -29,7 +29,7 @@ from reinforce_rl.evaluation.model import inference_config, load_actor
 from reinforce_rl.evaluation.results import Comparison, ModelResult, Results
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.loggers import JsonlLogger, Loggers
-from reinforce_rl.monitoring.metrics import take_means, validation_means
+from reinforce_rl.monitoring.metrics import reduce_metrics, validation_means
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.records import RolloutRow, Samples, sample_rows
 from reinforce_rl.monitoring.run import RunMonitor, SilentMonitor
@@ -138,7 +138,7 @@ def evaluate(
         if last is not None:
             _add_kl(found, last, mesh, control)
         results = Results([], [])
-        with mesh.together():
+        with mesh.raise_on_all_ranks():
             if mesh.is_main:
                 results = _results(found, judge, is_scored=is_scored)
                 if out is not None:
@@ -242,7 +242,7 @@ def _answers(
     with contextlib.ExitStack() as stack:
         rm = None
         if is_scored:
-            control.activity.begin("waiting for the reward server", has_deadline=True)
+            control.phases.begin("waiting for the reward server", has_deadline=True)
             rm = stack.enter_context(
                 contextlib.closing(connect_to_reward_servers(cfg, mesh, load_tokenizer(model), monitor))
             )
@@ -253,10 +253,10 @@ def _answers(
             rm,
             partial(DefaultBatchIterator, rollout.rollout_micro_batch_size, rollout.val_rollout_micro_batch_size),
             PromptLoader(datasets.train, build_sampler(cfg, datasets.train), mesh.dp_rank, mesh.dp_size),
-            StepClock(control.activity, mesh.device),
+            StepClock(control.phases, mesh.device),
             control.stop,
         )
-        batch = maker.answer("evaluation", 0, prompts, control.activity, samples)
+        batch = maker.answer("evaluation", 0, prompts, control.phases, samples)
         if with_log_probs:
             batch = replace(batch, log_probs=actor.get_inference_log_probs(*_where(batch)))
     skips = actor.settings.skip_special_tokens
@@ -266,14 +266,14 @@ def _answers(
         model=model,
         prompts={prompt.id: prompt for prompt in mesh.join_over_dp(list(prompts))},
         rows=mesh.join_over_dp(rows),
-        metrics=take_means(validation_means(batch, prompts), mesh.gather_over_dp),
+        metrics=reduce_metrics(validation_means(batch, prompts), mesh.gather_over_dp),
         own=batch,
     )
 
 
 @contextlib.contextmanager
 def _loaded(cfg: TrainConfig, mesh: Mesh, control: RunControl, name: str) -> Iterator[MegatronGPTReinforceActorModel]:
-    control.activity.begin(f"loading {name}")
+    control.phases.begin(f"loading {name}")
     gc.collect()  # the model before
     actor = load_actor(cfg, mesh)
     with contextlib.closing(actor.generator):

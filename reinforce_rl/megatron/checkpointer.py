@@ -345,9 +345,9 @@ class Checkpointer:
             sentence = f"checkpoint {folder} cannot be loaded: {reason}. {_way_out(folder)}"
             return CheckpointError(sentence, key=key_of(error, "checkpoint.folder.not_loaded"))
 
-        with mesh.together(failed):
+        with mesh.raise_on_all_ranks(failed):
             files.check_files(folder, mesh.rank, mesh.world_size)
-        with mesh.together(failed):
+        with mesh.raise_on_all_ranks(failed):
             self._load(folder)
 
     def _load(self, folder: Path) -> None:
@@ -402,7 +402,7 @@ class Checkpointer:
             )
 
         try:
-            with self._mesh.together(failed):
+            with self._mesh.raise_on_all_ranks(failed):
                 yield
         except CheckpointError:
             # No rank writes any more: each has come to the end of the block.

@@ -67,14 +67,14 @@ def to_megatron(
         sentence = f"rank {mesh.rank} cannot write {part}: {reason_of(error)}"
         return CheckpointError(sentence, key=key_of(error, "convert.folder.not_written"))
 
-    with mesh.together(failed):
+    with mesh.raise_on_all_ranks(failed):
         if mesh.is_main:
             shutil.rmtree(part, ignore_errors=True)
             (part / MODEL).mkdir(parents=True)
             carry_over(source, part)
-    with mesh.together(failed):
+    with mesh.raise_on_all_ranks(failed):
         dist_checkpointing.save({"model": lm.sharded_state_dict()}, str(part / MODEL))
-    with mesh.together(failed):
+    with mesh.raise_on_all_ranks(failed):
         if mesh.is_main:
             replace_folder(part, out)
     return out
@@ -147,7 +147,7 @@ def load_weights(lm: CausalLM, checkpoint: Path) -> None:
         sentence = f"checkpoint {checkpoint} cannot be loaded: {reason_of(error)}"
         return CheckpointError(sentence, key=key_of(error, "checkpoint.folder.not_loaded"))
 
-    with lm.mesh.together(failed):
+    with lm.mesh.raise_on_all_ranks(failed):
         if (checkpoint / MANIFEST_FILE).is_file():  # only a run's checkpoints have one
             check_files(checkpoint, lm.mesh.rank, lm.mesh.world_size)
         load_sharded(lm, {"model": trained_state(lm)}, checkpoint / MODEL)

@@ -213,7 +213,7 @@ def export_hf_folder(
         sentence = f"cannot write the Hugging Face folder {out}: {error}{space}"
         return CheckpointError(sentence, key=key_of(error, "model.folder.not_written"))
 
-    with mesh.together(failed):
+    with mesh.raise_on_all_ranks(failed):
         if mesh.is_main:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
@@ -231,11 +231,11 @@ def export_hf_folder(
     tensors = hf_tensors(lm, values, dtype=dtype, track=track) if first_copy else iter(())
     for file, names in files.items():
         shard: Any = dict(itertools.islice(tensors, len(names)))  # tensors on the main rank, None elsewhere
-        with mesh.together(failed):
+        with mesh.raise_on_all_ranks(failed):
             if mesh.is_main:
                 save_tensors(shard, part / file)
         shard.clear()  # free it before the next one is gathered
-    with mesh.together(failed):
+    with mesh.raise_on_all_ranks(failed):
         if mesh.is_main:
             replace_folder(part, out)
     return out

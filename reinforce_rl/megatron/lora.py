@@ -300,7 +300,7 @@ def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
             key="lora.folder.not_written",
         )
 
-    with mesh.together(failed):
+    with mesh.raise_on_all_ranks(failed):
         if mesh.is_main:
             shutil.rmtree(part, ignore_errors=True)
             write_adapter(tensors, settings, source, part)

@@ -1,6 +1,7 @@
 """Process groups and this rank's place in them; the only file that reads megatron's global `parallel_state`.
 
-A block is the tensor x context x pipeline ranks that share one model copy and work on the same prompts.
+A block is the tensor x context x pipeline ranks that share one model copy and work on the same
+prompts. Its first rank is called model-parallel rank 0.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Mesh:
         return self.rank == 0
 
     @property
-    def is_block_leader(self) -> bool:
-        """Return True on the rank of each block that requests rewards and gathers weights."""
+    def is_model_parallel_rank_0(self) -> bool:
+        """Return True on the rank of each block that asks for rewards and gathers weights."""
         return self.tp_rank == self.pp_rank == self.cp_rank == 0
 
     @property
@@ -136,16 +137,22 @@ class Mesh:
         """Broadcast a picklable value from the first rank."""
         return _from_rank(value, 0, dist.group.WORLD)
 
-    def from_block_leader(self, value: Any) -> Any:
-        """Broadcast a picklable value from the leader within its block."""
+    def from_model_parallel_rank_0(self, value: Any) -> Any:
+        """Broadcast a picklable value from model-parallel rank 0 within its block."""
         return _from_rank(value, 0, self.block_group)
 
-    def gather_on_block_leader(self, value: Any) -> list[Any]:
-        """Return the block's picklable values in rank order on its leader; an empty list on the others."""
+    def gather_on_model_parallel_rank_0(self, value: Any) -> list[Any]:
+        """Return the block's picklable values, in rank order, on its model-parallel rank 0.
+
+        An empty list on the others.
+        """
         return _on_first(value, self.block_group)
 
-    def copy_from_block_leader(self, tensor: Tensor) -> None:
-        """Broadcast the leader's tensor into `tensor`, of the same shape and dtype, within the block."""
+    def copy_from_model_parallel_rank_0(self, tensor: Tensor) -> None:
+        """Broadcast model-parallel rank 0's tensor into `tensor` within the block.
+
+        Both have the same shape and dtype.
+        """
         if dist.get_world_size(self.block_group) > 1:
             dist.broadcast(tensor, group=self.block_group, group_src=0)
 
@@ -186,8 +193,14 @@ class Mesh:
                 raise _ERRORS.get(name, ReinforceError)(f"rank {rank} failed: {message}", key=key)
 
     @contextlib.contextmanager
-    def together(self, failure_of: Callable[[BaseException], Exception] | None = None) -> Iterator[None]:
-        """Raise on every rank if the block failed on one, `failure_of` what was raised there; a collective call."""
+    def raise_on_all_ranks(
+        self,
+        failure_of: Callable[[BaseException], Exception] | None = None,
+    ) -> Iterator[None]:
+        """Raise on every rank if the block raised on one; a collective call.
+
+        `failure_of` makes the error to raise from what the block raised; None raises that itself.
+        """
         failure: Any = None
         try:
             yield
@@ -208,8 +221,8 @@ class Mesh:
 
     def count_by_block(self, name: str) -> int:
         """Add 1 for the whole block and return the new value on its ranks, which call this together."""
-        value = self.count(name) if self.is_block_leader else 0
-        return value if self.dp_size == self.world_size else self.from_block_leader(value)
+        value = self.count(name) if self.is_model_parallel_rank_0 else 0
+        return value if self.dp_size == self.world_size else self.from_model_parallel_rank_0(value)
 
     def barrier(self) -> None:
         dist.barrier()

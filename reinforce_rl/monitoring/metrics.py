@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from reinforce_rl.algorithm.kl import sequence_kl
-from reinforce_rl.algorithm.rewards import RunningMoments, in_group_with_spread
+from reinforce_rl.algorithm.rewards import RunningMoments, has_reward_variance
 from reinforce_rl.config.actor import KL_ESTIMATORS
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 
@@ -96,7 +96,7 @@ def group_spread(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Ten
 
     Only groups of at least two valid samples count. A group lies on one rank.
     """
-    differs = in_group_with_spread(rewards, group_ids, valid)
+    differs = has_reward_variance(rewards, group_ids, valid)
     members = [(group_ids == group) & valid for group in torch.unique(group_ids)]
     members = [rows for rows in members if int(rows.sum()) > 1]
     spread = [float(rewards[rows].double().std()) for rows in members]
@@ -104,7 +104,7 @@ def group_spread(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> tuple[Ten
     return torch.tensor(spread, dtype=torch.float64), torch.tensor(has_none, dtype=torch.bool)
 
 
-def take_means(statistics: Statistics, gather_over_ranks: GatherOverRanks) -> dict[str, float]:
+def reduce_metrics(statistics: Statistics, gather_over_ranks: GatherOverRanks) -> dict[str, float]:
     """Reduce to means and deviations over all ranks; NaN where nothing was counted. Ranks may lack some statistics."""
     parts: list[Statistics] = gather_over_ranks(statistics)
     taken = {}
@@ -149,6 +149,57 @@ def update_metrics(
         metrics["padding_fraction"] = 1.0 - total["sequence_tokens"] / total["padded_tokens"]
     means = ("entropy", "generator_gap", "generator_kl", "generator_capped", "generator_masked")
     return metrics | {name: total[name] / tokens if tokens else float("nan") for name in means if name in total}
+
+
+def trained_token_metrics(
+    batch: ReinforceBatch,
+    log_probs: Tensor,
+    *,
+    version: int | None,
+    sum_over_ranks: Callable[[Tensor], Tensor],
+    gather_over_ranks: GatherOverRanks,
+) -> dict[str, float]:
+    """Return the entropy of the trained tokens and their gaps to the generator, over all ranks.
+
+    Args:
+        log_probs: float32 [N, T] by the policy before the update; NaN where no pass computed them.
+        version: of the policy's weights, for the gaps by age; None if no rollouts are of older ones.
+    """
+    rollouts = batch.rollouts
+    gaps = generator_gaps(batch, log_probs)
+    statistics = sampled_entropy(log_probs[batch.trained_tokens])
+    has_versions = rollouts.weight_versions is not None
+    if version is not None and has_versions and rollouts.generator_log_probs is not None:
+        statistics |= gap_by_age(gaps, weight_ages(batch, version))
+    # One reduction of all statistics: a rank without samples has no ages, and must not skip it.
+    return {
+        **gap_quantiles(gaps, sum_over_ranks),
+        **reduce_metrics(statistics, gather_over_ranks),
+    }
+
+
+def generator_gaps(batch: ReinforceBatch, log_probs: Tensor) -> Tensor:
+    """Return `log_probs` [N, T] less the generator's, of the trained tokens, float32 [tokens].
+
+    Empty if the generator reports no log-probs.
+    """
+    rollouts = batch.rollouts
+    if rollouts.generator_log_probs is None:
+        return torch.zeros(0)
+    # A generator may pad its responses beyond the longest.
+    generator_log_probs = rollouts.generator_log_probs[:, : rollouts.width]
+    return (log_probs - generator_log_probs)[batch.trained_tokens]
+
+
+def weight_ages(batch: ReinforceBatch, version: int) -> Tensor:
+    """Return by how many steps the weights that drew the trained tokens lag behind `version`.
+
+    int64 [tokens]. Raises ValueError: the batch has no versions.
+    """
+    rollouts = batch.rollouts
+    if rollouts.weight_versions is None:
+        raise ValueError("the versions of the weights that drew these rollouts are not known")
+    return version - rollouts.weight_versions[:, : rollouts.width][batch.trained_tokens]
 
 
 def gap_quantiles(gaps: Tensor, total: Callable[[Tensor], Tensor]) -> dict[str, float]:

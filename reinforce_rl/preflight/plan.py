@@ -173,10 +173,12 @@ def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None
         samples=samples,
         prompts_of_rank=share,
         generation_calls=-(-share.most // rollout.rollout_micro_batch_size),
-        forward_micro_batches=len(_cut(cfg, share.most * samples, longest, rollout.forward_micro_batch_size)),
+        forward_micro_batches=len(
+            _make_micro_batches(cfg, share.most * samples, longest, rollout.forward_micro_batch_size)
+        ),
         prompts_of_update=Share(of_update, most),
         updates=rl.reinforce_epochs * -(-rollout.num_rollout_samples // of_update),
-        micro_batches=len(_cut(cfg, most * samples, longest, cfg.model.micro_batch_size)),
+        micro_batches=len(_make_micro_batches(cfg, most * samples, longest, cfg.model.micro_batch_size)),
         longest_prompt=longest_prompt,
         longest=longest,
         validation=validation,
@@ -189,7 +191,7 @@ def _longest_of(prompts: PromptDataset) -> int:
     return max(len(prompts[i].tokens) for i in range(len(prompts)))
 
 
-def _cut(cfg: TrainConfig, sequences: int, longest: int, size: int) -> list[torch.Tensor]:
+def _make_micro_batches(cfg: TrainConfig, sequences: int, longest: int, size: int) -> list[torch.Tensor]:
     return micro_batches(torch.full((sequences,), longest), size, cfg.model.tokens_per_micro_batch)
 
 
@@ -203,7 +205,7 @@ def plan_memory(cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, *, gpu: bo
     positions = -(-(batches.longest - 1) // multiple) * multiple // layout.context
 
     def micro_batch(sequences: int, size: int, in_flight: int) -> memory.Pass:
-        rows = len(_cut(cfg, sequences, batches.longest, size)[0])
+        rows = len(_make_micro_batches(cfg, sequences, batches.longest, size)[0])
         # A context-parallel rank may hold the ends of the sequences, with all of the responses.
         return memory.Pass(rows, positions, rows * min(response, positions), in_flight)
 

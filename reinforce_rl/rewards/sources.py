@@ -114,11 +114,11 @@ def connect_to_reward_servers(
     with ExitStack() as on_failure:
         on_failure.callback(CombinedRewards(sources).close)
         if functions:
-            with mesh.together():
-                if mesh.is_block_leader:  # only these ranks ask for rewards
+            with mesh.raise_on_all_ranks():
+                if mesh.is_model_parallel_rank_0:  # only these ranks ask for rewards
                     pool.start()
         for name, server in servers.items():
-            with mesh.together():
+            with mesh.raise_on_all_ranks():
                 source = _connect_to_reward_server(cfg, server, mesh, tokenizer, monitor)
                 sources.append(WeightedSource(name, source, server.weight))
         on_failure.pop_all()

@@ -34,7 +34,7 @@ from reinforce_rl.errors import (
     key_of,
 )
 from reinforce_rl.runtime.links import Invitation, Links
-from reinforce_rl.runtime.phases import Activity, PlaceWatcher
+from reinforce_rl.runtime.phases import PhaseTracker, StackWatcher
 from reinforce_rl.runtime.run_lock import run_lock
 from reinforce_rl.runtime.status import EXIT_INTERRUPTED, StatusFile, saved_step
 from reinforce_rl.runtime.stop import StopNow, StopRequest
@@ -99,9 +99,9 @@ class Watchdog:
 
     def __init__(self, run: RunControl, rank: int, world_size: int, *, silence_seconds: float, hang_seconds: float):
         self.rank = rank
-        self._run, self._activity, self._stop = run, run.activity, run.stop
+        self._run, self._phases, self._stop = run, run.phases, run.stop
         self._silence_seconds, self._hang_seconds = silence_seconds, hang_seconds
-        self._place = PlaceWatcher(threading.get_ident())
+        self._place = StackWatcher(threading.get_ident())
         self._links: Links | None = None
         self._others = {other: _Watched(Report(other, "?")) for other in (range(1, world_size) if rank == 0 else [0])}
         self._verdict: Verdict | None = None
@@ -139,7 +139,7 @@ class Watchdog:
                     key="ranks.rank.no_report",
                 )
         # Report each new phase at once, so that the verdict on a dead rank names its phase.
-        self._activity.listen(lambda name: self._send(self._state()))
+        self._phases.listen(lambda name: self._send(self._state()))
         self._thread.start()
 
     def explain(self, *, timed_out: str = "") -> Verdict | None:
@@ -201,7 +201,7 @@ class Watchdog:
             self._run.leave(verdict)
 
     def _report(self) -> Report:
-        phase, place = self._activity.phase, self._place.look()
+        phase, place = self._phases.phase, self._place.look()
         still = time.monotonic() - max(place.still_since, phase.since)
         waits = place.in_collective and not (place.of_role and phase.has_deadline)  # then for scores, too
         where = (phase.name, phase.step, phase.number, phase.has_deadline, place.line, waits, still)
@@ -332,7 +332,7 @@ _STOPPED_BEFORE_FIRST_STEP = "run.stop.before_first_step"
 
 class RunControl:
     def __init__(self, folder: str | Path, stop: StopRequest, status: StatusFile | None = None):
-        self.activity = Activity()
+        self.phases = PhaseTracker()
         self.stop = stop
         self.status = status or StatusFile(Path(folder), enabled=is_first_rank())
         self.has_begun = False  # the start was not refused, and the run's files may be changed
@@ -399,7 +399,7 @@ class RunControl:
                     role.share(WATCH, invitation.to_json())
                 else:
                     invitation = Invitation.from_json(role.shared(WATCH))
-                with mesh.together():
+                with mesh.raise_on_all_ranks():
                     if rank != 0 and invitation is not None:
                         watchdog.join(invitation)
             watchdog.start()
@@ -427,14 +427,14 @@ class RunControl:
             watchdog.end(*_outcome(error), key=_key_of_error(error))
             if verdict is not None:
                 if verdict.of_first:
-                    self.status.speak_for_first()
+                    self.status.take_over_reporting()
                 raise verdict.error() from error
             raise
 
     def leave(self, verdict: Verdict) -> None:
         """Exit from the watchdog's thread while the main thread is stuck."""
         if verdict.of_first:
-            self.status.speak_for_first()
+            self.status.take_over_reporting()
         self.status.end(verdict.exit_code, verdict.text)
         with contextlib.suppress(OSError, ValueError):
             if sys.stderr.isatty():

@@ -44,7 +44,7 @@ class Phase:
     has_deadline: bool = False  # it waits for another program, with its own timeout
 
 
-class Activity:
+class PhaseTracker:
     """Current phase of this rank; set by one thread, read by any."""
 
     def __init__(self) -> None:
@@ -80,19 +80,19 @@ class StepClock:
 
     def __init__(
         self,
-        activity: Activity,
+        phases: PhaseTracker,
         device: torch.device,
         *,
         among_ranks: bool = False,
         profiler: StepProfiler | None = None,
     ):
-        self._activity, self._profiler = activity, profiler
+        self._phases, self._profiler = phases, profiler
         self._waits = WaitMeter(threading.get_ident()) if among_ranks else None
         self._memory = PeakMemory(device)
         self.start(0)
 
     def start(self, step: int) -> None:
-        self._activity.step = step
+        self._phases.step = step
         if self._profiler is not None:
             self._profiler.start(step)
         self._started = time.perf_counter()
@@ -102,7 +102,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def phase(self, name: str, *, has_deadline: bool = False) -> Iterator[None]:
-        self._activity.begin(name, has_deadline=has_deadline)
+        self._phases.begin(name, has_deadline=has_deadline)
         self._memory.start()
         started = time.perf_counter()
         nothing = contextlib.nullcontext()
@@ -119,7 +119,7 @@ class StepClock:
         """End the step; its total time is `step_time`."""
         self.seconds["step_time"] = time.perf_counter() - self._started
         if self._profiler is not None:
-            self._activity.begin("profile")
+            self._phases.begin("profile")
             self._profiler.stop()
 
 
@@ -149,14 +149,14 @@ class PeakMemory:
 
 
 @dataclass(frozen=True)
-class Place:
+class StackLocation:
     line: str  # innermost file and line in this package; empty if none
     in_collective: bool  # it waits for other ranks
     still_since: float  # `time.monotonic` of the first sample with the same stack
     of_role: bool = False  # it waits for ranks of another role
 
 
-class PlaceWatcher:
+class StackWatcher:
     """Tracks where a thread is; `thread` is its `threading.get_ident`."""
 
     def __init__(self, thread: int):
@@ -164,7 +164,7 @@ class PlaceWatcher:
         self._last: tuple[tuple[str, int], ...] = ()
         self._still_since = time.monotonic()
 
-    def look(self) -> Place:
+    def look(self) -> StackLocation:
         frame = _frame_of(self._thread)
         frames = [] if frame is None else list(traceback.walk_stack(frame))
         stack = tuple((inner.f_code.co_filename, line) for inner, line in frames)
@@ -178,7 +178,7 @@ class PlaceWatcher:
                 text = f"{Path(code.co_filename).relative_to(PACKAGE)}:{line}"
                 break
         of_role = _waits_for_role(codes)
-        return Place(text, of_role or _waits_for_ranks(codes), self._still_since, of_role)
+        return StackLocation(text, of_role or _waits_for_ranks(codes), self._still_since, of_role)
 
 
 @dataclass

@@ -77,7 +77,7 @@ class StatusFile:
         """Say what a run that goes on waits for; empty for nothing."""
         self._write(replace(self._status, reason=reason))
 
-    def speak_for_first(self) -> None:
+    def take_over_reporting(self) -> None:
         """Write from now on, since rank 0 is lost."""
         self._status = read_status(self.path.parent) or self._status
         self.enabled = True

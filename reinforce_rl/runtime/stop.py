@@ -92,7 +92,7 @@ class StopRequest:
     def asked_of_block(self, mesh: Mesh) -> bool:
         """Return whether this block's first rank was asked; called by, and equal on, all ranks of the block."""
         asked = self.reason is not None
-        return asked if mesh.dp_size == mesh.world_size else mesh.from_block_leader(asked)
+        return asked if mesh.dp_size == mesh.world_size else mesh.from_model_parallel_rank_0(asked)
 
     def check(self, mesh: Mesh, verdict: str | None = None) -> None:
         """Raise StoppedEarly, naming the signal, on all ranks if one was asked; collective.
@@ -108,8 +108,10 @@ class StopRequest:
 
 
 @dataclass(frozen=True)
-class Outlook:
-    shortage: str | None = None  # why no step is begun; None if one fits
+class TimeBudget:
+    """What fits into the time that is left to a run."""
+
+    shortage: str | None = None  # why no other step fits; None if one does
     validates: bool = True  # a validation and the save after it fit
 
 
@@ -155,35 +157,47 @@ class RunTimer:
     def saved(self, seconds: float) -> None:
         self._save_seconds = seconds
 
-    def outlook(
+    def time_budget(
         self,
         *,
         validation: bool = False,  # due before that step
         validation_after: bool = False,  # due after that step
         save: bool = False,  # due before that step
         running_save: bool = False,  # one is being written in the background
-    ) -> Outlook:
-        """Return whether another step, as long as the longest of the last `RECENT_STEPS`, and the save after it fit.
+    ) -> TimeBudget:
+        """Return whether another step and the save after it fit.
 
-        The first step of a process begins whenever a save fits.
+        A step takes as long as the longest of the last `RECENT_STEPS`. The first step of a process
+        begins whenever a save fits.
         """
         if self._step_began is not None:
             self._steps.append(time.time() - self._step_began)
             self._step_began = None
-        left, a_step, a_save = self.seconds_left(), max(self._steps, default=0.0), self._save_seconds
-        a_validation = a_step if self._validation_seconds is None else self._validation_seconds
-        validations, saves = validation + validation_after, 1 + save + running_save
-        needed = a_step + validations * a_validation + saves * a_save
+        left = self.seconds_left()
+        step_seconds = max(self._steps, default=0.0)
+        save_seconds = self._save_seconds
+        validation_seconds = self._validation_seconds
+        if validation_seconds is None:
+            validation_seconds = step_seconds
+        validations = validation + validation_after
+        saves = 1 + save + running_save
+        needed = step_seconds + validations * validation_seconds + saves * save_seconds
         if with_margin(needed) <= left:
-            return Outlook()
-        of_end = a_validation + (1 + running_save) * a_save
-        known = self._validation_seconds is not None or bool(self._steps)
-        parts = [f"a step {a_step:.1f} s"] if self._steps else []
-        parts += [f"a validation {a_validation:.1f} s"] if validations else []
-        to_come = f"{', '.join([*parts, f'a save {a_save:.1f} s'])}, and with a margin all that is to come"
-        left_by = f"{max(left, 0.0):.1f} s are left by {self._bound}"
-        shortage = f"the time of this run is used up ({left_by}; {to_come} {with_margin(needed):.1f} s)"
-        return Outlook(shortage, validates=known and with_margin(of_end) <= left)
+            return TimeBudget()
+        parts = []
+        if self._steps:
+            parts.append(f"a step {step_seconds:.1f} s")
+        if validations:
+            parts.append(f"a validation {validation_seconds:.1f} s")
+        parts.append(f"a save {save_seconds:.1f} s")
+        shortage = (
+            f"the time of this run is used up ({max(left, 0.0):.1f} s are left by {self._bound}; "
+            f"{', '.join(parts)}, and with a margin all that is to come {with_margin(needed):.1f} s)"
+        )
+        # A validation that was not measured counts as a step, whose time may not be known either.
+        is_known = self._validation_seconds is not None or bool(self._steps)
+        end_seconds = validation_seconds + (1 + running_save) * save_seconds
+        return TimeBudget(shortage, validates=is_known and with_margin(end_seconds) <= left)
 
 
 def with_margin(seconds: float) -> float:

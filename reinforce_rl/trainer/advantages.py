@@ -13,13 +13,13 @@ from torch import Tensor
 
 from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, RewardGroups, assign_credit, whiten
 from reinforce_rl.algorithm.kl import reduce_over_tokens, token_kl
-from reinforce_rl.algorithm.rewards import less_kl, shape_rewards
+from reinforce_rl.algorithm.rewards import shape_rewards, subtract_kl
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 from reinforce_rl.trainer.updates import reward_shaping
 
 if TYPE_CHECKING:
     from reinforce_rl.config.actor import ReinforceConfig
-    from reinforce_rl.trainer.state import PastSteps
+    from reinforce_rl.trainer.state import RunningBaselines
 
 
 def response_kl(batch: RolloutBatch, cfg: ReinforceConfig) -> tuple[Tensor, Tensor]:
@@ -34,36 +34,75 @@ def response_kl(batch: RolloutBatch, cfg: ReinforceConfig) -> tuple[Tensor, Tens
 def reinforce_batch(
     batch: RolloutBatch,
     cfg: ReinforceConfig,
-    past: PastSteps,
+    past: RunningBaselines,
     *,
     step: int,
     max_length: int,
-    gather_over_ranks: Callable[[Any], list[Any]] = lambda own: [own],
+    gather_over_ranks: Callable[[Any], list[Any]] = lambda value: [value],
     rank: int = 0,
-    sum_over_ranks: Callable[[Tensor], Tensor] = lambda own: own,
+    sum_over_ranks: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> ReinforceBatch:
     """Shape rewards, apply the KL and compute advantages; return this data-parallel rank's batch.
 
-    Advantages use the global batch, so that they do not depend on its distribution over ranks. `max_length` is a
-    response's maximum tokens. Raises as `less_kl`.
+    Advantages use the global batch, so that they do not depend on its distribution over ranks.
+    `max_length` is a response's maximum tokens. Raises as `subtract_kl`.
     """
-    mask = batch.response_mask
     kl, kl_tokens = response_kl(batch, cfg)
-    own_columns = (batch.rewards, kl, batch.response_lengths, batch.is_end, batch.group_ids, batch.valid)
-    parts = gather_over_ranks(own_columns)
-    start = sum(len(part[0]) for part in parts[:rank])
-    own = slice(start, start + len(batch.rewards))
-    scores, all_kl, lengths, is_end, group_ids, valid = (torch.cat(c) for c in zip(*parts, strict=True))
-    rewards = shape_rewards(scores, valid, lengths, is_end, reward_shaping(cfg, max_length), past.scores)
-    in_reward = past.beta.value if cfg.kl_placement == "reward" else 0.0
-    with_kl = less_kl(rewards, all_kl, in_reward, valid, step)
-    groups = RewardGroups.of(with_kl, group_ids, valid, past.reward_mean(cfg.advantage_estimator))
-    found = ADVANTAGE_ESTIMATORS[cfg.advantage_estimator].function(groups).select(own)
+    local_columns = (
+        batch.rewards,
+        kl,
+        batch.response_lengths,
+        batch.is_end,
+        batch.group_ids,
+        batch.valid,
+    )
+    columns_of_ranks = gather_over_ranks(local_columns)
+    start = sum(len(columns[0]) for columns in columns_of_ranks[:rank])
+    local_rows = slice(start, start + len(batch.rewards))
+    scores, all_kl, lengths, is_end, group_ids, valid = (
+        torch.cat(parts) for parts in zip(*columns_of_ranks, strict=True)
+    )
 
-    trains = found.trains & (batch.is_end if cfg.truncated_samples == "mask" else True)
-    counted = mask & trains[:, None]
-    how = {"kl_placement": cfg.kl_placement, "assignment": cfg.credit_assignment, "discount": cfg.discount_factor}
-    advantages = assign_credit(found, rewards[own], kl, kl_tokens, counted, beta=past.beta.value, **how)
+    # Of the global batch.
+    shaping = reward_shaping(cfg, max_length)
+    rewards = shape_rewards(scores, valid, lengths, is_end, shaping, past.scores)
+    reward_beta = past.beta.value if cfg.kl_placement == "reward" else 0.0
+    rewards_with_kl = subtract_kl(rewards, all_kl, reward_beta, valid, step)
+    past_mean = past.reward_mean(cfg.advantage_estimator)
+    groups = RewardGroups.of(rewards_with_kl, group_ids, valid, past_mean)
+    all_advantages = ADVANTAGE_ESTIMATORS[cfg.advantage_estimator].function(groups)
+
+    # Of this rank.
+    shaped_rewards = rewards[local_rows]
+    advantages = all_advantages.select(local_rows)
+    trains = advantages.trains
+    if cfg.truncated_samples == "mask":
+        trains = trains & batch.is_end
+    trained_tokens = batch.response_mask & trains[:, None]
+    token_advantages = assign_credit(
+        advantages,
+        shaped_rewards,
+        kl,
+        kl_tokens,
+        trained_tokens,
+        beta=past.beta.value,
+        kl_placement=cfg.kl_placement,
+        assignment=cfg.credit_assignment,
+        discount=cfg.discount_factor,
+    )
     if cfg.advantage_whitening != "none":
-        advantages = whiten(advantages, counted, unit=cfg.advantage_whitening, total=sum_over_ranks)
-    return ReinforceBatch(batch, kl, groups.rewards[own], found.baseline, advantages, trains, rewards[own])
+        token_advantages = whiten(
+            token_advantages,
+            trained_tokens,
+            unit=cfg.advantage_whitening,
+            total=sum_over_ranks,
+        )
+    return ReinforceBatch(
+        rollouts=batch,
+        kl=kl,
+        rewards_with_kl=groups.rewards[local_rows],
+        baseline=advantages.baseline,
+        advantages=token_advantages,
+        trains=trains,
+        shaped_rewards=shaped_rewards,
+    )

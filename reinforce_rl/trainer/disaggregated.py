@@ -55,7 +55,7 @@ class Generators:
 
     Args:
         pool: on rank 0, else None.
-        cut: called with (prompts, validation); yields the micro-batches.
+        make_micro_batches: called with (prompts, validation); yields prompts to generate together.
         takes_finished: see rollout_order.
     """
 
@@ -63,12 +63,15 @@ class Generators:
         self,
         model: MegatronGPTReinforceActorModel,
         pool: GeneratorPool | None,
-        cut: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]],
+        make_micro_batches: Callable[[Sequence[Prompt], bool], Iterable[Sequence[Prompt]]],
         stop: StopRequest,
         takes_finished: bool = False,
     ):
         self.takes_finished = takes_finished
-        self._model, self._pool, self._cut, self._stop = model, pool, cut, stop
+        self._model = model
+        self._pool = pool
+        self._make_micro_batches = make_micro_batches
+        self._stop = stop
         self._numbers = count()
         self._stored: dict[int, dict[str, Any]] = {}  # by prompt, rollouts of a checkpoint that may be trained on
         self.version = 0  # of the newest weights that the generators were sent
@@ -81,8 +84,12 @@ class Generators:
     def submit(self, prompts: Sequence[Prompt], num_samples: int, seed: int, step: int, version: int) -> Ticket:
         """Queue this rank's share of the prompts of a step, 0 for a validation, behind all submitted before."""
         or_newer = self.takes_finished and step > 0
-        parts = [(prompt,) for prompt in prompts] if or_newer else map(tuple, self._cut(prompts, step == 0))
-        shares = self._mesh.gather_over_dp(list(parts))
+        parts: list[tuple[Prompt, ...]]
+        if or_newer:
+            parts = [(prompt,) for prompt in prompts]
+        else:
+            parts = [tuple(part) for part in self._make_micro_batches(prompts, step == 0)]
+        shares = self._mesh.gather_over_dp(parts)
         version = self._oldest if or_newer else max(version, self._oldest)
         numbered = [[(next(self._numbers), part) for part in share] for share in shares]
         # Ends of shares may be smaller; taking them last shortens the final wait.
@@ -110,7 +117,7 @@ class Generators:
         if ticket.stored is not None:
             return [_unpacked(prompt.id, ticket.stored[prompt.id]) for prompt in prompts]
         found = None
-        with self._mesh.together():
+        with self._mesh.raise_on_all_ranks():
             if self._pool is not None:
                 found = self._pool.wait(list(chain.from_iterable(ticket.numbers)), self._stop)
         by_number = {result.number: result for result in self._unless_stopped(found)}
@@ -123,7 +130,7 @@ class Generators:
             This rank's results, in the order of their numbers, and how many were dropped on all ranks.
         """
         shares, found = self._mesh.gather_over_dp((list(numbers), count)), None
-        with self._mesh.together():
+        with self._mesh.raise_on_all_ranks():
             if self._pool is not None:
                 found = self._pool.take(shares, oldest, self._stop)
         results, dropped = self._unless_stopped(found)
@@ -185,7 +192,7 @@ class Generators:
 
     def publish(self, version: int, *, as_oldest: bool = False) -> None:
         """Send the policy's weights as this version; `as_oldest` where the generators are to have no earlier one."""
-        with self._mesh.together():
+        with self._mesh.raise_on_all_ranks():
             if self._pool is not None:
                 self._pool.announce(version)
         if self._mesh.dp_rank == 0:

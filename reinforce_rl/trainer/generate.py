@@ -22,7 +22,7 @@ from reinforce_rl.generation.weight_sync import load_weights, receive_weights
 from reinforce_rl.rewards.base import RewardFuture, RewardSource
 from reinforce_rl.runtime.guests import Guest
 from reinforce_rl.runtime.links import Invitation, Links, LinkThread
-from reinforce_rl.runtime.phases import Activity, wait_for_role
+from reinforce_rl.runtime.phases import PhaseTracker, wait_for_role
 from reinforce_rl.runtime.roles import RankRole
 from reinforce_rl.trainer.generator_pool import INVITATION
 from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
@@ -96,13 +96,16 @@ class GeneratorRank:
         with self._changed:
             self._wait(lambda: self._has_ended)
 
-    def run(self, model: MegatronGPTReinforceActorModel, rm: RewardSource, activity: Activity) -> None:
+    def run(self, model: MegatronGPTReinforceActorModel, rm: RewardSource, phases: PhaseTracker) -> None:
         """Answer prompts until the trainers end; `rm` scores the answers, asked by the block's first rank.
 
         Raises ConnectionError: rank 0 is lost. What a generator's engine or a reward source raises goes to the
         trainers, which end the run.
         """
-        self._model, self._rm, self._activity, self._is_leader = model, rm, activity, model.mesh.is_block_leader
+        self._model = model
+        self._rm = rm
+        self._phases = phases
+        self._is_leader = model.mesh.is_model_parallel_rank_0
         self._is_alone = model.mesh.world_size == 1
         threading.Thread(target=self._receive, name="weights", daemon=True).start()
         self._scoring = ThreadPoolExecutor(_AT_ONCE, "rewards")
@@ -127,7 +130,7 @@ class GeneratorRank:
         works: list[Work] | None = None
         if self._is_leader:
             if waits:
-                self._activity.begin("waiting for prompts")
+                self._phases.begin("waiting for prompts")
             with self._changed:
                 self._ask(count)
                 if waits:
@@ -146,8 +149,8 @@ class GeneratorRank:
                             works.append(work)
                             self._inbox.remove(work)
         elif waits:
-            self._activity.begin("waiting for prompts")
-        return self._model.mesh.from_block_leader(works)
+            self._phases.begin("waiting for prompts")
+        return self._model.mesh.from_model_parallel_rank_0(works)
 
     def _ask(self, count: int) -> None:
         more = count - self._asked - len(self._inbox)
@@ -164,11 +167,11 @@ class GeneratorRank:
 
     def _respond(self, work: Work) -> None:
         """Answer a work with the weights that it asks for."""
-        self._activity.step = work.step
+        self._phases.step = work.step
         if work.version != self.version:
-            self._activity.begin("waiting for weights")
+            self._phases.begin("waiting for weights")
             self._advance(work.version)
-        self._activity.begin("generate")
+        self._phases.begin("generate")
         self._deliver(*self._answer(work))
 
     def _answer_groups(self, count: int) -> None:
@@ -194,8 +197,8 @@ class GeneratorRank:
             if (newest := self._newest()) > self.version and is_free:
                 self._advance(newest)
             if groups:
-                self._activity.step = max(work.step for work, _ in groups.values())
-                self._activity.begin("generate")
+                self._phases.step = max(work.step for work, _ in groups.values())
+                self._phases.begin("generate")
                 self._lengthen(groups, count)
 
     def _lengthen(self, groups: dict[int, tuple[Work, list[PartialResponse]]], count: int) -> None:
@@ -248,16 +251,19 @@ class GeneratorRank:
                         action = "stop"
             if unfinished <= few:
                 action = "stop"
-        return action if self._is_alone else self._model.mesh.from_block_leader(action)
+        return action if self._is_alone else self._model.mesh.from_model_parallel_rank_0(action)
 
     def load_newest(self) -> None:
         self._load(self._newest())
 
     def _newest(self) -> int:
-        """Return the newest version that the block's leader has; the other ranks have it, or are receiving it."""
+        """Return the newest version that model-parallel rank 0 has.
+
+        The block's other ranks have it, or are receiving it.
+        """
         with self._changed:
             own = max(self._staged, default=self.version)
-        return self._model.mesh.from_block_leader(own)
+        return self._model.mesh.from_model_parallel_rank_0(own)
 
     def _advance(self, version: int) -> None:
         """Use the weights of a version once they have come; an engine takes them over when it wakes the next time."""
@@ -358,8 +364,8 @@ class GeneratorRank:
         while not condition():
             if self._failure is not None:
                 raise self._failure
-            if phase and self._activity.phase.has_deadline != bool(self._unscored):
-                self._activity.begin(phase, has_deadline=bool(self._unscored))
+            if phase and self._phases.phase.has_deadline != bool(self._unscored):
+                self._phases.begin(phase, has_deadline=bool(self._unscored))
             wait_for_role(self._changed, _POLL_SECONDS)
 
     def _on_message(self, rank: int, parts: list[memoryview]) -> None:

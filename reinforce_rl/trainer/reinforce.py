@@ -1,46 +1,43 @@
 """The REINFORCE trainer; `fit` is the training loop.
 
-There is no critic, and by default one optimizer step per rollout batch, hence no ratio and no clipping.
+There is no critic, and by default one optimizer step per rollout batch, hence no ratio and no
+clipping.
 
-Notation: P prompts on this data-parallel rank, G samples a prompt, N = P * G sequences, T response tokens.
+Notation: P prompts on this data-parallel rank, G samples a prompt, N = P * G sequences, T response
+tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from reinforce_rl.data.batches import Prompt, ReinforceBatch, RolloutBatch
 from reinforce_rl.data.sampler import step_seed
 from reinforce_rl.errors import CheckpointError, GenerationError, RewardServerError, StoppedEarly
 from reinforce_rl.monitoring.metrics import (
-    gap_by_age,
-    gap_quantiles,
+    reduce_metrics,
     reinforce_means,
-    sampled_entropy,
-    take_means,
+    trained_token_metrics,
     update_metrics,
 )
-from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, token_columns
+from reinforce_rl.monitoring.records import Samples
 from reinforce_rl.monitoring.stragglers import of_this_rank
 from reinforce_rl.rewards.base import RewardSource
-from reinforce_rl.runtime.phases import Activity, StepClock
-from reinforce_rl.runtime.profiling import StepProfiler
-from reinforce_rl.runtime.stop import Outlook, RunTimer, StopRequest
+from reinforce_rl.runtime.phases import StepClock
+from reinforce_rl.runtime.stop import RunTimer, TimeBudget
 from reinforce_rl.trainer.advantages import reinforce_batch
-from reinforce_rl.trainer.disaggregated import Generators
+from reinforce_rl.trainer.policy_update import PolicyUpdate
 from reinforce_rl.trainer.rollouts import RolloutMaker
-from reinforce_rl.trainer.state import BestCheckpoints, Divergence, PastSteps
-from reinforce_rl.trainer.step_recorder import LOSS, SUM, StepRecorder
+from reinforce_rl.trainer.samples import gather_samples
+from reinforce_rl.trainer.services import TrainerServices
+from reinforce_rl.trainer.state import NonFiniteGuard, RunningBaselines
 from reinforce_rl.trainer.updates import denominators_of, mini_batches, total_steps
 
 if TYPE_CHECKING:
@@ -62,16 +59,22 @@ class ReinforceTrainer:
 
     Args:
         cfg: `trainer.reinforce`.
-        optimizer: `.step()` applies the gradient of `model.get_loss_and_metrics`; see `ActorOptimizer`.
+        optimizer: `.step()` applies the gradient of `model.get_loss_and_metrics`; see
+            `ActorOptimizer`.
         scheduler: learning rate; exposed only, the optimizer steps it.
-        train_dataloader_builder, val_..., test_...: called with `collate_fn`; None for no validation or test.
-        batch_iterator_cls: called with (prompts, validation); yields the batches to generate together.
+        train_dataloader_builder, val_...: called with `collate_fn`; None for no validation.
+        batch_iterator_cls: called with (prompts, validation); yields the batches to generate
+            together.
         logger: does nothing on every rank but the first.
-        prompts_per_update: prompts per optimizer step, over all ranks; None for the whole rollout batch.
-        best: which validations' checkpoints to keep; None keeps none.
-        generators: on ranks of their own, whose rollouts are of weights at most `max_staleness` steps old; None: the
-            model generates.
-        recorder: of what each step took and gave; None records samples alone.
+        services: the arguments that NeMo-Aligner's trainer does not have; None for their defaults.
+
+    Attributes:
+        step: rollout batches trained on.
+        max_steps: rollout batches of the whole run; dynamic filtering may end it sooner.
+        rollouts: samples and scores the prompts of a step.
+        policy_log_probs: float32 [N, T] of the last batch that was trained on, by the policy before
+            its update; NaN where no pass has computed them.
+        non_finite_guard: ends a run whose gradients or weights are not finite.
     """
 
     def __init__(
@@ -88,46 +91,52 @@ class ReinforceTrainer:
         logger: RunMonitor,
         ckpt_callback: Checkpointer,
         run_timer: RunTimer,
-        prompts_per_update: int | None = None,
-        best: BestCheckpoints | None = None,
-        test_dataloader_builder: Callable[..., Iterable[Sequence[Prompt]]] | None = None,
-        activity: Activity | None = None,
-        stop: StopRequest | None = None,
-        profiler: StepProfiler | None = None,
-        generators: Generators | None = None,
-        max_staleness: int = 0,
-        recorder: StepRecorder | None = None,
+        *,
+        services: TrainerServices | None = None,
     ):
+        services = services or TrainerServices()
         self.cfg = cfg
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.train_dataloader = train_dataloader_builder(collate_fn=collate_fn)
-        self.val_dataloader = val_dataloader_builder and val_dataloader_builder(collate_fn=collate_fn)
-        self.test_dataloader = test_dataloader_builder and test_dataloader_builder(collate_fn=collate_fn)
+        self.val_dataloader = None
+        if val_dataloader_builder is not None:
+            self.val_dataloader = val_dataloader_builder(collate_fn=collate_fn)
+        self.test_dataloader = None
+        if services.test_dataloader_builder is not None:
+            self.test_dataloader = services.test_dataloader_builder(collate_fn=collate_fn)
         self.rm = rm
         self.logger = logger
         self.ckpt_callback = ckpt_callback
         self.run_timer = run_timer
-        self.step = 0  # rollout batches trained on
-        self.wandb_run_id: str | None = None
+        self.recorder = services.recorder
+        self.step = 0
         self.max_steps = total_steps(cfg, len(self.train_dataloader))
-        self._stop = stop or StopRequest()
-        self._prompts_per_update = prompts_per_update
-        self._data_position = self._position = self.train_dataloader.state_dict()
-        self._saved_step: int | None = None
+        self.wandb_run_id: str | None = None
+        self.policy_log_probs: Tensor | None = None
+        self.non_finite_guard = NonFiniteGuard(cfg.max_skipped_steps)
+        self._baselines = RunningBaselines(cfg)
+        self._best = services.best
+        self._prompts_per_update = services.prompts_per_update
+        self._stop = services.stop
+        self._phases = services.phases
+        self._time_budget = TimeBudget()
         self._validation_is_due = True
-        self._outlook = Outlook()
-        self._best = best or BestCheckpoints()
-        self._prompts: list[Prompt] = []
-        self._log_probs: Tensor | None = None  # by the policy before the last update
-        self._divergence = Divergence(cfg.max_skipped_steps)
-        self._past = PastSteps(cfg)
-        self._activity = activity or Activity()
-        self.recorder = recorder
-        several = model.mesh.world_size > 1
-        self._clock = StepClock(self._activity, model.mesh.device, among_ranks=several, profiler=profiler)
-        self._rollouts = RolloutMaker(
+        self._saved_step: int | None = None
+        self._prompts: list[Prompt] = []  # of the step under way, this rank's share
+        # The loader's position after the last complete step, and after the prompts drawn last.
+        self._data_position = self.train_dataloader.state_dict()
+        self._drawn_position = self._data_position
+        self._clock = StepClock(
+            services.phases,
+            model.mesh.device,
+            among_ranks=model.mesh.world_size > 1,
+            profiler=services.profiler,
+        )
+        # Frees GPU memory for the generator.
+        offloads = model.settings.offload_optimizer
+        self.rollouts = RolloutMaker(
             cfg,
             model,
             rm,
@@ -135,123 +144,260 @@ class ReinforceTrainer:
             self.train_dataloader,
             self._clock,
             self._stop,
-            has_ratios=cfg.takes_several_updates(prompts_per_update),
-            # Frees GPU memory for the generator.
-            while_generating=optimizer.offloaded if model.settings.offload_optimizer else contextlib.nullcontext,
-            generators=generators,
-            staleness=max_staleness,
+            has_ratios=cfg.takes_several_updates(services.prompts_per_update),
+            while_generating=optimizer.offloaded if offloads else contextlib.nullcontext,
+            generators=services.generators,
+            staleness=services.max_staleness,
             max_steps=self.max_steps,
         )
 
     def fit(self) -> None:
         """Train until steps, epochs or time run out, validating and saving at intervals.
 
-        Raises, after the last complete step is saved: StoppedEarly out of time, at a signal or by an alert,
-        RewardServerError if the reward server missed its deadline or failed too many samples, GenerationError if the
-        engine cannot go on.
+        Raises, after the last complete step is saved: StoppedEarly out of time, at a signal or by
+        an alert, RewardServerError if the reward server missed its deadline or failed too many
+        samples, GenerationError if the engine cannot go on.
         Raises DivergedError if training has diverged; nothing is saved.
         """
         self._stop.wait_for_checks()
-        try:
-            self._look_at_the_clock()
-            if self._validation_is_due and self._outlook.validates:
-                self.validate()
-                self.logger.commit(self.step)
-                self._look_at_the_clock()
-            while self._goes_on():
+        with self._saving_last_step():
+            self.validate_at_start()
+            while self.should_continue():
                 self._clock.start(self.step + 1)
-                rollouts, metrics, _ = self.generate_rollouts()
+                rollouts, rollout_metrics, _ = self.generate_rollouts()
                 batch, reinforce_metrics = self.generate_reinforce_data(rollouts)
                 with self._clock.phase("train_time"):
                     training_metrics = self.run_training(batch)
-                self._rollouts.refit(self.step + 1)
-                self.step += 1
-                self._data_position = self._position
-
+                self.publish_weights()
+                self._complete_step()
                 self._clock.stop()
-                self._log_step({**metrics, **reinforce_metrics, **training_metrics}, batch)
-                self._validation_is_due = self._is_due(self.cfg.val_check_interval)
-                self._look_at_the_clock()
-                if self._validates():
-                    self.validate()
+
+                self.log_step({**rollout_metrics, **reinforce_metrics, **training_metrics}, batch)
+                self.maybe_validate()
                 self.logger.commit(self.step)
                 self.ckpt_callback.poll()
-                if self._is_due(self.cfg.save_interval) or self.step in self._best.steps:
-                    self.save()
+                self.maybe_save()
             self.save(wait=True)
             self.test()
-        except (RewardServerError, GenerationError):
-            self.logger.note(f"Stopping after step {self.step} of {self.max_steps}; saving")
-            self._save_last_step()
-            raise
-        except StoppedEarly as error:
-            text = f"{error} after step {self.step} of {self.max_steps}"
-            self.logger.note(f"{text}; saving")
-            self._save_last_step()
-            sentence = f"{text}; the same command goes on from there"
-            raise type(error)(sentence, key=error.key) from None
 
     def generate_rollouts(self) -> tuple[RolloutBatch, Metrics, Timings]:
         """Sample and score the next prompts and take log-probs.
 
         Returns this rank's samples, means over all ranks, and this rank's seconds per phase.
         """
-        made = self._rollouts.make(self.step + 1)
-        self._prompts, self._position = made.prompts, made.position
+        made = self.rollouts.make(self.step + 1)
+        self._prompts = made.prompts
+        self._drawn_position = made.position
         return made.batch, made.metrics, self._clock.seconds
 
-    def generate_reinforce_data(self, rollout_batch: RolloutBatch) -> tuple[ReinforceBatch, Metrics]:
+    def generate_reinforce_data(
+        self,
+        rollout_batch: RolloutBatch,
+    ) -> tuple[ReinforceBatch, Metrics]:
         """Return the `reinforce_batch` of this rank, and means over all ranks."""
         mesh = self.model.mesh
-        data = reinforce_batch(
+        batch = reinforce_batch(
             rollout_batch,
             self.cfg,
-            self._past,
+            self._baselines,
             step=self.step + 1,
             max_length=self.model.settings.sampling.max_length,
             gather_over_ranks=mesh.gather_over_dp,
             rank=mesh.dp_rank,
             sum_over_ranks=mesh.sum_over_dp,
         )
-        return data, take_means(reinforce_means(data), mesh.gather_over_dp)
+        return batch, reduce_metrics(reinforce_means(batch), mesh.gather_over_dp)
 
     def run_training(self, batch: ReinforceBatch) -> Metrics:
-        """Update the policy with one or more optimizer steps on the rollout batch."""
-        mesh, updates, sums, rollouts = self.model.mesh, [], Counter[str](), batch.rollouts
-        mask, log_probs, generator = rollouts.response_mask, rollouts.log_probs, rollouts.generator_log_probs
-        log_probs = torch.full(mask.shape, math.nan) if log_probs is None else log_probs[:, : rollouts.width]
-        in_loss = self._past.beta.value if self.cfg.kl_placement == "loss" else None
-        past, terms = self._past.state_dict(), []
+        """Update the policy with one or more optimizer steps on the rollout batch.
+
+        Returns means over all ranks. Raises DivergedError as `NonFiniteGuard.check`.
+        """
+        step = self.step + 1
+        mesh = self.model.mesh
+        baselines_before = self._baselines.state_dict()
         if self.recorder is not None:
             self.recorder.before_update()
-        seed, ids = step_seed(self.model.settings.seed, self.step), mesh.gather_over_dp(batch.rollouts.group_ids)
-        for rows in mini_batches(ids, mesh.dp_rank, self._prompts_per_update, self.cfg.reinforce_epochs, seed):
-            denominators = denominators_of(batch, rows, self.model.settings.sampling.max_length, mesh.sum_over_dp)
-            # The ratio is exactly 1 until the first optimizer step on this batch.
-            share = self.model.get_loss_and_metrics(
-                batch, denominators, rows=rows, kl_coefficient=in_loss, on_policy=not updates
-            )
-            updates.append(self.optimizer.step())
-            terms.append({LOSS: share.loss, **vars(updates[-1]), **{SUM + k: v for k, v in share.sums.items()}})
-            sums.update({"loss": share.loss, **share.sums})
-            if share.log_probs is not None:
-                log_probs = torch.where(share.log_probs.isnan(), log_probs, share.log_probs)
-        metrics = {**update_metrics(sums, updates, mesh.gather_over_dp), "kl_coefficient": self._past.beta.value}
-        self._log_probs, kept = log_probs, mask & batch.trains[:, None]
-        gaps = torch.zeros(0) if generator is None else (log_probs - generator[:, : rollouts.width])[kept]
-        metrics |= gap_quantiles(gaps, mesh.sum_over_dp)
-        metrics |= take_means(sampled_entropy(log_probs[kept]), mesh.gather_over_dp)
-        if self._rollouts.is_off_policy and rollouts.weight_versions is not None and generator is not None:
-            ages = self.step - rollouts.weight_versions[:, : rollouts.width][kept]
-            metrics |= take_means(gap_by_age(gaps, ages), mesh.gather_over_dp)
-        self._divergence.check(self.step + 1, updates, metrics["actor_loss"], mesh, self.logger.note)
-        self._past.add(batch, mesh.gather_over_dp)
+        update = self._update_policy(batch)
+        self.policy_log_probs = update.log_probs
+        metrics = {
+            **update_metrics(update.loss_sums, update.optimizer_steps, mesh.gather_over_dp),
+            "kl_coefficient": self._baselines.beta.value,
+            **trained_token_metrics(
+                batch,
+                update.log_probs,
+                version=self.step if self.rollouts.is_off_policy else None,
+                sum_over_ranks=mesh.sum_over_dp,
+                gather_over_ranks=mesh.gather_over_dp,
+            ),
+        }
+        self.non_finite_guard.check(
+            step,
+            update.optimizer_steps,
+            metrics["actor_loss"],
+            mesh,
+            self.logger.note,
+        )
+        self._baselines.add(batch, mesh.gather_over_dp)
         if self.recorder is not None:
-            self.recorder.after_update(self.step + 1, terms, past, self._position)
+            self.recorder.after_update(step, update.records, baselines_before, self._drawn_position)
         return metrics
 
+    def _update_policy(self, batch: ReinforceBatch) -> PolicyUpdate:
+        """Make the optimizer steps on a rollout batch; a collective call."""
+        mesh = self.model.mesh
+        settings = self.model.settings
+        max_length = settings.sampling.max_length
+        update = PolicyUpdate.on(batch.rollouts)
+        mini_batch_rows = mini_batches(
+            mesh.gather_over_dp(batch.rollouts.group_ids),
+            mesh.dp_rank,
+            self._prompts_per_update,
+            self.cfg.reinforce_epochs,
+            step_seed(settings.seed, self.step),
+        )
+        for rows in mini_batch_rows:
+            denominators = denominators_of(batch, rows, max_length, mesh.sum_over_dp)
+            loss_share = self.model.get_loss_and_metrics(
+                batch,
+                denominators,
+                rows=rows,
+                kl_coefficient=self._loss_kl_coefficient,
+                # The ratio is exactly 1 until the first optimizer step on this batch.
+                on_policy=not update.optimizer_steps,
+            )
+            update.add(loss_share, self.optimizer.step())
+        return update
+
+    @property
+    def _loss_kl_coefficient(self) -> float | None:
+        """Beta if the KL is a term of the loss, None if it is elsewhere."""
+        return self._baselines.beta.value if self.cfg.kl_placement == "loss" else None
+
+    def publish_weights(self) -> None:
+        """Give the generator the updated weights, whose version is the step that trained them."""
+        self.rollouts.refit(self.step + 1)
+
+    def _complete_step(self) -> None:
+        # From here on a run that is stopped resumes after this step.
+        self.step += 1
+        self._data_position = self._drawn_position
+
+    def log_step(self, metrics: Metrics, batch: ReinforceBatch) -> None:
+        """Log the completed step: metrics, samples, and the time and memory of its phases."""
+        clock = self._clock
+        seconds = dict(clock.seconds)
+        if self.recorder is not None:
+            seconds["record"] = self.recorder.seconds
+        self.logger.log_step(
+            self.step,
+            {**metrics, **self._data_progress()},
+            seconds,
+            self.step_samples(batch),
+            clock.gigabytes,
+        )
+        self._log_rank_seconds()
+
+    def _data_progress(self) -> Metrics:
+        """Return the epoch and the prompts consumed; not those whose rollouts no step has taken."""
+        position = self._data_position
+        prompts_under_way = position.get("under_way", ())
+        return {
+            "epoch": position["epoch"],
+            "consumed_prompts": position["consumed_prompts"] - len(prompts_under_way),
+        }
+
+    def _log_rank_seconds(self) -> None:
+        mesh = self.model.mesh
+        if mesh.world_size == 1:
+            return
+        seconds = of_this_rank(self._clock.own_seconds, asks_for_rewards=mesh.is_model_parallel_rank_0)
+        all_seconds = mesh.gather_on_main(seconds)
+        self.logger.log_ranks(self.step, all_seconds, self._clock.seconds["step_time"])
+
+    def step_samples(self, batch: ReinforceBatch) -> Samples:
+        """Return the samples of all ranks on the first, none on the others; a collective call."""
+        rollouts = batch.rollouts
+        # KL and ratios were taken from the trainer's own log-probs where it computed them before
+        # the update; where it did not, the update has.
+        if rollouts.log_probs is None or rollouts.log_probs is rollouts.generator_log_probs:
+            rollouts = replace(rollouts, log_probs=self.policy_log_probs)
+        return gather_samples(
+            self.model,
+            self.step,
+            self._prompts,
+            rollouts,
+            batch,
+            with_tokens=self.logger.records_tokens(self.step),
+            kl_estimator=self.cfg.kl_estimator_used,
+            advantages=batch.advantages if self.cfg.credit_assignment == "token" else None,
+        )
+
+    def update_time_budget(self) -> None:
+        """Find out whether another step fits into the time of this run; a collective call."""
+        next_step = self.step + 1
+        interval = self.cfg.val_check_interval
+        validates = False
+        validates_next = False
+        if self.val_dataloader is not None and interval > 0:
+            validates = self._validation_is_due
+            validates_next = next_step % interval == 0 or next_step == self.max_steps
+        may_be_best = self._validation_is_due and self._best.keep > 0
+        time_budget = self.run_timer.time_budget(
+            validation=validates,
+            validation_after=validates_next,
+            save=may_be_best or self._is_due(self.cfg.save_interval),
+            running_save=self.ckpt_callback.is_writing,
+        )
+        # The first rank's clock decides, since all ranks must stop at the same step.
+        self._time_budget = self.model.mesh.from_main(time_budget)
+
+    def should_continue(self) -> bool:
+        """Return True if there is another step.
+
+        Raises StoppedEarly if it is left to another run, DivergedError if the last one leaves
+        nothing to keep.
+        """
+        if self._is_over():
+            self.non_finite_guard.check_end(self.step)
+            return False
+        self._stop.check(self.model.mesh, self.logger.verdict)
+        if self._time_budget.shortage is not None:
+            raise StoppedEarly(self._time_budget.shortage, key="run.time.used_up")
+        self.run_timer.begin_step()
+        return True
+
+    def _is_over(self) -> bool:
+        return self.step >= self.max_steps or self.rollouts.is_over
+
+    def _is_due(self, interval: int) -> bool:
+        # Dynamic filtering may use up the prompts before `max_steps`.
+        return interval > 0 and (self.step % interval == 0 or self._is_over())
+
+    def validate_at_start(self) -> None:
+        """Validate at step 0, and after a resume if that step's validation was aborted."""
+        self.update_time_budget()
+        if self._validation_is_due and self._time_budget.validates:
+            self.validate()
+            self.logger.commit(self.step)
+            self.update_time_budget()
+
+    def maybe_validate(self) -> None:
+        """Validate if the completed step ends an interval or the run, and the time suffices."""
+        self._validation_is_due = self._is_due(self.cfg.val_check_interval)
+        self.update_time_budget()
+        if self._should_validate():
+            self.validate()
+
+    def _should_validate(self) -> bool:
+        if self._is_over():
+            return self._validation_is_due
+        # Without time for another step this run ends here: validate even within an interval.
+        is_last_step = self._time_budget.shortage is not None
+        return self._time_budget.validates and (self._validation_is_due or is_last_step)
+
     def validate(self) -> None:
-        """Score one response to each prompt of the validation set, with validation's own sampling."""
+        """Score one response to each validation prompt, with the sampling of validations."""
         if self.val_dataloader is None or self.cfg.val_check_interval == 0:
             return
         with self.run_timer.validating():
@@ -267,26 +413,62 @@ class ReinforceTrainer:
             self.logger.commit(self.step)
 
     def _evaluate(self, name: str, prompts: Iterable[Sequence[Prompt]]) -> tuple[Metrics, Samples]:
-        records_tokens = self.logger.records_tokens(self.step)
-        return self._rollouts.evaluate(name, self.step, prompts, self._activity, records_tokens=records_tokens)
+        return self.rollouts.evaluate(
+            name,
+            self.step,
+            prompts,
+            self._phases,
+            records_tokens=self.logger.records_tokens(self.step),
+        )
+
+    def maybe_save(self) -> None:
+        """Save if the completed step ends an interval or the run, or is one of the best."""
+        if self._is_due(self.cfg.save_interval) or self.step in self._best.steps:
+            self.save()
 
     def save(self, *, wait: bool = False) -> None:
-        """Save the last complete step, unless saved already, at step 0, or while the loss is not finite.
+        """Save the last complete step.
 
-        `wait` waits for background writes too.
+        Not if it is saved already, at step 0, or while the loss is not finite. `wait` waits for
+        background writes too.
         """
         if self.recorder is not None:
             self.recorder.finish()
-        if self.step not in (0, self._saved_step) and self._divergence.is_sound:
-            self._activity.begin("checkpoint")
-            began = time.monotonic()
-            more = {ROLLOUTS_FILE: self._rollouts.state(self.step)}
-            waited = time.monotonic() - began
-            self.ckpt_callback.save(self.step, self.state_dict(), keep=self._best.steps, more=more, waited=waited)
-            self._saved_step = self.step
-            self.logger.report()
+        if self.step not in (0, self._saved_step) and self.non_finite_guard.is_sound:
+            self._write_checkpoint()
         if wait:
             self.ckpt_callback.finish()
+
+    def _write_checkpoint(self) -> None:
+        self._phases.begin("checkpoint")
+        began = time.monotonic()
+        later_rollouts = self.rollouts.state(self.step)
+        waited = time.monotonic() - began
+        self.ckpt_callback.save(
+            self.step,
+            self.state_dict(),
+            keep=self._best.steps,
+            more={ROLLOUTS_FILE: later_rollouts},
+            waited=waited,
+        )
+        self._saved_step = self.step
+        self.logger.report()
+
+    @contextlib.contextmanager
+    def _saving_last_step(self) -> Iterator[None]:
+        """Save the last complete step if the block stops early, or an engine or a server fails."""
+        try:
+            yield
+        except (RewardServerError, GenerationError):
+            self.logger.note(f"Stopping after step {self.step} of {self.max_steps}; saving")
+            self._save_last_step()
+            raise
+        except StoppedEarly as error:
+            text = f"{error} after step {self.step} of {self.max_steps}"
+            self.logger.note(f"{text}; saving")
+            self._save_last_step()
+            sentence = f"{text}; the same command goes on from there"
+            raise type(error)(sentence, key=error.key) from None
 
     def _save_last_step(self) -> None:
         # The step is complete even if its validation was aborted; the resumed run makes up for it.
@@ -301,103 +483,60 @@ class ReinforceTrainer:
             "epoch": self._data_position["epoch"],
             "data": self._data_position,
             "wandb_run_id": self.wandb_run_id,
-            **self._past.state_dict(),
+            **self._baselines.state_dict(),
             "lora": self.model.lora,
             "best": self._best.state_dict(),
             "validation_is_due": self._validation_is_due,
         }
 
-    def load_state_dict(self, state: dict[str, Any], more: Mapping[str, bytes] = MappingProxyType({})) -> None:
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+        more: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
         """Inverse of `state_dict`; `more` are the checkpoint's other files.
 
-        Raises CheckpointError: the state has another version or other data, or is another program's.
+        Raises CheckpointError: the state is another program's, or of another version or other data.
         """
-        if "validation_is_due" not in state and state.get("version") == STATE_VERSION:
-            raise CheckpointError(
-                "the checkpoint is not of an actor's training, but of another program, such as train-rm. "
-                "Choose another exp_manager.explicit_log_dir",
-                key="checkpoint.state.other_program",
-            )
-        if state.get("version") != STATE_VERSION:
-            raise CheckpointError(
-                f"the trainer's state in the checkpoint has version {state.get('version')!r}; expected "
-                f"{STATE_VERSION}. Go on with the reinforce_rl that wrote it, or start a new run in "
-                "another folder",
-                key="checkpoint.state.other_version",
-            )
-        self.step = self._saved_step = state["step"]
+        _check_state(state)
+        self.step = state["step"]
+        self._saved_step = state["step"]
         self.train_dataloader.load_state_dict(state["data"])
         self._data_position = self.train_dataloader.state_dict()
         self.wandb_run_id = state["wandb_run_id"]
-        self._past.load_state_dict(state)
+        self._baselines.load_state_dict(state)
         self._best.load_state_dict(state["best"], self.ckpt_callback.holds)
         self._validation_is_due = state["validation_is_due"]
-        self._rollouts.refit(self.step, as_oldest=True)
-        self._rollouts.load_state(self.step, more.get(ROLLOUTS_FILE, b""), state["data"].get("under_way", ()))
+        self.rollouts.refit(self.step, as_oldest=True)
+        rollouts = more.get(ROLLOUTS_FILE, b"")
+        self.rollouts.load_state(self.step, rollouts, state["data"].get("under_way", ()))
 
-    def _log_step(self, metrics: Metrics, batch: ReinforceBatch) -> None:
-        drawn, left = self._data_position, self._data_position.get("under_way", ())
-        position = {"epoch": drawn["epoch"], "consumed_prompts": drawn["consumed_prompts"] - len(left)}
-        numbers, clock, mesh = {**metrics, **position}, self._clock, self.model.mesh
-        seconds = {**clock.seconds, **({"record": self.recorder.seconds} if self.recorder else {})}
-        self.logger.log_step(self.step, numbers, seconds, self._samples(batch), clock.gigabytes)
-        if mesh.world_size > 1:
-            own = of_this_rank(clock.own_seconds, asks_for_rewards=mesh.is_block_leader)
-            self.logger.log_ranks(self.step, mesh.gather_on_main(own), clock.seconds["step_time"])
+    # debugging/replay.py reads and replaces these until it uses `rollouts` and `policy_log_probs`.
+    @property
+    def _rollouts(self) -> RolloutMaker:
+        return self.rollouts
 
-    def _samples(self, batch: ReinforceBatch) -> Samples:
-        """Return the samples of all ranks on the first, none on the others."""
-        mesh, cfg, tokenizer = self.model.mesh, self.cfg, self.model.tokenizer
-        rollouts = batch.rollouts
-        # The trainer's own from before the update, which the KL and the ratios were taken from; else the update's.
-        if rollouts.log_probs is None or rollouts.log_probs is rollouts.generator_log_probs:
-            rollouts = replace(rollouts, log_probs=self._log_probs)
-        parts: list[Samples] = []
-        if mesh.is_block_leader:
-            skips = self.model.settings.skip_special_tokens
-            rows = sample_rows(self.step, self._prompts, rollouts, tokenizer, batch, skip_special_tokens=skips)
-            tokens = None
-            if self.logger.records_tokens(self.step):
-                advantages = batch.advantages if cfg.credit_assignment == "token" else None
-                tokens = token_columns(rollouts, kl_estimator=cfg.kl_estimator_used, advantages=advantages)
-            parts = mesh.gather_over_dp_on_first(Samples(rows, tokens))
-        return join_samples(parts, tokenizer)
+    @_rollouts.setter
+    def _rollouts(self, maker: RolloutMaker) -> None:
+        self.rollouts = maker
 
-    def _is_due(self, interval: int) -> bool:
-        # Dynamic filtering may use up the prompts before `max_steps`.
-        return interval > 0 and (self.step % interval == 0 or self._is_over())
+    @property
+    def _log_probs(self) -> Tensor | None:
+        return self.policy_log_probs
 
-    def _is_over(self) -> bool:
-        return self.step >= self.max_steps or self._rollouts.is_over
 
-    def _look_at_the_clock(self) -> None:
-        # Rank 0's clock decides: all ranks must stop at the same step.
-        interval, step = self.cfg.val_check_interval, self.step
-        validates = self.val_dataloader is not None and interval > 0
-        outlook = self.run_timer.outlook(
-            validation=validates and self._validation_is_due,
-            validation_after=validates and ((step + 1) % interval == 0 or step + 1 == self.max_steps),
-            save=self._is_due(self.cfg.save_interval) or (self._validation_is_due and self._best.keep > 0),
-            running_save=self.ckpt_callback.is_writing,
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the state is another program's or of another version."""
+    if "validation_is_due" not in state and state.get("version") == STATE_VERSION:
+        raise CheckpointError(
+            "the checkpoint is not of an actor's training, but of another program, such as "
+            "train-rm. Choose another exp_manager.explicit_log_dir",
+            key="checkpoint.state.other_program",
         )
-        self._outlook = self.model.mesh.from_main(outlook)
-
-    def _validates(self) -> bool:
-        if self._is_over():
-            return self._validation_is_due
-        # Short of time, this run ends here: validate its last step although the interval is not over.
-        return self._outlook.validates and (self._validation_is_due or self._outlook.shortage is not None)
-
-    def _goes_on(self) -> bool:
-        """Return True if there is another step.
-
-        Raises StoppedEarly if it is left to another run, DivergedError if the last one leaves nothing to keep.
-        """
-        if self._is_over():
-            self._divergence.check_end(self.step)
-            return False
-        self._stop.check(self.model.mesh, self.logger.verdict)
-        if self._outlook.shortage is not None:
-            raise StoppedEarly(self._outlook.shortage, key="run.time.used_up")
-        self.run_timer.begin_step()
-        return True
+    if state.get("version") != STATE_VERSION:
+        raise CheckpointError(
+            f"the trainer's state in the checkpoint has version {state.get('version')!r}; expected "
+            f"{STATE_VERSION}. Go on with the reinforce_rl that wrote it, or start a new run in "
+            "another folder",
+            key="checkpoint.state.other_version",
+        )

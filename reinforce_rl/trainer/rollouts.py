@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reinforce_rl.algorithm.rewards import in_group_with_spread
+from reinforce_rl.algorithm.rewards import has_reward_variance
 from reinforce_rl.data.batches import (
     Completions,
     Prompt,
@@ -24,19 +24,20 @@ from reinforce_rl.data.batches import (
 )
 from reinforce_rl.data.sampler import step_seed
 from reinforce_rl.errors import GenerationError, StoppedEarly, TooManyFailedRewardsError
-from reinforce_rl.monitoring.metrics import Mean, rollout_means, take_means, validation_means
-from reinforce_rl.monitoring.records import Samples, join_samples, sample_rows, token_columns
+from reinforce_rl.monitoring.metrics import Mean, reduce_metrics, rollout_means, validation_means
+from reinforce_rl.monitoring.records import Samples
 from reinforce_rl.rewards.base import (
     STATUS_TEXT,
     RewardFuture,
     Rewards,
     RewardSource,
 )
-from reinforce_rl.runtime.phases import Activity, StepClock
+from reinforce_rl.runtime.phases import PhaseTracker, StepClock
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.disaggregated import Generators, Known, Ticket
 from reinforce_rl.trainer.messages import Result
 from reinforce_rl.trainer.reward_requests import faults_of, reward_request, scores_of, with_valid
+from reinforce_rl.trainer.samples import gather_samples
 from reinforce_rl.trainer.work_queue import WorkQueue
 
 if TYPE_CHECKING:
@@ -112,14 +113,14 @@ class RolloutMaker:
         """
         if self.cfg.dynamic_filtering:
             made = self._draw_until_rewards_differ(step)
-            return replace(made, batch=self._with_log_probs(made.batch))
+            return replace(made, batch=self.with_log_probs(made.batch))
         drawn, counts = self._draw(step), dict[str, float]()
         if self.takes_finished:
             drawn, pending, counts["dropped_groups"] = self._take_finished(step, len(drawn.prompts))
         else:
             pending = self._sample_step(drawn.prompts, step, drawn.ticket)
         # Scores are computed elsewhere while log-probs are taken here.
-        pending = replace(pending, batch=self._with_log_probs(pending.batch))
+        pending = replace(pending, batch=self.with_log_probs(pending.batch))
         batch = self._score_step(pending, step)
         self.ahead.popleft()  # not before: a run that is stopped saves what was generated for this step
         if self.generators is not None and drawn.ticket is not None:
@@ -131,7 +132,7 @@ class RolloutMaker:
             # A generator may pad its responses beyond the longest.
             versions = batch.weight_versions[:, : batch.width]
             means["staleness"] = Mean.of(step - 1 - versions[batch.response_mask])
-        metrics = take_means(means, self.model.mesh.gather_over_dp)
+        metrics = reduce_metrics(means, self.model.mesh.gather_over_dp)
         return StepRollouts(drawn.prompts, drawn.position, batch, {**metrics, **counts})
 
     @property
@@ -172,7 +173,7 @@ class RolloutMaker:
         name: str,
         step: int,
         parts: Iterable[Sequence[Prompt]],
-        activity: Activity,
+        phases: PhaseTracker,
         *,
         records_tokens: bool = False,
     ) -> tuple[dict[str, float], Samples]:
@@ -182,25 +183,26 @@ class RolloutMaker:
         phase's. Raises as `make`.
         """
         prompts = [prompt for part in parts for prompt in part]
-        batch = self.answer(name, step, prompts, activity)
-        mesh = self.model.mesh
-        means = take_means(validation_means(batch, prompts), mesh.gather_over_dp)
-        found: list[Samples] = []
-        if mesh.is_block_leader:
-            skips = self.model.settings.skip_special_tokens
-            rows = sample_rows(step, prompts, batch, self.model.tokenizer, set_name=name, skip_special_tokens=skips)
-            tokens = token_columns(batch) if records_tokens else None
-            found = mesh.gather_over_dp_on_first(Samples(rows, tokens))
-        return means, join_samples(found, self.model.tokenizer)
+        batch = self.answer(name, step, prompts, phases)
+        means = reduce_metrics(validation_means(batch, prompts), self.model.mesh.gather_over_dp)
+        samples = gather_samples(
+            self.model,
+            step,
+            prompts,
+            batch,
+            set_name=name,
+            with_tokens=records_tokens,
+        )
+        return means, samples
 
     def answer(
-        self, name: str, step: int, prompts: Sequence[Prompt], activity: Activity, num_samples: int = 1
+        self, name: str, step: int, prompts: Sequence[Prompt], phases: PhaseTracker, num_samples: int = 1
     ) -> RolloutBatch:
         """Sample this rank's prompts with validation's settings and score the responses; raises as `evaluate`."""
-        activity.begin(name)
+        phases.begin(name)
         with self.while_generating():
             pending = self.sample(prompts, num_samples, 0)
-        activity.begin(f"{name}: reward_wait", has_deadline=True)
+        phases.begin(f"{name}: reward_wait", has_deadline=True)
         return self.score(pending, f"the {name} after step {step}")
 
     def sample(
@@ -212,7 +214,9 @@ class RolloutMaker:
 
         Raises StoppedEarly on all ranks if one was asked to stop, GenerationError if an engine of one cannot go on.
         """
-        mesh, validation = self.model.mesh, step == 0
+        mesh = self.model.mesh
+        validation = step == 0
+        # All validations have the same seed: only the weights differ between them.
         seed = step_seed(self.model.settings.seed, step)
         if (own := self.generators) is not None:
             found = ticket or own.submit(prompts, num_samples, seed, step, own.version)
@@ -232,7 +236,7 @@ class RolloutMaker:
                         break
                     part = self.model.infer(batch, num_samples, seed, validation=validation)
                     parts.append(part)
-                    if mesh.is_block_leader and self.rm is not None:
+                    if mesh.is_model_parallel_rank_0 and self.rm is not None:
                         future = self.rm.infer_rm(reward_request(self.model, batch, part))
                         futures.append((future, len(part.lengths)))
         except GenerationError as error:
@@ -251,13 +255,13 @@ class RolloutMaker:
         rewards, faults = batch.rewards, list[str | None]([None] * len(batch.rewards))
         sources: dict[str, torch.Tensor] = {}
         answers: list[Rewards] | None = []
-        with mesh.together():
+        with mesh.raise_on_all_ranks():
             if pending.futures:
                 answers = self.stop.unless_asked(lambda: [scores_of(*asked) for asked in pending.futures])
                 if answers is None:
                     sentence = f"stopped by {self.stop.reason}"
                     raise StoppedEarly(sentence, key="run.stop.by_signal")
-        if mesh.is_block_leader and (own := pending.work.to_owners(answers or [])):
+        if mesh.is_model_parallel_rank_0 and (own := pending.work.to_owners(answers or [])):
             rewards = torch.cat([answer.values for answer in own])
             faults = [fault for answer in own for fault in faults_of(answer)]
             # Rollouts of a checkpoint may have been scored by other sources.
@@ -265,10 +269,26 @@ class RolloutMaker:
             for source in dict.fromkeys(source for answer in own for source in answer.by_source):
                 parts = zip(own, unscored, strict=True)
                 sources[source] = torch.cat([part.by_source.get(source, nan) for part, nan in parts])
-        rewards, faults, sources = mesh.from_block_leader((rewards, faults, sources))
+        rewards, faults, sources = mesh.from_model_parallel_rank_0((rewards, faults, sources))
         self._check_failures(Counter(fault for fault in faults if fault is not None), len(rewards), name)
         scored = replace(batch, rewards=rewards, source_rewards=sources, score_faults=tuple(faults))
         return with_valid(scored, self.cfg.truncated_samples)
+
+    def with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
+        """Add policy and reference log-probs if needed: without a KL only a second update reads them."""
+        where = (batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
+        # Ratios of a second update must start from the trainer's own log-probs.
+        is_current = self.model.generator.is_exact and not self.is_off_policy
+        is_known = self.cfg.generator_log_probs and is_current and not self.has_ratios
+        if self.cfg.uses_reference or self.has_ratios:
+            with self.clock.phase("logprobs"):
+                own = batch.generator_log_probs if is_known else self.model.get_inference_log_probs(*where)
+                batch = replace(batch, log_probs=own)
+        if self.cfg.uses_reference:
+            with self.clock.phase("init_logprobs"):
+                batch = replace(batch, init_log_probs=self.model.get_init_policy_logprobs(*where))
+        self.stop.check(self.model.mesh)
+        return batch
 
     def _draw(self, step: int) -> Drawn:
         """Return the prompts of a step, after drawing and submitting those of `staleness` steps after it."""
@@ -313,7 +333,7 @@ class RolloutMaker:
         mesh.check_together(next(failures, None))
         parts = [result.completions for result in results if result.completions is not None]
         futures = ()
-        if mesh.is_block_leader:
+        if mesh.is_model_parallel_rank_0:
             futures = tuple((Known(r.rewards, r.failure), len(p.lengths)) for r, p in zip(results, parts, strict=True))
         work = WorkQueue(mesh, [()] * len(parts), shared=False)
         return PendingRollouts(self._unscored(prompts, join_completions(parts, self.model.pad_id)), futures, work)
@@ -325,22 +345,6 @@ class RolloutMaker:
     def _score_step(self, pending: PendingRollouts, step: int) -> RolloutBatch:
         with self.clock.phase("reward_wait", has_deadline=True):
             return self.score(pending, f"step {step}")
-
-    def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
-        """Add policy and reference log-probs if needed: without a KL only a second update reads them."""
-        where = (batch.sequences, batch.prompt_lengths, batch.response_lengths, batch.group_ids)
-        # Ratios of a second update must start from the trainer's own log-probs.
-        is_current = self.model.generator.is_exact and not self.is_off_policy
-        is_known = self.cfg.generator_log_probs and is_current and not self.has_ratios
-        if self.cfg.uses_reference or self.has_ratios:
-            with self.clock.phase("logprobs"):
-                own = batch.generator_log_probs if is_known else self.model.get_inference_log_probs(*where)
-                batch = replace(batch, log_probs=own)
-        if self.cfg.uses_reference:
-            with self.clock.phase("init_logprobs"):
-                batch = replace(batch, init_log_probs=self.model.get_init_policy_logprobs(*where))
-        self.stop.check(self.model.mesh)
-        return batch
 
     def _draw_until_rewards_differ(self, step: int) -> StepRollouts:
         """Draw prompts until enough groups have unequal rewards, or the bound or the epoch's end is reached.
@@ -358,14 +362,14 @@ class RolloutMaker:
             batch = self._score_step(self._sample_step(prompts, step), step)
             all_prompts += prompts
             drawn.append(batch)
-            differs = in_group_with_spread(batch.rewards, batch.group_ids, batch.valid)
+            differs = has_reward_variance(batch.rewards, batch.group_ids, batch.valid)
             for ids in mesh.gather_over_dp(batch.group_ids[differs].tolist()):
                 with_spread += dict.fromkeys(ids)  # each once, in order
             if len(with_spread) >= wanted or self.loader.state_dict()["epoch"] != epoch or self.is_over:
                 break
         batch = join_rollouts(drawn, self.model.pad_id)
         kept = torch.isin(batch.group_ids, torch.tensor(with_spread[:wanted], dtype=torch.long))
-        metrics = take_means(rollout_means(batch), mesh.gather_over_dp)
+        metrics = reduce_metrics(rollout_means(batch), mesh.gather_over_dp)
         groups = sum(mesh.gather_over_dp(len(all_prompts)))
         counts = {
             "groups_drawn": groups,

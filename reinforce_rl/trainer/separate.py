@@ -105,7 +105,7 @@ class SeparatePool(GeneratorPool):
         self._silence_seconds = cfg.trainer.heartbeat_timeout_seconds  # also of a transfer of weights
         self._wait_seconds = cfg.generator_timeout_seconds
         self._staleness = cfg.staleness
-        self._activity = control.activity
+        self._phases = control.phases
         self._status = control.status
         self._stop = control.stop
         self._note = note
@@ -150,7 +150,7 @@ class SeparatePool(GeneratorPool):
 
         Without a generator a stopped run does not wait. Raises GenerationError: none has come in time.
         """
-        with self._activity.having_deadline(), self._changed:
+        with self._phases.having_deadline(), self._changed:
             while not is_there():
                 self._tell()
                 is_alone = not any(one.is_ready for one in self._generators.values())
@@ -438,7 +438,7 @@ class SeparateGenerators(Generators):
         """Send weights to generators that lack them, each time that a wait is interrupted, until it is over."""
         while True:
             is_wanted = False
-            with self._mesh.together():
+            with self._mesh.raise_on_all_ranks():
                 if isinstance(self._pool, SeparatePool):
                     is_wanted = not is_over(self._pool)
             if not self._mesh.from_main(is_wanted):
@@ -449,7 +449,7 @@ class SeparateGenerators(Generators):
         """Send the newest weights to all generators that lack them; a collective call."""
         while True:
             group = None
-            with self._mesh.together():
+            with self._mesh.raise_on_all_ranks():
                 if isinstance(self._pool, SeparatePool):
                     group = self._pool.group_for(self.version)
             if not self._mesh.from_main(group is not None):

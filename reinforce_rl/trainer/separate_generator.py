@@ -18,7 +18,7 @@ from reinforce_rl.generation.weight_sync import exchange_weights, receive_weight
 from reinforce_rl.rewards.base import RewardFuture
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.guests import Guest
-from reinforce_rl.runtime.phases import PlaceWatcher
+from reinforce_rl.runtime.phases import StackWatcher
 from reinforce_rl.trainer.generate import GeneratorRank
 from reinforce_rl.trainer.message_codec import encode
 from reinforce_rl.trainer.messages import (
@@ -51,10 +51,10 @@ class SeparateGeneratorRank(GeneratorRank):
         self._offers: deque[NewWeights] = deque()
         self._newest_received = -1  # version
         self._stop = control.stop
-        self._own_activity = control.activity
+        self._own_phases = control.phases
         # Then it ends, where generation stands still.
         self._hang_seconds = cfg.trainer.collective_timeout_seconds
-        self._place = PlaceWatcher(threading.get_ident())
+        self._place = StackWatcher(threading.get_ident())
         try:
             super().__init__(
                 guest,
@@ -82,7 +82,7 @@ class SeparateGeneratorRank(GeneratorRank):
         raise error
 
     def _beat(self) -> list[bytes]:
-        phase, place = self._own_activity.phase, self._place.look()
+        phase, place = self._own_phases.phase, self._place.look()
         if (
             phase.name == "generate"
             and (seconds := time.monotonic() - max(place.still_since, phase.since)) > self._hang_seconds
@@ -108,8 +108,8 @@ class SeparateGeneratorRank(GeneratorRank):
         """Return the newest version that all ranks of this generator have: a transfer may fail on one of them."""
         with self._changed:
             own = {self.version, *self._staged}
-        of_ranks = self._model.mesh.gather_on_block_leader(own)
-        return self._model.mesh.from_block_leader(max(set.intersection(*of_ranks)) if of_ranks else None)
+        of_ranks = self._model.mesh.gather_on_model_parallel_rank_0(own)
+        return self._model.mesh.from_model_parallel_rank_0(max(set.intersection(*of_ranks)) if of_ranks else None)
 
     def _load(self, version: int) -> None:
         if self._groups is not None:  # a work is given once all ranks have a version for it

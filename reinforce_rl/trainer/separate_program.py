@@ -51,20 +51,20 @@ def generate(cfg: TrainConfig, stop: StopRequest) -> None:
         rank = _join(cfg, mesh, control)
         stack.callback(rank.close)
         try:
-            control.activity.begin("waiting for the reward server", has_deadline=True)
+            control.phases.begin("waiting for the reward server", has_deadline=True)
             rm = stack.enter_context(
                 contextlib.closing(
                     connect_to_reward_servers(cfg, mesh, tokenizer, SilentMonitor(folder, notes=mesh.is_main))
                 )
             )
-            control.activity.begin("loading the model")
+            control.phases.begin("loading the model")
             model = build_actor(cfg, mesh, tokenizer, trains=False, with_reference=False)
             stack.callback(model.generator.close)
         except ReinforceError as error:
             rank.fail(error)
         stop.wait_for_checks()  # from here on it leaves in good order
         try:
-            rank.run(model, rm, control.activity)
+            rank.run(model, rm, control.phases)
         except ConnectionError as error:
             raise LostRankError(
                 f"{error}. Start the trainers and this generator again",
@@ -79,7 +79,7 @@ def generate(cfg: TrainConfig, stop: StopRequest) -> None:
 
 def _join(cfg: TrainConfig, mesh: Mesh, control: RunControl) -> SeparateGeneratorRank:
     """Connect this rank to the trainers, once they are there."""
-    control.activity.begin("waiting for the trainers", has_deadline=True)
+    control.phases.begin("waiting for the trainers", has_deadline=True)
     timeout = timedelta(seconds=cfg.trainer.heartbeat_timeout_seconds)
     arrival = Arrival(mesh.world_size, f"{gethostname()}, process {os.getpid()}", shared_settings(cfg))
 
@@ -93,7 +93,7 @@ def _join(cfg: TrainConfig, mesh: Mesh, control: RunControl) -> SeparateGenerato
         )
 
     rank = found = None
-    with mesh.together():
+    with mesh.raise_on_all_ranks():
         if mesh.is_main:
             number = 1 + secrets.randbits(40)
             folder, seconds = Path(cfg.exp_manager.explicit_log_dir), cfg.generator_timeout_seconds
@@ -114,7 +114,7 @@ def _join(cfg: TrainConfig, mesh: Mesh, control: RunControl) -> SeparateGenerato
                     )
                 time.sleep(_AGAIN_SECONDS)
     found = mesh.from_main(found)
-    with mesh.together(_not_reached):
+    with mesh.raise_on_all_ranks(_not_reached):
         if rank is None:
             rank = connected(*found)
     assert rank is not None

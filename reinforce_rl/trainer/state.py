@@ -1,4 +1,4 @@
-"""Trainer state carried across steps: reward moments, beta, best checkpoints, divergence."""
+"""Trainer state carried across steps: baselines, beta, best checkpoints, skipped steps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 
 def depends_on_past(cfg: ReinforceConfig) -> bool:
-    """Return True if the advantages of a step depend on `PastSteps`."""
+    """Return True if the advantages of a step depend on `RunningBaselines`."""
     is_past_mean = ADVANTAGE_ESTIMATORS[cfg.advantage_estimator].function is past_mean
-    return is_past_mean or cfg.reward_shaping.standardisation == "running" or cfg.kl_target is not None
+    is_standardised = cfg.reward_shaping.standardisation == "running"
+    return is_past_mean or is_standardised or cfg.kl_target is not None
 
 
-class PastSteps:
+class RunningBaselines:
     """Running statistics over the valid samples of all earlier steps, and the current beta."""
 
     def __init__(self, cfg: ReinforceConfig):
@@ -46,13 +47,20 @@ class PastSteps:
             for step in self.last_rewards:
                 last.merge(step)
             return last.mean
-        return (self.decayed_rewards if estimator == "exponential_moving_average" else self.rewards).mean
+        if estimator == "exponential_moving_average":
+            return self.decayed_rewards.mean
+        return self.rewards.mean
 
     def add(self, batch: ReinforceBatch, gather_over_ranks: Callable[[Any], list[Any]]) -> None:
         """Add a finished step; a collective call."""
         valid = batch.rollouts.valid
-        parts = gather_over_ranks((batch.rollouts.rewards[valid], batch.rewards_with_kl[valid], batch.kl[valid]))
-        scores, rewards, kl = (torch.cat(column) for column in zip(*parts, strict=True))
+        local_columns = (
+            batch.rollouts.rewards[valid],
+            batch.rewards_with_kl[valid],
+            batch.kl[valid],
+        )
+        columns_of_ranks = gather_over_ranks(local_columns)
+        scores, rewards, kl = (torch.cat(parts) for parts in zip(*columns_of_ranks, strict=True))
         self.scores.update(scores)
         self.rewards.update(rewards)
         self.last_rewards.append(RunningMoments.of(rewards))
@@ -88,17 +96,18 @@ class BestCheckpoints:
     keep: int = 0  # at most
     metric: str = "val/rewards"
     mode: str = "max"  # max or min
-    _found: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # (step, value), best first
+    # (step, value), best first.
+    _kept: list[tuple[int, float]] = dataclasses.field(default_factory=list)
 
     @property
     def steps(self) -> list[int]:
         """The kept steps, best first."""
-        return [step for step, _ in self._found]
+        return [step for step, _ in self._kept]
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add a validation after `step`, metric names without `val/`. NaN and ties with the worst kept are dropped.
+        """Add a validation after `step`; metric names are without `val/`.
 
-        Raises ConfigError: the metric is missing.
+        NaN and ties with the worst kept are dropped. Raises ConfigError: the metric is missing.
         """
         if self.keep == 0:
             return
@@ -109,35 +118,52 @@ class BestCheckpoints:
             sentence = f"{key} is {self.metric!r}, which validation does not give; {expected}"
             raise ConfigError([Fault(sentence, key="checkpoint.best_metric.unknown")])
         if math.isfinite(value):
-            self._found.append((step, float(value)))
-            self._cut()
+            self._kept.append((step, float(value)))
+            self._drop_worst()
 
-    def _cut(self) -> None:
+    def _drop_worst(self) -> None:
         sign = -1 if self.mode == "max" else 1
-        self._found.sort(key=lambda found: sign * found[1])  # stable: of ties the earlier stays
-        del self._found[self.keep :]
+        # The sort is stable: of ties the earlier step stays.
+        self._kept.sort(key=lambda step_and_value: sign * step_and_value[1])
+        del self._kept[self.keep :]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
-        return {"metric": self.metric, "mode": self.mode, "found": [list(found) for found in self._found]}
+        return {
+            "metric": self.metric,
+            "mode": self.mode,
+            "found": [[step, value] for step, value in self._kept],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], is_there: Callable[[int], bool]) -> None:
-        """Inverse of `state_dict`. Drops values of another metric or mode, and steps whose checkpoint is gone."""
+        """Inverse of `state_dict`.
+
+        Drops values of another metric or mode, and steps whose checkpoint is gone.
+        """
         same = (state["metric"], state["mode"]) == (self.metric, self.mode)
-        self._found = [(step, value) for step, value in state["found"] if same and is_there(step)]
-        self._cut()
+        self._kept = [(step, value) for step, value in state["found"] if same and is_there(step)]
+        self._drop_worst()
 
 
 @dataclasses.dataclass
-class Divergence:
-    """Ends a run after `most` consecutive optimizer steps without a finite gradient."""
+class NonFiniteGuard:
+    """Ends a run whose numbers are not finite.
+
+    After `most` consecutive optimizer steps without a finite gradient, or at once if the weights
+    are lost.
+    """
 
     most: int
     is_sound: bool = True  # False while the loss is not finite, which can happen with finite weights
     _skipped: int = 0
 
     def check(
-        self, step: int, updates: Sequence[OptimizerUpdate], loss: float, mesh: Mesh, note: Callable[[str], None]
+        self,
+        step: int,
+        updates: Sequence[OptimizerUpdate],
+        loss: float,
+        mesh: Mesh,
+        note: Callable[[str], None],
     ) -> None:
         """Check the optimizer steps on one rollout batch; a collective call.
 

@@ -1,4 +1,7 @@
-"""Records what each training step took and gave, off the critical path: checksums while the next rollouts are made."""
+"""Records what each training step took and gave, off the critical path.
+
+Checksums are computed while the next rollouts are made.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ from reinforce_rl.rewards.base import RewardSource
 from reinforce_rl.runtime.settings import files_of_functions, set_keys
 
 if TYPE_CHECKING:
-    from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
+    from reinforce_rl.actor.policy import LossShare, MegatronGPTReinforceActorModel
+    from reinforce_rl.megatron.optimizer import OptimizerUpdate
 
 _WIDTH = 4096
 _MIX = 0x1E3779B97F4A7C15
@@ -33,13 +37,24 @@ _PACKAGES = ("reinforce_rl", "torch", "megatron-core", "transformers", "numpy")
 
 Sums = dict[str, Tensor]
 Numbers = Mapping[str, float]
-LOSS, SUM = "loss", "sum_"  # the number, and the prefix of numbers, that are added over ranks
+# A record without its checksums, what computes them, and this rank's numbers of each update.
+PendingRecord = tuple[StepRecord, Future[RankState] | Callable[[], RankState], list[Numbers]]
+# The number, and the prefix of the numbers, that are added over ranks.
+LOSS = "loss"
+SUM = "sum_"
+
+
+def update_numbers(share: LossShare, update: OptimizerUpdate) -> dict[str, float]:
+    """Return this rank's numbers of an optimizer step, for `StepRecorder.after_update`."""
+    sums = {SUM + name: value for name, value in share.sums.items()}
+    return {LOSS: share.loss, **vars(update), **sums}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a sum over the bits of 2- or 4-byte elements, int64 [] modulo 2^64, in one pass and without a host sync.
+    """Return a sum over the bits of 2- or 4-byte elements: int64 [], modulo 2^64.
 
-    It tells weights apart that differ anywhere, but not all rows of a matrix that changed places.
+    One pass, without a host sync. It tells weights apart that differ anywhere, but not all rows of
+    a matrix that changed places.
     """
     words = tensor.detach().contiguous().view(-1).view(torch.int16)
     if words.data_ptr() % 8:
@@ -52,7 +67,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 class StepRecorder:
-    """Writes a `StepRecord` of each step; `seconds` of the last one were spent on the critical path.
+    """Writes a `StepRecord` of each step; `seconds` is how long the last one held training up.
 
     Args:
         folder: the run's.
@@ -69,18 +84,26 @@ class StepRecorder:
         rm: RewardSource | None,
         keep: int,
     ):
-        self._folder, self._keep, self._mesh, self._model = Path(folder), keep, model.mesh, model
-        self._weights = {name: p for name, p in model.lm.named_parameters() if p.requires_grad}
-        self._optimizer = optimizer
-        self._thread = ThreadPoolExecutor(1, "step record") if model.mesh.device.type == "cpu" else None
-        self._pending: tuple[StepRecord, Future[RankState] | Callable[[], RankState], list[Numbers]] | None = None
-        self._known: dict[str, str] = {}  # checksums of the present weights
+        mesh = model.mesh
         self.seconds = 0.0
+        self._folder = Path(folder)
+        self._keep = keep
+        self._mesh = mesh
+        self._model = model
+        self._optimizer = optimizer
+        parameters = model.lm.named_parameters()
+        self._weights = {name: weight for name, weight in parameters if weight.requires_grad}
+        # A GPU computes the sums by itself once they are launched; on a CPU a thread does.
+        self._thread = ThreadPoolExecutor(1, "step record") if mesh.device.type == "cpu" else None
+        self._pending: PendingRecord | None = None
+        self._known: dict[str, str] = {}  # checksums of the present weights
+        versions = {name: _version(name) for name in _PACKAGES}
+        settings = set_keys(cfg.model_dump(), TrainConfig)
         self._facts: dict[str, Any] = {
-            "software": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
-            "machine": {"device": _device(model.mesh.device), "threads": torch.get_num_threads()},
-            "layout": {**vars(model.mesh.layout), "world_size": model.mesh.world_size},
-            "settings": {one.key: one.value for one in set_keys(cfg.model_dump(), TrainConfig)},
+            "software": {"python": platform.python_version(), **versions},
+            "machine": {"device": _device(mesh.device), "threads": torch.get_num_threads()},
+            "layout": {**vars(mesh.layout), "world_size": mesh.world_size},
+            "settings": {setting.key: setting.value for setting in settings},
             "files": files_of_functions(cfg),
             "scorer": getattr(rm, "identity", None),
             "reference": None,
@@ -97,7 +120,8 @@ class StepRecorder:
         self.finish()
         if not self._known:  # the first step of this process
             self._facts["reference"] = self._reference()
-            self._known = _as_hex({name: checksum(one) for name, one in self._weights.items()})
+            sums = {name: checksum(weight) for name, weight in self._weights.items()}
+            self._known = _as_hex(sums)
         return self._of_copy(self._known)
 
     def record_of(self, step: int, past: Mapping[str, Any], data: Mapping[str, Any]) -> StepRecord:
@@ -105,32 +129,51 @@ class StepRecorder:
         return StepRecord(step=step, past=dict(past), updates=[], data=dict(data), **self._facts)
 
     def after_update(
-        self, step: int, updates: Sequence[Numbers], past: Mapping[str, Any], data: Mapping[str, Any]
+        self,
+        step: int,
+        updates: Sequence[Numbers],
+        past: Mapping[str, Any],
+        data: Mapping[str, Any],
     ) -> None:
         """Begin the record of a step.
 
-        `updates` are this rank's numbers of each optimizer step; `LOSS` and those that begin with `SUM` are added over
-        all ranks. `past` is `PastSteps.state_dict` from before the step, `data` the loader's position after it.
+        `updates` are this rank's numbers of each optimizer step; `LOSS` and those that begin with
+        `SUM` are added over all ranks. `past` is `RunningBaselines.state_dict` from before the
+        step, `data` the loader's position after it.
         """
         began = time.perf_counter()
         record = self.record_of(step, past, data)
         launch = self._launching()
-        taken = self._thread.submit(lambda: launch()()) if self._thread is not None else launch()
-        self._pending = record, taken, list(updates)
+        thread = self._thread
+        state = launch() if thread is None else thread.submit(lambda: launch()())
+        self._pending = record, state, list(updates)
         self.seconds += time.perf_counter() - began
 
     def finish(self) -> None:
         """Write the record that was begun; a collective call."""
         if self._pending is None:
             return
-        (record, taken, updates), self._pending = self._pending, None
-        own = taken.result() if isinstance(taken, Future) else taken()
-        self._known = own.after
-        own = replace(own, **{name: self._of_copy(getattr(own, name)) for name in ("before", "after", "optimizer")})
-        parts = self._mesh.gather_on_main((own, updates if self._mesh.is_block_leader else None))
+        record, pending, updates = self._pending
+        self._pending = None
+        state = pending.result() if isinstance(pending, Future) else pending()
+        self._known = state.after
+        state = replace(
+            state,
+            before=self._of_copy(state.before),
+            after=self._of_copy(state.after),
+            optimizer=self._of_copy(state.optimizer),
+        )
+        # The ranks of a block have the same numbers.
+        block_updates = updates if self._mesh.is_model_parallel_rank_0 else None
+        parts = self._mesh.gather_on_main((state, block_updates))
         if parts:
-            of_leaders = [found for _, found in parts if found is not None]
-            replace(record, updates=_added(of_leaders), ranks=[state for state, _ in parts]).write(self._folder)
+            updates_of_blocks = [numbers for _, numbers in parts if numbers is not None]
+            record = replace(
+                record,
+                updates=_added(updates_of_blocks),
+                ranks=[rank_state for rank_state, _ in parts],
+            )
+            record.write(self._folder)
             drop_records(self._folder, up_to=record.step - self._keep)
 
     def _of_copy(self, sums: dict[str, str]) -> dict[str, str]:
@@ -140,20 +183,26 @@ class StepRecorder:
     def _launching(self) -> Callable[[], Callable[[], RankState]]:
         """Return what starts the sums of the present tensors, which returns what waits for them."""
         # Not the parameters: while the reference computes, they point to its weights.
-        weights = {name: one.detach() for name, one in self._weights.items()}
-        names, states = {id(one): name for name, one in self._weights.items()}, dict[str, Tensor]()
+        weights = {name: weight.detach() for name, weight in self._weights.items()}
+        names = {id(weight): name for name, weight in self._weights.items()}
+        optimizer_states: dict[str, Tensor] = {}
         for weight, tensors in states_by_weight(self._optimizer):
-            states |= {f"{names[id(weight)]}.{kind}": one.detach() for kind, one in tensors.items()}
-        rank, before, random = self._mesh.rank, self._known, _random_digest(self._mesh)
+            for kind, tensor in tensors.items():
+                optimizer_states[f"{names[id(weight)]}.{kind}"] = tensor.detach()
+        rank = self._mesh.rank
+        before = self._known
+        random = _random_digest(self._mesh)
 
         def launch() -> Callable[[], RankState]:
-            sums = [{name: checksum(one) for name, one in of.items()} for of in (weights, states)]
-            return lambda: RankState(rank, before, _as_hex(sums[0]), _as_hex(sums[1]), random)
+            after = {name: checksum(tensor) for name, tensor in weights.items()}
+            optimizer = {name: checksum(tensor) for name, tensor in optimizer_states.items()}
+            return lambda: RankState(rank, before, _as_hex(after), _as_hex(optimizer), random)
 
         return launch
 
     def _reference(self) -> str | None:
-        sums = {str(i): checksum(one).cpu() for i, one in enumerate(self._model.reference_weights())}
+        weights = enumerate(self._model.reference_weights())
+        sums = {str(i): checksum(weight).cpu() for i, weight in weights}
         return _total(_as_hex(sums)).get("all")
 
 
@@ -168,16 +217,17 @@ def _total(sums: Mapping[str, str]) -> dict[str, str]:
 
 def _added(of_ranks: Sequence[Sequence[Numbers]]) -> list[dict[str, float]]:
     """Add up the sums of all ranks; the other numbers are the same on each."""
-    found = []
+    totals = []
     for updates in zip(*of_ranks, strict=True):
-        names = dict.fromkeys(name for one in updates for name in one)
-        found.append(
-            {
-                name: sum(one.get(name, 0.0) for one in updates) if name.startswith((LOSS, SUM)) else updates[0][name]
-                for name in names
-            }
-        )
-    return found
+        names = dict.fromkeys(name for numbers in updates for name in numbers)
+        total = {}
+        for name in names:
+            if name.startswith((LOSS, SUM)):
+                total[name] = sum(numbers.get(name, 0.0) for numbers in updates)
+            else:
+                total[name] = updates[0][name]
+        totals.append(total)
+    return totals
 
 
 def _random_digest(mesh: Any) -> str:

@@ -48,7 +48,7 @@ class WorkQueue:
 
     def close(self) -> None:
         """Stop taking micro-batches: advance the counter past the end, so that other blocks take no more either."""
-        if self._shared and self._mesh.is_block_leader:
+        if self._shared and self._mesh.is_model_parallel_rank_0:
             self._mesh.count(COUNTER, len(self._micro_batches))
 
     def to_owners(self, results: Sequence[T]) -> list[T]:

@@ -20,9 +20,9 @@ from reinforce_rl.algorithm.rewards import (
     TOLERANCE,
     RewardShaping,
     RunningMoments,
-    in_group_with_spread,
-    less_kl,
+    has_reward_variance,
     shape_rewards,
+    subtract_kl,
 )
 from reinforce_rl.errors import DivergedError, RewardServerError
 
@@ -268,7 +268,7 @@ def test_decayed_numbers_count_less_in_mean_and_deviation():
 
 def differs(rewards: list[float], groups: list[int], valid: list[bool] | None = None, dtype=torch.float64):
     valid = [True] * len(rewards) if valid is None else valid
-    found = in_group_with_spread(
+    found = has_reward_variance(
         torch.tensor(rewards, dtype=dtype), torch.tensor(groups).long(), torch.tensor(valid).bool()
     )
     assert found.dtype == torch.bool
@@ -293,15 +293,15 @@ def test_a_reward_less_its_kl_must_be_a_number_within_the_bound():
     valid = torch.tensor([True, True, False])
     rewards = torch.tensor([1.0, 3.0, math.nan])
     kl = torch.tensor([0.0, 2.0, math.nan])
-    shaped = less_kl(rewards, kl, 0.5, valid, step=7)
+    shaped = subtract_kl(rewards, kl, 0.5, valid, step=7)
     assert shaped[valid].tolist() == [1.0, 2.0]
     values = ("1 of 2", "step 7", "1e+06", " 3,", "1e+12", " 2 nats")
     with raises_error("algorithm.reward.out_of_range", *values) as raised:
-        less_kl(rewards, kl, 1e12, valid, step=7)
+        subtract_kl(rewards, kl, 1e12, valid, step=7)
     assert isinstance(raised.value, RewardServerError), "after which the run saves"
     everything = torch.ones(3, dtype=torch.bool)
     with raises_error("algorithm.log_probs.not_finite", "step 7") as raised:
-        less_kl(rewards, kl, 0.5, everything, step=7)
+        subtract_kl(rewards, kl, 0.5, everything, step=7)
     assert isinstance(raised.value, DivergedError), "after which the run does not"
 
 

@@ -155,8 +155,8 @@ def test_waits_of_any_length_are_not_on_the_gpu(machine):
     ledgers: dict[int, Ledger] = {}
     for rank in range(4):
         with machine.rank(rank, 4) as ledger, Layout(tp=2).mesh() as mesh:
-            mesh.from_block_leader([1])
-            mesh.gather_on_block_leader(rank)
+            mesh.from_model_parallel_rank_0([1])
+            mesh.gather_on_model_parallel_rank_0(rank)
             mesh.check_together(None)
             mesh.any_rank(False)
             mesh.barrier()

@@ -119,7 +119,7 @@ def test_a_capture_that_waits_for_the_device_fails(lm, folder, prompts, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1)], ids=["PP2", "TP2"])
 def test_two_ranks(tp, pp, folder, tmp_path):
-    """Two stages at a time with a lot of rows each, and two ranks that share each weight."""
+    """Two stages at a time with a group of rows each, and two ranks that share each weight."""
     folder = tiny_llama_folder(tmp_path / "model", vocab_size=63, logit_scale=2.0, layers=4)
     run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/static_stages.py", 2, folder, tp, pp, timeout=150)
 

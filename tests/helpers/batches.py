@@ -106,7 +106,7 @@ def gradient_of(actor: MegatronGPTReinforceActorModel) -> Tensor:
     """
     gradients = {name: parameter.main_grad for name, parameter in parameters_of(actor.lm).items()}  # type: ignore
     tensors = dict(hf_tensors(actor.lm, gradients))
-    return actor.mesh.from_block_leader(flat(tensors) if actor.mesh.is_block_leader else None)  # type: ignore[arg-type]
+    return actor.mesh.from_model_parallel_rank_0(flat(tensors) if actor.mesh.is_model_parallel_rank_0 else None)  # type: ignore[arg-type]
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:

@@ -162,4 +162,4 @@ def over_dp(actor: MegatronGPTReinforceActorModel, values: torch.Tensor) -> torc
 def weights(actor: MegatronGPTReinforceActorModel) -> torch.Tensor:
     merged = None if lora_settings_of(actor.lm) is None else MergedWeights(actor.lm)
     tensors: Any = dict(hf_tensors(actor.lm, merged))
-    return actor.mesh.from_block_leader(flat(tensors) if actor.mesh.is_block_leader else None)
+    return actor.mesh.from_model_parallel_rank_0(flat(tensors) if actor.mesh.is_model_parallel_rank_0 else None)

@@ -77,5 +77,5 @@ def scores_and_gradients(folder: str | Path, mesh: Mesh) -> dict[str, Tensor]:
     (for_log_probs * scores.log_probs + for_entropy * scores.entropy).sum().backward()
     # The mapping to Hugging Face's layout is linear, so it maps gradients too; the first rank alone gets it.
     gradients = dict(hf_tensors(lm, {name: parameter.grad for name, parameter in parameters_of(lm).items()}))
-    gradients = mesh.from_block_leader(gradients)
+    gradients = mesh.from_model_parallel_rank_0(gradients)
     return {"log_probs": scores.log_probs.detach(), "entropy": scores.entropy.detach(), **gradients}

@@ -208,13 +208,13 @@ def use_fake_engine(folder: Path, rank: str, fault: list | None) -> None:
 def act(phase: str, step: int, number: int) -> None:
     from helpers.rewards import ReadyRewards
 
-    from reinforce_rl.runtime.phases import Activity
+    from reinforce_rl.runtime.phases import PhaseTracker
 
-    begin, done = Activity.begin, []
+    begin, done = PhaseTracker.begin, []
 
-    def begin_and_act(activity: Activity, name: str, **options) -> None:
-        begin(activity, name, **options)
-        if name == phase and activity.phase.step >= step and not done:  # a generator may be left out of a step
+    def begin_and_act(phases: PhaseTracker, name: str, **options) -> None:
+        begin(phases, name, **options)
+        if name == phase and phases.phase.step >= step and not done:  # a generator may be left out of a step
             done.append(True)
             if name.endswith("reward_wait"):
                 ReadyRewards.result = wait_for_a_signal  # type: ignore[method-assign]
@@ -233,7 +233,7 @@ def act(phase: str, step: int, number: int) -> None:
         time.sleep(LONG)
         raise AssertionError("no signal came")
 
-    Activity.begin = begin_and_act  # type: ignore[method-assign]
+    PhaseTracker.begin = begin_and_act  # type: ignore[method-assign]
 
 
 def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides: list[str]) -> int:

@@ -71,7 +71,7 @@ def gradient_of(model: TrainableRewardModel) -> Tensor:
     """Return the gradient as one vector in Hugging Face's layout; a collective call."""
     gradients = {name: parameter.main_grad for name, parameter in parameters_of(model.lm).items()}  # type: ignore
     tensors: Any = dict(hf_tensors(model.lm, gradients))
-    return model.mesh.from_block_leader(flat(tensors) if model.mesh.is_block_leader else None)
+    return model.mesh.from_model_parallel_rank_0(flat(tensors) if model.mesh.is_model_parallel_rank_0 else None)
 
 
 def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = None) -> dict[str, Any]:

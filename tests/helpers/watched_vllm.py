@@ -28,7 +28,7 @@ class WatchedVLLM(VLLM):
 def watched(adapter: Any, engine: Any) -> WatchedVLLM:
     """Return it in place of a generator's adapter; `engine`, which has not started, gets it too."""
     own = WatchedVLLM(adapter._config)
-    if engine is not None:  # on the block's leader
+    if engine is not None:  # on model-parallel rank 0
         engine._adapter = own
     return own
 

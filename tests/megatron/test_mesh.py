@@ -31,7 +31,7 @@ def test_one_rank_without_a_launcher():
             values = torch.tensor([1.5, 2.0])
             assert torch.equal(mesh.sum_over_dp(values), values)
             assert mesh.sum_over_dp(values) is not values
-            assert mesh.from_block_leader([1]) == [1]
+            assert mesh.from_model_parallel_rank_0([1]) == [1]
             assert (mesh.any_rank(True), mesh.any_rank(False)) == (True, False)
             mesh.check_together(None)
             with pytest.raises(CheckpointError, match=r"^gone$"):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from helpers.choices import KL_ESTIMATORS
 from helpers.ranks import TESTS, run_ranks
-from helpers.thread_ranks import on_ranks
+from helpers.thread_ranks import gathering_ranks, on_ranks
 from helpers.tiny_run import metrics_of, tiny_overrides, without_times
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,11 +36,14 @@ from reinforce_rl.monitoring.metrics import (
     Statistics,
     gap_by_age,
     gap_quantiles,
+    generator_gaps,
     group_spread,
+    reduce_metrics,
     reinforce_means,
     rollout_means,
-    take_means,
+    trained_token_metrics,
     update_metrics,
+    weight_ages,
 )
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.monitoring.run import REPEAT_STEPS, RunMonitor
@@ -98,7 +101,7 @@ BATCH = scored([1.0, 3.0, NAN, 5.0, 5.0, 9.0], [4, 4, 4, 7, 7, 7], [True, True, 
 
 class TestRolloutMeans:
     def test_by_hand(self):
-        found = take_means(rollout_means(BATCH), alone)
+        found = reduce_metrics(rollout_means(BATCH), alone)
         # A failed sample is no reward of 0; one that was left out for another reason was scored.
         assert found["rewards"] == pytest.approx(statistics.mean([1, 3, 5, 5, 9]))
         assert found["reward_deviation"] == pytest.approx(statistics.stdev([1, 3, 5, 5, 9]))
@@ -110,14 +113,14 @@ class TestRolloutMeans:
 
     def test_nothing_scored_is_nan_and_not_0(self):
         nothing = replace(BATCH, rewards=torch.full((6,), NAN), source_rewards={})
-        found = take_means(rollout_means(nothing), alone)
+        found = reduce_metrics(rollout_means(nothing), alone)
         assert math.isnan(found["rewards"]) and math.isnan(found["reward_deviation"])
         assert found["fraction_of_samples_scored"] == 0.0
 
 
 class TestReinforceMeans:
     def test_by_hand(self):
-        found = take_means(reinforce_means(trained(BATCH)), alone)
+        found = reduce_metrics(reinforce_means(trained(BATCH)), alone)
         valid, trains = [0, 1, 3, 4], [1, 3, 4]
         for name, factor in (("init_policy_kl", 1), ("rewards_with_kl", 2), ("baseline", 3)):
             assert found[name] == pytest.approx(factor * statistics.mean(valid)), name
@@ -129,12 +132,12 @@ class TestReinforceMeans:
         assert found["fraction_of_groups_without_spread"] == 0.5
 
     def test_every_estimate_of_the_kl(self):
-        found = take_means(reinforce_means(trained(BATCH)), alone)
+        found = reduce_metrics(reinforce_means(trained(BATCH)), alone)
         assert BATCH.log_probs is not None and BATCH.init_log_probs is not None
         for name in KL_ESTIMATORS:
             values = sequence_kl(BATCH.log_probs, BATCH.init_log_probs, BATCH.response_mask, estimator=name)
             assert found[f"kl_{name}"] == pytest.approx(values[BATCH.valid].mean().item())
-        without = take_means(reinforce_means(trained(replace(BATCH, init_log_probs=None))), alone)
+        without = reduce_metrics(reinforce_means(trained(replace(BATCH, init_log_probs=None))), alone)
         assert not any(name.startswith("kl_") for name in without)
 
 
@@ -170,7 +173,7 @@ class TestTakeMeans:
             )
         )
         whole = {**rollout_means(batch.rollouts), **reinforce_means(batch)}
-        expected = take_means(whole, alone)
+        expected = reduce_metrics(whole, alone)
         for ranks in (2, 3, 4):
             parts = []
             for rank in range(ranks):
@@ -185,24 +188,24 @@ class TestTakeMeans:
                     batch.trains[own],
                 )
                 parts.append({**rollout_means(part.rollouts), **reinforce_means(part)})
-            found = [take_means(part, lambda _, parts=parts: parts) for part in parts]
+            found = [reduce_metrics(part, lambda _, parts=parts: parts) for part in parts]
             for means in found:
                 assert means == pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True)
 
     def test_a_deviation_over_ranks_is_not_the_mean_of_theirs(self):
         parts: list[Statistics] = [{"x": RunningMoments.of(torch.full((2,), value))} for value in (0.0, 10.0)]
-        assert take_means(parts[0], lambda _: parts)["x"] == pytest.approx(statistics.stdev([0, 0, 10, 10]))
+        assert reduce_metrics(parts[0], lambda _: parts)["x"] == pytest.approx(statistics.stdev([0, 0, 10, 10]))
 
     def test_ranks_count_by_their_samples(self):
         parts: list[Statistics] = [{"x": Mean(3.0, 3.0)}, {"x": Mean(0.0, 0.0)}, {"x": Mean(5.0, 1.0)}]
-        assert take_means(parts[0], lambda _: parts) == {"x": 2.0}
+        assert reduce_metrics(parts[0], lambda _: parts) == {"x": 2.0}
 
     def test_a_name_that_a_rank_lacks_is_of_the_others(self):
         parts = [{}, {"x": Mean(4.0, 2.0), "y": RunningMoments.of(torch.tensor([1.0, 3.0]))}]
-        assert take_means(parts[0], lambda _: parts) == {"x": 2.0, "y": pytest.approx(math.sqrt(2))}
+        assert reduce_metrics(parts[0], lambda _: parts) == {"x": 2.0, "y": pytest.approx(math.sqrt(2))}
 
     def test_nothing_counted_is_nan(self):
-        found = take_means({"x": Mean(0.0, 0.0), "y": RunningMoments()}, alone)
+        found = reduce_metrics({"x": Mean(0.0, 0.0), "y": RunningMoments()}, alone)
         assert math.isnan(found["x"]) and math.isnan(found["y"])
 
 
@@ -244,8 +247,70 @@ class TestGapQuantiles:
 def test_gaps_by_age_over_ranks():
     gaps, ages = torch.tensor([0.5, -1.5, 0.25, 3.0]), torch.tensor([0, 1, 0, 1])
     parts = [gap_by_age(gaps[:3], ages[:3]), gap_by_age(gaps[3:], ages[3:])]
-    found = take_means(parts[0], lambda own: parts)
+    found = reduce_metrics(parts[0], lambda own: parts)
     assert found == {"generator_gap_age_0": 0.375, "generator_gap_age_1": 2.25}
+
+
+class TestTrainedTokens:
+    """Log-probs of the policy beside the generator's, whose tables have two columns of padding."""
+
+    def batch(self, rows: list[int]) -> ReinforceBatch:
+        batch = trained(BATCH)
+        log_probs = torch.full((len(BATCH.rewards), BATCH.width + 2), -1.0)
+        versions = torch.arange(len(BATCH.rewards))[:, None].expand(log_probs.shape)
+        rollouts = replace(BATCH, generator_log_probs=log_probs, weight_versions=versions)
+        chosen = torch.tensor(rows, dtype=torch.long)
+        per_sample = ("kl", "rewards_with_kl", "baseline", "advantages", "trains")
+        columns = {name: getattr(batch, name)[chosen] for name in per_sample}
+        return replace(batch, rollouts=rollouts.select(chosen), **columns)
+
+    def log_probs(self, batch: ReinforceBatch) -> Tensor:
+        """-1.25 for the tokens of row 0, 0.25 less for each later row."""
+        rows = batch.rollouts.sample_ids + batch.kl  # `trained` numbers the rows in `kl`
+        return (-1.25 - 0.25 * rows)[:, None].expand(batch.rollouts.response_mask.shape)
+
+    def test_only_tokens_of_samples_that_train_count(self):
+        batch = self.batch(list(range(6)))
+        # Rows 1, 3 and 4 train, with responses of 2, 1 and 2 tokens.
+        assert batch.trained_tokens.sum(dim=1).tolist() == [0, 2, 0, 1, 2, 0]
+        gaps = generator_gaps(batch, self.log_probs(batch))
+        assert gaps.tolist() == [-0.5, -0.5, -1.0, -1.25, -1.25]
+        assert weight_ages(batch, 5).tolist() == [4, 4, 2, 1, 1]
+
+    def test_without_the_generators_log_probs_there_are_no_gaps(self):
+        batch = trained(BATCH)
+        assert generator_gaps(batch, self.log_probs(batch)).tolist() == []
+        with pytest.raises(ValueError, match="not known"):
+            weight_ages(batch, 5)
+
+    @pytest.mark.parametrize("version", [None, 5])
+    def test_a_rank_without_samples_takes_part(self, version):
+        """It knows no log-probs and no versions; the numbers are those of a single rank."""
+
+        def run(shares: list[list[int]]) -> list[dict[str, float]]:
+            def metrics(rank: int, gather) -> dict[str, float]:
+                batch = self.batch(shares[rank])
+                if not shares[rank]:
+                    unknown = replace(batch.rollouts, generator_log_probs=None, weight_versions=None)
+                    batch = replace(batch, rollouts=unknown)
+                return trained_token_metrics(
+                    batch,
+                    self.log_probs(batch),
+                    version=version,
+                    sum_over_ranks=lambda value: torch.stack(gather(value)).sum(0),
+                    gather_over_ranks=gather,
+                )
+
+            return gathering_ranks(len(shares), metrics)
+
+        (whole,) = run([list(range(6))])
+        assert whole["entropy_sampled"] == pytest.approx((1.5 + 1.5 + 2.0 + 2.25 + 2.25) / 5)
+        assert whole["generator_gap_max"] == 1.25
+        assert [name for name in whole if "age" in name] == (
+            [] if version is None else ["generator_gap_age_1", "generator_gap_age_2", "generator_gap_age_4"]
+        )
+        for found in run([[0, 1, 2], [], [3, 4, 5]]):
+            assert found == pytest.approx(whole)
 
 
 class TestUpdateMetrics:

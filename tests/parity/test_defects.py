@@ -285,7 +285,7 @@ def test_defect_14_shares_are_fixed_and_ranks_may_be_idle(tmp_path, mesh):
 
     with tiny_trainer(tiny_config(tmp_path, "model.optim.weight_decay=0"), mesh) as trainer:  # a whole idle step
         before = weights(trainer)
-        batch = trainer._rollouts.score(trainer._rollouts.sample([], 4, step=1), "nothing")
+        batch = trainer.rollouts.score(trainer.rollouts.sample([], 4, step=1), "nothing")
         where = (batch.sequences, batch.prompt_lengths, batch.response_lengths)
         log_probs = trainer.model.get_inference_log_probs(*where)
         batch = replace(batch, log_probs=log_probs, init_log_probs=trainer.model.get_init_policy_logprobs(*where))

@@ -42,7 +42,7 @@ from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.rewards.base import RewardRequest
 from reinforce_rl.rewards.sources import connect_to_reward_servers
-from reinforce_rl.runtime.stop import Outlook, RunTimer
+from reinforce_rl.runtime.stop import RunTimer, TimeBudget
 from reinforce_rl.trainer.build import build_datasets
 from reinforce_rl.utils.job_time import JobTimes
 
@@ -302,7 +302,7 @@ class TestOperations:
                     )
 
             assert evaluate is not None
-            trainer._rollouts = dataclasses.replace(trainer._rollouts, rm=Validation())
+            trainer.rollouts = dataclasses.replace(trainer.rollouts, rm=Validation())
             trainer.fit()
         assert [line["val/rewards"] for line in metrics_of(tmp_path) if line["step"] in values] == list(
             values.values()
@@ -336,9 +336,9 @@ class StopsAfter(RunTimer):
         super().__init__(None, JobTimes())
         self._left = steps
 
-    def outlook(self, **due: bool) -> Outlook:
+    def time_budget(self, **due: bool) -> TimeBudget:
         self._left -= 1
-        return Outlook("the time of this run is used up" if self._left < 0 else None)
+        return TimeBudget("the time of this run is used up" if self._left < 0 else None)
 
 
 NAMES = {
@@ -365,7 +365,14 @@ def test_feature_names_of_classes_and_functions(path):
             "cfg model optimizer scheduler train_dataloader_builder val_dataloader_builder collate_fn rm "
             "batch_iterator_cls logger ckpt_callback run_timer"
         )
-        assert list(inspect.signature(found).parameters)[:12] == arguments.split()
+        *of_nemo_aligner, services = inspect.signature(found).parameters.values()
+        assert [parameter.name for parameter in of_nemo_aligner] == arguments.split()
+        for parameter in of_nemo_aligner:
+            assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+            assert parameter.default is inspect.Parameter.empty
+        assert services.name == "services"
+        assert services.kind is inspect.Parameter.KEYWORD_ONLY
+        assert services.default is None
 
 
 def test_feature_names_of_configuration_keys():

@@ -209,9 +209,9 @@ def test_a_function_that_raises_is_named_with_its_line(tmp_path, mesh, more):
 class OtherRank:
     """A mesh whose rank is not the one that asks for rewards."""
 
-    is_block_leader = False
+    is_model_parallel_rank_0 = False
 
-    together = staticmethod(contextlib.nullcontext)
+    raise_on_all_ranks = staticmethod(contextlib.nullcontext)
 
 
 def test_only_the_rank_that_asks_starts_processes(tmp_path):

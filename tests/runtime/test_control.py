@@ -17,7 +17,7 @@ from reinforce_rl.errors import EXIT_ERROR, EXIT_LOST_RANK, EXIT_STOPPED, LostRa
 from reinforce_rl.runtime import control
 from reinforce_rl.runtime.control import Report, Verdict, Watchdog, failed, hung, lost, waited_for
 from reinforce_rl.runtime.links import Invitation
-from reinforce_rl.runtime.phases import Activity, PlaceWatcher
+from reinforce_rl.runtime.phases import PhaseTracker, StackWatcher
 from reinforce_rl.runtime.stop import StopRequest
 
 DEADLINE = 30.0
@@ -29,7 +29,7 @@ class Rank:
     def __init__(self, rank: int, **limits: float):
         self.verdicts: list[Verdict] = []
         self.left = threading.Event()
-        self.activity = Activity()
+        self.phases = PhaseTracker()
         limits = {"silence_seconds": 60.0, "hang_seconds": 60.0, **limits}
         self.stop = StopRequest()
         self.watch = Watchdog(self, rank, 2, **limits)
@@ -56,8 +56,8 @@ def make(monkeypatch) -> Iterator:
         pair[1].watch.join(pair[0].watch.open("localhost"))
         for rank in reversed(pair):
             rank.watch.start()
-        pair[1].activity.step = 7
-        pair[1].activity.begin("generate")
+        pair[1].phases.step = 7
+        pair[1].phases.begin("generate")
         return pair
 
     yield make_pair
@@ -77,7 +77,7 @@ def test_a_good_end_is_no_loss(make):
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_connection_that_closes_without_a_word_is_a_death(make, lost):
     pair = make()
-    pair[0].activity.begin("export")
+    pair[0].phases.begin("export")
     time.sleep(0.5)
     pair[lost].watch.close()
     verdict = pair[1 - lost].verdict()
@@ -148,7 +148,7 @@ def test_a_first_rank_that_does_not_answer(monkeypatch):
 
 
 def test_where_a_thread_is():
-    watcher = PlaceWatcher(threading.get_ident())
+    watcher = StackWatcher(threading.get_ident())
     places = []
     sitting, done = threading.Event(), threading.Event()
 

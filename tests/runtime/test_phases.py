@@ -22,7 +22,7 @@ import house  # noqa: E402
 SECONDS = 3
 LOOKING = f"""
 import faulthandler, gc, sys, threading, time
-from reinforce_rl.runtime.phases import PlaceWatcher
+from reinforce_rl.runtime.phases import StackWatcher
 
 faulthandler.dump_traceback_later(60, exit=True)
 
@@ -33,7 +33,7 @@ class Garbage:
         sum(range(2000))  # Python code, in which another thread may take over
 
 def look():
-    watcher = PlaceWatcher(threading.main_thread().ident)
+    watcher = StackWatcher(threading.main_thread().ident)
     while time.monotonic() < end:
         Garbage()
         watcher.look()

@@ -65,10 +65,10 @@ def test_a_second_signal_while_python_shuts_down_does_not_change_the_exit_code(n
 def test_the_time_counts_from_the_start_of_the_process():
     age = time.time() - psutil.Process().create_time()
     endless = RunTimer(None, JobTimes())
-    assert endless.seconds_left() == float("inf") and endless.outlook().shortage is None
+    assert endless.seconds_left() == float("inf") and endless.time_budget().shortage is None
     assert RunTimer(age + 3600, JobTimes()).seconds_left() == pytest.approx(3600, abs=5)
-    assert RunTimer(age + 3600, JobTimes()).outlook().shortage is None
-    assert "counted from the process's start" in str(RunTimer(age / 2, JobTimes()).outlook().shortage)
+    assert RunTimer(age + 3600, JobTimes()).time_budget().shortage is None
+    assert "counted from the process's start" in str(RunTimer(age / 2, JobTimes()).time_budget().shortage)
 
 
 class TestTheAllocation:
@@ -82,7 +82,7 @@ class TestTheAllocation:
         ]:
             timer = RunTimer(max_seconds, JobTimes(500.0, end), save_seconds=1e6)
             assert timer.seconds_left() == left
-            assert named in str(timer.outlook().shortage)
+            assert named in str(timer.time_budget().shortage)
 
 
 class Clock:
@@ -103,24 +103,24 @@ def test_what_is_told_of_a_shortage(clock):
     clock.now = 68.0
     with timer.validating():
         clock.now = 70.0
-    outlook = timer.outlook(validation_after=True)
-    assert outlook.validates
-    assert outlook.shortage == (
+    budget = timer.time_budget(validation_after=True)
+    assert budget.validates
+    assert budget.shortage == (
         "the time of this run is used up (30.0 s are left by exp_manager.max_time_per_run, counted from the "
         "allocation's start; a step 70.0 s, a validation 2.0 s, a save 8.0 s, and with a margin all that is to come "
         f"{1.1 * 80 + MARGIN_SECONDS:.1f} s)"
     )
     clock.now = 80.0
-    assert not timer.outlook().validates
+    assert not timer.time_budget().validates
 
 
 def test_before_anything_is_measured_a_step_is_begun_where_a_save_fits(clock):
     timer = RunTimer(100.0, JobTimes(0.0), save_seconds=20.0)
     clock.now = 100.0 - with_margin(20.0)
-    assert timer.outlook(validation=True).shortage is None
+    assert timer.time_budget(validation=True).shortage is None
     clock.now += 0.1
-    outlook = timer.outlook(validation=True)
-    assert outlook.shortage is not None and not outlook.validates, "nobody knows how long a validation takes"
+    budget = timer.time_budget(validation=True)
+    assert budget.shortage is not None and not budget.validates, "nobody knows how long a validation takes"
 
 
 def test_a_failed_validation_and_an_old_step_do_not_count(clock):
@@ -128,11 +128,11 @@ def test_a_failed_validation_and_an_old_step_do_not_count(clock):
     for seconds in (500.0, *[1.0] * run_timer.RECENT_STEPS):
         timer.begin_step()
         clock.now += seconds
-        timer.outlook()
+        timer.time_budget()
     with pytest.raises(RuntimeError), timer.validating():
         clock.now += 300.0
         raise RuntimeError
-    assert timer.outlook(validation=True, validation_after=True).shortage is None
+    assert timer.time_budget(validation=True, validation_after=True).shortage is None
 
 
 def test_a_first_save_is_guessed_from_its_bytes():
@@ -141,7 +141,7 @@ def test_a_first_save_is_guessed_from_its_bytes():
 
 @pytest.mark.parametrize("seed", range(300))
 def test_a_run_ends_in_time_and_never_without_need(clock, seed):
-    """A simulated run: its durations vary within the margin, and it obeys the outlook as the trainer does."""
+    """A simulated run: its durations vary within the margin, and it obeys the budget as the trainer does."""
     draw = random.Random(seed)
     step, validation, save = (draw.choice([0.1, 1.0, 20.0, 300.0]) for _ in range(3))
     val_interval, save_interval = draw.choice([0, 1, 3]), draw.choice([0, 1, 4])
@@ -156,7 +156,7 @@ def test_a_run_ends_in_time_and_never_without_need(clock, seed):
     if val_interval:
         with timer.validating():
             takes(validation)
-    if timer.outlook().shortage is not None:
+    if timer.time_budget().shortage is not None:
         return
     while True:
         timer.begin_step()
@@ -169,17 +169,17 @@ def test_a_run_ends_in_time_and_never_without_need(clock, seed):
             running_save=running > 0,
         )
         left_before = timer.seconds_left()
-        outlook = timer.outlook(**due)
-        if outlook.validates and (due["validation"] or (outlook.shortage is not None and val_interval > 0)):
+        budget = timer.time_budget(**due)
+        if budget.validates and (due["validation"] or (budget.shortage is not None and val_interval > 0)):
             with timer.validating():
                 takes(validation)
-        if due["save"] and outlook.shortage is None:
+        if due["save"] and budget.shortage is None:
             clock.now = max(clock.now, running)
             if background:
                 running = clock.now + save
             else:
                 takes(save)
-        if outlook.shortage is not None:
+        if budget.shortage is not None:
             break
     saves_to_come = 1 + due["save"] + due["running_save"]
     most = 1.1 * (1.1 * (step + 2 * validation + saves_to_come * save)) + MARGIN_SECONDS
@@ -190,7 +190,7 @@ def test_a_run_ends_in_time_and_never_without_need(clock, seed):
     assert clock.now <= limit or number == 1, (step, validation, save, val_interval, save_interval, background)
 
 
-def test_the_outlook_against_brute_force(clock):
+def test_the_time_budget_against_brute_force(clock):
     """Every combination of durations and of what is due: the sum of a plan's parts, one by one."""
     for step, validation, save, left in itertools.product([1.0, 30.0], [2.0, 50.0], [0.5, 40.0], [30.0, 90.0, 200.0]):
         for now, after, saves, runs in itertools.product([False, True], repeat=4):
@@ -204,8 +204,8 @@ def test_the_outlook_against_brute_force(clock):
             plan = [save] * runs + [validation] * now + [save] * saves + [step] + [validation] * after + [save]
             end = [save] * runs + [validation, save]
             due = {"validation": now, "validation_after": after, "save": saves, "running_save": runs}
-            timer.outlook(**due)
+            timer.time_budget(**due)
             clock.now = 10_000.0 - left
-            outlook = timer.outlook(**due)
-            assert (outlook.shortage is None) == (1.1 * sum(plan) + 10.0 <= left)
-            assert outlook.validates == (outlook.shortage is None or 1.1 * sum(end) + 10.0 <= left)
+            budget = timer.time_budget(**due)
+            assert (budget.shortage is None) == (1.1 * sum(plan) + 10.0 <= left)
+            assert budget.validates == (budget.shortage is None or 1.1 * sum(end) + 10.0 <= left)

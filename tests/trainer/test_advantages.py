@@ -13,7 +13,7 @@ from torch import Tensor
 from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 from reinforce_rl.trainer.advantages import reinforce_batch
-from reinforce_rl.trainer.state import PastSteps
+from reinforce_rl.trainer.state import RunningBaselines
 
 BETA = 0.5
 REWARDS = [1.0, 4.0, 2.0, 2.5, 0.0, 3.0, 5.0]
@@ -47,7 +47,7 @@ def batch_of(rows: list[int]) -> RolloutBatch:
 
 def made(rows: list[int], **keys: Any) -> ReinforceBatch:
     cfg = ReinforceConfig(**{"initial_policy_kl_penalty": BETA, "kl_estimator": "k1", **keys})
-    return reinforce_batch(batch_of(rows), cfg, PastSteps(cfg), step=1, max_length=8)
+    return reinforce_batch(batch_of(rows), cfg, RunningBaselines(cfg), step=1, max_length=8)
 
 
 ALL = list(range(7))
@@ -77,7 +77,7 @@ def test_a_beta_that_has_adapted_is_the_one_that_counts():
     cfg = ReinforceConfig(
         initial_policy_kl_penalty=BETA, kl_target=1.0, advantage_estimator="none", kl_placement="advantage"
     )
-    past = PastSteps(cfg)
+    past = RunningBaselines(cfg)
     past.beta.value = 2.0
     found = reinforce_batch(batch_of(ALL), cfg, past, step=1, max_length=8)
     torch.testing.assert_close(found.advantages[:, 0], torch.tensor(REWARDS) - 2.0 * found.kl)
@@ -116,7 +116,7 @@ def test_ranks_of_unequal_shares_have_their_own_rows(shares):
         found = reinforce_batch(
             batch_of(shares[rank]),
             cfg,
-            PastSteps(cfg),
+            RunningBaselines(cfg),
             step=1,
             max_length=8,
             gather_over_ranks=gather,

@@ -442,7 +442,7 @@ def generators_of(pool: RecordedPool, monkeypatch: pytest.MonkeyPatch, *, takes_
         return [prompts[start : start + 2] for start in range(0, len(prompts), 2)]
 
     monkeypatch.setattr("reinforce_rl.trainer.disaggregated.send_weights", lambda lm, group: None)
-    mesh = SimpleNamespace(gather_over_dp=lambda value: [value], together=contextlib.nullcontext, dp_rank=0)
+    mesh = SimpleNamespace(gather_over_dp=lambda value: [value], raise_on_all_ranks=contextlib.nullcontext, dp_rank=0)
     model: Any = SimpleNamespace(mesh=mesh, lm=None)
     return Generators(model, pool, cut, StopRequest(), takes_finished)  # type: ignore[arg-type]
 

@@ -327,7 +327,7 @@ class PlannedGenerator:
 def rank_of(generator: PlannedGenerator, inflight: str | None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A generator's rank without connections and model, whose results are kept."""
     rank: Any = object.__new__(GeneratorRank)
-    mesh = SimpleNamespace(from_block_leader=lambda value: value, is_block_leader=True)
+    mesh = SimpleNamespace(from_model_parallel_rank_0=lambda value: value, is_model_parallel_rank_0=True)
     architecture = SimpleNamespace(vocab_size=10)
     rank._model = SimpleNamespace(
         generator=generator, mesh=mesh, pad_id=0, settings=SimpleNamespace(sampling=None), lm=SimpleNamespace()
@@ -409,7 +409,7 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
     def test_those_that_are_on_their_way_come_along(self, monkeypatch):
         """Else a generator that once had half of its prompts goes on so, in as many seconds a call."""
         rank = rank_of(PlannedGenerator({}), None, monkeypatch)
-        rank._activity = SimpleNamespace(begin=lambda phase: None)
+        rank._phases = SimpleNamespace(begin=lambda phase: None)
         monkeypatch.setattr("reinforce_rl.trainer.generate._ON_THEIR_WAY_SECONDS", 30.0)
 
         def answer() -> None:

@@ -90,10 +90,10 @@ def rank_of(
     rank._awake = None
     rank._group = None
     rank._wake = lambda: None
-    rank._activity = SimpleNamespace(begin=lambda *_, **__: None, step=0)
+    rank._phases = SimpleNamespace(begin=lambda *_, **__: None, step=0)
     rank._links = SimpleNamespace(send=lambda *_: None)
     engine = Engine(rank)
-    mesh = SimpleNamespace(from_block_leader=lambda value: value, is_block_leader=True)
+    mesh = SimpleNamespace(from_model_parallel_rank_0=lambda value: value, is_model_parallel_rank_0=True)
     lm = SimpleNamespace(architecture=SimpleNamespace(vocab_size=100))
     settings = SimpleNamespace(sampling=None)
     rank._model = SimpleNamespace(generator=engine, infer=engine.infer, lm=lm, mesh=mesh, pad_id=99, settings=settings)

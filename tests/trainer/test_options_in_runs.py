@@ -310,7 +310,7 @@ class TestGeneratorCorrection:
             trains = torch.arange(len(data.trains)) % 5 != 0
             data = replace(data, trains=trains)
             found = trainer.run_training(data)
-            tokens = trainer._samples(data).tokens
+            tokens = trainer.step_samples(data).tokens
             assert tokens is not None
         kept = trains[:, None].expand_as(mask)[mask]
         gaps = noise[kept].abs().sort().values

@@ -32,6 +32,7 @@ from helpers.tiny_run import (
 
 from reinforce_rl.data.batches import Completions, Prompt, ReinforceBatch
 from reinforce_rl.data.finish_reasons import FINISH_STOP
+from reinforce_rl.data.sampler import step_seed
 from reinforce_rl.errors import RewardServerError, StoppedEarly
 from reinforce_rl.megatron.checkpointer import latest_checkpoint
 from reinforce_rl.rewards.base import (
@@ -41,7 +42,7 @@ from reinforce_rl.rewards.base import (
     RewardRequest,
     Rewards,
 )
-from reinforce_rl.runtime.stop import Outlook, RunTimer
+from reinforce_rl.runtime.stop import RunTimer, TimeBudget
 from reinforce_rl.trainer.reinforce import ReinforceTrainer
 from reinforce_rl.trainer.rollouts import RolloutMaker
 from reinforce_rl.trainer.updates import mini_batches
@@ -84,8 +85,8 @@ class TestAStep:
         overrides = "model.reinforce.sampling_params.temperature=1.4", "model.reinforce.length_params.min_length=0"
         with tiny_trainer(tiny_config(tmp_path, *overrides), mesh) as trainer:
             prompts = [Prompt(i, "", (4,) * (i + 1)) for i in range(4)]
-            completions = trainer.model.infer(prompts, 4, seed=trainer._rollouts._seed(3))
-            batch = trainer._rollouts.sample(prompts, 4, step=3).batch
+            completions = trainer.model.infer(prompts, 4, seed=step_seed(trainer.model.settings.seed, 3))
+            batch = trainer.rollouts.sample(prompts, 4, step=3).batch
             found = trainer.model.get_inference_log_probs(
                 batch.sequences, batch.prompt_lengths, batch.response_lengths
             )
@@ -180,7 +181,7 @@ class TestWhatAStepLeaves:
             rollouts, _, _ = trainer.generate_rollouts()
             assert rollouts.generator_log_probs is not None
             trainer.step = 2
-            trainer._rollouts = replace(trainer._rollouts, staleness=2)
+            trainer.rollouts = replace(trainer.rollouts, staleness=2)
             versions = torch.ones_like(rollouts.sequences[:, : rollouts.width])
             data, _ = trainer.generate_reinforce_data(replace(rollouts, weight_versions=versions))
             metrics = trainer.run_training(data)
@@ -234,10 +235,10 @@ class TestWhatAStepLeaves:
         with tiny_trainer(tiny_config(tmp_path), mesh) as trainer:
             trainer.step = 1
             trainer.logger.report = lambda: None  # type: ignore[method-assign, assignment]
-            trainer._divergence.is_sound = False
+            trainer.non_finite_guard.is_sound = False
             trainer.save(wait=True)
             assert saved_step(tmp_path) is None
-            trainer._divergence.is_sound = True
+            trainer.non_finite_guard.is_sound = True
             trainer.save(wait=True)
         assert saved_step(tmp_path) == 1
 
@@ -615,9 +616,9 @@ class StopsAfter(RunTimer):
         super().__init__(None, JobTimes())
         self._left = questions
 
-    def outlook(self, **due: bool) -> Outlook:
+    def time_budget(self, **due: bool) -> TimeBudget:
         self._left -= 1
-        return Outlook("the time of this run is used up" if self._left < 0 else None)
+        return TimeBudget("the time of this run is used up" if self._left < 0 else None)
 
 
 class TestTheEnd:

@@ -38,7 +38,7 @@ class OneRank:
 
     dp_rank = 0
     dp_size = 1
-    is_block_leader = True
+    is_model_parallel_rank_0 = True
     is_main = True
 
     def gather_over_dp(self, value: Any) -> list[Any]:
@@ -47,7 +47,7 @@ class OneRank:
     def sum_over_dp(self, value: Tensor) -> Tensor:
         return value
 
-    def from_block_leader(self, value: Any) -> Any:
+    def from_model_parallel_rank_0(self, value: Any) -> Any:
         return value
 
     def check_together(self, failure: Exception | None) -> None:
@@ -57,7 +57,7 @@ class OneRank:
     def any_rank(self, value: bool) -> bool:
         return value
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
+    def raise_on_all_ranks(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
@@ -237,7 +237,7 @@ class TestLogProbs:
 
     def test_what_is_generated_with_the_present_weights_needs_no_pass(self):
         maker = maker_of(0)
-        batch = maker._with_log_probs(self.batch())
+        batch = maker.with_log_probs(self.batch())
         assert batch.log_probs is not None and batch.generator_log_probs is not None
         assert torch.equal(batch.log_probs, batch.generator_log_probs)
         assert maker.model.passes == ["reference"]  # type: ignore[attr-defined]
@@ -246,29 +246,29 @@ class TestLogProbs:
     def test_the_kl_of_older_rollouts_is_that_of_the_present_policy(self, staleness):
         """The generator's own log-probs are those of the weights `staleness` steps before."""
         maker = maker_of(staleness)
-        batch = maker._with_log_probs(self.batch())
+        batch = maker.with_log_probs(self.batch())
         assert batch.log_probs is not None and batch.init_log_probs is not None
         assert batch.log_probs.tolist() == [[-2.0, -2.0]]
         assert batch.init_log_probs.tolist() == [[-3.0, -3.0]]
         assert batch.generator_log_probs is not None and batch.generator_log_probs.max() == -1.0
 
     def test_another_engines_log_probs_are_not_the_policys(self):
-        batch = maker_of(0, is_exact=False)._with_log_probs(self.batch())
+        batch = maker_of(0, is_exact=False).with_log_probs(self.batch())
         assert batch.log_probs is not None and batch.log_probs.tolist() == [[-2.0, -2.0]]
 
     def test_ratios_begin_from_the_trainers_own(self):
-        batch = maker_of(0, has_ratios=True)._with_log_probs(self.batch())
+        batch = maker_of(0, has_ratios=True).with_log_probs(self.batch())
         assert batch.log_probs is not None and batch.log_probs.tolist() == [[-2.0, -2.0]]
 
     def test_ratios_need_them_without_a_kl_too(self):
         maker = maker_of(0, has_ratios=True, initial_policy_kl_penalty=0.0)
-        batch = maker._with_log_probs(self.batch())
+        batch = maker.with_log_probs(self.batch())
         assert batch.log_probs is not None and batch.init_log_probs is None
         assert maker.model.passes == ["policy"]  # type: ignore[attr-defined]
 
     def test_without_a_kl_and_ratios_there_is_no_pass(self):
         maker = maker_of(3, initial_policy_kl_penalty=0.0)
-        assert maker._with_log_probs(self.batch()).log_probs is None
+        assert maker.with_log_probs(self.batch()).log_probs is None
         assert maker.model.passes == []  # type: ignore[attr-defined]
 
 

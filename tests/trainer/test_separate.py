@@ -671,7 +671,9 @@ def test_a_generator_draws_with_weights_that_all_of_its_ranks_have(other, expect
     """A transfer may have failed on one of them."""
     rank: Any = object.__new__(SeparateGeneratorRank)
     rank._changed, rank.version, rank._staged = threading.Condition(), 1, {5: {}, 6: {}}
-    mesh = SimpleNamespace(gather_on_block_leader=lambda own: [own, other], from_block_leader=lambda value: value)
+    mesh = SimpleNamespace(
+        gather_on_model_parallel_rank_0=lambda own: [own, other], from_model_parallel_rank_0=lambda value: value
+    )
     rank._model = SimpleNamespace(mesh=mesh)
     assert rank._newest() == expected
 

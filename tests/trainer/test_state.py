@@ -17,15 +17,17 @@ from helpers.thread_ranks import gathering_ranks
 from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
 from reinforce_rl.errors import DivergedError
-from reinforce_rl.trainer.state import BestCheckpoints, Divergence, PastSteps
+from reinforce_rl.trainer.state import BestCheckpoints, NonFiniteGuard, RunningBaselines
 
 ESTIMATORS = ["running_mean", "moving_average", "exponential_moving_average"]
 WINDOW, DECAY = 3, 0.8
 Rewards = list[list[float]]  # of each step; NaN where a sample is not valid
 
 
-def new_past() -> PastSteps:
-    return PastSteps(ReinforceConfig(initial_policy_kl_penalty=0.1, baseline_window=WINDOW, baseline_decay=DECAY))
+def new_past() -> RunningBaselines:
+    return RunningBaselines(
+        ReinforceConfig(initial_policy_kl_penalty=0.1, baseline_window=WINDOW, baseline_decay=DECAY)
+    )
 
 
 def batch_of(rewards: list[float], kl: float = 0.0) -> ReinforceBatch:
@@ -170,56 +172,56 @@ def test_unknown_metric():
 
 
 def test_a_beta_that_adapts_goes_on_and_a_fixed_one_is_the_configurations():
-    adapted = PastSteps(ReinforceConfig(initial_policy_kl_penalty=0.1, kl_target=1.0, kl_horizon=2.0))
+    adapted = RunningBaselines(ReinforceConfig(initial_policy_kl_penalty=0.1, kl_target=1.0, kl_horizon=2.0))
     adapted.add(batch_of([1.0, 2.0], kl=5.0), alone)
     assert adapted.beta.value == pytest.approx(0.12)
     state = json.loads(json.dumps(adapted.state_dict()))
-    resumed = PastSteps(ReinforceConfig(initial_policy_kl_penalty=0.1, kl_target=1.0, kl_horizon=2.0))
+    resumed = RunningBaselines(ReinforceConfig(initial_policy_kl_penalty=0.1, kl_target=1.0, kl_horizon=2.0))
     resumed.load_state_dict(state)
     assert resumed.beta.value == adapted.beta.value
-    fixed = PastSteps(ReinforceConfig(initial_policy_kl_penalty=0.3))
+    fixed = RunningBaselines(ReinforceConfig(initial_policy_kl_penalty=0.3))
     fixed.load_state_dict(state)
     assert fixed.beta.value == 0.3
 
 
-class TestDivergence:
+class TestNonFiniteGuard:
     MESH: Any = SimpleNamespace(any_rank=lambda value: value)
 
     def update(self, *, skipped: bool = False, weights_lost: bool = False) -> Any:
         return SimpleNamespace(skipped=skipped, weights_lost=weights_lost)
 
-    def check(self, divergence: Divergence, *skipped: bool, loss: float = 0.5) -> None:
-        divergence.check(1, [self.update(skipped=one) for one in skipped], loss, self.MESH, lambda text: None)
+    def check(self, guard: NonFiniteGuard, *skipped: bool, loss: float = 0.5) -> None:
+        guard.check(1, [self.update(skipped=one) for one in skipped], loss, self.MESH, lambda text: None)
 
     @pytest.mark.parametrize("most", [1, 2, 3])
     def test_the_run_ends_at_so_many_skipped_optimizer_steps_in_a_row(self, most):
-        divergence = Divergence(most)
+        guard = NonFiniteGuard(most)
         for _ in range(most - 1):
-            self.check(divergence, True)
+            self.check(guard, True)
         with raises_error("trainer.gradient.not_finite"):
-            self.check(divergence, True)
+            self.check(guard, True)
 
     def test_one_that_is_not_skipped_begins_a_new_row(self):
-        divergence = Divergence(3)
+        guard = NonFiniteGuard(3)
         for _ in range(4):
-            self.check(divergence, True, True, False)
-        self.check(divergence, True, True)
+            self.check(guard, True, True, False)
+        self.check(guard, True, True)
         with raises_error("trainer.gradient.not_finite"):
-            self.check(divergence, True)
+            self.check(guard, True)
 
     @pytest.mark.parametrize("loss", [math.nan, math.inf])
     def test_weights_after_a_loss_that_is_not_finite_are_not_kept(self, loss):
-        divergence = Divergence(3)
-        assert divergence.is_sound
-        self.check(divergence, False, loss=loss)
-        assert not divergence.is_sound
+        guard = NonFiniteGuard(3)
+        assert guard.is_sound
+        self.check(guard, False, loss=loss)
+        assert not guard.is_sound
         with raises_error("trainer.loss.not_finite", "step 1"):
-            divergence.check_end(1)
-        self.check(divergence, False, loss=0.5)
-        assert divergence.is_sound
-        divergence.check_end(2)
+            guard.check_end(1)
+        self.check(guard, False, loss=0.5)
+        assert guard.is_sound
+        guard.check_end(2)
 
     def test_lost_weights_end_it_at_once(self):
         with raises_error("trainer.weights.not_finite", "step 4") as error:
-            Divergence(9).check(4, [self.update(weights_lost=True)], 0.5, self.MESH, lambda text: None)
+            NonFiniteGuard(9).check(4, [self.update(weights_lost=True)], 0.5, self.MESH, lambda text: None)
         assert isinstance(error.value, DivergedError)

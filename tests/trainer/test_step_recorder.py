@@ -121,7 +121,7 @@ class Gathered:
     def __init__(self, other: Any, dp_rank: int = 0):
         self.other = other
         self.dp_rank = dp_rank
-        self.is_block_leader = True
+        self.is_model_parallel_rank_0 = True
 
     def gather_on_main(self, own: Any) -> list[Any]:
         return [own, self.other]

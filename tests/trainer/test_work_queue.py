@@ -45,7 +45,7 @@ class Threads:
 class ThreadMesh:
     """As much of a `Mesh` as rollouts need."""
 
-    is_block_leader = True
+    is_model_parallel_rank_0 = True
     world_size = dp_size = RANKS
 
     def __init__(self, rank: int, threads: Threads):
@@ -66,7 +66,7 @@ class ThreadMesh:
     def any_rank(self, flag: bool) -> bool:
         return any(self.gather_over_dp(flag))
 
-    def from_block_leader(self, value: Any) -> Any:
+    def from_model_parallel_rank_0(self, value: Any) -> Any:
         return value
 
     def from_main(self, value: Any) -> Any:
@@ -77,7 +77,7 @@ class ThreadMesh:
             if failure is not None:
                 raise error or type(failure)("another rank failed")
 
-    together = Mesh.together
+    raise_on_all_ranks = Mesh.raise_on_all_ranks
 
     def reset_count(self, name: str) -> None:
         self._threads.counts.pop(name, None)

@@ -1,7 +1,8 @@
 """Generation by an engine: one per block of ranks, on the devices they train on.
 
-The engine sleeps during training; each wake-up reloads the policy's weights and resets the prefix cache, so a sleeping
-engine need not keep either. The block's leader owns the engine process and shares results and errors with all ranks.
+The engine sleeps during training; each wake-up reloads the policy's weights and resets the prefix
+cache, so a sleeping engine need not keep either. Model-parallel rank 0 owns the engine process and
+shares results and errors with its block.
 """
 
 from __future__ import annotations
@@ -322,10 +323,10 @@ class EngineGenerator:
             logger.warning("event=engine_restarted reason=%s", error)
 
     def _together(self, action: Callable[[process.EngineProcess], T]) -> T:
-        """Run `action` on the leader and return its result on all ranks of the block.
+        """Run `action` on model-parallel rank 0 and return its result on all ranks of the block.
 
         Raises:
-            GenerationError: the leader's, on all ranks.
+            GenerationError: what it raised, on all ranks.
         """
         result, failure = None, None
         if self._engine is not None:
@@ -338,7 +339,7 @@ class EngineGenerator:
                     f"files of {self._adapter.title} cannot be written: {error}",
                     key="generation.engine.files_not_written",
                 )
-        result, failure = self._lm.mesh.from_block_leader((result, failure))
+        result, failure = self._lm.mesh.from_model_parallel_rank_0((result, failure))
         if failure is not None:
             raise failure
         return result  # type: ignore[return-value]
@@ -347,7 +348,7 @@ class EngineGenerator:
         mesh, adapter, arguments = self._lm.mesh, self._adapter, self._arguments
         device = adapter.device_id(mesh.device)
         own = socket.gethostname(), _number_of(mesh.device, adapter.name), device
-        places = mesh.from_block_leader(mesh.gather_on_block_leader(own))
+        places = mesh.from_model_parallel_rank_0(mesh.gather_on_model_parallel_rank_0(own))
         hosts = sorted({host for host, _, _ in places})
         if len(hosts) > 1:
             sentence = (
@@ -358,17 +359,18 @@ class EngineGenerator:
             raise ConfigError([Fault(sentence, key="generation.engine.several_nodes")])
         used = places[: arguments.tensor_parallel_size]
         self._devices = list(dict.fromkeys(device for _, _, device in used))
-        # Without GPUs all ranks have one device, and the leader gives weights to every worker.
-        self._hosts_worker = device in self._devices and (len(self._devices) > 1 or mesh.is_block_leader)
+        # Without GPUs all ranks have one device, and model-parallel rank 0 gives weights to every worker.
+        gives_weights = len(self._devices) > 1 or mesh.is_model_parallel_rank_0
+        self._hosts_worker = device in self._devices and gives_weights
         fault = None
-        if mesh.is_block_leader:
+        if mesh.is_model_parallel_rank_0:
             numbers = [number for _, number, _ in used if number is not None] or None
             log = self._log_folder / f"dp_{mesh.dp_rank:05d}.log"
             try:
                 self._engine = process.EngineProcess(adapter, arguments, self._config, log, mesh.dp_rank, numbers)
             except ConfigError as error:
                 fault = error
-        if (fault := mesh.from_block_leader(fault)) is not None:
+        if (fault := mesh.from_model_parallel_rank_0(fault)) is not None:
             raise fault
 
 

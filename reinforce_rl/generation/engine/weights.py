@@ -1,7 +1,7 @@
 """Weights for an engine: whole tensors under Hugging Face names, in bounded buckets.
 
-Each bucket is gathered over tensor-parallel ranks and stages on the block's leader, and copied to the ranks whose
-device has a worker of the engine, so an engine needs none of the trainer's layout.
+Each bucket is gathered over tensor-parallel ranks and stages on model-parallel rank 0, and copied to
+the ranks whose device has a worker of the engine, so an engine needs none of the trainer's layout.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ def send_weights(
     """Send all weights bucket by bucket; a collective call of the block.
 
     Args:
-        deliver: passes a bucket, as the offers of the ranks with a worker, to the engine. Called on all ranks with
-            the leader's list, empty on the others. The bucket's memory is reused after it returns.
+        deliver: passes a bucket, as the offers of the ranks with a worker, to the engine. Called on
+            all ranks, with an empty list on all but model-parallel rank 0. The bucket's memory is
+            reused after it returns.
         max_bytes: bucket size, exceeded only by a single larger parameter.
         make_buffer: allocates a buffer of that many elements of a dtype; also returns the function that makes the
             offer of a rank, from the buffer and the tensors in it by name.
         hosts_worker: whether the engine has a worker on this rank's device.
-        is_spread: whether it has one on another device than the leader's.
+        is_spread: whether it has one on another device than model-parallel rank 0's.
         values: tensors to send instead of the weights, by the names of `parameters_of`.
     """
     mesh, dtype = lm.mesh, lm.config.params_dtype
@@ -49,10 +50,10 @@ def send_weights(
     buffer, offer = make_buffer(max(map(elements_of, buckets)), dtype)
     for filled, views in fill_buckets(lm, buckets, [buffer], values):
         if is_spread:
-            mesh.copy_from_block_leader(filled)
+            mesh.copy_from_model_parallel_rank_0(filled)
         if mesh.device.type == "cuda":
             torch.cuda.synchronize(mesh.device)
-        offers = mesh.gather_on_block_leader(offer(buffer, views) if hosts_worker else None)
+        offers = mesh.gather_on_model_parallel_rank_0(offer(buffer, views) if hosts_worker else None)
         deliver([one for one in offers if one is not None])
 
 
@@ -61,8 +62,8 @@ def fill_buckets(
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Gather the model bucket by bucket into each of `buffers` in turn; a collective call of the block.
 
-    Yields the filled part of the buffer, and the tensors in it by name. Only the leader's are filled. `values` are as
-    in `hf_tensors`.
+    Yields the filled part of the buffer, and the tensors in it by name. Only those of model-parallel
+    rank 0 are filled. `values` are as in `hf_tensors`.
     """
     mesh, rows = lm.mesh, [row for bucket in buckets for row in bucket]
     # The other context-parallel ranks hold the same weights.

@@ -166,7 +166,7 @@ class StaticDecoding(Decoding):
 
     Row state is on the device. The host checks for finished rows every `_STEPS` steps; until then they keep drawing
     into a spare row. The number of rows is padded to one of a few sizes, so that few CUDA graphs suffice. In a
-    pipeline the rows are split into one lot per stage, and the stages work on different lots at the same time.
+    pipeline the rows are split into one group per stage, and the stages work on different groups at the same time.
 
     Args:
         call: arguments of `Decoding`.
@@ -179,12 +179,14 @@ class StaticDecoding(Decoding):
         super().__init__(*call)
         self._cache = self._lm.new_cache(*self._sizes, kind=FlashCache)
         slots, _, rows, _ = self._sizes
-        self._nobody, stages = len(self._keys), self._lm.mesh.pp_size
+        stages = self._lm.mesh.pp_size
+        # Finished rows and unused places of a group write there.
+        self._padding_row = len(self._keys)
         self._keys, self._limits = torch.cat((self._keys, self._keys[:1])), torch.cat((self._limits, self._limits[:1]))
-        self._alive = torch.ones(self._nobody + 1, dtype=torch.bool, device=self._device)
-        self._alive[self._nobody] = False
+        self._alive = torch.ones(self._padding_row + 1, dtype=torch.bool, device=self._device)
+        self._alive[self._padding_row] = False
         size, most = padded_rows(-(-rows // stages)), max(self._most_samples, _MULTIPLE)
-        self._lots = [_Lot(size, slots, most, self._device) for _ in range(stages)]
+        self._groups = [_MicroGroup(size, slots, most, self._device) for _ in range(stages)]
         self._most_rows = max(size, rows)
         self._free, self._lane_of, self._freed = list(range(rows)), dict[int, int](), False
         self._use_graphs = use_graphs and stages == 1
@@ -193,11 +195,11 @@ class StaticDecoding(Decoding):
         # Not in `self`: a reference cycle would keep the cache until garbage collection.
         step = GraphedStep(self._whole_step) if self._use_graphs else self._whole_step
         while (steps := self._admit()) is not None:
-            if len(self._lots) > 1:
+            if len(self._groups) > 1:
                 self._rotate(steps)
             else:
                 for _ in range(steps):
-                    step(self._lots[0].rows)
+                    step(self._groups[0].rows)
             self._look(steps)
             if self._watch is not None:
                 self._watch(self._responses.so_far())
@@ -232,42 +234,42 @@ class StaticDecoding(Decoding):
 
     def _place(self) -> None:
         running = sorted(self._schedule.running, key=lambda one: one.slot)
-        share = -(-len(running) // len(self._lots))
-        for number, lot in enumerate(self._lots):
+        share = -(-len(running) // len(self._groups))
+        for number, group in enumerate(self._groups):
             mine = running[number * share : (number + 1) * share]
             starts = [self._cache.lane_start(self._lane_of[one.sample]) for one in mine]
             lengths = [len(self._prompts[one.prompt]) for one in mine]
             rows = [(one.sample, n, one.written, at) for one, n, at in zip(mine, lengths, starts, strict=True)]
             unused = padded_rows(share) - len(mine)
-            lot.place(rows + [(self._nobody, 1, 1, self._cache.spare)] * unused, [one.slot for one in mine])
+            group.place(rows + [(self._padding_row, 1, 1, self._cache.spare)] * unused, [one.slot for one in mine])
 
     def _whole_step(self, rows: int) -> None:
-        self._write(self._lots[0], self._read(self._lots[0]))
+        self._write(self._groups[0], self._read(self._groups[0]))
 
     def _rotate(self, steps: int) -> None:
-        """Run `steps` steps of every lot: at tick t, stage s works on lot (t - s) modulo the stages."""
-        mesh, stages = self._lm.mesh, len(self._lots)
+        """Run `steps` steps of every group: at tick t, stage s works on group (t - s) modulo the stages."""
+        mesh, stages = self._lm.mesh, len(self._groups)
         total, given = steps * stages, None
         for tick in range(total + stages - 1 if steps else 0):
             number, hidden = tick - mesh.pp_rank, None
             if 0 <= number < total:
                 if given is not None:
                     self._lm.set_input_tensor(given)
-                hidden = self._read(self._lots[number % stages])
+                hidden = self._read(self._groups[number % stages])
             comes = mesh.pp_rank > 0 and 0 <= number + 1 < total
-            given = self._hand_on(None if mesh.is_last_stage else hidden, self._lots[0].rows if comes else 0)
+            given = self._hand_on(None if mesh.is_last_stage else hidden, self._groups[0].rows if comes else 0)
             if tick >= stages - 1:
-                self._write(self._lots[(tick - stages + 1) % stages], hidden)
+                self._write(self._groups[(tick - stages + 1) % stages], hidden)
 
-    def _read(self, lot: _Lot) -> Tensor:
-        samples, lengths, written, starts = lot.numbers
-        self._cache.at(starts, written - 1, lot.rows_of_slots, lot.most_rows)
+    def _read(self, group: _MicroGroup) -> Tensor:
+        samples, lengths, written, starts = group.numbers
+        self._cache.at(starts, written - 1, group.rows_of_slots, group.most_rows)
         tokens = self._responses.last_tokens(samples, written)
         return self._lm(tokens[:, None], (lengths + written - 1)[:, None], self._cache)
 
-    def _write(self, lot: _Lot, hidden: Tensor | None) -> None:
+    def _write(self, group: _MicroGroup, hidden: Tensor | None) -> None:
         """Draw the next tokens; `hidden` is [R, 1, h] on the last stage."""
-        samples, _, written, _ = lot.numbers
+        samples, _, written, _ = group.numbers
         self._draw(hidden[:, 0] if hidden is not None else None, samples, written)
         written.add_(self._alive[samples])
 
@@ -275,7 +277,7 @@ class StaticDecoding(Decoding):
         """Write the next token of each unfinished row."""
         tokens, log_probs = self._next_tokens(hidden, samples, written)
         alive = self._alive[samples]
-        at = samples.where(alive, self._nobody)
+        at = samples.where(alive, self._padding_row)
         stopped = self._responses.record(at, written, tokens, log_probs)
         limits = self._limits[samples] if self._is_mixed else self._sizes[-1]  # usually without a kernel
         self._alive[at] = alive & ~stopped & (written + 1 < limits)
@@ -298,7 +300,7 @@ class StaticDecoding(Decoding):
                 self._free.append(self._lane_of.pop(sample))
 
 
-class _Lot:
+class _MicroGroup:
     """Rows that pass through the stages together; device state in buffers with fixed addresses."""
 
     def __init__(self, size: int, slots: int, most_rows: int, device: torch.device):
@@ -307,7 +309,7 @@ class _Lot:
         self.rows_of_slots = torch.zeros(slots + 2, dtype=torch.int32, device=device)
 
     def place(self, rows: Sequence[tuple[int, int, int, int]], slots: Sequence[int]) -> None:
-        """Set the rows, as in `numbers`, sorted by slot; those beyond `slots` are nobody's."""
+        """Set the rows, as in `numbers`, sorted by slot; those beyond `slots` are padding."""
         self.rows, self.most_rows = len(rows), min(len(rows), self._most_rows)
         self._numbers[:, : self.rows].copy_(torch.tensor(rows).t(), non_blocking=True)
         counts = Counter(slots)

@@ -38,7 +38,7 @@ def check(mesh: Mesh, tp_size: int) -> None:
     own = torch.tensor([1.0, 10.0 * mesh.dp_rank])
     assert mesh.sum_over_dp(own).tolist() == ([2.0, 10.0] if dp_size == 2 else [1.0, 0.0])
     assert own.tolist() == [1.0, 10.0 * mesh.dp_rank]
-    assert mesh.from_block_leader(mesh.rank) == (0 if tp_size == 2 else mesh.rank)
+    assert mesh.from_model_parallel_rank_0(mesh.rank) == (0 if tp_size == 2 else mesh.rank)
     assert mesh.any_rank(mesh.rank == 1)
     assert not mesh.any_rank(False)
 
@@ -67,7 +67,7 @@ def check(mesh: Mesh, tp_size: int) -> None:
         assert sorted(mesh.join_over_dp(taken)) == list(range(1, 1 + 3 * dp_size))
         parts = mesh.gather_over_dp(taken)
         assert mesh.gather_over_dp_on_first(taken) == (parts if mesh.dp_rank == 0 else [])
-        assert mesh.from_block_leader(taken) == taken
+        assert mesh.from_model_parallel_rank_0(taken) == taken
         assert mesh.count("tests/counter", 0) == 3 * dp_size
         mesh.barrier()
 

@@ -16,7 +16,7 @@ def check(mesh: Mesh, tp: int, pp: int, cp: int) -> None:
     assert (mesh.tp_size, mesh.pp_size, mesh.cp_size, mesh.dp_size) == (tp, pp, cp, dp)
     assert rank_at(mesh.tp_rank, mesh.cp_rank, mesh.dp_rank, mesh.pp_rank, (tp, cp, dp, pp)) == mesh.rank
     seen: list = [None] * 4
-    torch.distributed.all_gather_object(seen, (mesh.dp_rank, mesh.is_block_leader, mesh.is_last_stage))
+    torch.distributed.all_gather_object(seen, (mesh.dp_rank, mesh.is_model_parallel_rank_0, mesh.is_last_stage))
     block = [rank for rank in range(4) if seen[rank][0] == mesh.dp_rank]
     assert torch.distributed.get_process_group_ranks(mesh.block_group) == block
     assert [seen[rank][1] for rank in block] == [True] + [False] * (len(block) - 1)
@@ -24,7 +24,7 @@ def check(mesh: Mesh, tp: int, pp: int, cp: int) -> None:
     # Each data-parallel rank counts once, however many ranks are in its block.
     assert mesh.sum_over_dp(torch.ones(1)).tolist() == [dp]
     assert mesh.gather_over_dp(mesh.dp_rank) == list(range(dp))
-    assert mesh.from_block_leader(mesh.rank) == block[0]
+    assert mesh.from_model_parallel_rank_0(mesh.rank) == block[0]
     assert mesh.gather_over_cp(mesh.cp_rank) == list(range(cp))
     assert mesh.gather_over_pp(mesh.pp_rank) == list(range(pp))
     assert mesh.from_last_stage(mesh.pp_rank) == pp - 1

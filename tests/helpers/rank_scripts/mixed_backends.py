@@ -34,7 +34,7 @@ def main() -> None:
         assert mesh.any_rank(mesh.rank == 1)
         assert not mesh.any_rank(False)
         assert mesh.from_main(mesh.rank) == 0
-        assert mesh.from_block_leader(mesh.rank) == (mesh.rank if tp_size == 1 else 0)
+        assert mesh.from_model_parallel_rank_0(mesh.rank) == (mesh.rank if tp_size == 1 else 0)
         assert mesh.gather_over_dp(mesh.rank) == ([0, 1] if tp_size == 1 else [mesh.rank])
         ranks = mesh.sum_over_dp(torch.tensor([float(mesh.rank)])).tolist()
         assert ranks == ([1.0] if tp_size == 1 else [float(mesh.rank)])

@@ -35,15 +35,15 @@ def main() -> None:
                 patch.setattr(
                     StaticDecoding,
                     "_read",
-                    lambda self, lot: (passes.append(lot), whole(self, lot))[1],
+                    lambda self, group: (passes.append(group), whole(self, group))[1],
                 )
                 found = engine.generate(prompts, samples, params, seed=3)
             assert torch.equal(found.tokens, expected.tokens)
             assert torch.equal(found.lengths, expected.lengths)
             assert found.finish_reasons == expected.finish_reasons
             torch.testing.assert_close(found.log_probs, expected.log_probs, atol=1e-6, rtol=0)
-            # Stages take the lots in turn, so that they never have the same one at a time.
-            assert len({id(lot) for lot in passes}) == pp
+            # Stages take the groups in turn, so that they never have the same one at a time.
+            assert len({id(group) for group in passes}) == pp
             assert all(one is not other for one, other in itertools.pairwise(passes)) or pp == 1
 
 

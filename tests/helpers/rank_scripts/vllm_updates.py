@@ -44,7 +44,7 @@ def main() -> None:
         def once_drawing() -> Action:
             while engine is not None and engine.call("with_tokens") < 4:
                 time.sleep(0.01)
-            return mesh.from_block_leader("load")
+            return mesh.from_model_parallel_rank_0("load")
 
         def load() -> None:
             change_weights(lm)

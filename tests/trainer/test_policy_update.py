@@ -1,0 +1,69 @@
+"""What the optimizer steps on one rollout batch add up to."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from reinforce_rl.actor.policy import LossShare
+from reinforce_rl.data.batches import RolloutBatch
+from reinforce_rl.megatron.optimizer import OptimizerUpdate
+from reinforce_rl.trainer.policy_update import PolicyUpdate
+
+NAN = math.nan
+
+
+def rollouts_of(log_probs: Tensor | None) -> RolloutBatch:
+    """Two responses, of one token and of two."""
+    return RolloutBatch(
+        sequences=torch.zeros(2, 3, dtype=torch.long),
+        prompt_lengths=torch.ones(2, dtype=torch.long),
+        response_lengths=torch.tensor([1, 2]),
+        group_ids=torch.arange(2),
+        sample_ids=torch.zeros(2, dtype=torch.long),
+        finish_reasons=("stop", "stop"),
+        rewards=torch.zeros(2),
+        valid=torch.ones(2, dtype=torch.bool),
+        log_probs=log_probs,
+    )
+
+
+def test_before_the_first_step_log_probs_are_those_of_the_rollouts():
+    known = torch.tensor([[-1.0, 0.0, 0.0], [-2.0, -3.0, 0.0]])  # a column of padding more than needed
+    assert PolicyUpdate.on(rollouts_of(known)).log_probs.tolist() == [[-1.0, 0.0], [-2.0, -3.0]]
+    unknown = PolicyUpdate.on(rollouts_of(None)).log_probs
+    assert unknown.shape == (2, 2)
+    assert unknown.isnan().all()
+
+
+def test_each_step_adds_the_log_probs_of_its_rows():
+    update = PolicyUpdate.on(rollouts_of(None))
+    optimizer_step = OptimizerUpdate(grad_norm=1.0, lr=0.1, skipped=False)
+    update.add(LossShare(0.0, {}, torch.tensor([[-1.0, NAN], [NAN, NAN]])), optimizer_step)
+    update.add(LossShare(0.0, {}, torch.tensor([[NAN, NAN], [-2.0, -3.0]])), optimizer_step)
+    # Steps that are not on-policy know none.
+    update.add(LossShare(0.0, {}, torch.full((2, 2), NAN)), optimizer_step)
+    update.add(LossShare(0.0, {}, None), optimizer_step)
+    torch.testing.assert_close(
+        update.log_probs,
+        torch.tensor([[-1.0, NAN], [-2.0, -3.0]]),
+        equal_nan=True,
+        rtol=0,
+        atol=0,
+    )
+
+
+def test_sums_are_over_all_steps_and_records_are_of_each():
+    update = PolicyUpdate.on(rollouts_of(None))
+    first = OptimizerUpdate(grad_norm=1.0, lr=0.1, skipped=False)
+    second = OptimizerUpdate(grad_norm=2.0, lr=0.2, skipped=True)
+    update.add(LossShare(0.5, {"tokens": 2.0}), first)
+    update.add(LossShare(-1.5, {"tokens": 1.0, "entropy": 4.0}), second)
+    assert update.optimizer_steps == [first, second]
+    assert update.loss_sums == {"loss": -1.0, "tokens": 3.0, "entropy": 4.0}
+    assert [record["loss"] for record in update.records] == [0.5, -1.5]
+    assert [record["grad_norm"] for record in update.records] == [1.0, 2.0]
+    assert update.records[1]["sum_entropy"] == pytest.approx(4.0)
