@@ -20,6 +20,7 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 FILES = {
     "An estimator": "reinforce_rl/algorithm/advantages.py",
     "A reward": "my_rewards.py",
+    "A reward source": "my_source.py",
     "A model family": "reinforce_rl/megatron/architecture.py",
     "A generator": "reinforce_rl/generation/replay.py",
     "A configuration key": "reinforce_rl/config/actor.py",
@@ -84,6 +85,23 @@ def test_the_table_counts_the_files(extended):
     files = [path.relative_to(extended) for path in (extended / "reinforce_rl").rglob("*.py")]
     changed = [file for file in files if not ((ROOT / file).exists() and filecmp.cmp(ROOT / file, extended / file))]
     assert sorted(map(str, changed)) == sorted(name for name in FILES.values() if name.startswith("reinforce_rl/"))
+
+
+def test_a_reward_source_in_a_run(extended, tmp_path):
+    (tmp_path / "run").mkdir()
+    lines = [{"prompt": prompt, "responses": ["e", "e", "in"]} for prompt in three_letters(8)]
+    (tmp_path / "run/responses.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    call(
+        extended,
+        "examples/train_reinforce_actor.py",
+        *tiny_overrides(tmp_path),
+        "generation=reinforce_rl.generation.replay.ReplayGenerator",
+        "trainer.reinforce.initial_policy_kl_penalty=0",
+        "trainer.reinforce.num_rollouts_per_prompt=3",
+        "reward=my_source.Novelty",
+        "trainer.reinforce.max_steps=1",
+    )
+    assert [row["reward"] for row in rollouts_of(tmp_path, 1)] == [0.5, 0.5, 1.0] * 4
 
 
 def test_estimator_reward_and_generator_in_a_run(extended, tmp_path):

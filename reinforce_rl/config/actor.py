@@ -28,7 +28,14 @@ from reinforce_rl.config.base import (
 from reinforce_rl.config.engines import EngineConfig, TensorRTLLMConfig, VLLMConfig
 from reinforce_rl.config.model import ModelConfig
 from reinforce_rl.config.monitoring import AlertsConfig, ExpManagerConfig
-from reinforce_rl.config.rewards import RemoteRMConfig, RewardFunctionConfig
+from reinforce_rl.config.rewards import (
+    MoreFunctionConfig,
+    RemoteRMConfig,
+    RewardFunctionConfig,
+    RewardServerConfig,
+)
+
+REWARDS = ("server", "function")  # values of `reward` that are no class
 
 
 def _registered(name: str) -> str:
@@ -334,8 +341,11 @@ class TrainConfig(Section):
     engine: EngineConfig = key(EngineConfig(), "of generation=vllm and tensorrt_llm; see docs/engines.md")
     vllm: VLLMConfig = key(VLLMConfig(), "of generation=vllm")
     tensorrt_llm: TensorRTLLMConfig = key(TensorRTLLMConfig(), "of generation=tensorrt_llm; see docs/tensorrt-llm.md")
-    reward: Literal["server", "function"] = key(
-        "server", "server: remote_rm.reward_model; function: reward_function, in processes of the trainer"
+    reward: Text = key(
+        "server",
+        "server: remote_rm.reward_model; function: reward_function, in processes of the trainer; or a class's dotted "
+        "name (CONTRIBUTING.md)",
+        more=", see [A reward source](../CONTRIBUTING.md#a-reward-source)",
     )
     reward_function: RewardFunctionConfig = key(RewardFunctionConfig(), "see docs/reward-functions.md")
     remote_rm: RemoteRMConfig = RemoteRMConfig()
@@ -388,6 +398,21 @@ class TrainConfig(Section):
     def is_off_policy(self) -> bool:
         """Whether a step may train on samples of older weights than its own."""
         return self.staleness > 0
+
+    @property
+    def reward_class(self) -> str | None:
+        """Dotted name of the class that `reward` names; None where a server or a function is asked."""
+        return None if self.reward in REWARDS else self.reward
+
+    @property
+    def reward_servers(self) -> dict[str, RewardServerConfig]:
+        """Sections of the reward servers that are asked, by their dotted names."""
+        return self.remote_rm.servers(with_reward_model=self.reward == "server")
+
+    @property
+    def reward_functions(self) -> dict[str, RewardFunctionConfig | MoreFunctionConfig]:
+        """Sections of the reward functions that are called, by their dotted names."""
+        return self.reward_function.functions(with_own=self.reward == "function")
 
     @property
     def prompts_under_way(self) -> int | None:

@@ -76,6 +76,15 @@ class RemoteRMConfig(Section):
         60.0, "of one attempt, up to the answer's last byte; doubled after each one that took longer", "s"
     )
 
+    def servers(self, *, with_reward_model: bool = True) -> dict[str, RewardServerConfig]:
+        """Return the sections of all servers, by their dotted names."""
+        servers: dict[str, RewardServerConfig] = {}
+        if with_reward_model:
+            servers["remote_rm.reward_model"] = self.reward_model
+        for name, server in self.more_reward_models.items():
+            servers[f"remote_rm.more_reward_models.{name}"] = server
+        return servers
+
 
 class MoreFunctionConfig(Section):
     name: Text = key(NOT_SET, "dotted name of the function")
@@ -108,6 +117,31 @@ class RewardFunctionConfig(Section):
         "further functions, NAME: {name, kwargs, weight} each; rewards are the weighted sum, servers' included",
         kind="groups",
     )
+
+    def functions(self, *, with_own: bool = True) -> dict[str, RewardFunctionConfig | MoreFunctionConfig]:
+        """Return the sections of all functions, by their dotted names; this one's if it is asked."""
+        functions: dict[str, RewardFunctionConfig | MoreFunctionConfig] = {}
+        if with_own:
+            functions["reward_function"] = self
+        for name, function in self.more_functions.items():
+            functions[f"reward_function.more_functions.{name}"] = function
+        return functions
+
+
+def name_in_metrics(
+    setting: str,
+    section: RewardServerConfig | RewardFunctionConfig | MoreFunctionConfig,
+) -> str:
+    """Return the name under which a reward source's scores are logged.
+
+    Args:
+        setting: the dotted name of its section.
+    """
+    if setting == "remote_rm.reward_model":
+        return section.name or ""
+    if setting == "reward_function":
+        return (section.name or "").rpartition(".")[2]
+    return setting.rpartition(".")[2]
 
 
 class ServedModelConfig(TemplateConfig):

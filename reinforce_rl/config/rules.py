@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from reinforce_rl.config.model import LoraTuningConfig
 from reinforce_rl.config.model_folder import MODEL, model_values, no_model
 from reinforce_rl.config.monitoring import LOGGERS
 from reinforce_rl.config.parallelism import model_faults, ranks_faults, recomputation_faults
-from reinforce_rl.config.rewards import RewardServerConfig
+from reinforce_rl.config.rewards import RewardServerConfig, name_in_metrics
 from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.utils.files import folder_faults
@@ -23,6 +24,7 @@ from reinforce_rl.utils.job_time import JobTimes, parse_duration
 from reinforce_rl.utils.net import Address
 
 PROVIDED_FUNCTIONS = ("gsm8k", "instructions", "matches", "length", "vader")
+_DOTTED_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's own could be
 
 
@@ -261,26 +263,30 @@ def _lengths(cfg: TrainConfig) -> Iterator[Fault]:
 
 
 def _rewards(cfg: TrainConfig) -> Iterator[Fault]:
-    remote = cfg.remote_rm
     function = cfg.reward_function
-    by_function = cfg.reward == "function"
-    servers = {"remote_rm.reward_model": remote.reward_model}
-    for name, server in remote.more_reward_models.items():
-        servers[f"remote_rm.more_reward_models.{name}"] = server
-    for setting, server in servers.items():
+    for setting, server in cfg.remote_rm.servers().items():
         yield from _replicas(setting, server)
-    if by_function and function.name is None:
+    if cfg.reward_class is not None and not _DOTTED_NAME.fullmatch(cfg.reward_class):
+        yield settings_fault(
+            cfg,
+            ("reward",),
+            "expected server, function, or the dotted name of a class, such as my_rewards.MySource",
+            key="config.reward.unknown",
+        )
+    calls_own_function = "reward_function" in cfg.reward_functions
+    if calls_own_function and function.name is None:
         names = ", ".join(f"reinforce_rl.rewards.functions.{name}" for name in PROVIDED_FUNCTIONS)
         yield Fault(
             "reward is 'function', but reward_function.name is not set; expected the dotted name "
             f"of a function: one of your own, or {names}",
             key="config.reward_function.name.missing",
         )
-    if not by_function and function.name is not None:
+    if not calls_own_function and function.name is not None:
+        source = "remote_rm.reward_model" if cfg.reward_class is None else "that class"
         yield Fault(
-            f"reward_function.name is {function.name!r}, but reward is 'server', which asks "
-            "remote_rm.reward_model; set reward=function, or name it under "
-            "reward_function.more_functions to add it to the server's rewards",
+            f"reward_function.name is {function.name!r}, but reward is {cfg.reward!r}, which asks "
+            f"{source}; set reward=function, or name it under "
+            "reward_function.more_functions to add it to those rewards",
             key="config.reward_function.name.conflicts_with_reward_server",
         )
     yield from _reward_names(cfg)
@@ -288,23 +294,17 @@ def _rewards(cfg: TrainConfig) -> Iterator[Fault]:
 
 def _reward_names(cfg: TrainConfig) -> Iterator[Fault]:
     """Check the names under which the scores of reward sources are logged."""
-    remote = cfg.remote_rm
-    function = cfg.reward_function
-    main_setting = "remote_rm.reward_model"
-    main_name = remote.reward_model.name
-    weight = remote.reward_model.weight
-    if cfg.reward == "function":
-        main_setting = "reward_function"
-        main_name = (function.name or "").rpartition(".")[2]
-        weight = function.weight
-    named = [(f"remote_rm.more_reward_models.{name}", name) for name in remote.more_reward_models]
-    named += [(f"reward_function.more_functions.{name}", name) for name in function.more_functions]
-    names = [main_name, *(name for _, name in named)]
+    sections = {**cfg.reward_servers, **cfg.reward_functions}
+    named = [(setting, name_in_metrics(setting, section)) for setting, section in sections.items()]
+    weights = [section.weight for section in sections.values()]
+    if cfg.reward_class is not None:
+        named.insert(0, ("reward", cfg.reward_class.rpartition(".")[2]))
+        weights.append(1.0)
+    names = [name for _, name in named]
     # The scores of a single source are the reward itself.
-    if main_name and (named or weight != 1.0):
-        named.append((main_setting, main_name))
-    for setting, name in named:
-        if f"rewards_{name}" in REWARD_METRICS:
+    is_logged = len(named) > 1 or weights[0] != 1.0
+    for setting, name in named if is_logged else []:
+        if name and f"rewards_{name}" in REWARD_METRICS:
             yield Fault(
                 f"{setting} is named {name!r}, and its scores are logged as rewards_{name}, "
                 "which is a metric already; give it another name",

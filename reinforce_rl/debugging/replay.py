@@ -105,7 +105,7 @@ def replay(
     if faults:
         raise ConfigError(faults)
     if reward is None:
-        has_servers = cfg.reward == "server" or bool(cfg.remote_rm.more_reward_models)
+        has_servers = bool(cfg.reward_servers)
         is_trusted = trust or not untrusted_settings(cfg, given, generation=False)
         reward = "restart" if is_trusted and not has_servers else "stored"
     asks_rewards = reward != "stored"

@@ -118,7 +118,7 @@ def _server_of(
 @contextlib.contextmanager
 def _started_functions(cfg: ServeRewardModelConfig) -> Iterator[FunctionScorer | None]:
     """Yield the configured functions in a started pool; None if there are none, or on a rank that serves nothing."""
-    functions = named_functions(cfg.reward_function, with_own=True)
+    functions = named_functions(cfg.reward_function.functions())
     if not functions or not is_first_rank():
         yield None
         return
@@ -133,6 +133,6 @@ def _functions_identity(cfg: ServeRewardModelConfig, functions: FunctionScorer) 
     sources = functions.pool.sources
     found = [
         {"function": spec.name, "kwargs": dict(spec.kwargs), "weight": weight, "source_sha256": sources[name]}
-        for name, (spec, weight) in named_functions(cfg.reward_function, with_own=True).items()
+        for name, (spec, weight) in named_functions(cfg.reward_function.functions()).items()
     ]
     return found[0] if len(found) == 1 and cfg.serves_function else {"functions": found}

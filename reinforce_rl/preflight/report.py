@@ -93,10 +93,11 @@ def _batches(cfg: TrainConfig, plan: BatchPlan) -> list[tuple[str, str]]:
 
 
 def _rewards(cfg: TrainConfig) -> str:
-    servers = [cfg.remote_rm.reward_model] if cfg.reward == "server" else []
-    servers += cfg.remote_rm.more_reward_models.values()
-    sources = [f"server {server.name} at {' and '.join(map(str, server.addresses))}" for server in servers]
-    return ", ".join(sources + [f"function {spec.name}" for spec, _ in configured_functions(cfg).values()])
+    sources = [f"class {cfg.reward_class}"] if cfg.reward_class is not None else []
+    for server in cfg.reward_servers.values():
+        sources.append(f"server {server.name} at {' and '.join(map(str, server.addresses))}")
+    sources += [f"function {spec.name}" for spec, _ in configured_functions(cfg).values()]
+    return ", ".join(sources)
 
 
 def _count(number: int, name: str) -> str:
@@ -175,7 +176,7 @@ def print_step(console: Console, job: PredictedJob, step: StepTime) -> None:
     share = step.slowest.seconds / step.seconds
     console.print(f"Bottleneck: {step.slowest.name} takes {share:.0%} of the step, most of it {step.slowest.bound}.")
     hidden = sum(phase.seconds for phase in step.phases if "log-probs" in phase.name)
-    if job.cfg.reward == "server" and hidden:
+    if job.cfg.reward_servers and hidden:
         sequences = job.batches.prompts * job.batches.samples
         console.print(
             f"The reward server is not in it: it costs nothing while it scores {sequences} sequences within "

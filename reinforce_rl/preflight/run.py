@@ -87,9 +87,10 @@ def _warnings(cfg: TrainConfig, inputs: Inputs, memory: Sequence[RankMemory], *,
         yield inputs.disk.warning
     if not _has_weights(cfg):
         yield f"{cfg.pretrained_checkpoint.restore_from_path} holds no safetensors: a run could not load its weights"
-    first = [cfg.remote_rm.reward_model] if here and cfg.reward == "server" else []
-    for server in (*first, *cfg.remote_rm.more_reward_models.values()):
-        yield from _server_warnings(server)
+    for setting, server in cfg.reward_servers.items():
+        # That of another machine's job is started with it.
+        if here or setting != "remote_rm.reward_model":
+            yield from _server_warnings(server)
     if here and memory:
         yield from _too_much_memory(cfg, memory)
 

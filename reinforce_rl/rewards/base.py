@@ -104,8 +104,26 @@ class RewardFuture(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class CompletedRewards:
+    """A `RewardFuture` whose scores, or the failure that there is in their place, are known."""
+
+    rewards: Rewards | None
+    failure: Exception | None = None
+
+    def result(self) -> Rewards:
+        if self.failure is not None:
+            raise self.failure
+        assert self.rewards is not None
+        return self.rewards
+
+
 class RewardSource(Protocol):
-    """Scores samples. The method's name is NeMo-Aligner's."""
+    """Scores samples. The method's name is NeMo-Aligner's.
+
+    `reward=my_module.MySource` plugs in a class of one's own, which is called with the run's
+    configuration and the actor's tokenizer.
+    """
 
     def infer_rm(self, request: RewardRequest) -> RewardFuture:
         """Start scoring and return at once, so that scoring overlaps with the log-prob passes."""

@@ -25,10 +25,11 @@ import numpy as np
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import NOT_SET
-from reinforce_rl.config.rewards import RewardFunctionConfig
+from reinforce_rl.config.rewards import MoreFunctionConfig, RewardFunctionConfig, name_in_metrics
 from reinforce_rl.errors import ConfigError, Fault, ReinforceError, RewardServerError
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
+from reinforce_rl.rewards.source_class import source_class_faults
 from reinforce_rl.utils.control_characters import show_control_characters
 from reinforce_rl.utils.job_rank import is_first_rank
 from reinforce_rl.utils.process import Message, ModuleChild, import_path, receive
@@ -313,14 +314,15 @@ def _is_open_proxy(name: str, value: str) -> bool:
     return name.upper() in PROXY_VARIABLES and "@" not in value
 
 
-def named_functions(own: RewardFunctionConfig, *, with_own: bool) -> dict[str, tuple[FunctionSpec, float]]:
-    """Return the functions of a section and their weights, by the name used in logs; `own.name` only if asked."""
+def named_functions(
+    sections: Mapping[str, RewardFunctionConfig | MoreFunctionConfig],
+) -> dict[str, tuple[FunctionSpec, float]]:
+    """Return the functions of sections and their weights, by the name used in logs."""
     functions: dict[str, tuple[FunctionSpec, float]] = {}
-    if with_own and own.name is not None:
-        functions[own.name.rpartition(".")[2]] = FunctionSpec("reward_function", own.name, own.kwargs), own.weight
-    for name, more in own.more_functions.items():
-        spec = FunctionSpec(f"reward_function.more_functions.{name}", more.name, more.kwargs)
-        functions[name] = spec, more.weight
+    for setting, section in sections.items():
+        if section.name is not None:
+            spec = FunctionSpec(setting, section.name, section.kwargs)
+            functions[name_in_metrics(setting, section)] = (spec, section.weight)
     return functions
 
 
@@ -332,22 +334,28 @@ def with_functions(cfg: TrainConfig, faults: Sequence[str]) -> TrainConfig:
 
 
 def function_faults(cfg: TrainConfig, *, here: bool = True) -> list[str]:
-    """Load the functions on rank 0 in a process of their own, with the sandbox if they run `here`; return why not."""
-    own = cfg.reward_function
-    named = named_functions(own, with_own=cfg.reward == "function").items()
-    specs = {name: spec for name, (spec, _) in named if spec.name != NOT_SET}
-    if not specs or not is_first_rank():
+    """Load the functions on rank 0 in a process of their own, and a class of one's own here; return why not.
+
+    The functions are loaded in the sandbox if they run `here`.
+    """
+    if not is_first_rank():
         return []
+    faults = source_class_faults(cfg)
+    own = cfg.reward_function
+    named = named_functions(cfg.reward_functions).items()
+    specs = {name: spec for name, (spec, _) in named if spec.name != NOT_SET}
+    if not specs:
+        return faults
     # The limits are those of samples, and may be wrong themselves.
     config = RewardFunctionConfig(environment=own.environment, sandbox=own.sandbox and here)
     try:
         with contextlib.closing(FunctionPool(specs, config)) as pool:
             pool.start()
+    except ConfigError as error:
+        faults += error.faults
     except ReinforceError as error:
-        if isinstance(error, ConfigError):
-            return error.faults
-        return [Fault(str(error), key=error.key)]
-    return []
+        faults.append(Fault(str(error), key=error.key))
+    return faults
 
 
 def _request(function: str, sample: TextSample) -> bytes:

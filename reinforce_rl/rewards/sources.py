@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.config.rewards import RewardServerConfig
+from reinforce_rl.config.rewards import RewardServerConfig, name_in_metrics
 from reinforce_rl.data.tokenizer import TokenizerInfo, pad_id_of
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
@@ -22,6 +22,7 @@ from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec, RewardFuture, RewardRequest, Rewards, RewardSource, WeightedSource
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.function_pool import FunctionPool, named_functions
+from reinforce_rl.rewards.source_class import load_source_class
 from reinforce_rl.rewards.wire import TEXT_FORM, read_token
 
 if TYPE_CHECKING:
@@ -117,6 +118,11 @@ def connect_to_reward_servers(
             with mesh.raise_on_all_ranks():
                 if mesh.is_model_parallel_rank_0:  # only these ranks ask for rewards
                     pool.start()
+        if cfg.reward_class is not None:
+            with mesh.raise_on_all_ranks():
+                source = load_source_class(cfg.reward_class)(cfg, tokenizer)
+                name = cfg.reward_class.rpartition(".")[2]
+                sources.insert(0, WeightedSource(name, source, 1.0))
         for name, server in servers.items():
             with mesh.raise_on_all_ranks():
                 source = _connect_to_reward_server(cfg, server, mesh, tokenizer, monitor)
@@ -128,30 +134,31 @@ def connect_to_reward_servers(
 
 def configured_functions(cfg: TrainConfig) -> dict[str, tuple[FunctionSpec, float]]:
     """Return the configured functions and their weights, by the name used in logs."""
-    return named_functions(cfg.reward_function, with_own=cfg.reward == "function")
+    return named_functions(cfg.reward_functions)
 
 
 def configured_servers(cfg: TrainConfig) -> dict[str, RewardServerConfig]:
     """Return the configured reward servers, by the name of their model."""
-    remote = cfg.remote_rm
-    servers = dict(remote.more_reward_models)
-    if cfg.reward == "server":
-        servers = {remote.reward_model.name: remote.reward_model, **servers}
-    return servers
+    sections = cfg.reward_servers.items()
+    return {name_in_metrics(setting, section): section for setting, section in sections}
 
 
 def names_of_scores(cfg: TrainConfig) -> tuple[str, ...] | None:
     """Return the names in `Rewards.by_source`, without the attributes of servers.
 
-    None for a server alone, whose attributes, by their names, are all that there is.
+    None for a server or a class alone, whose attributes, by their names, are all that there is.
     """
     functions = configured_functions(cfg)
     servers = configured_servers(cfg)
     weights = [weight for _, weight in functions.values()]
     weights += [server.weight for server in servers.values()]
+    classes: list[str] = []
+    if cfg.reward_class is not None:
+        classes.append(cfg.reward_class.rpartition(".")[2])
+        weights.append(1.0)
     if _is_sum(weights):
-        return (*functions, *servers)
-    return None if servers else ()
+        return (*classes, *functions, *servers)
+    return None if servers or classes else ()
 
 
 def _is_sum(weights: Sequence[float]) -> bool:

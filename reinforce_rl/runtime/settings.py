@@ -240,9 +240,9 @@ def _line(cfg: TrainConfig, step: int) -> dict[str, Any]:
 
 
 def files_of_functions(cfg: TrainConfig) -> dict[str, str | None]:
-    """Return a digest of the file of each reward function, by the function's name."""
-    own = cfg.reward_function
-    names = [own.name if cfg.reward == "function" else None, *(more.name for more in own.more_functions.values())]
+    """Return a digest of the file of each reward function or class, by its dotted name."""
+    names = [section.name for section in cfg.reward_functions.values()]
+    names.append(cfg.reward_class)
     return {name: _file_digest(name) for name in names if name}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.generation_rules import GENERATIONS
-from reinforce_rl.config.rewards import MoreFunctionConfig, RewardFunctionConfig, RewardServerConfig
+from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.data.data_prefix import sets_of
 from reinforce_rl.data.readers import is_hub_name
 from reinforce_rl.errors import ConfigError, Fault
@@ -117,11 +117,9 @@ def _of_data(cfg: TrainConfig) -> Iterator[Authority]:
 
 def _of_functions(cfg: TrainConfig) -> Iterator[Authority]:
     section = cfg.reward_function
-    functions: dict[str, RewardFunctionConfig | MoreFunctionConfig] = {}
-    if cfg.reward == "function":
-        functions["reward_function"] = section
-    for name, more in section.more_functions.items():
-        functions[f"reward_function.more_functions.{name}"] = more
+    functions = cfg.reward_functions
+    if cfg.reward_class is not None:
+        yield Authority("reward", cfg.reward_class, "a class that is imported and asked for rewards")
     for key, function in functions.items():
         yield Authority(f"{key}.name", function.name, "a function that is called")
         if function.kwargs:
@@ -134,13 +132,8 @@ def _of_functions(cfg: TrainConfig) -> Iterator[Authority]:
 
 
 def _of_servers(cfg: TrainConfig) -> Iterator[Authority]:
-    servers: dict[str, RewardServerConfig] = {}
-    if cfg.reward == "server":
-        servers["remote_rm.reward_model"] = cfg.remote_rm.reward_model
-    for name, more in cfg.remote_rm.more_reward_models.items():
-        servers[f"remote_rm.more_reward_models.{name}"] = more
     default_port = RewardServerConfig().port
-    for key, server in servers.items():
+    for key, server in cfg.reward_servers.items():
         yield Authority(f"{key}.ip", server.ip, "an address that is sent prompts and a token")
         # Another program may listen there, on a host that the reader trusts.
         if server.port != default_port:

@@ -28,20 +28,6 @@ _TENSORS = ("tokens", "lengths", "log_probs", "weight_versions")  # of `Completi
 
 
 @dataclass(frozen=True)
-class Known:
-    """A `RewardFuture` whose scores, or failure, are there."""
-
-    rewards: Rewards | None
-    failure: Exception | None = None
-
-    def result(self) -> Rewards:
-        if self.failure is not None:
-            raise self.failure
-        assert self.rewards is not None
-        return self.rewards
-
-
-@dataclass(frozen=True)
 class Ticket:
     """The prompts of a step, or of a validation, that were submitted together."""
 

@@ -28,13 +28,14 @@ from reinforce_rl.monitoring.metrics import Mean, reduce_metrics, rollout_means,
 from reinforce_rl.monitoring.records import Samples
 from reinforce_rl.rewards.base import (
     STATUS_TEXT,
+    CompletedRewards,
     RewardFuture,
     Rewards,
     RewardSource,
 )
 from reinforce_rl.runtime.phases import PhaseTracker, StepClock
 from reinforce_rl.runtime.stop import StopRequest
-from reinforce_rl.trainer.disaggregated import Generators, Known, Ticket
+from reinforce_rl.trainer.disaggregated import Generators, Ticket
 from reinforce_rl.trainer.messages import Result
 from reinforce_rl.trainer.reward_requests import faults_of, reward_request, scores_of, with_valid
 from reinforce_rl.trainer.samples import gather_samples
@@ -334,7 +335,9 @@ class RolloutMaker:
         parts = [result.completions for result in results if result.completions is not None]
         futures = ()
         if mesh.is_model_parallel_rank_0:
-            futures = tuple((Known(r.rewards, r.failure), len(p.lengths)) for r, p in zip(results, parts, strict=True))
+            futures = tuple(
+                (CompletedRewards(r.rewards, r.failure), len(p.lengths)) for r, p in zip(results, parts, strict=True)
+            )
         work = WorkQueue(mesh, [()] * len(parts), shared=False)
         return PendingRollouts(self._unscored(prompts, join_completions(parts, self.model.pad_id)), futures, work)
 

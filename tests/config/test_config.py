@@ -290,7 +290,7 @@ OF_ONE_VALUE = [
     Wrong(
         "reward",
         ["reward=model"],
-        "config.value.not_a_choice",
+        "config.reward.unknown",
         ["reward", "'model'", "server, function"],
     ),
     Wrong(

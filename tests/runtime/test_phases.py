@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from reinforce_rl.runtime import phases
-from reinforce_rl.runtime.phases import Place, PlaceWatcher, WaitMeter, wait_for_ranks, wait_for_role
+from reinforce_rl.runtime.phases import StackLocation, StackWatcher, WaitMeter, wait_for_ranks, wait_for_role
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "tools")]
 import house  # noqa: E402
@@ -63,7 +63,7 @@ def test_looking_never_meets_a_garbage_collection():
     assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
 
 
-def seen(wait: Callable[[], object], end: Callable[[], object]) -> tuple[Place, float]:
+def seen(wait: Callable[[], object], end: Callable[[], object]) -> tuple[StackLocation, float]:
     """Return where a thread is while it waits, and the seconds that are counted as waiting."""
     thread = threading.Thread(target=wait)
     thread.start()
@@ -71,7 +71,7 @@ def seen(wait: Callable[[], object], end: Callable[[], object]) -> tuple[Place, 
     meter = WaitMeter(thread.ident)
     with meter.measuring():
         time.sleep(0.5)
-        place = PlaceWatcher(thread.ident).look()
+        place = StackWatcher(thread.ident).look()
         end()
         thread.join()
     return place, meter.seconds

@@ -223,7 +223,7 @@ def _actor_faults(cfg: TrainConfig, options: Options) -> Iterator[str]:
             "expected false; use --dry-run to look at the plan",
             key="slurm.preflight.in_a_job",
         )
-    if cfg.reward != "server":
+    if "remote_rm.reward_model" not in cfg.reward_servers:
         yield Fault(
             f"reward is '{cfg.reward}', which needs no reward server, and this job starts one; "
             "give the function to the server (-- reward_function.name=NAME), or start the trainer "

@@ -1,0 +1,152 @@
+"""A reward source of one's own, `reward=my_module.MySource`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from helpers.errors import check_fault, raises_error
+from helpers.rewards import request_of
+from helpers.tiny_run import tiny_config
+
+from reinforce_rl.config.actor import TrainConfig
+from reinforce_rl.data.tokenizer import load_tokenizer
+from reinforce_rl.megatron.mesh import Mesh
+from reinforce_rl.monitoring.run import SilentMonitor
+from reinforce_rl.preflight.report import _rewards
+from reinforce_rl.rewards.base import STATUS_OK, CompletedRewards, RewardRequest, Rewards, RewardSource
+from reinforce_rl.rewards.function_pool import function_faults
+from reinforce_rl.rewards.source_class import load_source_class
+from reinforce_rl.rewards.sources import connect_to_reward_servers, names_of_scores
+from reinforce_rl.runtime.settings import files_of_functions
+from reinforce_rl.runtime.trust import authorities
+
+
+class Lengths:
+    """The length of each sample; notes what it was made with, and its end."""
+
+    made: ClassVar[list[tuple[TrainConfig, Any]]] = []
+    closed: ClassVar[int] = 0
+
+    def __init__(self, cfg: TrainConfig, tokenizer: Any):
+        self.made.append((cfg, tokenizer))
+
+    def infer_rm(self, request: RewardRequest) -> CompletedRewards:
+        status = torch.full((len(request.lengths),), STATUS_OK, dtype=torch.int32)
+        return CompletedRewards(Rewards(request.lengths.float(), status))
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+class WithoutClose:
+    def infer_rm(self, request: RewardRequest) -> CompletedRewards:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def own_name(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A dotted name of `Lengths` that can be imported."""
+    monkeypatch.setattr(Lengths, "made", [])
+    monkeypatch.setattr(Lengths, "closed", 0)
+    return f"{__name__}.Lengths"
+
+
+@pytest.fixture
+def connect(mesh: Mesh) -> Callable[[TrainConfig], RewardSource]:
+    def connected(cfg: TrainConfig) -> RewardSource:
+        tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
+        monitor = SilentMonitor(cfg.exp_manager.explicit_log_dir)
+        return connect_to_reward_servers(cfg, mesh, tokenizer, monitor)
+
+    return connected
+
+
+def test_it_is_asked_alone(own_name: str, connect: Callable, tmp_path: Path) -> None:
+    cfg = tiny_config(tmp_path, f"reward={own_name}")
+    source = connect(cfg)
+    assert type(source) is Lengths
+    ((given, tokenizer),) = Lengths.made
+    assert given is cfg
+    assert tokenizer.eos_token_id is not None
+    scores = source.infer_rm(request_of([[4, 5, 6], [4]])).result()
+    assert scores.values.tolist() == [3.0, 1.0]
+    source.close()
+    assert Lengths.closed == 1
+
+
+def test_functions_are_added_to_its_scores(own_name: str, connect: Callable, tmp_path: Path) -> None:
+    more = "+reward_function.more_functions.short"
+    length = [f"{more}.name=reinforce_rl.rewards.functions.length", f"{more}.weight=10"]
+    arguments = [f"{more}.kwargs.target=5", f"{more}.kwargs.tolerance=10"]
+    cfg = tiny_config(tmp_path, f"reward={own_name}", *length, *arguments)
+    source = connect(cfg)
+    scores = source.infer_rm(request_of([[4, 5, 6], [4]])).result()
+    source.close()
+    own = scores.by_source["Lengths"]
+    assert own.tolist() == [3.0, 1.0]
+    assert scores.values.tolist() == (own + 10 * scores.by_source["short"]).tolist()
+    assert names_of_scores(cfg) == tuple(scores.by_source) == ("Lengths", "short")
+    assert Lengths.closed == 1
+
+
+def test_a_class_alone_may_name_its_attributes_as_it_likes(own_name: str, tmp_path: Path) -> None:
+    assert names_of_scores(tiny_config(tmp_path, f"reward={own_name}")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("nowhere.Source", "reward.class.not_importable", "nowhere"),
+        (f"{__name__}.Nothing", "reward.class.not_importable", "Nothing"),
+        (f"{__name__}.WithoutClose", "reward.class.no_source", "close"),
+        ("json.dumps", "reward.class.no_source", "infer_rm"),
+    ],
+)
+def test_what_is_no_source_is_refused_before_the_start(name: str, key: str, value: str, tmp_path: Path) -> None:
+    with raises_error(key, f"reward is '{name}'", value):
+        load_source_class(name)
+    check_fault(function_faults(tiny_config(tmp_path, f"reward={name}")), key, name, value)
+
+
+def test_a_fault_of_the_class_does_not_hide_one_of_a_function(tmp_path: Path) -> None:
+    more = "+reward_function.more_functions.other.name=nowhere_either.f"
+    faults = function_faults(tiny_config(tmp_path, "reward=nowhere.Source", more))
+    check_fault(faults, "reward.class.not_importable", "nowhere")
+    check_fault(faults, "reward_function.module.missing", "nowhere_either")
+
+
+@pytest.mark.parametrize("name", ["model", "my-module.Source", "a..B", ".Source", "Source.", "1a.B"])
+def test_another_word_is_refused(name: str, tmp_path: Path) -> None:
+    with raises_error("config.reward.unknown", "reward", name, "server, function"):
+        tiny_config(tmp_path, f"reward='{name}'")
+
+
+def test_reading_a_configuration_does_not_import_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planted.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cfg = tiny_config(tmp_path, "reward=planted.Source")
+    assert cfg.reward_class == "planted.Source"
+    assert cfg.reward_servers == {}
+    assert cfg.reward_functions == {}
+
+
+def test_a_folder_has_no_authority_to_name_it(own_name: str, tmp_path: Path) -> None:
+    cfg = tiny_config(tmp_path, f"reward={own_name}")
+    (authority,) = authorities(cfg)
+    assert (authority.key, authority.value) == ("reward", own_name)
+    assert list(authorities(cfg, rewards=False)) == []
+
+
+def test_the_plan_and_the_history_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_source.py").write_text("class Source: ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cfg = tiny_config(tmp_path, "reward=my_source.Source")
+    assert _rewards(cfg) == "class my_source.Source"
+    digest = files_of_functions(cfg)["my_source.Source"]
+    assert digest is not None
+    (tmp_path / "my_source.py").write_text("class Source: pass\n")
+    assert files_of_functions(cfg)["my_source.Source"] != digest
