@@ -155,7 +155,8 @@ def open_pool(
         monitor.note(f"Ranks {role.generators.start} to {role.size - 1} generate")
         return GeneratorPool(role, mesh.device, cfg.trainer.heartbeat_timeout_seconds, bounds)
     pool = SeparatePool(cfg, mesh.device, bounds, control, monitor.note)
-    monitor.note(f"Generators are invited by {Path(cfg.exp_manager.explicit_log_dir) / INVITATION_FILE}")
+    invitation = Path(cfg.exp_manager.explicit_log_dir) / INVITATION_FILE
+    monitor.note(f"Generators are invited by {invitation}")
     return pool
 
 

@@ -116,8 +116,16 @@ def test_one_file_reads_the_variables_of_a_launcher() -> None:
 
 
 def test_one_library_asks_over_http() -> None:
-    """Python's own is left where there is no other: around Slurm's tasks, and at Triton's socket in the server."""
-    libraries = ("aiohttp", "http.client", "httpx", "requests", "tritonclient", "urllib.request", "urllib3")
+    """Python's own is left around Slurm's tasks, and at Triton's socket in the server."""
+    libraries = (
+        "aiohttp",
+        "http.client",
+        "httpx",
+        "requests",
+        "tritonclient",
+        "urllib.request",
+        "urllib3",
+    )
     places: dict[str, set[str]] = {}
     for path in source_files(PACKAGE):
         for _, name in imported_names(path):
@@ -125,7 +133,7 @@ def test_one_library_asks_over_http() -> None:
                 places.setdefault(name.partition(".")[0], set()).add(str(path.relative_to(PACKAGE)))
     servers = {"monitoring/dashboard.py", "reward_server/front_process.py"}
     assert places.pop("aiohttp") - servers == {"rewards/transport.py", "reward_server/front.py"}
-    # The form of Triton's requests and answers, without its connections; and the settings of proxies.
+    # Triton's requests and answers without its connections, and the settings of proxies.
     assert places.pop("tritonclient") == places.pop("urllib") == {"rewards/transport.py"}
     assert places == {"http": {"launch/slurm/rendezvous.py", "reward_server/triton.py"}}
 

@@ -61,22 +61,25 @@ def names_of_this_package(trees: list[ast.Module]) -> set[str]:
                 names.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            elif isinstance(node, ast.Attribute) and is_own(node.value):
                 names.add(node.attr)
     return names
 
 
 def private_members(tree: ast.Module, ours: set[str]) -> Iterator[tuple[int, str]]:
-    """(line, name) of what belongs to others; operators below `torch.ops` are named so in their schema."""
+    """(line, name) of what belongs to others, without operators, whose schemas name them so."""
     foreign = set()
     standard = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            modules = [(alias.name, alias.asname or alias.name.partition(".")[0]) for alias in node.names]
+            modules = []
+            for alias in node.names:
+                modules.append((alias.name, alias.asname or alias.name.partition(".")[0]))
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             modules = [(node.module, alias.asname or alias.name) for alias in node.names]
-            if is_foreign(node.module):
-                yield from ((node.lineno, alias.name) for alias in node.names if is_private(alias.name))
+            for alias in node.names:
+                if is_foreign(node.module) and is_private(alias.name):
+                    yield node.lineno, alias.name
         else:
             continue
         for module, name in modules:
@@ -93,13 +96,15 @@ def private_members(tree: ast.Module, ours: set[str]) -> Iterator[tuple[int, str
             while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
                 root = root.func if isinstance(root, ast.Call) else root.value
             name = root.id if isinstance(root, ast.Name) else ""
-            is_of_foreign_module = name in foreign and not ast.unparse(node).startswith("torch.ops.")
+            is_operator = ast.unparse(node).startswith("torch.ops.")
+            is_of_foreign_module = name in foreign and not is_operator
             is_unknown = node.attr not in ours and name not in foreign | standard
             if (is_of_foreign_module or is_unknown) and node.attr not in OF_NAMED_TUPLES:
                 yield node.lineno, node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and not is_own(node.args[0]):
-            texts = [text.value for text in node.args if isinstance(text, ast.Constant)]
-            yield from ((node.lineno, text) for text in texts if isinstance(text, str) and is_private(text))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            for text in [] if is_own(node.args[0]) else node.args:
+                if isinstance(text, ast.Constant) and is_private(str(text.value)):
+                    yield node.lineno, str(text.value)
 
 
 def members_of_others() -> dict[str, list[tuple[int, str]]]:
@@ -124,8 +129,8 @@ def test_each_says_why_and_since_which_release() -> None:
     for file, of_file in members_of_others().items():
         lines = (PACKAGE / file).read_text(encoding="utf-8").splitlines()
         for line, name in of_file:
-            comments = [text for text in lines[max(0, line - LINES_BELOW - 1) : line] if "#" in text]
-            if not comments:
+            above = lines[max(0, line - LINES_BELOW - 1) : line]
+            if not any("#" in text for text in above):
                 without_reason.append(f"{file}:{line} {name}")
     assert without_reason == []
 

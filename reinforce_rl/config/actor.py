@@ -416,8 +416,10 @@ class TrainConfig(Section):
 
     @property
     def prompts_under_way(self) -> int | None:
-        """Prompts that a generator answers at a time, each given back at its end; None: steps in their order."""
-        return self.model.reinforce.rollout_micro_batch_size if self.rollout_order == "finished" else None
+        """Prompts that a generator answers at a time and gives back one by one; None: in order."""
+        if self.rollout_order != "finished":
+            return None
+        return self.model.reinforce.rollout_micro_batch_size
 
     @property
     def cache_after_update(self) -> Literal["recompute", "keep"] | None:

@@ -8,9 +8,15 @@ from reinforce_rl.data.batches import Prompt
 
 
 class DefaultBatchIterator:
-    """Consecutive prompts, at most `micro_batch_size`, or `val_micro_batch_size` in a validation."""
+    """Consecutive prompts: `micro_batch_size`, or in a validation `val_micro_batch_size`."""
 
-    def __init__(self, micro_batch_size: int, val_micro_batch_size: int, prompts: Sequence[Prompt], validation: bool):
+    def __init__(
+        self,
+        micro_batch_size: int,
+        val_micro_batch_size: int,
+        prompts: Sequence[Prompt],
+        validation: bool,
+    ):
         self._prompts = prompts
         self._size = val_micro_batch_size if validation else micro_batch_size
 

@@ -12,7 +12,8 @@ import numpy as np
 from reinforce_rl.errors import CheckpointError, ConfigError, Fault
 
 T = TypeVar("T")
-_SEED_STRIDE = 1_000_003  # more than the steps of a run, so that no two seeds have a step's seed in common
+# More than the steps of a run, so that two seeds never have a step's seed in common.
+_SEED_STRIDE = 1_000_003
 
 
 def step_seed(seed: int, step: int) -> int:

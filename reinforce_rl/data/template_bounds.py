@@ -171,7 +171,7 @@ def _size_of(value: Any, budget: _Budget | None = None) -> int:
         elif isinstance(current, _CONTAINERS):
             stack.extend((child, depth + 1) for child in current)
         elif isinstance(current, Namespace):
-            # A namespace prints the dictionary of its attributes, which Jinja keeps private, as of 3.1.
+            # A namespace prints the dictionary of its attributes, private in Jinja, as of 3.1.
             stack.append((getattr(current, "_Namespace__attrs"), depth + 1))  # noqa: B009
     return size
 

@@ -51,8 +51,9 @@ def make_plan(
 ) -> LaunchPlan:
     """Choose the port and pass it to both programs as Hydra overrides, unless the caller has set them.
 
-    The server's `inference.host=ADDRESS` and `inference.port=N` fix where it is asked, and `inference.name=NAME` the
-    model's name; its `inference.token_file=FILE` goes to the actor too. `seconds` are limits of the LaunchPlan.
+    The server's `inference.host=ADDRESS` and `inference.port=N` fix where it is asked, and
+    `inference.name=NAME` the model's name; its `inference.token_file=FILE` goes to the actor too.
+    `seconds` are limits of the LaunchPlan.
     """
     given_host = (override_of(server_args, "inference.host") or LOOPBACK).strip("'\"")
     try:

@@ -130,7 +130,8 @@ def generate(cfg: DictConfig) -> None:
     find_copied_functions(cfg)
     from reinforce_rl.rewards.function_pool import with_functions
 
-    ranks = os.environ.pop(RANKS_VARIABLE, None)  # of this generator, and the rules compare it with the trainers'
+    # These are the generator's ranks, and the rules would compare them with the trainers'.
+    ranks = os.environ.pop(RANKS_VARIABLE, None)
     config = with_functions(*read_config(cfg))
     size = config.generation_tensor_parallel_size
     if config.generators != "separate":

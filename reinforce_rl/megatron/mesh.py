@@ -344,7 +344,8 @@ def before_the_watch(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _leave_groups() -> None:
-    # As of megatron-core 0.16 `destroy_model_parallel` forgets its groups and leaves their threads and sockets.
+    # As of megatron-core 0.16 `destroy_model_parallel` forgets its groups, and their threads and
+    # sockets stay.
     groups = list(parallel_state._global_process_group_list or [])
     parallel_state.destroy_model_parallel()
     for group in filter(None, groups):  # None stands for the default group

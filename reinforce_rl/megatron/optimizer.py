@@ -320,7 +320,8 @@ def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[_Main]:
         if isinstance(part, DistributedOptimizer):
             for parameter, (group, place) in part.model_param_group_index_map.items():
                 buffer, dtype, bucket = part.model_param_gbuf_map[parameter]
-                start = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"].start
+                ranges = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]
+                start = ranges["param"].start
                 yield _Main(parameter, inner.param_groups[group]["params"][place], start, True, inner)
             continue
         pairs = [(parameter, parameter) for parameter in chain(*(group["params"] for group in inner.param_groups))]

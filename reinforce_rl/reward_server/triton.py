@@ -76,7 +76,8 @@ class PrivateTriton:
         )
         options: dict[str, Any] = {"model-control-mode": "none", "load-model": None, "log-info": False}
         options["pinned-memory-pool-byte-size"] = 0  # the model is in another process
-        # PyTriton takes neither these options nor a Unix socket, and asks whether it is ready over TCP, as of 0.7.
+        # As of 0.7 PyTriton takes neither these options nor a Unix socket, and asks over TCP
+        # whether Triton is ready.
         self._triton._triton_server_config.update_config({"http-address": f"unix:{self._socket_path}", **options})
         self._triton._wait_for_server = self._wait_until_ready
         self._triton._wait_for_models = lambda: None  # Triton is ready once they are
@@ -113,7 +114,7 @@ class PrivateTriton:
 
     def run(self) -> list[psutil.Process]:
         """Start tritonserver; return it and its children. Raises RewardServerError if it does not become ready."""
-        # As of 0.7 the program's output and environment can be changed on PyTriton's own object alone.
+        # As of 0.7 only PyTriton's own object decides about the program's output and environment.
         self._triton._initialize_server()
         assert self._triton._triton_server is not None
         server = self._triton._triton_server

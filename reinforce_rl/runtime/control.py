@@ -392,7 +392,8 @@ class RunControl:
         watchdog = self._watchdog = Watchdog(self, rank, size, **limits)
         try:
             with before_the_watch(rank, size):
-                invitation = watchdog.open(JobRank.of_process().host_of_first) if rank == 0 else None
+                host = JobRank.of_process().host_of_first
+                invitation = watchdog.open(host) if rank == 0 else None
                 if role is None:
                     invitation = mesh.from_main(invitation)
                 elif invitation is not None:

@@ -207,14 +207,19 @@ class WaitMeter:
         before = time.perf_counter()
         while not done.wait(SAMPLE_SECONDS):
             frame, now = _frame_of(self.thread), time.perf_counter()
-            codes = [] if frame is None else [inner.f_code for inner, _ in traceback.walk_stack(frame)]
+            frames = [] if frame is None else traceback.walk_stack(frame)
+            codes = [inner.f_code for inner, _ in frames]
             if _waits_for_ranks(codes) or _waits_for_role(codes):
                 self.seconds += now - before
             before = now
 
 
-def wait_for_role(changed: threading.Condition, seconds: float, condition: Callable[[], bool] | None = None) -> None:
-    """Wait for `changed` to be notified, or for `condition`; counts as waiting for ranks of another role."""
+def wait_for_role(
+    changed: threading.Condition,
+    seconds: float,
+    condition: Callable[[], bool] | None = None,
+) -> None:
+    """Wait for `changed` to be notified, or for `condition`: for ranks of another role."""
     if condition is None:
         changed.wait(seconds)
     else:
@@ -222,7 +227,7 @@ def wait_for_role(changed: threading.Condition, seconds: float, condition: Calla
 
 
 def wait_for_ranks(work: Any) -> None:
-    """Wait for torch's `Work`, which counts as waiting for other ranks."""
+    """Wait for torch's `Work`: for other ranks."""
     work.wait()
 
 

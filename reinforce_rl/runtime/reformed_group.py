@@ -60,7 +60,7 @@ class ReformedGroup(WeightGroup):
                 nccl: Any = dist.ProcessGroupNCCL
                 self._backend = nccl(store, rank, size, self._timeout)
         else:
-            # Without its options gloo chooses the address itself; they have no public name, as of torch 2.13.
+            # Without options gloo chooses the address. They have no public name, as of torch 2.13.
             gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             gloo._timeout = self._timeout
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]

@@ -102,7 +102,7 @@ class SeparatePool(GeneratorPool):
         self._idle: deque[int] = deque()  # numbers of generators that have asked for work
         self._folder = Path(cfg.exp_manager.explicit_log_dir)
         self._settings = shared_settings(cfg)
-        self._silence_seconds = cfg.trainer.heartbeat_timeout_seconds  # also of a transfer of weights
+        self._silence_seconds = cfg.trainer.heartbeat_timeout_seconds
         self._wait_seconds = cfg.generator_timeout_seconds
         self._staleness = cfg.staleness
         self._phases = control.phases
@@ -121,11 +121,18 @@ class SeparatePool(GeneratorPool):
         self._told: set[int] = set()  # versions that nobody has any more
         self._last_loss = ""
         self._alone_since: float | None = None  # while the trainers wait and there is no generator
-        timeout = timedelta(seconds=self._silence_seconds)
-        self._links, invitation = Links.listen(cfg.generator_host or JobRank.of_process().host_of_first)
+        timeout = timedelta(seconds=self._silence_seconds)  # of a transfer of weights
+        host = cfg.generator_host or JobRank.of_process().host_of_first
+        self._links, invitation = Links.listen(host)
         store, port = host_store(invitation.host, timeout)
         self.group = ReformedGroup(store, invitation.host, device, timeout)
-        self._thread = LinkThread(self._links, self._silence_seconds, self._on_message, self._on_lost, is_open=True)
+        self._thread = LinkThread(
+            self._links,
+            self._silence_seconds,
+            self._on_message,
+            self._on_lost,
+            is_open=True,
+        )
         OpenInvitation(invitation, port).write(self._folder)
 
     def close(self) -> None:

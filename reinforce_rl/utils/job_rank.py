@@ -1,4 +1,4 @@
-"""This process's place among the ranks of its job, which torchrun or srun gives it in the environment.
+"""This process's place among the ranks of its job, as torchrun or srun gives it by the environment.
 
 Nothing else of the package reads or writes these variables.
 """

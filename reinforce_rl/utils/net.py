@@ -26,7 +26,8 @@ CLAIMED_PORTS = 10000
 
 EVERY_ADDRESS = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 LOOPBACK = "127.0.0.1"
-LOOPBACKS = {"0.0.0.0": LOOPBACK, "::": "::1"}  # where the host itself is asked, by the address of all addresses
+# Where the host itself is asked, by the address of all addresses.
+LOOPBACKS = {"0.0.0.0": LOOPBACK, "::": "::1"}
 
 
 @dataclass(frozen=True)
@@ -144,10 +145,12 @@ def free_port(host: str) -> int:
 
 @contextlib.contextmanager
 def claim_ports(count: int, key: str) -> Iterator[list[int]]:
-    """Hold `count` ports, neither in use nor claimed by others, during the block; ReinforceError if there are too few.
+    """Hold `count` ports, neither in use nor claimed by others, during the block.
 
-    Searches from the hash of `key`, so that jobs seldom collide. A claim is an abstract Unix socket: as a port, it is
-    of a network and all its users, and ends with its process.
+    Searches from the hash of `key`, so that jobs seldom collide. A claim is an abstract Unix
+    socket: as a port, it is of a network and all its users, and ends with its process.
+
+    Raises ReinforceError: there are too few.
     """
     ports: list[int] = []
     start = zlib.crc32(key.encode()) % CLAIMED_PORTS
@@ -155,7 +158,8 @@ def claim_ports(count: int, key: str) -> Iterator[list[int]]:
         for offset in range(CLAIMED_PORTS):
             port = FIRST_CLAIMED_PORT + (start + offset) % CLAIMED_PORTS
             with contextlib.suppress(OSError), contextlib.ExitStack() as claim:
-                claim.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0reinforce_rl port {port}")
+                holder = claim.enter_context(socket.socket(socket.AF_UNIX))
+                holder.bind(f"\0reinforce_rl port {port}")
                 listen(EVERY_ADDRESS, port).close()
                 claims.push(claim.pop_all())
                 ports.append(port)
@@ -178,19 +182,23 @@ def address_towards(host: str) -> str:
 
 
 def own_address(peers: Sequence[str]) -> str:
-    """Return an address by which `peers`, other nodes of the job, reach this node; ReinforceError without any."""
-    address = _address_of(socket.gethostname())
+    """Return an address by which `peers`, other nodes of the job, reach this node.
+
+    Raises ReinforceError: it has none.
+    """
+    name = socket.gethostname()
+    address = _address_of(name)
     if address is not None and not is_loopback(address):
         return address
-    # Debian maps a machine's own name to 127.0.1.1, useless to other machines: take the source address of packets to
-    # them. If all nodes are one machine, each has a loopback address.
+    # Debian maps a machine's own name to 127.0.1.1, useless to other machines: take the source
+    # address of packets to them. If all nodes are one machine, each has a loopback address.
     for other in map(_address_of, peers):
         if other is not None and not is_loopback(other):
             with contextlib.suppress(OSError):
                 return address_towards(other)
     if address is None:
         raise ReinforceError(
-            f"the name of this node, {socket.gethostname()}, has no address; expected one in DNS or in /etc/hosts",
+            f"the name of this node, {name}, has no address; expected one in DNS or in /etc/hosts",
             key="slurm.rendezvous.node_without_address",
         )
     return address

@@ -121,11 +121,12 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES, within: Path | Non
 
 
 def read_published(path: Path) -> Any:
-    """Return the JSON value of a file that a program on another node writes; None until it is there.
+    """Return the JSON value of a file that a program on another node writes.
 
-    Raises as `read_json`.
+    None until it is there. Raises as `read_json`.
     """
-    # List the folder: NFS may cache a missing file for half a minute, but revalidates an opened folder.
+    # List the folder: NFS may cache a missing file for half a minute, but revalidates an opened
+    # folder.
     if not path.parent.is_dir() or path.name not in os.listdir(path.parent):
         return None
     return read_json(path, within=path.parent)
@@ -182,7 +183,10 @@ def parse_yaml(
 
 @functools.cache
 def config_loader() -> Any:
-    """Return a safe loader that reads as OmegaConf does: 1e-5 is a number, a date a text, no key comes twice."""
+    """Return a safe loader that reads as OmegaConf does.
+
+    1e-5 is a number, a date is a text, and no key comes twice.
+    """
     import yaml  # a benchmark on a bare GPU machine needs the rest without it
 
     class ConfigLoader(yaml.SafeLoader):
@@ -201,7 +205,8 @@ def config_loader() -> Any:
                 keys.add(key.value)
             return super().construct_mapping(node, deep=deep)
 
-    ConfigLoader.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, list("-+0123456789."))
+    first_letters = list("-+0123456789.")
+    ConfigLoader.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, first_letters)
     resolvers = {}
     for first, rules in ConfigLoader.yaml_implicit_resolvers.items():
         resolvers[first] = [rule for rule in rules if rule[0] != "tag:yaml.org,2002:timestamp"]

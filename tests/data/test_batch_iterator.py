@@ -10,7 +10,11 @@ from reinforce_rl.data.batches import Prompt
 PROMPTS = [Prompt(number, f"prompt {number}", (number,)) for number in range(5)]
 
 
-@pytest.mark.parametrize(("validation", "sizes"), [(False, [2, 2, 1]), (True, [3, 2])], ids=["training", "validation"])
+@pytest.mark.parametrize(
+    ("validation", "sizes"),
+    [(False, [2, 2, 1]), (True, [3, 2])],
+    ids=["training", "validation"],
+)
 def test_every_prompt_comes_once_in_order(validation: bool, sizes: list[int]) -> None:
     batches = list(DefaultBatchIterator(2, 3, PROMPTS, validation))
     assert [len(batch) for batch in batches] == sizes

@@ -14,7 +14,13 @@ from types import SimpleNamespace
 import pytest
 
 from reinforce_rl.runtime import phases
-from reinforce_rl.runtime.phases import StackLocation, StackWatcher, WaitMeter, wait_for_ranks, wait_for_role
+from reinforce_rl.runtime.phases import (
+    StackLocation,
+    StackWatcher,
+    WaitMeter,
+    wait_for_ranks,
+    wait_for_role,
+)
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "tools")]
 import house  # noqa: E402

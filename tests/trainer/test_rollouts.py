@@ -201,7 +201,8 @@ def test_every_step_has_a_seed_of_its_own():
         maker.make(step)
     seeds = [seed for _, _, seed in generators.asked]
     assert len(set(seeds)) == 5
-    assert step_seed(maker.model.settings.seed, 3) == seeds[2], "generated here, a step has the same noise"
+    seed = maker.model.settings.seed
+    assert step_seed(seed, 3) == seeds[2], "generated here, a step has the same noise"
 
 
 def test_the_staleness_of_a_step_is_the_mean_age_of_its_tokens():

@@ -26,10 +26,16 @@ def test_a_plain_python_is_the_only_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_this_machine", "host"), [("4", "127.0.0.1"), ("2", "node7")], ids=["one machine", "two machines"]
+    ("local_size", "host"),
+    [("4", "127.0.0.1"), ("2", "node7")],
+    ids=["one machine", "two machines"],
 )
-def test_a_rank_of_a_launcher(environment: pytest.MonkeyPatch, on_this_machine: str, host: str) -> None:
-    values = ("3", "4", "1", on_this_machine, "node7", "29500")
+def test_a_rank_of_a_launcher(
+    environment: pytest.MonkeyPatch,
+    local_size: str,
+    host: str,
+) -> None:
+    values = ("3", "4", "1", local_size, "node7", "29500")
     for name, value in zip(NAMES, values, strict=True):
         environment.setenv(name, value)
     job = JobRank.of_process()
@@ -39,12 +45,12 @@ def test_a_rank_of_a_launcher(environment: pytest.MonkeyPatch, on_this_machine: 
     assert not is_first_rank() and ranks_started() == "4"
 
 
-def test_ranks_without_an_address_to_meet_are_asked_by_their_name(environment: pytest.MonkeyPatch) -> None:
+def test_ranks_without_an_address_are_asked_by_name(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("WORLD_SIZE", "2")
     assert JobRank.of_process().host_of_first == socket.gethostname()
 
 
-def test_a_port_of_something_else_does_not_matter_to_a_plain_python(environment: pytest.MonkeyPatch) -> None:
+def test_a_port_of_something_else_does_not_matter(environment: pytest.MonkeyPatch) -> None:
     """As Kubernetes sets it where a service has the name master."""
     environment.setenv("MASTER_PORT", "tcp://10.0.0.1:80")
     assert JobRank.of_process().host_of_first == "127.0.0.1"

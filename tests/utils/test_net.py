@@ -179,6 +179,7 @@ def test_the_printed_address_is_what_http_clients_take():
     assert (connection.host, connection.port) == ("::1", 5555)
 
 
+CLAIMED = range(FIRST_CLAIMED_PORT, FIRST_CLAIMED_PORT + CLAIMED_PORTS)
 CLAIM = """
 import sys
 from reinforce_rl.utils.net import claim_ports
@@ -189,7 +190,12 @@ with claim_ports(2, "7-0 actor") as ports:
 
 
 def claim_in_another_process() -> tuple[subprocess.Popen[str], list[int]]:
-    process = subprocess.Popen([sys.executable, "-c", CLAIM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLAIM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     return process, [int(port) for port in process.stdout.readline().split()]
 
@@ -199,7 +205,7 @@ def test_two_processes_with_the_same_wish_get_different_ports() -> None:
     try:
         with claim_ports(2, "7-0 actor") as ours:
             assert len({*ours, *theirs}) == 4
-            assert all(FIRST_CLAIMED_PORT <= port < FIRST_CLAIMED_PORT + CLAIMED_PORTS for port in [*ours, *theirs])
+            assert all(port in CLAIMED for port in [*ours, *theirs])
     finally:
         process.kill()
         process.communicate(timeout=30)
@@ -223,11 +229,15 @@ def test_a_port_that_is_listened_on_is_left_out() -> None:
 def test_the_numbers_wrap_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(net.zlib, "crc32", lambda key: CLAIMED_PORTS - 1)
     with claim_ports(2, "key") as ports:
-        assert all(FIRST_CLAIMED_PORT <= port < FIRST_CLAIMED_PORT + CLAIMED_PORTS for port in ports)
+        assert all(port in CLAIMED for port in ports)
 
 
-def address_with(monkeypatch: pytest.MonkeyPatch, names: dict[str, str], route: str = "") -> str:
-    """`own_address` of a node called here, with these addresses of names, from which packets go by `route`."""
+def address_with(
+    monkeypatch: pytest.MonkeyPatch,
+    names: dict[str, str],
+    route: str = "",
+) -> str:
+    """`own_address` of a node called here; packets go from `route`."""
 
     class Probe:
         def __init__(self, *_: object) -> None: ...
@@ -248,11 +258,14 @@ def address_with(monkeypatch: pytest.MonkeyPatch, names: dict[str, str], route: 
 def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert address_with(monkeypatch, {"here": "10.0.0.1"}) == "10.0.0.1"
     # as Debian's installer writes /etc/hosts
-    assert address_with(monkeypatch, {"here": "127.0.1.1", "there": "10.0.0.2"}, route="10.0.0.1") == "10.0.0.1"
+    apart = {"here": "127.0.1.1", "there": "10.0.0.2"}
+    assert address_with(monkeypatch, apart, route="10.0.0.1") == "10.0.0.1"
     assert address_with(monkeypatch, {"here": "127.0.1.1"}) == "127.0.1.1"
     with raises_error("slurm.rendezvous.node_without_address", "here"):
         address_with(monkeypatch, {})
     assert address_with(monkeypatch, {"here": "fd00::2"}) == "fd00::2"
-    assert address_with(monkeypatch, {"here": "::1", "there": "fd00::2"}, route="fd00::1") == "fd00::1"
+    apart = {"here": "::1", "there": "fd00::2"}
+    assert address_with(monkeypatch, apart, route="fd00::1") == "fd00::1"
     # several nodes on one machine
-    assert address_with(monkeypatch, {"here": "127.0.77.10", "there": "127.0.77.20"}) == "127.0.77.10"
+    together = {"here": "127.0.77.10", "there": "127.0.77.20"}
+    assert address_with(monkeypatch, together) == "127.0.77.10"

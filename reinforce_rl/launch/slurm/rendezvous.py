@@ -1,4 +1,4 @@
-"""File rendezvous (the first task of a step publishes host and ports), and a reward server's health check."""
+"""File rendezvous: the first task of a step publishes host and ports. A reward server's health."""
 
 from __future__ import annotations
 

@@ -164,7 +164,8 @@ def _import_megatron() -> None:
 def _patch_rng_tracker() -> None:
     import megatron.core.tensor_parallel.random as tracker
 
-    # As of megatron-core 0.16 its tracker reads CUDA's generators by these two, which no facade of torch reaches.
+    # As of megatron-core 0.16 the tracker reads CUDA's generators by these two, in spite of any
+    # facade of torch.
     tracker._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     tracker._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 

@@ -74,7 +74,8 @@ def test_a_server_on_ipv6() -> None:
         assert str(endpoint.http) == f"[::1]:{server.server_port}"
         assert health_fault(endpoint.http) is None
         thread.join(10)
-    assert str(health_fault(endpoint.http)).startswith(f"[::1]:{endpoint.http_port} does not answer")
+    fault = health_fault(endpoint.http)
+    assert str(fault).startswith(f"[::1]:{endpoint.http_port} does not answer")
 
 
 def test_an_answer_that_drips_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,4 +103,5 @@ def test_nothing_listens() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    assert health_fault(Address("127.0.0.1", port)) == f"127.0.0.1:{port} does not answer (Connection refused)"
+    fault = health_fault(Address("127.0.0.1", port))
+    assert fault == f"127.0.0.1:{port} does not answer (Connection refused)"
