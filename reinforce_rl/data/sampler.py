@@ -12,6 +12,16 @@ import numpy as np
 from reinforce_rl.errors import CheckpointError, ConfigError, Fault
 
 T = TypeVar("T")
+# More than the steps of a run, so that two seeds never have a step's seed in common.
+_SEED_STRIDE = 1_000_003
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Return the seed of what is drawn at random in a step, such as the noise of its samples.
+
+    All validations are of step 0, since only the weights differ between them.
+    """
+    return seed * _SEED_STRIDE + step
 
 
 @dataclass(frozen=True)
@@ -179,11 +189,6 @@ class PromptSampler:
                 key="checkpoint.sampler.invalid",
             )
         self.epoch, self.position, self.consumed_prompts = whole
-
-
-def step_seed(seed: int, step: int) -> int:
-    """Return the seed of what a step draws at random; `seed` is the run's."""
-    return seed * 1_000_003 + step
 
 
 def shard(indices: Sequence[T], rank: int, world_size: int) -> list[T]:
