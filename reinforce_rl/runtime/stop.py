@@ -79,7 +79,7 @@ class StopRequest:
         """Let signals take effect at the next `check` from now on."""
         self._raises = False
 
-    def unless_asked(self, action: Callable[[], T]) -> T | None:
+    def run_interruptible(self, action: Callable[[], T]) -> T | None:
         """Return the result of `action`; None if this rank is asked to stop before it or during it (interrupts it)."""
         try:
             self._raises = self._listens

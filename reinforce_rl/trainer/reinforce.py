@@ -311,15 +311,16 @@ class ReinforceTrainer:
         mesh = self.model.mesh
         if mesh.world_size == 1:
             return
-        seconds = of_this_rank(self._clock.own_seconds, asks_for_rewards=mesh.is_model_parallel_rank_0)
+        asks_for_rewards = mesh.is_model_parallel_rank_0
+        seconds = of_this_rank(self._clock.own_seconds, asks_for_rewards=asks_for_rewards)
         all_seconds = mesh.gather_on_main(seconds)
         self.logger.log_ranks(self.step, all_seconds, self._clock.seconds["step_time"])
 
     def step_samples(self, batch: ReinforceBatch) -> Samples:
         """Return the samples of all ranks on the first, none on the others; a collective call."""
         rollouts = batch.rollouts
-        # KL and ratios were taken from the trainer's own log-probs where it computed them before
-        # the update; where it did not, the update has.
+        # Log-probs that the trainer computed before the update, for the KL or the ratios, are
+        # recorded as they are; in any other case those of the update's own pass.
         if rollouts.log_probs is None or rollouts.log_probs is rollouts.generator_log_probs:
             rollouts = replace(rollouts, log_probs=self.policy_log_probs)
         return gather_samples(
@@ -353,10 +354,10 @@ class ReinforceTrainer:
         self._time_budget = self.model.mesh.from_main(time_budget)
 
     def should_continue(self) -> bool:
-        """Return True if there is another step.
+        """Return True if another step follows, False at the end of the run; a collective call.
 
-        Raises StoppedEarly if it is left to another run, DivergedError if the last one leaves
-        nothing to keep.
+        Raises StoppedEarly if a signal or an alert stops the run or its time is used up,
+        DivergedError at the end of the run if the last loss is not finite.
         """
         if self._is_over():
             self.non_finite_guard.check_end(self.step)

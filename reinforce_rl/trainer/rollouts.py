@@ -258,7 +258,7 @@ class RolloutMaker:
         answers: list[Rewards] | None = []
         with mesh.raise_on_all_ranks():
             if pending.futures:
-                answers = self.stop.unless_asked(lambda: [scores_of(*asked) for asked in pending.futures])
+                answers = self.stop.run_interruptible(lambda: [scores_of(*asked) for asked in pending.futures])
                 if answers is None:
                     sentence = f"stopped by {self.stop.reason}"
                     raise StoppedEarly(sentence, key="run.stop.by_signal")

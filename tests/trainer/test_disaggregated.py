@@ -126,6 +126,17 @@ def test_the_layouts_of_trainers_and_generators_change_no_number(trainers, tenso
         assert largest_difference(*pair) < 1e-4, line["step"]
 
 
+def test_a_trainer_without_prompts_takes_part_in_the_step(processes, tmp_path):
+    """The last step of the epoch has one prompt, for two trainers."""
+    settings = ("trainer.reinforce.max_epochs=1", "model.reinforce.num_rollout_samples=3")
+    processes.finish(tmp_path, *SETTINGS, *APART, *settings, ranks=3)
+    lines = metrics_of(tmp_path)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert lines[-1]["train/consumed_prompts"] == NUM_PROMPTS
+    for line in lines[2:]:
+        assert "train/generator_gap_age_1" in line
+
+
 @pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=SLOW), pytest.param(4, marks=SLOW)])
 def test_each_token_is_of_the_version_that_its_step_asks_for(staleness, apart, processes, tmp_path):
     folder = apart
