@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.preflight.fake_cuda.machine import install
+from reinforce_rl.preflight.fake_gpu import install, is_of_fake
 from reinforce_rl.utils.process import connect_to_parent
 
 if TYPE_CHECKING:
+    from helpers.fake_cuda.machine import Machine
+    from helpers.fake_cuda.mode import Ledger
+
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
     from reinforce_rl.data.batches import RolloutBatch
     from reinforce_rl.megatron.optimizer import ActorOptimizer
-    from reinforce_rl.preflight.fake_cuda.machine import Machine
-    from reinforce_rl.preflight.fake_cuda.mode import Ledger
 
 # No torch import at module level: the device guard must be loaded first.
 
@@ -99,7 +100,7 @@ def answer(case: Case) -> Phases | str:
 
 
 def _told(error: BaseException) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "fake_cuda" not in f.filename]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_of_fake(f.filename)]
     frames = [f for f in frames if "/reinforce_rl/" in f.filename or "/megatron/" in f.filename]
     where = " < ".join(f"{'/'.join(f.filename.split('/')[-2:])}:{f.lineno}" for f in reversed(frames[-4:]))
     notes = " ".join(getattr(error, "__notes__", []))

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fake_cuda.machine import Machine
 from helpers.public_configs import LLAMA_3_1_8B
 from helpers.tiny_run import compose, write_prompts
 
 from reinforce_rl.config.load import load_config
 from reinforce_rl.megatron.model.layers import RMSNorm
 from reinforce_rl.preflight import rank
-from reinforce_rl.preflight.fake_cuda.machine import Machine
 from reinforce_rl.preflight.plan import layout_of, plan_batches, plan_memory, read_inputs
 from reinforce_rl.preflight.rank import Case, Phases, RankRun, Traffic, total
 from reinforce_rl.preflight.step import MACHINES

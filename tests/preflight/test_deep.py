@@ -12,7 +12,7 @@ from helpers.tiny_run import compose, three_letters, write_prompts
 from rich.console import Console
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.preflight import deep
+from reinforce_rl.preflight import deep, fake_gpu
 from reinforce_rl.preflight.run import preflight
 
 
@@ -78,6 +78,23 @@ def test_a_rank_that_fails_is_a_fault(overrides, tmp_path, monkeypatch):
     monkeypatch.setattr(deep.Worker, "measure", fails)
     with raises_error("preflight.deep.rank_fails", "rank 3"):
         printed(*overrides, f"exp_manager.explicit_log_dir={tmp_path}")
+
+
+@pytest.mark.parametrize("place", ["wheel", "clone without its tests"])
+def test_without_a_clone_nothing_starts(place, overrides, tmp_path, monkeypatch):
+    if place == "wheel":
+        monkeypatch.setattr(fake_gpu, "IS_CLONE", False)
+    else:
+        monkeypatch.setattr(fake_gpu, "TESTS", tmp_path / "tests")
+    monkeypatch.setattr(deep, "Worker", None)
+    out = io.StringIO()
+    with raises_error("preflight.deep.needs_clone", "preflight=deep", fake_gpu.PACKAGE):
+        preflight(
+            compose(*overrides, f"exp_manager.explicit_log_dir={tmp_path / 'run'}"),
+            Console(file=out, width=200),
+        )
+    assert out.getvalue() == ""
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -91,10 +91,16 @@ def is_installed(name: str) -> bool:
         return False
 
 
+def python_path() -> str:
+    """Return PYTHONPATH for a process that imports the package, the checks and the tests' helpers."""
+    folders = [*map(str, PATHS), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, folders))
+
+
 def _run_process(check: Check, context: Context, limit: float) -> int | None:
     """The exit code; None where the process was ended after `limit` seconds. Its children end with it."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **check.environment}
-    environment["PYTHONPATH"] = os.pathsep.join([*map(str, PATHS), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+    environment["PYTHONPATH"] = python_path()
     if context.mode == CPU:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "gpu_checks.worker", check.target, context.mode]
