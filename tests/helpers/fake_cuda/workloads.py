@@ -125,7 +125,7 @@ def check_collectives(ledgers: Mapping[int, Ledger]) -> int:
     Returns the number of collectives.
     """
     calls: dict[tuple[int, ...], dict[int, list[Any]]] = {}
-    wires: dict[tuple[int, int], dict[str, list[int]]] = {}
+    wires: dict[tuple[int, ...], dict[str, list[int]]] = {}
     for rank, ledger in ledgers.items():
         for call in ledger.collectives:
             if call.kind in ("send", "recv"):
