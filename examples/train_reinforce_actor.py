@@ -4,7 +4,7 @@ python examples/train_reinforce_actor.py pretrained_checkpoint.restore_from_path
     model.data.data_prefix.train=prompts.jsonl remote_rm.reward_model.ip=HOST trainer.devices=2
 
 With preflight=true it prints the plan of the run and everything that is wrong with it, and starts nothing; with
-preflight=deep it predicts besides what a step takes on GPUs that are not there.
+preflight=deep it also runs ranks on GPUs that are not there: memory, and the least time of a step.
 """
 
 from reinforce_rl.launch.programs import train

@@ -360,8 +360,8 @@ class TrainConfig(Section):
     )
     preflight: bool | Literal["deep"] = key(
         False,
-        "true: print the plan and all errors, and start nothing; deep: also predict time and memory of a step on "
-        "fake GPUs",
+        "true: print the plan and all errors, and start nothing; deep: also run ranks on fake GPUs, "
+        "for the memory and a lower bound of the time of a step",
         expected=f"true, false or {DEEP}",
         more="; see [parallelism.md](parallelism.md#preflight)",
     )

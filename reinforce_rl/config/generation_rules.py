@@ -94,7 +94,7 @@ def _disaggregated(cfg: TrainConfig) -> Iterator[Fault]:
         yield settings_fault(
             cfg,
             ("preflight", "placement"),
-            "the deep preflight predicts colocated runs: expected true",
+            "the deep preflight is of colocated runs: expected true",
             key="config.preflight.conflicts_with_disaggregated",
         )
     if cfg.generation == "tensorrt_llm":

@@ -189,7 +189,7 @@ _hydra_program("train-rm", "Train a reward model: a head on a frozen trunk, or a
 
 @app.command(cls=_Passing)
 def preflight(words: Words = None) -> None:
-    """Print the plan of `train` with these KEY=VALUE, and all that is wrong; --deep predicts time and memory too."""
+    """Print the plan of `train` with these KEY=VALUE, and all that is wrong; --deep runs ranks on fake GPUs too."""
     from reinforce_rl.launch import programs
 
     words = words or []

@@ -1,4 +1,7 @@
-"""`preflight=deep`: measure the run's ranks on fake GPUs, predict its step, and try alternatives."""
+"""`preflight=deep`: single ranks of the run on fake GPUs.
+
+Does it crash, does it fit, and how long does a step take at least.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,8 @@ import contextlib
 import copy
 import json
 import math
-import random
 import statistics
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -21,19 +22,24 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import rank_at
 from reinforce_rl.config.rules import find_faults
 from reinforce_rl.errors import ConfigError, Fault, ReinforceError
-from reinforce_rl.preflight.plan import BatchPlan, Inputs, layout_of, plan_batches, stage_layers
+from reinforce_rl.preflight.hardware import Hardware, load_machine
+from reinforce_rl.preflight.lower_bound import Job, Lengths, Role, StepBound, lower_bound
+from reinforce_rl.preflight.plan import Inputs, layout_of, plan_batches, stage_layers
 from reinforce_rl.preflight.rank import Case, Phases, total
-from reinforce_rl.preflight.report import Tried, as_json, print_alternatives, print_step
-from reinforce_rl.preflight.step import Hardware, Lengths, PredictedJob, Role, StepTime, load_machine, predict
+from reinforce_rl.preflight.report import Tried, as_json, print_alternatives, print_bound
 from reinforce_rl.utils.console import Console
 from reinforce_rl.utils.files import write_atomically
 from reinforce_rl.utils.process import ModuleChild
 
-MOST_TRIED, MOST_TOLD = 4, 3
-BETTER = 0.97  # report a change if the step takes at most this share of the time
+MOST_TRIED = 4
+MOST_PRINTED = 3
+BETTER = 0.97  # report a change if the bound is at most this share of the present one
 SMALLEST_DEPTH = 2  # layers per stage; twice it is measured as well
-TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
-_GRANULARITY, _METHOD, _NUMBER = (f"model.activations_checkpoint_{n}" for n in ("granularity", "method", "num_layers"))
+TP = "model.tensor_model_parallel_size"
+PP = "model.pipeline_model_parallel_size"
+_GRANULARITY = "model.activations_checkpoint_granularity"
+_METHOD = "model.activations_checkpoint_method"
+_NUMBER = "model.activations_checkpoint_num_layers"
 _RECOMPUTE = {_GRANULARITY: "full", _METHOD: "uniform", _NUMBER: 1}
 Change = dict[str, Any]  # values by key
 
@@ -43,9 +49,9 @@ class DeepFault(ReinforceError):
 
 
 def deep(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[str]:
-    """Print the predicted step and what to change, also to `preflight.json`; return faults that would end the run.
+    """Print the lower bound of a step and what to change, also to `preflight.json`.
 
-    Raises ConfigError: `preflight_machine` is wrong.
+    Returns the faults that would end the run. Raises ConfigError: `preflight_machine` is wrong.
     """
     job = job_of(cfg, inputs, load_machine(cfg.preflight_machine))
     status = console.status("fake GPU")
@@ -55,13 +61,15 @@ def deep(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[str]:
 
     with status, Worker(tell) as worker:
         try:
-            step = predict(job, worker.measure(job))
+            step = lower_bound(job, worker.measure(job))
         except DeepFault as error:
             return [Fault(str(error), key=error.key)]
-        print_step(console, job, step)
+        print_bound(console, job, step)
         tried = _try(worker, job, inputs, step)
-    better = [one for one in tried if one[1].fits and (not step.fits or one[1].seconds < BETTER * step.seconds)]
-    better = sorted(better, key=lambda one: one[1].seconds)[:MOST_TOLD]
+    better = [(change, other) for change, other in tried if other.fits]
+    if step.fits:
+        better = [pair for pair in better if pair[1].seconds < BETTER * step.seconds]
+    better = sorted(better, key=lambda pair: pair[1].seconds)[:MOST_PRINTED]
     print_alternatives(console, step, better, len(tried))
     path = Path(cfg.exp_manager.explicit_log_dir) / "preflight.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,88 +77,100 @@ def deep(cfg: TrainConfig, inputs: Inputs, console: Console) -> list[str]:
     console.print(f"The same as JSON: {path}")
     if step.fits:
         return []
-    needed, there = step.peaks[step.worst] / 1e9, (job.machine.memory - job.machine.reserved) / 1e9
-    sentence = (
-        f"a rank needs {needed:.1f} GB in {step.worst}, but a {job.machine.name} has only {there:.1f} GB for tensors"
-    )
+    worst = step.worst
+    gpu = job.machine.name
+    needed = f"{step.peaks[worst] / 1e9:.1f} GB"
+    there = f"{(job.machine.memory - job.machine.reserved) / 1e9:.1f} GB"
+    sentence = f"a rank needs {needed} in {worst}, but a {gpu} has only {there} for tensors"
     return [Fault(sentence, key="preflight.memory.too_little")]
 
 
-def job_of(cfg: TrainConfig, inputs: Inputs, machine: Hardware) -> PredictedJob:
-    """Build the job to predict; model and layout can be read. Raises ConfigError: the layers do not divide."""
-    layout, architecture = layout_of(cfg), inputs.architecture
+def job_of(cfg: TrainConfig, inputs: Inputs, machine: Hardware) -> Job:
+    """Build the job, whose model and layout can be read.
+
+    Raises ConfigError: the layers do not divide.
+    """
+    layout = layout_of(cfg)
+    architecture = inputs.architecture
     assert layout is not None and architecture is not None
     layers = stage_layers(cfg, architecture, layout)
-    lengths = Lengths(cfg.model.reinforce.length_params.max_length, cfg.preflight_response_tokens)
     batches = plan_batches(cfg, layout, inputs.datasets)
-    machine = machine.model_copy(update={"gpus_per_node": min(machine.gpus_per_node, cfg.trainer.devices)})
-    most = _most_of_update(batches, layout.data) * batches.samples
-    return PredictedJob(cfg, architecture, layout, tuple(layers), batches, machine, lengths, most)
-
-
-def _most_of_update(batches: BatchPlan, ranks: int) -> float:
-    # Average prompts of an optimizer step on the busiest rank; they are drawn from all ranks at random.
-    size = batches.prompts_of_update.least
-    if size >= batches.prompts:
-        return batches.prompts_of_rank.most
-    owners, draw, most = [prompt % ranks for prompt in range(batches.prompts)], random.Random(0), []
-    for _ in range(64):
-        draw.shuffle(owners)
-        parts = [owners[start : start + size] for start in range(0, len(owners), size)]
-        most += [max(Counter(part).values()) for part in parts]
-    return statistics.fmean(most)
+    gpus_per_node = min(machine.gpus_per_node, cfg.trainer.devices)
+    machine = machine.model_copy(update={"gpus_per_node": gpus_per_node})
+    longest = cfg.model.reinforce.length_params.max_length
+    response = min(cfg.preflight_response_tokens or longest, longest)
+    prompt = batches.longest_prompt
+    if inputs.datasets is not None:
+        prompts = inputs.datasets.train
+        prompt = int(statistics.fmean(len(prompts[i].tokens) for i in range(len(prompts))))
+    # Ranks pad the positions of a pass to a multiple, which a bound must not count.
+    prompt = max(1, prompt - (prompt + response - 1) % layout.sequence_multiple)
+    return Job(
+        cfg=cfg,
+        architecture=architecture,
+        layout=layout,
+        layers=tuple(layers),
+        batches=batches,
+        machine=machine,
+        full=Lengths(batches.longest_prompt, longest),
+        mean=Lengths(prompt, response),
+    )
 
 
 class Worker:
-    """The process that runs single ranks on fake GPUs; `tell` gets a line per measurement. Context manager."""
+    """The process that runs single ranks on fake GPUs, as a context manager.
+
+    `tell` gets a line per measurement.
+    """
 
     def __init__(self, tell: Callable[[str], object]):
         self._tell = tell
 
     def __enter__(self) -> Worker:
         self._said = tempfile.TemporaryFile("w+", encoding="utf-8")
-        self._child = ModuleChild("reinforce_rl.preflight.rank", stdout=self._said, stderr=self._said)
+        self._child = ModuleChild(
+            "reinforce_rl.preflight.rank",
+            stdout=self._said,
+            stderr=self._said,
+        )
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._child.kill()
         self._said.close()
 
-    def measure(self, job: PredictedJob) -> list[Role]:
-        """Return the costs of the representative ranks at full depth. Raises DeepFault: one of them failed."""
-        longest = job.lengths.longest
-        average = min(math.ceil(job.lengths.average), longest)
-        runs = {
-            (response, stage): [self._run(job, stage, d, response) for d in depths_of(job.cfg, job.layers[stage])]
-            for response in dict.fromkeys((longest, average))
-            for stage, _ in _roles(job)
-        }
-        return [_at_depth(job, *role, runs[longest, role[0]], runs[average, role[0]]) for role in _roles(job)]
+    def measure(self, job: Job) -> list[Role]:
+        """Return the costs of the representative ranks at full depth.
 
-    def _run(self, job: PredictedJob, stage: int, depth: int, response: int) -> Phases:
-        plan, layout, layers, model = job.batches, job.layout, job.layers[stage], job.cfg.model
-        # Uneven stages are measured one by one, as if all had the same size.
-        overrides = {k: v for k, v in model.megatron_overrides.items() if "pipeline_stage" not in k}
-        change = {"generation": "native", "preflight": False, "model.megatron_overrides": overrides}
-        if model.activations_checkpoint_method == "block":
-            change[_NUMBER] = max(1, min(model.activations_checkpoint_num_layers or 1, layers) * depth // layers)
-        case = Case(
-            with_keys(job.cfg, change),
-            rank_at(0, 0, 0, stage, (layout.tensor, layout.context, layout.data, layout.pipeline)),
-            depth,
-            min(layout.pipeline - stage, plan.micro_batches),
-            *job.rows(response),
-            prompts=0 if job.has_engine else job.prompts_of_call,
-            samples=plan.samples,
-            prompt_tokens=plan.longest_prompt,
-            response_tokens=response,
-            rates=job.machine.rates,
-        )
-        role = f"rank {case.rank} (stage {stage} of {layout.pipeline})"
-        self._tell(f"{role}: {depth} of {layers} layers, {plan.longest_prompt + response} tokens")
+        Raises DeepFault: one of them failed.
+        """
+        roles = []
+        for stage in _stages(job):
+            depths = depths_of(job.cfg, job.layers[stage])
+            full = [self._run(job, stage, depth, job.full) for depth in depths]
+            mean = full
+            if job.mean != job.full:
+                mean = [self._run(job, stage, depth, job.mean) for depth in depths]
+            roles.append(_at_depth(job, stage, full, mean))
+        return roles
+
+    def _run(self, job: Job, stage: int, depth: int, lengths: Lengths) -> Phases:
+        case = case_of(job, stage, depth, lengths)
+        role = f"rank {case.rank} (stage {stage} of {job.layout.pipeline})"
+        self._tell(f"{role}: {depth} of {job.layers[stage]} layers, {lengths.whole} tokens")
+        answer = self.ask(case)
+        if isinstance(answer, str):
+            raise DeepFault(f"{role} fails in {answer}", key="preflight.deep.rank_fails")
+        return answer
+
+    def ask(self, case: Case) -> Phases | str:
+        """Return the phases of a case, or phase and lines of what failed.
+
+        Raises DeepFault: the process ended.
+        """
         try:
             self._child.connection.send(case)
-            found = self._child.connection.recv()
+            return self._child.connection.recv()
         except (EOFError, OSError) as error:
             self._said.seek(0)
             said = " | ".join(self._said.read().strip().splitlines()[-3:]) or "it said nothing"
@@ -158,36 +178,79 @@ class Worker:
                 f"the process with the fake GPU ended: {said}",
                 key="preflight.deep.process_ended",
             ) from error
-        if isinstance(found, str):
-            raise DeepFault(f"{role} fails in {found}", key="preflight.deep.rank_fails")
-        return found
 
 
-def _at_depth(job: PredictedJob, stage: int, stages: int, full: Sequence[Phases], usual: Sequence[Phases]) -> Role:
-    # Extrapolate linearly in depth: costs at the average length, peaks at the longest.
-    layers, depths = job.layers[stage], depths_of(job.cfg, job.layers[stage])
-    share = 0.0 if len(depths) == 1 else (layers - depths[0]) / (depths[1] - depths[0])
-    costs = {name: total([(1 - share, cost), (share, usual[-1][name][0])]) for name, (cost, _) in usual[0].items()}
+def case_of(job: Job, stage: int, depth: int, lengths: Lengths) -> Case:
+    """Return the first rank of a stage, with `depth` layers a stage, at these lengths."""
+    plan = job.batches
+    layout = job.layout
+    layers = job.layers[stage]
+    model = job.cfg.model
+    # Uneven stages are measured one by one, as if all had the same size.
+    overrides = {k: v for k, v in model.megatron_overrides.items() if "pipeline_stage" not in k}
+    change: Change = {
+        "generation": "native",
+        "preflight": False,
+        "model.megatron_overrides": overrides,
+        # Decode steps are counted by calls of the model, which a replayed graph does not make.
+        "model.reinforce.cuda_graphs": False,
+    }
+    if model.activations_checkpoint_method == "block":
+        number = min(model.activations_checkpoint_num_layers or 1, layers)
+        change[_NUMBER] = max(1, number * depth // layers)
+    grid = (layout.tensor, layout.context, layout.data, layout.pipeline)
+    train_rows, forward_rows = job.rows(lengths)
+    return Case(
+        config=with_keys(job.cfg, change),
+        rank=rank_at(0, 0, 0, stage, grid),
+        layers=depth,
+        in_flight=min(layout.pipeline - stage, plan.micro_batches),
+        train_rows=train_rows,
+        forward_rows=forward_rows,
+        prompts=0 if job.has_engine else job.prompts_of_call,
+        samples=plan.samples,
+        prompt_tokens=lengths.prompt,
+        response_tokens=lengths.response,
+    )
+
+
+def _at_depth(job: Job, stage: int, full: Sequence[Phases], mean: Sequence[Phases]) -> Role:
+    # Extrapolate linearly in depth: costs at the mean lengths, peaks at full length.
+    layers = job.layers[stage]
+    depths = depths_of(job.cfg, layers)
+    share = 0.0
+    if len(depths) > 1:
+        share = (layers - depths[0]) / (depths[1] - depths[0])
+    costs = {}
+    for name, (cost, _) in mean[0].items():
+        costs[name] = total([(1 - share, cost), (share, mean[-1][name][0])])
     peaks = {"resident": 0.0, "away": 0.0}
     for name, (_, peak) in full[0].items():
         if not name.endswith(" each"):  # measured with one more micro-batch than there may be
             title = "generation" if name in ("prefill", "decode") else name.removesuffix(" once")
-            peaks[title] = max(peaks.get(title, 0.0), (1 - share) * peak + share * full[-1][name][1])
-    return Role(stage, stages, costs, peaks)
+            peaks[title] = max(
+                peaks.get(title, 0.0),
+                (1 - share) * peak + share * full[-1][name][1],
+            )
+    return Role(stage, costs, peaks)
 
 
-def _roles(job: PredictedJob) -> list[tuple[int, int]]:
-    # Return (stage, number of stages like it) of the first, the last, and the middle stage with most layers.
+def _stages(job: Job) -> list[int]:
+    # Return the first stage, the last, and the one between them with most layers.
     last = job.layout.pipeline - 1
-    between = range(1, last)
-    middle = [(max(between, key=lambda stage: job.layers[stage]), len(between))] if between else []
-    return [(0, 1), *middle, *([(last, 1)] if last else [])]
+    stages = [0]
+    if last > 1:
+        stages.append(max(range(1, last), key=lambda stage: job.layers[stage]))
+    if last > 0:
+        stages.append(last)
+    return stages
 
 
 def depths_of(cfg: TrainConfig, layers: int) -> tuple[int, ...]:
     """Return the layers per stage to measure: two depths for a linear fit, or all if they are few."""
     # Recomputed layers keep their share of a stage.
-    number, unit = cfg.model.activations_checkpoint_num_layers or 1, 1
+    number = cfg.model.activations_checkpoint_num_layers or 1
+    unit = 1
     if cfg.model.activations_checkpoint_method == "uniform":
         unit = number
     elif cfg.model.activations_checkpoint_method == "block" and number < layers:
@@ -196,7 +259,7 @@ def depths_of(cfg: TrainConfig, layers: int) -> tuple[int, ...]:
     return (least, 2 * least) if 2 * least < layers else (layers,)
 
 
-def _try(worker: Worker, job: PredictedJob, inputs: Inputs, step: StepTime) -> list[Tried]:
+def _try(worker: Worker, job: Job, inputs: Inputs, step: StepBound) -> list[Tried]:
     # Measure changes without a fault, likeliest to help first.
     tried: list[Tried] = []
     for applies, change in _faster(job, step) if step.fits else _smaller(job):
@@ -205,7 +268,7 @@ def _try(worker: Worker, job: PredictedJob, inputs: Inputs, step: StepTime) -> l
         if applies and not any(find_faults(cfg := with_keys(job.cfg, change))):
             with contextlib.suppress(ConfigError, DeepFault):
                 other = job_of(cfg, inputs, job.machine)
-                tried.append((change, predict(other, worker.measure(other))))
+                tried.append((change, lower_bound(other, worker.measure(other))))
     return tried
 
 
@@ -217,36 +280,43 @@ def with_keys(cfg: TrainConfig, change: Change) -> TrainConfig:
     return changed
 
 
-def _smaller(job: PredictedJob) -> list[tuple[bool, Change]]:
-    model, layout = job.cfg.model, job.layout
+def _smaller(job: Job) -> list[tuple[bool, Change]]:
+    model = job.cfg.model
+    layout = job.layout
     twice = {TP: 2 * layout.tensor, "model.sequence_parallel": True}
     recomputes = model.activations_checkpoint_granularity == "full"
     return [
         (job.cfg.trainer.precision != "bf16", {"trainer.precision": "bf16"}),
-        (layout.data * layout.context > 1 and not model.optim.distributed, {"model.optim.distributed": True}),
+        (
+            layout.data * layout.context > 1 and not model.optim.distributed,
+            {"model.optim.distributed": True},
+        ),
         (not recomputes, _RECOMPUTE),
         (not recomputes, {**_RECOMPUTE, **twice}),
-        (model.micro_batch_size > 1 and model.tokens_per_micro_batch is None, {"model.micro_batch_size": 1}),
+        (
+            model.micro_batch_size > 1 and model.tokens_per_micro_batch is None,
+            {"model.micro_batch_size": 1},
+        ),
         (layout.tensor < job.machine.gpus_per_node, twice),
         (True, {PP: 2 * layout.pipeline}),
     ]
 
 
-def _faster(job: PredictedJob, step: StepTime) -> list[tuple[bool, Change]]:
-    model, layout, slowest = job.cfg.model, job.layout, step.slowest
-    generates, size = slowest.name == "generation", model.reinforce.rollout_micro_batch_size
-    splits = generates and size < job.batches.prompts_of_rank.most
-    sums = layout.data > 1 and slowest.parts.get("once", 0.0) > slowest.seconds / 10
-    half = {TP: layout.tensor // 2, "model.sequence_parallel": model.sequence_parallel and layout.tensor > 2}
-    waits = model.tokens_per_micro_batch is None and job.batches.micro_batches > layout.pipeline
+def _faster(job: Job, step: StepBound) -> list[tuple[bool, Change]]:
+    # What changes FLOPs or bytes; what hides or groups the same ones is not seen by a bound.
+    model = job.cfg.model
+    layout = job.layout
+    size = model.reinforce.rollout_micro_batch_size
+    is_generation = step.longest.name == "generation"
+    splits = is_generation and not job.has_engine and size < job.batches.prompts_of_rank.most
+    half = {
+        TP: layout.tensor // 2,
+        "model.sequence_parallel": model.sequence_parallel and layout.tensor > 2,
+    }
     return [
         (job.cfg.trainer.precision != "bf16", {"trainer.precision": "bf16"}),
         (splits, {"model.reinforce.rollout_micro_batch_size": 2 * size}),
-        (generates and not job.has_engine, {"generation": "tensorrt_llm"}),
-        (sums, {"model.optim.overlap_grad_sync": True}),
         (model.activations_checkpoint_granularity == "full", dict.fromkeys(_RECOMPUTE)),
         (layout.tensor > 1, half),
         (layout.pipeline > 1, {PP: layout.pipeline // 2}),
-        (layout.tensor > 1, {**half, PP: 2 * layout.pipeline}),
-        (waits, {"model.micro_batch_size": 2 * model.micro_batch_size}),
     ]

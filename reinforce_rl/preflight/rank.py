@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.preflight.fake_cuda.machine import install
+from reinforce_rl.preflight.fake_gpu import install, is_of_fake
 from reinforce_rl.utils.process import connect_to_parent
 
 if TYPE_CHECKING:
+    from helpers.fake_cuda.machine import Machine
+    from helpers.fake_cuda.mode import Ledger
+
     from reinforce_rl.actor.policy import MegatronGPTReinforceActorModel
     from reinforce_rl.data.batches import RolloutBatch
     from reinforce_rl.megatron.optimizer import ActorOptimizer
-    from reinforce_rl.preflight.fake_cuda.machine import Machine
-    from reinforce_rl.preflight.fake_cuda.mode import Ledger
 
 # No torch import at module level: the device guard must be loaded first.
 
@@ -43,7 +44,8 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    # Seconds (the kernels' roofline), kernels, launches, flops, bytes, syncs.
+    # Kernels, launches by the host, waits of the host ("syncs"), and FLOPs of matrix products, those
+    # in fp32 once more. Of a decoded token also its share of a pass over the rows ("passes").
     counts: dict[str, float] = field(default_factory=dict)
     calls: dict[Traffic, float] = field(default_factory=dict)  # calls of each collective
     sent: dict[Traffic, float] = field(default_factory=dict)  # bytes of its tensors
@@ -77,7 +79,6 @@ class Case:
     samples: int  # per prompt
     prompt_tokens: int  # per sequence
     response_tokens: int
-    rates: dict[str, float]  # `Hardware.rates`, which time the kernels
 
 
 def main() -> None:
@@ -99,7 +100,7 @@ def answer(case: Case) -> Phases | str:
 
 
 def _told(error: BaseException) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "fake_cuda" not in f.filename]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_of_fake(f.filename)]
     frames = [f for f in frames if "/reinforce_rl/" in f.filename or "/megatron/" in f.filename]
     where = " < ".join(f"{'/'.join(f.filename.split('/')[-2:])}:{f.lineno}" for f in reversed(frames[-4:]))
     notes = " ".join(getattr(error, "__notes__", []))
@@ -166,11 +167,10 @@ class RankRun:
         self._found[f"{name} each"] = each, peak
 
     def _cost(self, ledger: Ledger) -> Cost:
-        rates = self._case.rates
-        seconds = 0.0
+        fp32_flops = 0.0
         for kernel, count in ledger.kernels.items():
-            products = kernel.flops / rates["bf16" if kernel.low_precision else "fp32"]
-            seconds += count * max(products, kernel.bytes / rates["bandwidth"], rates["floor"])
+            if not kernel.low_precision:
+                fp32_flops += count * kernel.flops
         calls: Counter[Traffic] = Counter()
         sent: Counter[Traffic] = Counter()
         for call in ledger.collectives:
@@ -178,8 +178,13 @@ class RankRun:
             of = Traffic(self._group(call.ranks), call.kind, len(call.ranks), nodes)
             calls[of] += 1
             sent[of] += call.bytes
-        counts = {"seconds": seconds, "kernels": ledger.num_kernels, "launches": ledger.launches}
-        counts |= {"flops": ledger.flops, "bytes": ledger.bytes, "syncs": ledger.num_syncs}
+        counts = {
+            "kernels": ledger.num_kernels,
+            "launches": ledger.launches,
+            "syncs": ledger.num_syncs,
+            "flops": ledger.flops,
+            "fp32_flops": fp32_flops,
+        }
         return Cost(counts, dict(calls), dict(sent))
 
     def _group(self, ranks: tuple[int, ...]) -> str:
@@ -204,16 +209,29 @@ class RankRun:
                 self._generate(actor)
 
     def _generate(self, actor: MegatronGPTReinforceActorModel) -> None:
+        """Measure the cost of a prompt and of a decoded token."""
         from reinforce_rl.data.batches import Prompt
+        from reinforce_rl.preflight.memory import Decoding
 
-        self.phase, case = "generation", self._case
+        case = self._case
+        self.phase = "generation"
         prompts = [Prompt(i, "", (3,) * case.prompt_tokens) for i in range(case.prompts)]
         params = dataclasses.replace(actor.settings.sampling, max_length=case.response_tokens)
-        steps: list[Cost] = []
+        schedule = Decoding(
+            case.prompts,
+            case.samples,
+            case.prompt_tokens,
+            case.response_tokens,
+            case.config.model.reinforce.generation_cache_tokens,
+        ).schedule()
+        steps: list[Cost] = []  # before each decode step, all that came before
+        rows = 1  # of a decode step, padding included
 
         def before(module: Any, args: tuple[Any, ...]) -> None:
+            nonlocal rows
             if args[0].shape[1] == 1:
                 steps.append(self._cost(self._gpu.ledger))
+                rows = args[0].shape[0]
             if len(steps) > DECODE_STEPS:
                 raise _Enough
 
@@ -223,11 +241,15 @@ class RankRun:
                 actor.generator.generate(prompts, case.samples, params, 1)
         finally:
             hook.remove()
-        steps += [self._cost(ledger)] if len(steps) <= DECODE_STEPS else []
-        # Costs are cumulative: a decode step is the slope after the first one.
-        first, last, count = steps[min(1, len(steps) - 2)], steps[-1], max(len(steps) - 2, 1)
-        self._found["prefill"] = steps[0], ledger.peak
-        self._found["decode"] = total([(1 / count, last), (-1 / count, first)]), ledger.peak
+        if len(steps) <= DECODE_STEPS:
+            steps.append(self._cost(ledger))
+        # Costs are cumulative: a decode step is the slope after the first one, if there is a second.
+        first = steps[min(1, max(len(steps) - 2, 0))]
+        tokens = rows * max(len(steps) - 2, 1)
+        decode = total([(1 / tokens, steps[-1]), (-1 / tokens, first)])
+        decode.counts["passes"] = 1 / rows
+        self._found["prefill"] = total([(1 / schedule.slots, steps[0])]), ledger.peak
+        self._found["decode"] = decode, ledger.peak
 
     def _log_probs(self, passes: Callable[..., Any], count: int) -> None:
         found = self._rollouts(count * self._case.forward_rows)

@@ -1,4 +1,4 @@
-"""Print the plan and the predicted step, or return them as JSON."""
+"""Print the plan and the lower bound of a step, or return the bound as JSON."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from rich.text import Text
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.parallelism import Layout
+from reinforce_rl.preflight.lower_bound import Job, StepBound
 from reinforce_rl.preflight.memory import ModelSize, RankMemory
 from reinforce_rl.preflight.plan import BatchPlan, Inputs, Share, gigabytes, layout_of
-from reinforce_rl.preflight.step import PredictedJob, StepTime
 from reinforce_rl.rewards.sources import configured_functions
 from reinforce_rl.trainer.build import lora_settings
 from reinforce_rl.trainer.updates import total_steps, total_updates
 from reinforce_rl.utils.console import Console
 
-Tried = tuple[dict[str, Any], StepTime]  # a change as values by key, and the step with it
-LEAST_SHARE, LEAST_BYTES = 0.02, 1e6  # below these, parts and collectives of a phase are not printed
+Tried = tuple[dict[str, Any], StepBound]  # a change as values by key, and the bound with it
+LEAST_SHARE = 0.02  # parts of a phase below this share of it are not printed
+LEAST_BYTES = 1e6  # nor are smaller collectives
 
 
 def print_plan(
@@ -148,50 +149,84 @@ def resident(rank: RankMemory, *, gpu: bool) -> int:
     return rank.held + (0 if gpu else rank.reference_on_host)
 
 
-def print_step(console: Console, job: PredictedJob, step: StepTime) -> None:
-    machine, gpus, average = job.machine, job.layout.ranks, job.lengths.average
-    console.print(Text(f"\nA step on {gpus} x {machine.name}, predicted", style="bold"))
-    hint = "; give preflight_response_tokens=MEAN where most are shorter" if job.lengths.mean is None else ""
-    console.print(f"  responses of {average:.0f} tokens on average, {job.lengths.longest} at most{hint}")
-    table = _table("  phase", "seconds", "bound by", "of it", "kernels", "TFLOP", "peak GB")
-    table.columns[3].justify = table.columns[2].justify = "left"
+def print_bound(console: Console, job: Job, step: StepBound) -> None:
+    machine = job.machine
+    gpus = job.layout.ranks
+    title = f"A step on {gpus} x {machine.name}: lower bound by FLOPs and bytes"
+    console.print(Text(f"\n{title}", style="bold"))
+    lengths = f"of prompts of {job.mean.prompt} tokens and responses of {job.mean.response} on average"
+    if job.cfg.preflight_response_tokens is None:
+        lengths += "; give preflight_response_tokens=MEAN where most are shorter"
+    console.print(f"  {lengths}")
+    columns = ("seconds at least", "bound by", "of it", "kernels", "TFLOP", "peak GB")
+    table = _table("  phase", *columns)
+    table.columns[2].justify = "left"
+    table.columns[3].justify = "left"
     for phase in step.phases:
-        least, counted, peak = LEAST_SHARE * phase.seconds, bool(phase.cost.counts), step.peaks.get(phase.name)
-        parts = [f"{name} {_seconds(part)}" for name, part in phase.parts.items() if part > least]
-        kernels, tflop = f"{phase.cost['kernels']:,.0f}", f"{phase.cost['flops'] / 1e12:,.1f}"
-        cells = (kernels if counted else "-", tflop if counted else "-", f"{peak / 1e9:.1f}" if peak else "-")
-        table.add_row(f"  {phase.name}", _seconds(phase.seconds), phase.bound, ", ".join(parts), *cells)
+        parts = []
+        for resource, seconds in phase.parts.items():
+            if seconds > LEAST_SHARE * phase.seconds:
+                parts.append(f"{resource} {_seconds(seconds)}")
+        kernels = "-"
+        tflop = "-"
+        if phase.cost.counts:
+            kernels = f"{phase.cost['kernels']:,.0f}"
+            tflop = f"{phase.cost['flops'] / 1e12:,.1f}"
+        peak = "-"
+        if step.peaks.get(phase.name):
+            peak = f"{step.peaks[phase.name] / 1e9:.1f}"
+        cells = (_seconds(phase.seconds), phase.bound, ", ".join(parts), kernels, tflop, peak)
+        table.add_row(f"  {phase.name}", *cells)
     console.print(table)
-    speed = f"{_seconds(step.seconds)} s a step, {step.tokens / step.seconds / gpus:,.0f} tokens/s a GPU"
-    peak = f"{step.peaks[step.worst] / 1e9:.1f} GB of tensors in {step.worst}, of {machine.memory / 1e9:.0f} a GPU"
-    console.print(f"  {speed}; {peak}{'' if step.fits else ': does not fit'}")
-    wires = _table("  collectives of a rank and step", "calls", "GB", "seconds")
+    speed = f"at least {_seconds(step.seconds)} s a step"
+    speed += f", at most {step.tokens / step.seconds / gpus:,.0f} tokens/s a GPU"
+    peak = f"{step.peaks[step.worst] / 1e9:.1f} GB of tensors in {step.worst}"
+    peak += f", of {machine.memory / 1e9:.0f} a GPU"
+    if not step.fits:
+        peak += ": does not fit"
+    console.print(f"  {speed}; {peak}")
+    wires = _table("  collectives of a rank and step", "calls", "GB", "seconds at least")
     for phase in step.phases:
-        for of, calls in phase.cost.calls.items():
-            if calls >= 0.5 and (sent := phase.cost.sent[of]) > LEAST_BYTES:
-                cells = (f"{calls:,.0f}", f"{sent / 1e9:,.2f}", _seconds(machine.traffic_seconds(phase.cost, of)))
-                wires.add_row(f"  {phase.name}: {of}", *cells)
+        for traffic, calls in phase.cost.calls.items():
+            sent = phase.cost.sent[traffic]
+            if calls >= 0.5 and sent > LEAST_BYTES:
+                seconds = _seconds(machine.traffic_seconds(phase.cost, traffic))
+                wires.add_row(
+                    f"  {phase.name}: {traffic}",
+                    f"{calls:,.0f}",
+                    f"{sent / 1e9:,.2f}",
+                    seconds,
+                )
     if wires.row_count:
         console.print(wires)
-    share = step.slowest.seconds / step.seconds
-    console.print(f"Bottleneck: {step.slowest.name} takes {share:.0%} of the step, most of it {step.slowest.bound}.")
+    longest = step.longest
+    share = longest.seconds / step.seconds
+    console.print(f"{share:.0%} of the bound is {longest.name}, which {longest.bound} bound.")
     hidden = sum(phase.seconds for phase in step.phases if "log-probs" in phase.name)
     if job.cfg.reward_servers and hidden:
         sequences = job.batches.prompts * job.batches.samples
+        within = f"{sequences} sequences within {_seconds(hidden)} s"
         console.print(
-            f"The reward server is not in it: it costs nothing while it scores {sequences} sequences within "
-            f"{_seconds(hidden)} s, the log-prob passes, {step.tokens / hidden:,.0f} tokens/s."
+            f"The reward server is not in it: it costs nothing while it scores {within}, "
+            "which the log-prob passes take at least."
         )
 
 
-def print_alternatives(console: Console, step: StepTime, better: Sequence[Tried], tried: int) -> None:
+def print_alternatives(
+    console: Console,
+    step: StepBound,
+    better: Sequence[Tried],
+    tried: int,
+) -> None:
     if not better:
-        console.print(f"None of the {tried} changes that were tried is better.")
+        result = "lowers the bound" if step.fits else "makes it fit"
+        console.print(f"None of the {tried} changes that were tried {result}.")
         return
-    table = _table("What to change", "seconds a step", "against now", "peak GB")
+    table = _table("What to try", "lower bound, s", "against now", "peak GB")
     for change, other in better:
-        now, peak = f"{other.seconds / step.seconds - 1:+.0%}", f"{other.peaks[other.worst] / 1e9:.1f}"
-        table.add_row(_overrides(change), _seconds(other.seconds), now, peak)
+        against = f"{other.seconds / step.seconds - 1:+.0%}"
+        peak = f"{other.peaks[other.worst] / 1e9:.1f}"
+        table.add_row(_overrides(change), _seconds(other.seconds), against, peak)
     console.print(table)
 
 
@@ -199,33 +234,43 @@ def _overrides(change: dict[str, Any]) -> str:
     return " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in change.items())
 
 
-def as_json(job: PredictedJob, step: StepTime, better: Sequence[Tried]) -> dict[str, Any]:
+def as_json(job: Job, step: StepBound, better: Sequence[Tried]) -> dict[str, Any]:
     """Return everything printed as plain values, in seconds, bytes and FLOPs."""
+    phases = []
+    for phase in step.phases:
+        collectives = []
+        for traffic, calls in phase.cost.calls.items():
+            sent = phase.cost.sent[traffic]
+            collectives.append({**traffic._asdict(), "calls": calls, "bytes": sent})
+        phases.append(
+            {
+                "name": phase.name,
+                "lower_bound_seconds": phase.seconds,
+                "bound": phase.bound,
+                "parts": dict(phase.parts),
+                "counts": dict(phase.cost.counts),
+                "collectives": collectives,
+            }
+        )
+    changes = [{"overrides": _overrides(change), **_step(other)} for change, other in better]
     return {
         "machine": job.machine.name,
         "ranks": job.layout.ranks,
-        "response_tokens": {"average": job.lengths.average, "longest": job.lengths.longest},
+        "prompt_tokens": {"mean": job.mean.prompt, "longest": job.full.prompt},
+        "response_tokens": {"mean": job.mean.response, "longest": job.full.response},
         **_step(step),
-        "phases": [
-            {
-                "name": phase.name,
-                "seconds": phase.seconds,
-                "bound": phase.bound,
-                "parts": phase.parts,
-                "counts": dict(phase.cost.counts),
-                "collectives": [
-                    {**of._asdict(), "calls": calls, "bytes": phase.cost.sent[of]}
-                    for of, calls in phase.cost.calls.items()
-                ],
-            }
-            for phase in step.phases
-        ],
-        "changes": [{"overrides": _overrides(change), **_step(other)} for change, other in better],
+        "phases": phases,
+        "changes": changes,
     }
 
 
-def _step(step: StepTime) -> dict[str, Any]:
-    return {"seconds": step.seconds, "tokens": step.tokens, "peaks": step.peaks, "fits": step.fits}
+def _step(step: StepBound) -> dict[str, Any]:
+    return {
+        "lower_bound_seconds": step.seconds,
+        "tokens": step.tokens,
+        "peaks": dict(step.peaks),
+        "fits": step.fits,
+    }
 
 
 def _table(first: str, *others: str) -> Table:

@@ -18,6 +18,7 @@ from reinforce_rl.config.rewards import RewardServerConfig
 from reinforce_rl.errors import CheckpointError, ConfigError, Fault, RewardServerError
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import check_headers
+from reinforce_rl.preflight.fake_gpu import check_clone
 from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import Inputs, gigabytes, layout_of, plan_batches, plan_memory, read_inputs
 from reinforce_rl.preflight.report import print_plan, print_warnings, resident
@@ -33,10 +34,12 @@ SERVER_SECONDS = 3.0
 def preflight(cfg: DictConfig, console: Console | None = None) -> None:
     """Print the plan, unless the configuration itself has faults, and the warnings; under torchrun on rank 0 only.
 
-    Raises ConfigError: all faults in one message.
+    Raises ConfigError: all faults in one message, or that a deep preflight needs a clone.
     """
     if os.environ.get("RANK", "0") != "0":
         return
+    if cfg.preflight == DEEP:
+        check_clone()
     console = console or wide_console()
     found = examine(cfg, console)
     if cfg.preflight == DEEP and found.memory:  # even with other faults, such as a full disk

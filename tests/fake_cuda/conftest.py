@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from reinforce_rl.preflight.fake_cuda.machine import Machine
+    from helpers.fake_cuda.machine import Machine
 
 if os.environ.get("FAKE_CUDA") == "1":
-    from reinforce_rl.preflight.fake_cuda.machine import install
+    from helpers.fake_cuda.machine import install
 
     install()
 else:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fake_cuda import kernels_by_name
+from helpers.fake_cuda.machine import Machine
+from helpers.fake_cuda.mode import Ledger
+from helpers.fake_cuda.workloads import kernels_by_name
 from helpers.public_configs import LLAMA_3_1_8B
 
 from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
@@ -22,8 +24,6 @@ from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.preflight.fake_cuda.machine import Machine
-from reinforce_rl.preflight.fake_cuda.mode import Ledger
 
 LAYERS = 2
 MODEL = {**LLAMA_3_1_8B, "num_hidden_layers": LAYERS}

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers.fake_cuda import check_collectives
+from helpers.fake_cuda.machine import Machine
+from helpers.fake_cuda.mode import Ledger
+from helpers.fake_cuda.workloads import check_collectives
 from helpers.policies import megatron_model
 from helpers.public_configs import LLAMA_3_1_8B, LLAMA_3_1_70B
 from helpers.weight_updates import PlannedUpdates
@@ -24,8 +26,6 @@ from reinforce_rl.generation.responses import unbegun
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.preflight.fake_cuda.machine import Machine
-from reinforce_rl.preflight.fake_cuda.mode import Ledger
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, SHORT, STEPS = 8, 8, 512, 10, 8
 ROWS = PROMPTS * SAMPLES

@@ -12,16 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fake_cuda.machine import Machine
 from helpers.public_configs import LLAMA_3_1_8B
 from helpers.tiny_run import compose, write_prompts
 
 from reinforce_rl.config.load import load_config
 from reinforce_rl.megatron.model.layers import RMSNorm
 from reinforce_rl.preflight import rank
-from reinforce_rl.preflight.fake_cuda.machine import Machine
+from reinforce_rl.preflight.deep import Worker, job_of
+from reinforce_rl.preflight.hardware import MACHINES
+from reinforce_rl.preflight.lower_bound import lower_bound
 from reinforce_rl.preflight.plan import layout_of, plan_batches, plan_memory, read_inputs
 from reinforce_rl.preflight.rank import Case, Phases, RankRun, Traffic, total
-from reinforce_rl.preflight.step import MACHINES
 
 ONE = ("trainer.devices=1",)
 BLOCKS = ("trainer.devices=8", "model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2")
@@ -53,7 +55,6 @@ def case_of(folder: Path, *overrides: str, **changes: object) -> Case:
         samples=2,
         prompt_tokens=96,
         response_tokens=96,
-        rates=MACHINES["h100"].rates,
     )
     return dataclasses.replace(case, **changes)  # type: ignore[arg-type]
 
@@ -79,8 +80,7 @@ def test_costs_grow_along_a_line_with_layers(machine: Machine, folders: dict[int
     for phase, (cost, peak) in six.items():
         line = total([(-1, two[phase][0]), (2, four[phase][0])])
         for name, value in cost.counts.items():
-            # A matrix product of tiny size takes the floor, a longer norm of all weights leaves it.
-            assert line[name] == pytest.approx(value, rel=0.02, abs=3e-6), (phase, name)
+            assert line[name] == pytest.approx(value, rel=0.02), (phase, name)
         assert {of: pytest.approx(n) for of, n in line.calls.items()} == dict(cost.calls), phase
         assert line.sent == {of: pytest.approx(n, rel=0.01) for of, n in cost.sent.items()}, phase
         assert 2 * four[phase][1] - two[phase][1] == pytest.approx(peak, rel=0.01), phase
@@ -131,6 +131,89 @@ def test_collectives_are_told_by_group_and_nodes(machine: Machine, folders: dict
     across = measured(machine, case_of(folders[2], *BLOCKS, "trainer.devices=2", "trainer.num_nodes=4"))
     nodes = {of.group: of.nodes for of in (*across["training each"][0].calls, *across["training once"][0].calls)}
     assert nodes == {**nodes, "tensor": 1, "data": 2, "pipeline": 2}
+
+
+LAYERS = 2
+PROMPT = 60
+RESPONSE = 128
+SEQUENCES = 32
+
+
+class WorkerHere(Worker):
+    """Measures in this process, which has fake GPUs already."""
+
+    def __init__(self, machine: Machine):
+        super().__init__(lambda text: None)
+        self._machine = machine
+
+    def ask(self, case: Case) -> Phases:
+        return measured(self._machine, case)
+
+
+def by_hand() -> dict[str, float]:
+    """Least seconds of a step's phases at Llama 3.1 8B's width on an H100, by its data sheet.
+
+    32 sequences of 60 + 128 tokens, of 8 prompts, in bf16. The last token goes through no layer.
+    """
+    peak = 989.4e12
+    bandwidth = 3.35e12
+    cache = 50e6
+    pcie = 64e9
+    h, kv, f, v = 4096, 1024, 14336, 128256
+    matrices = h * (h + 2 * kv) + h * h + 3 * h * f
+    parameters = 2 * v * h + LAYERS * (matrices + 2 * h) + h
+    read = 2 * (parameters - v * h)  # bytes: all but the embedding
+
+    positions = PROMPT + RESPONSE - 1
+    layers = 2 * LAYERS * matrices * positions
+    head = 2 * v * h * RESPONSE
+    # Half of queries times keys, and of weights times values: no position sees a later one.
+    attention = 4 * LAYERS * h * positions * (positions + 1) / 2
+    forward = SEQUENCES * (layers + head + attention)
+    # Backward makes two products for one of forward. The logits are computed again, and so are the
+    # attention kernel's scores, which makes five products for two.
+    training = SEQUENCES * (3 * layers + 4 * head + 3.5 * attention)
+
+    steps = RESPONSE - 1
+    samples = SEQUENCES // 8
+    cached = 2 * 2 * LAYERS * kv * (8 * PROMPT * steps + SEQUENCES * steps * (steps + 1) / 2)
+    generation = (steps * (read - cache) + cached) / bandwidth
+    products = 2 * LAYERS * matrices * (8 * PROMPT + SEQUENCES * steps) + samples * 8 * head
+    return {
+        "generation": max(generation, products / peak),
+        "offload and back": 2 * 12 * parameters / pcie,
+        "log-probs": forward / peak,
+        "reference log-probs": max(forward / peak, 2 * parameters / pcie),
+        "training": training / peak,
+        # Gradients are read, main weights and moments read and written.
+        "optimizer": ((4 + 2 * 12) * parameters - 2 * cache) / bandwidth,
+    }
+
+
+def test_the_lower_bound_is_the_least_work_counted_by_hand(
+    machine: Machine, folders: dict[int, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders[2], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = {**LLAMA_3_1_8B, "num_hidden_layers": LAYERS, "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+    prompts = write_prompts(tmp_path / "prompts.jsonl", ["eta" * (PROMPT // 3)])
+    cfg = case_of(
+        folder,
+        *ONE,
+        f"model.data.data_prefix.train={prompts}",
+        "trainer.reinforce.num_rollouts_per_prompt=4",
+        f"model.reinforce.length_params.max_length={RESPONSE}",
+        "model.reinforce.rollout_micro_batch_size=8",
+    ).config
+    job = job_of(cfg, read_inputs(cfg), MACHINES["h100"])
+    assert (job.mean.prompt, job.mean.response) == (PROMPT, RESPONSE)
+    step = lower_bound(job, WorkerHere(machine).measure(job))
+    expected = by_hand()
+    assert [phase.name for phase in step.phases] == list(expected)
+    for phase in step.phases:
+        assert phase.seconds <= expected[phase.name], phase.name
+        assert phase.seconds == pytest.approx(expected[phase.name], rel=0.02), phase.name
+    assert step.seconds <= sum(expected.values())
 
 
 def test_a_fault_names_phase_and_lines(machine: Machine, folders: dict[int, Path], monkeypatch) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fake_cuda import check_collectives, take_turns
+from helpers.fake_cuda.machine import Machine
+from helpers.fake_cuda.workloads import check_collectives, take_turns
 from helpers.lora import EVERY, lora_model, random_updates
 from helpers.policies import megatron_model
 from helpers.tiny_run import compose, tiny_overrides, tiny_trainer
@@ -35,7 +36,6 @@ from reinforce_rl.megatron.lora import PREFIX
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.optimizer import MOMENTS, states_by_weight
-from reinforce_rl.preflight.fake_cuda.machine import Machine
 
 BF16 = torch.bfloat16
 ENGINES: dict[str, Callable[[], EngineAdapter]] = {

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from reinforce_rl.preflight.fake_cuda.machine import Machine
+from helpers.fake_cuda.machine import Machine
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]

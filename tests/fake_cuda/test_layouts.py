@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.batches import sequences
-from helpers.fake_cuda import check_collectives, run_layout, take_turns
+from helpers.fake_cuda.machine import Machine
+from helpers.fake_cuda.workloads import check_collectives, run_layout, take_turns
 from helpers.families import MODELS, family_folder
 from helpers.layouts import ALL_LAYOUTS, LAYOUTS, SETTINGS, Layout
 from helpers.policies import megatron_model, random_tokens
@@ -23,7 +24,6 @@ from reinforce_rl.generation.native.generator import NativeGenerator
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-from reinforce_rl.preflight.fake_cuda.machine import Machine
 from reinforce_rl.reward_model.scorer import MegatronRewardModel, load_trunk
 
 WINDOW = 7  # of the families that have one: prompt and response are longer

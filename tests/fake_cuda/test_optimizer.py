@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import actor_of, rows_of, sequences, whole_batch
-from helpers.fake_cuda import check_collectives, kernels_by_name
+from helpers.fake_cuda.machine import Machine
+from helpers.fake_cuda.mode import Ledger
+from helpers.fake_cuda.workloads import check_collectives, kernels_by_name
 from helpers.layouts import ALL_LAYOUTS, SETTINGS, Layout
 
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.checkpointer import Checkpointer, latest_checkpoint
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-from reinforce_rl.preflight.fake_cuda.machine import Machine
-from reinforce_rl.preflight.fake_cuda.mode import Ledger
 
 KINDS = pytest.mark.parametrize(
     ("dtype", "distributed"),

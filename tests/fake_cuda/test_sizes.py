@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 
 import pytest
-from helpers.fake_cuda import Work, check_collectives, real_step, take_turns
+from helpers.fake_cuda.machine import Machine
+from helpers.fake_cuda.mode import Ledger
+from helpers.fake_cuda.workloads import Work, check_collectives, real_step, take_turns
 from helpers.public_configs import LLAMA_3_1_8B, LLAMA_3_1_70B
 
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.megatron.mesh import parallel_mesh
-from reinforce_rl.preflight.fake_cuda.machine import Machine
-from reinforce_rl.preflight.fake_cuda.mode import Ledger
 
 # Ranks' shares of the optimizer begin and end in different parameters, each of which has a counter of steps.
 COUNTERS = 1e-4  # of the memory

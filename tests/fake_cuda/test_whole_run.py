@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 
 import pytest
+from helpers.fake_cuda.machine import Machine
+from helpers.fake_cuda.mode import Ledger
 from helpers.rewards import FunctionReward
 from helpers.tiny_run import PROMPT_TOKENS, compose, metrics_of, odd_share, tiny_overrides
 
@@ -14,8 +16,6 @@ from reinforce_rl import run as build
 from reinforce_rl.config.load import load_config
 from reinforce_rl.evaluation import evaluate as evaluation
 from reinforce_rl.evaluation.chat import chat
-from reinforce_rl.preflight.fake_cuda.machine import Machine
-from reinforce_rl.preflight.fake_cuda.mode import Ledger
 
 OVERRIDES = (
     "trainer.precision=bf16",

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from helpers.errors import printed_keys
 from helpers.tiny_run import tiny_overrides
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -126,6 +127,16 @@ def test_yaml_and_reward_of_ones_own_on_two_ranks(run: Run, tmp_path: Path) -> N
     assert [line["step"] for line in lines] == [1, 2]
     again = run("reinforce-rl", "train", *words)
     assert again.returncode == 0, again.stderr[-2000:]
+
+
+def test_a_deep_preflight_says_that_it_needs_a_clone(run: Run, installed: Path, tmp_path: Path) -> None:
+    """Its fake GPUs are a helper of the tests, which the wheel does not bring."""
+    done = run("reinforce-rl", "preflight", "--deep", *tiny_overrides(tmp_path))
+    assert done.returncode == 1
+    assert printed_keys(done.stderr) == ["preflight.deep.needs_clone"], done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    (package,) = installed.parent.glob("lib/python*/site-packages/reinforce_rl")
+    assert not list(package.rglob("*fake_cuda*"))
 
 
 def test_a_slurm_job_is_planned(run: Run, installed: Path, tmp_path: Path) -> None:

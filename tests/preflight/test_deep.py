@@ -12,7 +12,7 @@ from helpers.tiny_run import compose, three_letters, write_prompts
 from rich.console import Console
 
 from reinforce_rl.config.actor import TrainConfig
-from reinforce_rl.preflight import deep
+from reinforce_rl.preflight import deep, fake_gpu
 from reinforce_rl.preflight.run import preflight
 
 
@@ -41,23 +41,36 @@ def printed(*overrides: str) -> str:
     return out.getvalue()
 
 
-def test_a_step_is_predicted_and_better_ones_are_tried(overrides, tmp_path, monkeypatch):
+def test_a_step_has_a_lower_bound_and_better_ones_are_tried(overrides, tmp_path, monkeypatch):
     monkeypatch.setattr(deep, "MOST_TRIED", 1)
-    text = printed(*overrides, f"exp_manager.explicit_log_dir={tmp_path}", "preflight_response_tokens=8")
-    for words in ("A step on 4 x H100", "8 tokens on average, 16 at most", "Bottleneck:", "No fault was found"):
+    run = f"exp_manager.explicit_log_dir={tmp_path}"
+    text = printed(*overrides, run, "preflight_response_tokens=8")
+    for words in (
+        "A step on 4 x H100 SXM 80 GB: lower bound by FLOPs and bytes",
+        "prompts of 3 tokens and responses of 8 on average",
+        "% of the bound is ",
+        "No fault was found",
+    ):
         assert words in text
+    assert "predict" not in text
     found = json.loads((tmp_path / "preflight.json").read_text())
     names = ["generation", "log-probs", "reference log-probs", "training", "optimizer"]
     assert [phase["name"] for phase in found["phases"]] == names
-    assert found["seconds"] == pytest.approx(sum(phase["seconds"] for phase in found["phases"]))
+    bounds = [phase["lower_bound_seconds"] for phase in found["phases"]]
+    assert found["lower_bound_seconds"] == pytest.approx(sum(bounds))
+    assert bounds == [max(phase["parts"].values()) for phase in found["phases"]]
     assert found["tokens"] == 8 * 4 * (3 + 8)
     assert set(names) < set(found["peaks"])
-    # Tiny kernels take their launches; all decode steps have as many.
-    assert {phase["bound"] for phase in found["phases"]} <= {"launches", "host syncs", "once"}
+    # All of the tiny model lies in the cache. Its reference comes from the host.
+    assert {phase["parts"]["memory bandwidth"] for phase in found["phases"]} == {0.0}
+    assert found["phases"][2]["parts"]["PCIe"] > 0
+    assert all(phase["parts"]["matrix products"] > 0 for phase in found["phases"][:4])
     training = found["phases"][3]
     kinds = {(one["kind"], one["group"], one["ranks"], one["nodes"]) for one in training["collectives"]}
     assert ("reduce_scatter", "data", 4, 1) in kinds
-    assert [change["overrides"] for change in found["changes"]] in ([], ["generation=tensorrt_llm"])
+    for change in found["changes"]:
+        assert change["fits"]
+        assert change["lower_bound_seconds"] < deep.BETTER * found["lower_bound_seconds"]
 
 
 @pytest.mark.slow
@@ -78,6 +91,23 @@ def test_a_rank_that_fails_is_a_fault(overrides, tmp_path, monkeypatch):
     monkeypatch.setattr(deep.Worker, "measure", fails)
     with raises_error("preflight.deep.rank_fails", "rank 3"):
         printed(*overrides, f"exp_manager.explicit_log_dir={tmp_path}")
+
+
+@pytest.mark.parametrize("place", ["wheel", "clone without its tests"])
+def test_without_a_clone_nothing_starts(place, overrides, tmp_path, monkeypatch):
+    if place == "wheel":
+        monkeypatch.setattr(fake_gpu, "IS_CLONE", False)
+    else:
+        monkeypatch.setattr(fake_gpu, "TESTS", tmp_path / "tests")
+    monkeypatch.setattr(deep, "Worker", None)
+    out = io.StringIO()
+    with raises_error("preflight.deep.needs_clone", "preflight=deep", fake_gpu.PACKAGE):
+        preflight(
+            compose(*overrides, f"exp_manager.explicit_log_dir={tmp_path / 'run'}"),
+            Console(file=out, width=200),
+        )
+    assert out.getvalue() == ""
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

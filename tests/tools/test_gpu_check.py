@@ -23,13 +23,23 @@ from torch.autograd import DeviceType
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]
 
-from gpu_checks import attention, correctness, counts, ipc, report, runner, speed, switches, trainer  # noqa: E402
+from gpu_checks import (  # noqa: E402
+    attention,
+    correctness,
+    counts,
+    ipc,
+    our_side,
+    report,
+    runner,
+    speed,
+    switches,
+    trainer,
+)
 from gpu_checks.base import CPU, CUDA, FAIL, FAKE, PASS, SKIP, Context, Finding  # noqa: E402
+from gpu_checks.random_weights import fill_ours  # noqa: E402
 from gpu_checks.runner import Check  # noqa: E402
 from gpu_checks.runs import Runs, largest_difference, not_finite  # noqa: E402
-from one_gpu import ours  # noqa: E402
-from one_gpu.shapes import SHAPES  # noqa: E402
-from one_gpu.weights import fill_ours  # noqa: E402
+from gpu_checks.shapes import SHAPES  # noqa: E402
 
 from reinforce_rl.config.engines import TensorRTLLMConfig, VLLMConfig  # noqa: E402
 from reinforce_rl.generation.trtllm import adapter as engine_adapter  # noqa: E402
@@ -148,16 +158,16 @@ def planted(fault: str) -> Any:
 class TestCorrectness:
     @pytest.mark.parametrize("fault", ["a wrong weight", "NaN"])
     def test_a_fault_in_a_weight_is_found(self, context, monkeypatch, fault):
-        monkeypatch.setattr(ours, "fill_ours", planted(fault))
+        monkeypatch.setattr(our_side, "fill_ours", planted(fault))
         if fault == "NaN":  # training refuses to make a step of it
-            monkeypatch.setattr(ours.OurSide, "run", lambda *_: None)
+            monkeypatch.setattr(our_side.OurSide, "run", lambda *_: None)
         found = correctness.check(context)
         assert found.verdict == FAIL
         for name in ("log-probs", "gradient", "worst tensor"):
             assert f"tiny float32: {name} off by" in found.sentence
 
     def test_a_wrong_update_is_found(self, context, monkeypatch):
-        monkeypatch.setattr(ours, "LEARNING_RATE", 1.1 * ours.LEARNING_RATE)
+        monkeypatch.setattr(our_side, "LEARNING_RATE", 1.1 * our_side.LEARNING_RATE)
         assert correctness.check(context).sentence.startswith("tiny float32: update off by 0.1")
 
 

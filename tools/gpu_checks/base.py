@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,19 @@ CUDA, CPU, FAKE = "cuda", "cpu", "fake"  # a GPU; real numbers on a CPU; fake CU
 
 @dataclass(frozen=True)
 class Context:
-    """Where a check runs: the mode, a folder of its own, and the `time.time()` at which its process is ended."""
+    """Where a check runs.
+
+    Attributes:
+        mode: CUDA, CPU or FAKE.
+        folder: of its own.
+        deadline: the `time.time()` at which its process is ended.
+        options: of the command line, by name; most checks have none.
+    """
 
     mode: str
     folder: Path
     deadline: float
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def device(self) -> str:

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from one_gpu.correctness import deviations
-from one_gpu.measure import free
-from one_gpu.ours import OurSide
-from one_gpu.plain import PlainSide, response_log_probs
-from one_gpu.shapes import SHAPES
-from one_gpu.weights import fill_transformers
-from one_gpu.workload import LEARNING_RATE, TRAINING, Workload
 from torch import Tensor
 
 from gpu_checks.base import CPU, Context, Finding, judged
+from gpu_checks.deviations import deviations
+from gpu_checks.measure import free
+from gpu_checks.our_side import OurSide
+from gpu_checks.plain_side import PlainSide, response_log_probs
+from gpu_checks.random_weights import fill_transformers
+from gpu_checks.shapes import SHAPES
+from gpu_checks.workload import LEARNING_RATE, TRAINING, Workload
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from one_gpu.ours import OurSide
-from one_gpu.shapes import SHAPES
-from one_gpu.workload import Workload
 from torch._C._autograd import DeviceType
 
 from gpu_checks.base import FAKE, Context, Finding, judged
 from gpu_checks.fakes import counting
+from gpu_checks.our_side import OurSide
+from gpu_checks.shapes import SHAPES
+from gpu_checks.workload import Workload
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
 

@@ -1,15 +1,16 @@
-"""This process as a machine with a GPU that computes nothing: see `reinforce_rl/preflight/fake_cuda`."""
+"""This process as a machine with a GPU that computes nothing: see `tests/helpers/fake_cuda`."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
-from gpu_checks.runner import ROOT
+from gpu_checks.runner import ROOT, python_path
 
-TRY = "from reinforce_rl.preflight.fake_cuda.machine import install; install()"
+TRY = "from helpers.fake_cuda.machine import install; install()"
 
 
 def why_no_fakes() -> str | None:
@@ -17,6 +18,7 @@ def why_no_fakes() -> str | None:
     done = subprocess.run(
         [sys.executable, "-c", TRY],
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         timeout=600,
@@ -28,13 +30,13 @@ def why_no_fakes() -> str | None:
 
 def machine() -> AbstractContextManager[Any]:
     """Become such a machine, before anything imports torch; its only rank inside the block."""
-    from reinforce_rl.preflight.fake_cuda.machine import install
+    from helpers.fake_cuda.machine import install
 
     return install().rank()
 
 
 def counting() -> AbstractContextManager[Any]:
     """Yield a `Ledger` of the block."""
-    from reinforce_rl.preflight.fake_cuda.machine import install
+    from helpers.fake_cuda.machine import install
 
     return install().gpu.counting()

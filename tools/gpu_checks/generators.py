@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from one_gpu.shapes import SHAPES
-from one_gpu.weights import fill_ours
 from torch import Tensor
 
 from gpu_checks.base import Context, Finding, judged
+from gpu_checks.random_weights import fill_ours
+from gpu_checks.shapes import SHAPES
 from reinforce_rl.generation.weight_sync import load_weights, receive_weights, send_weights
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh

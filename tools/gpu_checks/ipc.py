@@ -14,10 +14,10 @@ import sys
 from typing import Any
 
 import torch
-from one_gpu.shapes import SHAPES
-from one_gpu.weights import fill_ours
 
 from gpu_checks.base import Context, Finding, judged
+from gpu_checks.random_weights import fill_ours
+from gpu_checks.shapes import SHAPES
 from reinforce_rl.config.engines import TensorRTLLMConfig, VLLMConfig
 from reinforce_rl.generation.engine.process import EngineAdapter
 from reinforce_rl.generation.engine.weights import send_weights

@@ -92,8 +92,9 @@ def _chosen_kernels(device: str) -> dict[str, str]:
 
 
 def _rates(device: str, faults: list[str]) -> dict[str, Any]:
-    from one_gpu.peak import GPU_MATRIX_SIZE, known_teraflops
     from rloo_step.rates import matrix_rate
+
+    from gpu_checks.peak_rate import GPU_MATRIX_SIZE, known_teraflops
 
     size, count = (GPU_MATRIX_SIZE, 1 << 28) if device == CUDA else (256, 1 << 22)
     types = {"bf16": torch.bfloat16, "fp32": torch.float32}

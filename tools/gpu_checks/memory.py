@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from one_gpu.measure import free, free_bytes
-from one_gpu.ours import OurSide, memory_plan
-from one_gpu.shapes import SHAPES
-from one_gpu.workload import Workload
 
 from gpu_checks.base import FAKE, Context, Finding, judged
+from gpu_checks.measure import free, free_bytes
+from gpu_checks.our_side import OurSide, memory_plan
+from gpu_checks.shapes import SHAPES
+from gpu_checks.workload import Workload
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import parallel_mesh
 from reinforce_rl.runtime.phases import PeakMemory

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gpu_checks.base import CPU, CUDA, FAIL, FAKE, SKIP, Context, Finding
 
@@ -34,6 +35,7 @@ class Check:
         modes: in which it can say something.
         needs: modules that must be there.
         environment: variables that its process has besides.
+        options: of the command line, by name.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Check:
     modes: Sequence[str] = (CUDA,)
     needs: Sequence[str] = ("megatron.core", "transformers")
     environment: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run(check: Check, mode: str, folder: Path, left: float) -> Finding:
@@ -58,7 +61,7 @@ def run(check: Check, mode: str, folder: Path, left: float) -> Finding:
     shutil.rmtree(folder, ignore_errors=True)  # a run would go on from an earlier one's checkpoints
     folder.mkdir(parents=True)
     limit, started = min(check.seconds, left), time.time()
-    code = _run_process(check, Context(mode, folder, started + limit), limit)
+    code = _run_process(check, Context(mode, folder, started + limit, check.options), limit)
     found = _finding(check, code, folder, limit)
     found.name, found.seconds = check.name, round(time.time() - started, 1)
     if found.verdict == FAIL:
@@ -91,14 +94,20 @@ def is_installed(name: str) -> bool:
         return False
 
 
+def python_path() -> str:
+    """Return PYTHONPATH for a process that imports the package, the checks and the tests' helpers."""
+    folders = [*map(str, PATHS), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, folders))
+
+
 def _run_process(check: Check, context: Context, limit: float) -> int | None:
     """The exit code; None where the process was ended after `limit` seconds. Its children end with it."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **check.environment}
-    environment["PYTHONPATH"] = os.pathsep.join([*map(str, PATHS), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+    environment["PYTHONPATH"] = python_path()
     if context.mode == CPU:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "gpu_checks.worker", check.target, context.mode]
-    command += [str(context.folder), str(context.deadline)]
+    command += [str(context.folder), str(context.deadline), json.dumps(dict(context.options))]
     with (context.folder / "log.txt").open("w", encoding="utf-8") as log:
         options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
         process = subprocess.Popen(command, env=environment, **options)

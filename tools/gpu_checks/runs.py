@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from helpers.tiny_tokenizer import write_tiny_tokenizer
-from one_gpu.measure import free
-from one_gpu.plain import transformers_model
-from one_gpu.shapes import SHAPES
 
 from gpu_checks.base import FAKE, Context
+from gpu_checks.measure import free
+from gpu_checks.plain_side import transformers_model
+from gpu_checks.shapes import SHAPES
 from reinforce_rl.config.compose import compose
 from reinforce_rl.config.load import load_config
 from reinforce_rl.megatron.architecture import Architecture

@@ -1,4 +1,4 @@
-"""A check's process: python -m gpu_checks.worker MODULE:FUNCTION MODE FOLDER DEADLINE."""
+"""A check's process: python -m gpu_checks.worker MODULE:FUNCTION MODE FOLDER DEADLINE OPTIONS."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gpu_checks.base import FAKE, Context
 from gpu_checks.fakes import machine
 
 
-def main(target: str, mode: str, folder: str, deadline: str) -> None:
+def main(target: str, mode: str, folder: str, deadline: str, options: str) -> None:
     module, function = target.split(":")
-    context = Context(mode, Path(folder), float(deadline))
+    context = Context(mode, Path(folder), float(deadline), json.loads(options))
     with machine() if mode == FAKE else contextlib.nullcontext():
         finding = getattr(importlib.import_module(module), function)(context)
     (context.folder / "finding.json").write_text(json.dumps(asdict(finding)), encoding="utf-8")

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from reinforce_rl.preflight.fake_cuda.machine import Machine, install
+from helpers.fake_cuda.machine import Machine, install
 
 
 def main() -> None:

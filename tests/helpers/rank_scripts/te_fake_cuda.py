@@ -11,14 +11,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from reinforce_rl.preflight.fake_cuda.machine import install
+from helpers.fake_cuda.machine import install
 
 
 def main() -> None:
     machine = install()  # before anything imports torch
     import torch
     from helpers.batches import actor_of, rows_of, sequences, whole_batch
-    from helpers.fake_cuda import check_collectives, kernels_by_name, run_layout
+    from helpers.fake_cuda.workloads import check_collectives, kernels_by_name, run_layout
     from helpers.layouts import LAYOUTS, LORA_LAYOUTS, Layout
     from helpers.with_te import with_te
 

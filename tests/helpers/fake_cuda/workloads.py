@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from helpers.batches import actor_of, rows_of, sequences, whole_batch
+from helpers.fake_cuda.machine import Machine
+from helpers.fake_cuda.mode import Ledger
 from helpers.layouts import SETTINGS, Layout
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -32,21 +34,35 @@ from reinforce_rl.megatron.optimizer import (
     ActorOptimizer,
     build_optimizer,
 )
-from reinforce_rl.preflight.fake_cuda.machine import Machine
-from reinforce_rl.preflight.fake_cuda.mode import Ledger
 
 PROMPTS = [Prompt(number, "", tuple(range(3, 6 + number))) for number in range(4)]
 
 
 def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
-    """Run generation, both policies' log-probs, two updates and offload on two samples per data-parallel rank."""
+    """Run generation, both policies' log-probs, two updates and offload.
+
+    Each data-parallel rank has two samples.
+    """
     options: dict[str, Any] = {"model": layout.model, "optim": layout.optim, "dtype": layout.dtype}
-    # Several micro-batches only where they differ: in a pipeline, and where the last one sums the gradients.
+    # Several micro-batches only where they differ: in a pipeline, and where the last one sums the
+    # gradients.
     size = 1 if layout.pp > 1 or layout.optim.overlap_grad_sync else 2
-    actor = actor_of(folder, mesh, with_reference=True, updates=layout.updates, micro_batch_size=size, **options)
+    actor = actor_of(
+        folder,
+        mesh,
+        with_reference=True,
+        updates=layout.updates,
+        micro_batch_size=size,
+        **options,
+    )
     batch = rows_of(whole_batch(), [0, 3])
     rollouts = batch.rollouts
-    where = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths, rollouts.group_ids)
+    where = (
+        rollouts.sequences,
+        rollouts.prompt_lengths,
+        rollouts.response_lengths,
+        rollouts.group_ids,
+    )
     generator = NativeGenerator(actor.lm, actor.tokenizer)
     done = generator.generate(PROMPTS, 2, SamplingParams(max_length=2), seed=3)
     assert done.tokens.shape == (8, 2)
@@ -63,11 +79,16 @@ def small_step(layout: Layout, folder: Path, mesh: Mesh) -> None:
 
 
 def take_turns(
-    machine: Machine, world_size: int, turn: Callable[[int], None], *, rehearsals: int = 0
+    machine: Machine,
+    world_size: int,
+    turn: Callable[[int], None],
+    *,
+    rehearsals: int = 0,
 ) -> dict[int, Ledger]:
     """Run `turn` as every rank in order, and return their ledgers.
 
-    Errors of earlier rounds, `rehearsals`, are ignored; one is needed per chain of objects sent from a later rank.
+    Errors of earlier rounds, `rehearsals`, are ignored; one is needed per chain of objects sent
+    from a later rank.
     """
     machine.network.objects.clear()
     for _ in range(rehearsals):
@@ -92,32 +113,40 @@ def run_layout(machine: Machine, layout: Layout, folder: Path) -> dict[int, Ledg
 
 
 def kernels_by_name(ledger: Ledger) -> Counter[str]:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for kernel, count in ledger.kernels.items():
-        found[kernel.name] += count
-    return found
+        counts[kernel.name] += count
+    return counts
 
 
 def check_collectives(ledgers: Mapping[int, Ledger]) -> int:
-    """Check that each group's ranks call the same collectives in order and sends match receives; return the count."""
+    """Check that each group's ranks call the same collectives in order and sends match receives.
+
+    Returns the number of collectives.
+    """
     calls: dict[tuple[int, ...], dict[int, list[Any]]] = {}
-    wires: dict[tuple[int, int], dict[str, list[int]]] = {}
+    wires: dict[tuple[int, ...], dict[str, list[int]]] = {}
     for rank, ledger in ledgers.items():
         for call in ledger.collectives:
             if call.kind in ("send", "recv"):
                 wire = call.ranks if call.kind == "send" else call.ranks[::-1]
                 wires.setdefault(wire, {"send": [], "recv": []})[call.kind].append(call.bytes)
             else:
-                of_group = calls.setdefault(call.ranks, {rank: [] for rank in call.ranks if rank in ledgers})
+                of_group = calls.setdefault(
+                    call.ranks,
+                    {rank: [] for rank in call.ranks if rank in ledgers},
+                )
                 of_group[rank].append((call.kind, call.bytes, call.on_gpu))
     for group, of_rank in calls.items():
-        for (first, expected), (other, found) in itertools.pairwise(of_rank.items()):
-            for number, (here, there) in enumerate(itertools.zip_longest(expected, found)):
-                assert here == there, f"group {group}, call {number}: rank {first} makes {here}, rank {other} {there}"
+        for (first, expected), (other, actual) in itertools.pairwise(of_rank.items()):
+            for number, (here, there) in enumerate(itertools.zip_longest(expected, actual)):
+                calls_differ = f"rank {first} makes {here}, rank {other} {there}"
+                assert here == there, f"group {group}, call {number}: {calls_differ}"
     for (source, target), ends in wires.items():
         if {source, target} <= ledgers.keys():
-            assert ends["send"] == ends["recv"], f"what rank {source} sends is not what rank {target} receives"
-    return sum(len(found) for of_rank in calls.values() for found in of_rank.values())
+            differs = f"what rank {source} sends is not what rank {target} receives"
+            assert ends["send"] == ends["recv"], differs
+    return sum(len(made) for of_rank in calls.values() for made in of_rank.values())
 
 
 @dataclass(frozen=True)
@@ -132,7 +161,8 @@ class Work:
     new_tokens: int = 4
 
     def batch(self, vocab_size: int) -> ReinforceBatch:
-        count, length = self.prompts * self.samples, self.prompt_tokens + self.response_tokens
+        count = self.prompts * self.samples
+        length = self.prompt_tokens + self.response_tokens
         groups = torch.arange(self.prompts).repeat_interleave(self.samples)
         sequences = torch.randint(3, vocab_size, (count, length))
         sequences[:, : self.prompt_tokens] = sequences[groups * self.samples, : self.prompt_tokens]
@@ -147,7 +177,14 @@ class Work:
             rewards=zero,
             valid=zero == 0,
         )
-        return ReinforceBatch(rollouts, zero, zero, zero, torch.ones(count, self.response_tokens), rollouts.valid)
+        return ReinforceBatch(
+            rollouts,
+            zero,
+            zero,
+            zero,
+            torch.ones(count, self.response_tokens),
+            rollouts.valid,
+        )
 
 
 def real_step(
@@ -161,7 +198,7 @@ def real_step(
     optim: OptimConfig = DEFAULT_OPTIM,
     **settings: Any,
 ) -> dict[str, Ledger]:
-    """Run a step at a model's real width, with uninitialised weights; return the counts of each phase.
+    """Run a step at a model's real width, with uninitialised weights; return each phase's counts.
 
     `config` is a Hugging Face config.json, `settings` are the actor's.
     """
@@ -169,9 +206,14 @@ def real_step(
     ledgers: dict[str, Ledger] = {}
     architecture = Architecture.from_hf({**config, "eos_token_id": 2})
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({"<pad>": 0}, "<pad>")), pad_token="<pad>"
+        tokenizer_object=Tokenizer(WordLevel({"<pad>": 0}, "<pad>")),
+        pad_token="<pad>",
     )
-    sampling = SamplingParams(max_length=work.new_tokens, min_length=work.new_tokens, stop_token_ids=(2,))
+    sampling = SamplingParams(
+        max_length=work.new_tokens,
+        min_length=work.new_tokens,
+        stop_token_ids=(2,),
+    )
     with counting() as ledgers["model"]:
         lm = CausalLM(architecture, mesh, dtype, model)
     generator = NativeGenerator(lm, tokenizer)
@@ -179,15 +221,30 @@ def real_step(
     with counting() as ledgers["generate"]:
         generator.generate(prompts, work.samples, sampling, seed=0)
     with counting() as ledgers["actor"]:
-        made = ActorSettings(sampling, sampling, work.micro_batch, work.micro_batch, seed=0, **settings)
+        made = ActorSettings(
+            sampling,
+            sampling,
+            work.micro_batch,
+            work.micro_batch,
+            seed=0,
+            **settings,
+        )
         actor = MegatronGPTReinforceActorModel(lm, tokenizer, generator, made, optim=optim)
         optimizer = ActorOptimizer(*build_optimizer(actor.ddp, **SETTINGS), actor.ddp)
     batch = work.batch(architecture.vocab_size)
-    rollouts, count = batch.rollouts, len(batch.trains) * mesh.dp_size
-    denominators = Denominators(float(count), float(count * work.response_tokens), float(work.response_tokens))
+    rollouts = batch.rollouts
+    count = len(batch.trains) * mesh.dp_size
+    denominators = Denominators(
+        float(count),
+        float(count * work.response_tokens),
+        float(work.response_tokens),
+    )
     with counting() as ledgers["reference"]:
         actor.get_init_policy_logprobs(
-            rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths, rollouts.group_ids
+            rollouts.sequences,
+            rollouts.prompt_lengths,
+            rollouts.response_lengths,
+            rollouts.group_ids,
         )
     for _ in range(2):  # the optimizer's moments are there from the first step on
         with counting() as ledgers["update"]:
@@ -195,5 +252,6 @@ def real_step(
         with counting() as ledgers["optimizer"]:
             optimizer.step()
     with counting() as ledgers["offloaded"], optimizer.offloaded():
-        ledgers["offloaded"].start = machine.gpu.memory.bytes  # what stays while responses are generated
+        # What stays while responses are generated.
+        ledgers["offloaded"].start = machine.gpu.memory.bytes
     return ledgers

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from rloo_step.rates import MATRIX_SIZE, matrix_rate
 
-# Dense bf16 products with fp32 accumulation, 10^12 operations a second, as NVIDIA's data sheets have them. The first
-# name that the device's name holds counts.
+# Dense bf16 products with fp32 accumulation, 10^12 operations a second, by NVIDIA's data sheets. The
+# first name that the device's name holds counts.
 BF16_TERAFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -33,18 +33,19 @@ class PeakRate:
     source: str
 
 
-def peak_rate(device: torch.device, dtype: torch.dtype, given_teraflops: float | None) -> PeakRate:
-    """What was given, else what the table has for the device in bf16, else what a large matrix product reaches."""
-    if given_teraflops is not None:
-        return PeakRate(given_teraflops * 1e12, "--peak-tflops")
-    if device.type == "cuda" and dtype == torch.bfloat16:
+def peak_rate(device: torch.device) -> PeakRate:
+    """What the table has for the device in bf16, else what a large matrix product reaches."""
+    size = MATRIX_SIZE
+    if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         known = known_teraflops(name)
         if known is not None:
             return PeakRate(known * 1e12, f"data sheet of {name}, dense bf16")
-    size = GPU_MATRIX_SIZE if device.type == "cuda" else MATRIX_SIZE
-    told = str(dtype).removeprefix("torch.")
-    return PeakRate(matrix_rate(device, dtype, matrix_size=size), f"measured, a product of {size} x {size} in {told}")
+        size = GPU_MATRIX_SIZE
+    return PeakRate(
+        matrix_rate(device, torch.bfloat16, matrix_size=size),
+        f"measured, a product of {size} x {size} in bfloat16",
+    )
 
 
 def known_teraflops(name: str) -> float | None:

@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from one_gpu.weights import fill_ours
-from one_gpu.workload import BETAS, CLIP_GRAD, EPSILON, GENERATION, LEARNING_RATE, STEP, Workload
+from gpu_checks.random_weights import fill_ours
+from gpu_checks.workload import BETAS, CLIP_GRAD, EPSILON, GENERATION, LEARNING_RATE, STEP, Workload
 from reinforce_rl.actor.policy import ActorSettings, MegatronGPTReinforceActorModel
 from reinforce_rl.algorithm.advantages import rloo
 from reinforce_rl.algorithm.kl import sequence_kl
@@ -37,18 +37,37 @@ from reinforce_rl.megatron.hf_weights import hf_tensors, parameters_of
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
-from reinforce_rl.preflight.memory import Decoding, Pass, Policy, RankMemory, rank_memory, stage_shapes
+from reinforce_rl.preflight.memory import (
+    Decoding,
+    Pass,
+    Policy,
+    RankMemory,
+    rank_memory,
+    stage_shapes,
+)
 
 BETA = 0.05  # what a nat of KL costs
-GENERATING, REFERENCE, GRADIENT, OPTIMIZER = "generation", "reference log-probs", "loss and gradient", "optimizer"
+# Parts of a step.
+GENERATING = "generation"
+REFERENCE = "reference log-probs"
+GRADIENT = "loss and gradient"
+OPTIMIZER = "optimizer"
 
 
 def no_tokenizer() -> PreTrainedTokenizerFast:
     """There is no text here: it only says that 0 is the padding."""
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<pad>": 0}, "<pad>")), pad_token="<pad>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"<pad>": 0}, "<pad>")),
+        pad_token="<pad>",
+    )
 
 
-def memory_plan(arch: Architecture, dtype: torch.dtype, device: torch.device, workload: Workload) -> RankMemory:
+def memory_plan(
+    arch: Architecture,
+    dtype: torch.dtype,
+    device: torch.device,
+    workload: Workload,
+) -> RankMemory:
     """What `preflight` says that this side needs, phase by phase."""
     policy = Policy(
         weight_bytes=dtype.itemsize,
@@ -63,17 +82,30 @@ def memory_plan(arch: Architecture, dtype: torch.dtype, device: torch.device, wo
         fused_adam=True,
         gpu=device.type == "cuda",
     )
-    length, rows = workload.prompt_tokens + workload.response_tokens - 1, workload.micro_batch
+    length = workload.prompt_tokens + workload.response_tokens - 1
+    rows = workload.micro_batch
     micro_batch = Pass(rows, length, rows * workload.response_tokens)
-    decoding = Decoding(workload.prompts, workload.group, workload.prompt_tokens, workload.response_tokens, None)
+    decoding = Decoding(
+        workload.prompts,
+        workload.group,
+        workload.prompt_tokens,
+        workload.response_tokens,
+        None,
+    )
     shape = stage_shapes(arch, 1, [arch.num_layers], None)[0]
     return rank_memory(0, shape, policy, micro_batch, micro_batch, {"generation": decoding})
 
 
-def least_bytes(arch: Architecture, dtype: torch.dtype, device: torch.device, workload: Workload, phase: str) -> int:
-    """Weights, and in training gradients and optimizer; the reference where its memory is the device's."""
-    found = memory_plan(arch, dtype, device, workload)
-    return found.weights if phase == GENERATION else found.held
+def least_bytes(
+    arch: Architecture,
+    dtype: torch.dtype,
+    device: torch.device,
+    workload: Workload,
+    phase: str,
+) -> int:
+    """Weights, and in training gradients and optimizer; a reference that lies on the device too."""
+    plan = memory_plan(arch, dtype, device, workload)
+    return plan.weights if phase == GENERATION else plan.held
 
 
 class OurSide:
@@ -84,17 +116,27 @@ class OurSide:
         mesh: of one rank.
         dtype: of the weights.
         workload: what to do.
-        drawn: False leaves the weights as megatron made them, and lengths of responses unchecked: where only shapes
-            count. On fake tensors a CUDA graph's replay changes no value.
+        drawn: False leaves the weights as megatron made them, and lengths of responses unchecked:
+            where only shapes count. On fake tensors a CUDA graph's replay changes no value.
     """
 
-    def __init__(self, arch: Architecture, mesh: Mesh, dtype: torch.dtype, workload: Workload, *, drawn: bool = True):
+    def __init__(
+        self,
+        arch: Architecture,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        workload: Workload,
+        *,
+        drawn: bool = True,
+    ):
         self.lm = CausalLM(arch, mesh, dtype)
         if drawn:
             fill_ours(self.lm)
-        self._workload, self._vocab_size = workload, arch.vocab_size
+        self._workload = workload
+        self._vocab_size = arch.vocab_size
         self._checks_lengths = drawn
-        eos, length = arch.raw["eos_token_id"], workload.response_tokens
+        eos = arch.raw["eos_token_id"]
+        length = workload.response_tokens
         self._settings = ActorSettings(
             # No response may end early.
             sampling=SamplingParams(max_length=length, min_length=length, stop_token_ids=(eos,)),
@@ -117,21 +159,36 @@ class OurSide:
             return {}
         return self._step() if phase == STEP else self._train(self._fixed_batch())
 
-    def log_probs(self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
+    def log_probs(
+        self,
+        sequences: Tensor,
+        prompt_lengths: Tensor,
+        response_lengths: Tensor,
+    ) -> Tensor:
         """float32 [N, T] of the response tokens, as the actor gives them."""
-        return self._trained()[0].get_inference_log_probs(sequences, prompt_lengths, response_lengths)
+        return self._trained()[0].get_inference_log_probs(
+            sequences,
+            prompt_lengths,
+            response_lengths,
+        )
 
     def greedy(self) -> Tensor:
         """int64 [P, prompt and response tokens], the likeliest token always."""
         length = self._workload.response_tokens
         params = SamplingParams(max_length=length, use_greedy=True)
-        found = self._generator.generate(self._prompts, 1, params, 0)
-        return torch.cat([torch.tensor([prompt.tokens for prompt in self._prompts]), found.tokens], dim=1)
+        completions = self._generator.generate(self._prompts, 1, params, 0)
+        prompts = torch.tensor([prompt.tokens for prompt in self._prompts])
+        return torch.cat([prompts, completions.tokens], dim=1)
 
     def _trained(self) -> tuple[MegatronGPTReinforceActorModel, ActorOptimizer]:
-        """Actor and optimizer, made when they are first needed: generation alone takes less memory."""
+        """Actor and optimizer, made at their first use: generation alone takes less memory."""
         if self._actor is None or self._optimizer is None:
-            self._actor = MegatronGPTReinforceActorModel(self.lm, no_tokenizer(), self._generator, self._settings)
+            self._actor = MegatronGPTReinforceActorModel(
+                self.lm,
+                no_tokenizer(),
+                self._generator,
+                self._settings,
+            )
             optim = OptimConfig(lr=LEARNING_RATE, weight_decay=0.0, betas=list(BETAS), eps=EPSILON)
             built = build_optimizer(self._actor.ddp, optim, clip_grad=CLIP_GRAD, total_steps=1)
             self._optimizer = ActorOptimizer(*built)
@@ -139,16 +196,29 @@ class OurSide:
 
     def _generate(self) -> Completions:
         self._seed += 1
-        found = self._generator.generate(self._prompts, self._workload.group, self._settings.sampling, self._seed)
-        if self._checks_lengths and set(found.lengths.tolist()) != {self._workload.response_tokens}:
-            raise NotTheSame(f"responses have {sorted(set(found.lengths.tolist()))} tokens")
-        return found
+        completions = self._generator.generate(
+            self._prompts,
+            self._workload.group,
+            self._settings.sampling,
+            self._seed,
+        )
+        lengths = set(completions.lengths.tolist())
+        if self._checks_lengths and lengths != {self._workload.response_tokens}:
+            raise NotTheSame(f"responses have {sorted(lengths)} tokens")
+        return completions
 
     def work(self) -> dict[str, Callable[[], object]]:
-        """What a step is made of, by the names of `memory_plan`'s phases. Gradients are there from the first on."""
+        """What a step is made of, by the names of `memory_plan`'s phases.
+
+        Gradients are there from the first on.
+        """
         actor, optimizer = self._trained()
         batch = self._fixed_batch()
-        where = (batch.rollouts.sequences, batch.rollouts.prompt_lengths, batch.rollouts.response_lengths)
+        where = (
+            batch.rollouts.sequences,
+            batch.rollouts.prompt_lengths,
+            batch.rollouts.response_lengths,
+        )
         return {
             "training": lambda: self._accumulate(batch),
             "optimizer step": optimizer.step,
@@ -158,10 +228,16 @@ class OurSide:
         }
 
     def gradients(self) -> tuple[float, dict[str, Tensor]]:
-        """The loss of the sequences that both sides train on, and its gradient, by Hugging Face's names on the CPU."""
+        """The loss of the sequences that both sides train on, and its gradient.
+
+        The gradient is on the CPU, by Hugging Face's names.
+        """
         loss = self._accumulate(self._fixed_batch())
-        values = {name: parameter.main_grad for name, parameter in parameters_of(self.lm).items()}  # type: ignore[attr-defined]
-        return loss, {name: value for name, value in hf_tensors(self.lm, values) if value is not None}
+        values = {}
+        for name, parameter in parameters_of(self.lm).items():
+            values[name] = parameter.main_grad  # type: ignore[attr-defined]
+        pairs = hf_tensors(self.lm, values)
+        return loss, {name: value for name, value in pairs if value is not None}
 
     def weights(self) -> dict[str, Tensor]:
         """A copy on the CPU, by Hugging Face's names."""
@@ -169,12 +245,18 @@ class OurSide:
 
     def _fixed_batch(self) -> ReinforceBatch:
         """The same sequences as the other side's."""
-        return self._batch(self._workload.sequences_of(self._vocab_size), self._workload.rewards(), None)
+        return self._batch(
+            self._workload.sequences_of(self._vocab_size),
+            self._workload.rewards(),
+            None,
+        )
 
     def _accumulate(self, batch: ReinforceBatch) -> float:
         """The loss; its gradient is in the buffers then."""
-        count, length = float(self._workload.sequences), float(self._workload.response_tokens)
-        return self._trained()[0].get_loss_and_metrics(batch, Denominators(count, count * length, length)).loss
+        count = float(self._workload.sequences)
+        length = float(self._workload.response_tokens)
+        denominators = Denominators(count, count * length, length)
+        return self._trained()[0].get_loss_and_metrics(batch, denominators).loss
 
     def _train(self, batch: ReinforceBatch) -> dict[str, float]:
         _, optimizer = self._trained()
@@ -184,24 +266,38 @@ class OurSide:
         with self._part(OPTIMIZER, parts):
             update = optimizer.step()
         if update.skipped:
-            raise NotTheSame(f"the gradient's norm is {update.grad_norm}, so no optimizer step was made")
+            raise NotTheSame(
+                f"the gradient's norm is {update.grad_norm}, so no optimizer step was made",
+            )
         return parts
 
     def _step(self) -> dict[str, float]:
-        """Generation, reference log-probs, RLOO on rewards less the KL, training; the rewards cost nothing."""
+        """Generation, reference log-probs, RLOO on rewards less the KL, training."""
         actor, _ = self._trained()
         parts: dict[str, float] = {}
         with self._part(GENERATING, parts):
-            found = self._generate()
-        repeated = found.repeat_to_samples(self._prompts)
-        sequences, lengths = join_prompts_and_responses(repeated, found, actor.pad_id)
+            completions = self._generate()
+        repeated = completions.repeat_to_samples(self._prompts)
+        sequences, lengths = join_prompts_and_responses(repeated, completions, actor.pad_id)
         with self._part(REFERENCE, parts):
-            reference = actor.get_init_policy_logprobs(sequences, lengths, found.lengths)
-        assert found.log_probs is not None
-        kl = sequence_kl(found.log_probs, reference, torch.ones_like(reference, dtype=torch.bool))
-        return {**parts, **self._train(self._batch(sequences, self._workload.rewards() - BETA * kl, reference))}
+            reference = actor.get_init_policy_logprobs(sequences, lengths, completions.lengths)
+        assert completions.log_probs is not None
+        kl = sequence_kl(
+            completions.log_probs,
+            reference,
+            torch.ones_like(reference, dtype=torch.bool),
+        )
+        return {
+            **parts,
+            **self._train(self._batch(sequences, self._workload.rewards() - BETA * kl, reference)),
+        }
 
-    def _batch(self, sequences: Tensor, rewards: Tensor, reference: Tensor | None) -> ReinforceBatch:
+    def _batch(
+        self,
+        sequences: Tensor,
+        rewards: Tensor,
+        reference: Tensor | None,
+    ) -> ReinforceBatch:
         work = self._workload
         groups = torch.arange(work.prompts).repeat_interleave(work.group)
         rollouts = RolloutBatch(

@@ -9,18 +9,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from helpers.fake_cuda.mode import CUDA, LOW_PRECISION, FakeCuda, is_cuda
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from reinforce_rl.preflight.fake_cuda.mode import CUDA, LOW_PRECISION, FakeCuda, is_cuda
-
 GPUS_OF_NODE = 8
 GIBIBYTES = 80  # that each GPU reports; exceeding it is no error
-# The attention kernel is chosen by torch 2.13's order on Hopper (ATen/native/transformers/cuda/sdp_utils.cpp): cuDNN,
-# flash, memory-efficient, math, if its conditions hold and `torch.nn.attention.sdpa_kernel` allows it. The rule is
-# copied by hand; torch is not asked.
+# The attention kernel is chosen by torch 2.13's order on Hopper: cuDNN, flash, memory-efficient,
+# math, if its conditions hold and `torch.nn.attention.sdpa_kernel` allows it. The rule is copied by
+# hand from ATen/native/transformers/cuda/sdp_utils.cpp; torch is not asked.
 _MAX_HEAD = 256  # head size, of flash and cuDNN
 _aten: Any = torch.ops.aten
 
@@ -33,7 +32,12 @@ class Idle:
 
     def _nothing(self, *args: Any) -> None: ...
 
-    record = wait = synchronize = wait_stream = wait_event = __exit__ = _nothing
+    record = _nothing
+    wait = _nothing
+    synchronize = _nothing
+    wait_stream = _nothing
+    wait_event = _nothing
+    __exit__ = _nothing
 
     def record_event(self, *args: Any) -> Idle:
         return Idle()
@@ -61,9 +65,16 @@ def replace_device(gpu: FakeCuda) -> None:
 
 def _replace_cuda(gpu: FakeCuda) -> None:
     cuda: Any = torch.cuda
-    memory, total = gpu.memory, GIBIBYTES * 2**30
-    properties = types.SimpleNamespace(name=f"fake GPU, {GIBIBYTES} GiB", total_memory=total, major=9, minor=0)
-    properties.multi_processor_count, properties.uuid = 132, "00000000-0000-0000-0000-000000000000"
+    memory = gpu.memory
+    total = GIBIBYTES * 2**30
+    properties = types.SimpleNamespace(
+        name=f"fake GPU, {GIBIBYTES} GiB",
+        total_memory=total,
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        uuid="00000000-0000-0000-0000-000000000000",
+    )
 
     def state(*args: Any, **options: Any) -> Tensor:
         return torch.zeros(16, dtype=torch.uint8)
@@ -78,7 +89,8 @@ def _replace_cuda(gpu: FakeCuda) -> None:
         raise RuntimeError("fake CUDA keeps no history of allocations")
 
     generator = types.SimpleNamespace(get_state=state, clone_state=state, graphsafe_get_state=state)
-    generator.set_state = generator.graphsafe_set_state = nothing
+    generator.set_state = nothing
+    generator.graphsafe_set_state = nothing
     answers: dict[str, Any] = {
         "device_count": lambda: GPUS_OF_NODE,
         "current_device": lambda: 0,
@@ -98,12 +110,24 @@ def _replace_cuda(gpu: FakeCuda) -> None:
         "graph_pool_handle": lambda: (0, 0),
     }
     answers |= dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), Idle)
-    answers |= dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), lambda *args, **options: True)
-    names = ("init", "_lazy_init", "set_device", "empty_cache", "ipc_collect", "set_stream", "set_rng_state")
+    answers |= dict.fromkeys(
+        ("is_available", "is_initialized", "is_bf16_supported"),
+        lambda *args, **options: True,
+    )
+    names = (
+        "init",
+        "_lazy_init",
+        "set_device",
+        "empty_cache",
+        "ipc_collect",
+        "set_stream",
+        "set_rng_state",
+    )
     answers |= dict.fromkeys((*names, "manual_seed", "manual_seed_all"), nothing)
     for name, answer in answers.items():
         setattr(cuda, name, answer)
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = nothing
+    cuda.nvtx.range_push = nothing
+    cuda.nvtx.range_pop = nothing
     # A CUDA build would ask the driver; a CPU build has no such function.
     cuda.memory._record_memory_history = no_history
     torch._C._cuda_getDevice = lambda: 0  # type: ignore[attr-defined]
@@ -119,7 +143,8 @@ class _Graph:
 
     @contextlib.contextmanager
     def capturing(self, *args: Any, **options: Any) -> Iterator[None]:
-        before, self._gpu.is_capturing = self._gpu.ledger.kernels.copy(), True
+        before = self._gpu.ledger.kernels.copy()
+        self._gpu.is_capturing = True
         try:
             yield
         finally:
@@ -135,7 +160,9 @@ class _Graph:
 
 
 def _replace_tensor_methods(gpu: FakeCuda) -> None:
-    torch_tolist, torch_tensor, torch_resize = Tensor.tolist, torch.tensor, torch.UntypedStorage.resize_
+    torch_tolist = Tensor.tolist
+    torch_tensor = torch.tensor
+    torch_resize = torch.UntypedStorage.resize_
     torch_data: Any = Tensor.data
 
     def tolist(tensor: Tensor) -> Any:
@@ -145,16 +172,20 @@ def _replace_tensor_methods(gpu: FakeCuda) -> None:
 
     def numpy(tensor: Tensor, *args: Any, **options: Any) -> Any:
         if tensor.device.type == "cuda":
-            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first",
+            )
         return gpu.known(tensor).numpy()
 
     def tensor(data: Any, *args: Any, **options: Any) -> Tensor:
-        return torch_tensor(tree_map_only(FakeTensor, lambda one: one.item(), data), *args, **options)
+        values = tree_map_only(FakeTensor, lambda scalar: scalar.item(), data)
+        return torch_tensor(values, *args, **options)
 
     def set_data(tensor: Any, value: Tensor) -> None:
         fake: Any = gpu.as_fake(value)
         torch_data.__set__(tensor, fake)
-        tensor.fake_device, tensor._value = fake.fake_device, getattr(fake, "_value", None)
+        tensor.fake_device = fake.fake_device
+        tensor._value = getattr(fake, "_value", None)
 
     def resize(storage: Any, size: int) -> Any:
         resized = torch_resize(storage, size)
@@ -177,28 +208,58 @@ def _replace_tensor_methods(gpu: FakeCuda) -> None:
 
 def replace_kernels(gpu: FakeCuda) -> None:
     """Patch `torch.nn.functional`; tensors that are not fake still get torch's own kernels."""
-    torch_attention, torch_norm = F.scaled_dot_product_attention, F.rms_norm
+    torch_attention = F.scaled_dot_product_attention
+    torch_norm = F.rms_norm
 
     def attention(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        **options: Any,
     ) -> Tensor:
         if not is_cuda(query):
             return torch_attention(query, key, value, attn_mask, **options)
-        is_causal, scale = options.get("is_causal", False), options.get("scale")
+        is_causal = options.get("is_causal", False)
+        scale = options.get("scale")
         for other in (key, value, attn_mask):
             if other is not None and other.device != query.device:
-                raise RuntimeError(f"attention of queries on {query.device} with a tensor on {other.device}")
-        if key.shape[1] != query.shape[1] and not options.get("enable_gqa"):
-            raise RuntimeError(f"attention of {query.shape[1]} heads with {key.shape[1]} key heads without enable_gqa")
+                raise RuntimeError(
+                    f"attention of queries on {query.device} with a tensor on {other.device}",
+                )
+        heads = query.shape[1]
+        if key.shape[1] != heads and not options.get("enable_gqa"):
+            raise RuntimeError(
+                f"attention of {heads} heads with {key.shape[1]} key heads without enable_gqa",
+            )
         kernel = _choice(query, key, attn_mask, is_causal)
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         if kernel == "math":
             unfused = _aten._scaled_dot_product_attention_math
-            return unfused(query, key, value, attn_mask, 0.0, is_causal, scale=factor, enable_gqa=True)[0]
+            return unfused(
+                query,
+                key,
+                value,
+                attn_mask,
+                0.0,
+                is_causal,
+                scale=factor,
+                enable_gqa=True,
+            )[0]
         if kernel == "flash" or (kernel == "cudnn" and attn_mask is None):
-            return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=factor)[0]
-        if key.shape[1] != query.shape[1]:  # cuDNN takes grouped keys; its costs are like the efficient kernel's
-            key, value = (keys.repeat_interleave(query.shape[1] // keys.shape[1], 1) for keys in (key, value))
+            return _aten._scaled_dot_product_flash_attention(
+                query,
+                key,
+                value,
+                0.0,
+                is_causal,
+                scale=factor,
+            )[0]
+        # cuDNN takes grouped keys; its costs are like the efficient kernel's.
+        heads_of_group = heads // key.shape[1]
+        if heads_of_group > 1:
+            key = key.repeat_interleave(heads_of_group, 1)
+            value = value.repeat_interleave(heads_of_group, 1)
         bias = attn_mask
         if bias is not None and bias.dtype == torch.bool:
             zeros = torch.zeros(bias.shape, dtype=query.dtype, device=bias.device)
@@ -209,12 +270,19 @@ def replace_kernels(gpu: FakeCuda) -> None:
         efficient = _aten._scaled_dot_product_efficient_attention
         return efficient(query, key, value, bias, keeps, 0.0, is_causal, scale=factor)[0]
 
-    def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    def rms_norm(
+        x: Tensor,
+        shape: Any,
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor:
         if not is_cuda(x):
             return torch_norm(x, shape, weight, eps)
         assert weight is not None
         if weight.device != x.device:
-            raise RuntimeError(f"rms_norm of a tensor on {x.device} with a weight on {weight.device}")
+            raise RuntimeError(
+                f"rms_norm of a tensor on {x.device} with a weight on {weight.device}",
+            )
         return _Norm.apply(x, weight, gpu)  # type: ignore[return-value]
 
     F.scaled_dot_product_attention = attention
@@ -222,8 +290,10 @@ def replace_kernels(gpu: FakeCuda) -> None:
 
 
 def _choice(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> str:
-    fits = query.dtype in LOW_PRECISION and query.shape[-1] <= _MAX_HEAD and query.shape[-1] % 8 == 0
-    fits = fits and (not is_causal or query.shape[2] == key.shape[2])
+    head_size = query.shape[-1]
+    fits = query.dtype in LOW_PRECISION and head_size <= _MAX_HEAD and head_size % 8 == 0
+    if is_causal and query.shape[2] != key.shape[2]:
+        fits = False
     backends: Any = torch.backends.cuda
     if backends.cudnn_sdp_enabled() and fits:
         return "cudnn"
@@ -248,7 +318,10 @@ class _Norm(torch.autograd.Function):
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any,
+        gradient: Tensor,
+    ) -> tuple[Tensor, Tensor, None]:
         x, weight, _ = ctx.saved_tensors
         ctx.gpu.launch("_fused_rms_norm_backward", [x], launches=2, nbytes=4 * x.nbytes)
         return torch.empty_like(x), torch.empty_like(weight), None

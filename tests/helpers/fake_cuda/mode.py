@@ -22,15 +22,44 @@ from torch.utils.flop_counter import flop_registry
 CUDA = torch.device("cuda", 0)
 ALLOCATION = 512  # bytes, granularity of torch's CUDA allocator
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-# Small tensors, which steer control flow, carry their real values on the CPU (`_value`), so that `.item()`, `nonzero`
-# and boolean masks work. Unknown values are zeros, and results of them are kept finite. Larger tensors have no values.
-MAX_INTEGERS, MAX_FLOATS, MAX_HOST_BYTES = 1 << 21, 1 << 12, 1 << 24
-_RANDOM = {"normal_", "uniform_", "random_", "exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_"}
+# Small tensors, which steer control flow, carry their real values on the CPU (`_value`), so that
+# `.item()`, `nonzero` and boolean masks work. Unknown values are zeros, and results of them are
+# kept finite. Larger tensors have no values.
+MAX_INTEGERS = 1 << 21
+MAX_FLOATS = 1 << 12
+MAX_HOST_BYTES = 1 << 24
+_RANDOM = {
+    "normal_",
+    "uniform_",
+    "random_",
+    "exponential_",
+    "bernoulli_",
+    "geometric_",
+    "cauchy_",
+    "log_normal_",
+}
 _NO_KERNEL = {"_has_compatible_shallow_copy_type", "_unsafe_view", "detach", "device", "lift_fresh"}
-_NO_KERNEL |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
-_ROW_COPIES = {"index", "index_select", "embedding", "gather", "index_copy_", "index_add_", "index_put_", "scatter_"}
-# torch's multi-tensor kernels: elements per chunk, chunks per launch.
-_CHUNK, _CHUNKS = 65536, 320
+_NO_KERNEL |= {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "set_",
+}
+_ROW_COPIES = {
+    "index",
+    "index_select",
+    "embedding",
+    "gather",
+    "index_copy_",
+    "index_add_",
+    "index_put_",
+    "scatter_",
+}
+_CHUNK = 65536  # elements of a chunk of torch's multi-tensor kernels
+_CHUNKS = 320  # of a launch
 _aten: Any = torch.ops.aten
 
 
@@ -43,7 +72,10 @@ class Kernel(NamedTuple):
 
 class Collective(NamedTuple):
     kind: str  # such as "all_reduce"; with objects it ends in "_object"
-    ranks: tuple[int, ...]  # global ranks of the group; for "send" and "recv" this rank and its peer
+    ranks: tuple[
+        int,
+        ...,
+    ]  # global ranks of the group; for "send" and "recv" this rank and its peer
     bytes: int  # of the whole tensor: gathered, or before scattering; 0 for objects
     on_gpu: bool  # NCCL, else gloo
 
@@ -78,7 +110,8 @@ class Memory:
     """Live storages on the device, each counted once however many views it has."""
 
     def __init__(self) -> None:
-        self.bytes = self.peak = 0
+        self.bytes = 0
+        self.peak = 0
         self._live: dict[int, int] = {}
 
     def track(self, tensor: Any) -> None:
@@ -111,28 +144,38 @@ class FakeCuda(TorchDispatchMode):
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[Ledger]:
-        before, self.ledger = self.ledger, Ledger()
-        self.memory.peak = self.ledger.start = self.memory.bytes
+        before = self.ledger
+        self.ledger = Ledger(start=self.memory.bytes)
+        self.memory.peak = self.memory.bytes
         try:
             yield self.ledger
         finally:
             self.ledger.peak = self.memory.peak
             self.ledger = before
 
-    def sync(self, what: str) -> None:
+    def sync(self, operation: str) -> None:
         """Record a host sync, with the innermost line of this package or megatron."""
         if self.is_capturing:
-            raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
-        where, frame = "", sys._getframe(1)
+            raise RuntimeError(f"{operation}: operation not permitted when stream is capturing")
+        where = ""
+        frame = sys._getframe(1)
         while frame is not None:
             file = frame.f_code.co_filename
             if "fake_cuda" not in file and ("reinforce_rl" in file or "/megatron/" in file):
                 where = f" {'/'.join(file.split('/')[-2:])}:{frame.f_lineno}"
                 break
             frame = frame.f_back
-        self.ledger.syncs[what + where] += 1
+        self.ledger.syncs[operation + where] += 1
 
-    def launch(self, name: str, tensors: list[Tensor], *, flops: int = 0, launches: int = 1, nbytes: int = -1) -> None:
+    def launch(
+        self,
+        name: str,
+        tensors: list[Tensor],
+        *,
+        flops: int = 0,
+        launches: int = 1,
+        nbytes: int = -1,
+    ) -> None:
         on_device = [tensor for tensor in tensors if is_cuda(tensor)]
         if nbytes < 0:
             nbytes = sum(tensor.nbytes for tensor in on_device)
@@ -144,17 +187,23 @@ class FakeCuda(TorchDispatchMode):
         """Return the values of a small tensor, zeros if unknown; None for a large one."""
         if not isinstance(tensor, FakeTensor):
             return tensor
-        found: Tensor | None = getattr(tensor, "_value", None)
-        if found is not None and (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
-            found = None  # stale: `tensor.data = ...` replaced the tensor
-        if found is None and _is_small(tensor):
-            found = torch.zeros(tensor.shape, dtype=tensor.dtype)
-            tensor._value, tensor._is_guess = found, True  # type: ignore[attr-defined]
-        return found
+        values: Tensor | None = getattr(tensor, "_value", None)
+        if values is not None and (values.shape, values.dtype) != (tensor.shape, tensor.dtype):
+            values = None  # stale: `tensor.data = ...` replaced the tensor
+        if values is None and _is_small(tensor):
+            values = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            tensor._value = values  # type: ignore[attr-defined]
+            tensor._is_guess = True  # type: ignore[attr-defined]
+        return values
 
     def wrap(self, values: Tensor, device: torch.device) -> Tensor:
         with self.fake:
-            out = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
+            out = torch.empty_strided(
+                values.shape,
+                values.stride(),
+                dtype=values.dtype,
+                device=device,
+            )
         if _is_small(out):
             out._value = values  # type: ignore[attr-defined]
         if is_cuda(out):
@@ -187,7 +236,8 @@ class FakeCuda(TorchDispatchMode):
         except Exception as error:
             if not getattr(error, "__notes__", None):
                 where = [(tuple(t.shape), str(t.dtype), str(t.device)) for t in tensors]
-                error.__notes__ = [f"in {func} of {where}"]  # type: ignore[attr-defined]  # `add_note` needs 3.11
+                # `add_note` needs Python 3.11.
+                error.__notes__ = [f"in {func} of {where}"]  # type: ignore[attr-defined]
             raise
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._carry_values(func, args, kwargs, tensors, outputs)
@@ -195,7 +245,7 @@ class FakeCuda(TorchDispatchMode):
         return out
 
     def _special(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        # Handle what fake tensors cannot do or a real device would refuse; else return NotImplemented.
+        # Handle what fake tensors cannot do or a real device would refuse, else NotImplemented.
         first: Any = args[0] if args else None
         if name in _RANDOM:
             self.launch(name, [first])
@@ -207,12 +257,15 @@ class FakeCuda(TorchDispatchMode):
             return 0 if values is None else values.item()
         if name == "equal":
             self.sync("equal")
-            left, right = self.value(args[0]), self.value(args[1])
+            left = self.value(args[0])
+            right = self.value(args[1])
             return left is not None and right is not None and torch.equal(left, right)
         if name in ("is_pinned", "_pin_memory"):
             return first if name == "_pin_memory" else False
-        if name == "_to_copy" and is_cuda(first) and torch.device(kwargs.get("device") or CUDA).type == "cpu":
-            return self._to_host(first, kwargs)
+        if name == "_to_copy" and is_cuda(first):
+            target = torch.device(kwargs.get("device") or CUDA)
+            if target.type == "cpu":
+                return self._to_host(first, kwargs)
         if name == "copy_" and not isinstance(first, FakeTensor):
             if len(args) < 3 or not args[2]:
                 self.sync("copy_ to cpu")
@@ -228,15 +281,25 @@ class FakeCuda(TorchDispatchMode):
                 mask = masks[0]
                 while mask.dim() < first.dim():
                     mask = self.__torch_dispatch__(_aten.unsqueeze.default, (), (mask, -1))
-                return self.__torch_dispatch__(_aten.masked_fill_.Tensor, (), (first, mask, args[2]))
+                return self.__torch_dispatch__(
+                    _aten.masked_fill_.Tensor,
+                    (),
+                    (first, mask, args[2]),
+                )
             if any(map(_is_mask, args[1])):
-                return self.__torch_dispatch__(func, (), (first, self._without_masks(args[1]), *args[2:]), kwargs)
+                return self.__torch_dispatch__(
+                    func,
+                    (),
+                    (first, self._without_masks(args[1]), *args[2:]),
+                    kwargs,
+                )
         return NotImplemented
 
     def _to_host(self, source: Tensor, kwargs: Any) -> Any:
         if not kwargs.get("non_blocking"):
             self.sync("to cpu")
-        dtype, values = kwargs.get("dtype") or source.dtype, self.value(source)
+        dtype = kwargs.get("dtype") or source.dtype
+        values = self.value(source)
         if values is not None:
             return values.to(dtype, copy=True)
         if source.nbytes <= MAX_HOST_BYTES:
@@ -245,17 +308,19 @@ class FakeCuda(TorchDispatchMode):
             return torch.empty(source.shape, dtype=dtype, device="cpu")
 
     def _without_masks(self, indices: Any) -> list[Any]:
-        found: list[Any] = []
+        without_masks: list[Any] = []
         for index in indices:
             if _is_mask(index):
                 if is_cuda(index):
                     self.sync("boolean index")
                 values = self.value(index)
-                assert values is not None, f"a mask of {tuple(index.shape)} is too large for its values to be known"
-                found += [self.wrap(part, index.device) for part in values.nonzero(as_tuple=True)]
+                is_unknown = f"a mask of {tuple(index.shape)} is too large to know its values"
+                assert values is not None, is_unknown
+                for positions in values.nonzero(as_tuple=True):
+                    without_masks.append(self.wrap(positions, index.device))
             else:
-                found.append(index)
-        return found
+                without_masks.append(index)
+        return without_masks
 
     def _by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         # Compute a value-dependent operator on the CPU from known values.
@@ -264,7 +329,11 @@ class FakeCuda(TorchDispatchMode):
             self.sync(func._schema.name.split("::")[1])
             self.launch(func._schema.name.split("::")[1], [], launches=2)
         values, options = tree_map_only(Tensor, self.known, (args, kwargs))
-        return tree_map_only(Tensor, lambda tensor: self.wrap(tensor, device), func(*values, **options))
+        return tree_map_only(
+            Tensor,
+            lambda tensor: self.wrap(tensor, device),
+            func(*values, **options),
+        )
 
     def known(self, tensor: Tensor) -> Tensor:
         values = self.value(tensor)
@@ -272,11 +341,14 @@ class FakeCuda(TorchDispatchMode):
         return values
 
     def as_fake(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self.wrap(tensor.detach(), torch.device("cpu"))
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        return self.wrap(tensor.detach(), torch.device("cpu"))
 
     def _count_host_copies(self, name: str, args: Any, kwargs: Any, *, to_cuda: bool) -> None:
-        # Record a sync for a copy from the host that is not `non_blocking`, and for an index on the host.
-        if name == "_to_copy" and to_cuda and not is_cuda(args[0]) and not kwargs.get("non_blocking"):
+        # Record a sync for a copy from the host that is not `non_blocking`, and for an index there.
+        is_from_host = name == "_to_copy" and to_cuda and not is_cuda(args[0])
+        if is_from_host and not kwargs.get("non_blocking"):
             self.sync("to cuda")
         elif name == "copy_" and is_cuda(args[0]) and not is_cuda(args[1]):
             if (len(args) < 3 or not args[2]) and args[1].dim():
@@ -286,33 +358,52 @@ class FakeCuda(TorchDispatchMode):
                 if isinstance(index, Tensor) and not is_cuda(index):
                     self.sync("index on cpu")
 
-    def _carry_values(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        if not any(map(_is_small, outputs)) or any(out.numel() > 2 * MAX_INTEGERS for out in outputs):
+    def _carry_values(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+    ) -> None:
+        if not any(map(_is_small, outputs)):
+            return
+        if any(out.numel() > 2 * MAX_INTEGERS for out in outputs):
             return
         if any(self.value(tensor) is None for tensor in inputs):
             return
         values, options = tree_map(self._on_cpu, (args, kwargs))
         options.pop("pin_memory", None)
         try:
-            found = func(*values, **options)
+            results = func(*values, **options)
         except RuntimeError:
             return  # a GPU-only operator
         is_guess = any(getattr(tensor, "_is_guess", False) for tensor in inputs)
-        for out, value in zip(outputs, tree_leaves(found), strict=False):
+        for out, value in zip(outputs, tree_leaves(results), strict=False):
             if not _is_small(out):
                 continue
             if "empty" in func._schema.name:
                 value.zero_()
             elif is_guess and value.is_floating_point():
-                value = value.masked_fill(~value.isfinite(), 0.0)  # such as the log of an unknown sum
-            out._value, out._is_guess = value, is_guess  # type: ignore[attr-defined]
+                # Such as the log of an unknown sum.
+                value = value.masked_fill(~value.isfinite(), 0.0)
+            out._value = value  # type: ignore[attr-defined]
+            out._is_guess = is_guess  # type: ignore[attr-defined]
 
     def _on_cpu(self, leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):
             return self.value(leaf)
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
-    def _count(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], out: Any, outputs: list[Tensor]) -> None:
+    def _count(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Tensor],
+        out: Any,
+        outputs: list[Tensor],
+    ) -> None:
         name = func._schema.name.split("::")[1]
         made = [tensor for tensor in outputs if is_cuda(tensor)]
         for tensor in made:
@@ -321,18 +412,20 @@ class FakeCuda(TorchDispatchMode):
             return
         if name in _NO_KERNEL or (func.is_view and not func._schema.is_mutable):
             return
-        launches, nbytes = 1, -1
+        launches = 1
+        nbytes = -1
         if name.startswith(("_foreach", "_fused_adam")):
-            lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
-            chunks = sum(-(-tensor.numel() // _CHUNK) for tensor in lists[0])
-            launches = max(math.ceil(chunks / _CHUNKS), math.ceil(len(lists[0]) / 30))
+            tensors = next(arg for arg in args if _is_list_of_tensors(arg))
+            chunks = sum(-(-tensor.numel() // _CHUNK) for tensor in tensors)
+            launches = max(math.ceil(chunks / _CHUNKS), math.ceil(len(tensors) / 30))
         elif name in _ROW_COPIES:
             rows = inputs[-1] if func._schema.is_mutable else made[0]
             nbytes = 3 * rows.nbytes
         flops = _flops(func, args, kwargs, out)
         if name == "_flash_attention_forward" and kwargs.get("seqused_k") is not None:
             # Keys lie in a paged pool; each sequence reads `seqused_k` of them.
-            starts, used = self.known(args[3]).long(), self.known(kwargs["seqused_k"]).long()
+            starts = self.known(args[3]).long()
+            used = self.known(kwargs["seqused_k"]).long()
             numbers = args[1].shape[1] * args[1].shape[2]  # per key
             flops = 4 * numbers * int((starts.diff() * used).sum())
             nbytes = 2 * (args[0].nbytes + int(used.sum()) * numbers * args[1].element_size())
@@ -342,6 +435,10 @@ class FakeCuda(TorchDispatchMode):
 def is_cuda(tensor: Tensor) -> bool:
     """Return True for a fake CUDA tensor; reading its `device` would dispatch an operator."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
+
+
+def _is_list_of_tensors(arg: Any) -> bool:
+    return isinstance(arg, (list, tuple)) and bool(arg) and isinstance(arg[0], Tensor)
 
 
 def _is_mask(index: Any) -> bool:

@@ -1,5 +1,6 @@
-// What torch lacks on a machine without a GPU before autograd takes fake CUDA tensors: a device guard, CUDA hooks and an
-// accelerator. Loaded before libtorch_cpu.so, whose own functions of these names are then found second.
+// What torch lacks on a machine without a GPU before autograd takes fake CUDA tensors: a device guard,
+// CUDA hooks and an accelerator. Loaded before libtorch_cpu.so, whose own functions of these names are
+// then found second.
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

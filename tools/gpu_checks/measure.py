@@ -1,4 +1,4 @@
-"""Time and peak memory of a piece of work, and what happens where there is too little memory for it."""
+"""Time and peak memory of a piece of work, and what happens if it takes too much memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ import psutil
 import torch
 from rloo_step.rates import synchronize
 
-from one_gpu.workload import OURS, PLAIN
+from gpu_checks.workload import OURS, PLAIN
 from reinforce_rl.runtime.phases import PeakMemory
 
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")  # of CUDA, a CPU's allocator, cuBLAS
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "ALLOC_FAILED",
+)  # of CUDA, a CPU's allocator, cuBLAS
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,8 @@ class Sample:
 
     Attributes:
         seconds: it took.
-        gigabytes: of the device at its peak, in 10^9 bytes, what lay there before included; on a CPU the process's.
+        gigabytes: of the device at its peak, in 10^9 bytes, what lay there before included; on a
+            CPU the process's.
         parts: seconds of its parts, where it has any.
     """
 
@@ -73,16 +78,16 @@ class Results:
 
     def median(self, side: str, phase: str) -> float | None:
         """Seconds; None where there are no samples."""
-        found = self.samples.get((side, phase))
-        return statistics.median(sample.seconds for sample in found) if found else None
+        samples = self.samples.get((side, phase))
+        return statistics.median(sample.seconds for sample in samples) if samples else None
 
     def gigabytes(self, side: str, phase: str) -> float | None:
         """The highest peak; None where there are no samples."""
-        found = self.samples.get((side, phase))
-        return max(sample.gigabytes for sample in found) if found else None
+        samples = self.samples.get((side, phase))
+        return max(sample.gigabytes for sample in samples) if samples else None
 
     def speedup(self, phase: str) -> float | None:
-        """The plain side's seconds over ours, the median over rounds; None where a side has no samples."""
+        """The plain side's seconds over ours, the median over rounds; None without samples."""
         # A side that did not fit has no samples.
         both = [self.samples.get((side, phase), []) for side in (PLAIN, OURS)]
         ratios = [plain.seconds / ours.seconds for plain, ours in zip(*both, strict=False)]
@@ -90,7 +95,9 @@ class Results:
 
 
 def measure(builders: Sequence[Builder], repeats: int, device: torch.device) -> Results:
-    """Rounds in which the sides take turns; each is built, runs its phases, and is gone before the other comes.
+    """Rounds in which the sides take turns.
+
+    Each is built, runs its phases, and is gone before the other comes.
 
     Args:
         builders: of the sides.
@@ -101,9 +108,11 @@ def measure(builders: Sequence[Builder], repeats: int, device: torch.device) -> 
     free(device)
     for builder in builders:
         for phase in builder.phases:
-            least, free_now = builder.least_bytes(phase) / 1e9, free_bytes(device) / 1e9
+            least = builder.least_bytes(phase) / 1e9
+            free_now = free_bytes(device) / 1e9
             if least > free_now:
-                results.skipped[builder.name, phase] = f"takes {least:.1f} GB at least, {free_now:.1f} GB are free"
+                reason = f"takes {least:.1f} GB at least, {free_now:.1f} GB are free"
+                results.skipped[builder.name, phase] = reason
     for number in range(repeats):
         for builder in builders if number % 2 == 0 else reversed(builders):
             left = list(builder.phases)
@@ -113,8 +122,16 @@ def measure(builders: Sequence[Builder], repeats: int, device: torch.device) -> 
     return results
 
 
-def _visit(builder: Builder, phases: Sequence[str], results: Results, device: torch.device) -> list[str]:
-    """Run the phases in order; those that are left when one does not fit, which need a side made anew."""
+def _visit(
+    builder: Builder,
+    phases: Sequence[str],
+    results: Results,
+    device: torch.device,
+) -> list[str]:
+    """Run the phases in order; return those that are left when one does not fit.
+
+    They need a side made anew.
+    """
     phase = phases[0]
     try:
         side = builder.build()

@@ -10,15 +10,19 @@ from rloo_step.comparison import NotTheSame
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from one_gpu.weights import fill_transformers
-from one_gpu.workload import BETAS, CLIP_GRAD, EPSILON, GENERATION, LEARNING_RATE, Workload
+from gpu_checks.random_weights import fill_transformers
+from gpu_checks.workload import BETAS, CLIP_GRAD, EPSILON, GENERATION, LEARNING_RATE, Workload
 from reinforce_rl.algorithm.advantages import rloo
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.preflight.memory import ADAM_MOMENTS, FP32, ModelSize
 
 
 def transformers_model(
-    arch: Architecture, dtype: torch.dtype, device: torch.device, drawn_on: torch.device, attention: str = "sdpa"
+    arch: Architecture,
+    dtype: torch.dtype,
+    device: torch.device,
+    drawn_on: torch.device,
+    attention: str = "sdpa",
 ) -> Any:
     """With random weights.
 
@@ -33,7 +37,10 @@ def transformers_model(
     config = AutoConfig.for_model(arch.raw["model_type"], **values)
     with device:
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            config,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=False,
         )
     fill_transformers(model, drawn_on)
     return model.eval()
@@ -50,13 +57,18 @@ def response_log_probs(model: Any, sequences: Tensor, response_tokens: int) -> T
     # The last token predicts nothing, and the prompt's tokens are not asked for.
     logits = model(sequences[:, :-1], logits_to_keep=response_tokens, use_cache=False).logits
     targets = sequences[:, -response_tokens:]
-    return -F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    return -F.cross_entropy(
+        logits.float().flatten(0, 1),
+        targets.flatten(),
+        reduction="none",
+    ).view_as(targets)
 
 
 class PlainSide:
     """See `measure.Side`.
 
-    Training has what the other side has: weights, gradients and moments in fp32, products in `dtype` (autocast).
+    Training has what the other side has: weights, gradients and moments in fp32, products in
+    `dtype` (autocast).
 
     Args:
         arch: the model.
@@ -75,7 +87,9 @@ class PlainSide:
         attention: str = "sdpa",
     ):
         self.model = transformers_model(arch, dtype, device, device, attention)
-        self._device, self._dtype, self._workload = device, dtype, workload
+        self._device = device
+        self._dtype = dtype
+        self._workload = workload
         self._vocab_size = arch.vocab_size
         length = workload.response_tokens
         self._generation = GenerationConfig(
@@ -103,29 +117,48 @@ class PlainSide:
     def _generate(self) -> None:
         prompts = self._workload.prompt_ids(self._vocab_size).to(self._device)
         self.model.eval()
-        found = self.model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), generation_config=self._generation
+        sequences = self.model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            generation_config=self._generation,
         )
-        expected = (self._workload.sequences, self._workload.prompt_tokens + self._workload.response_tokens)
-        if tuple(found.shape) != expected:
-            raise NotTheSame(f"transformers gave {tuple(found.shape)} sequences and tokens, expected {expected}")
+        expected = (
+            self._workload.sequences,
+            self._workload.prompt_tokens + self._workload.response_tokens,
+        )
+        shape = tuple(sequences.shape)
+        if shape != expected:
+            raise NotTheSame(
+                f"transformers gave {shape} sequences and tokens, expected {expected}",
+            )
 
     def gradients(self) -> tuple[float, dict[str, Tensor]]:
-        """The loss of the sequences that both sides train on, and its gradient, by name. The weights must be fp32."""
+        """The loss of the sequences that both sides train on, and its gradient, by name.
+
+        The weights must be fp32.
+        """
         loss = float(self._accumulate())
-        found = {name: value.grad for name, value in self.model.named_parameters() if value.grad is not None}
+        gradients = {}
+        for name, value in self.model.named_parameters():
+            if value.grad is not None:
+                gradients[name] = value.grad
         self.model.zero_grad(set_to_none=True)
-        return loss, found
+        return loss, gradients
 
     def _accumulate(self) -> float | Tensor:
         """Forward and backward in micro-batches; the loss."""
-        work, whole = self._workload, 0.0
+        work = self._workload
+        whole = 0.0
         self.model.train()
         groups = torch.arange(work.prompts).repeat_interleave(work.group)
         advantages = rloo(work.rewards(), groups).to(self._device)
         sequences = work.sequences_of(self._vocab_size).to(self._device)
         for rows in torch.arange(work.sequences, device=self._device).split(work.micro_batch):
-            with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
+            with torch.autocast(
+                self._device.type,
+                self._dtype,
+                enabled=self._dtype != torch.float32,
+            ):
                 log_probs = response_log_probs(self.model, sequences[rows], work.response_tokens)
             loss = -(advantages[rows] * log_probs.sum(dim=1)).sum() / work.sequences
             loss.backward()

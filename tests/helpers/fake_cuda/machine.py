@@ -1,4 +1,7 @@
-"""A process as any rank of a fake GPU cluster: `install`, then `with machine.rank(r, n):`. Torch-free until then."""
+"""A process as any rank of a fake GPU cluster: `install`, then `with machine.rank(r, n):`.
+
+torch is not imported before `install`.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from reinforce_rl.errors import ConfigError, Fault
-
 if TYPE_CHECKING:
-    from reinforce_rl.preflight.fake_cuda.mode import FakeCuda, Ledger
-    from reinforce_rl.preflight.fake_cuda.network import Network
+    from helpers.fake_cuda.mode import FakeCuda, Ledger
+    from helpers.fake_cuda.network import Network
 
 _LEFT_OVER = 1 << 26
 SOURCE = Path(__file__).with_name("guard.cpp")
 COMPILE_SECONDS = 300.0
+
+
+class FakeCudaError(RuntimeError):
+    """This process cannot become a fake GPU machine; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +54,15 @@ class Machine:
 
 @functools.cache
 def install() -> Machine:
-    """Make this process a machine with fake GPUs, for good. torch must not have been imported before.
+    """Make this process a machine with fake GPUs, for good, before anything imports torch.
 
-    Raises ConfigError: torch is already imported or not installed, or no C++ compiler builds the device guard,
-    optional if torch finds a GPU.
+    Raises FakeCudaError: torch is already imported or not installed, or no C++ compiler builds the
+    device guard, which is optional if torch finds a GPU.
     """
     _load_guard()
-    from reinforce_rl.preflight.fake_cuda.device import replace_device, replace_kernels
-    from reinforce_rl.preflight.fake_cuda.mode import FakeCuda
-    from reinforce_rl.preflight.fake_cuda.network import Network
+    from helpers.fake_cuda.device import replace_device, replace_kernels
+    from helpers.fake_cuda.mode import FakeCuda
+    from helpers.fake_cuda.network import Network
 
     gpu = FakeCuda()
     replace_device(gpu)
@@ -70,15 +75,15 @@ def install() -> Machine:
 def _load_guard() -> None:
     # Import torch with a device guard that accepts fake CUDA tensors.
     if "torch" in sys.modules:
-        sentence = "torch was imported before fake CUDA; install fake CUDA first in the process"
-        raise ConfigError([Fault(sentence, key="preflight.fake_cuda.after_torch")])
+        raise FakeCudaError(
+            "torch was imported before fake CUDA; install fake CUDA first in the process",
+        )
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        sentence = "torch is not installed in this Python environment"
-        raise ConfigError([Fault(sentence, key="preflight.fake_cuda.no_torch")])
+        raise FakeCudaError("torch is not installed in this Python environment")
     try:
         guard = ctypes.CDLL(str(_library(Path(spec.origin).parent)), ctypes.RTLD_GLOBAL)
-    except ConfigError:
+    except FakeCudaError:
         import torch
 
         if not torch.cuda.is_available():
@@ -96,18 +101,33 @@ def _library(torch: Path) -> Path:
     library = cache / f"cuda_guard-{hashlib.sha256(content).hexdigest()[:16]}.so"
     if library.exists():
         return library
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+    names = (os.environ.get("CXX") or "c++", "g++", "clang++")
+    compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
-        sentence = (
-            "fake CUDA needs a C++ compiler on a machine without a GPU, but there is none of $CXX, c++, "
-            "g++ and clang++; install one (Debian: apt-get install g++)"
+        raise FakeCudaError(
+            "fake CUDA needs a C++ compiler on a machine without a GPU, but there is none of $CXX, "
+            "c++, g++ and clang++; install one (Debian: apt-get install g++)"
         )
-        raise ConfigError([Fault(sentence, key="preflight.fake_cuda.no_compiler")])
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         built = Path(folder) / "guard.so"
-        command = [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch / 'include'}", str(SOURCE)]
-        command += ["-o", str(built), f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
+        command = [
+            compiler,
+            "-O0",
+            "-shared",
+            "-fPIC",
+            "-std=c++20",
+            f"-I{torch / 'include'}",
+            str(SOURCE),
+        ]
+        command += [
+            "-o",
+            str(built),
+            f"-L{torch / 'lib'}",
+            "-lc10",
+            "-ltorch_cpu",
+            f"-Wl,-rpath,{torch / 'lib'}",
+        ]
         done = subprocess.run(
             command,
             capture_output=True,
@@ -119,7 +139,8 @@ def _library(torch: Path) -> Path:
         )
         if done.returncode:
             said = done.stderr.strip()[-2000:]
-            sentence = f"{compiler} could not build {SOURCE.name}, which fake CUDA needs:\n{said}"
-            raise ConfigError([Fault(sentence, key="preflight.fake_cuda.not_built")])
+            raise FakeCudaError(
+                f"{compiler} could not build {SOURCE.name}, which fake CUDA needs:\n{said}",
+            )
         built.replace(library)
     return library

@@ -1,6 +1,7 @@
 """What both sides are asked to do.
 
-Notation: P prompts, G samples a prompt, N = P * G sequences, S prompt plus response, T response tokens.
+Notation: P prompts, G samples a prompt, N = P * G sequences, S prompt plus response, T response
+tokens.
 """
 
 from __future__ import annotations
@@ -10,13 +11,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-GENERATION, TRAINING, STEP = "generation", "training", "step"
+GENERATION = "generation"
+TRAINING = "training"
+STEP = "step"
 PHASES = (GENERATION, TRAINING, STEP)
 
-OURS, PLAIN = "reinforce_rl", "transformers"
+OURS = "reinforce_rl"
+PLAIN = "transformers"
 PHASES_OF = {OURS: PHASES, PLAIN: (GENERATION, TRAINING)}
 
-LEARNING_RATE, BETAS, EPSILON, CLIP_GRAD = 1e-6, (0.9, 0.999), 1e-8, 1.0  # of Adam
+# Of Adam.
+LEARNING_RATE = 1e-6
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
+CLIP_GRAD = 1.0
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,16 @@ class Workload:
     def sequences_of(self, vocab_size: int) -> Tensor:
         """int64 [N, S], prompt-major: each prompt with G random responses. What is trained on."""
         generator = torch.Generator().manual_seed(1)
-        responses = torch.randint(4, vocab_size, (self.sequences, self.response_tokens), generator=generator)
-        return torch.cat([self.prompt_ids(vocab_size).repeat_interleave(self.group, dim=0), responses], dim=1)
+        responses = torch.randint(
+            4,
+            vocab_size,
+            (self.sequences, self.response_tokens),
+            generator=generator,
+        )
+        return torch.cat(
+            [self.prompt_ids(vocab_size).repeat_interleave(self.group, dim=0), responses],
+            dim=1,
+        )
 
     def rewards(self) -> Tensor:
         """float32 [N], random."""

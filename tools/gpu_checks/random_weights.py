@@ -1,4 +1,4 @@
-"""The same random weights in both models, drawn on the device tensor by tensor: nothing is read from a disk."""
+"""The same random weights in both models, drawn on the device tensor by tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from reinforce_rl.megatron.weight_map import weight_map
 
 
 def random_weight(name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """float32, the same for a name and a kind of device. The logits have a standard deviation of about 1.
+    """float32, the same for a name and a kind of device.
+
+    The logits have a standard deviation of about 1.
 
     Args:
         name: Hugging Face's.

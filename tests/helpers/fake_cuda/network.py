@@ -1,0 +1,275 @@
+"""Fake `torch.distributed`."""
+
+from __future__ import annotations
+
+from collections import Counter, namedtuple
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from helpers.fake_cuda.device import Idle
+from helpers.fake_cuda.mode import Collective, FakeCuda
+from torch import Tensor
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers "fake"
+
+_Exchange = namedtuple(
+    "_Exchange",
+    "op tensor peer group tag group_peer",
+    defaults=(None, None, 0, None),
+)
+
+
+class Network:
+    """Replacements for functions of `torch.distributed`, with the same names and arguments.
+
+    Calls are checked, recorded and answered at once, for one rank of an imagined job. Its own data
+    stand in for its peers': gathers repeat it, sums keep it. Objects reach ranks whose turn comes
+    later, and all if turns are repeated.
+    """
+
+    def __init__(self, gpu: FakeCuda):
+        self._gpu = gpu
+        self._backends: dict[Any, str] = {}
+        # (group's ranks, number of the call) -> object by rank
+        self.objects: dict[tuple[tuple[int, ...], int], dict[int, Any]] = {}
+        self._object_calls: Counter[tuple[int, ...]] = Counter()
+
+    def begin(self) -> None:
+        self._object_calls.clear()
+
+    def install(self) -> None:
+        """Patch torch; before megatron is imported, which keeps references to some functions."""
+        self._torch_new_group = dist.new_group
+        self._torch_init = dist.init_process_group
+        c10d: Any = dist.distributed_c10d
+        names = [name for name in vars(Network) if name[0] != "_" and hasattr(c10d, name)]
+        functions = {name: getattr(self, name) for name in names}
+        functions["_all_gather_base"] = self.all_gather_into_tensor
+        functions["_reduce_scatter_base"] = self.reduce_scatter_tensor
+        functions["P2POp"] = _Exchange
+        for name, function in functions.items():
+            setattr(dist, name, function)
+            setattr(c10d, name, function)
+
+    def init_process_group(
+        self,
+        backend: str | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        **_: Any,
+    ) -> None:
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        self._torch_init("fake", rank=rank, world_size=world_size, store=store)
+        self._backends = {dist.group.WORLD: backend or "cpu:gloo,cuda:nccl"}
+
+    def new_group(
+        self,
+        ranks: Any = None,
+        timeout: Any = None,
+        backend: str | None = None,
+        **_: Any,
+    ) -> Any:
+        group = self._torch_new_group(ranks, backend="fake")
+        self._backends[group] = backend or self._backends[dist.group.WORLD]
+        return group
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        return self._note("all_reduce", tensor.nbytes, group, [tensor], async_op)
+
+    def broadcast(
+        self,
+        tensor: Tensor,
+        src: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+        **_: Any,
+    ) -> Any:
+        return self._note("broadcast", tensor.nbytes, group, [tensor], async_op)
+
+    def all_gather(
+        self,
+        tensor_list: list[Tensor],
+        tensor: Tensor,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        for out in tensor_list:
+            out.copy_(tensor)
+        return self._note(
+            "all_gather",
+            len(tensor_list) * tensor.nbytes,
+            group,
+            [tensor, *tensor_list],
+            async_op,
+        )
+
+    def all_gather_into_tensor(
+        self,
+        output_tensor: Any,
+        input_tensor: Any,
+        group: Any = None,
+        **options: Any,
+    ) -> Any:
+        ranks = dist.get_world_size(group)
+        assert output_tensor.numel() == ranks * input_tensor.numel(), "sizes of an all-gather"
+        return self._note(
+            "all_gather",
+            output_tensor.nbytes,
+            group,
+            [output_tensor, input_tensor],
+            **options,
+        )
+
+    def reduce_scatter_tensor(
+        self,
+        output: Any,
+        input: Any,
+        op: Any = None,
+        group: Any = None,
+        **options: Any,
+    ) -> Any:
+        ranks = dist.get_world_size(group)
+        assert input.numel() == ranks * output.numel(), "sizes of a reduce-scatter"
+        return self._note("reduce_scatter", input.nbytes, group, [output, input], **options)
+
+    def send(
+        self,
+        tensor: Tensor,
+        dst: Any = None,
+        group: Any = None,
+        tag: int = 0,
+        group_dst: Any = None,
+    ) -> Any:
+        return self._exchange("send", tensor, group, dst, group_dst)
+
+    def recv(
+        self,
+        tensor: Tensor,
+        src: Any = None,
+        group: Any = None,
+        tag: int = 0,
+        group_src: Any = None,
+    ) -> Any:
+        return self._exchange("recv", tensor, group, src, group_src)
+
+    isend = send
+    irecv = recv
+
+    def batch_isend_irecv(self, p2p_op_list: list[Any]) -> list[Any]:
+        return [exchange.op(*exchange[1:]) for exchange in p2p_op_list]
+
+    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
+        object_list[:] = self._exchanged("all_gather", group, obj)
+
+    def gather_object(
+        self,
+        obj: Any,
+        object_gather_list: Any = None,
+        dst: Any = None,
+        group: Any = None,
+        **_: Any,
+    ) -> None:
+        objects = self._exchanged("gather", group, obj)
+        if object_gather_list is not None:
+            object_gather_list[:] = objects
+
+    def broadcast_object_list(
+        self,
+        object_list: list[Any],
+        src: Any = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: Any = None,
+    ) -> None:
+        lists = self._exchanged("broadcast", group, list(object_list), device)
+        object_list[:] = lists[_ranks(group).index(src) if group_src is None else group_src]
+
+    def scatter_object_list(
+        self,
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: Any = None,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        group = options.get("group")
+        if scatter_object_input_list is not None:
+            scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank(group)]
+        self._note_objects("scatter", group)
+
+    def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        self._note_objects("barrier", group)
+        return Idle() if async_op else None
+
+    def _backend(self, group: Any) -> str:
+        return self._backends[dist.group.WORLD if group is None else group]
+
+    def _on_gpu(self, group: Any, tensors: list[Tensor], call: str) -> bool:
+        backend = self._backend(group)
+        kinds = {tensor.device.type for tensor in tensors}
+        if len(kinds) > 1:
+            raise RuntimeError(f"{call}: tensors on {' and '.join(sorted(kinds))}")
+        kind = kinds.pop()
+        if {"cpu": "gloo", "cuda": "nccl"}[kind] not in backend:
+            raise RuntimeError(
+                f"{call}: No backend type associated with device type {kind} (group of {backend})",
+            )
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                shape = tuple(tensor.shape)
+                raise RuntimeError(
+                    f"{call}: a tensor of {shape} is not contiguous: {tensor.stride()}",
+                )
+        return kind == "cuda"
+
+    def _note(
+        self,
+        kind: str,
+        nbytes: int,
+        group: Any,
+        tensors: list[Tensor],
+        async_op: bool = False,
+    ) -> Any:
+        on_gpu = self._on_gpu(group, tensors, kind)
+        ranks = _ranks(group)
+        if len(ranks) > 1:
+            self._gpu.ledger.collectives.append(Collective(kind, ranks, nbytes, on_gpu))
+        return Idle() if async_op else None
+
+    def _exchanged(self, kind: str, group: Any, value: Any, device: Any = None) -> list[Any]:
+        # Return each rank's object; this rank's own for ranks that had no turn yet.
+        ranks = _ranks(group)
+        given = self.objects.setdefault((ranks, self._object_calls[ranks]), {})
+        self._object_calls[ranks] += 1
+        given[dist.get_rank()] = value
+        self._note_objects(kind, group, device)
+        return [given.get(rank, value) for rank in ranks]
+
+    def _note_objects(self, kind: str, group: Any, device: Any = None) -> None:
+        # NCCL carries objects as CUDA tensors, and the host waits for their sizes; gloo does not.
+        ranks = _ranks(group)
+        if len(ranks) == 1:
+            return
+        on_gpu = "gloo" not in self._backend(group)
+        if device is not None:
+            on_gpu = torch.device(device).type == "cuda"
+        if on_gpu:
+            self._gpu.sync(f"{kind} of objects")
+        self._gpu.ledger.collectives.append(Collective(f"{kind}_object", ranks, 0, on_gpu))
+
+    def _exchange(self, kind: str, tensor: Tensor, group: Any, peer: Any, group_peer: Any) -> Idle:
+        on_gpu = self._on_gpu(group, [tensor], kind)
+        if peer is None and group_peer is not None:
+            peer = _ranks(group)[group_peer]
+        ranks = (dist.get_rank(), -1 if peer is None else int(peer))
+        self._gpu.ledger.collectives.append(Collective(kind, ranks, tensor.nbytes, on_gpu))
+        return Idle()
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
