@@ -26,7 +26,7 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.base import Section
 from reinforce_rl.config.compose import compose as composed
 from reinforce_rl.config.describe import PROGRAMS, keys_of
-from reinforce_rl.config.load import load_config, read
+from reinforce_rl.config.load import load_config, read, read_config
 from reinforce_rl.errors import ConfigError, key_of
 
 ROOT = Path(__file__).parents[2]
@@ -1188,3 +1188,18 @@ def test_several_updates_are_passes_or_smaller_batches():
     assert cfg.trainer.reinforce.takes_several_updates(2)
     cfg.trainer.reinforce.reinforce_epochs = 2
     assert cfg.takes_several_updates
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], 0),
+        (["placement=disaggregated"], 1),
+        (["placement=disaggregated", "max_staleness=0"], 0),
+        (["placement=disaggregated", "max_staleness=3"], 3),
+    ],
+)
+def test_how_old_rollouts_may_be(overrides: list[str], expected: int) -> None:
+    cfg, _ = read_config(compose(*overrides))
+    assert cfg.staleness == expected
+    assert cfg.is_off_policy is (expected > 0)

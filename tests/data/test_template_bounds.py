@@ -42,6 +42,7 @@ COSTLY = {
     "a power": "{{ 10**(10**10) }}",
     "a product of integers": DOUBLED.replace("A", "3").replace("NEXT", "ns.a * ns.a"),
     "a wide percent field": "{{ '%99999999999d' % 1 }}",
+    "a percent field of thousands of digits": "{{ ('%' ~ '9' * 5000 ~ 'd') % 1 }}",
     "a wide percent field of a filter": "{{ '%99999999999d'|format(1) }}",
     "a percent field of a given width": "{{ '%*d' % (99999999999, 1) }}",
     "a wide field": "{{ '{:99999999999}'.format(1) }}",
@@ -173,6 +174,7 @@ def test_a_costly_template_is_refused_within_seconds(kind):
     [
         "indented JSON of many values",
         "JSON with long separators",
+        "many wide fields",
         "many fields of one value",
         "many fields of control characters",
         "many percent fields of one value",

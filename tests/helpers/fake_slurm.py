@@ -67,11 +67,14 @@ if what in ("finishes", "finishes later"):
 elif what == "fails" and os.environ["RANK"] == "1":
     print("an error of rank 1", flush=True)
     sys.exit(5)
-elif what == "stops alone" and os.environ["RANK"] == "1":
+elif what.startswith("stops alone") and os.environ["RANK"] == "1":
     sys.exit(75)
 elif what == "stops alone":
     # In the rendezvous: nothing is saved.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+    time.sleep(60)
+elif what == "stops alone, others start":
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(60)
 elif what == "diverges":
     save(7, "failed")

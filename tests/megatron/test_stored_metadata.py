@@ -282,6 +282,11 @@ def linked_model(model: Path) -> None:
     model.symlink_to(model.parents[1] / "here" / "model")
 
 
+def name_a_function_of_torch(model: Path) -> None:
+    """Pickle itself names the module that defines a function, and torch shows some under its own name, too."""
+    (model / METADATA_FILE).write_bytes(b"ctorch\nload\n(tR.")
+
+
 def another_object(model: Path) -> None:
     write(model, {"state_dict_metadata": {}})
 
@@ -316,6 +321,7 @@ SPOILT: list[tuple[Callable[[Path], None], str, object]] = [
     (a_list_as_shape, "checkpoint.description.tensor_no_type", "embedding.word_embeddings.weight"),
     (linked_model, "folder.link.leads_out", "here/model"),
     (another_object, "checkpoint.description.another_object", METADATA_FILE),
+    (name_a_function_of_torch, "checkpoint.description.other_class", "torch.load"),
 ]
 
 

@@ -78,6 +78,27 @@ def test_a_rewritten_file_of_the_same_size_is_noticed(tmp_path):
     assert run.lines[-1]["time"] == 207.5 and len(run.lines) == 2
 
 
+def test_reading_stops_at_its_deadline_and_goes_on_later(tmp_path):
+    line = '{"step": %d, "train/rewards": 1.0}\n'
+    count = 3 * metrics_file._CHUNK // len(line % 10_000)
+    (tmp_path / "metrics.jsonl").write_text("".join(line % i for i in range(count)))
+    run = RunFolder(tmp_path)
+    assert not run.refresh(-1.0)
+    first = len(run.lines)
+    assert 0 < first < count
+    assert not run.refresh(-1.0)
+    assert first < len(run.lines) < count
+    assert run.refresh()
+    assert len(run.lines) == count
+
+
+def test_too_many_names_are_refused_with_the_lines_that_have_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_file, "_MAX_NAMES", 3)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1, "b": 1, "c": 1, "d": 1}\n')
+    with raises_error("metrics.names.too_many", tmp_path / "metrics.jsonl", 4, 3):
+        RunFolder(tmp_path).refresh(-1.0)
+
+
 def test_damage_is_named(tmp_path):
     with raises_error("run.folder.missing", tmp_path / "absent"):
         RunFolder(tmp_path / "absent")

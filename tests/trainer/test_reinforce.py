@@ -85,7 +85,8 @@ class TestAStep:
         overrides = "model.reinforce.sampling_params.temperature=1.4", "model.reinforce.length_params.min_length=0"
         with tiny_trainer(tiny_config(tmp_path, *overrides), mesh) as trainer:
             prompts = [Prompt(i, "", (4,) * (i + 1)) for i in range(4)]
-            completions = trainer.model.infer(prompts, 4, seed=step_seed(trainer.model.settings.seed, 3))
+            seed = step_seed(trainer.model.settings.seed, 3)
+            completions = trainer.model.infer(prompts, 4, seed=seed)
             batch = trainer.rollouts.sample(prompts, 4, step=3).batch
             found = trainer.model.get_inference_log_probs(
                 batch.sequences, batch.prompt_lengths, batch.response_lengths

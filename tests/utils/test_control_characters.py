@@ -81,6 +81,20 @@ def test_a_carriage_return_hides_nothing_of_its_line():
     assert stream.getvalue() == "run: \\x0dgood\n"
 
 
+def test_a_carriage_return_before_several_lines_is_no_progress_bar():
+    stream = io.StringIO()
+    shown(stream).write("\rgood\nbad")
+    assert stream.getvalue() == "\\x0dgood\nbad"
+
+
+def test_a_line_that_others_began_may_not_be_drawn_again():
+    stream = io.StringIO()
+    wrapped = shown(stream)
+    wrapped.write("a line\nbad")
+    wrapped.write("\rgood")
+    assert stream.getvalue() == "a line\nbad\\x0dgood"
+
+
 def test_tables_show_and_keep_their_width():
     stream = io.StringIO()
     table = Table(title=f"t{HOSTILE[:4]}")

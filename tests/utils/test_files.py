@@ -192,6 +192,22 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert [p.name for p in tmp_path.iterdir()] == ["file"] and path.read_text() == "old"
 
 
+def test_what_could_not_be_appended_whole_is_taken_away(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"one\n")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", fail)
+        with pytest.raises(OSError, match=r"metrics\.jsonl"):
+            append(path, b"two\n")
+    assert path.read_bytes() == b"one\n"
+    append(path, b"three\n")
+    assert path.read_bytes() == b"one\nthree\n"
+
+
 def test_nothing_is_appended_through_a_link(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "outside")
     with pytest.raises(OSError, match=r"metrics\.jsonl"):

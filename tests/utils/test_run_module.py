@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,16 @@ def test_files_of_the_current_folder_shadow_nothing(safe_path, tmp_path):
     done = run(tmp_path, RUN_MODULE, PYTHONSAFEPATH=safe_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, '["__main__", "a", "b"]\n', "")
     assert "of the current folder" in run(tmp_path, "-m", PYTHONSAFEPATH="").stderr, "so that the test can fail"
+
+
+def test_files_beside_the_program_shadow_nothing(tmp_path):
+    """Python puts that folder first on the path; it has a file `statistics.py`."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "program.py").write_text("import statistics\nprint(statistics.__file__)\n")
+    assert Path(RUN_MODULE).with_name("statistics.py").is_file()
+    done = run(tmp_path, RUN_MODULE, PYTHONSAFEPATH="")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == statistics.__file__
 
 
 def write_traps(folder: Path) -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -177,6 +178,8 @@ def test_welch_by_hand():
     assert found.standard_error == pytest.approx(math.sqrt(v + w))
     assert found.degrees == pytest.approx((v + w) ** 2 / (v**2 / 2 + w**2 / 1))
     assert "+2.000 ± 2.082 over 3 and 2 seeds (p = " in found.sentence() and " in all; 1 left" in found.sentence()
+    pairs = replace(found, unpaired=0)
+    assert found.needed == pytest.approx(pairs.needed * (3 + 2) / 3)
     alike = unpaired([1.0, 1.0], [2.0, 2.0])
     assert alike.standard_error == 0 and "no spread" in alike.sentence()
     assert unpaired([NAN], [1.0]).sentence() == "no seed was scored on both sides"

@@ -187,9 +187,13 @@ def test_an_actor_that_hangs_is_killed_in_time_for_a_requeue(started: type[Job])
     assert due - 2 < time.time() < due + 25, lines
 
 
-def test_tasks_that_wait_for_one_that_was_stopped_alone_are_stopped_too(started: type[Job]) -> None:
-    """Slurm may end one node's tasks of an attempt that has just begun, for the attempt that the node missed."""
-    job = started(FAKE_ACTOR="stops alone")
+@pytest.mark.parametrize("others", ["stops alone", "stops alone, others start"])
+def test_tasks_that_wait_for_one_that_was_stopped_alone_are_stopped_too(started: type[Job], others: str) -> None:
+    """Slurm may end one node's tasks of an attempt that has just begun, for the attempt that the node missed.
+
+    The others wait for it, or are programs that still start and die of the signal.
+    """
+    job = started(FAKE_ACTOR=others)
     code, lines = job.finish()
     assert code == 75, lines
     (line,) = [line for line in lines if "the others have not" in line]
