@@ -24,8 +24,8 @@ DECIDED_BY = {
     "max_staleness": {SCHEMA},
     "staleness": {SCHEMA, "trainer/rollouts.py"},
     "_staleness": set(),
-    # `takes_several_updates`. A prediction repeats it.
-    "reinforce_epochs": {SCHEMA, "preflight/step.py"},
+    # `takes_several_updates`
+    "reinforce_epochs": {SCHEMA},
 }
 BETA_IS_READ_IN = {SCHEMA, "trainer/state.py"}
 
@@ -110,8 +110,8 @@ def test_one_file_reads_the_variables_of_a_launcher() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and node.value in names:
                 places.add(str(path.relative_to(PACKAGE)))
-    # The first removes them for an engine, the others pretend to be a rank.
-    others = {"generation/engine/process.py", "preflight/fake_cuda/machine.py", "preflight/run.py"}
+    # The first removes them for an engine, the second pretends to be a rank.
+    others = {"generation/engine/process.py", "preflight/run.py"}
     assert places - others == {"utils/job_rank.py"}
 
 

@@ -512,19 +512,6 @@ class ReinforceTrainer:
         rollouts = more.get(ROLLOUTS_FILE, b"")
         self.rollouts.load_state(self.step, rollouts, state["data"].get("under_way", ()))
 
-    # debugging/replay.py reads and replaces these until it uses `rollouts` and `policy_log_probs`.
-    @property
-    def _rollouts(self) -> RolloutMaker:
-        return self.rollouts
-
-    @_rollouts.setter
-    def _rollouts(self, maker: RolloutMaker) -> None:
-        self.rollouts = maker
-
-    @property
-    def _log_probs(self) -> Tensor | None:
-        return self.policy_log_probs
-
 
 def _check_state(state: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the state is another program's or of another version."""
