@@ -85,7 +85,7 @@ def phase(mesh: Mesh, share: list[list[Prompt]], generate: Generate, *, queue: b
     work = WorkQueue(mesh, share, shared=queue)
     parts = [generate(list(prompts)) for prompts in work]
     work.close()
-    mesh.check_together(None)
+    mesh.raise_if_any(None)
     assert len(work.to_owners(parts)) == len(share)
     return mesh.gather_over_dp((time.perf_counter() - started, len(parts)))
 

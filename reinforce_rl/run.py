@@ -18,7 +18,7 @@ from reinforce_rl.errors import ReinforceError
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
 from reinforce_rl.megatron.lora import check_lora_identity
-from reinforce_rl.megatron.mesh import Mesh, before_the_watch
+from reinforce_rl.megatron.mesh import Mesh, rendezvous_errors
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.monitoring.alerts import AlertRules
 from reinforce_rl.monitoring.backends import start_loggers
@@ -77,7 +77,7 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
         is_separate = cfg.generators == "separate"
         if cfg.placement == "disaggregated" and not is_separate:
             place = JobRank.of_process()
-            with before_the_watch(place.rank, place.size):
+            with rendezvous_errors(place.rank, place.size):
                 role = RankRole.of_job(
                     cfg.training_ranks, cfg.generation_tensor_parallel_size, cfg.torch_timeout_seconds
                 )

@@ -19,9 +19,9 @@ from reinforce_rl.launch.slurm.rendezvous import health_fault
 from reinforce_rl.launch.slurm.settings import override_of, with_missing
 from reinforce_rl.launch.slurm.task import StopSignal
 from reinforce_rl.rewards.wire import DEFAULT_NAME
-from reinforce_rl.utils.guard import Guard
 from reinforce_rl.utils.net import LOOPBACK, Address, check_port, checked_host, free_port
 from reinforce_rl.utils.process import STOP_SIGNALS, Child, active_stop_signals
+from reinforce_rl.utils.process_reaper import ProcessReaper
 
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 10.0
@@ -96,7 +96,7 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
     """Run both and return the exit code: the actor's, or 1 if the server failed first. Call on the main thread.
 
     SIGINT, SIGTERM and SIGUSR1 go to the actor, which saves and ends; then the server is stopped. If this process is
-    killed, a guard ends both.
+    killed, a reaper ends both.
     """
     handled = {number: signal.getsignal(number) for number in (signal.SIGINT, *active_stop_signals())}
     stop = StopSignal(tuple(handled))
@@ -105,19 +105,19 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
         check_port(plan.address.host, plan.address.port)
         plan.server_log.parent.mkdir(parents=True, exist_ok=True)
         with (
-            contextlib.closing(Guard(grace_seconds=min(plan.grace_seconds, 10.0))) as guard,
+            contextlib.closing(ProcessReaper(grace_seconds=min(plan.grace_seconds, 10.0))) as reaper,
             plan.server_log.open("wb") as log,
             contextlib.ExitStack() as children,
         ):
-            server = _start(plan.server, guard, log)
+            server = _start(plan.server, reaper, log)
             children.callback(server.stop, plan.grace_seconds)
             say(f"reward server: process {server.pid}, log {plan.server_log}")
             _wait_until_ready(plan, server, stop, say)
             if stop.number is not None:
                 return EXIT_STOPPED if stop.number in STOP_SIGNALS else 128 + stop.number
-            actor = _start(plan.actor, guard, None)
+            actor = _start(plan.actor, reaper, None)
             children.callback(actor.stop, plan.grace_seconds)
-            return _wait_for_actor(plan, server, actor, guard, stop, say)
+            return _wait_for_actor(plan, server, actor, reaper, stop, say)
     except (ReinforceError, OSError) as error:
         text = error.with_keys() if isinstance(error, ReinforceError) else str(error)
         say(f"error: {text}")
@@ -127,10 +127,10 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
             signal.signal(number, handler)
 
 
-def _start(command: Sequence[str], guard: Guard, log: BinaryIO | None) -> Child:
+def _start(command: Sequence[str], reaper: ProcessReaper, log: BinaryIO | None) -> Child:
     output = None if log is None else subprocess.STDOUT
     child = Child(command, stdout=log, stderr=output, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    guard.watch_process(child.pid, whole_session=True)
+    reaper.watch_process(child.pid, whole_session=True)
     return child
 
 
@@ -159,11 +159,11 @@ def _wait_until_ready(plan: LaunchPlan, server: Child, stop: StopSignal, say: Ca
 
 
 def _wait_for_actor(
-    plan: LaunchPlan, server: Child, actor: Child, guard: Guard, stop: StopSignal, say: Callable[[str], None]
+    plan: LaunchPlan, server: Child, actor: Child, reaper: ProcessReaper, stop: StopSignal, say: Callable[[str], None]
 ) -> int:
     deadline: float | None = None  # after a signal
     while (code := actor.exit_code) is None:
-        guard.check()
+        reaper.check()
         if stop.number is not None and deadline is None:
             deadline = time.monotonic() + plan.grace_seconds
             actor.send_signal(stop.number)

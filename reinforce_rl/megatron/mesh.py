@@ -179,7 +179,7 @@ class Mesh:
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return bool(votes.item())
 
-    def check_together(self, error: Exception | None) -> None:
+    def raise_if_any(self, error: Exception | None) -> None:
         """Raise on every rank if one failed: its own error there, elsewhere one of that kind naming the first."""
         own_failure = None
         if error is not None:
@@ -209,7 +209,7 @@ class Mesh:
             if failure_of is not None:
                 failure = failure_of(error)
                 failure.__cause__ = error
-        self.check_together(failure)
+        self.raise_if_any(failure)
 
     def reset_count(self, name: str) -> None:
         """Reset a counter; call on one rank, while none counts."""
@@ -260,7 +260,7 @@ def parallel_mesh(
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
     with contextlib.ExitStack() as stack:
-        with before_the_watch(rank, world_size):
+        with rendezvous_errors(rank, world_size):
             if not dist.is_initialized():
                 store = None if world is None else world.store
                 if store is None:
@@ -327,7 +327,7 @@ def job_store(world_size: int) -> Any:
 
 
 @contextlib.contextmanager
-def before_the_watch(rank: int, world_size: int) -> Iterator[None]:
+def rendezvous_errors(rank: int, world_size: int) -> Iterator[None]:
     """Convert torch's connection errors, before the watchdog runs, to a LostRankError with this rank and host."""
     try:
         yield

@@ -35,8 +35,8 @@ from reinforce_rl.rewards import base, transport, wire
 from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress
 from reinforce_rl.rewards.wire import ServerInfo
 from reinforce_rl.utils.files import write_atomically
-from reinforce_rl.utils.guard import Guard, name_stopped
 from reinforce_rl.utils.net import Address, is_loopback, open_port
+from reinforce_rl.utils.process_reaper import ProcessReaper, name_stopped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,42 +120,42 @@ class RewardServer:
         """
         listener = open_port(self._inference.host, self._inference.port)
         with self._signals_raise(), listener:
-            guard = Guard()
+            reaper = ProcessReaper()
             try:
-                self._serve(guard, listener)
+                self._serve(reaper, listener)
             except _StopRequested:
                 logger.info("event=stopped signal=%s", self._stop_signal)
             finally:
                 self._stopping = True
-                guard.close()
+                reaper.close()
 
-    def _serve(self, guard: Guard, listener: socket.socket) -> None:
+    def _serve(self, reaper: ProcessReaper, listener: socket.socket) -> None:
         home = make_home(self.info.name)
         for path in filter(None, (home, self._ready_file)):
-            guard.remove(path)
-        guard.watch_process(os.getpid())
+            reaper.remove(path)
+        reaper.watch_process(os.getpid())
         # PyTriton names its shared-memory segments by process id.
-        guard.remove_shared_memory(f"pytrtion{os.getpid()}-")
+        reaper.remove_shared_memory(f"pytrtion{os.getpid()}-")
         self._requests.progress = Progress(home / "progress", create=True)
         self._settings.backend = str(home / TRITON_SOCKET)
         front = FrontProcess(listener, self._settings, home / "progress")
         try:
-            guard.watch_process(front.pid)
-            self._serve_behind(front, guard, PrivateTriton(home, self.info, self._requests, self._inference))
+            reaper.watch_process(front.pid)
+            self._serve_behind(front, reaper, PrivateTriton(home, self.info, self._requests, self._inference))
         finally:
             self._stopping = True
             front.close()
 
-    def _serve_behind(self, front: FrontProcess, guard: Guard, triton: PrivateTriton) -> None:
+    def _serve_behind(self, front: FrontProcess, reaper: ProcessReaper, triton: PrivateTriton) -> None:
         in_order = False
         try:
             watched = triton.run()
-            guard.watch_process(watched[0].pid)
+            reaper.watch_process(watched[0].pid)
             self._warm_up(triton)
             front.wait_until_up()
             front.set_state(READY)
             self._announce()
-            self._watch(triton, watched, front, guard)
+            self._watch(triton, watched, front, reaper)
         except _StopRequested:
             try:
                 self._check()
@@ -168,7 +168,7 @@ class RewardServer:
             raise
         finally:
             self._stopping = True
-            guard.expect(self._inference.stop_timeout_seconds + STOP_SECONDS, "it was stopping")
+            reaper.expect(self._inference.stop_timeout_seconds + STOP_SECONDS, "it was stopping")
             # After a failure no call in flight can succeed; clients retry at the next server.
             timeout = self._inference.stop_timeout_seconds if in_order else 0.0
             logger.info("event=stopping timeout_seconds=%g", timeout)
@@ -212,7 +212,7 @@ class RewardServer:
         print(f"ready at {local.url}{everywhere}", flush=True)
 
     def _watch(
-        self, triton: PrivateTriton, processes: list[psutil.Process], front: FrontProcess, guard: Guard
+        self, triton: PrivateTriton, processes: list[psutil.Process], front: FrontProcess, reaper: ProcessReaper
     ) -> None:
         stuck_seconds = self._inference.stuck_seconds
         patience = stuck_seconds + STUCK_GRACE_SECONDS
@@ -221,10 +221,10 @@ class RewardServer:
         again = "Clients wait and retry, so start the server again"
         next_sign, next_summary, last_requests = 0.0, time.monotonic() + SUMMARY_SECONDS, 0
         while True:
-            if time.monotonic() >= next_sign:  # not more often, since a hung guard does not read them
-                guard.expect(patience, setting)
+            if time.monotonic() >= next_sign:  # not more often, since a hung reaper does not read them
+                reaper.expect(patience, setting)
                 next_sign = time.monotonic() + stuck_seconds / 10
-            guard.check(stuck_seconds)
+            reaper.check(stuck_seconds)
             if self._stop_signal is not None:  # a library swallowed the exception during the start
                 raise _StopRequested
             time.sleep(WATCH_SECONDS)

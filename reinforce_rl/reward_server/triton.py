@@ -148,7 +148,7 @@ class PrivateTriton:
             ) from error
 
     def stop(self, in_order: bool) -> None:
-        """End tritonserver, at once unless `in_order`; the server's guard removes what is left."""
+        """End tritonserver, at once unless `in_order`; the server's reaper removes what is left."""
         servers = _tritonservers()
         stopper = threading.Thread(target=self._stop, daemon=True, name="stop-triton")
         stopper.start()
@@ -161,7 +161,7 @@ class PrivateTriton:
     def _stop(self) -> None:
         try:
             self._triton.stop()
-        except Exception:  # it is ending either way, and the guard cleans up
+        except Exception:  # it is ending either way, and the reaper cleans up
             logger.exception("event=stop_failed")
 
     def _wait_until_ready(self) -> None:

@@ -383,7 +383,7 @@ class RunControl:
 
         With a `role` these are all ranks of the job, not of the mesh alone.
         """
-        from reinforce_rl.megatron.mesh import before_the_watch  # imports torch and megatron
+        from reinforce_rl.megatron.mesh import rendezvous_errors  # imports torch and megatron
 
         rank, size = (mesh.rank, mesh.world_size) if role is None else (role.rank, role.size)
         if size == 1:
@@ -391,7 +391,7 @@ class RunControl:
             return
         watchdog = self._watchdog = Watchdog(self, rank, size, **limits)
         try:
-            with before_the_watch(rank, size):
+            with rendezvous_errors(rank, size):
                 host = JobRank.of_process().host_of_first
                 invitation = watchdog.open(host) if rank == 0 else None
                 if role is None:

@@ -242,7 +242,7 @@ class RolloutMaker:
                         futures.append((future, len(part.lengths)))
         except GenerationError as error:
             failure = error
-        mesh.check_together(failure)
+        mesh.raise_if_any(failure)
         self.stop.check(mesh)
         completions = join_completions(work.to_owners(parts), self.model.pad_id)
         return PendingRollouts(self._unscored(prompts, completions), tuple(futures), work)
@@ -331,7 +331,7 @@ class RolloutMaker:
         """Return what generators made, as if it had been made here."""
         mesh = self.model.mesh
         failures = (result.failure for result in results if result.completions is None)
-        mesh.check_together(next(failures, None))
+        mesh.raise_if_any(next(failures, None))
         parts = [result.completions for result in results if result.completions is not None]
         futures = ()
         if mesh.is_model_parallel_rank_0:

@@ -157,7 +157,7 @@ def test_waits_of_any_length_are_not_on_the_gpu(machine):
         with machine.rank(rank, 4) as ledger, Layout(tp=2).mesh() as mesh:
             mesh.from_model_parallel_rank_0([1])
             mesh.gather_on_model_parallel_rank_0(rank)
-            mesh.check_together(None)
+            mesh.raise_if_any(None)
             mesh.any_rank(False)
             mesh.barrier()
             mesh.gather_over_dp(rank)

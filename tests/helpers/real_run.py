@@ -204,7 +204,7 @@ def launch_local(world: World, run_dir: Path, *actor_overrides: str, seconds: fl
             time.sleep(0.5)
     finally:
         if process.poll() is None:
-            process.kill()  # its guard ends the rest
+            process.kill()  # its reaper ends the rest
             process.wait()
         launched.left_in_tmp = sorted(path.name for path in temporary.iterdir())
         shutil.rmtree(temporary, ignore_errors=True)

@@ -60,7 +60,7 @@ class ToyServer:
                 stderr=log,
                 env=environment,
                 start_new_session=True,
-                # A test run that is killed closes nothing; the server's guard ends what is below.
+                # A test run that is killed closes nothing; the server's reaper ends what is below.
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
         deadline = time.monotonic() + self.start_seconds

@@ -95,7 +95,7 @@ def start(tmp_path):
     yield start_one
     for launched in started:
         if launched.process.poll() is None:
-            launched.process.kill()  # its guard ends the rest
+            launched.process.kill()  # its reaper ends the rest
         launched.process.communicate(timeout=30)
 
 

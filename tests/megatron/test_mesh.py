@@ -33,9 +33,9 @@ def test_one_rank_without_a_launcher():
             assert mesh.sum_over_dp(values) is not values
             assert mesh.from_model_parallel_rank_0([1]) == [1]
             assert (mesh.any_rank(True), mesh.any_rank(False)) == (True, False)
-            mesh.check_together(None)
+            mesh.raise_if_any(None)
             with pytest.raises(CheckpointError, match=r"^gone$"):
-                mesh.check_together(CheckpointError("gone"))
+                mesh.raise_if_any(CheckpointError("gone"))
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -321,7 +321,7 @@ def test_a_dead_front_door_ends_the_server_and_leaves_nothing(server):
 
 @pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_killed_server_takes_its_front_door_along(server, hangs):
-    """Only the server's own process is killed; its guard and the end of a pipe do the rest.
+    """Only the server's own process is killed; its reaper and the end of a pipe do the rest.
 
     A stopped front door reads no pipe and ignores no signal.
     """
@@ -356,7 +356,7 @@ VICTIMS: dict[str, Callable[[ToyServer], psutil.Process]] = {
     "shared memory of the description": manager_of("reward_server_info_0_0"),
     "main": lambda server: psutil.Process(server.server_pid),
 }
-find_guard = with_argument("reinforce_rl.utils.guard")
+find_reaper = with_argument("reinforce_rl.utils.process_reaper")
 
 
 def check_that_it_ends_by_name(folder, which: str, stuck_seconds: float, seconds: float) -> None:
@@ -394,17 +394,17 @@ def test_every_stopped_process_ends_the_server_by_name(tmp_path, which):
 
 @pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.slow), "suspend"])
 @pytest.mark.slow
-def test_a_lost_guard_is_replaced_and_the_next_one_cleans_up(tmp_path, how):
+def test_a_lost_reaper_is_replaced_and_the_next_one_cleans_up(tmp_path, how):
     server = ToyServer(tmp_path, "inference.stuck_seconds=3.0").start()
     try:
-        first = find_guard(server)
+        first = find_reaper(server)
         getattr(first, how)()
-        assert wait_for(lambda: f"event=guard_replaced process={first.pid}" in server.log.read_text(), 15)
+        assert wait_for(lambda: f"event=reaper_replaced process={first.pid}" in server.log.read_text(), 15)
 
         def is_replaced() -> bool:
             server.descendants = psutil.Process(server.server_pid).children(recursive=True)
             with contextlib.suppress(StopIteration):  # it has not called exec yet
-                return find_guard(server).pid != first.pid
+                return find_reaper(server).pid != first.pid
             return False
 
         assert wait_for(is_replaced)

@@ -105,7 +105,7 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
             dp_size=1,
             world_size=1,
             any_rank=bool,
-            check_together=lambda failure: None,
+            raise_if_any=lambda failure: None,
             raise_on_all_ranks=contextlib.nullcontext,
         ),
         generator=SimpleNamespace(awake=contextlib.nullcontext),

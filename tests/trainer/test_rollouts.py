@@ -50,7 +50,7 @@ class OneRank:
     def from_model_parallel_rank_0(self, value: Any) -> Any:
         return value
 
-    def check_together(self, failure: Exception | None) -> None:
+    def raise_if_any(self, failure: Exception | None) -> None:
         if failure is not None:
             raise failure
 

@@ -72,7 +72,7 @@ class ThreadMesh:
     def from_main(self, value: Any) -> Any:
         return self.gather_over_dp(value)[0]
 
-    def check_together(self, error: Exception | None) -> None:
+    def raise_if_any(self, error: Exception | None) -> None:
         for failure in self.gather_over_dp(error):
             if failure is not None:
                 raise error or type(failure)("another rank failed")

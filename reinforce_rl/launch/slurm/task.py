@@ -1,6 +1,7 @@
 """The wrapper of one task: starts its program as a rank, records how it ended, and ends what it leaves behind.
 
-A launcher that is killed leaves its ranks, and a server's guard outlives it for a moment; not every Slurm has cgroups.
+A launcher that is killed leaves its ranks, and a server's reaper outlives it for a moment; not every Slurm has
+cgroups.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ SECONDS = 61.0
 
 def raised(mesh: Mesh, error: Exception | None) -> Exception | None:
     try:
-        mesh.check_together(error)
+        mesh.raise_if_any(error)
     except Exception as caught:
         return caught
     return None

@@ -39,7 +39,7 @@ def main() -> None:
         ranks = mesh.sum_over_dp(torch.tensor([float(mesh.rank)])).tolist()
         assert ranks == ([1.0] if tp_size == 1 else [float(mesh.rank)])
         try:
-            mesh.check_together(GenerationError("gone") if mesh.rank == 1 else None)
+            mesh.raise_if_any(GenerationError("gone") if mesh.rank == 1 else None)
         except GenerationError as error:
             assert "gone" in str(error)
         else:

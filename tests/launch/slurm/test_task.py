@@ -130,14 +130,14 @@ def test_a_program_does_not_outlive_its_wrapper(tmp_path: Path) -> None:
 
 
 def test_what_a_program_leaves_is_ended(tmp_path: Path) -> None:
-    # One that would run on, and one that has work left for a moment, as a guard has.
+    # One that would run on, and one that has work left for a moment, as a reaper has.
     program = """
 import os, subprocess, sys
-guard = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(1); open(WORK, 'w')"
+reaper = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(1); open(WORK, 'w')"
 rank = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 children = [
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
-    for code in (guard, rank)
+    for code in (reaper, rank)
 ]
 print(*(int(child.stdout.readline()) for child in children), flush=True)
 os.kill(os.getpid(), 9)

@@ -20,17 +20,17 @@ from reinforce_rl.utils.process import Message, ModuleChild, Silence, connect_to
 
 logger = logging.getLogger(__name__)
 
-MODULE = "reinforce_rl.utils.guard"
+MODULE = "reinforce_rl.utils.process_reaper"
 REFRESH_SECONDS = 1.0  # interval of scans for new descendants and shared memory
 KILL_SECONDS = 5.0
 SHM_FOLDER = Path("/dev/shm")
 
 
-class Guard:
-    """The owner's end of a guard process, started first, since a process killed by SIGKILL cannot clean up.
+class ProcessReaper:
+    """The owner's end of a reaper process, started first, since a process killed by SIGKILL cannot clean up.
 
-    When their connection closes, the guard kills the watched processes and deletes the watched files. An owner that
-    stops normally closes the guard and waits for it, so that the cleanup path is always the same.
+    When their connection closes, the reaper kills the watched processes and deletes the watched files. An owner that
+    stops normally closes the reaper and waits for it, so that the cleanup path is always the same.
 
     `grace_seconds` are between SIGTERM and SIGKILL of a watched process once the owner is gone; 0 kills at once.
     """
@@ -60,10 +60,10 @@ class Guard:
         self._child.send({"expect": seconds, "setting": setting})
 
     def check(self, seconds: float = 60.0) -> None:
-        """Replace a guard that died or was silent for `seconds`; call at least every MAX_INTERVAL seconds."""
+        """Replace a reaper that died or was silent for `seconds`; call at least every MAX_INTERVAL seconds."""
         fault = self._child.fault(seconds)
         if fault is not None:
-            logger.error("event=guard_replaced process=%d reason=the guard %s", self._child.pid, fault)
+            logger.error("event=reaper_replaced process=%d reason=the reaper %s", self._child.pid, fault)
             self._child.kill()
             self._child = ModuleChild(MODULE, _ignore)
             for message in self._sent:
@@ -124,8 +124,8 @@ class _Watch:
                 with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
                     if os.getsid(process.pid) in self.sessions:
                         self.processes.add(process)
-        # Spare other guards: they have cleanup left, and end by themselves.
-        self.processes = {p for p in self.processes if p.is_running() and not _is_guard(p)}
+        # Spare other reapers: they have cleanup left, and end by themselves.
+        self.processes = {p for p in self.processes if p.is_running() and not _is_reaper(p)}
         if self.shm_prefixes:
             for process in self.processes:
                 with contextlib.suppress(psutil.Error, OSError):
@@ -144,7 +144,7 @@ class _Watch:
         if silent <= self.expected_seconds:
             return False
         found = f"the main process (process {self.owner}) hangs: no sign of life for {silent:.0f} s ({self.setting})"
-        print(f"error: {found}. Its guard ends it; start it again", file=sys.stderr, flush=True)
+        print(f"error: {found}. Its reaper ends it; start it again", file=sys.stderr, flush=True)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.owner, signal.SIGKILL)
         return True
@@ -195,7 +195,7 @@ def _wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def _is_guard(process: psutil.Process) -> bool:
+def _is_reaper(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return MODULE in process.cmdline()
     return False
@@ -209,7 +209,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # Slurm signals every process; the guard still has to clean up
+        signal.signal(number, signal.SIG_IGN)  # Slurm signals every process; the reaper still has to clean up
     connection = connect_to_parent(death_signal=None)
     watch = _Watch(owner=int(sys.argv[2]))
     next_refresh = time.monotonic()
