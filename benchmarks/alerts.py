@@ -104,7 +104,15 @@ BETA_0 = ("trainer.reinforce.initial_policy_kl_penalty=0.000001",)  # the KL is 
 EVALUATED, PLANTED = range(101, 111), range(201, 203)
 PLANS = [
     Plan("healthy", "healthy: RLOO, G=4, lr 1.5e-4", "rloo4", EVALUATED, 1.5e-4),
-    Plan("constant", "the reward is 0.5 for everything", "rloo4", PLANTED, 1.5e-4, constant, ("constant_reward",)),
+    Plan(
+        "constant",
+        "the reward is 0.5 for everything",
+        "rloo4",
+        PLANTED,
+        1.5e-4,
+        constant,
+        ("constant_reward",),
+    ),
     Plan(
         "dead",
         f"from step {FROM_STEP} on the server scores 0",
@@ -125,7 +133,15 @@ PLANS = [
         ("changed_scorer",),
         FROM_STEP,
     ),
-    Plan("length", "the reward is the number of words, lr 3e-4", "rloo4", PLANTED, 3e-4, by_length, ("length", "cut")),
+    Plan(
+        "length",
+        "the reward is the number of words, lr 3e-4",
+        "rloo4",
+        PLANTED,
+        3e-4,
+        by_length,
+        ("length", "cut"),
+    ),
     Plan(
         "repetition",
         "the reward is the number of words that occur again, lr 3e-4",
@@ -135,9 +151,25 @@ PLANS = [
         by_repetition,
         ("repetition", "length", "cut"),
     ),
-    Plan("huge_lr", "learning rate 1e-2: the policy breaks down", "rloo4", PLANTED, 1e-2, None, ("entropy",)),
     Plan(
-        "kl", "no KL penalty, lr 1.2e-3: the KL runs away", "vanilla_plus4", PLANTED, 1.2e-3, None, ("kl",), 1, BETA_0
+        "huge_lr",
+        "learning rate 1e-2: the policy breaks down",
+        "rloo4",
+        PLANTED,
+        1e-2,
+        None,
+        ("entropy",),
+    ),
+    Plan(
+        "kl",
+        "no KL penalty, lr 1.2e-3: the KL runs away",
+        "vanilla_plus4",
+        PLANTED,
+        1.2e-3,
+        None,
+        ("kl",),
+        1,
+        BETA_0,
     ),
     Plan("plus4", "vanilla, reward + 4, lr 1.2e-3", "vanilla_plus4", EVALUATED, 1.2e-3),
     Plan("raft", "RAFT, G=4, lr 1.2e-3", "raft4", EVALUATED, 1.2e-3),
@@ -157,10 +189,14 @@ class PlannedReward:
     def infer_rm(self, request: RewardRequest) -> ReadyRewards:
         step = self.trainer.step + 1
         values = [
-            self._of(step, response) + self._cell.offset + self._cell.noise * self._random.gauss(0.0, 1.0)
+            self._of(step, response)
+            + self._cell.offset
+            + self._cell.noise * self._random.gauss(0.0, 1.0)
             for response in request.responses
         ]
-        return ReadyRewards(Rewards(torch.tensor(values), torch.full((len(values),), STATUS_OK, dtype=torch.int32)))
+        return ReadyRewards(
+            Rewards(torch.tensor(values), torch.full((len(values),), STATUS_OK, dtype=torch.int32))
+        )
 
     def _of(self, step: int, response: str) -> float:
         true = reward(response)
@@ -211,7 +247,10 @@ class Found:
     @property
     def caught(self) -> tuple[str, int] | None:
         """The first alert of the plan's rules from its failure on."""
-        return next((one for one in self.said if one[1] >= self.plan.since and one[0] in self.plan.rules), None)
+        return next(
+            (one for one in self.said if one[1] >= self.plan.since and one[0] in self.plan.rules),
+            None,
+        )
 
 
 def read(plan: Plan, seed: int, folder: Path) -> Found:
@@ -240,7 +279,9 @@ def tables(found: list[Found]) -> str:
     for one in planted:
         rule, step = one.caught or ("", 0)
         caught = [f"`{rule}`", str(step - one.plan.since + 1)] if rule else ["no", "-"]
-        lines.append(f"| {one.plan.title} | {one.seed} | {' | '.join(caught)} | {listed(one.said)} |")
+        lines.append(
+            f"| {one.plan.title} | {one.seed} | {' | '.join(caught)} | {listed(one.said)} |"
+        )
     others = [one for one in found if not one.plan.rules]
     head = "| runs without a planted failure | ended well | with an alert | alerts in 1,000 steps | of what |"
     lines += ["", head, TABLE * 5]
@@ -253,22 +294,30 @@ def tables(found: list[Found]) -> str:
         lines.append(
             f"| {plan.title} | {len(well)} of {of} | {sum(bool(one.said) for one in well)} | {rate} | {names} |"
         )
-    head = (
-        "| runs that collapsed | seed | reward: first, best, last | low from validation of step | all that was said |"
-    )
+    columns = ["runs that collapsed", "seed", "reward: first, best, last"]
+    columns += ["low from validation of step", "all that was said"]
+    head = f"| {' | '.join(columns)} |"
     lines += ["", head, TABLE * 5]
     for one in others:
         if one.low is not None:
             rewards = f"{one.first:.2f}, {one.best:.2f}, {one.last:.2f}"
-            lines.append(f"| {one.plan.title} | {one.seed} | {rewards} | {one.low} | {listed(one.said)} |")
+            lines.append(
+                f"| {one.plan.title} | {one.seed} | {rewards} | {one.low} | {listed(one.said)} |"
+            )
     return "\n".join(line if line[-1:] in ("|", "") else line + "|" for line in lines) + "\n"
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("results/alerts"), help="folder of the runs (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/alerts"), help="folder of the runs (%(default)s)"
+    )
     parser.add_argument("--runs", type=int, help="make no more than this many (all)")
-    parser.add_argument("--write", action="store_true", help=f"write the tables to {RESULTS.relative_to(HERE.parent)}")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help=f"write the tables to {RESULTS.relative_to(HERE.parent)}",
+    )
     return parser.parse_args()
 
 

@@ -77,15 +77,20 @@ class Measured:
     engine: int = 1
     trainer: int = 1
 
-    def job(self, lengths: Callable[[int], Sequence[int]] | None = None, tail: str = "exponential") -> Job:
+    def job(
+        self, lengths: Callable[[int], Sequence[int]] | None = None, tail: str = "exponential"
+    ) -> Job:
         """The step whose phases take these seconds on these GPUs; its lengths are drawn unless given."""
         lengths = lengths or Drawn(self.response, self.longest, self.group, tail)
         same = {
-            name: getattr(self, name) for name in ("prompt", "fixed", "refit", "reward", "send", "engine", "trainer")
+            name: getattr(self, name)
+            for name in ("prompt", "fixed", "refit", "reward", "send", "engine", "trainer")
         }
         raw = Job(self.prompts, lengths, 1.0, 1 / self.balance, 1.0, **{**same, "fixed": 0.0})
         steps = range(WARM, STEPS)
-        scale = self.generate / statistics.fmean(generate_seconds(raw, self.gpus, step) for step in steps)
+        scale = self.generate / statistics.fmean(
+            generate_seconds(raw, self.gpus, step) for step in steps
+        )
         whole = statistics.fmean(raw.train_seconds(self.gpus, raw.groups(step)) for step in steps)
         rates = {"decode": scale, "row": scale / self.balance, "training": self.training / whole}
         return replace(raw, **rates, fixed=self.fixed)
@@ -94,7 +99,9 @@ class Measured:
 class Drawn:
     """Response lengths that are independent of each other."""
 
-    def __init__(self, mean: float, longest: int, group: int, tail: str = "exponential", seed: int = 0):
+    def __init__(
+        self, mean: float, longest: int, group: int, tail: str = "exponential", seed: int = 0
+    ):
         self._mean, self._longest, self._group, self._draw = mean, longest, group, TAILS[tail]
         self._random, self._groups = random.Random(seed), list[list[int]]()
 
@@ -114,7 +121,13 @@ LLAMA_8B = Measured(8, 64, 32, 58.0, 18.0 + 28.0, 3.0, 5.0, 5.0, 795, 3976, 120.
 
 
 def _verl(
-    gpus: int, step: float, generate: float, refit: float, log_probs: float, update: float, longest: int
+    gpus: int,
+    step: float,
+    generate: float,
+    refit: float,
+    log_probs: float,
+    update: float,
+    longest: int,
 ) -> Measured:
     """Qwen2.5-Math-7B, DAPO, 16 samples a prompt, H20.
 
@@ -122,7 +135,9 @@ def _verl(
     in 0.3 s ("under 300 ms"); 30 rows balance, as an H20's products are slow beside its memory.
     """
     rest = step - generate - refit - log_probs - update
-    return Measured(gpus, 512, 16, generate, log_probs + update, rest, refit, 0.3, 3000, longest, 30.0)
+    return Measured(
+        gpus, 512, 16, generate, log_probs + update, rest, refit, 0.3, 3000, longest, 30.0
+    )
 
 
 @dataclass(frozen=True)
@@ -136,7 +151,9 @@ class Published:
     mode: str
     together: float
     apart: float
-    responses: tuple[float, float] | None = None  # mean tokens of both runs, where they differ from `of`
+    responses: tuple[float, float] | None = (
+        None  # mean tokens of both runs, where they differ from `of`
+    )
     log_probs: float = 0.0  # seconds of `of` that the asynchronous run does without
 
 
@@ -144,11 +161,39 @@ class Published:
 # instruct-2n8g.yaml has 8 GPUs that generate. verl: docs/advance/one_step_off.md and fully_async.md; the latter's
 # runs have staleness 0.5 and responses that go on under newer weights, and no log-prob pass.
 PUBLISHED = [
-    Published("NeMo-RL 0.4, 8B, one step off", LLAMA_8B, 16, 8, "in order", 97.7, 74.6, (940, 1009)),
-    Published("verl, one step off, FSDP2", _verl(16, 749, 247, 74, 88, 286, 20480), 16, 12, "in order", 749, 520),
-    Published("verl, one step off, Megatron", _verl(16, 699, 162, 45, 119, 344, 8192), 16, 12, "in order", 699, 566),
+    Published(
+        "NeMo-RL 0.4, 8B, one step off", LLAMA_8B, 16, 8, "in order", 97.7, 74.6, (940, 1009)
+    ),
+    Published(
+        "verl, one step off, FSDP2",
+        _verl(16, 749, 247, 74, 88, 286, 20480),
+        16,
+        12,
+        "in order",
+        749,
+        520,
+    ),
+    Published(
+        "verl, one step off, Megatron",
+        _verl(16, 699, 162, 45, 119, 344, 8192),
+        16,
+        12,
+        "in order",
+        699,
+        566,
+    ),
     *(
-        Published(f"verl, fully async, {gpus}", of, gpus, gpus // 2, "as finished", step, apart, None, log_probs)
+        Published(
+            f"verl, fully async, {gpus}",
+            of,
+            gpus,
+            gpus // 2,
+            "as finished",
+            step,
+            apart,
+            None,
+            log_probs,
+        )
         for gpus, step, generate, log_probs, update, apart in [
             (32, 790.1, 357.4, 107.7, 313.8, 294.8),
             (64, 365.3, 150.7, 70.3, 133.4, 189.3),
@@ -161,18 +206,38 @@ PUBLISHED = [
 
 def check_rows(tail: str) -> Iterator[list[str]]:
     """Head, and a row for each published run: simulated, and published."""
-    yield ["run", "train + generate", "colocated, s", "published", "apart, s", "published", "gain", "published"]
+    yield [
+        "run",
+        "train + generate",
+        "colocated, s",
+        "published",
+        "apart, s",
+        "published",
+        "gain",
+        "published",
+    ]
     for case in PUBLISHED:
         of, job = case.of, case.of.job(tail=tail)
         both = [job, job]
         if case.responses is not None:
-            both = [replace(job, lengths=Drawn(mean, of.longest, of.group, tail)) for mean in case.responses]
+            both = [
+                replace(job, lengths=Drawn(mean, of.longest, of.group, tail))
+                for mean in case.responses
+            ]
         both[1] = replace(both[1], training=both[1].training * (1 - case.log_probs / of.training))
         generators = case.gpus - case.trainers
-        found = colocated(both[0], case.gpus), MODES[case.mode](both[1], case.trainers, generators, 1)
+        found = (
+            colocated(both[0], case.gpus),
+            MODES[case.mode](both[1], case.trainers, generators, 1),
+        )
         seconds = [found[0].seconds, case.together, found[1].seconds, case.apart]
         gains = [f"{seconds[0] / seconds[2]:.2f}", f"{seconds[1] / seconds[3]:.2f}"]
-        yield [case.name, f"{case.trainers} + {generators}", *(f"{value:.0f}" for value in seconds), *gains]
+        yield [
+            case.name,
+            f"{case.trainers} + {generators}",
+            *(f"{value:.0f}" for value in seconds),
+            *gains,
+        ]
 
 
 @dataclass(frozen=True)
@@ -207,10 +272,15 @@ def read_run(folder: Path, send: float) -> tuple[Measured, Callable[[int], Seque
     run = RunFolder(folder)
     cfg, _ = read_config(OmegaConf.create(run.configuration().text))  # type: ignore[arg-type]
     if cfg.placement != "colocated":
-        sys.exit(f"{folder}: its ranks have generated apart; expected a run with placement=colocated")
+        sys.exit(
+            f"{folder}: its ranks have generated apart; expected a run with placement=colocated"
+        )
     lines = [line for line in run.lines if "timers/step_time" in line][1:]
     phases = ("generate", "reward_wait", "logprobs", "init_logprobs", "train_time", "step_time")
-    median = {name: statistics.median(line.get(f"timers/{name}", 0.0) for line in lines) for name in phases}
+    median = {
+        name: statistics.median(line.get(f"timers/{name}", 0.0) for line in lines)
+        for name in phases
+    }
     groups: dict[tuple[int, int], list[int]] = {}
     for step in run.sample_steps():
         for row in run.samples(step):
@@ -227,12 +297,24 @@ def read_run(folder: Path, send: float) -> tuple[Measured, Callable[[int], Seque
     )
     seconds = median["generate"], training, fixed, 0.0, send
     tokens = statistics.fmean(lengths), max(lengths), LLAMA_8B.balance
-    measured = Measured(*sizes, *seconds, *tokens, reward=median["reward_wait"], engine=engine, trainer=block)
+    measured = Measured(
+        *sizes, *seconds, *tokens, reward=median["reward_wait"], engine=engine, trainer=block
+    )
     return measured, lambda number: drawn[number % len(drawn)]
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    heads = ("GPUs", "samples", "placement", "k", "train + generate", "step, s", "gain", "trainers wait", "age")
+    heads = (
+        "GPUs",
+        "samples",
+        "placement",
+        "k",
+        "train + generate",
+        "step, s",
+        "gain",
+        "trainers wait",
+        "age",
+    )
     table = Table(*heads, "too old")
     for row in rows:
         first = str(row.gpus), str(row.samples), row.placement
@@ -244,13 +326,23 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, help="folder of a colocated run, in place of the published phases")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--run", type=Path, help="folder of a colocated run, in place of the published phases"
+    )
     parser.add_argument("--gpus", type=int, nargs="+", default=[16, 64], help="in all (16 64)")
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2], metavar="K", help="0 1 2")
-    parser.add_argument("--tail", choices=TAILS, default="exponential", help="of response lengths (%(default)s)")
-    parser.add_argument("--send", type=float, default=1.0, help="seconds to send weights, with --run (%(default)s)")
-    parser.add_argument("--check", action="store_true", help="published runs beside the simulation instead")
+    parser.add_argument(
+        "--tail", choices=TAILS, default="exponential", help="of response lengths (%(default)s)"
+    )
+    parser.add_argument(
+        "--send", type=float, default=1.0, help="seconds to send weights, with --run (%(default)s)"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="published runs beside the simulation instead"
+    )
     parser.add_argument("--json", type=Path, help="file for the rows")
     args = parser.parse_args()
     console = Console(width=119)
@@ -267,11 +359,19 @@ def main() -> None:
     console.print(measured, highlight=False)
     job, rows = measured.job(lengths, args.tail), list[Row]()
     for gpus in args.gpus:
-        for times in sorted({1, max(1, gpus // args.gpus[0])}):  # the same step, and one that grows with the GPUs
-            rows += rows_of(replace(job, prompts=job.prompts * times), measured.group, gpus, args.lags)
+        for times in sorted(
+            {1, max(1, gpus // args.gpus[0])}
+        ):  # the same step, and one that grows with the GPUs
+            rows += rows_of(
+                replace(job, prompts=job.prompts * times), measured.group, gpus, args.lags
+            )
     console.print(table_of(rows))
     if args.json is not None:
-        content = {"measured": asdict(measured), "tail": args.tail, "rows": [asdict(row) for row in rows]}
+        content = {
+            "measured": asdict(measured),
+            "tail": args.tail,
+            "rows": [asdict(row) for row in rows],
+        }
         args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -40,33 +40,73 @@ from reinforce_rl.errors import ReinforceError  # noqa: E402
 
 WARM_UP_STEPS = 1
 ENVIRONMENT_SECONDS = 1200
-SHORT = {"pairs": 1, "prompts": 2, "group": 2, "prompt_tokens": 8, "response_tokens": 6, "threads": 1}
+SHORT = {
+    "pairs": 1,
+    "prompts": 2,
+    "group": 2,
+    "prompt_tokens": 8,
+    "response_tokens": 6,
+    "threads": 1,
+}
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--model", type=Path, help="Hugging Face folder; default: SmolLM2-135M-Instruct, made if missing"
+        "--model",
+        type=Path,
+        help="Hugging Face folder; default: SmolLM2-135M-Instruct, made if missing",
     )
     parser.add_argument("--prompts", type=int, default=4, help="a step (%(default)s)")
     parser.add_argument("--group", type=int, default=4, help="samples a prompt, G (%(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="of each prompt (%(default)s)")
-    parser.add_argument("--response-tokens", type=int, default=48, help="of each response (%(default)s)")
     parser.add_argument(
-        "--batch", type=int, help="sequences in one of TRL's log-prob and training passes; default: all"
+        "--prompt-tokens", type=int, default=64, help="of each prompt (%(default)s)"
     )
-    parser.add_argument("--own-batch", type=int, help="in one of this project's; default: the shipped size")
-    parser.add_argument("--beta", type=float, default=0.05, help="of the KL (%(default)s); 0: no reference policy")
+    parser.add_argument(
+        "--response-tokens", type=int, default=48, help="of each response (%(default)s)"
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        help="sequences in one of TRL's log-prob and training passes; default: all",
+    )
+    parser.add_argument(
+        "--own-batch", type=int, help="in one of this project's; default: the shipped size"
+    )
+    parser.add_argument(
+        "--beta", type=float, default=0.05, help="of the KL (%(default)s); 0: no reference policy"
+    )
     parser.add_argument("--lr", type=float, default=1e-6, help="learning rate (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the first pair; each pair has its own (%(default)s)")
-    parser.add_argument("--pairs", type=int, default=5, help="of runs, one of each side (%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the first pair; each pair has its own (%(default)s)"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=5, help="of runs, one of each side (%(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=1, help="of a run that count (%(default)s)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side (%(default)s)")
-    parser.add_argument("--deadline", type=float, default=1800, help="seconds that one run may take (%(default)s)")
-    parser.add_argument("--environment", type=Path, default=ROOT / ".venv-peers", help="TRL's, made if missing")
-    parser.add_argument("--out", type=Path, default=Path("results/bench/compare_trl.json"), help="%(default)s")
-    parser.add_argument("--short", action="store_true", help="a tiny random model, one pair of small steps")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides of this project's side")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="of each side (%(default)s)",
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=1800, help="seconds that one run may take (%(default)s)"
+    )
+    parser.add_argument(
+        "--environment", type=Path, default=ROOT / ".venv-peers", help="TRL's, made if missing"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/bench/compare_trl.json"), help="%(default)s"
+    )
+    parser.add_argument(
+        "--short", action="store_true", help="a tiny random model, one pair of small steps"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides of this project's side"
+    )
     parser_defaults = SHORT if "--short" in sys.argv[1:] else {}
     parser.set_defaults(**parser_defaults)
     return parser.parse_args()
@@ -115,7 +155,9 @@ def workload_of(args: argparse.Namespace, model: Path) -> Workload:
     )
 
 
-def run_pairs(workload: Workload, pairs: int, python: Path, seconds: float, console: Console) -> list[Pair]:
+def run_pairs(
+    workload: Workload, pairs: int, python: Path, seconds: float, console: Console
+) -> list[Pair]:
     """The sides in turns; who begins alternates too."""
     found = []
     for number in range(pairs):
@@ -156,7 +198,9 @@ def show(found: Comparison, pair: Pair, workload: Workload, console: Console) ->
     shape = f"{len(workload.prompts[0])} prompts x {workload.group}, {workload.prompt_tokens} + "
     own = f"{workload.own_batch or 'as shipped'} and {workload.batch}"
     shape += f"{workload.response_tokens} tokens, {own} in a pass, beta {workload.beta:g}"
-    table = Table(title=f"{Path(workload.model).name}, {pair.ours.dtype}: {shape}, {workload.threads} threads")
+    table = Table(
+        title=f"{Path(workload.model).name}, {pair.ours.dtype}: {shape}, {workload.threads} threads"
+    )
     table.add_column("median seconds of a step")
     for name in (pair.ours.side, pair.peer.side, "ratio"):
         table.add_column(name, justify="right")
@@ -170,7 +214,8 @@ def show(found: Comparison, pair: Pair, workload: Workload, console: Console) ->
     table.add_row("peak resident memory, GB", *gigabytes, f"{found.memory:.2f}")
     console.print(table)
     console.print(
-        "speedup of each pair: " + " ".join(f"{ratio:.2f}" for ratio in found.pair_speedups), highlight=False
+        "speedup of each pair: " + " ".join(f"{ratio:.2f}" for ratio in found.pair_speedups),
+        highlight=False,
     )
 
 
@@ -178,11 +223,18 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a side is ended too
     args = arguments()
     counts = ("prompts", "group", "prompt_tokens", "response_tokens", "pairs", "steps", "threads")
-    if wrong := [f"--{name.replace('_', '-')} is {vars(args)[name]}" for name in counts if vars(args)[name] < 1]:
+    if wrong := [
+        f"--{name.replace('_', '-')} is {vars(args)[name]}"
+        for name in counts
+        if vars(args)[name] < 1
+    ]:
         print(f"{', '.join(wrong)}; expected at least 1", file=sys.stderr)
         return 2
     if args.batch and args.prompts * args.group % args.batch:
-        print(f"--batch {args.batch} does not divide {args.prompts} x {args.group} sequences", file=sys.stderr)
+        print(
+            f"--batch {args.batch} does not divide {args.prompts} x {args.group} sequences",
+            file=sys.stderr,
+        )
         return 2
     console, progress = Console(width=119), Console(stderr=True)
     before = machine()
@@ -204,7 +256,10 @@ def main() -> int:
     }
     args.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     show(found, pairs[0], workload, console)
-    console.print(f"{before['cpu']}, {before['cores']} cores; load {before['load'][0]:.1f} before", highlight=False)  # type: ignore[index]
+    console.print(
+        f"{before['cpu']}, {before['cores']} cores; load {before['load'][0]:.1f} before",
+        highlight=False,
+    )  # type: ignore[index]
     console.print(f"everything: {args.out}", highlight=False)
     print(f"speedup: {found.speedup:.2f}x memory: {found.memory:.2f}")
     return 0

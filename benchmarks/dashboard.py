@@ -64,8 +64,15 @@ TRAIN = (
     "rewards_code",
 )
 PHASES = ("generate", "logprobs", "init_logprobs", "reward_wait", "train_time", "step_time")
-TIMING = [f"{phase}/{name}" for phase in ("generate", "train_time") for name in ("rank", "max", "median")]
-VALIDATION = ("rewards", "reward_deviation", "response_lengths", "fraction_of_samples_properly_ended")
+TIMING = [
+    f"{phase}/{name}" for phase in ("generate", "train_time") for name in ("rank", "max", "median")
+]
+VALIDATION = (
+    "rewards",
+    "reward_deviation",
+    "response_lengths",
+    "fraction_of_samples_properly_ended",
+)
 VALIDATION_STEPS = 50
 WAIT = 600.0  # seconds
 POLL = 1.0
@@ -145,7 +152,10 @@ def measure(folder: Path, steps: int) -> list[tuple[str, str]]:
         ("list of runs", f"{runs.seconds:.2f} s"),
         ("first answer, with what has been read by then", f"{first.seconds:.2f} s"),
         ("slowest answer until all has been read", f"{max(one.seconds for one in answers):.2f} s"),
-        ("slowest answer about the short run meanwhile", f"{max((one.seconds for one in others), default=0):.2f} s"),
+        (
+            "slowest answer about the short run meanwhile",
+            f"{max((one.seconds for one in others), default=0):.2f} s",
+        ),
         ("from the first request until all steps are drawn", f"{has_all_steps:.0f} s"),
         ("from the first request until the alerts of all steps are there", f"{complete:.0f} s"),
         ("answer where nothing is new", f"{same.seconds:.2f} s"),
@@ -157,8 +167,12 @@ def measure(folder: Path, steps: int) -> list[tuple[str, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100_000, help="of the long run; default %(default)s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=100_000, help="of the long run; default %(default)s"
+    )
     options = parser.parse_args(arguments)
     folder = Path(tempfile.mkdtemp(prefix="dashboard-"))
     try:

@@ -41,18 +41,28 @@ def bias_table(world: World) -> Table:
     for column in ("option", "relative error", "cosine"):
         table.add_column(column)
     rows: list[tuple[str, Options]] = [
-        (f"advantage_estimator={name}", Options(advantage_estimator=name)) for name in ADVANTAGE_ESTIMATORS
+        (f"advantage_estimator={name}", Options(advantage_estimator=name))
+        for name in ADVANTAGE_ESTIMATORS
     ]
     rows += [
-        (f"advantage_estimator=none advantage_whitening={unit}", Options("none", advantage_whitening=unit))
+        (
+            f"advantage_estimator=none advantage_whitening={unit}",
+            Options("none", advantage_whitening=unit),
+        )
         for unit in ("sequence", "token")
     ]
     rows += [
-        (f"credit_assignment=token discount_factor={g}", Options(credit_assignment="token", discount_factor=g))
+        (
+            f"credit_assignment=token discount_factor={g}",
+            Options(credit_assignment="token", discount_factor=g),
+        )
         for g in (1.0, 0.9)
     ]
     rows += [
-        (f"kl_estimator={kl} kl_reduction={reduction}", Options(kl_estimator=kl, kl_reduction=reduction))
+        (
+            f"kl_estimator={kl} kl_reduction={reduction}",
+            Options(kl_estimator=kl, kl_reduction=reduction),
+        )
         for kl in KL_ESTIMATORS
         for reduction in KL_REDUCTIONS
     ]
@@ -64,7 +74,9 @@ def bias_table(world: World) -> Table:
         for weights in KL_LOSS_WEIGHTS
         for kl in KL_ESTIMATORS
     ]
-    rows += [(f"loss_aggregation={name}", Options(loss=LossSettings(name))) for name in LOSS_AGGREGATIONS]
+    rows += [
+        (f"loss_aggregation={name}", Options(loss=LossSettings(name))) for name in LOSS_AGGREGATIONS
+    ]
     for name, options in rows:
         found = expected_gradient(world, options, SAMPLES)
         cosine = float(cosine_similarity(found.flatten(), world.true_gradient.flatten(), dim=0))
@@ -74,8 +86,15 @@ def bias_table(world: World) -> Table:
 
 def variance_table() -> Table:
     """Four samples in all, in one group or several; the rewards less their KL are shifted to a mean over spread."""
-    table = Table(title="Variance of the gradient of four samples, as a share of that without a baseline")
-    for column in ("mean / spread of r - beta K", "none", "rloo, G = 4", "rloo, two groups of G = 2"):
+    table = Table(
+        title="Variance of the gradient of four samples, as a share of that without a baseline"
+    )
+    for column in (
+        "mean / spread of r - beta K",
+        "none",
+        "rloo, G = 4",
+        "rloo, two groups of G = 2",
+    ):
         table.add_column(column)
     start = make_world(0.0)
     log_probs = TREE.log_probs(start.parameters).detach()
@@ -87,7 +106,11 @@ def variance_table() -> Table:
     def at(ratio: float) -> tuple[float, float, float]:
         world = make_world(ratio * spread - mean)
         none = gradient_variance(world, Options("none"), 1) / 4
-        return none, gradient_variance(world, Options(), 4) / none, gradient_variance(world, Options(), 2) / 2 / none
+        return (
+            none,
+            gradient_variance(world, Options(), 4) / none,
+            gradient_variance(world, Options(), 2) / 2 / none,
+        )
 
     for ratio in RATIOS:
         none, four, two = at(ratio)
@@ -98,12 +121,16 @@ def variance_table() -> Table:
             middle = (low + high) / 2
             low, high = (middle, high) if at(middle)[column] > 1 else (low, middle)
         table.add_row(f"{low:.2f}", "1", *(["1.00", ""] if column == 1 else ["", "1.00"]))
-        table.caption = (table.caption or "The last rows are the crossovers: ") + f"{name} at {low:.2f}. "
+        table.caption = (
+            table.caption or "The last rows are the crossovers: "
+        ) + f"{name} at {low:.2f}. "
     return table
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     console = Console(width=110)
     console.print(bias_table(make_world()))
     console.print(variance_table())

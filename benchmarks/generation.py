@@ -46,23 +46,48 @@ from reinforce_rl.megatron.mesh import Mesh, parallel_mesh  # noqa: E402
 from reinforce_rl.megatron.model.model import CausalLM  # noqa: E402
 
 OURS, PEER, ENGINE = "native engine", "transformers", "vLLM"
-SHORT = {"pairs": 1, "prompts": 2, "group": 2, "prompt_tokens": 8, "response_tokens": 6, "threads": 1}
+SHORT = {
+    "pairs": 1,
+    "prompts": 2,
+    "group": 2,
+    "prompt_tokens": 8,
+    "response_tokens": 6,
+    "threads": 1,
+}
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--model", type=Path, help="Hugging Face folder; default: SmolLM2-135M-Instruct, made if missing"
+        "--model",
+        type=Path,
+        help="Hugging Face folder; default: SmolLM2-135M-Instruct, made if missing",
     )
     parser.add_argument("--prompts", type=int, default=4, help="a call (%(default)s)")
     parser.add_argument("--group", type=int, default=4, help="samples a prompt, G (%(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="of each prompt (%(default)s)")
-    parser.add_argument("--response-tokens", type=int, default=48, help="of each response (%(default)s)")
-    parser.add_argument("--cache-tokens", type=int, help="bound on the native engine's KV cache; default: none")
-    parser.add_argument("--pairs", type=int, default=5, help="of calls, one of each side (%(default)s)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch (%(default)s)")
-    parser.add_argument("--vllm", metavar="PYTHON", help="vLLM's interpreter; vLLM is then the other side")
-    parser.add_argument("--short", action="store_true", help="a tiny random model, one pair of small calls")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=64, help="of each prompt (%(default)s)"
+    )
+    parser.add_argument(
+        "--response-tokens", type=int, default=48, help="of each response (%(default)s)"
+    )
+    parser.add_argument(
+        "--cache-tokens", type=int, help="bound on the native engine's KV cache; default: none"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=5, help="of calls, one of each side (%(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch (%(default)s)"
+    )
+    parser.add_argument(
+        "--vllm", metavar="PYTHON", help="vLLM's interpreter; vLLM is then the other side"
+    )
+    parser.add_argument(
+        "--short", action="store_true", help="a tiny random model, one pair of small calls"
+    )
     parser.set_defaults(**(SHORT if "--short" in sys.argv[1:] else {}))
     return parser.parse_args()
 
@@ -81,7 +106,9 @@ def model_folder(model: Path | None, short: bool, scratch: Path) -> Path:
     return prepare_smollm2(ROOT / DEFAULT_FOLDER)
 
 
-def native_side(folder: Path, mesh: Mesh, prompts: list[Prompt], args: argparse.Namespace) -> Callable[[int], Tensor]:
+def native_side(
+    folder: Path, mesh: Mesh, prompts: list[Prompt], args: argparse.Namespace
+) -> Callable[[int], Tensor]:
     """Draws with a seed: the response tokens [N, T]."""
     lm = CausalLM(Architecture.from_folder(folder), mesh)
     load_hf_weights(lm, HFFolder(folder))
@@ -90,7 +117,9 @@ def native_side(folder: Path, mesh: Mesh, prompts: list[Prompt], args: argparse.
     return lambda seed: engine.generate(prompts, args.group, params, seed).tokens
 
 
-def peer_side(folder: Path, prompts: list[Prompt], args: argparse.Namespace) -> Callable[[int], Tensor]:
+def peer_side(
+    folder: Path, prompts: list[Prompt], args: argparse.Namespace
+) -> Callable[[int], Tensor]:
     """As `native_side`."""
     from transformers import AutoModelForCausalLM
 
@@ -131,14 +160,22 @@ def vllm_side(
     config, length = EngineConfig(python=args.vllm), args.prompt_tokens + args.response_tokens
     tokenizer = load_tokenizer(folder)
     engine = EngineGenerator(
-        lm, tokenizer, VLLM(VLLMConfig()), config, model=folder, max_seq_len=length, log_folder=scratch
+        lm,
+        tokenizer,
+        VLLM(VLLMConfig()),
+        config,
+        model=folder,
+        max_seq_len=length,
+        log_folder=scratch,
     )
     params = SamplingParams(max_length=args.response_tokens)
     with contextlib.closing(engine), engine.awake():
         yield lambda seed: engine.generate(prompts, args.group, params, seed).tokens
 
 
-def measure(sides: dict[str, Callable[[int], Tensor]], args: argparse.Namespace) -> dict[str, list[float]]:
+def measure(
+    sides: dict[str, Callable[[int], Tensor]], args: argparse.Namespace
+) -> dict[str, list[float]]:
     """Seconds of each side's calls; who begins alternates.
 
     Raises:
@@ -152,7 +189,9 @@ def measure(sides: dict[str, Callable[[int], Tensor]], args: argparse.Namespace)
             found = sides[name](number)
             took = time.perf_counter() - started
             if found.shape != shape:
-                raise ValueError(f"{name} made tokens of shape {tuple(found.shape)}, expected {shape}")
+                raise ValueError(
+                    f"{name} made tokens of shape {tuple(found.shape)}, expected {shape}"
+                )
             if number:  # memory is touched and threads are started in the first
                 seconds[name].append(took)
                 print(f"pair {number} of {args.pairs}: {name}, {took:.2f} s", file=sys.stderr)
@@ -172,7 +211,9 @@ def main() -> int:
             if args.vllm is None:
                 sides[PEER] = peer_side(folder, prompts, args)
             else:
-                sides[ENGINE] = stack.enter_context(vllm_side(folder, mesh, prompts, args, Path(scratch)))
+                sides[ENGINE] = stack.enter_context(
+                    vllm_side(folder, mesh, prompts, args, Path(scratch))
+                )
             seconds = measure(sides, args)
     count = args.prompts * args.group * args.response_tokens
     shape = f"{args.prompts} prompts x {args.group}, {args.prompt_tokens} + {args.response_tokens} tokens"
@@ -185,7 +226,10 @@ def main() -> int:
     ratios = [peer / ours for ours, peer in zip(*seconds.values(), strict=True)]
     console = Console(width=119)
     console.print(table)
-    console.print(f"each pair: {' '.join(f'{r:.2f}' for r in ratios)}; load {os.getloadavg()[0]:.1f}", highlight=False)
+    console.print(
+        f"each pair: {' '.join(f'{r:.2f}' for r in ratios)}; load {os.getloadavg()[0]:.1f}",
+        highlight=False,
+    )
     print(f"speedup: {statistics.median(ratios):.2f}x")
     return 0
 

@@ -51,7 +51,11 @@ def run_once(case: Case) -> Result:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(case.tokens, case.hidden, generator=generator).requires_grad_()
     # In place: a second copy here would hide as much of the peak below.
-    weight = torch.randn(case.vocab, case.hidden, generator=generator).div_(case.hidden**0.5).requires_grad_()
+    weight = (
+        torch.randn(case.vocab, case.hidden, generator=generator)
+        .div_(case.hidden**0.5)
+        .requires_grad_()
+    )
     targets = torch.randint(0, case.vocab, (case.tokens,), generator=generator)
     with_entropy = case.entropy != "no"
     with parallel_mesh() as mesh:
@@ -84,13 +88,21 @@ def run_once(case: Case) -> Result:
 def run_in_new_process(case: Case) -> Result:
     command = [sys.executable, "-W", "ignore", __file__, "--case", json.dumps(asdict(case))]
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=True, timeout=600, encoding="utf-8", errors="replace"
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=600,
+        encoding="utf-8",
+        errors="replace",
     )
     return Result(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vocab", type=int, default=128 * 1024)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=1024)
@@ -116,13 +128,20 @@ def main() -> None:
         )
         for results in zip(*rounds, strict=True)
     ]
-    table = Table(title=f"{args.tokens} tokens, vocabulary {args.vocab}, hidden {args.hidden}, float32")
+    table = Table(
+        title=f"{args.tokens} tokens, vocabulary {args.vocab}, hidden {args.hidden}, float32"
+    )
     for column in ("logits", "entropy", "peak memory, MB", "CPU seconds", "ratio", "wall seconds"):
         table.add_column(column, justify="left" if column in ("logits", "entropy") else "right")
     for case, result in zip(cases, best, strict=True):
         name = "whole" if case.chunk_tokens is None else f"{case.chunk_tokens} at a time"
         ratio = f"{result.cpu_seconds / best[0].cpu_seconds:.2f}"
-        numbers = f"{result.memory / 1e6:.0f}", f"{result.cpu_seconds:.2f}", ratio, f"{result.wall_seconds:.2f}"
+        numbers = (
+            f"{result.memory / 1e6:.0f}",
+            f"{result.cpu_seconds:.2f}",
+            ratio,
+            f"{result.wall_seconds:.2f}",
+        )
         table.add_row(name, case.entropy, *numbers)
     Console().print(table)
 

@@ -29,8 +29,12 @@ APART = ["placement=disaggregated", "generation_ranks=1"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--generate", type=float, default=2.0, help="seconds that a step's generation sleeps")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--generate", type=float, default=2.0, help="seconds that a step's generation sleeps"
+    )
     parser.add_argument("--train", type=float, default=2.0, help="seconds that an update sleeps")
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
@@ -38,14 +42,23 @@ def main() -> None:
     settings += ["trainer.reinforce.save_interval=0", "model.reinforce.rollout_micro_batch_size=4"]
     floor = max(args.generate, args.train)
     table = Table(
-        "placement", "k", "step, s", "of the sum", "above the floor", "waits for rollouts, s", "sends weights, s"
+        "placement",
+        "k",
+        "step, s",
+        "of the sum",
+        "above the floor",
+        "waits for rollouts, s",
+        "sends weights, s",
     )
     processes = TrainerProcesses()
     try:
         for name, ranks, more in [
             ("colocated", 1, []),
             *((f"apart, k = {k}", 2, [*APART, f"max_staleness={k}"]) for k in (0, 1, 2)),
-            *((f"finished first, k = {k}", 2, [*APART, FINISHED, f"max_staleness={k}"]) for k in (1, 2)),
+            *(
+                (f"finished first, k = {k}", 2, [*APART, FINISHED, f"max_staleness={k}"])
+                for k in (1, 2)
+            ),
         ]:
             with tempfile.TemporaryDirectory() as folder:
                 options = {"step_seconds": args.train, "generate_seconds": args.generate}

@@ -23,7 +23,9 @@ import statistics
 import sys
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core a worker; before torch is imported anywhere
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # one core a worker; before torch is imported anywhere
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -45,11 +47,19 @@ from findings.summary import (  # noqa: E402
     tuning_rows,
 )
 from rich.console import Console  # noqa: E402
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn  # noqa: E402
+from rich.progress import (  # noqa: E402
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 TUNING_SEEDS = (1, 2, 3)
 FIRST_SEED = 101  # of the evaluation
-SLEEPING_SEEDS = 3  # of cells that sleep: for seconds alone, as they learn what those without sleep do
+SLEEPING_SEEDS = (
+    3  # of cells that sleep: for seconds alone, as they learn what those without sleep do
+)
 JOB_SECONDS = 300.0
 QUICK_STEPS, QUICK_PRETRAINING = 4, 12
 
@@ -57,11 +67,19 @@ QUICK_STEPS, QUICK_PRETRAINING = 4, 12
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=10, help="evaluation seeds a cell (10)")
-    parser.add_argument("--staleness", action="store_true", help="the cells with a generator of their own instead")
+    parser.add_argument(
+        "--staleness", action="store_true", help="the cells with a generator of their own instead"
+    )
     parser.add_argument("--cells", nargs="+", choices=CELLS, metavar="CELL", help=", ".join(CELLS))
-    parser.add_argument("--out", type=Path, help="folder (results/papers_findings; results/staleness)")
-    parser.add_argument("--processes", type=int, default=2, help="runs at once, of one core or two each (2)")
-    parser.add_argument("--quick", action="store_true", help="2 seeds, few steps, no tuning: does it work at all?")
+    parser.add_argument(
+        "--out", type=Path, help="folder (results/papers_findings; results/staleness)"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=2, help="runs at once, of one core or two each (2)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="2 seeds, few steps, no tuning: does it work at all?"
+    )
     args = parser.parse_args()
     args.cells = args.cells or list(STALENESS if args.staleness else PAPERS)
     args.out = args.out or Path("results", "staleness" if args.staleness else "papers_findings")
@@ -70,14 +88,20 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args, console = arguments(), Console()
-    args.out = args.out / "quick" if args.quick else args.out  # its policy has learnt next to nothing
+    args.out = (
+        args.out / "quick" if args.quick else args.out
+    )  # its policy has learnt next to nothing
     with console.status("pre-training the policy (one or two minutes, once)"):
         prepare(args.out, QUICK_PRETRAINING if args.quick else PRETRAINING_STEPS)
     tuning, failures = [], []
     rates = dict.fromkeys(CELLS, LEARNING_RATES[0])
     if not args.quick:
-        tuned = list(dict.fromkeys(CELLS[cell].tuned_as or cell for cell in args.cells if not CELLS[cell].lr))
-        jobs = [Job(cell, seed, lr) for seed in TUNING_SEEDS for cell in tuned for lr in LEARNING_RATES]
+        tuned = list(
+            dict.fromkeys(CELLS[cell].tuned_as or cell for cell in args.cells if not CELLS[cell].lr)
+        )
+        jobs = [
+            Job(cell, seed, lr) for seed in TUNING_SEEDS for cell in tuned for lr in LEARNING_RATES
+        ]
         tuning, failures = finish("tuning", jobs, args, console)
         rates = best_rates(tuning)
     seeds = range(FIRST_SEED, FIRST_SEED + (2 if args.quick else args.seeds))
@@ -103,7 +127,12 @@ def finish(
     path = args.out / f"{name}.jsonl"
     done = {outcome.job: outcome for outcome in read_outcomes(path)}
     missing, failed = [job for job in jobs if job not in done], []
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as progress, path.open("a", encoding="utf-8") as file:
         task = progress.add_task(name, total=len(jobs), completed=len(jobs) - len(missing))
         for job, answer in run_all(missing, args.out, args.processes, JOB_SECONDS):
@@ -133,7 +162,9 @@ def write_up(out: Path, tuning: list[Outcome], evaluation: list[Outcome], consol
         "Tuning: reward less beta times KL": tuning_rows(tuning) if tuning else [],
         "Means over seeds, with standard errors": cell_rows(outcomes),
         "Paired differences, with standard errors": difference_rows(outcomes),
-        "How far behind, how fast, and where it is when half of the colocated steps are done": lag_rows(outcomes),
+        "How far behind, how fast, and where it is when half of the colocated steps are done": lag_rows(
+            outcomes
+        ),
     }
     text = "# The papers' findings at small scale\n"
     for title, rows in tables.items():
@@ -145,7 +176,9 @@ def write_up(out: Path, tuning: list[Outcome], evaluation: list[Outcome], consol
         text += f"\n{len(tuning)} runs of tuning, {len(evaluation)} of evaluation; {seconds:.1f} s a run.\n"
         (out / "curves.svg").write_text(charts(outcomes), encoding="utf-8")
     (out / "summary.md").write_text(text, encoding="utf-8")
-    console.print(f"Written to {out}: summary.md, curves.svg, tuning.jsonl, evaluation.jsonl", highlight=False)
+    console.print(
+        f"Written to {out}: summary.md, curves.svg, tuning.jsonl, evaluation.jsonl", highlight=False
+    )
 
 
 if __name__ == "__main__":

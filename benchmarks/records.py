@@ -35,12 +35,18 @@ def made_up(samples: int, tokens: int, *, with_tokens: bool) -> Samples:
     draw = np.random.default_rng(0)
     texts = {i: f" w{i:x}" for i in range(VOCABULARY)}
     lengths = draw.integers(tokens // 2, tokens + 1, samples)
-    ids = (draw.zipf(1.3, lengths.sum()) % VOCABULARY).astype(np.int32)  # words as often as in a language
-    prompts = np.repeat(draw.integers(0, VOCABULARY, (-(-samples // GROUP), PROMPT)), GROUP, axis=0)[:samples]
+    ids = (draw.zipf(1.3, lengths.sum()) % VOCABULARY).astype(
+        np.int32
+    )  # words as often as in a language
+    prompts = np.repeat(
+        draw.integers(0, VOCABULARY, (-(-samples // GROUP), PROMPT)), GROUP, axis=0
+    )[:samples]
     rows, end = [], 0
     for i, length in enumerate(lengths.tolist()):
         start, end = end, end + length
-        prompt, response = ("".join(map(texts.__getitem__, part.tolist())) for part in (prompts[i], ids[start:end]))
+        prompt, response = (
+            "".join(map(texts.__getitem__, part.tolist())) for part in (prompts[i], ids[start:end])
+        )
         reward, kl, with_kl, baseline, advantage = draw.normal(size=5).tolist()
         rows.append(
             RolloutRow(
@@ -49,13 +55,19 @@ def made_up(samples: int, tokens: int, *, with_tokens: bool) -> Samples:
             )
         )
     policy = -draw.exponential(0.8, len(ids)).astype(np.float32)
-    reference, generator = (policy + draw.normal(0, by, len(ids)).astype(np.float32) for by in (0.02, 0.003))
+    reference, generator = (
+        policy + draw.normal(0, by, len(ids)).astype(np.float32) for by in (0.02, 0.003)
+    )
     values = {
         "prompt_tokens": prompts.reshape(-1).astype(np.int32),
         "response_tokens": ids,
         "token_kl": policy - reference,
     }
-    values |= {"policy_log_probs": policy, "reference_log_probs": reference, "generator_log_probs": generator}
+    values |= {
+        "policy_log_probs": policy,
+        "reference_log_probs": reference,
+        "generator_log_probs": generator,
+    }
     of_each = TokenColumns({"prompt": np.full(samples, PROMPT), "response": lengths}, values, texts)
     return Samples(rows, of_each if with_tokens else None)
 
@@ -64,7 +76,8 @@ def as_lines(path: Path, samples: Samples) -> bytes:
     """The content of a written file as JSON lines."""
     tokens = read_tokens(path) or [None] * len(samples.rows)
     lines = [
-        row.as_json() | (found.as_json() if found else {}) for row, found in zip(samples.rows, tokens, strict=True)
+        row.as_json() | (found.as_json() if found else {})
+        for row, found in zip(samples.rows, tokens, strict=True)
     ]
     return "\n".join(map(json.dumps, lines)).encode()
 
@@ -94,7 +107,10 @@ def measure(samples: Samples, folder: Path) -> dict[str, tuple[float, float, flo
     times = timed(lambda: gzip.compress(lines, 6)), timed(lambda: gzip.decompress(packed))
     found["JSON lines, gzip"] = len(packed) / 1e6, dumping + times[0], parsing + times[1]
     packed = codec.compress(lines)
-    times = timed(lambda: codec.compress(lines)), timed(lambda: codec.decompress(packed, len(lines)))
+    times = (
+        timed(lambda: codec.compress(lines)),
+        timed(lambda: codec.decompress(packed, len(lines))),
+    )
     found["JSON lines, zstd"] = len(packed) / 1e6, dumping + times[0], parsing + times[1]
     found["JSON lines"] = len(lines) / 1e6, dumping, parsing
     return found

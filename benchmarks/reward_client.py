@@ -86,7 +86,9 @@ def measure(tree: Path, clients: list[int], requests: int) -> dict[str, dict[str
                     "requests/s": len(latencies) / seconds,
                     "p50, ms": 1000 * float(np.percentile(latencies, 50)),
                     "p99, ms": 1000 * float(np.percentile(latencies, 99)),
-                    "CPU of the clients, ms a request": 1000 * (time.process_time() - before) / len(latencies),
+                    "CPU of the clients, ms a request": 1000
+                    * (time.process_time() - before)
+                    / len(latencies),
                     "memory of the clients, MB": psutil.Process().memory_info().rss / 1e6,
                 }
         finally:
@@ -95,12 +97,20 @@ def measure(tree: Path, clients: list[int], requests: int) -> dict[str, dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trees", type=Path, nargs="+", default=[ROOT], help="checkouts to compare")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--trees", type=Path, nargs="+", default=[ROOT], help="checkouts to compare"
+    )
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--requests", type=int, default=640, help="of all clients together, in a round")
+    parser.add_argument(
+        "--requests", type=int, default=640, help="of all clients together, in a round"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--measure", action="store_true", help="print one round of the first tree as JSON")
+    parser.add_argument(
+        "--measure", action="store_true", help="print one round of the first tree as JSON"
+    )
     args = parser.parse_args()
     if args.measure:
         print(json.dumps(measure(args.trees[0], args.clients, args.requests)))
@@ -120,7 +130,9 @@ def main() -> None:
                 timeout=ROUND_SECONDS,
             ).stdout
             rounds[tree].append(json.loads(output.splitlines()[-1]))
-    print(f"load of the machine at the end: {os.getloadavg()[0]:.1f}; median (least to most) of {args.rounds} rounds")
+    print(
+        f"load of the machine at the end: {os.getloadavg()[0]:.1f}; median (least to most) of {args.rounds} rounds"
+    )
     for number in map(str, args.clients):
         for key in rounds[args.trees[0]][0][number]:
             for tree in args.trees:

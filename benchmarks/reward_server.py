@@ -89,10 +89,14 @@ class Way:
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:
     """Of these processes, since each began."""
-    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+    return sum(
+        times.user + times.system for times in (process.cpu_times() for process in processes)
+    )
 
 
-def http_call(address: int | str, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[], np.ndarray]:
+def http_call(
+    address: int | str, tokens: np.ndarray, lengths: np.ndarray
+) -> Callable[[], np.ndarray]:
     """Over a connection to a port or to a Unix socket that stays open, in binary."""
     import tritonclient.http as triton
 
@@ -105,7 +109,9 @@ def http_call(address: int | str, tokens: np.ndarray, lengths: np.ndarray) -> Ca
     outputs = [triton.InferRequestedOutput(key) for key in (wire.REWARDS, wire.STATUS)]
     body, json_size = triton.InferenceServerClient.generate_request_body(inputs, outputs=outputs)
     headers = {wire.HEADER_LENGTH: str(json_size), "Content-Type": "application/octet-stream"}
-    connection = http.client.HTTPConnection("127.0.0.1", address if isinstance(address, int) else 80, CALL_SECONDS)
+    connection = http.client.HTTPConnection(
+        "127.0.0.1", address if isinstance(address, int) else 80, CALL_SECONDS
+    )
     if isinstance(address, str):
         connection.sock = socket.socket(socket.AF_UNIX)
         connection.sock.settimeout(CALL_SECONDS)
@@ -134,7 +140,11 @@ def served(
     port, ready = free_port("127.0.0.1"), folder / "ready.json"
     command = [sys.executable, str(ROOT / "examples" / "serve_reward_model.py")]
     command += [f"reward_model.restore_from_path={trunk}", f"reward_model.head_path={head}"]
-    command += [f"inference.port={port}", f"inference.ready_file={ready}", f"inference.micro_batch_size={micro_batch}"]
+    command += [
+        f"inference.port={port}",
+        f"inference.ready_file={ready}",
+        f"inference.micro_batch_size={micro_batch}",
+    ]
     command += [f"inference.max_batch_size={max(batch, 256)}", "log_level=warning"]
     log = folder / "server.log"
     with log.open("wb") as stream:
@@ -143,11 +153,20 @@ def served(
         deadline = time.monotonic() + READY_SECONDS
         while not ready.exists():
             if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not become ready:\n{log.read_text(encoding='utf-8')[-3000:]}")
+                raise RuntimeError(
+                    f"the server did not become ready:\n{log.read_text(encoding='utf-8')[-3000:]}"
+                )
             time.sleep(0.1)
-        processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        processes = [
+            psutil.Process(server.pid),
+            *psutil.Process(server.pid).children(recursive=True),
+        ]
         tritonserver = next(process for process in processes if process.name() == "tritonserver")
-        yield port, next(str(c.laddr) for c in tritonserver.net_connections("unix") if c.laddr), processes
+        yield (
+            port,
+            next(str(c.laddr) for c in tritonserver.net_connections("unix") if c.laddr),
+            processes,
+        )
     finally:
         if server.poll() is None:
             server.send_signal(signal.SIGTERM)
@@ -173,7 +192,16 @@ def tiny_model(folder: Path) -> tuple[Path, Path]:
 
 def show(ways: list[Way], batch: int) -> None:
     table = Table()
-    titles = ("calls", "p50, ms", "p90, ms", "p99, ms", "samples/s", "CPU, ms a call", "p50, ratio", "CPU, ratio")
+    titles = (
+        "calls",
+        "p50, ms",
+        "p90, ms",
+        "p99, ms",
+        "samples/s",
+        "CPU, ms a call",
+        "p50, ratio",
+        "CPU, ratio",
+    )
     table.add_column("")
     for title in titles:
         table.add_column(title, justify="right")
@@ -191,8 +219,12 @@ def show(ways: list[Way], batch: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trunk", type=Path, help="Hugging Face folder; default: a tiny random Llama")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--trunk", type=Path, help="Hugging Face folder; default: a tiny random Llama"
+    )
     parser.add_argument("--head", type=Path, help="its head")
     parser.add_argument("--batch", type=int, default=64, help="samples a request")
     parser.add_argument("--length", type=int, default=128, help="tokens a sample")
@@ -211,7 +243,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, parallel_mesh() as mesh:
         folder = Path(name)
         trunk, head = (args.trunk, args.head) if args.trunk else tiny_model(folder)
-        scorer = load_reward_model(trunk, head, mesh, batching=Batching(micro_batch_size=args.micro_batch))
+        scorer = load_reward_model(
+            trunk, head, mesh, batching=Batching(micro_batch_size=args.micro_batch)
+        )
         rng = np.random.default_rng(0)
         tokens = rng.integers(3, scorer.vocab_size, (args.batch, args.length), dtype=np.int64)
         lengths = np.full((args.batch, 1), args.length, np.int64)
@@ -221,7 +255,11 @@ def main() -> None:
             return np.asarray(scorer.score(rows), np.float32)
 
         expected = bare()
-        with served(trunk, head, folder, args.micro_batch, args.batch) as (front_port, triton_socket, server):
+        with served(trunk, head, folder, args.micro_batch, args.batch) as (
+            front_port,
+            triton_socket,
+            server,
+        ):
             ways = [
                 Way("bare model", lambda: bare, 1),
                 Way("Triton", lambda: http_call(triton_socket, tokens, lengths), args.clients),

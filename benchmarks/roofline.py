@@ -65,7 +65,9 @@ class Row:
     floor: floors.Floor
 
 
-def floor_of(phase: str, machine: floors.Machine, model: floors.ModelParts, tokens: floors.StepTokens) -> floors.Floor:
+def floor_of(
+    phase: str, machine: floors.Machine, model: floors.ModelParts, tokens: floors.StepTokens
+) -> floors.Floor:
     if phase == GENERATE:
         return floors.generation_floor(machine, model, tokens)
     if phase == TRAINING:
@@ -73,7 +75,9 @@ def floor_of(phase: str, machine: floors.Machine, model: floors.ModelParts, toke
     return floors.pass_floor(machine, model, tokens, floors.FORWARD)
 
 
-def table_rows(machine: floors.Machine, model: floors.ModelParts, steps: list[MeasuredStep]) -> list[Row]:
+def table_rows(
+    machine: floors.Machine, model: floors.ModelParts, steps: list[MeasuredStep]
+) -> list[Row]:
     """The phases that the steps had, and their sum."""
     rows = []
     for phase in PHASES:
@@ -82,10 +86,13 @@ def table_rows(machine: floors.Machine, model: floors.ModelParts, steps: list[Me
             continue
         found = [floor_of(phase, machine, model, step.tokens) for step in having]
         floor = floors.Floor(
-            statistics.median(one.shared for one in found), statistics.median(one.repeated for one in found)
+            statistics.median(one.shared for one in found),
+            statistics.median(one.repeated for one in found),
         )
         rows.append(Row(phase, statistics.median(step.seconds[phase] for step in having), floor))
-    total = floors.Floor(sum(row.floor.shared for row in rows), sum(row.floor.repeated for row in rows))
+    total = floors.Floor(
+        sum(row.floor.shared for row in rows), sum(row.floor.repeated for row in rows)
+    )
     return [*rows, Row("together", sum(row.seconds for row in rows), total)]
 
 
@@ -109,7 +116,9 @@ def steps_of_run(folder: Path) -> tuple[Path, list[MeasuredStep]]:
     for key, value in expected.items():
         found = OmegaConf.select(config, key)
         if found != value:
-            raise ValueError(f"{folder}: {key} is {found!r}; the floors are those of a run with {value!r}")
+            raise ValueError(
+                f"{folder}: {key} is {found!r}; the floors are those of a run with {value!r}"
+            )
     group = int(config.trainer.reinforce.num_rollouts_per_prompt)
     rows_a_batch = int(config.model.reinforce.rollout_micro_batch_size) * group
     files = rollout_files(folder)
@@ -119,12 +128,16 @@ def steps_of_run(folder: Path) -> tuple[Path, list[MeasuredStep]]:
         if number < 2 or number not in files or f"timers/{TRAINING}" not in line:
             continue
         lengths = [row.response_length for row in read_rows(files[number])]
-        batches = [lengths[start : start + rows_a_batch] for start in range(0, len(lengths), rows_a_batch)]
+        batches = [
+            lengths[start : start + rows_a_batch] for start in range(0, len(lengths), rows_a_batch)
+        ]
         prompt_tokens = line["train/prompt_lengths"] * len(lengths) / group
         seconds = {phase: line[f"timers/{phase}"] for phase in PHASES if f"timers/{phase}" in line}
         steps.append(MeasuredStep(seconds, floors.StepTokens(prompt_tokens, group, batches)))
     if not steps:
-        raise ValueError(f"{folder}: expected at least two steps in metrics.jsonl with their files in rollouts/")
+        raise ValueError(
+            f"{folder}: expected at least two steps in metrics.jsonl with their files in rollouts/"
+        )
     return Path(config.pretrained_checkpoint.restore_from_path), steps
 
 
@@ -166,10 +179,8 @@ def steps_made_here(threads: int) -> tuple[Path, list[MeasuredStep]]:
 
 def show(machine: floors.Machine, threads: int, rows: list[Row]) -> None:
     console = Console(width=119)
-    rates_told = (
-        f"{machine.bandwidth / 1e9:.1f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s in fp32, {threads} threads"
-    )
-    console.print(f"{rates_told}, load {os.getloadavg()[0]:.1f}", highlight=False)
+    rates = f"{machine.bandwidth / 1e9:.1f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s in fp32"
+    console.print(f"{rates}, {threads} threads, load {os.getloadavg()[0]:.1f}", highlight=False)
     table = Table(title="seconds of a step, medians; each prompt computed once, or once a sample")
     table.add_column("phase")
     for name in ("measured", "least, once", "times that", "least, once a sample", "times that"):
@@ -184,10 +195,17 @@ def show(machine: floors.Machine, threads: int, rows: list[Row]) -> None:
 
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a side is ended too
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, nargs="?", help="folder of a run, exp_manager.explicit_log_dir")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="that torch uses (all cores)"
+        "run", type=Path, nargs="?", help="folder of a run, exp_manager.explicit_log_dir"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="that torch uses (all cores)",
     )
     args = parser.parse_args()
     try:

@@ -82,7 +82,11 @@ class Engine:
     @property
     def end(self) -> Number:
         """When the next row ends; infinite without rows."""
-        return self._time + (self._active[0][0] - self._tokens) * self._pace if self._active else math.inf
+        return (
+            self._time + (self._active[0][0] - self._tokens) * self._pace
+            if self._active
+            else math.inf
+        )
 
     @property
     def _pace(self) -> Number:
@@ -138,11 +142,17 @@ def in_order(job: Job, trainers: int, generators: int, k: int, steps: int = STEP
     engines = generators // job.engine
     size = -(-job.prompts // engines)
     free: list[Number] = [0] * engines
-    versions, waits, ages = list[Number]([0]), list[Number](), list[Number]()  # versions: when each is there
+    versions, waits, ages = (
+        list[Number]([0]),
+        list[Number](),
+        list[Number](),
+    )  # versions: when each is there
     for step in range(1, steps + 1):
         groups, version, ready = job.groups(step - 1), max(0, step - 1 - k), 0
         for start in range(0, job.prompts, size):
-            end = max(heapq.heappop(free), versions[version]) + call_seconds(job, groups[start : start + size])
+            end = max(heapq.heappop(free), versions[version]) + call_seconds(
+                job, groups[start : start + size]
+            )
             heapq.heappush(free, end)
             ready = max(ready, end + job.reward)
         waits.append(max(0, ready - versions[-1]))
@@ -151,7 +161,9 @@ def in_order(job: Job, trainers: int, generators: int, k: int, steps: int = STEP
     return _after_warm(versions, waits, ages, 0)
 
 
-def _after_warm(versions: list[Number], waits: list[Number], ages: list[Number], dropped: Number) -> Found:
+def _after_warm(
+    versions: list[Number], waits: list[Number], ages: list[Number], dropped: Number
+) -> Found:
     count, whole = len(waits) - WARM, versions[-1] - versions[WARM]
     return Found(whole / count, sum(waits[WARM:]) / whole, sum(ages[WARM:]) / count, dropped)
 
@@ -209,19 +221,26 @@ def as_finished(job: Job, trainers: int, generators: int, k: int, steps: int = S
             if not pool.give(time, Group(lengths, version, len(lengths))):
                 break
             drawn, under_way = drawn + 1, under_way + 1
-        scored = ready[job.prompts - 1].scored if not taken and len(ready) >= job.prompts else math.inf
+        scored = (
+            ready[job.prompts - 1].scored if not taken and len(ready) >= job.prompts else math.inf
+        )
         if scored <= time:
             taken = [ready.popleft() for _ in range(job.prompts)]
             waits.append(time - versions[-1])
             ages.append(sum(version - group.version for group in taken) / len(taken))
-            trained = time + job.train_seconds(trainers, [group.lengths for group in taken]) + job.send
+            trained = (
+                time + job.train_seconds(trainers, [group.lengths for group in taken]) + job.send
+            )
             continue
         time = min(trained, scored, pool.end)
         if time == trained:
             versions.append(time)
             under_way, taken, trained = under_way - len(taken), [], math.inf
             fresh = deque(group for group in ready if version + 1 - group.version <= k)
-            dropped, under_way = dropped + len(ready) - len(fresh), under_way - len(ready) + len(fresh)
+            dropped, under_way = (
+                dropped + len(ready) - len(fresh),
+                under_way - len(ready) + len(fresh),
+            )
             ready = fresh
         elif time == pool.end:
             group = pool.pop()

@@ -49,13 +49,17 @@ BETAS = (0.9, 0.98)  # Adam's, the default of conf/train_reinforce_actor.yaml
 UNCAPPED = "sequence, no cap"
 OLD_KL = "K by the generator"
 CORRECTIONS = {
-    name: LossSettings(generator_correction=name, generator_ratio_cap=CAP) for name in GENERATOR_CORRECTIONS
+    name: LossSettings(generator_correction=name, generator_ratio_cap=CAP)
+    for name in GENERATOR_CORRECTIONS
 } | {UNCAPPED: LossSettings(generator_correction="sequence", generator_ratio_cap=math.inf)}
 
 # All groups, as sorted ones with the number of their orders: RLOO does not depend on the order.
 GROUPS = torch.tensor(list(itertools.combinations_with_replacement(range(NUM_SEQUENCES), SAMPLES)))
 ORDERS = torch.tensor(
-    [math.factorial(SAMPLES) / math.prod(map(math.factorial, Counter(row).values())) for row in GROUPS.tolist()],
+    [
+        math.factorial(SAMPLES) / math.prod(map(math.factorial, Counter(row).values()))
+        for row in GROUPS.tolist()
+    ],
     dtype=torch.float64,
 )
 
@@ -73,7 +77,9 @@ class Problem:
     @classmethod
     def draw(cls, seed: int) -> Problem:
         generator = torch.Generator().manual_seed(seed)
-        parameters = torch.randn(TREE.num_prefixes, VOCABULARY, generator=generator, dtype=torch.float64)
+        parameters = torch.randn(
+            TREE.num_prefixes, VOCABULARY, generator=generator, dtype=torch.float64
+        )
         rewards = torch.randn(NUM_SEQUENCES, generator=generator, dtype=torch.float64)
         return cls(parameters, TREE.log_probs(parameters), rewards)
 
@@ -158,7 +164,9 @@ class Estimate:
         loss = rloo_loss(leaf, drawn_with[rows], less_kl, ids, rows, SAMPLES, settings, credit)
         # Each token's term depends on its own log-prob only, so this is every group's gradient by its log-probs.
         (by_token,) = torch.autograd.grad(-loss, leaf)
-        found = torch.einsum("ngt,ngtd->nd", by_token.view(*GROUPS.shape, MAX_LENGTH), scores[GROUPS])
+        found = torch.einsum(
+            "ngt,ngtd->nd", by_token.view(*GROUPS.shape, MAX_LENGTH), scores[GROUPS]
+        )
         probability = ORDERS * drawn_with.sum(1)[GROUPS].sum(1).exp()
         self.mean = probability @ found
         self.variance = float(probability @ (found - self.mean).square().sum(1))
@@ -199,7 +207,11 @@ class Measured:
 
 
 def measure(
-    problem: Problem, path: Sequence[Tensor], staleness: int, corrections: dict[str, LossSettings], **options
+    problem: Problem,
+    path: Sequence[Tensor],
+    staleness: int,
+    corrections: dict[str, LossSettings],
+    **options,
 ) -> dict[str, Measured]:
     """Corrections at the last version of `path`, sampled `staleness` versions before; `options` of `Estimate`."""
     now, behaviour = path[-1], path[-1 - staleness]
@@ -226,7 +238,12 @@ def gradient_tables() -> dict[str, Rows]:
     tables: dict[str, Rows] = {
         name: [["KL a step", "k", "KL(sampled with, trained)", *CORRECTIONS]] for name in FORMATS
     }
-    tables["bias"][0] += [f"{UNCAPPED}, {OLD_KL}", "sequence, worst problem", "cap matters in", "sequence below none"]
+    tables["bias"][0] += [
+        f"{UNCAPPED}, {OLD_KL}",
+        "sequence, worst problem",
+        "cap matters in",
+        "sequence below none",
+    ]
     problems = [Problem.draw(seed) for seed in range(PROBLEMS)]
     for step_kl in STEP_KLS:
         paths = [problem.path(step_kl) for problem in problems]
@@ -236,14 +253,23 @@ def gradient_tables() -> dict[str, Rows]:
             divergence = median([sequence_divergence(path[-1 - k], path[-1]) for path in paths])
             for name, rows in tables.items():
                 values = [median([getattr(each[c], name) for each in found]) for c in CORRECTIONS]
-                rows.append([f"{step_kl:g}", str(k), f"{divergence:.2g}", *map(FORMATS[name], values)])
+                rows.append(
+                    [f"{step_kl:g}", str(k), f"{divergence:.2g}", *map(FORMATS[name], values)]
+                )
             old_kl = [
-                measure(*pair, k, {OLD_KL: CORRECTIONS[UNCAPPED]}, kl_of_behaviour=True)[OLD_KL].bias for pair in pairs
+                measure(*pair, k, {OLD_KL: CORRECTIONS[UNCAPPED]}, kl_of_behaviour=True)[
+                    OLD_KL
+                ].bias
+                for pair in pairs
             ]
             capped = [each["sequence"].bias for each in found]
             less = sum(bias < each["none"].bias for bias, each in zip(capped, found, strict=True))
             matters = sum(bias > 1e-12 for bias in capped)
-            tables["bias"][-1] += [f"{median(old_kl):.2g}", f"{max(capped):.2g}", f"{matters} of {PROBLEMS}"]
+            tables["bias"][-1] += [
+                f"{median(old_kl):.2g}",
+                f"{max(capped):.2g}",
+                f"{matters} of {PROBLEMS}",
+            ]
             tables["bias"][-1].append(f"{less} of {PROBLEMS}" if k else "")
     return tables
 
@@ -258,7 +284,12 @@ FORMATS: dict[str, Callable[[float], str]] = {
 
 def baseline_table(step_kl: float = 0.01, staleness: int = 4) -> Rows:
     """Does a baseline of other samples of the old policy still leave the gradient's mean alone?"""
-    heads = ("rloo", "no baseline", f"rloo, all rewards + {SHIFT:g}", f"no baseline, all rewards + {SHIFT:g}")
+    heads = (
+        "rloo",
+        "no baseline",
+        f"rloo, all rewards + {SHIFT:g}",
+        f"no baseline, all rewards + {SHIFT:g}",
+    )
     columns: dict[str, list[list[float]]] = {name: [] for name in CORRECTIONS}
     for problem in map(Problem.draw, range(PROBLEMS)):
         shifted = replace(problem, rewards=problem.rewards + SHIFT)
@@ -298,11 +329,17 @@ def learn(
 ) -> Learnt:
     """Train `seeds` policies, each on a problem of its own; the same seed meets the same noise in every cell."""
     problems = [Problem.draw(FIRST_SEED + seed) for seed in range(seeds)]
-    reference, rewards = (torch.stack([getattr(p, name) for p in problems]) for name in ("reference", "rewards"))
+    reference, rewards = (
+        torch.stack([getattr(p, name) for p in problems]) for name in ("reference", "rewards")
+    )
     parameters = torch.stack([problem.parameters for problem in problems]).requires_grad_()
-    optimizer = torch.optim.Adam([parameters], rate, betas=BETAS)  # elementwise, so seeds do not meet
+    optimizer = torch.optim.Adam(
+        [parameters], rate, betas=BETAS
+    )  # elementwise, so seeds do not meet
     samples = GROUPS_PER_STEP * SAMPLES
-    noise = torch.rand(steps, seeds, samples, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    noise = torch.rand(
+        steps, seeds, samples, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     group_ids = torch.arange(seeds * GROUPS_PER_STEP).repeat_interleave(SAMPLES)
     seed_ids = torch.arange(seeds)[:, None].expand(-1, samples).flatten()
     log_probs_of = torch.vmap(TREE.log_probs)
@@ -318,7 +355,11 @@ def learn(
         sequences = torch.searchsorted(versions[0].sum(2).exp().cumsum(1), uniform)
         sequences = sequences.clamp(max=NUM_SEQUENCES - 1).flatten()
         own, drawn_with = log_probs[seed_ids, sequences], versions[0][seed_ids, sequences]
-        kl = sequence_kl(drawn_with if kl_of_behaviour else own, reference[seed_ids, sequences], TREE.mask[sequences])
+        kl = sequence_kl(
+            drawn_with if kl_of_behaviour else own,
+            reference[seed_ids, sequences],
+            TREE.mask[sequences],
+        )
         less_kl = rewards[seed_ids, sequences] - BETA * kl
         loss = rloo_loss(own, drawn_with, less_kl, group_ids, sequences, samples, settings)
         optimizer.zero_grad()
@@ -348,14 +389,21 @@ def learning_tables() -> tuple[Rows, Rows]:
         for k in STALENESS:
             # At k = 0 every weight is 1, and so all cells are one.
             runs = [
-                learn(rate, k, CORRECTIONS[name], kl_of_behaviour=old_kl) if k else on_policy for name, old_kl in cells
+                learn(rate, k, CORRECTIONS[name], kl_of_behaviour=old_kl) if k else on_policy
+                for name, old_kl in cells
             ]
             found = dict(zip(names, runs, strict=True))
             first = [f"{rate:g}", f"{found['none'].step_kl:.1e}", str(k)]
             others = (found["none"], on_policy) if k else ()
-            differences = [with_error(found["sequence"].share - other.share) for other in others] or ["", ""]
-            shares.append([*first, *(with_error(each.share) for each in found.values()), *differences])
-            entropies.append([*first, *(f"{float(each.entropy.mean()):.2f}" for each in found.values())])
+            differences = [
+                with_error(found["sequence"].share - other.share) for other in others
+            ] or ["", ""]
+            shares.append(
+                [*first, *(with_error(each.share) for each in found.values()), *differences]
+            )
+            entropies.append(
+                [*first, *(f"{float(each.entropy.mean()):.2f}" for each in found.values())]
+            )
     return shares, entropies
 
 
@@ -390,17 +438,24 @@ TITLES = {
     "groups": "Groups of G a step at which the squared bias is as large as the variance; - is more than a million",
 }
 BASELINE = "The baseline: its part in the expected gradient, and the bias with and without it; KL 0.01 a step, k = 4"
-LEARNING = f"Learning: part of the possible gain after {STEPS * GROUPS_PER_STEP * SAMPLES:,} samples"
+LEARNING = (
+    f"Learning: part of the possible gain after {STEPS * GROUPS_PER_STEP * SAMPLES:,} samples"
+)
 ENTROPY = "Entropy of responses at the end, less the optimum's, in nats"
 
 
 def markdown(rows: Rows) -> str:
     head, *body = rows
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *body]) + "\n"
+    return (
+        "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *body])
+        + "\n"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/staleness.md")
     out = parser.parse_args().out
     torch.set_num_threads(1)

@@ -43,7 +43,9 @@ def sleeping(slowness: float) -> Iterator[Generate]:
         time.sleep(slowness * SECONDS_A_TOKEN * sum(len(prompt.tokens) for prompt in prompts))
         rows = SAMPLES * len(prompts)
         tokens = torch.zeros((rows, TOKENS), dtype=torch.long)
-        return Completions(tokens, torch.full((rows,), TOKENS), ("length",) * rows, torch.zeros((rows, TOKENS)))
+        return Completions(
+            tokens, torch.full((rows,), TOKENS), ("length",) * rows, torch.zeros((rows, TOKENS))
+        )
 
     yield generate
 
@@ -71,14 +73,21 @@ def engine(mesh: Mesh, slowness: float, folder: Path) -> Iterator[Generate]:
         request_timeout_seconds=300,
     )
     lm = CausalLM(Architecture.from_folder(folder / "model"), mesh, torch.float32)
-    tokenizer, where = load_tokenizer(folder / "model"), {"model": folder / "model", "log_folder": folder / "log"}
-    generator = EngineGenerator(lm, tokenizer, TensorRTLLM(TensorRTLLMConfig()), config, max_seq_len=LONGEST, **where)
+    tokenizer, where = (
+        load_tokenizer(folder / "model"),
+        {"model": folder / "model", "log_folder": folder / "log"},
+    )
+    generator = EngineGenerator(
+        lm, tokenizer, TensorRTLLM(TensorRTLLMConfig()), config, max_seq_len=LONGEST, **where
+    )
     params = SamplingParams(max_length=TOKENS, stop_token_ids=(2,))
     with contextlib.closing(generator), generator.awake():
         yield lambda prompts: generator.generate(prompts, SAMPLES, params, seed=1)
 
 
-def phase(mesh: Mesh, share: list[list[Prompt]], generate: Generate, *, queue: bool) -> list[tuple[float, int]]:
+def phase(
+    mesh: Mesh, share: list[list[Prompt]], generate: Generate, *, queue: bool
+) -> list[tuple[float, int]]:
     """Seconds of the phase, exchange included, and micro-batches taken, of each rank."""
     mesh.barrier()
     started = time.perf_counter()
@@ -95,22 +104,40 @@ def write_model(folder: Path) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     from helpers.models import tiny_llama_folder
 
-    tiny_llama_folder(folder / "model", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16)
+    tiny_llama_folder(
+        folder / "model", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16
+    )
 
 
 def arguments() -> Any:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slowness", type=float, nargs="+", default=[3.0, 1.0, 1.0, 1.0], help="of each rank")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[2, 4, 8, 16], help="of a rank's share")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a share, on a rank of slowness 1, on average")
-    parser.add_argument("--spread", type=float, default=0.3, help="deviation of the logarithm of a micro-batch's time")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--slowness", type=float, nargs="+", default=[3.0, 1.0, 1.0, 1.0], help="of each rank"
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, nargs="+", default=[2, 4, 8, 16], help="of a rank's share"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="of a share, on a rank of slowness 1, on average"
+    )
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=0.3,
+        help="deviation of the logarithm of a micro-batch's time",
+    )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--engine", choices=("sleep", "fake"), default="sleep")
     return parser.parse_args()
 
 
 def main() -> None:
-    options, table = arguments(), Table("micro-batches a rank", "split", "seconds", "least", "taken by each rank")
+    options, table = (
+        arguments(),
+        Table("micro-batches a rank", "split", "seconds", "least", "taken by each rank"),
+    )
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if options.engine == "fake":
@@ -122,7 +149,10 @@ def main() -> None:
         for count in options.micro_batches:
             draw = random.Random(count)
             seconds = [
-                [options.seconds / count * draw.lognormvariate(0, options.spread) for _ in range(count)]
+                [
+                    options.seconds / count * draw.lognormvariate(0, options.spread)
+                    for _ in range(count)
+                ]
                 for _ in range(mesh.dp_size)
             ]
             share = [

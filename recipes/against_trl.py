@@ -34,12 +34,19 @@ Curve = dict[str, list[float]]  # of each metric, a number a step
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", default="1,2,3", help="separated by commas (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("results/recipes") / NAME)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     args = parser.parse_intermixed_args()
-    make_environment = [sys.executable, ROOT / "tools/make_environment.py", "peers", ROOT / ".venv-peers"]
+    make_environment = [
+        sys.executable,
+        ROOT / "tools/make_environment.py",
+        "peers",
+        ROOT / ".venv-peers",
+    ]
     subprocess.run(make_environment, check=True, timeout=1200)
     if not Path(trl_settings(args.overrides)["model"]).is_dir():
         prepare_smollm2(ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct")
@@ -52,16 +59,37 @@ def main() -> None:
     draw(found, args.out / "curves.html")
     for name, curves in found.items():
         last = [statistics.fmean(curve["rewards_accuracy"][-10:]) for curve in curves]
-        print(f"{name}: accuracy of the last steps' samples, by seed: {', '.join(f'{value:.3f}' for value in last)}")
+        print(
+            f"{name}: accuracy of the last steps' samples, by seed: {', '.join(f'{value:.3f}' for value in last)}"
+        )
     print(args.out / "curves.html")
 
 
 def own_side(folder: Path, overrides: Sequence[str]) -> Curve:
     """Train here; a run that was stopped goes on."""
-    command = [sys.executable, "-m", "reinforce_rl", "train", "--config-dir", str(HERE), "--config-name", NAME]
-    subprocess.run([*command, f"exp_manager.explicit_log_dir={folder}", *overrides], check=True, timeout=SECONDS)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return {name: [line[f"train/{name}"] for line in lines if f"train/{name}" in line] for name in METRICS}
+    command = [
+        sys.executable,
+        "-m",
+        "reinforce_rl",
+        "train",
+        "--config-dir",
+        str(HERE),
+        "--config-name",
+        NAME,
+    ]
+    subprocess.run(
+        [*command, f"exp_manager.explicit_log_dir={folder}", *overrides],
+        check=True,
+        timeout=SECONDS,
+    )
+    lines = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    return {
+        name: [line[f"train/{name}"] for line in lines if f"train/{name}" in line]
+        for name in METRICS
+    }
 
 
 def trl_side(folder: Path, overrides: Sequence[str]) -> Curve:
@@ -83,7 +111,9 @@ def trl_settings(overrides: Sequence[str]) -> dict[str, Any]:
     reinforce, rollouts, optim = cfg.trainer.reinforce, cfg.model.reinforce, cfg.model.optim
     group = reinforce.num_rollouts_per_prompt
     samples = rollouts.num_rollout_samples * group
-    micro_batch = math.gcd(samples, cfg.model.micro_batch_size)  # a whole batch at once takes TRL 8 GB
+    micro_batch = math.gcd(
+        samples, cfg.model.micro_batch_size
+    )  # a whole batch at once takes TRL 8 GB
     args = {
         "max_steps": reinforce.max_steps,
         "num_generations": group,
@@ -117,13 +147,23 @@ def draw(found: dict[str, list[Curve]], path: Path) -> None:
         for name, curves in found.items():
             by_step = list(zip(*(curve[metric] for curve in curves), strict=True))
             means = [statistics.fmean(values) for values in by_step]
-            errors = [statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0 for values in by_step]
+            errors = [
+                statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+                for values in by_step
+            ]
             steps = list(range(1, len(means) + 1))
             band = [m + e for m, e in zip(means, errors, strict=True)]
             band += [m - e for m, e in zip(means[::-1], errors[::-1], strict=True)]
             colour, common = COLOURS[name], {"legendgroup": name, "mode": "lines"}
-            area = {"fill": "toself", "fillcolor": f"rgba({colour}, 0.2)", "line": {"width": 0}, "hoverinfo": "skip"}
-            figure.add_scatter(x=steps + steps[::-1], y=band, showlegend=False, row=1, col=column, **area, **common)
+            area = {
+                "fill": "toself",
+                "fillcolor": f"rgba({colour}, 0.2)",
+                "line": {"width": 0},
+                "hoverinfo": "skip",
+            }
+            figure.add_scatter(
+                x=steps + steps[::-1], y=band, showlegend=False, row=1, col=column, **area, **common
+            )
             line = {"name": name, "line": {"color": f"rgb({colour})"}, "showlegend": column == 1}
             figure.add_scatter(x=steps, y=means, row=1, col=column, **line, **common)
         figure.update_xaxes(title="step", row=1, col=column)

@@ -56,7 +56,9 @@ def _messages(text: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
 
 
-def warm_up(model: Path, samples: list[dict[str, Any]], out: Path, steps: int, batch: int, lr: float) -> None:
+def warm_up(
+    model: Path, samples: list[dict[str, Any]], out: Path, steps: int, batch: int, lr: float
+) -> None:
     """Train all weights on the answers of the samples, and save the model to `out`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -74,10 +76,15 @@ def warm_up(model: Path, samples: list[dict[str, Any]], out: Path, steps: int, b
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in rows])
         places = torch.arange(width)
-        starts, ends = torch.tensor([start for _, start in rows]), torch.tensor([len(ids) for ids, _ in rows])
+        starts, ends = (
+            torch.tensor([start for _, start in rows]),
+            torch.tensor([len(ids) for ids, _ in rows]),
+        )
         is_answer = (places >= starts[:, None]) & (places < ends[:, None])
         mask = (places < ends[:, None]).long()
-        loss = lm(input_ids=ids, attention_mask=mask, labels=ids.where(is_answer, torch.tensor(-100))).loss
+        loss = lm(
+            input_ids=ids, attention_mask=mask, labels=ids.where(is_answer, torch.tensor(-100))
+        ).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
         optimizer.step()
@@ -91,19 +98,25 @@ def warm_up(model: Path, samples: list[dict[str, Any]], out: Path, steps: int, b
 
 def _encoded(tokenizer: Any, sample: Mapping[str, Any]) -> tuple[list[int], int]:
     """Return the tokens of a conversation, and where its answer begins."""
-    prompt = tokenizer.apply_chat_template(sample["messages"], tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(
+        sample["messages"], tokenize=False, add_generation_prompt=True
+    )
     answer = f"<reversed_text>{sample['answer']}</reversed_text>{tokenizer.eos_token}"
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     return ids + tokenizer(answer, add_special_tokens=False)["input_ids"], len(ids)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=60, help="of the warm-up")
     parser.add_argument("--batch", type=int, default=16, help="samples a step")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument(
-        "--model", type=Path, help="Hugging Face folder; default: SmolLM2-135M-Instruct, made if missing"
+        "--model",
+        type=Path,
+        help="Hugging Face folder; default: SmolLM2-135M-Instruct, made if missing",
     )
     parser.add_argument("--out", type=Path, default=Path("results/recipes/reverse_text_data"))
     args = parser.parse_args()
@@ -117,7 +130,9 @@ def main() -> None:
         lines = [json.dumps(record) + "\n" for record in found[name]]
         (args.out / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     warm_up(args.model, found["warm_up"], args.out / "warm", args.steps, args.batch, args.lr)
-    print(f"{args.out}: {len(found['train'])} prompts, {len(found['validation'])} held out, the model in warm/")
+    print(
+        f"{args.out}: {len(found['train'])} prompts, {len(found['validation'])} held out, the model in warm/"
+    )
 
 
 if __name__ == "__main__":

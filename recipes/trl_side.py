@@ -34,7 +34,10 @@ def accuracy(completions: list[Any], **columns: Any) -> list[float]:
 
 def main(settings_file: str, curve_file: str) -> None:
     settings = json.loads(Path(settings_file).read_text(encoding="utf-8"))
-    lines = [json.loads(line) for line in Path(settings["prompts"]).read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in Path(settings["prompts"]).read_text(encoding="utf-8").splitlines()
+    ]
     rows = [{**line, "prompt": [{"role": "user", "content": line["prompt"]}]} for line in lines]
     with tempfile.TemporaryDirectory() as folder:
         trainer = RLOOTrainer(
@@ -54,13 +57,17 @@ def main(settings_file: str, curve_file: str) -> None:
                 disable_tqdm=True,
             ),
             train_dataset=Dataset.from_list(rows),
-            processing_class=AutoTokenizer.from_pretrained(settings["model"], trust_remote_code=False),
+            processing_class=AutoTokenizer.from_pretrained(
+                settings["model"], trust_remote_code=False
+            ),
         )
         trainer.train()
         steps = [line for line in trainer.state.log_history if "reward" in line]
     accuracies = [line["rewards/accuracy/mean"] for line in steps]
     # TRL's own "reward" has the KL taken off.
-    sums = [line["rewards/rewards/mean"] + right for line, right in zip(steps, accuracies, strict=True)]
+    sums = [
+        line["rewards/rewards/mean"] + right for line, right in zip(steps, accuracies, strict=True)
+    ]
     curve = {"rewards": sums, "rewards_accuracy": accuracies}
     Path(curve_file).write_text(json.dumps(curve), encoding="utf-8")
 

@@ -16,7 +16,12 @@ from reinforce_rl.data.batch_iterator import DefaultBatchIterator
 from reinforce_rl.data.prompts import PromptDataset, PromptLoader, RLHFDatasets, fixed_prompts
 from reinforce_rl.errors import ReinforceError
 from reinforce_rl.megatron.architecture import Architecture
-from reinforce_rl.megatron.checkpointer import Checkpoint, Checkpointer, latest_checkpoint, state_bytes
+from reinforce_rl.megatron.checkpointer import (
+    Checkpoint,
+    Checkpointer,
+    latest_checkpoint,
+    state_bytes,
+)
 from reinforce_rl.megatron.lora import check_lora_identity
 from reinforce_rl.megatron.mesh import Mesh, rendezvous_errors
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
@@ -79,7 +84,9 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
             place = JobRank.of_process()
             with rendezvous_errors(place.rank, place.size):
                 role = RankRole.of_job(
-                    cfg.training_ranks, cfg.generation_tensor_parallel_size, cfg.torch_timeout_seconds
+                    cfg.training_ranks,
+                    cfg.generation_tensor_parallel_size,
+                    cfg.torch_timeout_seconds,
                 )
         mesh = job.enter_context(configured_mesh(cfg, role))
         job.enter_context(control.watching(mesh, role, **limits))
@@ -89,7 +96,9 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
             with control.ending():
                 generate(cfg, mesh, tokenizer, role, control)
             return None
-        checkpoint = latest_checkpoint(folder / "checkpoints") if cfg.exp_manager.resume_if_exists else None
+        checkpoint = (
+            latest_checkpoint(folder / "checkpoints") if cfg.exp_manager.resume_if_exists else None
+        )
         monitor, wandb_run_id = build_monitor(cfg, mesh, datasets, checkpoint, control.status)
         with monitor.running(), control.ending(), contextlib.ExitStack() as stack:
             if mesh.world_size > 1:
@@ -97,13 +106,19 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
             rm = pool = None
             if cfg.placement == "colocated":
                 control.phases.begin("waiting for the reward server", has_deadline=True)
-                rm = stack.enter_context(contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor)))
+                rm = stack.enter_context(
+                    contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor))
+                )
             else:
                 control.phases.begin("waiting for the generators")
                 with mesh.raise_on_all_ranks():
                     if mesh.is_main:
-                        pool = stack.enter_context(contextlib.closing(open_pool(cfg, mesh, role, monitor, control)))
-            trainer = build_trainer(cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint, control, pool)
+                        pool = stack.enter_context(
+                            contextlib.closing(open_pool(cfg, mesh, role, monitor, control))
+                        )
+            trainer = build_trainer(
+                cfg, mesh, tokenizer, datasets, rm, monitor, checkpoint, control, pool
+            )
             trainer.wandb_run_id = wandb_run_id
             if mesh.is_main:
                 begin_files(cfg, monitor, trainer.step)
@@ -117,7 +132,9 @@ def train(cfg: TrainConfig, stop: StopRequest | None = None) -> ReinforceTrainer
                 exported = trainer.model.export(source, folder / "hf", trainer.step)
                 monitor.note(f"Hugging Face folder: {exported}")
                 if trainer.model.lora is not None:
-                    monitor.note(f"PEFT adapter: {trainer.model.export_adapter(source, folder / 'adapter')}")
+                    monitor.note(
+                        f"PEFT adapter: {trainer.model.export_adapter(source, folder / 'adapter')}"
+                    )
             monitor.note(f"Report: {monitor.report()}")
         return trainer
 
@@ -161,7 +178,11 @@ def open_pool(
 
 
 def generate(
-    cfg: TrainConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, role: RankRole, control: RunControl
+    cfg: TrainConfig,
+    mesh: Mesh,
+    tokenizer: PreTrainedTokenizerBase,
+    role: RankRole,
+    control: RunControl,
 ) -> None:
     """Generate for the trainers, on a rank that does nothing else, until they end."""
     control.stop.wait_for_checks()  # a signal reaches the trainers by the watch, and they end the run
@@ -178,7 +199,9 @@ def generate(
         try:
             control.phases.begin("waiting for the reward server", has_deadline=True)
             monitor = SilentMonitor(cfg.exp_manager.explicit_log_dir)
-            rm = stack.enter_context(contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor)))
+            rm = stack.enter_context(
+                contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, monitor))
+            )
             control.phases.begin("loading the model")
             model = build_actor(cfg, mesh, tokenizer, trains=False, with_reference=False)
             stack.callback(model.generator.close)
@@ -219,14 +242,28 @@ def build_monitor(
         run_id = run_id or secrets.token_hex(4)
         others = start_loggers(cfg, run_id, resume_step, progress.note)
     tables = cfg.exp_manager.sample_table_interval
-    held_out = [text for part in (datasets.validation, datasets.test) if part is not None for text in part.texts]
+    held_out = [
+        text
+        for part in (datasets.validation, datasets.test)
+        if part is not None
+        for text in part.texts
+    ]
     alert_rules = AlertRules(cfg.alerts.rules.model_dump(), factor)
     for line in RunFolder(folder).lines if folder.is_dir() else ():  # of a run that goes on
         if line["step"] <= start_step:
             alert_rules.look(line)
     loggers, repeated = Loggers([jsonl, *others]), repeated_texts(datasets.train.texts, held_out)
     monitor = RunMonitor(
-        folder, loggers, progress, status, factor, tables, tokens, alert_rules, repeated, record_samples
+        folder,
+        loggers,
+        progress,
+        status,
+        factor,
+        tables,
+        tokens,
+        alert_rules,
+        repeated,
+        record_samples,
     )
     if checkpoint:
         monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
@@ -257,13 +294,23 @@ def build_trainer(
     sampler = build_sampler(cfg, datasets.train)
     updates = total_updates(cfg.trainer.reinforce, cfg.prompts_per_update, sampler.batch_sizes)
     phases.begin("loading the model")
-    model = build_actor(cfg, mesh, tokenizer)  # copies the reference, so it comes before the checkpoint
+    model = build_actor(
+        cfg, mesh, tokenizer
+    )  # copies the reference, so it comes before the checkpoint
     megatron_optimizer, scheduler = build_optimizer(
-        model.ddp, cfg.model.optim, clip_grad=cfg.trainer.reinforce.gradient_clip_val, total_steps=updates
+        model.ddp,
+        cfg.model.optim,
+        clip_grad=cfg.trainer.reinforce.gradient_clip_val,
+        total_steps=updates,
     )
     saving = cfg.exp_manager.checkpoint_callback_params
-    duration, first_save = cfg.exp_manager.max_time_per_run, first_save_seconds(state_bytes(model.ddp, mesh))
-    if control is not None and control.status.save_seconds is not None:  # an earlier run has measured it
+    duration, first_save = (
+        cfg.exp_manager.max_time_per_run,
+        first_save_seconds(state_bytes(model.ddp, mesh)),
+    )
+    if (
+        control is not None and control.status.save_seconds is not None
+    ):  # an earlier run has measured it
         first_save = control.status.save_seconds
     limit = None if duration is None else parse_duration(duration)
     timer = RunTimer(limit, JobTimes.of(os.environ), first_save)
@@ -300,9 +347,15 @@ def build_trainer(
         generators = kind(model, pool, make_micro_batches, stop, takes_finished)
 
     def fixed(prompts: PromptDataset | None, count: int | None) -> Callable[..., list[Any]] | None:
-        return None if prompts is None else partial(fixed_prompts, prompts, count, mesh.dp_rank, mesh.dp_size)
+        return (
+            None
+            if prompts is None
+            else partial(fixed_prompts, prompts, count, mesh.dp_rank, mesh.dp_size)
+        )
 
-    optimizer = ActorOptimizer(megatron_optimizer, scheduler, model.ddp, overlap_restore=rollout.overlap_offload)
+    optimizer = ActorOptimizer(
+        megatron_optimizer, scheduler, model.ddp, overlap_restore=rollout.overlap_offload
+    )
     if cfg.generation in ENGINES and cfg.placement == "colocated" and mesh.device.type == "cuda":
         optimizer.allocate_moments()
     recorder = None
@@ -314,7 +367,9 @@ def build_trainer(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        train_dataloader_builder=partial(PromptLoader, datasets.train, sampler, mesh.dp_rank, mesh.dp_size),
+        train_dataloader_builder=partial(
+            PromptLoader, datasets.train, sampler, mesh.dp_rank, mesh.dp_size
+        ),
         val_dataloader_builder=fixed(datasets.validation, rollout.num_val_samples),
         collate_fn=list,
         rm=rm,

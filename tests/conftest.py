@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers that each take every core would wait for one another
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # workers that each take every core would wait for one another
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; programs under test would inherit it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell's background job; programs under test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -53,7 +57,11 @@ if TESTS not in sys.path:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the long files first; the rest keeps its order."""
-    items.sort(key=lambda item: LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES))
+    items.sort(
+        key=lambda item: (
+            LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES)
+        )
+    )
 
 
 @pytest.fixture(scope="module")

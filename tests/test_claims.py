@@ -38,7 +38,11 @@ def names_of_tests(path: Path) -> set[str]:
         if isinstance(node, ast.FunctionDef):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            names.update(f"{node.name}::{member.name}" for member in node.body if isinstance(member, ast.FunctionDef))
+            names.update(
+                f"{node.name}::{member.name}"
+                for member in node.body
+                if isinstance(member, ast.FunctionDef)
+            )
     return {name for name in names if name.split("::")[-1].startswith("test_")}
 
 
@@ -65,7 +69,11 @@ def test_a_word_is_covered_by_a_piece_that_contains_it():
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_strong_word_has_an_entry(page: Path):
     name = str(page.relative_to(ROOT))
-    pieces = [piece for piece, row_page, _ in rows_below("Claims") + rows_below("No claims") if row_page == name]
+    pieces = [
+        piece
+        for piece, row_page, _ in rows_below("Claims") + rows_below("No claims")
+        if row_page == name
+    ]
     missing = uncovered(one_line(page.read_text(encoding="utf-8")), pieces)
     assert missing == [], f"{name}: a sentence without an entry in tests/claims.md"
 

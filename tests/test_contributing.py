@@ -36,7 +36,10 @@ with parallel_mesh() as mesh:
     torch.save(all_logits(lm, random_tokens(lm.architecture.vocab_size, 3, 40)).log_softmax(-1), sys.argv[2])
 """
 
-AFTER = {"A model family": "_FAMILIES = {\n", "A configuration key": "class ReinforceConfig(Section):\n"}
+AFTER = {
+    "A model family": "_FAMILIES = {\n",
+    "A configuration key": "class ReinforceConfig(Section):\n",
+}
 
 
 def code_of(heading: str) -> str:
@@ -50,7 +53,9 @@ def extended(tmp_path_factory) -> Path:
     """A copy of the package with the extensions, and what is generated from its configuration keys."""
     root = tmp_path_factory.mktemp("extended")
     for folder in ("reinforce_rl", "conf", "docs", "examples", "tools"):
-        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "demo"))
+        shutil.copytree(
+            ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "demo")
+        )
     for heading, name in FILES.items():
         path, code = root / name, code_of(heading)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -67,7 +72,12 @@ def extended(tmp_path_factory) -> Path:
 def run_python(root: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(ROOT / "tests")])}
     return subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=root, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *map(str, arguments)],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -83,14 +93,22 @@ def test_the_table_counts_the_files(extended):
         for heading, name in FILES.items()
     }
     files = [path.relative_to(extended) for path in (extended / "reinforce_rl").rglob("*.py")]
-    changed = [file for file in files if not ((ROOT / file).exists() and filecmp.cmp(ROOT / file, extended / file))]
-    assert sorted(map(str, changed)) == sorted(name for name in FILES.values() if name.startswith("reinforce_rl/"))
+    changed = [
+        file
+        for file in files
+        if not ((ROOT / file).exists() and filecmp.cmp(ROOT / file, extended / file))
+    ]
+    assert sorted(map(str, changed)) == sorted(
+        name for name in FILES.values() if name.startswith("reinforce_rl/")
+    )
 
 
 def test_a_reward_source_in_a_run(extended, tmp_path):
     (tmp_path / "run").mkdir()
     lines = [{"prompt": prompt, "responses": ["e", "e", "in"]} for prompt in three_letters(8)]
-    (tmp_path / "run/responses.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "run/responses.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     call(
         extended,
         "examples/train_reinforce_actor.py",
@@ -109,7 +127,9 @@ def test_estimator_reward_and_generator_in_a_run(extended, tmp_path):
     (tmp_path / "run").mkdir()
     answers = ["e", "tao", "in"]
     lines = [{"prompt": prompt, "responses": answers} for prompt in three_letters(8)]
-    (tmp_path / "run/responses.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "run/responses.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     call(
         extended,
         "examples/train_reinforce_actor.py",
@@ -135,17 +155,23 @@ def test_model_family(extended, tmp_path):
     import torch
     from helpers.policies import random_tokens, transformers_logits, transformers_model
 
-    folder = tiny_family_folder(tmp_path / "model", "seed_oss", head_dim=16, tie_word_embeddings=False)
+    folder = tiny_family_folder(
+        tmp_path / "model", "seed_oss", head_dim=16, tie_word_embeddings=False
+    )
     call(extended, "-c", LOG_PROBS, folder, tmp_path / "log_probs.pt")
     model = transformers_model(folder)
     assert any(name.endswith("q_proj.bias") for name, _ in model.named_parameters())
-    expected = transformers_logits(model, random_tokens(model.config.vocab_size, 3, 40)).log_softmax(-1)
+    expected = transformers_logits(
+        model, random_tokens(model.config.vocab_size, 3, 40)
+    ).log_softmax(-1)
     torch.testing.assert_close(torch.load(tmp_path / "log_probs.pt"), expected, atol=1e-5, rtol=0)
 
 
 def test_configuration_key(extended, tmp_path):
     """One field is the key, its line in the YAML, its row in the table and its bound."""
-    assert "    max_rounds: 3  # rounds of a game" in (extended / "conf/train_reinforce_actor.yaml").read_text("utf-8")
+    assert "    max_rounds: 3  # rounds of a game" in (
+        extended / "conf/train_reinforce_actor.yaml"
+    ).read_text("utf-8")
     row = "| `trainer.reinforce.max_rounds` | int, rounds | 3 | rounds of a game | - |"
     assert row in (extended / "docs/configuration.md").read_text("utf-8")
     arguments = [*tiny_overrides(tmp_path), "trainer.reinforce.max_rounds=0"]

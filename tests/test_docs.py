@@ -19,12 +19,20 @@ from reinforce_rl.config.describe import expected_of
 from reinforce_rl.config.model import OptimConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "slurm" / "README.md"]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "slurm" / "README.md",
+]
 SCRIPT_CONFIGS = ("train_reinforce_actor", "serve_reward_model", "train_reward_model")
 CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 # Wrong values whose messages the page answers: of the type, of the choices, out of bounds.
-WRONG = ((TrainerConfig, "devices", False), (ReinforceConfig, "advantage_estimator", True), (OptimConfig, "lr", True))
+WRONG = (
+    (TrainerConfig, "devices", False),
+    (ReinforceConfig, "advantage_estimator", True),
+    (OptimConfig, "lr", True),
+)
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -39,12 +47,16 @@ def keys_of(config: str) -> set[str]:
 
     plain = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / f"{config}.yaml"))
     assert isinstance(plain, dict)
-    return walk({name: child for name, child in plain.items() if name not in ("defaults", "hydra")}, "")
+    return walk(
+        {name: child for name, child in plain.items() if name not in ("defaults", "hydra")}, ""
+    )
 
 
 def anchors_of(page: Path) -> set[str]:
     """The names that GitHub gives to a page's headings."""
-    headings = re.findall(r"^#+ (.+)$", CODE_BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.+)$", CODE_BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -77,10 +89,14 @@ def test_migration_page_names_keys_that_exist():
     page = (ROOT / "docs" / "migration-from-nemo-aligner.md").read_text(encoding="utf-8")
     section = page.split("## Configuration")[1].split("## What behaves differently")[0]
     rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][1:]
-    keys = {key for row in rows for key in re.findall(r"`([a-z_]+\.[\w.]+?)(?:=[\w-]+|\.\*)?`", row)}
+    keys = {
+        key for row in rows for key in re.findall(r"`([a-z_]+\.[\w.]+?)(?:=[\w-]+|\.\*)?`", row)
+    }
     known = set().union(*(keys_of(config) for config in SCRIPT_CONFIGS))
     assert len(keys) > 2
-    assert [key for key in keys if key not in known and not any(k.startswith(f"{key}.") for k in known)] == []
+    assert [
+        key for key in keys if key not in known and not any(k.startswith(f"{key}.") for k in known)
+    ] == []
 
 
 def test_the_tests_of_public_reports_exist():
@@ -98,18 +114,27 @@ def test_every_message_of_the_troubleshooting_page_is_printed():
     """Its words, in texts of one file of the package: a message may be put together from several."""
     texts = [texts_of(path) for path in (ROOT / "reinforce_rl").rglob("*.py")]
     texts.append(
-        "\n".join(f"… is …; expected {expected_of(section, name, is_of_value=v)}" for section, name, v in WRONG)
+        "\n".join(
+            f"… is …; expected {expected_of(section, name, is_of_value=v)}"
+            for section, name, v in WRONG
+        )
     )
     entries = messages()
     assert len(entries) >= 30
-    missing = [entry for entry in entries if not any(all(part in file for part in parts_of(entry)) for file in texts)]
+    missing = [
+        entry
+        for entry in entries
+        if not any(all(part in file for part in parts_of(entry)) for file in texts)
+    ]
     assert missing == []
     assert not any(all(part in file for part in parts_of("… a rank … sings …")) for file in texts)
 
 
 @every_page
 def test_commands_name_scripts_that_exist(page):
-    scripts = re.findall(r"(?:python|--nproc-per-node \d+) (examples/[\w/]+\.py)", page.read_text(encoding="utf-8"))
+    scripts = re.findall(
+        r"(?:python|--nproc-per-node \d+) (examples/[\w/]+\.py)", page.read_text(encoding="utf-8")
+    )
     assert [script for script in scripts if not (ROOT / script).is_file()] == []
     if page == ROOT / "README.md":
         assert scripts  # else the expression above finds nothing any more
@@ -127,8 +152,12 @@ def test_worked_example_of_the_algorithm_page():
     """The numbers of docs/algorithms.md, from the functions that it describes."""
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     rewards = torch.tensor([1.0, 0.2, -0.5], dtype=torch.float64)
-    log_probs = torch.tensor([[-1.0, -0.5, 0.0], [-2.0, -0.7, -0.3], [-1.5, 0.0, 0.0]], dtype=torch.float64)
-    reference = torch.tensor([[-1.2, -0.8, 0.0], [-1.8, -0.9, -0.4], [-1.1, 0.0, 0.0]], dtype=torch.float64)
+    log_probs = torch.tensor(
+        [[-1.0, -0.5, 0.0], [-2.0, -0.7, -0.3], [-1.5, 0.0, 0.0]], dtype=torch.float64
+    )
+    reference = torch.tensor(
+        [[-1.2, -0.8, 0.0], [-1.8, -0.9, -0.4], [-1.1, 0.0, 0.0]], dtype=torch.float64
+    )
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)
     group, everyone = torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.bool)
     log_probs.requires_grad_()
@@ -144,7 +173,9 @@ def test_worked_example_of_the_algorithm_page():
         row = next(line for line in page.splitlines() if line.startswith(f"| {i + 1} |"))
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         found = [float(cells[column]) for column in (4, 5, 6, 7, 8)]
-        assert found == pytest.approx([x[i].item() for x in (kl, with_kl, baseline, advantages, sums)], abs=1e-9)
+        assert found == pytest.approx(
+            [x[i].item() for x in (kl, with_kl, baseline, advantages, sums)], abs=1e-9
+        )
     assert f"= {loss.item():.4f}." in page
     assert log_probs.grad is not None
     assert ", ".join(f"{gradient:.4f}" for gradient in log_probs.grad[:, 0]) in page

@@ -32,7 +32,13 @@ ROOT = Path(__file__).parents[1]
 START = ROOT / "docs" / "start.md"
 DEBUGGING = ROOT / "docs" / "debugging.md"
 TUTORIAL = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
-PAGES = [ROOT / "README.md", START, DEBUGGING, *TUTORIAL, *sorted((ROOT / "docs").glob("migration-*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    START,
+    DEBUGGING,
+    *TUTORIAL,
+    *sorted((ROOT / "docs").glob("migration-*.md")),
+]
 COMMANDS: Any = get_command(app)
 PROGRAMS: dict[str, tuple[str, type[Section]]] = {
     "train": ("train_reinforce_actor", TrainConfig),
@@ -61,7 +67,9 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     found = FENCE.findall(page.read_text(encoding="utf-8"))
-    return [Block(language, ELSEWHERE.sub("", text), not skipped) for skipped, language, text in found]
+    return [
+        Block(language, ELSEWHERE.sub("", text), not skipped) for skipped, language, text in found
+    ]
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -80,7 +88,9 @@ def commands(page: Path) -> Iterator[list[str]]:
 def write_files(page: Path, folder: Path) -> None:
     """The page's files: blocks whose first line is a comment with a name."""
     for block in blocks(page):
-        if block.language in ("python", "yaml") and (name := re.match(r"# (\w+\.\w+)\n", block.text)):
+        if block.language in ("python", "yaml") and (
+            name := re.match(r"# (\w+\.\w+)\n", block.text)
+        ):
             (folder / name[1]).write_text(block.text)
 
 
@@ -111,13 +121,18 @@ def test_commands_exist_and_their_keys_are_accepted(page, tmp_path, monkeypatch)
             name, schema = PROGRAMS[program]
             overrides = [word for word in args if "=" in word or word.startswith("~")]
             folder = CONF_FOLDER
-            if "--config-name" in args and (own := args[args.index("--config-name") + 1]) == "first":
+            if (
+                "--config-name" in args
+                and (own := args[args.index("--config-name") + 1]) == "first"
+            ):
                 name, folder = own, tmp_path
             elif "--config-name" in args:
                 continue  # a file that the page only names
             with hydra.initialize_config_dir(str(folder), version_base="1.3"):
                 try:
-                    cfg = hydra.compose(name, overrides=[f"hydra.searchpath=[{CONF_FOLDER}]", *overrides])
+                    cfg = hydra.compose(
+                        name, overrides=[f"hydra.searchpath=[{CONF_FOLDER}]", *overrides]
+                    )
                 except HydraException as error:
                     pytest.fail(f"{shlex.join(words)}: {error}")
             faults = read_config(cfg, schema)[1]
@@ -130,12 +145,26 @@ class Place:
     def __init__(self, folder: Path):
         self.folder = folder
         model = tiny_llama_folder(folder / "model", max_positions=128, layers=1)
-        self.environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MODEL": str(model)}
+        self.environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "MODEL": str(model),
+        }
 
     def bash(self, script: str) -> str:
         ours = f'reinforce-rl() {{ {sys.executable} -m reinforce_rl "$@"; }}\npython() {{ {sys.executable} "$@"; }}\n'
         done = subprocess.run(
-            ["timeout", "-k", "10", "240", "bash", "-euo", "pipefail", "-c", ours + script],  # children too
+            [
+                "timeout",
+                "-k",
+                "10",
+                "240",
+                "bash",
+                "-euo",
+                "pipefail",
+                "-c",
+                ours + script,
+            ],  # children too
             cwd=self.folder,
             env=self.environment,
             capture_output=True,
@@ -147,7 +176,9 @@ class Place:
 
     def follow(self, page: Path, part: slice = slice(None)) -> None:
         write_files(page, self.folder)
-        scripts = [block.text for block in blocks(page) if block.language == "bash" and block.is_run]
+        scripts = [
+            block.text for block in blocks(page) if block.language == "bash" and block.is_run
+        ]
         for script in [script for script in scripts if script.strip()][part]:
             self.bash(script)
 
@@ -176,7 +207,10 @@ def test_debugging_says_what_would_have_been(place):
     place.follow(DEBUGGING)
     found = json.loads((place.folder / "changes.json").read_text())
     assert [step["step"] for step in found["steps"]] == [1, 2, 3, 4]
-    assert all(0 < step["cosine"] < 1 for step in found["steps"]) and found["largest_difference"] < 1e-6
+    assert (
+        all(0 < step["cosine"] < 1 for step in found["steps"])
+        and found["largest_difference"] < 1e-6
+    )
     assert (place.folder / "changes.html").stat().st_size > 1e5
 
 
@@ -199,14 +233,20 @@ def test_the_readmes_commands_run(place):
     """What ends by itself; the others are planned below."""
     model = tiny_llama_folder(place.folder / "long", max_positions=2048, layers=1)
     lines = [
-        {"prompt": f"Say hello to guest {i}.", "chosen": f"Hello, guest {i}!", "rejected": f"Go away, {i}."}
+        {
+            "prompt": f"Say hello to guest {i}.",
+            "chosen": f"Hello, guest {i}!",
+            "rejected": f"Go away, {i}.",
+        }
         for i in range(140)
     ]
     (place.folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = []
     for words in commands(PAGES[0]):
         if words[0] in ("prepare", "train-rm", "launch"):
-            place.bash(re.sub(r"\b(TRUNK|SFT_MODEL)\b", str(model), shlex.join(["reinforce-rl", *words])))
+            place.bash(
+                re.sub(r"\b(TRUNK|SFT_MODEL)\b", str(model), shlex.join(["reinforce-rl", *words]))
+            )
             run.append(words[0])
     assert run == ["prepare", "train-rm", "launch"]
     assert (place.folder / "results" / "mine" / "hf" / "config.json").is_file()
@@ -228,10 +268,16 @@ def test_commands_for_clusters_have_a_plan(place, page):
     (place.folder / "prompts.jsonl").write_text('{"prompt": "Explain rain to a child."}\n' * 64)
     planned = 0
     for words in commands(page):
-        args = [args for program, args in parts(words) if program == "train" and "--config-name" not in args]
+        args = [
+            args
+            for program, args in parts(words)
+            if program == "train" and "--config-name" not in args
+        ]
         for kept in args:
             given = dict(word.split("=", 1) for word in kept if "=" in word) | own
-            said = place.bash(shlex.join(["reinforce-rl", "preflight", *(f"{k}={v}" for k, v in given.items())]))
+            said = place.bash(
+                shlex.join(["reinforce-rl", "preflight", *(f"{k}={v}" for k, v in given.items())])
+            )
             assert "ranks" in said
             planned += 1
     assert planned

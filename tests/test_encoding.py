@@ -22,7 +22,9 @@ PROCESSES = {"run", "Popen", "check_output"}
 def calls_without_encoding(source: str) -> list[int]:
     """Return the lines of calls that would use the locale's encoding."""
     return [
-        node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and _lacks_encoding(node)
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and _lacks_encoding(node)
     ]
 
 
@@ -40,7 +42,15 @@ def _lacks_encoding(call: ast.Call) -> bool:
         return not _is_binary(call.args[1:2], keywords, default="r")
     if name == "open" and isinstance(call.func, ast.Attribute):
         base = call.func.value
-        if isinstance(base, ast.Name) and base.id in ("os", "gzip", "bz2", "lzma", "self", "webbrowser", "watchdog"):
+        if isinstance(base, ast.Name) and base.id in (
+            "os",
+            "gzip",
+            "bz2",
+            "lzma",
+            "self",
+            "webbrowser",
+            "watchdog",
+        ):
             return False
         return not _is_binary(call.args[:1], keywords, default="r")
     if name in TEMPORARY:
@@ -52,7 +62,9 @@ def _is_true(value: ast.expr | None) -> bool:
     return isinstance(value, ast.Constant) and value.value is True
 
 
-def _is_binary(position: list[ast.expr], keywords: dict[str | None, ast.expr], default: str) -> bool:
+def _is_binary(
+    position: list[ast.expr], keywords: dict[str | None, ast.expr], default: str
+) -> bool:
     mode = position[0] if position else keywords.get("mode", ast.Constant(default))
     return not isinstance(mode, ast.Constant) or "b" in str(mode.value)
 

@@ -65,12 +65,17 @@ def servers(world, tmp_path_factory):
     """By pooling. The one with `last` reads text by another tokenizer than the actor's."""
     options = {
         "mean": world.server_overrides("mean"),
-        "last": [*world.server_overrides("last"), f"reward_model.tokenizer_path={world.other_tokenizer}"],
+        "last": [
+            *world.server_overrides("last"),
+            f"reward_model.tokenizer_path={world.other_tokenizer}",
+        ],
     }
     started = {}
     try:
         for pooling, overrides in options.items():
-            started[pooling] = RealServer(tmp_path_factory.mktemp(f"server_{pooling}"), *overrides).start()
+            started[pooling] = RealServer(
+                tmp_path_factory.mktemp(f"server_{pooling}"), *overrides
+            ).start()
         yield started
     finally:
         for server in started.values():
@@ -84,7 +89,11 @@ def undisturbed(world, tmp_path_factory):
 
 
 def rewards_by_step(run_dir: Path) -> list[float]:
-    return [line["train/rewards"] for line in json_lines(run_dir / "metrics.jsonl") if "train/rewards" in line]
+    return [
+        line["train/rewards"]
+        for line in json_lines(run_dir / "metrics.jsonl")
+        if "train/rewards" in line
+    ]
 
 
 def assert_learned(run_dir: Path) -> None:
@@ -93,11 +102,16 @@ def assert_learned(run_dir: Path) -> None:
     first, last = rewards[:WINDOW], rewards[-WINDOW:]
     gain = statistics.fmean(last) - statistics.fmean(first)
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / WINDOW)
-    assert gain > 4 * error, f"the reward did not rise: {gain:+.3f}, with a standard error of {error:.3f}"
+    assert gain > 4 * error, (
+        f"the reward did not rise: {gain:+.3f}, with a standard error of {error:.3f}"
+    )
 
 
 def same_but_for_times(run_dir: Path, other: Path) -> bool:
-    left, right = (list(map(without_times, json_lines(folder / "metrics.jsonl"))) for folder in (run_dir, other))
+    left, right = (
+        list(map(without_times, json_lines(folder / "metrics.jsonl")))
+        for folder in (run_dir, other)
+    )
     return left == right and [line["step"] for line in left] == list(range(STEPS + 1))
 
 
@@ -113,7 +127,9 @@ def requests_of(server: RealServer) -> int:
 def curl(server: RealServer, inputs: list[dict]) -> tuple[list[float], list[int]]:
     url = f"http://127.0.0.1:{server.port}/v2/models/reward_model/infer"
     command = ["curl", "-sS", "--fail", "-m", "30", "-d", json.dumps({"inputs": inputs}), url]
-    answer = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=40, check=True).stdout)
+    answer = json.loads(
+        subprocess.run(command, capture_output=True, text=True, timeout=40, check=True).stdout
+    )
     outputs = {output["name"]: output["data"] for output in answer["outputs"]}
     return outputs["rewards"], outputs["status"]
 
@@ -133,7 +149,11 @@ def by_tritonclient(server: RealServer, **arrays: np.ndarray) -> tuple[np.ndarra
     with triton.InferenceServerClient(f"127.0.0.1:{server.port}", network_timeout=30) as client:
         inputs = []
         for name, array in arrays.items():
-            inputs.append(triton.InferInput(name, list(array.shape), "BYTES" if array.dtype == object else "INT64"))
+            inputs.append(
+                triton.InferInput(
+                    name, list(array.shape), "BYTES" if array.dtype == object else "INT64"
+                )
+            )
             inputs[-1].set_data_from_numpy(array)
         answer = client.infer("reward_model", inputs)
         return answer.as_numpy("rewards"), answer.as_numpy("status")
@@ -147,32 +167,48 @@ def test_curl_and_tritonclient_agree_with_a_direct_forward(servers, world, mesh,
     assert np.ptp(expected) > 0.1  # else any constant would agree
     tokens, lengths = padded(SEQUENCES)
     as_json = [
-        {"name": name, "datatype": "INT64", "shape": list(array.shape), "data": array.ravel().tolist()}
+        {
+            "name": name,
+            "datatype": "INT64",
+            "shape": list(array.shape),
+            "data": array.ravel().tolist(),
+        }
         for name, array in (("tokens", tokens), ("sequence_lengths", lengths))
     ]
     rewards, status = curl(server, as_json)
     assert status == [0] * len(SEQUENCES)
     assert rewards == pytest.approx(expected, abs=1e-5)
     rewards, status = by_tritonclient(server, tokens=tokens, sequence_lengths=lengths)
-    assert (rewards.dtype, rewards.shape, status.dtype) == (np.float32, (len(SEQUENCES), 1), np.int32)
+    assert (rewards.dtype, rewards.shape, status.dtype) == (
+        np.float32,
+        (len(SEQUENCES), 1),
+        np.int32,
+    )
     assert rewards[:, 0] == pytest.approx(expected, abs=1e-5)
 
     tokenizer = load_tokenizer(world.trunk if pooling == "mean" else world.other_tokenizer)
     expected = direct.score([tokenizer(text)["input_ids"] for text in TEXTS])
     assert curl(server, sentence_inputs(TEXTS))[0] == pytest.approx(expected, abs=1e-5)
     sentences = np.array([[text.encode()] for text in TEXTS], dtype=object)
-    assert by_tritonclient(server, sentences=sentences)[0][:, 0] == pytest.approx(expected, abs=1e-5)
+    assert by_tritonclient(server, sentences=sentences)[0][:, 0] == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 def test_texts_are_scored_by_the_servers_own_template(servers, world, mesh):
     messages = ({"role": "user", "content": "hi"},)
     texts, ends = ("oh dear", " no "), (True, False)
     tokens = torch.zeros((2, 1), dtype=torch.long)
-    request = RewardRequest(tokens, torch.ones(2).long(), ("", "tell me"), texts, (messages, ()), ({}, {}), ends)
+    request = RewardRequest(
+        tokens, torch.ones(2).long(), ("", "tell me"), texts, (messages, ()), ({}, {}), ends
+    )
     client = RemoteGPTRMClient(port=servers["last"].port)
     try:
         assert (
-            client.check_compatible(TokenizerInfo.from_tokenizer(load_tokenizer(world.policy)), VOCAB_SIZE) == "text"
+            client.check_compatible(
+                TokenizerInfo.from_tokenizer(load_tokenizer(world.policy)), VOCAB_SIZE
+            )
+            == "text"
         )
         found = client.infer_rm(request).result()
     finally:
@@ -181,14 +217,17 @@ def test_texts_are_scored_by_the_servers_own_template(servers, world, mesh):
     # Of a plain prompt, the answer's outer spaces are a matter of tokens, and dropped.
     rendered = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], tokenize=False
+            [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
+            tokenize=False,
         )
         for question, answer in (("hi", texts[0]), ("tell me", texts[1].strip()))
     ]
     rendered[1] = rendered[1].removesuffix("<eos>")  # it was cut
     direct = load_reward_model(world.trunk, world.head("last"), mesh)
     assert found.status.tolist() == [0, 0]
-    expected = direct.score([tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered])
+    expected = direct.score(
+        [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
+    )
     assert found.values.tolist() == pytest.approx(expected, abs=1e-5)
 
 
@@ -202,14 +241,18 @@ def test_the_launcher_with_two_ranks(world, tmp_path):
     launched = launch_local(world, tmp_path / "run", "trainer.devices=2", *steps)
     check_whole_run(launched, last_step=2)
     commands = [" ".join(line) for line in launched.command_lines.values()]
-    assert any("reinforce_rl.utils.ranks" in line and "--nproc-per-node 2" in line for line in commands)
+    assert any(
+        "reinforce_rl.utils.ranks" in line and "--nproc-per-node 2" in line for line in commands
+    )
 
 
 def check_whole_run(launched, last_step: int) -> None:
     assert launched.code == 0, launched.output
     assert "Traceback" not in launched.output
     run_dir = launched.run_dir
-    assert [line["step"] for line in json_lines(run_dir / "metrics.jsonl")] == list(range(last_step + 1))
+    assert [line["step"] for line in json_lines(run_dir / "metrics.jsonl")] == list(
+        range(last_step + 1)
+    )
     checkpoint = latest_checkpoint(run_dir / "checkpoints")
     assert checkpoint is not None
     assert checkpoint.trainer_state["step"] == last_step
@@ -238,7 +281,11 @@ def check_whole_run(launched, last_step: int) -> None:
 
 def test_the_rewards_on_disk_are_those_of_the_server_for_these_texts(undisturbed, servers):
     """Of responses whose text stands for all of their tokens: one token a character, no end token."""
-    rows = [row for row in rows_by_step(undisturbed.run_dir)[STEPS] if len(row.response) == row.response_length]
+    rows = [
+        row
+        for row in rows_by_step(undisturbed.run_dir)[STEPS]
+        if len(row.response) == row.response_length
+    ]
     assert len(rows) > 10
     rewards, _ = curl(servers["mean"], sentence_inputs([row.prompt + row.response for row in rows]))
     assert [row.reward for row in rows] == pytest.approx(rewards, abs=1e-5)
@@ -263,24 +310,34 @@ def test_the_same_run_with_negated_advantages_does_not_pass_for_learning(
     run_dir = tmp_path / "run"
     client = RemoteGPTRMClient("127.0.0.1", servers["mean"].port)
     try:
-        with tiny_trainer(load_config(compose(*world.actor_overrides(run_dir))), mesh, client) as trainer:
+        with tiny_trainer(
+            load_config(compose(*world.actor_overrides(run_dir))), mesh, client
+        ) as trainer:
             trainer.fit()
     finally:
         client.close()
     first, real_first = (rows_by_step(folder)[1] for folder in (run_dir, undisturbed.run_dir))
-    assert [(row.prompt, row.response) for row in first] == [(row.prompt, row.response) for row in real_first]
-    assert [row.advantage for row in first] == pytest.approx([-row.advantage for row in real_first], abs=1e-4)
+    assert [(row.prompt, row.response) for row in first] == [
+        (row.prompt, row.response) for row in real_first
+    ]
+    assert [row.advantage for row in first] == pytest.approx(
+        [-row.advantage for row in real_first], abs=1e-4
+    )
     assert len(rewards_by_step(run_dir)) == STEPS
     with pytest.raises(AssertionError, match="the reward did not rise"):
         assert_learned(run_dir)
 
 
 @pytest.mark.slow
-def test_a_server_with_another_tokenizer_is_refused_before_the_model_is_loaded(world, servers, tmp_path):
+def test_a_server_with_another_tokenizer_is_refused_before_the_model_is_loaded(
+    world, servers, tmp_path
+):
     no_weights = tmp_path / "policy"
     shutil.copytree(world.policy, no_weights, ignore=shutil.ignore_patterns("*.safetensors"))
     policy = f"pretrained_checkpoint.restore_from_path={no_weights}"
-    actor = Actor(world, tmp_path / "run", servers["last"].port, policy, "remote_rm.reward_model.input=tokens")
+    actor = Actor(
+        world, tmp_path / "run", servers["last"].port, policy, "remote_rm.reward_model.input=tokens"
+    )
     try:
         assert actor.finish(90) == 1  # seconds on a quiet machine, most of them for imports
     finally:
@@ -303,7 +360,9 @@ def test_a_run_goes_on_with_the_second_server_while_the_first_is_killed_and_come
     try:
         already = requests_of(first)  # of other tests
         replicas = f"remote_rm.reward_model.replicas=[127.0.0.1:{second.port}]"
-        actor = Actor(world, tmp_path / "run", first.port, replicas, "remote_rm.deadline_seconds=60")
+        actor = Actor(
+            world, tmp_path / "run", first.port, replicas, "remote_rm.deadline_seconds=60"
+        )
         freeze_at_step(3, [actor])
         first.kill_group()
         os.kill(actor.process.pid, signal.SIGCONT)
@@ -323,7 +382,9 @@ def test_a_run_goes_on_with_the_second_server_while_the_first_is_killed_and_come
 
 
 @pytest.mark.slow
-def test_a_killed_server_delays_a_patient_run_and_ends_an_impatient_one(world, servers, undisturbed, tmp_path):
+def test_a_killed_server_delays_a_patient_run_and_ends_an_impatient_one(
+    world, servers, undisturbed, tmp_path
+):
     server = servers["mean"]
     address = f"127.0.0.1:{server.port}"
     rows = rows_by_step(undisturbed.run_dir)
@@ -346,7 +407,9 @@ def test_a_killed_server_delays_a_patient_run_and_ends_an_impatient_one(world, s
         assert checkpoint is not None
         assert checkpoint.trainer_state["step"] == reached
         # No failed call has become a reward: what is on disk is what a healthy server said, and nothing is beyond it.
-        assert rows_by_step(impatient.run_dir) == {step: rows[step] for step in range(1, reached + 1)}
+        assert rows_by_step(impatient.run_dir) == {
+            step: rows[step] for step in range(1, reached + 1)
+        }
 
         # More than once, and with the reason each time: the first line of it may have scrolled away.
         waiting = f"reward server {address} does not answer (connection refused); retrying"

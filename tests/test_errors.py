@@ -7,7 +7,14 @@ import pickle
 import pytest
 from helpers.errors import check_error, check_fault, keys_of, printed_keys, raises_error
 
-from reinforce_rl.errors import ConfigError, DataError, DivergedError, Fault, ReinforceError, StoppedEarly
+from reinforce_rl.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    Fault,
+    ReinforceError,
+    StoppedEarly,
+)
 from reinforce_rl.utils.untrusted_files import UnreadableFileError
 
 

@@ -57,13 +57,17 @@ def uses_of(files: list[Path], *forbidden: str) -> list[str]:
 
 
 def test_every_module_imports_without_the_optional_parts() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     expected = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
         for path in source_files(PACKAGE)
     }
-    assert {*done.stdout.split(), "reinforce_rl"} == expected, "a folder without __init__.py is not walked"
+    assert {*done.stdout.split(), "reinforce_rl"} == expected, (
+        "a folder without __init__.py is not walked"
+    )
 
 
 def test_folders_import_downwards_only() -> None:
@@ -83,13 +87,20 @@ def test_the_drawing_is_that_of_the_code() -> None:
 
 
 def test_every_folder_has_a_floor() -> None:
-    found = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in source_files(PACKAGE)}
+    found = {
+        path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in source_files(PACKAGE)
+    }
     assert found == {*house.FLOORS, "__init__", "__main__"}
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    names = {house.module_of(path): path for path in source_files(PACKAGE) if path.name != "__init__.py"}
-    edges = {name: {other for _, other in imported_names(path) if other in names} for name, path in names.items()}
+    names = {
+        house.module_of(path): path for path in source_files(PACKAGE) if path.name != "__init__.py"
+    }
+    edges = {
+        name: {other for _, other in imported_names(path) if other in names}
+        for name, path in names.items()
+    }
     graphlib.TopologicalSorter(edges).prepare()  # CycleError names the circle
 
 
@@ -112,7 +123,9 @@ print(*sorted({name.partition(".")[0] for name in sys.modules}))
 
 
 def test_a_run_starts_without_the_libraries_of_pages_records_and_servers() -> None:
-    done = subprocess.run([sys.executable, "-c", ENTRY_POINTS], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", ENTRY_POINTS], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "torch" in done.stdout.split()
     assert set(done.stdout.split()) & set(IMPORTED_WHERE_USED) == set()
@@ -122,19 +135,27 @@ def test_only_the_megatron_folder_imports_megatron() -> None:
     outside = [path for path in source_files(PACKAGE) if PACKAGE / "megatron" not in path.parents]
     assert outside
     assert uses_of(outside, "megatron") == []
-    assert uses_of(source_files(PACKAGE / "megatron"), "megatron"), "the scan finds no import where there must be some"
+    assert uses_of(source_files(PACKAGE / "megatron"), "megatron"), (
+        "the scan finds no import where there must be some"
+    )
 
 
 def test_cpu_support_is_met_in_three_places() -> None:
     """A reader of the GPU's path meets a CPU's only where a model is made, wrapped, and decoded with."""
     cpu = PACKAGE / "megatron" / "cpu"
-    found = uses_of([path for path in source_files(PACKAGE) if cpu not in path.parents], "reinforce_rl.megatron.cpu")
+    found = uses_of(
+        [path for path in source_files(PACKAGE) if cpu not in path.parents],
+        "reinforce_rl.megatron.cpu",
+    )
     files = {use.partition(":")[0].removeprefix("reinforce_rl/megatron/") for use in found}
     assert files == {"__init__.py", "optimizer.py", "model/decoding.py"}
 
 
 def test_the_algorithm_knows_neither_processes_nor_configurations() -> None:
-    assert uses_of(source_files(PACKAGE / "algorithm"), "torch.distributed", "omegaconf", "hydra") == []
+    assert (
+        uses_of(source_files(PACKAGE / "algorithm"), "torch.distributed", "omegaconf", "hydra")
+        == []
+    )
 
 
 @pytest.mark.parametrize(

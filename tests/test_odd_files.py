@@ -69,11 +69,15 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "metrics.jsonl": lambda run: read_metrics(run / "metrics.jsonl"),
     "config.yaml": lambda run: read_stored(run / "config.yaml"),
     "config_history.jsonl": lambda run: read_metrics(run / "config_history.jsonl"),
-    "rollouts/step_00001.parquet": lambda run: read_samples(run / "rollouts" / "step_00001.parquet"),
+    "rollouts/step_00001.parquet": lambda run: read_samples(
+        run / "rollouts" / "step_00001.parquet"
+    ),
     "rollouts/step_00001.jsonl": lambda run: read_samples(run / "rollouts" / "step_00001.jsonl"),
     "record/step_00001.json": lambda run: read_record(run, 1),
     "checkpoints/step_00000001/trainer_state.json": read_latest,
-    "checkpoints/step_00000001/manifest.json": lambda run: check_files(run / "checkpoints" / "step_00000001", 0, 1),
+    "checkpoints/step_00000001/manifest.json": lambda run: check_files(
+        run / "checkpoints" / "step_00000001", 0, 1
+    ),
 }
 
 
@@ -107,11 +111,15 @@ def test_an_odd_status_or_pointer_is_none(kind, tmp_path):
     assert saved_step(run) == 0
 
 
-READ_AS_IT_IS = [("chat_template.jinja", kind) for kind in ("depth", "objects", "number", "large number", "nul")]
+READ_AS_IT_IS = [
+    ("chat_template.jinja", kind) for kind in ("depth", "objects", "number", "large number", "nul")
+]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ODD if kind != "folder"])
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+)
 def test_an_odd_file_of_a_model_is_an_error_of_the_project(name, kind, tmp_path):
     model = tmp_path / "a" / "model"
     write_tiny_tokenizer(model, 160)
@@ -123,7 +131,9 @@ def test_an_odd_file_of_a_model_is_an_error_of_the_project(name, kind, tmp_path)
             Architecture.from_folder(model)
         assert "config.json" in str(caught.value)
         assert all(keys_of(caught.value))
-    elif (name, kind) in READ_AS_IT_IS or (name != "tokenizer.json" and kind == "loop"):  # a link to nothing
+    elif (name, kind) in READ_AS_IT_IS or (
+        name != "tokenizer.json" and kind == "loop"
+    ):  # a link to nothing
         assert load_tokenizer(model)
     else:
         with pytest.raises(ReinforceError) as caught:
@@ -201,7 +211,9 @@ def test_an_odd_file_in_a_folder_of_data_is_named(kind, key, tmp_path):
         list(read_records(folder, lambda record: record, LineFaults(), split="train"))
 
 
-@pytest.mark.parametrize("named", ["data_files: ../secret.jsonl", "data_dir: ..", "data_dir: /etc", "data_dir: ."])
+@pytest.mark.parametrize(
+    "named", ["data_files: ../secret.jsonl", "data_dir: ..", "data_dir: /etc", "data_dir: ."]
+)
 def test_a_card_of_data_does_not_lead_out_of_its_folder(named, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()

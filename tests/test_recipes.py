@@ -57,7 +57,9 @@ def test_each_recipe_is_in_the_table():
 def test_a_recipe_fits_the_schema(name):
     cfg = compose(name, [f"hydra.searchpath=[file://{CONF_FOLDER}]"], RECIPES)
     config, faults = read_config(cfg)
-    assert [fault for fault in faults if "does not exist" not in fault] == []  # models and made data are not here
+    assert [
+        fault for fault in faults if "does not exist" not in fault
+    ] == []  # models and made data are not here
     assert config.exp_manager.explicit_log_dir == f"results/recipes/{name}"
     assert config.reward == "function"
 
@@ -107,7 +109,9 @@ def test_texts_to_reverse_are_in_one_part_alone():
     ],
 )
 def test_similarity_is_of_the_text_between_tags(response, score):
-    assert module("reverse_text").similarity("", response, {"answer": "olleh"}) == pytest.approx(score)
+    assert module("reverse_text").similarity("", response, {"answer": "olleh"}) == pytest.approx(
+        score
+    )
 
 
 @pytest.fixture
@@ -129,14 +133,25 @@ TINY = (
 def test_a_tiny_warm_up_and_two_steps_of_reverse_text(tiny, tmp_path):
     data = tmp_path / "data"
     run(RECIPES / "reverse_text.py", "--steps", 2, "--batch", 2, "--model", tiny, "--out", data)
-    recipe = ("--config-dir", RECIPES, "--config-name", "reverse_text", *TINY, "model.encoder_seq_length=400")
-    files = [f"model.data.data_prefix.{name}={data / name}.jsonl" for name in ("train", "validation")]
+    recipe = (
+        "--config-dir",
+        RECIPES,
+        "--config-name",
+        "reverse_text",
+        *TINY,
+        "model.encoder_seq_length=400",
+    )
+    files = [
+        f"model.data.data_prefix.{name}={data / name}.jsonl" for name in ("train", "validation")
+    ]
     paths = [
         f"pretrained_checkpoint.restore_from_path={data / 'warm'}",
         f"exp_manager.explicit_log_dir={tmp_path / 'run'}",
     ]
     run("-m", "reinforce_rl", "train", *recipe, *files, *paths)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == [1, 2]
     assert all(0.0 <= line["train/rewards"] <= 1.0 for line in lines)
 
@@ -152,5 +167,8 @@ def test_two_tiny_steps_against_trl(tiny, tmp_path):
     found = json.loads((tmp_path / "curves.json").read_text())
     for side in ("reinforce_rl", "TRL"):
         (curve,) = found[side]
-        assert {name: len(values) for name, values in curve.items()} == {"rewards": 2, "rewards_accuracy": 2}
+        assert {name: len(values) for name, values in curve.items()} == {
+            "rewards": 2,
+            "rewards_accuracy": 2,
+        }
     assert str(tmp_path / "curves.html") in said

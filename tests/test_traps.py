@@ -85,7 +85,9 @@ def trapped() -> Iterator[Trapped]:
         shutil.rmtree(root)
 
 
-def open_all(trapped: Trapped, requests: list[dict[str, Any]], prefix: Sequence[str]) -> list[dict[str, Any]]:
+def open_all(
+    trapped: Trapped, requests: list[dict[str, Any]], prefix: Sequence[str]
+) -> list[dict[str, Any]]:
     """Run the commands, in a program that is started by `prefix`."""
     command = [*prefix, sys.executable, str(DRIVER)]
     asked = {"marker": str(trapped.bait.marker), "requests": requests}
@@ -134,7 +136,9 @@ def commands_of_run(trapped: Trapped, name: str) -> list[dict[str, Any]]:
         request(run, "chat", run),
         request(run, "convert", "to-hf", run, out / f"hf-{name}", "--model", model),
         # Who starts a run in a folder has functions of their own there.
-        request(run, "preflight", *trapped.overrides, f"exp_manager.explicit_log_dir={run}", start=out),
+        request(
+            run, "preflight", *trapped.overrides, f"exp_manager.explicit_log_dir={run}", start=out
+        ),
         request(run, "train", *trapped.overrides, f"exp_manager.explicit_log_dir={run}", start=out),
     ]
 
@@ -144,7 +148,11 @@ def commands_of_model(trapped: Trapped, name: str) -> list[dict[str, Any]]:
     prompts = trapped.root / "source" / "validation.jsonl"
     out = trapped.root / "out"
     of_model = [*trapped.overrides, f"pretrained_checkpoint.restore_from_path={model}"]
-    chats = [*of_model, "model.data.apply_chat_template=true", f"exp_manager.explicit_log_dir={out / name}"]
+    chats = [
+        *of_model,
+        "model.data.apply_chat_template=true",
+        f"exp_manager.explicit_log_dir={out / name}",
+    ]
     return [
         request(model, "chat", model),
         request(model, "eval", model, "--data", prompts, "--reward", REWARD, *SHORT),
@@ -179,11 +187,15 @@ def _is_control(character: str) -> bool:
     if character in "\n\t\r":
         return False
     return (
-        ord(character) < 0x20 or 0x7F <= ord(character) < 0xA0 or character in "\u202a\u202b\u202d\u202e\u2066\u2067"
+        ord(character) < 0x20
+        or 0x7F <= ord(character) < 0xA0
+        or character in "\u202a\u202b\u202d\u202e\u2066\u2067"
     )
 
 
-def check(trapped: Trapped, requests: list[dict[str, Any]], prefix: Sequence[str] = ()) -> list[dict[str, Any]]:
+def check(
+    trapped: Trapped, requests: list[dict[str, Any]], prefix: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     before = trapped.listener.connections
     answers = open_all(trapped, requests, prefix)
     wrong = {answer["name"]: faults(trapped, answer) for answer in answers}
@@ -198,7 +210,14 @@ def kinds_of(answer: dict[str, Any], trapped: Trapped) -> list[str]:
 
 def test_each_fault_is_seen(trapped):
     """So that the others can fail."""
-    good = {"name": "a", "code": 1, "output": "a\tb\r\n", "seconds": 1.0, "peak_mib": 100.0, "marker": ""}
+    good = {
+        "name": "a",
+        "code": 1,
+        "output": "a\tb\r\n",
+        "seconds": 1.0,
+        "peak_mib": 100.0,
+        "marker": "",
+    }
     assert faults(trapped, good) == []
     assert kinds_of({**good, "marker": "called\n"}, trapped) == ["ran"]
     assert kinds_of({**good, "code": None}, trapped) == ["did not end in 60 s"]
@@ -216,7 +235,10 @@ def test_what_the_reader_names_runs_and_is_asked(trapped):
     run = trapped.folders["code_beside_it"]
     model = trapped.folders["good_model"]
     prompts = trapped.root / "source" / "validation.jsonl"
-    server = ["remote_rm.reward_model.ip=127.0.0.1", f"remote_rm.reward_model.port={trapped.listener.port}"]
+    server = [
+        "remote_rm.reward_model.ip=127.0.0.1",
+        f"remote_rm.reward_model.port={trapped.listener.port}",
+    ]
     asked = [value for value in trapped.overrides if not value.startswith("reward")]
     asked += ["reward=server", *server, "remote_rm.ready_timeout_seconds=2"]
     out = trapped.root / "out"
@@ -241,7 +263,12 @@ def test_a_new_process_takes_no_module_from_the_folder(trapped):
         done = subprocess.run(
             [str(script), "records", str(run)],
             cwd=run,
-            env={**os.environ, "PYTHONPATH": PACKAGE_PARENT, "OMP_NUM_THREADS": "1", "COLUMNS": "300"},
+            env={
+                **os.environ,
+                "PYTHONPATH": PACKAGE_PARENT,
+                "OMP_NUM_THREADS": "1",
+                "COLUMNS": "300",
+            },
             capture_output=True,
             text=True,
             timeout=SECONDS,
@@ -267,8 +294,14 @@ def test_models(trap, trapped):
 
 def test_good_folders_are_opened(trapped):
     """So that the others can fail: the same commands, on the folders before a trap was laid."""
-    answers = check(trapped, [*commands_of_run(trapped, "good"), *commands_of_model(trapped, "good_model")])
-    failed = [(answer["name"], answer["code"], answer["output"][-400:]) for answer in answers if answer["code"]]
+    answers = check(
+        trapped, [*commands_of_run(trapped, "good"), *commands_of_model(trapped, "good_model")]
+    )
+    failed = [
+        (answer["name"], answer["code"], answer["output"][-400:])
+        for answer in answers
+        if answer["code"]
+    ]
     # The run names its reward function: not scored again, and not used for `eval`.
     assert [code for _, code, _ in failed] == [2, 1], failed
     assert failed[0][2].rstrip().endswith("not replayed: score.")
@@ -280,7 +313,9 @@ def another_user() -> list[str]:
     if os.geteuid() != 0:
         pytest.skip("only root can run programs as another user")
     # Python may lie in root's home, which is closed to others.
-    homes = sorted({str(Path(sys.base_prefix).resolve()), str(Path(sys.prefix).resolve()), PACKAGE_PARENT})
+    homes = sorted(
+        {str(Path(sys.base_prefix).resolve()), str(Path(sys.prefix).resolve()), PACKAGE_PARENT}
+    )
     bound: list[str] = []
     for home in map(Path, homes):
         if home.is_relative_to("/root"):
@@ -288,11 +323,26 @@ def another_user() -> list[str]:
             for parent in reversed([home, *home.parents][:-2]):
                 bound += ["--perms", "0755", "--dir", str(parent)]
             bound += ["--ro-bind", str(home), str(home)]
-    prefix = ["bwrap", "--bind", "/", "/", "--dev-bind", "/dev", "/dev", "--tmpfs", "/root", *bound, "--"]
+    prefix = [
+        "bwrap",
+        "--bind",
+        "/",
+        "/",
+        "--dev-bind",
+        "/dev",
+        "/dev",
+        "--tmpfs",
+        "/root",
+        *bound,
+        "--",
+    ]
     prefix += ["setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
     try:
         done = subprocess.run(
-            [*prefix, sys.executable, "-c", "import torch"], capture_output=True, timeout=100, cwd="/"
+            [*prefix, sys.executable, "-c", "import torch"],
+            capture_output=True,
+            timeout=100,
+            cwd="/",
         )
     except FileNotFoundError as error:
         pytest.skip(f"{error.filename} is not installed")
@@ -307,7 +357,9 @@ def test_as_another_user(trapped):
     requests = []
     for trap in traps.RUN_TRAPS:
         of_trap = commands_of_run(trapped, trap)
-        requests += [command for command in of_trap if command["arguments"][0] not in ("preflight", "train")]
+        requests += [
+            command for command in of_trap if command["arguments"][0] not in ("preflight", "train")
+        ]
     for trap in traps.MODEL_TRAPS:
         requests += commands_of_model(trapped, trap)[:2]
     check(trapped, requests, another_user())

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
+OPTIONS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-sync",
+)
 
 
 def main() -> None:
@@ -18,13 +24,16 @@ def main() -> None:
     parser.add_argument("report", type=Path, help="a report.html")
     parser.add_argument("image", type=Path, help="the PNG to write")
     parser.add_argument("--dark", action="store_true")
-    parser.add_argument("--size", type=int, nargs=2, default=(1240, 900), metavar=("WIDTH", "HEIGHT"))
+    parser.add_argument(
+        "--size", type=int, nargs=2, default=(1240, 900), metavar=("WIDTH", "HEIGHT")
+    )
     args = parser.parse_args()
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path="/usr/bin/chromium", args=OPTIONS)
         width, height = args.size
         page = browser.new_page(
-            viewport={"width": width, "height": height}, color_scheme="dark" if args.dark else "light"
+            viewport={"width": width, "height": height},
+            color_scheme="dark" if args.dark else "light",
         )
         page.goto(args.report.resolve().as_uri())
         page.wait_for_selector("body[data-ready]")

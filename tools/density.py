@@ -191,7 +191,9 @@ def faults(root: Path, ceilings: dict[str, dict[str, float]]) -> list[str]:
         figures = measure(root / folder).bounded()
         for name, ceiling in bounds.items():
             if figures[name] > ceiling:
-                sentences.append(f"{folder}: {name} is {figures[name]:g}; expected at most {ceiling:g}")
+                sentences.append(
+                    f"{folder}: {name} is {figures[name]:g}; expected at most {ceiling:g}"
+                )
     return sentences
 
 
@@ -226,10 +228,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("paths", nargs="*", type=Path, metavar="FOLDER|FILE")
-    parser.add_argument("--files", type=int, default=0, metavar="N", help="also the N densest files")
+    parser.add_argument(
+        "--files", type=int, default=0, metavar="N", help="also the N densest files"
+    )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_true", help="compare with tools/density.json")
-    action.add_argument("--lower", action="store_true", help="lower the ceilings to today's figures")
+    action.add_argument(
+        "--lower", action="store_true", help="lower the ceilings to today's figures"
+    )
     options = parser.parse_args(arguments)
     ceilings = json.loads(CEILINGS.read_text(encoding="utf-8")) if CEILINGS.exists() else {}
     if options.lower:
@@ -239,8 +245,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check:
         sentences = faults(ROOT, ceilings)
         if sentences:
-            print("error: denser than tools/density.json allows:", *sentences, sep="\n  ", file=sys.stderr)
-            print("`python tools/density.py FILE` measures a file that was changed", file=sys.stderr)
+            print(
+                "error: denser than tools/density.json allows:",
+                *sentences,
+                sep="\n  ",
+                file=sys.stderr,
+            )
+            print(
+                "`python tools/density.py FILE` measures a file that was changed", file=sys.stderr
+            )
         return 1 if sentences else 0
     paths = options.paths or [ROOT / folder for folder in MEASURED]
     print(HEADING)

@@ -50,16 +50,28 @@ def navigation(index: str) -> list[Any]:
     """Return mkdocs's `nav`: a section for each heading of the index, with the pages that are linked below it."""
     nav: list[Any] = ["index.md"]
     for part in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
-        links = [path for _, path, _ in LINK.findall(part) if path.endswith(".md") and not path.startswith("..")]
+        links = [
+            path
+            for _, path, _ in LINK.findall(part)
+            if path.endswith(".md") and not path.startswith("..")
+        ]
         nav.append({part.splitlines()[0]: list(dict.fromkeys(links))})
     return nav
 
 
 def outside(source: Path) -> list[Path]:
     """Files and folders of the repository, but not of docs/, that a Markdown file links to."""
-    links = [path for _, path, _ in LINK.findall(CODE.sub("", source.read_text("utf-8"))) if ":" not in path]
+    links = [
+        path
+        for _, path, _ in LINK.findall(CODE.sub("", source.read_text("utf-8")))
+        if ":" not in path
+    ]
     targets = [Path(os.path.normpath(source.parent / path)) for path in links]
-    return [target for target in targets if DOCS not in target.parents and target != DOCS and target.exists()]
+    return [
+        target
+        for target in targets
+        if DOCS not in target.parents and target != DOCS and target.exists()
+    ]
 
 
 def site_uri(target: Path) -> str:
@@ -92,7 +104,9 @@ def content(target: Path) -> str:
         return relinked(target.read_text("utf-8"), target)
     name = target.relative_to(ROOT).as_posix()
     if target.is_dir():
-        files = sorted(path.name for path in target.iterdir() if not path.name.startswith(("_", ".")))
+        files = sorted(
+            path.name for path in target.iterdir() if not path.name.startswith(("_", "."))
+        )
         return f"# {name}/\n\n" + "\n".join(f"- `{file}`" for file in files) + "\n"
     return f"# {name}\n\n````{LANGUAGES.get(target.suffix, 'text')}\n{target.read_text('utf-8')}\n````\n"
 
@@ -106,11 +120,19 @@ def drawing(source: str, *others: Any, **options: Any) -> str:
     for _ in depth:  # the longest way from the top
         for above, below in edges:
             depth[below] = max(depth[below], depth[above] + 1)
-    rows = [[name for name, row in depth.items() if row == level] for level in range(max(depth.values()) + 1)]
+    rows = [
+        [name for name, row in depth.items() if row == level]
+        for level in range(max(depth.values()) + 1)
+    ]
     spot: dict[str, tuple[float, float]] = {}
-    for level, row in enumerate(rows):  # each under the middle of those above it, where there is room
+    for level, row in enumerate(
+        rows
+    ):  # each under the middle of those above it, where there is room
         above = {name: [spot[a][0] for a, b in edges if b == name] for name in row}
-        middle = {name: sum(places) / len(places) if places else i for i, (name, places) in enumerate(above.items())}
+        middle = {
+            name: sum(places) / len(places) if places else i
+            for i, (name, places) in enumerate(above.items())
+        }
         row.sort(key=middle.__getitem__)
         if any(middle[right] - middle[left] < 1 for left, right in itertools.pairwise(row)):
             first = (sum(middle.values()) - len(row) * (len(row) - 1) / 2) / len(row)

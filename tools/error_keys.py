@@ -123,7 +123,9 @@ def _assigned_before_calls(tree: ast.AST) -> dict[ast.Call, ast.expr]:
         assignments = [node for node in nodes if isinstance(node, ast.Assign)]
         assignments.sort(key=lambda assignment: assignment.lineno)
         for call in nodes:
-            if not (isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Name)):
+            if not (
+                isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Name)
+            ):
                 continue
             variable = call.args[0].id
             for assignment in assignments:
@@ -208,7 +210,9 @@ def faults_of(errors: list[RaisedError]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="write tests/error_sentences.txt")
     action.add_argument("--check", action="store_true", help="exit with 1 if it is not today's")
@@ -219,7 +223,9 @@ def main() -> int:
         return 0
     faults = faults_of(errors)
     if SENTENCES.read_text(encoding="utf-8") != listing(errors):
-        faults.append("tests/error_sentences.txt is not today's: run python tools/error_keys.py --write")
+        faults.append(
+            "tests/error_sentences.txt is not today's: run python tools/error_keys.py --write"
+        )
     for fault in faults:
         print(fault)
     return 1 if faults else 0

@@ -38,7 +38,12 @@ WANTED = {
         "RayGPUWorker.wakeup",
         "RayWorkerWrapper.report_device_id",
     ),
-    "executor/result.py": ("CompletionOutput", "GenerationResult.abort", "GenerationResult.aresult", "Logprob"),
+    "executor/result.py": (
+        "CompletionOutput",
+        "GenerationResult.abort",
+        "GenerationResult.aresult",
+        "Logprob",
+    ),
     "llmapi/llm.py": ("BaseLLM.__init__", "BaseLLM.generate_async", "BaseLLM.shutdown"),
     "llmapi/llm_args.py": (
         "CapacitySchedulerPolicy",
@@ -55,7 +60,13 @@ MOVED = {  # from 1.3 on
     "executor/ray_gpu_worker.py": "executor/ray/gpu_worker.py",
 }
 ADDED = {"llmapi/llm_args.py": ("SleepConfig",)}  # in 1.3
-KINDS = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD", "VAR_POSITIONAL", "KEYWORD_ONLY", "VAR_KEYWORD")
+KINDS = (
+    "POSITIONAL_ONLY",
+    "POSITIONAL_OR_KEYWORD",
+    "VAR_POSITIONAL",
+    "KEYWORD_ONLY",
+    "VAR_KEYWORD",
+)
 
 
 def extract(source: Path) -> dict[str, Any]:
@@ -101,7 +112,10 @@ def record_of(version: str) -> dict[str, Any]:
     if changes is None:
         return record
     changed = json.loads(changes.read_text(encoding="utf-8"))
-    return {"version": changed["version"], "signatures": record["signatures"] | changed["signatures"]}
+    return {
+        "version": changed["version"],
+        "signatures": record["signatures"] | changed["signatures"],
+    }
 
 
 def _version_of(package: Path) -> str:
@@ -125,7 +139,8 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
         texts += [
             f"{name}: {parameter} is new and has no default"
             for parameter in after.keys() - before.keys()
-            if after[parameter]["default"] is None and not after[parameter]["kind"].startswith("VAR")
+            if after[parameter]["default"] is None
+            and not after[parameter]["kind"].startswith("VAR")
         ]
         texts += [
             f"{name}: {parameter} was {before[parameter]}, is {after[parameter]}"
@@ -166,14 +181,18 @@ def _aliased(module: ast.Module, name: str) -> str:
 
 def _parameters(args: ast.arguments) -> list[dict[str, str | None]]:
     positional = [*args.posonlyargs, *args.args]
-    defaults: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
+    defaults: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults)) + list(
+        args.defaults
+    )
     found = [
         _parameter(argument, KINDS[0] if i < len(args.posonlyargs) else KINDS[1], defaults[i])
         for i, argument in enumerate(positional)
     ]
     if args.vararg:
         found.append(_parameter(args.vararg, KINDS[2], None))
-    found += [_parameter(a, KINDS[3], d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    found += [
+        _parameter(a, KINDS[3], d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    ]
     if args.kwarg:
         found.append(_parameter(args.kwarg, KINDS[4], None))
     return found[1:]  # less self
@@ -188,7 +207,11 @@ def _fields(owner: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[dict[
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name = node.target.id
             if not name.startswith("_") and name != "model_config":
-                found[name] = {"name": name, "kind": KINDS[3], "default": _default_of_field(node.value)}
+                found[name] = {
+                    "name": name,
+                    "kind": KINDS[3],
+                    "default": _default_of_field(node.value),
+                }
     return list(found.values())
 
 
@@ -207,7 +230,11 @@ def _enum_values(owner: ast.ClassDef) -> dict[str, str]:
 
 def _default_of_field(value: ast.expr | None) -> str | None:
     """`Field(default=x)` and `field(default=x)` have the default x; a Field without one has none."""
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ("Field", "field"):
+    if (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Name)
+        and value.func.id in ("Field", "field")
+    ):
         given = {keyword.arg: keyword.value for keyword in value.keywords}
         if "default_factory" in given:
             return f"{ast.unparse(given['default_factory'])}()"
@@ -219,13 +246,21 @@ def _default_of_field(value: ast.expr | None) -> str | None:
 
 
 def _parameter(argument: ast.arg, kind: str, default: ast.expr | None) -> dict[str, str | None]:
-    return {"name": argument.arg, "kind": kind, "default": None if default is None else ast.unparse(default)}
+    return {
+        "name": argument.arg,
+        "kind": kind,
+        "default": None if default is None else ast.unparse(default),
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path)
-    parser.add_argument("--check", action="store_true", help="compare with the record in place of printing")
+    parser.add_argument(
+        "--check", action="store_true", help="compare with the record in place of printing"
+    )
     arguments = parser.parse_args()
     found = extract(arguments.source)
     if not arguments.check:

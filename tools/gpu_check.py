@@ -35,21 +35,82 @@ TRAINER = ("megatron.core", "transformers", "hydra", "omegaconf", "tritonclient"
 TRTLLM = (*TRAINER, "tensorrt_llm")
 CUDNN_LAST = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
 CHECKS = (  # in order of value
-    Check("machine", "what there is, how fast it is", "gpu_checks.machine:check", 90, 5, ALL, ("torch",)),
-    Check("correctness", "numbers as a CPU's in fp32", "gpu_checks.correctness:check", 180, 20, REAL),
-    Check("attention", "finite and right at 20 lengths", "gpu_checks.attention:check", 90, 10, REAL),
-    Check("cudnn-last", "attention again", "gpu_checks.attention:check", 90, 10, environment=CUDNN_LAST),
-    Check("trainer", "whole runs; save, kill, resume; LoRA", "gpu_checks.trainer:check", 240, 40, ALL, TRAINER),
-    Check("ipc", "weights reach another process", "gpu_checks.ipc:check", 60, 15),
-    Check("generators", "weights reach ranks that only generate", "gpu_checks.generators:check", 60, 10, REAL),
     Check(
-        "tensorrt-llm", "log-probs at two temperatures", "gpu_checks.engines:check_tensorrt_llm", 300, 60, needs=TRTLLM
+        "machine",
+        "what there is, how fast it is",
+        "gpu_checks.machine:check",
+        90,
+        5,
+        ALL,
+        ("torch",),
     ),
-    Check("vllm", "log-probs of both model runners", "gpu_checks.engines:check_vllm", 420, 90, needs=TRAINER),
-    Check("counts", "kernels and host syncs in budget", "gpu_checks.counts:check", 120, 15, (CUDA, FAKE)),
+    Check(
+        "correctness", "numbers as a CPU's in fp32", "gpu_checks.correctness:check", 180, 20, REAL
+    ),
+    Check(
+        "attention", "finite and right at 20 lengths", "gpu_checks.attention:check", 90, 10, REAL
+    ),
+    Check(
+        "cudnn-last",
+        "attention again",
+        "gpu_checks.attention:check",
+        90,
+        10,
+        environment=CUDNN_LAST,
+    ),
+    Check(
+        "trainer",
+        "whole runs; save, kill, resume; LoRA",
+        "gpu_checks.trainer:check",
+        240,
+        40,
+        ALL,
+        TRAINER,
+    ),
+    Check("ipc", "weights reach another process", "gpu_checks.ipc:check", 60, 15),
+    Check(
+        "generators",
+        "weights reach ranks that only generate",
+        "gpu_checks.generators:check",
+        60,
+        10,
+        REAL,
+    ),
+    Check(
+        "tensorrt-llm",
+        "log-probs at two temperatures",
+        "gpu_checks.engines:check_tensorrt_llm",
+        300,
+        60,
+        needs=TRTLLM,
+    ),
+    Check(
+        "vllm",
+        "log-probs of both model runners",
+        "gpu_checks.engines:check_vllm",
+        420,
+        90,
+        needs=TRAINER,
+    ),
+    Check(
+        "counts",
+        "kernels and host syncs in budget",
+        "gpu_checks.counts:check",
+        120,
+        15,
+        (CUDA, FAKE),
+    ),
     Check("memory", "peaks as planned", "gpu_checks.memory:check", 120, 15, (CUDA, FAKE)),
     Check(SPEED, "tokens/s and MFU beside transformers", "gpu_checks.speed:check", 240, 40, REAL),
-    Check("switches", "what changes kernels, on and off", "gpu_checks.switches:check", 330, 40, ALL, TRAINER),
+    Check(
+        "switches",
+        "what changes kernels, on and off",
+        "gpu_checks.switches:check",
+        330,
+        40,
+        ALL,
+        TRAINER,
+    ),
 )
 # The first minute of a run says which versions and clocks everything after it depends on.
 PRINTED_WHOLE = ("machine",)
@@ -57,12 +118,20 @@ COLOURS = {"PASS": "green", "FAIL": "red", "SKIP": "yellow"}
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [check.name for check in CHECKS]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="these checks, see --list")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, metavar="NAME", help="these checks, see --list"
+    )
     parser.add_argument("--list", action="store_true", help="print the checks and end")
-    parser.add_argument("--out", type=Path, default=ROOT / "results/gpu_check", help="of the report: %(default)s")
-    parser.add_argument("--minutes", type=float, default=10, help="of all checks together (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "results/gpu_check", help="of the report: %(default)s"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=10, help="of all checks together (%(default)s)"
+    )
     parser.add_argument("--fake", action="store_true", help="on fake CUDA tensors")
     parser.add_argument("--device", choices=[CUDA, CPU], default=CUDA, help="%(default)s")
     add_options(parser)
@@ -131,12 +200,16 @@ def run_all(
     findings: list[Finding] = []
     for number, check in enumerate(checks, 1):
         left = end - time.time()
-        with console.status(f"{number}/{len(checks)} {check.name}: {check.proves} ({left:.0f} s left)"):
+        with console.status(
+            f"{number}/{len(checks)} {check.name}: {check.proves} ({left:.0f} s left)"
+        ):
             finding = run(check, mode, out / check.name, left)
         findings.append(finding)
         write_report(findings)
         colour = COLOURS[finding.verdict]
-        console.print(f"[{colour}]{finding.verdict}[/] {finding.name} {finding.seconds:.0f} s: ", end="")
+        console.print(
+            f"[{colour}]{finding.verdict}[/] {finding.name} {finding.seconds:.0f} s: ", end=""
+        )
         console.print(finding.sentence, markup=False)
         if check.name in PRINTED_WHOLE:
             for name, value in finding.numbers.items():
@@ -150,7 +223,9 @@ def main() -> int:
     checks = chosen_checks(args)
     if args.list:
         for check in checks:
-            print(f"{check.name:12} {check.proves} ({', '.join(check.modes)}; at most {check.seconds:.0f} s)")
+            print(
+                f"{check.name:12} {check.proves} ({', '.join(check.modes)}; at most {check.seconds:.0f} s)"
+            )
         return 0
     mode = FAKE if args.fake else args.device
     reason = why_not(mode)

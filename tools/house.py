@@ -49,7 +49,9 @@ def source_files(folder: Path) -> list[Path]:
 
 def module_of(path: Path) -> str:
     """The dotted name of a file of the package."""
-    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+        ".__init__"
+    )
 
 
 def imported_names(path: Path) -> Iterator[tuple[int, str]]:
@@ -84,7 +86,9 @@ def drawing() -> str:
     edges = floor_imports()
     below: dict[str, set[str]] = {}  # at any distance
     for floor in FLOORS:
-        below[floor] = edges[floor].union(*(below[other] for other in edges[floor] if other in below))
+        below[floor] = edges[floor].union(
+            *(below[other] for other in edges[floor] if other in below)
+        )
     lines = ["graph TD"]
     for floor in reversed(FLOORS[1:]):
         direct = {
@@ -104,7 +108,9 @@ def drawn() -> tuple[str, str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="into docs/architecture.md")
     if parser.parse_args().write:
         before, _, after = drawn()

@@ -141,7 +141,9 @@ def borrowed_torch() -> str:
     try:
         return version("torch")
     except PackageNotFoundError:
-        raise fail(f"torch is borrowed from {sys.executable}, which has none; run it by .venv's Python") from None
+        raise fail(
+            f"torch is borrowed from {sys.executable}, which has none; run it by .venv's Python"
+        ) from None
 
 
 def wanted_stamp(wanted: Environment) -> str:
@@ -161,7 +163,11 @@ def wanted_stamp(wanted: Environment) -> str:
 
 def is_complete(wanted: Environment, folder: Path) -> bool:
     stamp = folder / STAMP
-    return stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted_stamp(wanted) and python_of(folder).exists()
+    return (
+        stamp.is_file()
+        and stamp.read_text(encoding="utf-8") == wanted_stamp(wanted)
+        and python_of(folder).exists()
+    )
 
 
 def run(command: list[str], seconds: int, what: str) -> str:
@@ -216,7 +222,9 @@ def build(wanted: Environment, folder: Path) -> None:
     # imported, not for everything.
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-input", "--no-compile"]
     pip += ["--only-binary=:all:", "--retries=2", "--progress-bar=off", "--quiet"]
-    if wanted.borrows:  # dependencies would be torch and hundreds of megabytes more that nothing here imports
+    if (
+        wanted.borrows
+    ):  # dependencies would be torch and hundreds of megabytes more that nothing here imports
         pip.append("--no-deps")
     index = os.getenv("TORCH_INDEX_URL")
     if wanted.python is not None and index:
@@ -230,7 +238,11 @@ def build(wanted: Environment, folder: Path) -> None:
         ask = [python, "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
         own = run(ask, CHECK_SECONDS, "starting Python").strip()
         Path(own, "behind.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    run([python, "-I", "-W", "ignore", "-c", wanted.check], CHECK_SECONDS, f"importing {wanted.what}")
+    run(
+        [python, "-I", "-W", "ignore", "-c", wanted.check],
+        CHECK_SECONDS,
+        f"importing {wanted.what}",
+    )
     (folder / STAMP).write_text(wanted_stamp(wanted), encoding="utf-8")
 
 
@@ -260,7 +272,9 @@ def make(wanted: Environment, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=ENVIRONMENTS, metavar="NAME")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     args = parser.parse_args()

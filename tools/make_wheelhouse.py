@@ -37,19 +37,32 @@ SOURCE_ONLY = {"antlr4-python3-runtime"}
 
 def requirements_in(path: Path) -> list[Requirement]:
     """Those of a file as pip reads it, without options."""
-    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in path.read_text(encoding="utf-8").splitlines())
+    lines = (
+        re.sub(r"(^|\s)#.*", "", line).strip()
+        for line in path.read_text(encoding="utf-8").splitlines()
+    )
     return [Requirement(line) for line in lines if line]
 
 
 def holds(requirement: Requirement, python: str, extras: set[str]) -> bool:
-    environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    environment = {
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "sys_platform": "linux",
+    }
     marker = requirement.marker
-    return marker is None or any(marker.evaluate({**environment, "extra": extra}) for extra in extras or {""})
+    return marker is None or any(
+        marker.evaluate({**environment, "extra": extra}) for extra in extras or {""}
+    )
 
 
 def wheels_needed(python: str, without: Collection[str], also: Sequence[str] = ()) -> list[str]:
     """Requirements, sorted: pinned, or as a package asks for them where neither a pin nor an installation is known."""
-    pins = {canonicalize_name(pin.name): pin for pin in requirements_in(PINS) if holds(pin, python, set())}
+    pins = {
+        canonicalize_name(pin.name): pin
+        for pin in requirements_in(PINS)
+        if holds(pin, python, set())
+    }
     found: dict[str, str] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
     todo = [Requirement(PROJECT), *map(Requirement, also)]
@@ -64,7 +77,13 @@ def wheels_needed(python: str, without: Collection[str], also: Sequence[str] = (
         except PackageNotFoundError:  # wanted by another Python than this one only
             package = None
         if name != PROJECT:
-            version = pins[name].specifier if name in pins else f"=={package.version}" if package else wanted.specifier
+            version = (
+                pins[name].specifier
+                if name in pins
+                else f"=={package.version}"
+                if package
+                else wanted.specifier
+            )
             found[name] = f"{name}{version}"
         needed = [Requirement(line) for line in (package.requires or [] if package else [])]
         todo += [other for other in needed if holds(other, python, set(extras) | {""})]
@@ -73,7 +92,9 @@ def wheels_needed(python: str, without: Collection[str], also: Sequence[str] = (
 
 def pip(*arguments: str) -> None:
     extra = shlex.split(os.environ.get("PIP_ARGS", ""))
-    subprocess.run([sys.executable, "-m", "pip", *arguments, "--no-deps", "--quiet", *extra], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", *arguments, "--no-deps", "--quiet", *extra], check=True
+    )
 
 
 def make(folder: Path, requirements: list[str], python: str) -> None:
@@ -81,7 +102,14 @@ def make(folder: Path, requirements: list[str], python: str) -> None:
     sources = [line for line in requirements if Requirement(line).name in SOURCE_ONLY]
     wheels = [line for line in requirements if line not in sources]
     platforms = [option for name in PLATFORMS for option in ("--platform", name)]
-    target = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms]
+    target = [
+        "--only-binary=:all:",
+        "--implementation",
+        "cp",
+        "--python-version",
+        python,
+        *platforms,
+    ]
     pip("download", "--dest", str(folder), *target, *wheels)
     if sources:
         pip("wheel", "--wheel-dir", str(folder), *sources)
@@ -91,19 +119,36 @@ def make(folder: Path, requirements: list[str], python: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--python", default="3.12", choices=("3.10", "3.11", "3.12"), help="of the machine")
     parser.add_argument(
-        "--without", nargs="*", default=["torch", "numpy", "transformers"], metavar="NAME", help="what the machine has"
+        "--python", default="3.12", choices=("3.10", "3.11", "3.12"), help="of the machine"
     )
     parser.add_argument(
-        "--image", type=Path, metavar="FILE", help="pins of what the machine has, instead of --without"
+        "--without",
+        nargs="*",
+        default=["torch", "numpy", "transformers"],
+        metavar="NAME",
+        help="what the machine has",
     )
     parser.add_argument(
-        "--also", nargs="*", default=[], metavar="NAME", help="packages besides, e.g. hypothesis for tests"
+        "--image",
+        type=Path,
+        metavar="FILE",
+        help="pins of what the machine has, instead of --without",
     )
-    parser.add_argument("--list", action="store_true", help="print the requirements and fetch nothing")
+    parser.add_argument(
+        "--also",
+        nargs="*",
+        default=[],
+        metavar="NAME",
+        help="packages besides, e.g. hypothesis for tests",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the requirements and fetch nothing"
+    )
     options = parser.parse_args()
     present = options.without
     if options.image is not None:
@@ -116,7 +161,9 @@ def main() -> None:
     try:
         make(options.folder, requirements, options.python)
     except subprocess.CalledProcessError as error:
-        raise SystemExit(f"pip could not make {options.folder}; see its own message above") from error
+        raise SystemExit(
+            f"pip could not make {options.folder}; see its own message above"
+        ) from error
     print(f"{len(requirements)} wheels for Python {options.python} in {options.folder}")
 
 

@@ -29,7 +29,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tools" / "mutants.toml"
-COPIED = ("reinforce_rl", "tests", "conf", "examples", "docs", "recipes", "tools", "pyproject.toml", "README.md")
+COPIED = (
+    "reinforce_rl",
+    "tests",
+    "conf",
+    "examples",
+    "docs",
+    "recipes",
+    "tools",
+    "pyproject.toml",
+    "README.md",
+)
 LEAST_KILLED = 0.9
 FAST = "not slow and not gpu and not engine and not slurm"  # tests
 BASELINE_SECONDS = 1800
@@ -87,7 +97,9 @@ def read_table(path: Path = TABLE) -> list[Mutant]:
         for row in section["mutant"]:
             tests = tuple(row.get("tests", section["tests"]))
             survives = row.get("survives", "")
-            mutants.append(Mutant(section["path"], row["kind"], row["old"], row["new"], tests, survives))
+            mutants.append(
+                Mutant(section["path"], row["kind"], row["old"], row["new"], tests, survives)
+            )
     return mutants
 
 
@@ -117,7 +129,10 @@ def stale_rows(mutants: Sequence[Mutant], root: Path = ROOT) -> list[str]:
             test_source = texts.setdefault(file, test_path.read_text(encoding="utf-8"))
             for name in names:
                 bare_name = name.partition("[")[0]
-                if f"def {bare_name}(" not in test_source and f"class {bare_name}" not in test_source:
+                if (
+                    f"def {bare_name}(" not in test_source
+                    and f"class {bare_name}" not in test_source
+                ):
                     errors.append(f"{mutant.file}: its test {test} does not exist")
     return errors
 
@@ -195,7 +210,9 @@ def check_baseline(tree: Path, mutants: Sequence[Mutant]) -> None:
     status = _await_tests(tree, tests, BASELINE_SECONDS, log)
     if status != 0:
         ending = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
-        raise SystemExit(f"error: on the unchanged tree the tests end with {status}, expected 0:\n{ending}")
+        raise SystemExit(
+            f"error: on the unchanged tree the tests end with {status}, expected 0:\n{ending}"
+        )
 
 
 def run_mutant(tree: Path, mutant: Mutant, seconds: float) -> Outcome:
@@ -218,11 +235,15 @@ def run_mutant(tree: Path, mutant: Mutant, seconds: float) -> Outcome:
     if status < 0:
         return Outcome(mutant, f"ended by signal {-status}", took, "")
     if status not in (_TESTS_FAILED, _NOT_COLLECTED):  # such as no test, or a wrong option
-        raise SystemExit(f"error: {describe(mutant)}: pytest ended with {status}, expected 0 to 2; see {log}")
+        raise SystemExit(
+            f"error: {describe(mutant)}: pytest ended with {status}, expected 0 to 2; see {log}"
+        )
     return Outcome(mutant, "killed", took, _first_failed(log))
 
 
-def run_all(mutants: Sequence[Mutant], jobs: int, seconds: float, say: Callable[[str], object]) -> list[Outcome]:
+def run_all(
+    mutants: Sequence[Mutant], jobs: int, seconds: float, say: Callable[[str], object]
+) -> list[Outcome]:
     """Run every mutant, `jobs` at a time, each job in a copy of the tree of its own."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         trees = [Path(scratch) / str(job) for job in range(jobs)]
@@ -259,7 +280,9 @@ def as_markdown(outcomes: Sequence[Outcome]) -> str:
     kinds = list(dict.fromkeys(outcome.mutant.kind for outcome in outcomes))
     of_kind = Counter(outcome.mutant.kind for outcome in outcomes)
     killed = Counter(outcome.mutant.kind for outcome in outcomes if outcome.is_killed)
-    late = Counter(outcome.mutant.kind for outcome in outcomes if outcome.verdict == "killed by the deadline")
+    late = Counter(
+        outcome.mutant.kind for outcome in outcomes if outcome.verdict == "killed by the deadline"
+    )
     lines = ["| kind | mutants | killed | of these by the deadline |", "|---|---|---|---|"]
     lines += [f"| {kind} | {of_kind[kind]} | {killed[kind]} | {late[kind]} |" for kind in kinds]
     share = f"{sum(killed.values())} ({share_killed(outcomes):.0%})"
@@ -276,19 +299,35 @@ def as_markdown(outcomes: Sequence[Outcome]) -> str:
 def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for outcome in outcomes:
-        more = {"verdict": outcome.verdict, "seconds": round(outcome.seconds, 1), "failed": outcome.failed}
+        more = {
+            "verdict": outcome.verdict,
+            "seconds": round(outcome.seconds, 1),
+            "failed": outcome.failed,
+        }
         rows.append({**asdict(outcome.mutant), **more})
     return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="KIND|FILE", help="mutants of these kinds and files alone")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants that are run at the same time")
-    parser.add_argument("--seconds", type=float, default=120.0, help="deadline of a mutant's tests (default: 120)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for mutants.json and mutants.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="KIND|FILE", help="mutants of these kinds and files alone"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="mutants that are run at the same time"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="deadline of a mutant's tests (default: 120)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder for mutants.json and mutants.md"
+    )
     parser.add_argument("--list", action="store_true", help="list the mutants and run nothing")
-    parser.add_argument("--check", action="store_true", help="check that the table fits the tree and run nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="check that the table fits the tree and run nothing"
+    )
     options = parser.parse_args(arguments)
     mutants = read_table()
     if options.only:
@@ -296,7 +335,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mutants = [mutant for mutant in mutants if mutant.kind in wanted or mutant.file in wanted]
         if not mutants:
             kinds = sorted({mutant.kind for mutant in read_table()})
-            parser.error(f"--only {' '.join(options.only)} selects nothing; kinds are {', '.join(kinds)}")
+            parser.error(
+                f"--only {' '.join(options.only)} selects nothing; kinds are {', '.join(kinds)}"
+            )
     if options.list:
         print("\n".join(map(describe, mutants)))
         return 0
@@ -317,7 +358,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "mutants.md").write_text(text, encoding="utf-8")
-        (options.out / "mutants.json").write_text(json.dumps(as_json(outcomes), indent=1) + "\n", encoding="utf-8")
+        (options.out / "mutants.json").write_text(
+            json.dumps(as_json(outcomes), indent=1) + "\n", encoding="utf-8"
+        )
     return 0 if share_killed(outcomes) >= LEAST_KILLED else 1
 
 

@@ -84,7 +84,9 @@ def count_checks(path: Path) -> Counts:
     """Count gpu_check's verdicts; a check, or a part of one, without time left has failed."""
     checks = json.loads(path.read_text(encoding="utf-8"))["checks"]
     late = [NO_TIME in json.dumps(check) for check in checks]
-    verdicts = ["FAIL" if is_late else check["verdict"] for check, is_late in zip(checks, late, strict=True)]
+    verdicts = [
+        "FAIL" if is_late else check["verdict"] for check, is_late in zip(checks, late, strict=True)
+    ]
     return Counts(verdicts.count("PASS"), verdicts.count("FAIL"), verdicts.count("SKIP"))
 
 
@@ -148,11 +150,15 @@ def versions_there(python: Path) -> dict[str, str]:
         f"versions = {{name: version(name) for name in {COMPARED!r}}}; "
         "print(json.dumps({'Python': platform.python_version(), **versions}))"
     )
-    output = subprocess.check_output([python, "-I", "-c", code], text=True, encoding="utf-8", timeout=240)
+    output = subprocess.check_output(
+        [python, "-I", "-c", code], text=True, encoding="utf-8", timeout=240
+    )
     return json.loads(output)
 
 
-def differences(versions: dict[str, str], pins: dict[str, str], python: tuple[int, int]) -> list[str]:
+def differences(
+    versions: dict[str, str], pins: dict[str, str], python: tuple[int, int]
+) -> list[str]:
     """Return what is not as in the image; a build's label, such as +cpu, does not count."""
     lines = []
     wanted_python = ".".join(map(str, python))
@@ -260,10 +266,16 @@ def prepare(rows: list[Row]) -> Path:
 
 def main() -> int:
     names = [step.name for step in steps(0)]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names)
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "results/rehearse", help="%(default)s")
-    parser.add_argument("--workers", type=int, default=2, help="processes that run tests (%(default)s)")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="processes that run tests (%(default)s)"
+    )
     args = parser.parse_args()
     out = args.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
@@ -280,7 +292,9 @@ def main() -> int:
     (out / "table.md").write_text(text, encoding="utf-8")
     print(text, end="")
     failed = [row.step for row in rows if row.failed]
-    print(f"rehearse: {out / 'table.md'}: {'FAIL (' + ', '.join(failed) + ')' if failed else 'PASS'}")
+    print(
+        f"rehearse: {out / 'table.md'}: {'FAIL (' + ', '.join(failed) + ')' if failed else 'PASS'}"
+    )
     return 1 if failed else 0
 
 

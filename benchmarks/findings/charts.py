@@ -71,9 +71,16 @@ def _panel(panel: Panel) -> list[str]:
         return round(LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT), 1)
 
     def y(value: float) -> float:
-        return round(HEIGHT - BOTTOM - (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - TOP - BOTTOM), 1)
+        return round(
+            HEIGHT
+            - BOTTOM
+            - (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - TOP - BOTTOM),
+            1,
+        )
 
-    parts = [f'<text x="{LEFT}" y="18" font-size="13" font-weight="600">{escape(panel.title)}</text>']
+    parts = [
+        f'<text x="{LEFT}" y="18" font-size="13" font-weight="600">{escape(panel.title)}</text>'
+    ]
     for tick in y_ticks:
         parts.append(f'<path d="M{LEFT} {y(tick)}H{WIDTH - RIGHT}" stroke="#e3e6eb"/>')
         parts.append(
@@ -81,7 +88,9 @@ def _panel(panel: Panel) -> list[str]:
         )
     for tick in x_ticks:
         text = label(tick, x_ticks[1] - x_ticks[0])
-        parts.append(f'<text x="{x(tick)}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{text}</text>')
+        parts.append(
+            f'<text x="{x(tick)}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{text}</text>'
+        )
     parts.append(
         f'<text x="{WIDTH / 2}" y="{HEIGHT - BOTTOM + 32}" text-anchor="middle">{escape(panel.x_label)}</text>'
     )
@@ -89,9 +98,13 @@ def _panel(panel: Panel) -> list[str]:
         there = [f"{x(p.x)} {y(p.y + p.y_error)}" for p in curve.points]
         back = [f"{x(p.x)} {y(p.y - p.y_error)}" for p in reversed(curve.points)]
         if panel.bands:
-            parts.append(f'<path d="M{"L".join([*there, *back])}Z" fill="{colour}" opacity="0.18"/>')
+            parts.append(
+                f'<path d="M{"L".join([*there, *back])}Z" fill="{colour}" opacity="0.18"/>'
+            )
         line = "L".join(f"{x(p.x)} {y(p.y)}" for p in curve.points)
-        parts.append(f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="{1.8 if panel.bands else 0.6}"/>')
+        parts.append(
+            f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="{1.8 if panel.bands else 0.6}"/>'
+        )
         for p in curve.points if not panel.bands else ():
             across = f"M{x(p.x - p.x_error)} {y(p.y)}H{x(p.x + p.x_error)}"
             cross = f"{across}M{x(p.x)} {y(p.y - p.y_error)}V{y(p.y + p.y_error)}"
@@ -108,7 +121,9 @@ def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[
     `low` and `high` are finite and in order; `whole` allows no fractions.
     """
     span, scale = high - low, max(abs(low), abs(high))
-    if span <= scale * 1e-9 or span < 1e-30:  # one value, or so little between them that labels could not tell
+    if (
+        span <= scale * 1e-9 or span < 1e-30
+    ):  # one value, or so little between them that labels could not tell
         span = scale * 0.2 if scale > 1e-20 else 1.0
         low, high = (low + high - span) / 2, (low + high + span) / 2
     raw = span / count

@@ -35,9 +35,12 @@ def run_forked(job: Job, folder: Path) -> Outcome:
     size = 1 if CELLS[job.cell].staleness is None else 2
     with tempfile.NamedTemporaryFile() as store:
         environments = [
-            {"RANK": str(rank), "WORLD_SIZE": str(size), STORE_VARIABLE: store.name} for rank in range(size)
+            {"RANK": str(rank), "WORLD_SIZE": str(size), STORE_VARIABLE: store.name}
+            for rank in range(size)
         ]
-        ranks = [context.Process(target=_rank, args=(each, job, folder, sender)) for each in environments]
+        ranks = [
+            context.Process(target=_rank, args=(each, job, folder, sender)) for each in environments
+        ]
         for process in ranks:
             process.start()
         sender.close()
@@ -68,13 +71,17 @@ def _rank(environment: dict[str, str], job: Job, folder: Path, sender: Connectio
 
 def _rank_of_role(job: Job, folder: Path, sender: Connection) -> None:
     config = configuration(job, folder)
-    role = RankRole.of_job(config.training_ranks, config.generation_tensor_parallel_size, config.torch_timeout_seconds)
+    role = RankRole.of_job(
+        config.training_ranks, config.generation_tensor_parallel_size, config.torch_timeout_seconds
+    )
     with configured_mesh(config, role) as mesh:
         if not role.generates:
             sender.send(run(job, mesh, folder, role))
             return
         silence = config.trainer.heartbeat_timeout_seconds
-        generator = GeneratorRank(role, mesh.device, silence_seconds=silence, staleness=config.staleness)
+        generator = GeneratorRank(
+            role, mesh.device, silence_seconds=silence, staleness=config.staleness
+        )
         with contextlib.closing(generator):
             tokenizer = load_tokenizer(config.pretrained_checkpoint.restore_from_path)
             model = build_actor(config, mesh, tokenizer, trains=False, with_reference=False)

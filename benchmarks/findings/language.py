@@ -12,9 +12,41 @@ import random
 from collections.abc import Sequence
 
 PEOPLE = ["i", "my friend", "my sister", "my uncle", "our boss", "our guide"]
-FEELINGS = {"loved": 0.9, "liked": 0.7, "tried": 0.5, "disliked": 0.3, "hated": 0.1}  # chance of a good adjective
-THINGS = ["cafe", "hotel", "film", "book", "phone", "song", "game", "soup", "train", "garden", "lamp", "coat"]
-ASPECTS = ["look", "price", "start", "end", "size", "idea", "feel", "sound", "quality", "service", "detail", "rest"]
+FEELINGS = {
+    "loved": 0.9,
+    "liked": 0.7,
+    "tried": 0.5,
+    "disliked": 0.3,
+    "hated": 0.1,
+}  # chance of a good adjective
+THINGS = [
+    "cafe",
+    "hotel",
+    "film",
+    "book",
+    "phone",
+    "song",
+    "game",
+    "soup",
+    "train",
+    "garden",
+    "lamp",
+    "coat",
+]
+ASPECTS = [
+    "look",
+    "price",
+    "start",
+    "end",
+    "size",
+    "idea",
+    "feel",
+    "sound",
+    "quality",
+    "service",
+    "detail",
+    "rest",
+]
 ADJECTIVES = {
     2.0: ["perfect", "superb", "brilliant", "lovely"],
     1.0: ["good", "nice", "fresh", "clever", "pleasant", "neat"],
@@ -38,7 +70,10 @@ def vocabulary() -> list[str]:
 
 def all_prompts() -> list[str]:
     """The 360 prompts, shuffled once and for all."""
-    prompts = [f"{who} {felt} the {what} ." for who, felt, what in itertools.product(PEOPLE, FEELINGS, THINGS)]
+    prompts = [
+        f"{who} {felt} the {what} ."
+        for who, felt, what in itertools.product(PEOPLE, FEELINGS, THINGS)
+    ]
     random.Random(0).shuffle(prompts)
     return prompts
 
@@ -52,9 +87,13 @@ def write_review(prompt: str, random_source: random.Random) -> str:
         if random_source.random() < 0.2:
             value = 0.0
         else:
-            value = random_source.choice([1.0, 1.0, 2.0]) * (1 if random_source.random() < good else -1)
+            value = random_source.choice([1.0, 1.0, 2.0]) * (
+                1 if random_source.random() < good else -1
+            )
         adjective = random_source.choice(ADJECTIVES[value])
-        clauses.append(" ".join(f"the {random_source.choice(ASPECTS)} was {degree} {adjective}".split()))
+        clauses.append(
+            " ".join(f"the {random_source.choice(ASPECTS)} was {degree} {adjective}".split())
+        )
     return f" {random_source.choice(JOINTS)} ".join(clauses) + " ."
 
 

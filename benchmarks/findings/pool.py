@@ -23,7 +23,9 @@ class Worker:
     def __init__(self, folder: Path):
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, folder))  # no daemon, as it may have processes
+        self.process = context.Process(
+            target=_work, args=(theirs, folder)
+        )  # no daemon, as it may have processes
         self.process.start()
         theirs.close()
         self.job: Job | None = None
@@ -56,7 +58,9 @@ class Worker:
         self.connection.close()
 
 
-def run_all(jobs: Sequence[Job], folder: Path, processes: int, seconds: float) -> Iterator[tuple[Job, Outcome | str]]:
+def run_all(
+    jobs: Sequence[Job], folder: Path, processes: int, seconds: float
+) -> Iterator[tuple[Job, Outcome | str]]:
     """Each job with its outcome as it comes, or with the reason why it has none.
 
     Args:

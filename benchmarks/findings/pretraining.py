@@ -30,7 +30,10 @@ def prepare(folder: Path, steps: int = STEPS) -> Path:
         return model
     folder.mkdir(parents=True, exist_ok=True)
     prompts = all_prompts()
-    for name, part in (("validation", prompts[:NUM_VALIDATION]), ("train", prompts[NUM_VALIDATION:])):
+    for name, part in (
+        ("validation", prompts[:NUM_VALIDATION]),
+        ("train", prompts[NUM_VALIDATION:]),
+    ):
         (folder / f"{name}.jsonl").write_text(
             "".join(json.dumps({"prompt": text}) + "\n" for text in part), encoding="utf-8"
         )
@@ -82,7 +85,9 @@ def pretrained(tokenizer: PreTrainedTokenizerFast, steps: int) -> LlamaForCausal
         rows = [f"{prompt} {write_review(prompt, texts)} <eos>" for prompt in chosen]
         batch = tokenizer(rows, padding=True, return_tensors="pt")
         labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
-        loss = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels).loss
+        loss = model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels
+        ).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -83,8 +83,12 @@ METHODS = [
 ]
 # Constants that no policy can change; RLOO and RAFT compare samples of one prompt, so their runs stay the same.
 OFFSETS = [
-    Cell("vanilla_plus1", "vanilla, reward + 1", "none", 1, offset=1.0, against=("rloo4", "vanilla")),
-    Cell("vanilla_plus4", "vanilla, reward + 4", "none", 1, offset=4.0, against=("rloo4", "vanilla")),
+    Cell(
+        "vanilla_plus1", "vanilla, reward + 1", "none", 1, offset=1.0, against=("rloo4", "vanilla")
+    ),
+    Cell(
+        "vanilla_plus4", "vanilla, reward + 4", "none", 1, offset=4.0, against=("rloo4", "vanilla")
+    ),
     Cell(
         "running_mean_spread2",
         "REINFORCE, running mean, prompts differ by 2",
@@ -95,21 +99,68 @@ OFFSETS = [
     ),
 ]
 BETAS = [
-    Cell("rloo4_beta0.001", "RLOO, G=4, beta 0.001", "rloo", 4, 0.001, tuned_as="rloo4", against=("rloo4",)),
-    Cell("rloo4_beta0.2", "RLOO, G=4, beta 0.2", "rloo", 4, 0.2, tuned_as="rloo4", against=("rloo4",)),
-    Cell("raft4_beta0.2", "RAFT, G=4, beta 0.2", "raft", 4, 0.2, tuned_as="raft4", against=("raft4", "rloo4_beta0.2")),
+    Cell(
+        "rloo4_beta0.001",
+        "RLOO, G=4, beta 0.001",
+        "rloo",
+        4,
+        0.001,
+        tuned_as="rloo4",
+        against=("rloo4",),
+    ),
+    Cell(
+        "rloo4_beta0.2", "RLOO, G=4, beta 0.2", "rloo", 4, 0.2, tuned_as="rloo4", against=("rloo4",)
+    ),
+    Cell(
+        "raft4_beta0.2",
+        "RAFT, G=4, beta 0.2",
+        "raft",
+        4,
+        0.2,
+        tuned_as="raft4",
+        against=("raft4", "rloo4_beta0.2"),
+    ),
 ]
 NOISES = [
-    Cell("rloo4_noise2", "RLOO, G=4, noise 2", "rloo", 4, noise=2.0, tuned_as="rloo4", against=("rloo4",)),
     Cell(
-        "raft4_noise2", "RAFT, G=4, noise 2", "raft", 4, noise=2.0, tuned_as="raft4", against=("raft4", "rloo4_noise2")
+        "rloo4_noise2",
+        "RLOO, G=4, noise 2",
+        "rloo",
+        4,
+        noise=2.0,
+        tuned_as="rloo4",
+        against=("rloo4",),
+    ),
+    Cell(
+        "raft4_noise2",
+        "RAFT, G=4, noise 2",
+        "raft",
+        4,
+        noise=2.0,
+        tuned_as="raft4",
+        against=("raft4", "rloo4_noise2"),
     ),
 ]
 # RLOO at the learning rate that was chosen for most others: how much of a difference is the learning rate's?
 SAME_RATE = [
-    Cell("rloo4_lr", "RLOO, G=4, lr 3e-4", "rloo", 4, lr=3e-4, against=("raft4", "running_mean", "vanilla")),
+    Cell(
+        "rloo4_lr",
+        "RLOO, G=4, lr 3e-4",
+        "rloo",
+        4,
+        lr=3e-4,
+        against=("raft4", "running_mean", "vanilla"),
+    ),
     Cell("rloo2_lr", "RLOO, G=2, lr 3e-4", "rloo", 2, lr=3e-4, against=("rloo4_lr", "vanilla")),
-    Cell("rloo4_noise2_lr", "RLOO, G=4, noise 2, lr 3e-4", "rloo", 4, noise=2.0, lr=3e-4, against=("raft4_noise2",)),
+    Cell(
+        "rloo4_noise2_lr",
+        "RLOO, G=4, noise 2, lr 3e-4",
+        "rloo",
+        4,
+        noise=2.0,
+        lr=3e-4,
+        against=("raft4_noise2",),
+    ),
 ]
 PAPERS = {cell.name: cell for cell in [*METHODS, *OFFSETS, *BETAS, *NOISES, *SAME_RATE]}
 LAGS = (0, 1, 2, 4)
@@ -117,13 +168,20 @@ LAGS = (0, 1, 2, 4)
 
 def lagging(lr: float, sleep: float = 0.0) -> list[Cell]:
     """RLOO in one process, and with rollouts that a generator draws k steps ahead."""
-    name, title = (f"_{lr:g}_sleep", f", lr {lr:g}, sleeping") if sleep else (f"_{lr:g}", f", lr {lr:g}")
+    name, title = (
+        (f"_{lr:g}_sleep", f", lr {lr:g}, sleeping") if sleep else (f"_{lr:g}", f", lr {lr:g}")
+    )
     base = Cell(f"colocated{name}", f"colocated{title}", "rloo", 4, lr=lr, sleep=sleep)
     kept = replace(base, against=(base.name,))
-    found = [base, *(replace(kept, name=f"k{k}{name}", title=f"k = {k}{title}", staleness=k) for k in LAGS)]
+    found = [
+        base,
+        *(replace(kept, name=f"k{k}{name}", title=f"k = {k}{title}", staleness=k) for k in LAGS),
+    ]
     if not sleep:
         last = found[-1]
-        uncorrected = replace(kept, name=f"k4_none{name}", title=f"k = 4, no correction{title}", staleness=4)
+        uncorrected = replace(
+            kept, name=f"k4_none{name}", title=f"k = 4, no correction{title}", staleness=4
+        )
         found.append(replace(uncorrected, correction="none", against=(base.name, last.name)))
     return found
 
@@ -226,7 +284,9 @@ class ReviewReward:
     def infer_rm(self, request: RewardRequest) -> ReadyRewards:
         pairs = zip(request.prompts, request.responses, strict=True)
         values = [reward(response) + self._added(prompt) for prompt, response in pairs]
-        return ReadyRewards(Rewards(torch.tensor(values), torch.full((len(values),), STATUS_OK, dtype=torch.int32)))
+        return ReadyRewards(
+            Rewards(torch.tensor(values), torch.full((len(values),), STATUS_OK, dtype=torch.int32))
+        )
 
     def _added(self, prompt: str) -> float:
         constant = self._cell.offset + self._cell.spread * random.Random(prompt).gauss(0.0, 1.0)
@@ -375,7 +435,12 @@ def overrides(job: Job, folder: Path) -> list[str]:
 def _of_generator(cell: Cell) -> list[str]:
     if cell.staleness is None:
         return []
-    found = ["trainer.devices=2", "placement=disaggregated", "generation_ranks=1", f"max_staleness={cell.staleness}"]
+    found = [
+        "trainer.devices=2",
+        "placement=disaggregated",
+        "generation_ranks=1",
+        f"max_staleness={cell.staleness}",
+    ]
     if cell.correction:
         found.append(f"trainer.reinforce.generator_correction={cell.correction}")
     if cell.correction == "none":

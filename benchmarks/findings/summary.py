@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from findings.charts import Curve, Panel, Point, figure
-from findings.runs import BETAS, CELLS, LAGGING, METHODS, NOISES, OFFSETS, SAMPLES_PER_STEP, Cell, Outcome
+from findings.runs import (
+    BETAS,
+    CELLS,
+    LAGGING,
+    METHODS,
+    NOISES,
+    OFFSETS,
+    SAMPLES_PER_STEP,
+    Cell,
+    Outcome,
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,9 @@ SAMPLES_LABEL = "true reward of the validation prompts against samples"
 Outcomes = dict[str, list[Outcome]]  # of each cell, one a seed
 
 
-def difference(outcomes: Outcomes, cell: str, other: str, value: Callable[[Outcome], float]) -> Estimate | None:
+def difference(
+    outcomes: Outcomes, cell: str, other: str, value: Callable[[Outcome], float]
+) -> Estimate | None:
     """`cell` minus `other` over the seeds that both have; None where there is none."""
     left, right = ({o.job.seed: value(o) for o in outcomes.get(name, [])} for name in (cell, other))
     shared = left.keys() & right.keys()
@@ -50,8 +62,13 @@ def best_rates(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """For each tuned cell the learning rate with the highest mean objective."""
     found: dict[str, dict[float, list[float]]] = {}
     for outcome in outcomes:
-        found.setdefault(outcome.job.cell, {}).setdefault(outcome.job.lr, []).append(outcome.objective)
-    return {cell: max(by_rate, key=lambda rate: statistics.fmean(by_rate[rate])) for cell, by_rate in found.items()}
+        found.setdefault(outcome.job.cell, {}).setdefault(outcome.job.lr, []).append(
+            outcome.objective
+        )
+    return {
+        cell: max(by_rate, key=lambda rate: statistics.fmean(by_rate[rate]))
+        for cell, by_rate in found.items()
+    }
 
 
 def tuning_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
@@ -60,7 +77,8 @@ def tuning_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
     rows = [["cell", *(f"lr {rate:g}" for rate in rates), "chosen"]]
     for cell, chosen in best_rates(outcomes).items():
         means = [
-            Estimate.of(o.objective for o in outcomes if (o.job.cell, o.job.lr) == (cell, rate)) for rate in rates
+            Estimate.of(o.objective for o in outcomes if (o.job.cell, o.job.lr) == (cell, rate))
+            for rate in rates
         ]
         rows.append([CELLS[cell].title, *map(str, means), f"{chosen:g}"])
     return rows
@@ -68,7 +86,18 @@ def tuning_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 def cell_rows(outcomes: Outcomes) -> list[list[str]]:
     """Head, and a row a cell; the last column counts the runs that `Outcome.fell`."""
-    rows = [["cell", "lr", "seeds", "reward at the end", "mean over the run", "KL, nats", "reward - beta KL", "fell"]]
+    rows = [
+        [
+            "cell",
+            "lr",
+            "seeds",
+            "reward at the end",
+            "mean over the run",
+            "KL, nats",
+            "reward - beta KL",
+            "fell",
+        ]
+    ]
     for name, cell in CELLS.items():
         if found := outcomes.get(name):
             values = [
@@ -94,7 +123,16 @@ def cell_rows(outcomes: Outcomes) -> list[list[str]]:
 
 def difference_rows(outcomes: Outcomes) -> list[list[str]]:
     """Head, and a row a comparison; the last column is the difference of rewards at the end in its standard errors."""
-    rows = [["cell", "minus", "reward at the end", "mean over the run", "reward - beta KL", "end, in errors"]]
+    rows = [
+        [
+            "cell",
+            "minus",
+            "reward at the end",
+            "mean over the run",
+            "reward - beta KL",
+            "end, in errors",
+        ]
+    ]
     for name, cell in CELLS.items():
         for other in cell.against:
             end = difference(outcomes, name, other, lambda o: o.final_reward)
@@ -123,14 +161,23 @@ def lag_rows(outcomes: Outcomes) -> list[list[str]]:
             if found := outcomes.get(cell.name):
                 seconds = Estimate.of(o.step_seconds for o in found)
                 by_then = Estimate.of(o.reward_after(half) for o in found)
-                less = difference(outcomes, cell.name, base.name, lambda o, at=half: o.reward_after(at))
+                less = difference(
+                    outcomes, cell.name, base.name, lambda o, at=half: o.reward_after(at)
+                )
                 drift = ("", "")  # of runs that did not keep it
                 if moved := [nats for o in found for nats in o.moved]:
                     capped = statistics.fmean(share for o in found for share in o.capped)
                     drift = f"{statistics.median(moved):.2g}", f"{capped:.1%}"
-                figures = f"{seconds:.2f}", f"{seconds.mean / pace:.2f}", f"{half / seconds.mean:.0f}", str(by_then)
+                figures = (
+                    f"{seconds:.2f}",
+                    f"{seconds.mean / pace:.2f}",
+                    f"{half / seconds.mean:.0f}",
+                    str(by_then),
+                )
                 counts = str(len(found)), str(sum(o.final_reward < BROKEN for o in found))
-                rows.append([cell.title, *counts, *drift, *figures, "" if cell is base else str(less)])
+                rows.append(
+                    [cell.title, *counts, *drift, *figures, "" if cell is base else str(less)]
+                )
     return rows
 
 
@@ -143,7 +190,10 @@ def rich_table(rows: Sequence[Sequence[str]], title: str) -> Table:
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     head, *body = rows
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *body]) + "\n"
+    return (
+        "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *body])
+        + "\n"
+    )
 
 
 def charts(outcomes: Outcomes) -> str:
@@ -163,17 +213,26 @@ def charts(outcomes: Outcomes) -> str:
     for cells in LAGGING:
         there = [cell for cell in cells if outcomes.get(cell.name)]
         if there:
-            title = f"Rollouts that are k steps old, lr {there[0].lr:g}" + ", sleeping" * bool(there[0].sleep)
-            panels.append(Panel(title, SAMPLES_LABEL, [_curve(cell, outcomes[cell.name]) for cell in there]))
+            title = f"Rollouts that are k steps old, lr {there[0].lr:g}" + ", sleeping" * bool(
+                there[0].sleep
+            )
+            panels.append(
+                Panel(title, SAMPLES_LABEL, [_curve(cell, outcomes[cell.name]) for cell in there])
+            )
             paced = [_curve(cell, outcomes[cell.name], of_time=True) for cell in there]
             panels.append(Panel(title, "the same against seconds of steps", paced))
     frontier = [
-        Curve(cell.title, [_end(outcomes[cell.name])]) for cell in [base, raft, *BETAS] if outcomes.get(cell.name)
+        Curve(cell.title, [_end(outcomes[cell.name])])
+        for cell in [base, raft, *BETAS]
+        if outcomes.get(cell.name)
     ]
     if frontier:
         panels.append(
             Panel(
-                "Beta: reward at the end against KL", "KL of training samples, nats a response", frontier, bands=False
+                "Beta: reward at the end against KL",
+                "KL of training samples, nats a response",
+                frontier,
+                bands=False,
             )
         )
     return figure(panels)
@@ -191,4 +250,6 @@ def _curve(cell: Cell, found: Sequence[Outcome], *, of_time: bool = False) -> Cu
 
 def _end(found: Sequence[Outcome]) -> Point:
     reward, kl = Estimate.of(o.final_reward for o in found), Estimate.of(o.final_kl for o in found)
-    return Point(kl.mean, reward.mean, *(0.0 if math.isnan(e.error) else e.error for e in (reward, kl)))
+    return Point(
+        kl.mean, reward.mean, *(0.0 if math.isnan(e.error) else e.error for e in (reward, kl))
+    )

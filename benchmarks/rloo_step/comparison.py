@@ -12,7 +12,9 @@ from rloo_step.reward import vowels
 from rloo_step.workload import PHASES, SideReport, Workload
 
 STEP = "whole step"
-LEAST_SECONDS = 0.01  # of a phase that has a ratio; the clock around nothing takes some microseconds
+LEAST_SECONDS = (
+    0.01  # of a phase that has a ratio; the clock around nothing takes some microseconds
+)
 REWARD_TOLERANCE = 1e-6  # both sides keep rewards in float32
 
 
@@ -78,21 +80,33 @@ def check_same(workload: Workload, pair: Pair) -> None:
     for name in ("threads", "parameters", "dtype"):
         found = [getattr(side, name) for side in (pair.ours, pair.peer)]
         if found[0] != found[1]:
-            raise NotTheSame(f"{name}: {pair.ours.side} had {found[0]}, {pair.peer.side} {found[1]}")
+            raise NotTheSame(
+                f"{name}: {pair.ours.side} had {found[0]}, {pair.peer.side} {found[1]}"
+            )
     if pair.ours.threads != workload.threads:
-        raise NotTheSame(f"threads: both sides had {pair.ours.threads}, expected {workload.threads}")
+        raise NotTheSame(
+            f"threads: both sides had {pair.ours.threads}, expected {workload.threads}"
+        )
     for side in (pair.ours, pair.peer):
         if len(side.steps) != len(workload.prompts):
-            raise NotTheSame(f"{side.side} made {len(side.steps)} steps, expected {len(workload.prompts)}")
+            raise NotTheSame(
+                f"{side.side} made {len(side.steps)} steps, expected {len(workload.prompts)}"
+            )
     for number, steps in enumerate(zip(pair.ours.steps, pair.peer.steps, strict=True), 1):
         for side, step in zip((pair.ours, pair.peer), steps, strict=True):
             where = f"step {number} of {side.side}"
             if len(step.samples) != workload.sequences:
-                raise NotTheSame(f"{where} has {len(step.samples)} samples, expected {workload.sequences}")
+                raise NotTheSame(
+                    f"{where} has {len(step.samples)} samples, expected {workload.sequences}"
+                )
             lengths = Counter(sample.response_tokens for sample in step.samples)
             if set(lengths) != {workload.response_tokens}:
-                told = ", ".join(f"{count} of {length}" for length, count in sorted(lengths.items()))
-                raise NotTheSame(f"{where}: responses have {told} tokens, expected all of {workload.response_tokens}")
+                told = ", ".join(
+                    f"{count} of {length}" for length, count in sorted(lengths.items())
+                )
+                raise NotTheSame(
+                    f"{where}: responses have {told} tokens, expected all of {workload.response_tokens}"
+                )
             lengths = {len(sample.prompt) for sample in step.samples}
             if lengths != {workload.prompt_tokens}:
                 raise NotTheSame(
@@ -102,10 +116,14 @@ def check_same(workload: Workload, pair: Pair) -> None:
                 expected = vowels("", sample.response, {})
                 # A NaN is a sample that was not scored.
                 if not math.isclose(sample.reward, expected, abs_tol=REWARD_TOLERANCE):
-                    raise NotTheSame(f"{where}: {sample.response!r} has reward {sample.reward}, expected {expected}")
+                    raise NotTheSame(
+                        f"{where}: {sample.response!r} has reward {sample.reward}, expected {expected}"
+                    )
         counts = [Counter(tuple(sample.prompt) for sample in step.samples) for step in steps]
         if counts[0] != counts[1]:
-            raise NotTheSame(f"step {number}: the sides had different prompts, or not equally many samples of each")
+            raise NotTheSame(
+                f"step {number}: the sides had different prompts, or not equally many samples of each"
+            )
 
 
 def compare(pairs: Sequence[Pair], warm_up_steps: int) -> Comparison:
@@ -124,7 +142,10 @@ def compare(pairs: Sequence[Pair], warm_up_steps: int) -> Comparison:
 
     def ratios(name: str) -> list[float | None]:
         medians = [
-            (statistics.median(seconds(pair.ours, name)), statistics.median(seconds(pair.peer, name)))
+            (
+                statistics.median(seconds(pair.ours, name)),
+                statistics.median(seconds(pair.peer, name)),
+            )
             for pair in pairs
         ]
         least = 0.0 if name == STEP else LEAST_SECONDS
@@ -134,7 +155,14 @@ def compare(pairs: Sequence[Pair], warm_up_steps: int) -> Comparison:
     for name in (*PHASES, STEP):
         known = [ratio for ratio in ratios(name) if ratio is not None]
         ratio = statistics.median(known) if known else None
-        rows.append(Row(name, all_of(lambda pair: pair.ours, name), all_of(lambda pair: pair.peer, name), ratio))
+        rows.append(
+            Row(
+                name,
+                all_of(lambda pair: pair.ours, name),
+                all_of(lambda pair: pair.peer, name),
+                ratio,
+            )
+        )
     return Comparison(
         rows=rows,
         pair_speedups=[ratio for ratio in ratios(STEP) if ratio is not None],

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 BYTES = 4  # of a number in float32
 FORWARD, TRAINING = 2, 6  # floating-point operations a parameter and token
-ADAM_TRANSFERS = 7  # weight, gradient and two moments are read; the weight and the moments are written
+ADAM_TRANSFERS = (
+    7  # weight, gradient and two moments are read; the weight and the moments are written
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,9 @@ class Floor:
     repeated: float
 
 
-def matrix_flops(model: ModelParts, body_tokens: float, head_tokens: float, flops_a_parameter: int) -> float:
+def matrix_flops(
+    model: ModelParts, body_tokens: float, head_tokens: float, flops_a_parameter: int
+) -> float:
     """Operations of a pass in the products with the weights.
 
     Args:
@@ -113,23 +117,31 @@ def decoding_seconds(machine: Machine, model: ModelParts, lengths: Sequence[int]
     seconds = 0.0
     for written in range(1, max(lengths, default=0)):
         rows = sum(length > written for length in lengths)
-        seconds += max(BYTES * weights / machine.bandwidth, FORWARD * weights * rows / machine.flops)
+        seconds += max(
+            BYTES * weights / machine.bandwidth, FORWARD * weights * rows / machine.flops
+        )
     return seconds
 
 
 def generation_floor(machine: Machine, model: ModelParts, tokens: StepTokens) -> Floor:
     """Reading the prompts, and decoding."""
-    decoding = math.fsum(decoding_seconds(machine, model, batch) for batch in tokens.response_lengths)
+    decoding = math.fsum(
+        decoding_seconds(machine, model, batch) for batch in tokens.response_lengths
+    )
     samples = sum(len(batch) for batch in tokens.response_lengths)
 
     def prefill(times: int) -> float:
         head_tokens = samples / tokens.group * times
-        return matrix_flops(model, tokens.prompt_tokens * times, head_tokens, FORWARD) / machine.flops
+        return (
+            matrix_flops(model, tokens.prompt_tokens * times, head_tokens, FORWARD) / machine.flops
+        )
 
     return Floor(decoding + prefill(1), decoding + prefill(tokens.group))
 
 
-def pass_floor(machine: Machine, model: ModelParts, tokens: StepTokens, flops_a_parameter: int) -> Floor:
+def pass_floor(
+    machine: Machine, model: ModelParts, tokens: StepTokens, flops_a_parameter: int
+) -> Floor:
     """One pass over prompts and responses, the head at the responses' positions only.
 
     Args:

@@ -13,14 +13,18 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "prompts_train.jsonl"
 
 
-def make_prompts(tokenizer: PreTrainedTokenizerBase, steps: int, prompts: int, tokens: int) -> list[list[str]]:
+def make_prompts(
+    tokenizer: PreTrainedTokenizerBase, steps: int, prompts: int, tokens: int
+) -> list[list[str]]:
     """Different prompts of `tokens` tokens, cut out of the demo's: `prompts` for each of `steps`.
 
     Raises:
         ValueError: the source has not so many.
     """
     words = [
-        word for line in SOURCE.read_text(encoding="utf-8").splitlines() for word in json.loads(line)["prompt"].split()
+        word
+        for line in SOURCE.read_text(encoding="utf-8").splitlines()
+        for word in json.loads(line)["prompt"].split()
     ]
     found = list(dict.fromkeys(_cut(tokenizer, words, steps * prompts, tokens)))
     if len(found) < steps * prompts:
@@ -31,12 +35,16 @@ def make_prompts(tokenizer: PreTrainedTokenizerBase, steps: int, prompts: int, t
     return [found[start : start + prompts] for start in range(0, len(found), prompts)]
 
 
-def _cut(tokenizer: PreTrainedTokenizerBase, words: list[str], count: int, tokens: int) -> Iterator[str]:
+def _cut(
+    tokenizer: PreTrainedTokenizerBase, words: list[str], count: int, tokens: int
+) -> Iterator[str]:
     """Texts that are tokenised into exactly so many tokens, and come back unchanged; at most `count`."""
     start = 0
     while count and start < len(words):
         # A token is rarely more than a word, and a word rarely more than a few tokens.
-        ids = tokenizer.encode(" ".join(words[start : start + tokens]), add_special_tokens=False)[:tokens]
+        ids = tokenizer.encode(" ".join(words[start : start + tokens]), add_special_tokens=False)[
+            :tokens
+        ]
         text = str(tokenizer.decode(ids))
         if len(ids) == tokens and tokenizer.encode(text) == ids and text == text.strip():
             yield text

@@ -27,7 +27,12 @@ from reinforce_rl.run import build_trainer
 from reinforce_rl.trainer.build import build_datasets
 from rloo_step import workload as w
 
-TIMERS = {w.GENERATION: "generate", w.LOG_PROBS: "logprobs", w.REFERENCE: "init_logprobs", w.REWARDS: "reward_wait"}
+TIMERS = {
+    w.GENERATION: "generate",
+    w.LOG_PROBS: "logprobs",
+    w.REFERENCE: "init_logprobs",
+    w.REWARDS: "reward_wait",
+}
 
 
 class Recorder(SilentMonitor):
@@ -133,18 +138,27 @@ def run(workload: w.Workload, folder: Path) -> w.SideReport:
             trainer.optimizer.step = timed_step
             trainer.fit()
             own = psutil.Process()
-            peak = w.peak_resident_bytes([own.pid, *(child.pid for child in own.children(recursive=True))])
+            peak = w.peak_resident_bytes(
+                [own.pid, *(child.pid for child in own.children(recursive=True))]
+            )
         finally:
             rewards.close()
-        weights = [parameter for parameter in trainer.model.lm.parameters() if parameter.requires_grad]
+        weights = [
+            parameter for parameter in trainer.model.lm.parameters() if parameter.requires_grad
+        ]
     prompts = (datasets.train[i] for i in range(len(datasets.train)))
     tokens = {prompt.text: list(prompt.tokens) for prompt in prompts}
     steps = []
-    for timings, optimizer, rows in zip(recorder.timings, optimizer_seconds, recorder.rows, strict=True):
+    for timings, optimizer, rows in zip(
+        recorder.timings, optimizer_seconds, recorder.rows, strict=True
+    ):
         phases = {name: timings.get(timer, 0.0) for name, timer in TIMERS.items()}
         phases |= {w.TRAINING: timings["train_time"] - optimizer, w.OPTIMIZER: optimizer}
         seconds = timings["step_time"]
-        samples = [w.Sample(tokens[row.prompt], row.response_length, row.response, row.reward) for row in rows]
+        samples = [
+            w.Sample(tokens[row.prompt], row.response_length, row.response, row.reward)
+            for row in rows
+        ]
         steps.append(w.Step(seconds, w.with_other(seconds, phases), samples))
     return w.SideReport(
         side=f"reinforce_rl {reinforce_rl.__version__}",

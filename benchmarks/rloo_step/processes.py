@@ -59,5 +59,7 @@ def run_side(python: Path, module: str, workload: Workload, seconds: float) -> S
                 f"{module} did not end within {seconds:.0f} s; ask for less work, or allow more with --deadline"
             ) from error
         if done.returncode:
-            raise SideFailed(f"{module} ended with status {done.returncode}:\n{done.stdout[-4000:]}")
+            raise SideFailed(
+                f"{module} ended with status {done.returncode}:\n{done.stdout[-4000:]}"
+            )
         return read_report(told)

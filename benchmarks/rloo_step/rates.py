@@ -13,7 +13,9 @@ from rloo_step.floors import BYTES, Machine
 READ_COLUMNS, MATRIX_SIZE = 16384, 2048
 
 
-def measure(threads: int, *, gigabytes: float = 1.0, matrix_size: int = MATRIX_SIZE, repeats: int = 5) -> Machine:
+def measure(
+    threads: int, *, gigabytes: float = 1.0, matrix_size: int = MATRIX_SIZE, repeats: int = 5
+) -> Machine:
     """The best of several tries: other programs only ever slow one down.
 
     Args:
@@ -31,7 +33,9 @@ def measure(threads: int, *, gigabytes: float = 1.0, matrix_size: int = MATRIX_S
     return Machine(bandwidth=data.numel() * BYTES / reading, flops=rate)
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype, *, matrix_size: int, repeats: int = 5) -> float:
+def matrix_rate(
+    device: torch.device, dtype: torch.dtype, *, matrix_size: int, repeats: int = 5
+) -> float:
     """Floating-point operations a second of a large matrix product, the best of several tries."""
     shape = matrix_size, matrix_size
     left, right = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))

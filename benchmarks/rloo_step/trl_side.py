@@ -85,7 +85,9 @@ class MeasuredTrainer(RLOOTrainer):
         self.prompt_ids = found[0]
         return found
 
-    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> Any:
         with self.recorder.phase(w.REWARDS):
             found = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         columns = self.prompt_ids, map(len, completion_ids_list), completions, found[:, 0].tolist()
@@ -101,7 +103,10 @@ class MeasuredTrainer(RLOOTrainer):
 
 def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     """`vowels` as TRL calls a reward function."""
-    return [vowels(prompt, completion, {}) for prompt, completion in zip(prompts, completions, strict=True)]
+    return [
+        vowels(prompt, completion, {})
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
 
 
 def run(workload: w.Workload, folder: Path) -> w.SideReport:
@@ -121,7 +126,9 @@ def run(workload: w.Workload, folder: Path) -> w.SideReport:
             gradient_accumulation_steps=workload.sequences // workload.batch,
             num_generations=workload.group,
             max_completion_length=workload.response_tokens,
-            generation_kwargs={"min_new_tokens": workload.response_tokens},  # no response may end early
+            generation_kwargs={
+                "min_new_tokens": workload.response_tokens
+            },  # no response may end early
             shuffle_dataset=False,
             beta=workload.beta,
             learning_rate=workload.lr,
@@ -137,7 +144,9 @@ def run(workload: w.Workload, folder: Path) -> w.SideReport:
             report_to="none",
             disable_tqdm=True,
         ),
-        train_dataset=Dataset.from_list([{"prompt": text} for step in workload.prompts for text in step]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": text} for step in workload.prompts for text in step]
+        ),
         processing_class=AutoTokenizer.from_pretrained(workload.model, trust_remote_code=False),
         callbacks=[recorder],
     )

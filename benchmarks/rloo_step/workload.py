@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-GENERATION, LOG_PROBS, REFERENCE, REWARDS = "generation", "log-probs", "reference log-probs", "rewards"
+GENERATION, LOG_PROBS, REFERENCE, REWARDS = (
+    "generation",
+    "log-probs",
+    "reference log-probs",
+    "rewards",
+)
 TRAINING, OPTIMIZER, OTHER = "loss and gradient", "optimizer", "other"
 PHASES = (GENERATION, LOG_PROBS, REFERENCE, REWARDS, TRAINING, OPTIMIZER, OTHER)
 
@@ -125,7 +130,9 @@ def peak_resident_bytes(process_ids: Sequence[int]) -> int:
             status = Path(f"/proc/{process_id}/status").read_text(encoding="utf-8")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        total += sum(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+        total += sum(
+            int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")
+        )
     return total
 
 
@@ -142,5 +149,8 @@ def read_workload(path: Path) -> Workload:
 def read_report(path: Path) -> SideReport:
     """What `write` wrote."""
     found = json.loads(path.read_text(encoding="utf-8"))
-    steps = [Step(**{**step, "samples": [Sample(**sample) for sample in step["samples"]]}) for step in found["steps"]]
+    steps = [
+        Step(**{**step, "samples": [Sample(**sample) for sample in step["samples"]]})
+        for step in found["steps"]
+    ]
     return SideReport(**{**found, "steps": steps})

@@ -18,31 +18,58 @@ HERE = Path(__file__).resolve().parent
 # Questions of a kind, the topics that train, and those held out.
 KINDS = [
     (
-        ["What can I cook with {}?", "Why do people like {}?", "What goes well with {}?", "How do I store {}?"],
+        [
+            "What can I cook with {}?",
+            "Why do people like {}?",
+            "What goes well with {}?",
+            "How do I store {}?",
+        ],
         "bread rice cheese soup honey garlic butter pasta salmon spinach chocolate coffee yogurt tofu pepper corn "
         "cabbage vinegar mustard oatmeal",
         "tea salad lentils ginger cinnamon broccoli",
     ),
     (
-        ["What does a {} eat?", "Where does a {} live?", "Why is a {} special?", "How can I draw a {}?"],
+        [
+            "What does a {} eat?",
+            "Where does a {} live?",
+            "Why is a {} special?",
+            "How can I draw a {}?",
+        ],
         "cat dog horse whale rabbit lion penguin spider goat camel shark frog bat swan bear turtle wolf crab parrot "
         "fox",
         "dolphin tiger hen beaver squirrel eagle",
     ),
     (
-        ["How do I start {}?", "Why is {} good for me?", "What do I need for {}?", "When is the best time for {}?"],
+        [
+            "How do I start {}?",
+            "Why is {} good for me?",
+            "What do I need for {}?",
+            "When is the best time for {}?",
+        ],
         "swimming running reading painting gardening knitting hiking cycling singing dancing baking skiing fishing "
         "sailing writing climbing camping drawing yoga chess",
         "cooking skating tennis surfing juggling pottery",
     ),
     (
-        ["What can I do at a {}?", "Why do families visit a {}?", "What should I take to a {}?", "Who works at a {}?"],
+        [
+            "What can I do at a {}?",
+            "Why do families visit a {}?",
+            "What should I take to a {}?",
+            "Who works at a {}?",
+        ],
         "museum beach library park market farm hospital school zoo theater castle bakery stadium forest lake hotel "
         "restaurant airport church factory",
         "garden harbor cinema bank station circus",
     ),
 ]
-KEYS = [["answer"], ["tip"], ["answer", "reason"], ["tip", "why"], ["idea", "reason"], ["fact", "why"]]
+KEYS = [
+    ["answer"],
+    ["tip"],
+    ["answer", "reason"],
+    ["tip", "why"],
+    ["idea", "reason"],
+    ["fact", "why"],
+]
 MIN_WORDS = 5  # different ones, or a single word, said twice, would do
 MAX_WORDS = [12, 15, 20]
 

@@ -32,7 +32,11 @@ def micro_batches(lengths: Tensor, size: int, max_tokens: int | None = None) -> 
 
 
 def packed_micro_batches(
-    group_ids: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, size: int, max_tokens: int | None = None
+    group_ids: Tensor,
+    prompt_lengths: Tensor,
+    response_lengths: Tensor,
+    size: int,
+    max_tokens: int | None = None,
 ) -> list[Tensor]:
     """Return row indices by pass for `PackedGroups`: samples of a prompt stay together where they fit.
 
@@ -47,7 +51,11 @@ def packed_micro_batches(
     prompts, responses = prompt_lengths.tolist(), response_lengths.tolist()
 
     def cost(rows: list[int]) -> int:
-        return len(rows) if max_tokens is None else prompts[rows[0]] + sum(responses[row] for row in rows)
+        return (
+            len(rows)
+            if max_tokens is None
+            else prompts[rows[0]] + sum(responses[row] for row in rows)
+        )
 
     most = size if max_tokens is None else max_tokens
     passes: list[list[int]] = []

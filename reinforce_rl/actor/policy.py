@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from reinforce_rl.actor.micro_batches import micro_batches, packed_micro_batches, packed_tokens, padding
+from reinforce_rl.actor.micro_batches import (
+    micro_batches,
+    packed_micro_batches,
+    packed_tokens,
+    padding,
+)
 from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
 from reinforce_rl.config.model import OptimConfig
 from reinforce_rl.data.batches import Completions, Prompt, ReinforceBatch, length_mask
@@ -28,8 +33,17 @@ from reinforce_rl.megatron.lora import MergedWeights, export_adapter, lora_setti
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.log_probs import TokenScores, response_scores
 from reinforce_rl.megatron.model.model import CausalLM
-from reinforce_rl.megatron.model.sequences import PackedGroups, PaddedSequences, SequenceLayout, to_device
-from reinforce_rl.megatron.optimizer import DEFAULT_OPTIM, DistributedDataParallel, wrap_data_parallel
+from reinforce_rl.megatron.model.sequences import (
+    PackedGroups,
+    PaddedSequences,
+    SequenceLayout,
+    to_device,
+)
+from reinforce_rl.megatron.optimizer import (
+    DEFAULT_OPTIM,
+    DistributedDataParallel,
+    wrap_data_parallel,
+)
 from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
 
 if TYPE_CHECKING:
@@ -46,12 +60,16 @@ class ReferencePolicy:
         self._model, self._weights = model, {}
         for name, parameter in model.named_parameters():
             copy = parameter.detach().to(parameter.device if on_device else "cpu", copy=True)
-            self._weights[name] = copy.pin_memory() if torch.cuda.is_available() and not on_device else copy
+            self._weights[name] = (
+                copy.pin_memory() if torch.cuda.is_available() and not on_device else copy
+            )
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Swap in the reference's weights within the block; no gradient may flow."""
-        own = [(name, parameter, parameter.data) for name, parameter in self._model.named_parameters()]
+        own = [
+            (name, parameter, parameter.data) for name, parameter in self._model.named_parameters()
+        ]
         try:
             for name, parameter, _ in own:
                 # Swap pointers only: the optimizer's own buffers keep the actor's weights.
@@ -77,8 +95,12 @@ class ActorSettings:
     forward_micro_batch_size: int  # sequences per pass without gradient
     seed: int  # keys the sampling noise, with step, prompt and sample
     tokens_per_micro_batch: int | None = None  # padding included; replaces both micro-batch sizes
-    pad_to: int = 0  # pad to this many tokens so that shapes are static, cutting none; 0: to the longest
-    shared_prefix: bool = False  # read each prompt once, without padding; not with pad_to or context parallelism
+    pad_to: int = (
+        0  # pad to this many tokens so that shapes are static, cutting none; 0: to the longest
+    )
+    shared_prefix: bool = (
+        False  # read each prompt once, without padding; not with pad_to or context parallelism
+    )
     logits_chunk_tokens: int = 1024  # response tokens whose logits exist at a time
     offload_optimizer: bool = False  # keep optimizer states on the host during generation
     loss: LossSettings = field(default_factory=LossSettings)
@@ -89,7 +111,9 @@ class ActorSettings:
 class LossShare:
     loss: float  # summed over data-parallel ranks: the loss
     sums: dict[str, float]  # of `policy_loss`, plus tokens with and without padding
-    log_probs: Tensor | None = None  # float32 [N, T] by the policy; NaN for rows outside of this step, and off-policy
+    log_probs: Tensor | None = (
+        None  # float32 [N, T] by the policy; NaN for rows outside of this step, and off-policy
+    )
 
 
 class MegatronGPTReinforceActorModel:
@@ -121,7 +145,9 @@ class MegatronGPTReinforceActorModel:
         self._ddp, self.lora = wrap_data_parallel(lm, optim) if trains else None, lora
         self._as_reference: Callable[[], AbstractContextManager[None]] | None = None
         if with_reference and lora_settings_of(lm) is not None:
-            self._as_reference = partial(updates_off, lm)  # the frozen weights without their updates
+            self._as_reference = partial(
+                updates_off, lm
+            )  # the frozen weights without their updates
         elif with_reference:
             self._as_reference = ReferencePolicy(lm, on_device=reference_on_device).swapped_in
 
@@ -149,7 +175,11 @@ class MegatronGPTReinforceActorModel:
         return found.within_vocabulary(self.lm.architecture.vocab_size, self.pad_id)
 
     def get_inference_log_probs(
-        self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor | None = None
+        self,
+        sequences: Tensor,
+        prompt_lengths: Tensor,
+        response_lengths: Tensor,
+        group_ids: Tensor | None = None,
     ) -> Tensor:
         """Compute log-probs of the response tokens under the policy, float32 [N, T] on the CPU; 0 on padding.
 
@@ -177,13 +207,21 @@ class MegatronGPTReinforceActorModel:
         return self.mesh.from_last_stage(out)
 
     def get_init_policy_logprobs(
-        self, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor | None = None
+        self,
+        sequences: Tensor,
+        prompt_lengths: Tensor,
+        response_lengths: Tensor,
+        group_ids: Tensor | None = None,
     ) -> Tensor:
         """Compute `get_inference_log_probs` under the reference policy."""
         if self._as_reference is None:
-            raise RuntimeError("this actor was built without a reference policy (with_reference=False)")
+            raise RuntimeError(
+                "this actor was built without a reference policy (with_reference=False)"
+            )
         with self._as_reference():
-            return self.get_inference_log_probs(sequences, prompt_lengths, response_lengths, group_ids)
+            return self.get_inference_log_probs(
+                sequences, prompt_lengths, response_lengths, group_ids
+            )
 
     def reference_weights(self) -> Iterator[Tensor]:
         """Yield the reference's weights on this rank, with LoRA the frozen ones; none without a reference."""
@@ -213,10 +251,18 @@ class MegatronGPTReinforceActorModel:
         rollouts = batch.rollouts
         rows = torch.arange(len(batch.trains)) if rows is None else rows
         trained = rows[batch.trains[rows]]
-        inputs = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths, rollouts.group_ids)
+        inputs = (
+            rollouts.sequences,
+            rollouts.prompt_lengths,
+            rollouts.response_lengths,
+            rollouts.group_ids,
+        )
         samples = _samples(*inputs)
         micro_batch_size = self.settings.micro_batch_size
-        cuts = [trained[cut] for cut in self._make_micro_batches(samples.select(trained), micro_batch_size)]
+        cuts = [
+            trained[cut]
+            for cut in self._make_micro_batches(samples.select(trained), micro_batch_size)
+        ]
         # A rank without samples still runs an empty pass, or the collectives of the others would hang.
         parts: list[Tensor | None] = [*cuts] or [None]
         seen: list[tuple[Tensor, Tensor]] = []  # rows and their log-probs
@@ -225,9 +271,13 @@ class MegatronGPTReinforceActorModel:
             if rows is not None:
                 return rows, self._layout(samples.select(rows))
             zero = torch.zeros(1, dtype=torch.long)
-            return None, self._layout(_Samples(torch.full((1, 1), self.pad_id), zero + 1, zero, zero))
+            return None, self._layout(
+                _Samples(torch.full((1, 1), self.pad_id), zero + 1, zero, zero)
+            )
 
-        def loss_of(hidden: Tensor, part: tuple[Tensor | None, SequenceLayout]) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss_of(
+            hidden: Tensor, part: tuple[Tensor | None, SequenceLayout]
+        ) -> tuple[Tensor, dict[str, Tensor]]:
             rows, layout = part
             if rows is None:
                 return self._scores(layout, hidden, 1).log_probs.sum(), {}
@@ -297,14 +347,24 @@ class MegatronGPTReinforceActorModel:
         """Return the tokens that passes read, without and with padding."""
         if self.settings.shared_prefix:
             parts = [samples.select(rows) for rows in cuts]
-            tokens = sum(packed_tokens(p.group_ids, p.prompt_lengths, p.response_lengths) for p in parts)
+            tokens = sum(
+                packed_tokens(p.group_ids, p.prompt_lengths, p.response_lengths) for p in parts
+            )
             return tokens, tokens
         return padding(samples.lengths, cuts, self.settings.pad_to)
 
-    def _scores(self, layout: SequenceLayout, hidden: Tensor, width: int, with_entropy: bool = False) -> TokenScores:
+    def _scores(
+        self, layout: SequenceLayout, hidden: Tensor, width: int, with_entropy: bool = False
+    ) -> TokenScores:
         temperature, chunk = self.settings.sampling.temperature, self.settings.logits_chunk_tokens
         return response_scores(
-            layout, hidden, self.lm, temperature, width, chunk_tokens=chunk, with_entropy=with_entropy
+            layout,
+            hidden,
+            self.lm,
+            temperature,
+            width,
+            chunk_tokens=chunk,
+            with_entropy=with_entropy,
         )
 
 
@@ -345,4 +405,6 @@ def _samples(
     sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor | None
 ) -> _Samples:
     alone = torch.arange(len(sequences))  # no two share a prompt
-    return _Samples(sequences, prompt_lengths, response_lengths, alone if group_ids is None else group_ids)
+    return _Samples(
+        sequences, prompt_lengths, response_lengths, alone if group_ids is None else group_ids
+    )

@@ -56,7 +56,9 @@ class RewardGroups:
         if valid.dtype != torch.bool:
             raise ValueError(f"valid must be a bool mask, found {valid.dtype}")
         if not bool((rewards[valid].abs() <= MAX_REWARD).all()):
-            raise ValueError(f"a valid reward is not finite or beyond {MAX_REWARD:g} in size; scale or clip rewards")
+            raise ValueError(
+                f"a valid reward is not finite or beyond {MAX_REWARD:g} in size; scale or clip rewards"
+            )
         return cls(rewards.where(valid, 0.0), group_ids, valid, past_mean)
 
     def group_index(self) -> Tensor:
@@ -115,11 +117,15 @@ class EstimatorEntry:
 ADVANTAGE_ESTIMATORS: dict[str, EstimatorEntry] = {}
 
 
-def estimator(*names: str, compares_samples: bool, only_subtracts: bool = True) -> Callable[[Estimator], Estimator]:
+def estimator(
+    *names: str, compares_samples: bool, only_subtracts: bool = True
+) -> Callable[[Estimator], Estimator]:
     """Register a function under values of `trainer.reinforce.advantage_estimator`; see `EstimatorEntry`."""
 
     def enter(function: Estimator) -> Estimator:
-        ADVANTAGE_ESTIMATORS.update(dict.fromkeys(names, EstimatorEntry(function, compares_samples, only_subtracts)))
+        ADVANTAGE_ESTIMATORS.update(
+            dict.fromkeys(names, EstimatorEntry(function, compares_samples, only_subtracts))
+        )
         return function
 
     return enter
@@ -193,7 +199,9 @@ def best_of_group(groups: RewardGroups) -> Advantages:
     places = torch.where(ties, position, len(index))
     first = position.new_full((num_groups,), len(index)).scatter_reduce(0, index, places, "amin")
     trains = groups.valid & (position == first[index])
-    return Advantages(trains.to(groups.rewards.dtype), groups.rewards.new_zeros(len(trains)), trains)
+    return Advantages(
+        trains.to(groups.rewards.dtype), groups.rewards.new_zeros(len(trains)), trains
+    )
 
 
 def rloo(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -260,11 +268,17 @@ def assign_credit(
         # The estimator has the KL of whole responses in it; here each token is charged its own, so only the baseline
         # is taken from it.
         return token_credit(rewards, found.baseline, charged, mask, discount)
-    return token_credit(found.values, found.values.new_zeros(len(found.values)), charged, mask, discount)
+    return token_credit(
+        found.values, found.values.new_zeros(len(found.values)), charged, mask, discount
+    )
 
 
 def whiten(
-    values: Tensor, mask: Tensor, *, unit: str = "token", total: Callable[[Tensor], Tensor] = lambda sums: sums
+    values: Tensor,
+    mask: Tensor,
+    *,
+    unit: str = "token",
+    total: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> Tensor:
     """Return (A - mean) / sqrt(variance + 1e-8) over the batch: REINFORCE++ (Hu 2025, 2501.03262).
 
@@ -284,4 +298,6 @@ def whiten(
     variance = squares / (count - 1).clamp(min=1)
     # A single response has nothing to compare with, even if its tokens differ.
     counted = mask & (count.item() > 1)
-    return torch.where(counted, (exact - mean) * (variance + VARIANCE_EPSILON).rsqrt(), 0.0).to(values.dtype)
+    return torch.where(counted, (exact - mean) * (variance + VARIANCE_EPSILON).rsqrt(), 0.0).to(
+        values.dtype
+    )

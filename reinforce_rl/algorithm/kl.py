@@ -33,7 +33,9 @@ def k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     return torch.expm1(-difference) + difference
 
 
-def token_kl(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, *, estimator: str = "k1") -> Tensor:
+def token_kl(
+    log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, *, estimator: str = "k1"
+) -> Tensor:
     """Return the estimate per token [N, T], 0 outside the mask, where inputs may hold anything, infinity included."""
     safe = torch.where(mask, log_probs, 0.0)
     safe_reference = torch.where(mask, reference_log_probs, 0.0)
@@ -47,7 +49,9 @@ def reduce_over_tokens(values: Tensor, mask: Tensor, reduction: str = "sum") -> 
 
 
 @torch.no_grad()
-def sequence_kl(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, *, estimator: str = "k1") -> Tensor:
+def sequence_kl(
+    log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, *, estimator: str = "k1"
+) -> Tensor:
     """Estimate the KL of each sequence as it enters the reward (Ahmadian et al. 2024: k1, summed).
 
     From log-probs and mask [N, T] to [N], detached, in nats per response; 0 if empty.
@@ -56,7 +60,12 @@ def sequence_kl(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, *,
 
 
 def kl_loss_terms(
-    log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, *, estimator: str = "k3", weights: str = "prefix"
+    log_probs: Tensor,
+    reference_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    estimator: str = "k3",
+    weights: str = "prefix",
 ) -> Tensor:
     """Return the KL as a loss term per token, [N, T]: the estimate as value, with the gradient that `weights` selects.
 

@@ -27,7 +27,9 @@ class LossSettings:
     ratio_clip_low: float = 0.2  # ratio >= 1 - this
     ratio_clip_high: float = 0.2  # ratio <= 1 + this
     generator_correction: str = "none"  # see `generator_weights`
-    generator_ratio_cap: float = 2.0  # truncates the generator weights, or bounds those that are not masked
+    generator_ratio_cap: float = (
+        2.0  # truncates the generator weights, or bounds those that are not masked
+    )
     kl_estimator: str = "k1"  # of a KL in the loss
     kl_loss_weights: str = "prefix"  # see `kl_loss_terms`
     entropy_bonus: float = 0.0  # per nat of a token's entropy
@@ -55,7 +57,11 @@ class LossInputs:
 
 
 def token_weights(
-    mask: Tensor, trains: Tensor, denominators: Denominators, aggregation: str, dtype: torch.dtype = torch.float32
+    mask: Tensor,
+    trains: Tensor,
+    denominators: Denominators,
+    aggregation: str,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return the weight of each token's loss term, [N, T], 0 where it does not count, from bool [N, T] and [N].
 
@@ -176,7 +182,9 @@ def policy_loss(
     # Exactly 1 on the first pass: recomputed log-probs differ by rounding, which adds up over a long response and
     # would clip on-policy samples.
     old = own.detach() if inputs.old_log_probs is None else clean(inputs.old_log_probs)
-    weights = token_weights(inputs.mask, inputs.trains, denominators, settings.loss_aggregation, own.dtype)
+    weights = token_weights(
+        inputs.mask, inputs.trains, denominators, settings.loss_aggregation, own.dtype
+    )
     advantages = clean(inputs.advantages.detach())
     clip = settings.ratio_clip_low, settings.ratio_clip_high
     terms, rho, clipped = policy_terms(own, old, advantages, kept, settings.importance_ratio, *clip)
@@ -184,11 +192,15 @@ def policy_loss(
     generator = None if inputs.generator_log_probs is None else clean(inputs.generator_log_probs)
     cap = settings.generator_ratio_cap
     if generator is not None:
-        correction = generator_weights(old, generator, kept, correction=settings.generator_correction, cap=cap)
+        correction = generator_weights(
+            old, generator, kept, correction=settings.generator_correction, cap=cap
+        )
     terms = terms * correction
     if kl_coefficient is not None and inputs.reference_log_probs is not None:
         how = {"estimator": settings.kl_estimator, "weights": settings.kl_loss_weights}
-        terms = terms + kl_coefficient * kl_loss_terms(own, clean(inputs.reference_log_probs), kept, **how)
+        terms = terms + kl_coefficient * kl_loss_terms(
+            own, clean(inputs.reference_log_probs), kept, **how
+        )
     if settings.entropy_bonus and entropy is not None:
         terms = terms - settings.entropy_bonus * clean(entropy)
     loss = torch.where(kept, weights * terms, 0.0).sum()
@@ -197,7 +209,12 @@ def policy_loss(
         return torch.where(kept, values.detach().double(), 0.0).sum()
 
     used = rho * correction
-    sums = {"tokens": total(ones), "clipped": total(clipped), "weights": total(used), "squares": total(used**2)}
+    sums = {
+        "tokens": total(ones),
+        "clipped": total(clipped),
+        "weights": total(used),
+        "squares": total(used**2),
+    }
     if entropy is not None:
         sums["entropy"] = total(entropy)
     if generator is not None:

@@ -58,14 +58,18 @@ class RunningMoments:
 class RewardShaping:
     """Reward shaping, applied in the order of the fields."""
 
-    standardisation: str = "none"  # none; given: (r - mean) / deviation; running: with moments of past steps
+    standardisation: str = (
+        "none"  # none; given: (r - mean) / deviation; running: with moments of past steps
+    )
     mean: float = 0.0  # of given
     deviation: float = 1.0  # of given
     scale: float = 1.0
     clip: float | None = None  # bound on the absolute value; None for no bound
     length_penalty: float = 0.0  # per response token
     truncation_penalty: float = 0.0  # for a response cut at max_length
-    overlong_buffer: int = 0  # last tokens with a linear penalty, ended responses too (2503.14476, equation 13)
+    overlong_buffer: int = (
+        0  # last tokens with a linear penalty, ended responses too (2503.14476, equation 13)
+    )
     max_length: int = 1  # response tokens
 
 
@@ -134,7 +138,9 @@ def has_reward_variance(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Te
     groups, index = torch.unique(group_ids, return_inverse=True)
     exact = rewards.double()
     highest, lowest = (
-        exact.new_full((len(groups),), worst).scatter_reduce(0, index, exact.where(valid, worst), kind)
+        exact.new_full((len(groups),), worst).scatter_reduce(
+            0, index, exact.where(valid, worst), kind
+        )
         for worst, kind in ((-torch.inf, "amax"), (torch.inf, "amin"))
     )
     size = torch.maximum(highest.abs(), lowest.abs()).clamp(min=1.0)

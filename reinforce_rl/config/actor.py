@@ -52,7 +52,9 @@ class RewardShapingConfig(Section):
     deviation: Positive = key(1.0, "of given")
     scale: Positive = key(1.0, "multiplies the standardised reward")
     clip: Positive | None = key(None, "then keeps it within -clip .. clip; null for no bound")
-    length_penalty: NonNegative = key(0.0, "then subtracted for each response token", "reward per token")
+    length_penalty: NonNegative = key(
+        0.0, "then subtracted for each response token", "reward per token"
+    )
 
 
 class ReinforceConfig(Section):
@@ -64,7 +66,9 @@ class ReinforceConfig(Section):
         expected="at least 1, or -1 for all of max_epochs",
     )
     val_check_interval: Natural = key(
-        10, "steps between validations, with one before the first and one after the last; 0 for never", "steps"
+        10,
+        "steps between validations, with one before the first and one after the last; 0 for never",
+        "steps",
     )
     save_interval: Natural = key(
         10,
@@ -96,10 +100,15 @@ class ReinforceConfig(Section):
         "reward", "reward (before the baseline), advantage (after it) or loss"
     )
     kl_loss_weights: Literal["prefix", "token", "none"] = key(
-        "prefix", "of kl_placement=loss: prefix (exact for k1, k3), token or none (GRPO), which are biased"
+        "prefix",
+        "of kl_placement=loss: prefix (exact for k1, k3), token or none (GRPO), which are biased",
     )
-    kl_target: Positive | None = key(None, "KL of a response that beta is steered towards; null keeps beta", "nats")
-    kl_horizon: Positive = key(1e4, "responses in which an error of 20 % or more moves beta by 20 %", "responses")
+    kl_target: Positive | None = key(
+        None, "KL of a response that beta is steered towards; null keeps beta", "nats"
+    )
+    kl_horizon: Positive = key(
+        1e4, "responses in which an error of 20 % or more moves beta by 20 %", "responses"
+    )
 
     advantage_estimator: Annotated[str, AfterValidator(_registered)] = key(
         "rloo",
@@ -117,12 +126,15 @@ class ReinforceConfig(Section):
         expected="above 0 and below 1; running_mean never forgets",
     )
     advantage_whitening: Literal["none", "sequence", "token"] = key(
-        "none", "none, or mean 0 and deviation 1 over the batch's responses (sequence) or tokens (token)"
+        "none",
+        "none, or mean 0 and deviation 1 over the batch's responses (sequence) or tokens (token)",
     )
     credit_assignment: Literal["sequence", "token"] = key(
         "sequence", "sequence: the response is one action; token: return-to-go of each token"
     )
-    discount_factor: float = key(1.0, "gamma a token, with credit_assignment=token; below 1 is biased", gt=0, le=1)
+    discount_factor: float = key(
+        1.0, "gamma a token, with credit_assignment=token; below 1 is biased", gt=0, le=1
+    )
 
     loss_aggregation: Literal["sequence_sum", "sequence_mean", "token_mean", "fixed_length"] = key(
         "sequence_sum",
@@ -130,7 +142,9 @@ class ReinforceConfig(Section):
         heading="Loss",
         more=". See [algorithms.md](algorithms.md#loss)",
     )
-    entropy_bonus: NonNegative = key(0.0, "reward for the entropy of each token's distribution", "reward per nat")
+    entropy_bonus: NonNegative = key(
+        0.0, "reward for the entropy of each token's distribution", "reward per nat"
+    )
 
     reinforce_epochs: Count = key(
         1,
@@ -142,15 +156,23 @@ class ReinforceConfig(Section):
         "none", "none, token (PPO), sequence (TRL's RLOO) or sequence_geometric (GSPO)"
     )
     ratio_clip_low: float = key(
-        0.2, "the ratio is clipped at 1 - this", ge=0, le=1, expected="at least 0 and at most 1: no ratio is negative"
+        0.2,
+        "the ratio is clipped at 1 - this",
+        ge=0,
+        le=1,
+        expected="at least 0 and at most 1: no ratio is negative",
     )
     ratio_clip_high: NonNegative = key(0.2, "and at 1 + this")
-    generator_correction: Literal["none", "token", "sequence", "token_mask", "sequence_mask"] | None = key(
+    generator_correction: (
+        Literal["none", "token", "sequence", "token_mask", "sequence_mask"] | None
+    ) = key(
         None,
         "importance weights against the generator's log-probs: none; truncated: token, sequence; masked: *_mask; "
         "null: sequence with rollouts of older weights (max_staleness), else none",
     )
-    generator_ratio_cap: Positive = key(2.0, "largest of these weights; masked are those beyond it or 1 / it")
+    generator_ratio_cap: Positive = key(
+        2.0, "largest of these weights; masked are those beyond it or 1 / it"
+    )
 
     truncated_samples: Literal["keep", "drop", "mask", "penalise"] = key(
         "keep",
@@ -158,12 +180,20 @@ class ReinforceConfig(Section):
         "penalise (train, with truncation_penalty)",
         heading="Which samples count",
     )
-    truncation_penalty: NonNegative = key(0.0, "subtracted from the reward, with truncated_samples=penalise", "reward")
-    overlong_buffer: Natural = key(
-        0, "tokens before max_length over which that penalty grows from 0 (DAPO); 0: at the cut only", "tokens"
+    truncation_penalty: NonNegative = key(
+        0.0, "subtracted from the reward, with truncated_samples=penalise", "reward"
     )
-    dynamic_filtering: bool = key(False, "drop prompts whose samples all earn the same, and draw others (DAPO)")
-    max_resampling_rounds: Natural = key(3, "rollout batches that a step may draw besides the first")
+    overlong_buffer: Natural = key(
+        0,
+        "tokens before max_length over which that penalty grows from 0 (DAPO); 0: at the cut only",
+        "tokens",
+    )
+    dynamic_filtering: bool = key(
+        False, "drop prompts whose samples all earn the same, and draw others (DAPO)"
+    )
+    max_resampling_rounds: Natural = key(
+        3, "rollout batches that a step may draw besides the first"
+    )
     generation_work_queue: bool = key(
         False,
         "free data-parallel ranks generate the others' remaining micro-batches; no number changes",
@@ -189,7 +219,9 @@ class ReinforceConfig(Section):
         expected="a share, 0 to 1",
     )
     max_skipped_steps: Count = key(
-        3, "optimizer steps in a row without a finite gradient; then the run ends with exit code 77", "optimizer steps"
+        3,
+        "optimizer steps in a row without a finite gradient; then the run ends with exit code 77",
+        "optimizer steps",
     )
     rollout_batch_seq_length: Count | None = key(
         None,
@@ -225,7 +257,9 @@ class RanksConfig(Section):
     """Ranks and numbers, of the actor and of a reward model that is trained."""
 
     num_nodes: Count = key(1, "nodes; above 1 start it by torchrun")
-    devices: Count = key(1, "ranks on each node; above 1, a plain python starts them itself", "ranks")
+    devices: Count = key(
+        1, "ranks on each node; above 1, a plain python starts them itself", "ranks"
+    )
     precision: Precision = key(
         "auto",
         "32, bf16 (keeps fp32 main weights and gradients), or auto: bf16 on GPUs, else 32",
@@ -238,10 +272,13 @@ class RanksConfig(Section):
 
 
 class ProfileConfig(Section):
-    steps: list[int] = key([], "steps to profile, such as [3,4]", more="; see [profiling.md](profiling.md)")
+    steps: list[int] = key(
+        [], "steps to profile, such as [3,4]", more="; see [profiling.md](profiling.md)"
+    )
     ranks: list[int] | None = key(None, "ranks that do; null: all")
     tool: Literal["torch", "nsys"] = key(
-        "torch", "torch: traces and top operations in explicit_log_dir/profile; nsys: NVTX ranges, for nsys"
+        "torch",
+        "torch: traces and top operations in explicit_log_dir/profile; nsys: NVTX ranges, for nsys",
     )
     shapes: bool = key(False, "record the shapes of the operations' inputs")
     stacks: bool = key(False, "record the Python lines that called them; several times larger")
@@ -256,7 +293,10 @@ class TrainerConfig(RanksConfig):
         more=". See [operations.md](operations.md#a-rank-that-dies-or-hangs)",
     )
     heartbeat_timeout_seconds: Positive = key(
-        120.0, "abort if a rank sends no heartbeat for this long", "s", more=": a machine down, a process stopped"
+        120.0,
+        "abort if a rank sends no heartbeat for this long",
+        "s",
+        more=": a machine down, a process stopped",
     )
     straggler_factor: float = key(
         1.5,
@@ -270,7 +310,9 @@ class TrainerConfig(RanksConfig):
 
 class PretrainedConfig(Section):
     restore_from_path: PathText = key(
-        NOT_SET, "local Hugging Face folder: the policy at the start, and the reference", kind="path"
+        NOT_SET,
+        "local Hugging Face folder: the policy at the start, and the reference",
+        kind="path",
     )
 
 
@@ -333,21 +375,29 @@ class TrainConfig(Section):
         more="; see [disaggregated.md](disaggregated.md#what-is-finished-first)",
     )
     inflight_updates: bool = key(
-        False, "of rollout_order=finished: new weights are used for the rest of responses that are under way"
+        False,
+        "of rollout_order=finished: new weights are used for the rest of responses that are under way",
     )
     inflight_cache: Literal["recompute", "keep"] = key(
-        "recompute", "of inflight_updates: keys and values of what was drawn before, by the new weights or as they are"
+        "recompute",
+        "of inflight_updates: keys and values of what was drawn before, by the new weights or as they are",
     )
-    engine: EngineConfig = key(EngineConfig(), "of generation=vllm and tensorrt_llm; see docs/engines.md")
+    engine: EngineConfig = key(
+        EngineConfig(), "of generation=vllm and tensorrt_llm; see docs/engines.md"
+    )
     vllm: VLLMConfig = key(VLLMConfig(), "of generation=vllm")
-    tensorrt_llm: TensorRTLLMConfig = key(TensorRTLLMConfig(), "of generation=tensorrt_llm; see docs/tensorrt-llm.md")
+    tensorrt_llm: TensorRTLLMConfig = key(
+        TensorRTLLMConfig(), "of generation=tensorrt_llm; see docs/tensorrt-llm.md"
+    )
     reward: Text = key(
         "server",
         "server: remote_rm.reward_model; function: reward_function, in processes of the trainer; or a class's dotted "
         "name (CONTRIBUTING.md)",
         more=", see [A reward source](../CONTRIBUTING.md#a-reward-source)",
     )
-    reward_function: RewardFunctionConfig = key(RewardFunctionConfig(), "see docs/reward-functions.md")
+    reward_function: RewardFunctionConfig = key(
+        RewardFunctionConfig(), "see docs/reward-functions.md"
+    )
     remote_rm: RemoteRMConfig = RemoteRMConfig()
     exp_manager: ExpManagerConfig = ExpManagerConfig()
     alerts: AlertsConfig = AlertsConfig()
@@ -449,5 +499,9 @@ class TrainConfig(Section):
         wait for one rank's call to the reward server.
         """
         remote = self.remote_rm
-        longest = max(self.trainer.collective_timeout_seconds, remote.deadline_seconds, remote.ready_timeout_seconds)
+        longest = max(
+            self.trainer.collective_timeout_seconds,
+            remote.deadline_seconds,
+            remote.ready_timeout_seconds,
+        )
         return 60 + 1.1 * longest

@@ -62,7 +62,12 @@ def key(
     """
     extra: dict[str, Any] = {"unit": unit, "more": more, "kind": kind, "expected": expected}
     extra |= {"follows": follows, "heading": heading}
-    return Field(default, description=sentence, json_schema_extra={k: v for k, v in extra.items() if v}, **bounds)
+    return Field(
+        default,
+        description=sentence,
+        json_schema_extra={k: v for k, v in extra.items() if v},
+        **bounds,
+    )
 
 
 def settings_fault(cfg: Section, settings: Sequence[str], advice: str, *, key: str) -> Fault:

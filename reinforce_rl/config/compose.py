@@ -22,8 +22,14 @@ from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.utils.places import shipped
 
 CONF_FOLDER = shipped("conf", "conf")
-_PROGRAMS = {"serve_reward_model": "serve", "demo_server": "serve", "train_reward_model": "train-rm"}
-_BARE = re.compile(r"[\w\s./:+%*@?|-]*", re.ASCII)  # values that Hydra's grammar reads without quotes
+_PROGRAMS = {
+    "serve_reward_model": "serve",
+    "demo_server": "serve",
+    "train_reward_model": "train-rm",
+}
+_BARE = re.compile(
+    r"[\w\s./:+%*@?|-]*", re.ASCII
+)  # values that Hydra's grammar reads without quotes
 _SYNTAX = re.compile(r"""['"\\\[\]{}(),$]""")  # characters with a meaning in Hydra's grammar
 
 
@@ -62,7 +68,12 @@ def with_quotes(override: str) -> str:
 
 
 def explained(
-    error: Exception, name: str, overrides: Sequence[str], folder: Path = CONF_FOLDER, *, is_whole: bool = True
+    error: Exception,
+    name: str,
+    overrides: Sequence[str],
+    folder: Path = CONF_FOLDER,
+    *,
+    is_whole: bool = True,
 ) -> ConfigError:
     """Name every override that cannot be read, unknown key and bare comma.
 
@@ -88,7 +99,9 @@ def explained(
     key = None
     faults: list[str]
     if isinstance(error, OverrideParseException) and error.override:
-        expected = "expected KEY=VALUE, with quotes around a text with special letters: \"KEY='a, b'\""
+        expected = (
+            "expected KEY=VALUE, with quotes around a text with special letters: \"KEY='a, b'\""
+        )
         faults = [
             Fault(
                 f"{error.override} cannot be read as an override; {expected}",
@@ -122,7 +135,9 @@ def _bare_comma(key: str, value: str) -> Fault:
     )
 
 
-def _faults_of_the_rest(composed: DictConfig, name: str, overrides: Sequence[str], is_whole: bool) -> list[str]:
+def _faults_of_the_rest(
+    composed: DictConfig, name: str, overrides: Sequence[str], is_whole: bool
+) -> list[str]:
     """Return the faults of what is composed; of keys that overrides give alone, if others may be in another file."""
     if name not in PROGRAMS:
         return []
@@ -141,7 +156,9 @@ def _faults_of_the_rest(composed: DictConfig, name: str, overrides: Sequence[str
 
 def _value_of(key: str, overrides: Sequence[str]) -> object:
     """Return what the overrides give a key; they are `KEY=VALUE`."""
-    values = [override.partition("=")[2] for override in overrides if override.partition("=")[0] == key]
+    values = [
+        override.partition("=")[2] for override in overrides if override.partition("=")[0] == key
+    ]
     return values[-1] if values else NOT_SET
 
 
@@ -149,7 +166,11 @@ def unknown_keys(keys: Iterable[str], name: str) -> list[Fault]:
     """Return a sentence for each key that conf/NAME.yaml has not, nor as a group with entries of one's own names."""
     file = CONF_FOLDER / f"{name}.yaml"
     known = [f"{key}." for key in _dotted_keys(OmegaConf.to_container(OmegaConf.load(file)))]
-    own = [key for key in keys if not any(f"{key}.".startswith(one) or one.startswith(f"{key}.") for one in known)]
+    own = [
+        key
+        for key in keys
+        if not any(f"{key}.".startswith(one) or one.startswith(f"{key}.") for one in known)
+    ]
     return [_unknown_key(key, file) for key in own]
 
 
@@ -172,9 +193,18 @@ def _unknown_key(wanted: str, config_file: Path, value: object = NOT_SET) -> Fau
                 key="config.group.needs_plus",
             )
     same_name = [key for key in known if key.split(".")[-1] == wanted.split(".")[-1]]
-    close = get_close_matches(wanted, same_name, n=3, cutoff=0) or get_close_matches(wanted, known, n=1)
-    word, program = re.split(r"[._]", wanted.rpartition(".")[2])[0], _PROGRAMS.get(config_file.stem, "train")
-    advice = f"did you mean {' or '.join(close)}?" if close else f"look for it: reinforce-rl {program} --help {word}"
+    close = get_close_matches(wanted, same_name, n=3, cutoff=0) or get_close_matches(
+        wanted, known, n=1
+    )
+    word, program = (
+        re.split(r"[._]", wanted.rpartition(".")[2])[0],
+        _PROGRAMS.get(config_file.stem, "train"),
+    )
+    advice = (
+        f"did you mean {' or '.join(close)}?"
+        if close
+        else f"look for it: reinforce-rl {program} --help {word}"
+    )
     return Fault(f"{wanted} is not a key of the configuration; {advice}", key="config.key.unknown")
 
 

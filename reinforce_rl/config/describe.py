@@ -27,7 +27,13 @@ _TYPES = {
     "null": "null",
     "object": "groups of keys, each under a name of your choice",
 }
-_SHORT = {"integer": "int", "number": "float", "string": "text", "boolean": "bool", "object": "fields"}
+_SHORT = {
+    "integer": "int",
+    "number": "float",
+    "string": "text",
+    "boolean": "bool",
+    "object": "fields",
+}
 
 
 @dataclass(frozen=True)
@@ -41,14 +47,18 @@ class Key:
     more: str  # after it, in the documentation only
 
 
-def keys_of(section: Section, path: str = "", follows: dict[str, str] | None = None) -> Iterator[Key]:
+def keys_of(
+    section: Section, path: str = "", follows: dict[str, str] | None = None
+) -> Iterator[Key]:
     """Every key below a section, in order; entries under names of the user's choice are one key."""
     properties = _properties(type(section))
     for name, value in section:
         extra = properties[name]
         source = (follows or {}).get(name) or extra.get("follows")
         if isinstance(value, Section):
-            yield from keys_of(value, f"{path}{name}.", source if isinstance(source, dict) else None)
+            yield from keys_of(
+                value, f"{path}{name}.", source if isinstance(source, dict) else None
+            )
             continue
         default = "required" if value == NOT_SET else f"as `{source}`" if source else scalar(value)
         bound = "" if "kind" in extra else expected_of(type(section), name)
@@ -82,7 +92,9 @@ def scalar(value: Any) -> str:
 
 def _type_of(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_type_of(one) for one in schema["anyOf"] if one.get("type") != "null"))
+        return " or ".join(
+            dict.fromkeys(_type_of(one) for one in schema["anyOf"] if one.get("type") != "null")
+        )
     if schema.get("type") == "array":
         return f"list of {_type_of(schema['items'])}s"
     return f"`{schema['const']}`" if schema.get("const") == "deep" else _SHORT[schema["type"]]
@@ -94,18 +106,31 @@ def expected_of(schema: type[Section], name: str, *, is_of_value: bool = True) -
     if is_of_value and "expected" in properties:
         return properties["expected"]
     options = properties.get("anyOf", [properties])
-    choices = [choice for one in options for choice in one.get("enum", [one["const"]] if "const" in one else [])]
+    choices = [
+        choice
+        for one in options
+        for choice in one.get("enum", [one["const"]] if "const" in one else [])
+    ]
     if choices:
-        return " or ".join(["null", *choices]) if len(options) > 1 else f"one of {', '.join(choices)}"
+        return (
+            " or ".join(["null", *choices]) if len(options) > 1 else f"one of {', '.join(choices)}"
+        )
     bounds = _bounds(options[0]) if is_of_value else ""
-    return f"{bounds}{', or null' if len(options) > 1 else ''}" if bounds else _described(properties)
+    return (
+        f"{bounds}{', or null' if len(options) > 1 else ''}" if bounds else _described(properties)
+    )
 
 
 def _bounds(option: dict[str, Any]) -> str:
     least, most = option.get("minimum"), option.get("maximum")
     if least is not None and most is not None:
         return f"{least:g} to {most:g}"
-    ends = {"at least": "minimum", "above": "exclusiveMinimum", "at most": "maximum", "below": "exclusiveMaximum"}
+    ends = {
+        "at least": "minimum",
+        "above": "exclusiveMinimum",
+        "at most": "maximum",
+        "below": "exclusiveMaximum",
+    }
     text = " and ".join(f"{word} {option[end]:g}" for word, end in ends.items() if end in option)
     return f"{text} and finite" if text == "above 0" else text
 

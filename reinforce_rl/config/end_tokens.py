@@ -19,13 +19,17 @@ TOKENIZER = "the tokenizer"
 class EndTokens:
     """Ids that end a response: all that the folder names anywhere."""
 
-    by_place: dict[str, tuple[int, ...]]  # generation_config.json if there is one, config.json, the tokenizer
+    by_place: dict[
+        str, tuple[int, ...]
+    ]  # generation_config.json if there is one, config.json, the tokenizer
     vocab_size: int | None  # of the model; larger ids are never generated
 
     @property
     def ids(self) -> tuple[int, ...]:
         every = {token for tokens in self.by_place.values() for token in tokens}
-        return tuple(sorted(token for token in every if self.vocab_size is None or token < self.vocab_size))
+        return tuple(
+            sorted(token for token in every if self.vocab_size is None or token < self.vocab_size)
+        )
 
     @property
     def of_generate(self) -> tuple[int, ...]:
@@ -37,7 +41,9 @@ class EndTokens:
         """Return a sentence if `generate` ends responses at other tokens."""
         if self.ids == self.of_generate:
             return None
-        places = [f"{_listed(tokens)} ({place})" for place, tokens in self.by_place.items() if tokens]
+        places = [
+            f"{_listed(tokens)} ({place})" for place, tokens in self.by_place.items() if tokens
+        ]
         return (
             f"the model in {folder} names several end tokens: {', '.join(places)}. Each of {_listed(self.ids)} ends a "
             f"response here, while `generate` of transformers ends at {_listed(self.of_generate)}. To have the same, "
@@ -69,7 +75,11 @@ def with_end_tokens(folder: Path, end_tokens: EndTokens) -> dict[str, Any]:
         values = _values_of(generation)
     else:
         config = model_values(str(folder))
-        values = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key) is not None}
+        values = {
+            key: config[key]
+            for key in ("bos_token_id", "pad_token_id")
+            if config.get(key) is not None
+        }
     ids = list(end_tokens.ids)
     return {**values, EOS: ids if len(ids) > 1 else next(iter(ids), None)}
 
@@ -92,7 +102,9 @@ def _ids(values: dict[str, Any], path: Path) -> tuple[int, ...]:
     if configured is None:
         return ()
     several = configured if isinstance(configured, list) else [configured]
-    if not all(type(token) is int and token >= 0 for token in several):  # -1 is no id either, nor is true
+    if not all(
+        type(token) is int and token >= 0 for token in several
+    ):  # -1 is no id either, nor is true
         sentence = f"{path}: {EOS} is {configured!r}; expected a token id, a list of them, or null"
         raise ConfigError([Fault(sentence, key="model.eos_token_id.invalid")])
     return tuple(several)

@@ -13,25 +13,36 @@ class EngineConfig(Section):
     python: PathText | None = key(
         None, "interpreter of the engine's own environment; null: the trainer's", kind="path"
     )
-    tensor_parallel_size: int | None = key(None, "GPUs of an engine; null: all that share a copy of the model", "GPUs")
+    tensor_parallel_size: int | None = key(
+        None, "GPUs of an engine; null: all that share a copy of the model", "GPUs"
+    )
     max_batch_size: Count = key(256, "responses decoded together", "responses")
     max_num_tokens: Count = key(8192, "tokens of a forward pass of the engine", "tokens")
     weight_bucket_megabytes: Count = key(512, "weights in transfer at a time", "MiB")
     start_timeout_seconds: Positive = key(600.0, "until an engine is ready", "s")
-    update_timeout_seconds: Positive = key(120.0, "for a bucket of weights, and for falling asleep or waking up", "s")
-    request_timeout_seconds: Positive = key(420.0, "for all responses of one rollout_micro_batch_size", "s")
+    update_timeout_seconds: Positive = key(
+        120.0, "for a bucket of weights, and for falling asleep or waking up", "s"
+    )
+    request_timeout_seconds: Positive = key(
+        420.0, "for all responses of one rollout_micro_batch_size", "s"
+    )
 
 
 class VLLMConfig(Section):
     gpu_memory_utilization: float = key(
-        0.4, "share of a GPU's memory that the engine takes while it generates, weights and cache", gt=0, lt=1
+        0.4,
+        "share of a GPU's memory that the engine takes while it generates, weights and cache",
+        gt=0,
+        lt=1,
     )
     cpu_cache_gigabytes: Count = key(1, "of an engine on a CPU, for its cache", "GiB")
     load_adapters: bool = key(
         True,
         "of LoRA, send the updates alone after the first time; false: merged into the weights, all of them each time",
     )
-    enforce_eager: bool = key(False, "on GPUs: no CUDA graphs and no compilation; a quicker start, slower tokens")
+    enforce_eager: bool = key(
+        False, "on GPUs: no CUDA graphs and no compilation; a quicker start, slower tokens"
+    )
 
 
 class TensorRTLLMConfig(Section):
@@ -45,8 +56,12 @@ class TensorRTLLMConfig(Section):
         ),
     )
     free_gpu_memory_fraction: float = key(
-        0.5, "share of the memory free at the engine's start that its cache takes, at most", gt=0, lt=1
+        0.5,
+        "share of the memory free at the engine's start that its cache takes, at most",
+        gt=0,
+        lt=1,
     )
     check_weights: bool = key(
-        True, "after each update compare what the engine's layers hold with what was sent; a difference ends the run"
+        True,
+        "after each update compare what the engine's layers hold with what was sent; a difference ends the run",
     )

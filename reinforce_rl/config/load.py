@@ -54,12 +54,19 @@ def load_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> T:  # type: i
 def read_config(cfg: DictConfig, schema: type[T] = TrainConfig) -> tuple[T, list[str]]:  # type: ignore[assignment]
     """Like `load_config`, but return the errors with the configuration; see `read`."""
     config, found = read(schema, cfg)
-    told = {fault.split(" ")[0] for fault in found}  # of a key that is wrong by itself, rules say nothing new
-    every = [*config.all_faults(found), *(find_faults(config) if isinstance(config, TrainConfig) else ())]
+    told = {
+        fault.split(" ")[0] for fault in found
+    }  # of a key that is wrong by itself, rules say nothing new
+    every = [
+        *config.all_faults(found),
+        *(find_faults(config) if isinstance(config, TrainConfig) else ()),
+    ]
     faults = [fault for fault in every if fault in found or fault.split(" ")[0] not in told]
     if isinstance(config, TrainConfig | TrainRewardModelConfig):
         # The deep preflight is of a run on GPUs, wherever it is made.
-        resolve_defaults(config, (lambda: True) if getattr(config, "preflight", None) == DEEP else has_gpu)
+        resolve_defaults(
+            config, (lambda: True) if getattr(config, "preflight", None) == DEEP else has_gpu
+        )
     return config, faults
 
 
@@ -74,7 +81,9 @@ def renamed(key: str, schema: type[Section] = TrainConfig, value: object = NOT_S
     )
 
 
-def advice_for(key: str, schema: type[Section] = TrainConfig, value: object = NOT_SET) -> str | None:
+def advice_for(
+    key: str, schema: type[Section] = TrainConfig, value: object = NOT_SET
+) -> str | None:
     """Say what stands in the place of a NeMo-Aligner key; None for any other key."""
     known = _NEMO_KEYS.get(schema, {})
     if str(value).lower() in _OFF and key in known and key in nemo_keys.IF_OFF:
@@ -102,7 +111,9 @@ def precision_here(precision: str, gpu: Callable[[], bool] = has_gpu) -> str:
     return precision if precision != "auto" else "bf16" if gpu() else "32"
 
 
-def resolve_defaults(config: TrainConfig | TrainRewardModelConfig, gpu: Callable[[], bool] = has_gpu) -> None:
+def resolve_defaults(
+    config: TrainConfig | TrainRewardModelConfig, gpu: Callable[[], bool] = has_gpu
+) -> None:
     """Replace `auto` and null where they depend on other keys or a GPU, which is looked for only then."""
     trainer, model, optim = config.trainer, config.model, config.model.optim
     trainer.precision = precision_here(trainer.precision, gpu)  # type: ignore[assignment]
@@ -113,7 +124,9 @@ def resolve_defaults(config: TrainConfig | TrainRewardModelConfig, gpu: Callable
     optim.distributed = shared if optim.distributed is None else optim.distributed
     optim.overlap_grad_sync = shared if optim.overlap_grad_sync is None else optim.overlap_grad_sync
     if isinstance(config, TrainConfig) and config.trainer.reinforce.generator_correction is None:
-        config.trainer.reinforce.generator_correction = "sequence" if config.is_off_policy else "none"
+        config.trainer.reinforce.generator_correction = (
+            "sequence" if config.is_off_policy else "none"
+        )
 
 
 def read(schema: type[T], node: DictConfig, path: str = "") -> tuple[T, list[str]]:
@@ -135,7 +148,9 @@ def _fill(section: Section, node: DictConfig, path: str, schema: type[Section]) 
         key = path + name
         if name not in fields:
             close = difflib.get_close_matches(name, fields, n=1)
-            advice = f"did you mean {path}{close[0]}?" if close else f"known here: {', '.join(fields)}"
+            advice = (
+                f"did you mean {path}{close[0]}?" if close else f"known here: {', '.join(fields)}"
+            )
             entry = _plain(node).get(name)
             of_nemo = [renamed(leaf, schema, value) for leaf, value in _leaves(entry, key)]
             yield from filter(None, of_nemo)
@@ -166,7 +181,9 @@ def _fill(section: Section, node: DictConfig, path: str, schema: type[Section]) 
         default, entries = getattr(section, name), get_args(fields[name].annotation)
         if isinstance(default, Section):
             yield from _fill_group(default, value, key, schema)
-        elif isinstance(value, DictConfig) and isinstance(entries[-1] if entries else None, type(Section)):
+        elif isinstance(value, DictConfig) and isinstance(
+            entries[-1] if entries else None, type(Section)
+        ):
             setattr(section, name, {})
             for entry in value:
                 getattr(section, name)[str(entry)] = group = entries[-1]()
@@ -218,7 +235,11 @@ def _set(section: Section, name: str, value: Any, key: str) -> Iterator[str]:
         if found is not None:
             value = found["input"] if len(found["loc"]) == 1 else value
             bounds = list(found.get("ctx", {}).values())
-            value = float(value) if type(value) is int and bounds and type(bounds[0]) is float else value
+            value = (
+                float(value)
+                if type(value) is int and bounds and type(bounds[0]) is float
+                else value
+            )
             if isinstance(value, str) or found["type"] != "literal_error":
                 setattr(section, name, value)
         expected = expected_of(type(section), name, is_of_value=found is not None)

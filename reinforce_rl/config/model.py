@@ -7,26 +7,47 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from reinforce_rl.config.base import NOT_SET, Count, Fields, Natural, NonNegative, Positive, Section, Text, key
+from reinforce_rl.config.base import (
+    NOT_SET,
+    Count,
+    Fields,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+    Text,
+    key,
+)
 from reinforce_rl.config.template import TemplateConfig
 from reinforce_rl.errors import Fault
 
-LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "all"]
+LoraTarget = Literal[
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "all"
+]
 
 
 class SamplingConfig(Section):
-    use_greedy: bool = key(False, "take the likeliest token", more="; refused in training: all samples would be alike")
+    use_greedy: bool = key(
+        False, "take the likeliest token", more="; refused in training: all samples would be alike"
+    )
     temperature: Positive = key(
         1.0,
         "applies to the log-probs of actor and reference too",
         expected="a finite number above 0 (use_greedy=true takes the likeliest)",
     )
     top_k: Natural = key(
-        0, "sample from the k likeliest tokens only; 0 for all", "tokens", expected="at least 0 (0 for all tokens)"
+        0,
+        "sample from the k likeliest tokens only; 0 for all",
+        "tokens",
+        expected="at least 0 (0 for all tokens)",
     )
-    top_p: float = key(1.0, "sample from the likeliest tokens that reach this probability only", gt=0, le=1)
+    top_p: float = key(
+        1.0, "sample from the likeliest tokens that reach this probability only", gt=0, le=1
+    )
     repetition_penalty: Positive = key(
-        1.0, "1 for none; counts the prompt's tokens too", expected="a finite number above 0 (1 for none)"
+        1.0,
+        "1 for none; counts the prompt's tokens too",
+        expected="a finite number above 0 (1 for none)",
     )
     end_strings: list[Text] = key([], "a response also ends where its text contains one of these")
 
@@ -43,9 +64,15 @@ class LengthConfig(Section):
 
 class RolloutConfig(Section):
     num_rollout_samples: Count = key(8, "prompts of a step, over all ranks", "prompts")
-    rollout_micro_batch_size: Count = key(8, "prompts generated together, each with all its samples", "prompts")
-    forward_micro_batch_size: Count = key(4, "of a log-prob pass", "sequences", follows="model.micro_batch_size")
-    val_rollout_micro_batch_size: Count = key(32, "prompts generated together in validation", "prompts")
+    rollout_micro_batch_size: Count = key(
+        8, "prompts generated together, each with all its samples", "prompts"
+    )
+    forward_micro_batch_size: Count = key(
+        4, "of a log-prob pass", "sequences", follows="model.micro_batch_size"
+    )
+    val_rollout_micro_batch_size: Count = key(
+        32, "prompts generated together in validation", "prompts"
+    )
     generation_cache_tokens: int | None = key(
         None,
         "capacity of the native engine's KV cache on a rank; further sequences wait for room. At least "
@@ -74,9 +101,12 @@ class RolloutConfig(Section):
         "replay these steps as CUDA graphs, one for each number of rows; null: with one pipeline stage",
         more=". Needs `static_decoding` and no pipeline stages",
     )
-    num_val_samples: Count | None = key(None, "validate on the first prompts of the set only; null for all", "prompts")
+    num_val_samples: Count | None = key(
+        None, "validate on the first prompts of the set only; null for all", "prompts"
+    )
     offload_adam_states: bool = key(
-        False, "on a GPU: Adam's moments and fp32 weights in host memory, gradients freed, during generation"
+        False,
+        "on a GPU: Adam's moments and fp32 weights in host memory, gradients freed, during generation",
     )
     overlap_offload: bool = key(
         False,
@@ -110,7 +140,9 @@ class ScheduleConfig(Section):
         "constant", "constant, linear or CosineAnnealing; the last two end at `min_lr`"
     )
     warmup_steps: Natural = key(0, "linear from 0 to `lr`", "optimizer steps")
-    constant_steps: Natural = key(0, "at `min_lr` at the end (linear, CosineAnnealing)", "optimizer steps")
+    constant_steps: Natural = key(
+        0, "at `min_lr` at the end (linear, CosineAnnealing)", "optimizer steps"
+    )
     min_lr: NonNegative = key(0.0, "where linear and CosineAnnealing end")
 
 
@@ -118,9 +150,9 @@ class OptimConfig(Section):
     name: Literal["adam"] = key("adam", "with decoupled weight decay on matrices")
     lr: Positive = key(1e-6, "learning rate after the warm-up")
     weight_decay: NonNegative = key(0.01)
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = key(
-        [0.9, 0.98], expected="two numbers, each at least 0 and below 1"
-    )
+    betas: Annotated[
+        list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)
+    ] = key([0.9, 0.98], expected="two numbers, each at least 0 and below 1")
     eps: Positive = key(1e-8)
     fused: bool = key(
         True,
@@ -184,7 +216,8 @@ class DataPrefixConfig(Section):
 
 class FieldsConfig(Section):
     prompt: Text | None = key(
-        None, "column of the prompts, texts or lists of messages; null: prompt, text, messages or conversations"
+        None,
+        "column of the prompts, texts or lists of messages; null: prompt, text, messages or conversations",
     )
     system: Text | None = key(None, "column of system messages, put before the prompts")
     rename: Fields = key(
@@ -197,7 +230,10 @@ class FieldsConfig(Section):
     def columns(self) -> dict[str, str]:
         """Return the column of each name that is given one."""
         own = {"prompt": self.prompt, "system": self.system}
-        return {**self.rename, **{name: column for name, column in own.items() if column is not None}}
+        return {
+            **self.rename,
+            **{name: column for name, column in own.items() if column is not None},
+        }
 
     def faults(self) -> Iterator[Fault]:
         for name, column in self.rename.items():
@@ -267,7 +303,9 @@ class ParallelConfig(Section):
         "ranks",
         more="; when generating, they share the prompts",
     )
-    sequence_parallel: bool = key(False, "tensor-parallel ranks share positions where they share no matrix")
+    sequence_parallel: bool = key(
+        False, "tensor-parallel ranks share positions where they share no matrix"
+    )
     activations_checkpoint_granularity: Literal["selective", "full"] | None = key(
         None, "recompute in the backward pass: selective (attention), full (layers); null: nothing"
     )
@@ -275,16 +313,24 @@ class ParallelConfig(Section):
         None, "of full: uniform (all layers) or block (the first num_layers of each stage)"
     )
     activations_checkpoint_num_layers: Count | None = key(
-        None, "of full: layers between two kept inputs (uniform), or recomputed layers (block)", "layers"
+        None,
+        "of full: layers between two kept inputs (uniform), or recomputed layers (block)",
+        "layers",
     )
     megatron_overrides: Fields = key(
-        {}, "of megatron-core's TransformerConfig: +model.megatron_overrides.NAME=VALUE", more="; plain values only"
+        {},
+        "of megatron-core's TransformerConfig: +model.megatron_overrides.NAME=VALUE",
+        more="; plain values only",
     )
 
     @property
     def block_size(self) -> int:
         """Ranks that share one model copy and work on the same prompts."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
 
 
 class ModelConfig(ParallelConfig):
@@ -317,7 +363,9 @@ class ModelConfig(ParallelConfig):
         ),
     )
     global_batch_size: int | None = key(
-        None, "sequences of an optimizer step; null: all num_rollout_samples x num_rollouts_per_prompt", "sequences"
+        None,
+        "sequences of an optimizer step; null: all num_rollout_samples x num_rollouts_per_prompt",
+        "sequences",
     )
     reference_placement: Literal["host", "device"] = key(
         "host",

@@ -13,7 +13,9 @@ from reinforce_rl.utils.untrusted_files import parse_yaml, read_bounded, read_mo
 MODEL = "pretrained_checkpoint.restore_from_path"
 ADAPTER_FILE = "adapter_config.json"
 _MAX_CONFIG_BYTES = 1 << 20
-MERGE_ADAPTER = "Merge it into its model (PEFT: merge_and_unload, then save_pretrained) and give that folder"
+MERGE_ADAPTER = (
+    "Merge it into its model (PEFT: merge_and_unload, then save_pretrained) and give that folder"
+)
 
 
 def model_values(folder: str) -> dict[str, Any]:
@@ -62,4 +64,6 @@ def export_command(run: Path) -> str:
         for key in MODEL.split("."):
             base = base[key] if isinstance(base, dict) and key in base else None
     base = base if isinstance(base, str) else "THE_MODEL_IT_BEGAN_FROM"
-    return shlex.join(["reinforce-rl", "convert", "to-hf", str(run), str(run / "hf"), "--model", base])
+    return shlex.join(
+        ["reinforce-rl", "convert", "to-hf", str(run), str(run / "hf"), "--model", base]
+    )

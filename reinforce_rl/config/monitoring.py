@@ -13,7 +13,8 @@ LOGGERS = ("tensorboard", "wandb", "swanlab", "mlflow")  # also the extras that 
 
 class WandbConfig(Section):
     project: Text | None = key(
-        None, "project in wandb and swanlab; null: WANDB_PROJECT, or SWANLAB_PROJ_NAME, else reinforce_rl"
+        None,
+        "project in wandb and swanlab; null: WANDB_PROJECT, or SWANLAB_PROJ_NAME, else reinforce_rl",
     )
     name: Text = key("reinforce", "the run's name in them", follows="exp_manager.name")
     mode: Literal["online", "offline"] | None = key(
@@ -23,7 +24,8 @@ class WandbConfig(Section):
 
 class MlflowConfig(Section):
     experiment_name: Text | None = key(
-        None, "MLflow's experiment; null: MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, else reinforce_rl"
+        None,
+        "MLflow's experiment; null: MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, else reinforce_rl",
     )
     tracking_uri: Text | None = key(
         None,
@@ -42,9 +44,13 @@ class CheckpointConfig(Section):
     best_metric: Text = key("val/rewards", "metric of validation that ranks them")
     best_mode: Literal["max", "min"] = key("max", "max or min: which values are better")
     async_save: bool = key(
-        False, "write during training, from a copy in host memory", more="; see [checkpoints.md](checkpoints.md)"
+        False,
+        "write during training, from a copy in host memory",
+        more="; see [checkpoints.md](checkpoints.md)",
     )
-    save_hf_on_train_end: bool = key(True, "write the trained model as a Hugging Face folder, explicit_log_dir/hf")
+    save_hf_on_train_end: bool = key(
+        True, "write the trained model as a Hugging Face folder, explicit_log_dir/hf"
+    )
 
 
 def _off(value: Any) -> Any:
@@ -56,7 +62,9 @@ Record = Annotated[Literal["full", "samples", "off"], BeforeValidator(_off)]
 
 class ExpManagerConfig(Section):
     explicit_log_dir: PathText = key(
-        "results/reinforce", "folder of the run: checkpoints, metrics, rollouts and the report", kind="path"
+        "results/reinforce",
+        "folder of the run: checkpoints, metrics, rollouts and the report",
+        kind="path",
     )
     name: Text = key("reinforce", "the run's name")
     resume_if_exists: bool = key(
@@ -78,7 +86,9 @@ class ExpManagerConfig(Section):
         "full: every sample, and of each step checksums, versions and loss terms; samples; off",
         more=". `full` is what `reinforce-rl replay` needs. See [records.md](records.md)",
     )
-    record_keep: Count = key(100, "newest steps of which more than the samples is kept with record=full", "steps")
+    record_keep: Count = key(
+        100, "newest steps of which more than the samples is kept with record=full", "steps"
+    )
     record_tokens_every: Natural = key(
         1,
         "steps between those whose samples are recorded with token ids and values per token; 0 for never",
@@ -92,14 +102,21 @@ class ExpManagerConfig(Section):
     create_wandb_logger: bool = key(False, "the same as loggers=[wandb]")
     wandb_logger_kwargs: WandbConfig = WandbConfig()
     mlflow_logger_kwargs: MlflowConfig = MlflowConfig()
-    sample_table_interval: Natural = key(10, "steps between tables of samples in these loggers; 0 for none", "steps")
+    sample_table_interval: Natural = key(
+        10, "steps between tables of samples in these loggers; 0 for none", "steps"
+    )
     checkpoint_callback_params: CheckpointConfig = CheckpointConfig()
 
     @property
     def used_loggers(self) -> list[str]:
         """Names of `LOGGERS`, each once."""
-        switches = {"tensorboard": self.create_tensorboard_logger, "wandb": self.create_wandb_logger}
-        return list(dict.fromkeys([*self.loggers, *(name for name, is_on in switches.items() if is_on)]))
+        switches = {
+            "tensorboard": self.create_tensorboard_logger,
+            "wandb": self.create_wandb_logger,
+        }
+        return list(
+            dict.fromkeys([*self.loggers, *(name for name, is_on in switches.items() if is_on)])
+        )
 
 
 Action = Annotated[Literal["warn", "stop", "off"], BeforeValidator(_off)]
@@ -109,12 +126,16 @@ class RulesConfig(Section):
     not_finite: Action = key("warn", "the loss or the mean reward is not finite")
     skipped: Action = key("warn", "an optimizer step was skipped, as its gradient was not finite")
     unscored: Action = key("warn", "samples have no score")
-    unscored_length: Action = key("warn", "long samples fail to be scored more often than short ones")
+    unscored_length: Action = key(
+        "warn", "long samples fail to be scored more often than short ones"
+    )
     constant_reward: Action = key("warn", "all samples earn the same, or nearly")
     no_spread: Action = key("warn", "in nearly all groups all rewards are equal")
     solved: Action = key("warn", "the same, at a reward that is far above the first one")
     zero_gradient: Action = key("warn", "the gradient is zero")
-    changed_scorer: Action = key("warn", "level or spread of the rewards jumps from one step to the next")
+    changed_scorer: Action = key(
+        "warn", "level or spread of the rewards jumps from one step to the next"
+    )
     kl: Action = key("warn", "the KL runs away from its own past")
     entropy: Action = key("warn", "the entropy has collapsed, or doubled")
     cut: Action = key("warn", "most responses are cut at max_length, or ever more are")
@@ -123,7 +144,9 @@ class RulesConfig(Section):
     generator_gap: Action = key("warn", "trainer and generator differ, or part from each other")
     gradient_spikes: Action = key("warn", "the gradient's norm jumps again and again")
     overfitting: Action = key("warn", "the validation's reward falls while training's rises")
-    prompts_repeated: Action = key("warn", "a training prompt occurs twice in the data, or in validation")
+    prompts_repeated: Action = key(
+        "warn", "a training prompt occurs twice in the data, or in validation"
+    )
     straggler: Action = key("warn", "a rank is slow, by trainer.straggler_factor")
 
 

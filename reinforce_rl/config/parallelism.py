@@ -34,7 +34,9 @@ class Layout:
     @property
     def sequence_multiple(self) -> int:
         """Sequence lengths are padded to a multiple of this, so that ranks share them evenly."""
-        return (2 * self.context if self.context > 1 else 1) * (self.tensor if self.sequence_parallel else 1)
+        return (2 * self.context if self.context > 1 else 1) * (
+            self.tensor if self.sequence_parallel else 1
+        )
 
     def grid(self) -> str:
         """Describe the ranks of each block, one line per block."""
@@ -47,8 +49,13 @@ class Layout:
         for dp in range(min(self.data, _LINES_OF_GRID)):
             stages = []
             for pp in range(self.pipeline):
-                parts = ([rank_at(tp, cp, dp, pp, sizes) for tp in range(self.tensor)] for cp in range(self.context))
-                stages.append(f"stage {pp} [{' | '.join(' '.join(map(str, part)) for part in parts)}]")
+                parts = (
+                    [rank_at(tp, cp, dp, pp, sizes) for tp in range(self.tensor)]
+                    for cp in range(self.context)
+                )
+                stages.append(
+                    f"stage {pp} [{' | '.join(' '.join(map(str, part)) for part in parts)}]"
+                )
             lines.append(f"  data {dp}: {', '.join(stages)}")
         if self.data > _LINES_OF_GRID:
             lines.append(f"  and {self.data - _LINES_OF_GRID} more")
@@ -65,14 +72,24 @@ def rank_at(tp: int, cp: int, dp: int, pp: int, sizes: tuple[int, int, int, int]
 
 
 def layout_faults(
-    tensor: int, pipeline: int, context: int, sequence_parallel: bool, world: int, ranks: str, section: str = "model"
+    tensor: int,
+    pipeline: int,
+    context: int,
+    sequence_parallel: bool,
+    world: int,
+    ranks: str,
+    section: str = "model",
 ) -> Iterator[Fault]:
     """Check sizes of at least 1; `ranks` is the expression for the number `world`, `section` that of the keys."""
     sizes = {"tensor_model": tensor, "pipeline_model": pipeline, "context": context}
     block = tensor * pipeline * context
     if world % block:
         used = {f"{section}.{kind}_parallel_size": size for kind, size in sizes.items() if size > 1}
-        product = " x ".join(f"{key} ({size})" for key, size in used.items()) if len(used) > 1 else next(iter(used))
+        product = (
+            " x ".join(f"{key} ({size})" for key, size in used.items())
+            if len(used) > 1
+            else next(iter(used))
+        )
         yield Fault(
             f"{product} is {block}, which does not divide the {world} ranks of {ranks}",
             key="config.parallel_sizes.not_a_divisor_of_ranks",
@@ -109,7 +126,10 @@ def ranks_faults(
 
 def recomputation_faults(model: ParallelConfig) -> Iterator[Fault]:
     key = "model.activations_checkpoint_"
-    granularity, method = model.activations_checkpoint_granularity, model.activations_checkpoint_method
+    granularity, method = (
+        model.activations_checkpoint_granularity,
+        model.activations_checkpoint_method,
+    )
     num_layers = model.activations_checkpoint_num_layers
     if granularity == "full":
         if method is None:
@@ -131,7 +151,11 @@ def recomputation_faults(model: ParallelConfig) -> Iterator[Fault]:
 
 
 def model_faults(
-    folder: str, tensor: int, section: str = "model", length_key: str = "", length: int | None = None
+    folder: str,
+    tensor: int,
+    section: str = "model",
+    length_key: str = "",
+    length: int | None = None,
 ) -> Iterator[Fault]:
     """Check a length and the feed-forward size against `config.json`; heads, groups and vocabulary are padded."""
     values, place = model_values(folder), Path(folder) / "config.json"

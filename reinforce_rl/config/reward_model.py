@@ -32,18 +32,22 @@ _HELPSTEER = ["helpfulness", "correctness", "coherence", "complexity", "verbosit
 
 class TrunkConfig(ParallelConfig):
     restore_from_path: PathText = key(
-        NOT_SET, "a Hugging Face folder with safetensors and a chat template: the trunk", kind="path"
+        NOT_SET,
+        "a Hugging Face folder with safetensors and a chat template: the trunk",
+        kind="path",
     )
     optim: OptimConfig = OptimConfig(lr=1e-5)
 
 
 class FullConfig(Section):
     objective: Literal["ranking", "regression"] = key(
-        "ranking", "ranking: Bradley-Terry on data.pairs_path; regression: squared error on data.ratings_path"
+        "ranking",
+        "ranking: Bradley-Terry on data.pairs_path; regression: squared error on data.ratings_path",
     )
     attributes: list[Text] = key(_HELPSTEER, "of regression, one score each")
     pooling: Literal["mean", "last"] = key(
-        "last", "last: hidden state of the last token, as in transformers; mean, which transformers does not know"
+        "last",
+        "last: hidden state of the last token, as in transformers; mean, which transformers does not know",
     )
     global_batch_size: Count = key(64, "pairs, or rated answers, of an optimizer step", "examples")
     max_epochs: Count = key(1, "passes over the training examples", "epochs")
@@ -54,10 +58,14 @@ class FullConfig(Section):
         expected="at least 1, or -1 for all of full.max_epochs",
     )
     val_check_interval: Count = key(
-        100, "optimizer steps between evaluations on the held-out part; a checkpoint follows each", "optimizer steps"
+        100,
+        "optimizer steps between evaluations on the held-out part; a checkpoint follows each",
+        "optimizer steps",
     )
     patience: Count | None = key(
-        3, "evaluations without a lower loss, after which the run ends; null for never", "evaluations"
+        3,
+        "evaluations without a lower loss, after which the run ends; null for never",
+        "evaluations",
     )
     gradient_clip_val: NonNegative = key(1.0, "bound on the gradient's norm; 0 for none")
     keep_last: Count = key(2, "checkpoints to keep")
@@ -79,13 +87,22 @@ class PairsConfig(TemplateConfig):
         kind="path",
     )
     ratings_path: PathText | None = key(
-        None, 'of regression: {"prompt", "response", "attributes": {NAME: number}}, in any of these forms', kind="path"
+        None,
+        'of regression: {"prompt", "response", "attributes": {NAME: number}}, in any of these forms',
+        kind="path",
     )
     max_length: int | None = key(
-        None, "longest prompt with answer, longer ones are left out; null: the trunk's context", "tokens", ge=2
+        None,
+        "longest prompt with answer, longer ones are left out; null: the trunk's context",
+        "tokens",
+        ge=2,
     )
-    max_pairs: int | None = key(None, "pairs, or rated answers, drawn by the seed; null: all", "examples", ge=2)
-    max_answer_tokens: Count | None = key(None, "cut every answer there, in training and in evaluation", "tokens")
+    max_pairs: int | None = key(
+        None, "pairs, or rated answers, drawn by the seed; null: all", "examples", ge=2
+    )
+    max_answer_tokens: Count | None = key(
+        None, "cut every answer there, in training and in evaluation", "tokens"
+    )
     held_out_fraction: float = key(
         0.2,
         "share of the prompts that is never trained on; follows from the seed and the prompt",
@@ -104,7 +121,9 @@ class CutsConfig(Section):
 
 
 class DegenerateConfig(Section):
-    fraction: float = key(0.35, "of the pairs; 0 makes none", "share", ge=0, le=1, expected="from 0 to 1")
+    fraction: float = key(
+        0.35, "of the pairs; 0 makes none", "share", ge=0, le=1, expected="from 0 to 1"
+    )
 
 
 class HeadConfig(Section):
@@ -118,7 +137,8 @@ class HeadConfig(Section):
 
 class TrainRewardModelConfig(Section):
     mode: Literal["head", "full"] = key(
-        "head", "head: a convex fit on a frozen trunk, in one process; full: all weights, on any layout of ranks"
+        "head",
+        "head: a convex fit on a frozen trunk, in one process; full: all weights, on any layout of ranks",
     )
     trainer: RanksConfig = key(RanksConfig(), "of mode=full")
     model: TrunkConfig = key(TrunkConfig(), "all but restore_from_path is of mode=full")
@@ -137,12 +157,18 @@ class TrainRewardModelConfig(Section):
     head: HeadConfig = key(HeadConfig(), "of mode=head")
     micro_batch_size: Count = key(8, "sequences in a forward pass", "sequences")
     num_threads: Count | None = key(None, "of torch; null leaves it as it is")
-    seed: Natural = key(0, "draws held-out prompts, the pairs of max_pairs, cuts, the order, a new head")
+    seed: Natural = key(
+        0, "draws held-out prompts, the pairs of max_pairs, cuts, the order, a new head"
+    )
     features_cache: PathText | None = key(
-        None, "of mode=head: file to keep the features in, so that a second run needs no trunk", kind="path"
+        None,
+        "of mode=head: file to keep the features in, so that a second run needs no trunk",
+        kind="path",
     )
     output_dir: PathText = key(
-        "results/reward_head", "head: head.safetensors; full: model/, checkpoints/, report", kind="path"
+        "results/reward_head",
+        "head: head.safetensors; full: model/, checkpoints/, report",
+        kind="path",
     )
 
     def all_faults(self, found: list[str]) -> Iterator[str]:
@@ -154,7 +180,9 @@ class TrainRewardModelConfig(Section):
                 key="config.restore_from_path.no_model",
             )
         yield from _full(self) if self.mode == "full" else _head(self)
-        yield from model_faults(folder, model.tensor_model_parallel_size, "model", "data.max_length", longest)
+        yield from model_faults(
+            folder, model.tensor_model_parallel_size, "model", "data.max_length", longest
+        )
         yield from folder_faults("output_dir", self.output_dir)
         if self.cuts.max_tokens < self.cuts.min_tokens:
             yield Fault(

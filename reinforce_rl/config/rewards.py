@@ -43,9 +43,13 @@ class RewardServerConfig(Section):
         more="; see [reward-server.md](reward-server.md#several-servers-of-one-reward-model)",
     )
     token_file: PathText | None = key(
-        None, "file with the server's access token, mode 0600; null: REINFORCE_REWARD_TOKEN, if set", kind="path"
+        None,
+        "file with the server's access token, mode 0600; null: REINFORCE_REWARD_TOKEN, if set",
+        kind="path",
     )
-    weight: Weight = key(1.0, "of its scores in the sum, where there are several rewards", expected=_NOT_ZERO)
+    weight: Weight = key(
+        1.0, "of its scores in the sum, where there are several rewards", expected=_NOT_ZERO
+    )
     input: Literal["auto", "tokens", "text"] = key(
         "auto",
         "what it is sent: tokens, text, or auto: conversations as text, for the reward model's own template, and "
@@ -68,12 +72,18 @@ class RemoteRMConfig(Section):
         kind="groups",
     )
     pad_to_length: Count | None = key(
-        None, "pad each request to this length, cutting none; null: to the longest row of a request", "tokens"
+        None,
+        "pad each request to this length, cutting none; null: to the longest row of a request",
+        "tokens",
     )
     ready_timeout_seconds: Positive = key(60.0, "wait for the server at the start", "s")
-    deadline_seconds: Positive = key(600.0, "of one scoring call with its retries; then the run saves and ends", "s")
+    deadline_seconds: Positive = key(
+        600.0, "of one scoring call with its retries; then the run saves and ends", "s"
+    )
     attempt_timeout_seconds: Positive = key(
-        60.0, "of one attempt, up to the answer's last byte; doubled after each one that took longer", "s"
+        60.0,
+        "of one attempt, up to the answer's last byte; doubled after each one that took longer",
+        "s",
     )
 
     def servers(self, *, with_reward_model: bool = True) -> dict[str, RewardServerConfig]:
@@ -103,22 +113,32 @@ class RewardFunctionConfig(Section):
         "processes",
         more=", on each rank that asks for rewards (one a data-parallel group)",
     )
-    sample_timeout_seconds: Positive = key(5.0, "a sample that takes longer fails, and its process is killed", "s")
-    sample_memory_mb: Count = key(2048, "address space of a sample's process beyond what its module takes", "MiB")
-    environment: list[Text] = key([], "variables that functions may read besides PATH, HOME, LANG and the like")
+    sample_timeout_seconds: Positive = key(
+        5.0, "a sample that takes longer fails, and its process is killed", "s"
+    )
+    sample_memory_mb: Count = key(
+        2048, "address space of a sample's process beyond what its module takes", "MiB"
+    )
+    environment: list[Text] = key(
+        [], "variables that functions may read besides PATH, HOME, LANG and the like"
+    )
     sandbox: bool = key(
         False,
         "run functions in bubblewrap: no network, no other processes, no files but Python's",
         more=" ([details](reward-functions.md#a-sandbox))",
     )
-    weight: Weight = key(1.0, "of its scores in the sum, where there are several rewards", expected=_NOT_ZERO)
+    weight: Weight = key(
+        1.0, "of its scores in the sum, where there are several rewards", expected=_NOT_ZERO
+    )
     more_functions: dict[str, MoreFunctionConfig] = key(
         {},
         "further functions, NAME: {name, kwargs, weight} each; rewards are the weighted sum, servers' included",
         kind="groups",
     )
 
-    def functions(self, *, with_own: bool = True) -> dict[str, RewardFunctionConfig | MoreFunctionConfig]:
+    def functions(
+        self, *, with_own: bool = True
+    ) -> dict[str, RewardFunctionConfig | MoreFunctionConfig]:
         """Return the sections of all functions, by their dotted names; this one's if it is asked."""
         functions: dict[str, RewardFunctionConfig | MoreFunctionConfig] = {}
         if with_own:
@@ -146,7 +166,9 @@ def name_in_metrics(
 
 class ServedModelConfig(TemplateConfig):
     restore_from_path: PathText = key(
-        NOT_SET, "Hugging Face folder of the trunk, or of a ...ForSequenceClassification model", kind="path"
+        NOT_SET,
+        "Hugging Face folder of the trunk, or of a ...ForSequenceClassification model",
+        kind="path",
     )
     head_path: PathText | None = key(
         None,
@@ -163,55 +185,93 @@ class ServedModelConfig(TemplateConfig):
         None, "between the layers of a head that has two; null: what the model's class says"
     )
     attribute_weights: dict[str, float] | None = key(
-        None, "{NAME: WEIGHT} of a head with several scores, others 0; null: their mean, if they have names"
+        None,
+        "{NAME: WEIGHT} of a head with several scores, others 0; null: their mean, if they have names",
     )
-    mean: float | None = key(None, "the reward is (merged score - mean) / deviation; null: the head's own, else 0")
+    mean: float | None = key(
+        None, "the reward is (merged score - mean) / deviation; null: the head's own, else 0"
+    )
     deviation: Positive | None = key(None, "null: the head file's own, else 1")
-    tokenizer_path: PathText | None = key(None, "Hugging Face folder of the tokenizer; null: the trunk's", kind="path")
+    tokenizer_path: PathText | None = key(
+        None, "Hugging Face folder of the tokenizer; null: the trunk's", kind="path"
+    )
     max_length: int | None = key(None, "longest sample; null: the trunk's context", "tokens")
-    weight: Weight = key(1.0, "of its rewards in the sum, where there are functions beside it", expected=_NOT_ZERO)
-    precision: Precision = key("auto", "of the trunk: 32, bf16, or auto: bf16 on GPUs, else 32; the rest is fp32")
+    weight: Weight = key(
+        1.0, "of its rewards in the sum, where there are functions beside it", expected=_NOT_ZERO
+    )
+    precision: Precision = key(
+        "auto", "of the trunk: 32, bf16, or auto: bf16 on GPUs, else 32; the rest is fp32"
+    )
     tensor_model_parallel_size: Count = key(1, "ranks that share each weight matrix", "ranks")
     pipeline_model_parallel_size: Count = key(1, "stages that share the layers", "ranks")
-    sequence_parallel: bool = key(False, "tensor-parallel ranks share positions too, outside the matrices")
+    sequence_parallel: bool = key(
+        False, "tensor-parallel ranks share positions too, outside the matrices"
+    )
 
 
 class InferenceConfig(Section):
-    name: Text = key("reward_model", "the model's name in URLs; the actor's remote_rm.reward_model.name")
-    host: Host = key("127.0.0.1", "0.0.0.0 or :: lets other nodes in; then a token is needed", expected=HOST)
+    name: Text = key(
+        "reward_model", "the model's name in URLs; the actor's remote_rm.reward_model.name"
+    )
+    host: Host = key(
+        "127.0.0.1", "0.0.0.0 or :: lets other nodes in; then a token is needed", expected=HOST
+    )
     port: int = key(5555, ge=1, le=65535)
     token_file: PathText | None = key(
-        None, "file with the access token, mode 0600; null: REINFORCE_REWARD_TOKEN, if set", kind="path"
+        None,
+        "file with the access token, mode 0600; null: REINFORCE_REWARD_TOKEN, if set",
+        kind="path",
     )
     allow_no_token: bool = key(False, "serve other nodes without a token")
     micro_batch_size: Count = key(8, "sequences in one forward pass", "sequences")
     tokens_per_micro_batch: Count | None = key(
         None, "tokens in one, padding included, instead of a number of sequences", "tokens"
     )
-    pad_to_multiple: Count = key(1, "pad sequences to a multiple of this length: fewer different shapes", "tokens")
+    pad_to_multiple: Count = key(
+        1, "pad sequences to a multiple of this length: fewer different shapes", "tokens"
+    )
     max_batch_size: Count = key(256, "samples in one request; clients split larger ones", "samples")
     max_request_bytes: int | None = key(
         None, "of one request; null: what a full batch of the widest rows takes", "bytes", ge=1024
     )
     max_sequence_length: Count | None = key(
-        None, "tokens that a row may claim, padding included; null: four times the model's context", "tokens"
+        None,
+        "tokens that a row may claim, padding included; null: four times the model's context",
+        "tokens",
     )
     max_in_flight: Count = key(64, "requests that Triton has at the same time", "requests")
-    max_queue: Natural = key(256, "requests that wait for that; more are rejected with 503", "requests")
+    max_queue: Natural = key(
+        256, "requests that wait for that; more are rejected with 503", "requests"
+    )
     request_seconds: Positive = key(600.0, "for the answer to one request", "s")
-    stuck_seconds: Positive = key(300.0, "for a request's samples in the model; then the server ends", "s")
+    stuck_seconds: Positive = key(
+        300.0, "for a request's samples in the model; then the server ends", "s"
+    )
     canary_seconds: Positive = key(10.0, "for health's own sample of one token", "s")
-    warm_up_lengths: list[int] = key([64, 512], "lengths of the samples scored before the server opens", "tokens")
-    max_queue_delay_ms: NonNegative = key(0.0, "a request may wait this long for others to be merged with", "ms")
+    warm_up_lengths: list[int] = key(
+        [64, 512], "lengths of the samples scored before the server opens", "tokens"
+    )
+    max_queue_delay_ms: NonNegative = key(
+        0.0, "a request may wait this long for others to be merged with", "ms"
+    )
     preferred_batch_sizes: list[int] = key(
         [], "numbers of samples that merged requests should come to, such as [32, 64]", "samples"
     )
-    deterministic: bool = key(True, "each request in forward passes of its own: scores do not depend on other clients")
-    add_special_tokens: bool = key(False, "to `sentences`; a text with the chat template applied holds them already")
-    ready_file: PathText | None = key(None, "JSON {host, port, pid}, written when the server is ready", kind="path")
+    deterministic: bool = key(
+        True, "each request in forward passes of its own: scores do not depend on other clients"
+    )
+    add_special_tokens: bool = key(
+        False, "to `sentences`; a text with the chat template applied holds them already"
+    )
+    ready_file: PathText | None = key(
+        None, "JSON {host, port, pid}, written when the server is ready", kind="path"
+    )
     stop_timeout_seconds: float = key(30.0, "for calls in flight after SIGTERM or SIGINT", "s")
     rank_timeout_seconds: float = key(
-        60.0, "with several ranks: the server ends if one gives no sign of life for this long", "s", ge=1
+        60.0,
+        "with several ranks: the server ends if one gives no sign of life for this long",
+        "s",
+        ge=1,
     )
 
 
@@ -222,7 +282,9 @@ class ServeRewardModelConfig(Section):
         "served instead of reward_model where it has a name, more_functions beside it; see docs/reward-functions.md",
     )
     inference: InferenceConfig = InferenceConfig()
-    devices: Count = key(1, "ranks on each node; those beyond model parallelism are data parallel", "ranks")
+    devices: Count = key(
+        1, "ranks on each node; those beyond model parallelism are data parallel", "ranks"
+    )
     num_nodes: Count = key(1)
     log_level: Text = key("info")
 
@@ -238,8 +300,15 @@ class ServeRewardModelConfig(Section):
         return [*faults, *self._model_faults()]
 
     def _inference_faults(self) -> Iterator[str]:
-        name, most, sizes = self.inference.name, self.inference.max_batch_size, self.inference.preferred_batch_sizes
-        functions = [*self.reward_function.more_functions, (self.reward_function.name or name).rpartition(".")[2]]
+        name, most, sizes = (
+            self.inference.name,
+            self.inference.max_batch_size,
+            self.inference.preferred_batch_sizes,
+        )
+        functions = [
+            *self.reward_function.more_functions,
+            (self.reward_function.name or name).rpartition(".")[2],
+        ]
         if len(set(functions)) < len(functions):
             yield Fault(
                 f"rewards are named {', '.join(functions)}; each is logged by its name, so give "

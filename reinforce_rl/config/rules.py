@@ -30,7 +30,18 @@ REWARD_METRICS = ("rewards_with_kl",)  # metrics whose names a reward source's o
 
 def find_faults(cfg: TrainConfig) -> Iterator[str]:
     """Yield all errors of a configuration with valid keys and types."""
-    checks = (_rewards, _algorithm, _samples, _batches, _model, _lengths, generation_faults, _saving, _profile, _files)
+    checks = (
+        _rewards,
+        _algorithm,
+        _samples,
+        _batches,
+        _model,
+        _lengths,
+        generation_faults,
+        _saving,
+        _profile,
+        _files,
+    )
     for check in checks:
         yield from check(cfg)
 
@@ -182,7 +193,9 @@ def _batches(cfg: TrainConfig) -> Iterator[Fault]:
 def _model(cfg: TrainConfig) -> Iterator[Fault]:
     model = cfg.model
     world = cfg.training_ranks
-    yield from ranks_faults(model, cfg.trainer.num_nodes, cfg.trainer.devices, "trainer.", others=cfg.generation_ranks)
+    yield from ranks_faults(
+        model, cfg.trainer.num_nodes, cfg.trainer.devices, "trainer.", others=cfg.generation_ranks
+    )
     yield from recomputation_faults(model)
     yield from model.optim.faults()
     yield from model.data.fields.faults()
@@ -376,9 +389,15 @@ def _profile(cfg: TrainConfig) -> Iterator[Fault]:
     chosen = {"steps": (cfg.trainer.profile.steps, 1, math.inf if last == -1 else last)}
     chosen["ranks"] = (cfg.trainer.profile.ranks or [], 0, cfg.trainer.world_size - 1)
     for name, (numbers, low, high) in chosen.items():
-        wrong = dict.fromkeys(str(n) for n in numbers if not low <= n <= high or numbers.count(n) > 1)
+        wrong = dict.fromkeys(
+            str(n) for n in numbers if not low <= n <= high or numbers.count(n) > 1
+        )
         if wrong:
-            bound = f"to {'max_steps, which is ' * (name == 'steps')}{high}" if high < math.inf else "on"
+            bound = (
+                f"to {'max_steps, which is ' * (name == 'steps')}{high}"
+                if high < math.inf
+                else "on"
+            )
             bad = ", ".join(wrong)
             yield Fault(
                 f"trainer.profile.{name} has {bad}; expected {name} from {low} {bound}, each once",
@@ -405,7 +424,9 @@ def _files(cfg: TrainConfig) -> Iterator[str]:
         yield from shape_faults(cfg)
     prefix, duration = cfg.model.data.data_prefix, cfg.exp_manager.max_time_per_run
     try:
-        resolve_data_prefix({"train": prefix.train, "validation": prefix.validation, "test": prefix.test})
+        resolve_data_prefix(
+            {"train": prefix.train, "validation": prefix.validation, "test": prefix.test}
+        )
     except ConfigError as error:
         yield from (fault for fault in error.faults if NOT_SET not in fault)
     try:
@@ -440,7 +461,10 @@ def shape_faults(cfg: TrainConfig) -> Iterator[Fault]:
     model, folder = cfg.model, cfg.pretrained_checkpoint.restore_from_path
     longest = ("model.encoder_seq_length", model.encoder_seq_length)
     yield from model_faults(folder, model.tensor_model_parallel_size, "model", *longest)
-    layers, stages = model_values(folder).get("num_hidden_layers"), model.pipeline_model_parallel_size
+    layers, stages = (
+        model_values(folder).get("num_hidden_layers"),
+        model.pipeline_model_parallel_size,
+    )
     uneven = any("pipeline" in name for name in model.megatron_overrides)
     if isinstance(layers, int) and stages > 1 and layers % stages and not uneven:
         yield Fault(

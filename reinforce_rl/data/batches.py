@@ -63,7 +63,9 @@ class Completions:
         return replace(
             self,
             tokens=self.tokens.masked_fill(outside, pad_id),
-            finish_reasons=tuple(FINISH_OUTSIDE if row_is_marked else reason for reason, row_is_marked in reasons),
+            finish_reasons=tuple(
+                FINISH_OUTSIDE if row_is_marked else reason for reason, row_is_marked in reasons
+            ),
         )
 
 
@@ -89,12 +91,16 @@ class RolloutBatch:
     init_log_probs: Tensor | None = None  # the same under the reference policy
     # float32 [N] by name of the reward source, if there are several.
     source_rewards: dict[str, Tensor] = field(default_factory=dict)
-    score_faults: tuple[str | None, ...] = ()  # N times why scoring failed, or None; () before scoring
+    score_faults: tuple[
+        str | None, ...
+    ] = ()  # N times why scoring failed, or None; () before scoring
 
     @property
     def is_end(self) -> Tensor:
         """bool [N]: True if the response ended by itself, not at max_length."""
-        return torch.tensor([reason == FINISH_STOP for reason in self.finish_reasons], dtype=torch.bool)
+        return torch.tensor(
+            [reason == FINISH_STOP for reason in self.finish_reasons], dtype=torch.bool
+        )
 
     @property
     def response_mask(self) -> Tensor:
@@ -111,12 +117,17 @@ class RolloutBatch:
         width = int(self.response_lengths[rows].max()) if len(rows) else 0
         used = int((self.prompt_lengths + self.response_lengths)[rows].max()) if len(rows) else 0
         tables: dict[str, Any] = {name: getattr(self, name) for name in _PER_TOKEN}
-        tables = {name: None if values is None else values[rows, :width] for name, values in tables.items()}
+        tables = {
+            name: None if values is None else values[rows, :width]
+            for name, values in tables.items()
+        }
         return RolloutBatch(
             sequences=self.sequences[rows, :used],
             finish_reasons=tuple(self.finish_reasons[row] for row in rows.tolist()),
             source_rewards={name: values[rows] for name, values in self.source_rewards.items()},
-            score_faults=tuple(self.score_faults[row] for row in rows.tolist()) if self.score_faults else (),
+            score_faults=tuple(self.score_faults[row] for row in rows.tolist())
+            if self.score_faults
+            else (),
             **{name: getattr(self, name)[rows] for name in _PER_SAMPLE},
             **tables,
         )
@@ -129,7 +140,9 @@ class ReinforceBatch:
     rollouts: RolloutBatch
     # float32 [N], KL estimate in nats, summed or averaged over the response.
     kl: Tensor
-    rewards_with_kl: Tensor  # float32 [N], shaped reward, minus beta * `kl` if the KL is in the reward
+    rewards_with_kl: (
+        Tensor  # float32 [N], shaped reward, minus beta * `kl` if the KL is in the reward
+    )
     baseline: Tensor  # float32 [N], subtracted from the reward before any division
     # float32 [N, T], detached; 0 on padding and for samples that do not train. Constant over a response unless credit
     # is assigned per token.
@@ -160,15 +173,22 @@ def join_prompts_and_responses(
     """Append each response to its row's prompt; return sequences int64 [N, S] and prompt_lengths int64 [N]."""
     prompt_lengths = torch.tensor([len(prompt.tokens) for prompt in prompts], dtype=torch.long)
     rows = zip(prompts, completions.tokens, completions.lengths.tolist(), strict=True)
-    joined = [torch.cat([torch.tensor(prompt.tokens).long(), tokens[:length]]) for prompt, tokens, length in rows]
-    sequences = pad_sequence(joined, True, pad_id) if joined else torch.zeros((0, 0), dtype=torch.long)
+    joined = [
+        torch.cat([torch.tensor(prompt.tokens).long(), tokens[:length]])
+        for prompt, tokens, length in rows
+    ]
+    sequences = (
+        pad_sequence(joined, True, pad_id) if joined else torch.zeros((0, 0), dtype=torch.long)
+    )
     return sequences, prompt_lengths
 
 
 def join_completions(parts: Sequence[Completions], pad_id: int) -> Completions:
     """Concatenate completions of several prompt batches, padded to the widest; no parts give an empty one."""
     if not parts:
-        return Completions(torch.zeros((0, 0), dtype=torch.long), torch.zeros(0, dtype=torch.long), ())
+        return Completions(
+            torch.zeros((0, 0), dtype=torch.long), torch.zeros(0, dtype=torch.long), ()
+        )
     width = max(part.tokens.shape[1] for part in parts)
     return Completions(
         tokens=torch.cat([_widen(part.tokens, width, pad_id) for part in parts]),

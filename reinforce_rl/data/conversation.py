@@ -44,9 +44,13 @@ class Conversation:
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # template arguments of this record
 
     @classmethod
-    def of_record(cls, messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Conversation:
+    def of_record(
+        cls, messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any]
+    ) -> Conversation:
         """Add the tools and template arguments of a record; raises DataError, which names the column."""
-        return cls(tuple(messages), read_tools(record.get(TOOLS_KEY)), read_kwargs(record.get(KWARGS_KEY)))
+        return cls(
+            tuple(messages), read_tools(record.get(TOOLS_KEY)), read_kwargs(record.get(KWARGS_KEY))
+        )
 
 
 def read_tools(value: object) -> tuple[Mapping[str, Any], ...]:

@@ -18,7 +18,9 @@ SPLITS = ("train", "validation", "test")
 EXPECTED = "JSONL, JSON, CSV, TSV or Parquet, a folder of such files, or hf:OWNER/NAME"
 
 
-def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> tuple[dict[str, Sets], tuple[float, ...] | None]:
+def resolve_data_prefix(
+    data_prefix: Mapping[str, Any],
+) -> tuple[dict[str, Sets], tuple[float, ...] | None]:
     """Return the files of each split, see `sets_of`, and the weight of each train file if there are weights.
 
     Cheap, so that it runs before a model is loaded. Types are checked by the configuration's schema.
@@ -29,7 +31,9 @@ def resolve_data_prefix(data_prefix: Mapping[str, Any]) -> tuple[dict[str, Sets]
     key, sets = "model.data.data_prefix", data_prefix.get("validation")
     faults: list[Fault] = []
     train, weights = _split_weights(data_prefix.get("train"), faults)
-    files = {split: sets_of(train if split == "train" else data_prefix.get(split)) for split in SPLITS}
+    files = {
+        split: sets_of(train if split == "train" else data_prefix.get(split)) for split in SPLITS
+    }
     if not any(files["train"].values()):
         sentence = f"{key}.train is empty; expected {EXPECTED}"
         faults.append(Fault(sentence, key="data.train.missing"))
@@ -65,7 +69,10 @@ def _faults_of_names(sets: Mapping[str, Any]) -> Iterator[Fault]:
 def sets_of(value: Any) -> Sets:
     """Return the paths of each set of prompts by name; a path, a list of paths, or None is one set without a name."""
     sets = value if isinstance(value, Mapping) else {"": [] if value is None else value}
-    return {name: [paths] if isinstance(paths, (str, Path)) else list(paths) for name, paths in sets.items()}
+    return {
+        name: [paths] if isinstance(paths, (str, Path)) else list(paths)
+        for name, paths in sets.items()
+    }
 
 
 def _split_weights(

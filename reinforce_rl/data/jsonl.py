@@ -59,7 +59,11 @@ class LineFaults(list[Fault]):
         """
         if not self:
             return
-        more = [f"  ... and {len(self) - MAX_LISTED_FAULTS} more"] if len(self) > MAX_LISTED_FAULTS else []
+        more = (
+            [f"  ... and {len(self) - MAX_LISTED_FAULTS} more"]
+            if len(self) > MAX_LISTED_FAULTS
+            else []
+        )
         head = f"{len(self)} line{'s' if len(self) != 1 else ''} of the data cannot be used:"
         advices = [advice] * (len(self) > self.columns)
         text = "\n".join([head, *self[:MAX_LISTED_FAULTS], *more, *advices])
@@ -72,7 +76,9 @@ def write_jsonl(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None:
     path = Path()
     try:
         for path, rows in files.items():
-            write_atomically(ready[path], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            write_atomically(
+                ready[path], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            )
         for path, new in ready.items():
             new.replace(path)
     except OSError as error:
@@ -88,7 +94,13 @@ def write_jsonl(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None:
 
 def describe_type(value: object) -> str:
     """Return the JSON name of a value's type with its article, for messages."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        type(None): "null",
+    }
     return names.get(type(value), "a number")
 
 
@@ -145,7 +157,9 @@ def _parsed_messages(text: str) -> list[dict[str, Any]] | None:
     except (ValueError, RecursionError):
         return None
     is_list = isinstance(parsed, list) and bool(parsed)
-    if not is_list or not all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in parsed):
+    if not is_list or not all(
+        isinstance(item, dict) and item.keys() & {"role", "from"} for item in parsed
+    ):
         return None
     return parsed
 
@@ -170,7 +184,10 @@ def check_messages(
         )
     if not value:
         raise DataError(f"{key} is an empty list; expected messages", key="data.messages.empty")
-    if all(isinstance(message, dict) and "from" in message and "role" not in message for message in value):
+    if all(
+        isinstance(message, dict) and "from" in message and "role" not in message
+        for message in value
+    ):
         value = [
             {
                 "role": _SHAREGPT_ROLES.get(str(message["from"]).lower(), message["from"]),

@@ -98,7 +98,9 @@ def messages_of_chat(value: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"conversations is {describe_type(turns)}; expected a list of turns",
             key="data.nemo.turns_not_a_list",
         )
-    speakers = list(dict.fromkeys(str(turn.get("from")) for turn in turns if isinstance(turn, dict)))
+    speakers = list(
+        dict.fromkeys(str(turn.get("from")) for turn in turns if isinstance(turn, dict))
+    )
     if mask not in speakers:
         raise DataError(
             f"mask is {mask!r}; expected the user's name, one of {', '.join(speakers) or 'none'}",
@@ -110,14 +112,21 @@ def messages_of_chat(value: Mapping[str, Any]) -> list[dict[str, Any]]:
             key="data.nemo.too_many_speakers",
         )
     renamed = [
-        {**turn, "from": "human" if turn.get("from") == mask else "gpt"} if isinstance(turn, dict) else turn
+        {**turn, "from": "human" if turn.get("from") == mask else "gpt"}
+        if isinstance(turn, dict)
+        else turn
         for turn in turns
     ]
     messages = check_messages(renamed, "conversations", ("user", "assistant"))
-    return [{**message, "label": turn.get("label")} for message, turn in zip(messages, turns, strict=True)]
+    return [
+        {**message, "label": turn.get("label")}
+        for message, turn in zip(messages, turns, strict=True)
+    ]
 
 
-def prepare_pairs(inputs: Iterable[str | Path], output: str | Path, columns: Columns = AS_NAMED) -> str:
+def prepare_pairs(
+    inputs: Iterable[str | Path], output: str | Path, columns: Columns = AS_NAMED
+) -> str:
     """Write `pairs.jsonl`, which `train-rm` reads, and return what was done, in words.
 
     Read are lines of `text`, the chosen and then the rejected conversation of each prompt; or `prompt` with
@@ -170,7 +179,9 @@ def prepare_ratings(
     rows: list[dict[str, Any]] = []
     count = 0
     for file in _files(inputs, output, "ratings.jsonl"):
-        for ratings in read_records(file, lambda record: list(_ratings_of(record.value, attributes)), faults, columns):
+        for ratings in read_records(
+            file, lambda record: list(_ratings_of(record.value, attributes)), faults, columns
+        ):
             count += 1
             rows += ratings
     faults.raise_if_any(_ADVICE)
@@ -214,14 +225,21 @@ def _half_or_pair(record: Record) -> tuple[str, dict[str, Any]]:
     value = record.value
     if "chosen_response" in value and "rejected_response" in value and "prompt" in value:
         prompt = _conversation(value["prompt"], "prompt")
-        answers = {key: _answer(value[f"{key}_response"], f"{key}_response") for key in ("chosen", "rejected")}
+        answers = {
+            key: _answer(value[f"{key}_response"], f"{key}_response")
+            for key in ("chosen", "rejected")
+        }
         return record.where, {"prompt": prompt, **answers}
     if "text" not in value:
-        raise ColumnMissing(value, "text, or prompt with chosen_response and rejected_response", "--field text")
+        raise ColumnMissing(
+            value, "text, or prompt with chosen_response and rejected_response", "--field text"
+        )
     return record.where, {"messages": _answered(value)}
 
 
-def _joined(file: Path, halves: Sequence[tuple[str, list[Message]]], faults: LineFaults) -> Iterator[dict[str, Any]]:
+def _joined(
+    file: Path, halves: Sequence[tuple[str, list[Message]]], faults: LineFaults
+) -> Iterator[dict[str, Any]]:
     """Join every two conversations to a pair; stop where they answer different prompts."""
     for (where, chosen), (_, rejected) in zip(halves[::2], halves[1::2], strict=False):
         if chosen[:-1] != rejected[:-1]:
@@ -244,7 +262,9 @@ def _joined(file: Path, halves: Sequence[tuple[str, list[Message]]], faults: Lin
 def _ratings_of(value: Mapping[str, Any], attributes: Sequence[str]) -> Iterator[dict[str, Any]]:
     if "conversations" in value and "mask" in value:
         messages = messages_of_chat(value)
-        plain = [{"role": message["role"], "content": message["content"].strip()} for message in messages]
+        plain = [
+            {"role": message["role"], "content": message["content"].strip()} for message in messages
+        ]
         for index, message in enumerate(messages):
             if message["role"] == "assistant" and message["label"]:
                 yield {
@@ -270,19 +290,33 @@ def _listed_labels(label: object, attributes: Sequence[str]) -> dict[str, float]
             key="data.label.not_a_list",
         )
     if len(label) != len(attributes):
-        hint = f"; its own data has {','.join(STEERLM_ATTRIBUTES)}" if len(label) == len(STEERLM_ATTRIBUTES) else ""
-        given = f"--attributes names {len(attributes)}: {','.join(attributes)}" if attributes else "none is named"
+        hint = (
+            f"; its own data has {','.join(STEERLM_ATTRIBUTES)}"
+            if len(label) == len(STEERLM_ATTRIBUTES)
+            else ""
+        )
+        given = (
+            f"--attributes names {len(attributes)}: {','.join(attributes)}"
+            if attributes
+            else "none is named"
+        )
         raise DataError(
             f"label has {len(label)} numbers, but {given}; name each in order: --attributes a,b,c{hint}",
             key="data.label.wrong_number",
         )
     for number in label:
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, int | float)
+            or not math.isfinite(number)
+        ):
             raise DataError(
                 f"label holds {number!r}; expected finite numbers, {UNRATED} for no rating",
                 key="data.label.not_finite",
             )
-    return {name: number for name, number in zip(attributes, label, strict=True) if number != UNRATED}
+    return {
+        name: number for name, number in zip(attributes, label, strict=True) if number != UNRATED
+    }
 
 
 def _named_labels(label: object, key: str) -> dict[str, float]:
@@ -323,7 +357,9 @@ def _conversation(value: object, key: str, *, is_whole: bool = False) -> list[Me
     """Return messages of a list or of a text; a whole conversation is no text of one user."""
     if isinstance(value, list):
         messages = check_messages(value, key, ("system", "user", "assistant"))
-        return [{"role": message["role"], "content": message["content"].strip()} for message in messages]
+        return [
+            {"role": message["role"], "content": message["content"].strip()} for message in messages
+        ]
     text = check_text(value, key)
     if is_nemo_text(text):
         return parse_nemo_text(text)
@@ -332,7 +368,10 @@ def _conversation(value: object, key: str, *, is_whole: bool = False) -> list[Me
     if _PLAIN_MARKER.match(text):
         _, *pieces = _PLAIN_MARKER.split(text)
         roles = [_ROLES[name] for name in pieces[::2]]
-        return [{"role": role, "content": content.strip()} for role, content in zip(roles, pieces[1::2], strict=True)]
+        return [
+            {"role": role, "content": content.strip()}
+            for role, content in zip(roles, pieces[1::2], strict=True)
+        ]
     try:
         return parse_hh_conversation(text)
     except DataError as error:

@@ -28,7 +28,12 @@ from reinforce_rl.data.jsonl import (
     text_of,
     write_jsonl,
 )
-from reinforce_rl.data.nemo_aligner import is_nemo_text, messages_of_chat, parse_nemo_text, with_system
+from reinforce_rl.data.nemo_aligner import (
+    is_nemo_text,
+    messages_of_chat,
+    parse_nemo_text,
+    with_system,
+)
 from reinforce_rl.data.readers import AS_NAMED, ColumnMissing, Columns, files_of, read_records
 from reinforce_rl.errors import DataError
 
@@ -59,13 +64,18 @@ class PrepareCounts:
     skipped: dict[str, int]
 
     def __str__(self) -> str:
-        lines = [f"read {self.read}, kept {self.train + self.validation}, skipped {sum(self.skipped.values())}"]
+        lines = [
+            f"read {self.read}, kept {self.train + self.validation}, skipped {sum(self.skipped.values())}"
+        ]
         lines += [f"  skipped {count}: {reason}" for reason, count in self.skipped.items()]
         return "\n".join([*lines, f"  train {self.train}, validation {self.validation}"])
 
 
 def prepare_prompts(
-    inputs: Iterable[str | Path], output: str | Path, options: PrepareOptions, columns: Columns = AS_NAMED
+    inputs: Iterable[str | Path],
+    output: str | Path,
+    options: PrepareOptions,
+    columns: Columns = AS_NAMED,
 ) -> PrepareCounts:
     """Read pairs or conversations and write `train.jsonl` and `validation.jsonl` into `output`.
 
@@ -78,7 +88,10 @@ def prepare_prompts(
     Raises:
         DataError: a file cannot be read or written, invalid lines (all counted, the first listed), or too few prompts.
     """
-    paths, targets = list(map(Path, inputs)), [Path(output) / f"{name}.jsonl" for name in SPLITS[:2]]
+    paths, targets = (
+        list(map(Path, inputs)),
+        [Path(output) / f"{name}.jsonl" for name in SPLITS[:2]],
+    )
     for file in (file for path in paths for file in files_of(path)):
         if file.resolve() in [target.resolve() for target in targets]:
             raise DataError(
@@ -98,9 +111,18 @@ def prepare_prompts(
         if reason or key in kept:
             skipped[reason or "duplicate of an earlier prompt"] += 1
             return
-        prompt = {"messages": messages} if options.form == "messages" else {"prompt": render_hh_prompt(messages)}
-        read_keys = (*_PROMPT_KEYS, "system", "mask") if _has_system(line.value, columns) else _PROMPT_KEYS
-        kept[key] = {**prompt, **{name: item for name, item in line.value.items() if name not in read_keys}}
+        prompt = (
+            {"messages": messages}
+            if options.form == "messages"
+            else {"prompt": render_hh_prompt(messages)}
+        )
+        read_keys = (
+            (*_PROMPT_KEYS, "system", "mask") if _has_system(line.value, columns) else _PROMPT_KEYS
+        )
+        kept[key] = {
+            **prompt,
+            **{name: item for name, item in line.value.items() if name not in read_keys},
+        }
 
     faults = LineFaults()
     read = sum(1 for path in paths for _ in read_records(path, keep, faults, columns))
@@ -128,7 +150,9 @@ def _has_system(value: dict[str, Any], columns: Columns) -> bool:
 
 def _messages_of(record: dict[str, Any]) -> tuple[_Messages, str]:
     # Null is no prompt: data sets that were joined have every column in every record.
-    value = {key: item for key, item in record.items() if item is not None or key not in _PROMPT_KEYS}
+    value = {
+        key: item for key, item in record.items() if item is not None or key not in _PROMPT_KEYS
+    }
     for key in ("prompt", "text"):
         if key in value:
             if key == "prompt":
@@ -150,7 +174,8 @@ def _messages_of(record: dict[str, Any]) -> tuple[_Messages, str]:
     if "chosen" in value and "rejected" in value:
         sides = {key: messages_of_json(value[key], key) for key in ("chosen", "rejected")}
         chosen, rejected = (
-            _without_answer(_conversation(side, key, parse_hh_conversation)) for key, side in sides.items()
+            _without_answer(_conversation(side, key, parse_hh_conversation))
+            for key, side in sides.items()
         )
         if chosen != rejected:
             return chosen, "chosen and rejected answer different prompts"
@@ -188,7 +213,9 @@ def _without_answer(messages: _Messages) -> _Messages:
 def _turns_fault(value: object, messages: _Messages) -> str:
     """Say what is wrong with turns that come from one text, whose markers may be a part of what was said."""
     roles = [message["role"] for message in messages if message["role"] != "system"]
-    if isinstance(value, str) and any(role != ("user", "assistant")[i % 2] for i, role in enumerate(roles)):
+    if isinstance(value, str) and any(
+        role != ("user", "assistant")[i % 2] for i, role in enumerate(roles)
+    ):
         return "user and assistant do not take turns"
     return ""
 

@@ -51,7 +51,11 @@ class PromptDataset(Dataset[Prompt]):
 
     def __init__(self, prompts: Sequence[Prompt], *, skipped: int = 0, blend: Blend | None = None):
         if not prompts:
-            left_out = f" ({skipped} over-long ones were skipped; raise model.encoder_seq_length)" if skipped else ""
+            left_out = (
+                f" ({skipped} over-long ones were skipped; raise model.encoder_seq_length)"
+                if skipped
+                else ""
+            )
             raise DataError(
                 f"the data set holds no prompt{left_out}",
                 key="data.prompts.none",
@@ -74,13 +78,19 @@ class PromptDataset(Dataset[Prompt]):
         digest = hashlib.sha256()
         for prompt in self._prompts:
             text = prompt.text.encode("utf-8")
-            digest.update(len(text).to_bytes(8, "big") + text)  # the length makes joined texts unambiguous
+            digest.update(
+                len(text).to_bytes(8, "big") + text
+            )  # the length makes joined texts unambiguous
         return digest.hexdigest()
 
     @classmethod
     def of_sets(cls, sets: Mapping[str, PromptDataset]) -> PromptDataset:
         """Join data sets; each prompt has its set's name, and a number over all sets."""
-        every = [replace(prompt, set_name=name) for name, found in sets.items() for prompt in found._prompts]
+        every = [
+            replace(prompt, set_name=name)
+            for name, found in sets.items()
+            for prompt in found._prompts
+        ]
         numbered = [replace(prompt, id=number) for number, prompt in enumerate(every)]
         return cls(numbered, skipped=sum(found.skipped for found in sets.values()))
 
@@ -159,7 +169,9 @@ class PromptDataset(Dataset[Prompt]):
             sizes.append(len(prompts) - before)
         faults.raise_if_any(advice)
         for name, count in unread.items():
-            logger.warning(f"{KWARGS_KEY}.{name} of {count} records has no effect: the chat template does not read it")
+            logger.warning(
+                f"{KWARGS_KEY}.{name} of {count} records has no effect: the chat template does not read it"
+            )
         if skipped:
             where, length = skipped[0]
             logger.warning(
@@ -296,7 +308,10 @@ def build_train_valid_test_rlhf_datasets(
             continue
         load = partial(PromptDataset.from_files, tokenizer, split=split, **options)
         try:
-            found = {name: load(paths, weights=weights if split == "train" else None) for name, paths in sets.items()}
+            found = {
+                name: load(paths, weights=weights if split == "train" else None)
+                for name, paths in sets.items()
+            }
             datasets[split] = found[""] if "" in found else PromptDataset.of_sets(found)
         except DataError as error:  # the next split may have faults of its own
             errors.append(error)
@@ -351,7 +366,11 @@ def _render(
         raise ConfigError([Fault(sentence, key="data.system.plain_prompt")])
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": jsonl.check_text(system, "system")}, *messages]
-    absent = [name for name in (*PROMPT_KEYS, SHAREGPT_KEY) if name not in columns.names and value.get(name) is None]
+    absent = [
+        name
+        for name in (*PROMPT_KEYS, SHAREGPT_KEY)
+        if name not in columns.names and value.get(name) is None
+    ]
     metadata = {name: item for name, item in value.items() if name not in (key, *absent)}
     if not messages:
         return record.where, Prompt(-1, str(content), (), metadata)
@@ -373,7 +392,9 @@ def _prompt_key(value: Mapping[str, Any], columns: Columns) -> str:
         return "prompt"
     present = [key for key in (*PROMPT_KEYS, SHAREGPT_KEY) if key in value]
     if not present:
-        raise ColumnMissing(value, "exactly one of prompt, text and messages", f"{columns.key}prompt")
+        raise ColumnMissing(
+            value, "exactly one of prompt, text and messages", f"{columns.key}prompt"
+        )
     keys = [key for key in PROMPT_KEYS if value.get(key) is not None]
     if len(keys) > 1:
         raise DataError(
@@ -402,11 +423,15 @@ def _tokenise(
         chats = [row for row, prompt in enumerate(prompts) if prompt.messages and not prompt.tokens]
         tokens = [prompt.tokens for prompt in prompts]
         if plain:
-            encoded = encode_plain(renderer.tokenizer, [prompts[row].text for row in plain], add_bos)
+            encoded = encode_plain(
+                renderer.tokenizer, [prompts[row].text for row in plain], add_bos
+            )
             for row, ids in zip(plain, encoded, strict=True):
                 tokens[row] = tuple(ids)
         if chats:
-            for row, ids in zip(chats, renderer.encode_all([prompts[row].text for row in chats]), strict=True):
+            for row, ids in zip(
+                chats, renderer.encode_all([prompts[row].text for row in chats]), strict=True
+            ):
                 tokens[row] = tuple(ids)
         for (where, prompt), ids in zip(items, tokens, strict=True):
             yield where, replace(prompt, tokens=ids)

@@ -33,7 +33,9 @@ from reinforce_rl.utils.files import MAX_LINE_BYTES, bounded_lines
 from reinforce_rl.utils.untrusted_files import UnreadableFileError, open_regular
 
 T = TypeVar("T")
-Rows = Iterator[tuple[str, Any]]  # the place in the file, ":LINE" or ", row N", and what `_record_of` takes
+Rows = Iterator[
+    tuple[str, Any]
+]  # the place in the file, ":LINE" or ", row N", and what `_record_of` takes
 
 HUB = "hf:"  # hf:OWNER/NAME[/CONFIGURATION][:SPLIT], as FOLDER[/CONFIGURATION][:SPLIT]
 _START_BYTES, _AT_ONCE = 4096, 1024
@@ -48,12 +50,24 @@ _OPENERS: dict[bytes, Callable[[Path], Any]] = {
 }
 # What cannot be read, by how a file begins, with what to do about it.
 _UNUSABLE = (
-    (rb"ARROW1|\xff\xff\xff\xff", "an Arrow file", "convert it: pandas.read_feather(IN).to_parquet(OUT)"),
+    (
+        rb"ARROW1|\xff\xff\xff\xff",
+        "an Arrow file",
+        "convert it: pandas.read_feather(IN).to_parquet(OUT)",
+    ),
     (rb"PK\x03\x04", "a zip archive", "unpack it"),
     (rb"\xff\xfe|\xfe\xff", "UTF-16 text", "convert it with iconv -f UTF-16 -t UTF-8"),
-    (rb"version https://git-lfs", "a Git LFS pointer in place of the file", "fetch the file with git lfs pull"),
+    (
+        rb"version https://git-lfs",
+        "a Git LFS pointer in place of the file",
+        "fetch the file with git lfs pull",
+    ),
     (rb"\s*<", "an HTML or XML page", "see whether its download failed"),
-    (rb'\s*\{\s*\n\s*"', "JSON over several lines", "write an object a line, jq -c . IN > OUT, or a list of objects"),
+    (
+        rb'\s*\{\s*\n\s*"',
+        "JSON over several lines",
+        "write an object a line, jq -c . IN > OUT, or a list of objects",
+    ),
 )
 _CSV = rb'("[^"\n]+"|[\w .-]+)([,;\t]("[^"\n]+"|[\w .-]+))+\r?\n'
 # Usual names of a column of prompts, for a hint.
@@ -95,9 +109,13 @@ class Columns:
         renamed: dict[str, Any] = {}
         for name, column in self.names.items():
             try:
-                renamed[name] = reduce(getitem, [column] if column in value else column.split("."), value)
+                renamed[name] = reduce(
+                    getitem, [column] if column in value else column.split("."), value
+                )
             except (KeyError, TypeError) as error:
-                raise ColumnMissing(value, f"{column}, as {self.key}{name} says; correct that") from error
+                raise ColumnMissing(
+                    value, f"{column}, as {self.key}{name} says; correct that"
+                ) from error
         taken = set(self.names.values())
         return {**{name: item for name, item in value.items() if name not in taken}, **renamed}
 
@@ -415,7 +433,9 @@ def _parquet(file: io.BufferedReader) -> Rows:
     # A decompressed stream cannot seek from its end. Arrow opens a plain file itself, since its threads may block on a
     # Python file object when the interpreter exits.
     is_plain = isinstance(file.raw, io.FileIO)
-    source = OSFile(os.fsencode(file.name)) if is_plain else BufferReader(_read_whole(file, "unpack it"))
+    source = (
+        OSFile(os.fsencode(file.name)) if is_plain else BufferReader(_read_whole(file, "unpack it"))
+    )
     try:
         yield from _of_batches(parquet.ParquetFile(source).iter_batches(batch_size=_AT_ONCE))
     except ArrowException as error:
@@ -428,7 +448,10 @@ def _of_batches(batches: Iterable[Any]) -> Rows:
         types = {column.name: column.type for column in batch.schema}
         for row in batch.to_pylist():
             number += 1
-            yield f", row {number}", {name: _plain(value, types.get(name)) for name, value in row.items()}
+            yield (
+                f", row {number}",
+                {name: _plain(value, types.get(name)) for name, value in row.items()},
+            )
 
 
 def _plain(value: Any, arrow_type: Any) -> Any:

@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from reinforce_rl.data import jsonl
-from reinforce_rl.data.conversation import DATE_FUNCTION, KWARGS_KEY, TOOLS_KEY, Conversation, kwargs_faults
+from reinforce_rl.data.conversation import (
+    DATE_FUNCTION,
+    KWARGS_KEY,
+    TOOLS_KEY,
+    Conversation,
+    kwargs_faults,
+)
 from reinforce_rl.data.template_bounds import TemplateBoundError, bound_chat_templates
 from reinforce_rl.data.tokenizer import encode_all
 from reinforce_rl.errors import ConfigError, DataError, Fault
@@ -40,7 +46,9 @@ _ADVICE_OF_ROLE = {
 class TemplateOptions:
     """How a run renders conversations."""
 
-    kwargs: Mapping[str, Any] = field(default_factory=dict)  # template arguments; those of a record win
+    kwargs: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # template arguments; those of a record win
     date: str | None = None  # YYYY-MM-DD that templates read as today's; None: the day of the call
     sanitize_control_tokens: bool = False  # as in transformers: control tokens in content are text
     section: str = "model.data."  # configuration prefix of these options, for messages
@@ -66,7 +74,9 @@ class ChatRenderer:
         ConfigError: this transformers cannot do what an option asks for, or the template does not read an argument.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: TemplateOptions = DEFAULT_OPTIONS):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, options: TemplateOptions = DEFAULT_OPTIONS
+    ):
         bound_chat_templates()
         self.tokenizer = tokenizer
         self.options = options
@@ -108,7 +118,9 @@ class ChatRenderer:
         """
         return self._render(conversation, add_generation_prompt=True)
 
-    def answered_text(self, conversation: Conversation, answer: Mapping[str, Any], *, is_finished: bool = True) -> str:
+    def answered_text(
+        self, conversation: Conversation, answer: Mapping[str, Any], *, is_finished: bool = True
+    ) -> str:
         """Render a conversation with the assistant's answer; one that was cut has no end of turn. Raises likewise."""
         text = self._render(_with_answer(conversation, answer))
         return text if is_finished else text.removesuffix(self.end_of_turn(conversation))
@@ -146,8 +158,12 @@ class ChatRenderer:
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         return encode_all(self.tokenizer, texts)
 
-    def _sanitized(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> list[int]:
-        self._render(conversation, add_generation_prompt=add_generation_prompt)  # raises if a message is left out
+    def _sanitized(
+        self, conversation: Conversation, *, add_generation_prompt: bool = False
+    ) -> list[int]:
+        self._render(
+            conversation, add_generation_prompt=add_generation_prompt
+        )  # raises if a message is left out
         ids = self._apply(
             conversation,
             add_generation_prompt=add_generation_prompt,
@@ -202,7 +218,11 @@ class ChatRenderer:
                 form = [_with_calls(message, content, is_object) for message in messages]
                 try:
                     rendered = self._call(template, form, conversation, options)
-                    text = self._call(template, form, conversation, _AS_TEXT) if options["tokenize"] else rendered
+                    text = (
+                        self._call(template, form, conversation, _AS_TEXT)
+                        if options["tokenize"]
+                        else rendered
+                    )
                     if is_object and _has_python_form(text, form):
                         raise DataError(
                             "the chat template writes tool_calls in Python's form; expected JSON",
@@ -263,7 +283,9 @@ class ChatRenderer:
             )
             fault = Fault(sentence, key="chat_template.bound.exceeded")
             raise ConfigError([fault]) from error
-        except Exception as error:  # such as roles that do not alternate; a template may raise anything
+        except (
+            Exception
+        ) as error:  # such as roles that do not alternate; a template may raise anything
             reason = quoted(error)  # of any length
             raise DataError(
                 f"the chat template refuses these messages: {reason}",
@@ -296,7 +318,9 @@ class ChatRenderer:
         """Render a user message of this content; "" if the template refuses it."""
         template = self._template(Conversation(()))
         try:
-            return self._call(template, [{"role": "user", "content": content}], Conversation(()), _AS_TEXT)
+            return self._call(
+                template, [{"role": "user", "content": content}], Conversation(()), _AS_TEXT
+            )
         except DataError:
             return ""
 
@@ -304,9 +328,15 @@ class ChatRenderer:
 def reads_date(folder: str | Path) -> bool:
     """Tell whether a chat template of a Hugging Face folder writes today's date."""
     folder = Path(folder)
-    files = [folder / "tokenizer_config.json", *folder.glob("chat_template*"), *folder.glob("*chat_templates/*.jinja")]
+    files = [
+        folder / "tokenizer_config.json",
+        *folder.glob("chat_template*"),
+        *folder.glob("*chat_templates/*.jinja"),
+    ]
     needle = DATE_FUNCTION.encode()
-    return any(file.is_file() and needle in read_bounded(file, max_bytes=MAX_JSON_BYTES) for file in files)
+    return any(
+        file.is_file() and needle in read_bounded(file, max_bytes=MAX_JSON_BYTES) for file in files
+    )
 
 
 def _with_answer(conversation: Conversation, answer: Mapping[str, Any]) -> Conversation:
@@ -366,5 +396,7 @@ def _with_arguments(call: Mapping[str, Any], is_object: bool) -> dict[str, Any]:
 
 def _has_python_form(text: str, messages: Sequence[Mapping[str, Any]]) -> bool:
     """Tell whether the template has written an object of arguments as Python would: {'city': 'Rome'}."""
-    calls = [call.get("function", call) for message in messages for call in message.get("tool_calls", ())]
+    calls = [
+        call.get("function", call) for message in messages for call in message.get("tool_calls", ())
+    ]
     return any(call["arguments"] and str(call["arguments"]) in text for call in calls)

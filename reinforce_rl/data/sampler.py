@@ -45,7 +45,9 @@ class Blend:
         files = zip(self.sizes, self.weights, self.draws, strict=True)
         for number, (size, weight, draws) in enumerate(files, 1):
             if size == 0:
-                sentence = f"{key} gives file number {number} a weight, but it has no prompt; omit it"
+                sentence = (
+                    f"{key} gives file number {number} a weight, but it has no prompt; omit it"
+                )
                 faults.append(Fault(sentence, key="data.weights.file_without_prompts"))
             elif draws == 0:
                 sentence = (
@@ -90,7 +92,10 @@ class Blend:
 
     def __str__(self) -> str:
         files = enumerate(zip(self.sizes, self.draws, strict=True), 1)
-        parts = [f"file {i} gives {draws} ({draws / size:.2f} times its {size} prompts)" for i, (size, draws) in files]
+        parts = [
+            f"file {i} gives {draws} ({draws / size:.2f} times its {size} prompts)"
+            for i, (size, draws) in files
+        ]
         return f"Weighted blending: of an epoch's {self.num_prompts} draws, {', '.join(parts)}."
 
 
@@ -154,8 +159,17 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what it is a position in, as JSON-ready values."""
-        position = {"epoch": self.epoch, "position": self.position, "consumed_prompts": self.consumed_prompts}
-        state = {**position, "num_prompts": self.num_prompts, "seed": self.seed, "shuffle": self.shuffle}
+        position = {
+            "epoch": self.epoch,
+            "position": self.position,
+            "consumed_prompts": self.consumed_prompts,
+        }
+        state = {
+            **position,
+            "num_prompts": self.num_prompts,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
         if self.blend is None:
             return state
         return {**state, "file_sizes": list(self.blend.sizes), "weights": list(self.blend.weights)}

@@ -24,7 +24,9 @@ from reinforce_rl.utils.untrusted_files import (
 )
 
 _MAX_RECURSIVE = 2  # "**" in a pattern of a data set's card
-SUFFIX = re.compile(r"(\.jsonl|\.ndjson|\.json|\.csv|\.tsv|\.parquet)?(?:\.gz|\.bz2|\.xz|\.zst)?$", re.IGNORECASE)
+SUFFIX = re.compile(
+    r"(\.jsonl|\.ndjson|\.json|\.csv|\.tsv|\.parquet)?(?:\.gz|\.bz2|\.xz|\.zst)?$", re.IGNORECASE
+)
 _KEYWORDS = {
     "train": "train",
     "training": "train",
@@ -63,7 +65,9 @@ class Part:
     files: tuple[Path, ...]
 
 
-def choose_files(folder: Path, configuration: str = "", split: str = "", default: str | None = None) -> list[Path]:
+def choose_files(
+    folder: Path, configuration: str = "", split: str = "", default: str | None = None
+) -> list[Path]:
     """Return the files of one split of one configuration.
 
     Args:
@@ -127,7 +131,9 @@ def _refuse_copies(files: Iterable[Path]) -> None:
             )
 
 
-def _of_split(chosen: Mapping[str, list[Path]], place: str, split: str, default: str | None) -> list[Path]:
+def _of_split(
+    chosen: Mapping[str, list[Path]], place: str, split: str, default: str | None
+) -> list[Path]:
     named = [name for name in chosen if name]
     if split:
         name = split if split in chosen else _KEYWORDS.get(split, split)
@@ -221,7 +227,9 @@ def _card(folder: Path) -> list[dict[str, Any]]:
             key="data.card.configs_not_a_list",
         )
     return [
-        config for config in configs if isinstance(config, dict) and ("data_files" in config or "data_dir" in config)
+        config
+        for config in configs
+        if isinstance(config, dict) and ("data_files" in config or "data_dir" in config)
     ]
 
 
@@ -229,7 +237,9 @@ def _parse_card(text: str) -> Any:
     # A card lists each of its files, and some have thousands: a loader in C where there is one.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     first_line = "\n"  # so that lines are counted as in the file
-    return parse_yaml(first_line + text, max_depth=MAX_JSON_DEPTH, max_values=_MAX_CARD_VALUES, loader=loader)
+    return parse_yaml(
+        first_line + text, max_depth=MAX_JSON_DEPTH, max_values=_MAX_CARD_VALUES, loader=loader
+    )
 
 
 def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:
@@ -249,7 +259,9 @@ def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:
         else:
             by_split = entry if isinstance(entry, dict) else {"train": entry}
         for split, paths in by_split.items():
-            patterns.setdefault(str(split), []).extend(map(str, paths if isinstance(paths, list) else [paths]))
+            patterns.setdefault(str(split), []).extend(
+                map(str, paths if isinstance(paths, list) else [paths])
+            )
     for split, globs in patterns.items():
         files: dict[Path, None] = {}
         for pattern in globs:
@@ -262,7 +274,9 @@ def _parts_of_card(folder: Path, config: Mapping[str, Any]) -> Iterator[Part]:
                     f"has a README.md that names {pattern[:100]}; expected at most {_MAX_RECURSIVE} **",
                     key="data.card.wide_pattern",
                 )
-            matches = sorted(path for path in base.glob(wanted) if path.is_file() and not _is_hidden(path, base))
+            matches = sorted(
+                path for path in base.glob(wanted) if path.is_file() and not _is_hidden(path, base)
+            )
             if not matches:
                 raise DataError(
                     f"has no file {pattern}, which its README.md names for {name}, {split}",
@@ -315,7 +329,9 @@ def _configuration_of(relative: PurePath) -> str:
 def _split_of(relative: PurePath) -> str:
     of_folders = [split for name in relative.parts[:-1] if (split := _keyword(name))]
     shard = _SHARD.match(relative.name)
-    if shard and (_keyword(shard[1]) or not of_folders):  # train_sft, but not part in train/part-00000-of-00001
+    if shard and (
+        _keyword(shard[1]) or not of_folders
+    ):  # train_sft, but not part in train/part-00000-of-00001
         return _KEYWORDS.get(shard[1].lower(), shard[1])
     if not suffix_of(relative.name):  # a folder of `save_to_disk`, which has its split's name
         return _KEYWORDS.get(relative.name, relative.name)

@@ -31,7 +31,9 @@ MAX_STEPS = 1_000_000  # of one rendering; and one more a character of the input
 MAX_SECONDS = 30.0
 MIN_CHARS = 16 << 20  # that a text may always have
 CHARS_RATIO = 8  # and for a longer input, this many times the input
-MIN_ELEMENTS = 1 << 20  # that a list may always hold, with those of the lists in it; and one a character of the input
+MIN_ELEMENTS = (
+    1 << 20
+)  # that a list may always hold, with those of the lists in it; and one a character of the input
 _MAX_BITS = 10_000  # of an integer
 _MAX_DEPTH = 100  # of lists in lists
 _MAX_DATE_FORMAT = 1000  # characters
@@ -41,24 +43,58 @@ _SPLIT_CHARS_PER_STEP = 16
 _ELEMENTS_PER_STEP = 16
 _STEPS_PER_CALL = 10  # an iteration of a loop is one
 # Methods and filters of lists and objects that do not look into their elements.
-_WITHOUT_TEXT = frozenset({"items", "get", "keys", "values", "length", "count", "default", "first", "last", "list"})
+_WITHOUT_TEXT = frozenset(
+    {"items", "get", "keys", "values", "length", "count", "default", "first", "last", "list"}
+)
 _FILLING = frozenset({"batch", "slice"})  # to a given number of elements
-_SPLITTING = frozenset({"split", "rsplit", "splitlines"})  # into at most as many parts as there are characters
+_SPLITTING = frozenset(
+    {"split", "rsplit", "splitlines"}
+)  # into at most as many parts as there are characters
 # Methods and filters that make nothing larger than what they are given.
 _NEVER_LARGER = frozenset(
     {
         *("trim", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "lower"),
         *(*_SPLITTING, "partition", "rpartition", "startswith", "endswith", "find"),
-        *("get", "items", "keys", "values", "length", "first", "last", "default", "int", "float", "abs"),
+        *(
+            "get",
+            "items",
+            "keys",
+            "values",
+            "length",
+            "first",
+            "last",
+            "default",
+            "int",
+            "float",
+            "abs",
+        ),
     }
 )
 # They take time that grows faster than the text; chat templates have no use for them.
 _UNBOUNDED_FILTERS = ("urlize", "wordwrap", "pprint", "xmlattr")
-_LISTING = frozenset({"list", "sort", "unique", "batch", "slice"})  # make a list of a text's characters
+_LISTING = frozenset(
+    {"list", "sort", "unique", "batch", "slice"}
+)  # make a list of a text's characters
 _ENCODINGS = frozenset({"utf-8", "utf8", "ascii", "latin-1", "utf-16", "utf-32"})
 # Tests that compare their value with another.
 _COMPARING_TESTS = frozenset(
-    {"eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", ">", "ge", ">=", "in"}
+    {
+        "eq",
+        "equalto",
+        "==",
+        "ne",
+        "!=",
+        "lt",
+        "lessthan",
+        "<",
+        "le",
+        "<=",
+        "gt",
+        ">",
+        "ge",
+        ">=",
+        "in",
+    }
 )
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS = (list, tuple, dict, set, frozenset, *_VIEWS)
@@ -326,7 +362,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 budget.charge(__obj.__self__, __obj.__name__)
                 return super().call(__context, __obj, *args, **kwargs)
             # Jinja passes the variables of loops and blocks this way.
-            given = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
+            given = {
+                name: value
+                for name, value in kwargs.items()
+                if name not in ("_loop_vars", "_block_vars")
+            }
             _, args = _with_listed(__obj.__self__, __obj.__name__, args)
             _check_method(budget, __obj.__self__, __obj.__name__, args, given)
         for value in (*args, *kwargs.values()):
@@ -412,7 +452,9 @@ def _holds_values(node: nodes.Node) -> bool:
         return False
     if isinstance(node, nodes.Dict):
         return not all(isinstance(pair.value, nodes.Const) for pair in node.items)
-    return isinstance(node, nodes.List | nodes.Tuple) and not all(isinstance(item, nodes.Const) for item in node.items)
+    return isinstance(node, nodes.List | nodes.Tuple) and not all(
+        isinstance(item, nodes.Const) for item in node.items
+    )
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -457,7 +499,9 @@ def _counted_generator(values: Iterator[Any]) -> Iterator[Any]:
         yield value
 
 
-def _check_method(budget: _Budget, subject: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_method(
+    budget: _Budget, subject: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Check, before it is made, the size of what a method or filter makes of a text or list."""
     if isinstance(subject, str | bytes | int | float) or kwargs or name in _FILLING:
         for value in (*args, *kwargs.values()):
@@ -471,7 +515,9 @@ def _check_method(budget: _Budget, subject: Any, name: str, args: tuple[Any, ...
         budget.check_size(_size_made(budget, subject, name, args, kwargs))
     elif name == "format" and isinstance(subject, str):
         _check_percent(budget, subject, args or kwargs)
-    elif name == "sum" and not isinstance(args[1] if len(args) > 1 else kwargs.get("start", 0), int | float):
+    elif name == "sum" and not isinstance(
+        args[1] if len(args) > 1 else kwargs.get("start", 0), int | float
+    ):
         raise TemplateBoundError("sums what are no numbers")
     elif name not in _WITHOUT_TEXT and isinstance(subject, (*_CONTAINERS, Namespace)):
         budget.check_written(subject)
@@ -515,7 +561,9 @@ def _json_spaces(value: Any, options: list[Any]) -> int:
     return count
 
 
-def _size_made(budget: _Budget, subject: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _size_made(
+    budget: _Budget, subject: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
     values = [*args, *kwargs.values()]
     sizes = [len(value) if isinstance(value, str) else 0 for value in values]
     if name == "join":
@@ -570,7 +618,11 @@ def _check_percent(budget: _Budget, text: str, values: Any) -> None:
 
 def _check_product(budget: _Budget, operator: str, left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
+        bits = (
+            left.bit_length() * max(right, 0)
+            if operator == "**"
+            else left.bit_length() + right.bit_length()
+        )
         if bits > _MAX_BITS and abs(left) > 1:
             raise TemplateBoundError(f"computes an integer of about {bits} bits")
     elif operator == "*":
@@ -590,5 +642,7 @@ def bound_chat_templates() -> None:
     if not hasattr(chat_template_utils, "ImmutableSandboxedEnvironment"):
         import transformers
 
-        logger.warning("chat templates have no bounds under transformers %s", transformers.__version__)
+        logger.warning(
+            "chat templates have no bounds under transformers %s", transformers.__version__
+        )
     setattr(chat_template_utils, "ImmutableSandboxedEnvironment", BoundedEnvironment)  # noqa: B010 (not exported)

@@ -44,7 +44,9 @@ class TokenizerInfo:
             vocab_size=len(tokenizer),
             vocab_sha256=hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest(),
             eos_id=token_id(tokenizer.eos_token_id),
-            chat_template_sha256=hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None,
+            chat_template_sha256=hashlib.sha256(template.encode()).hexdigest()
+            if isinstance(template, str)
+            else None,
         )
 
     def differences(self, other: TokenizerInfo) -> list[str]:
@@ -64,7 +66,10 @@ def token_id(value: object) -> int | None:
 
 
 def decode_all(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Sequence[int]],
+    *,
+    skip_special_tokens: bool = False,
 ) -> list[str]:
     """Return the text of each row of token ids, with every space as the tokens have it.
 
@@ -73,7 +78,9 @@ def decode_all(
     if not rows:  # of which transformers makes one text
         return []
     texts = tokenizer.batch_decode(
-        [list(row) for row in rows], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        [list(row) for row in rows],
+        skip_special_tokens=skip_special_tokens,
+        clean_up_tokenization_spaces=False,
     )
     return [str(text) for text in texts]
 
@@ -208,7 +215,9 @@ def _from_pretrained(folder: Path, names: dict[str, str]) -> PreTrainedTokenizer
     except ValueError as error:
         if "TokenizersBackend" not in str(error):  # version 5's name for the class below
             raise
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return PreTrainedTokenizerFast.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
 
 
 def _config_class(model_type: str) -> Any:

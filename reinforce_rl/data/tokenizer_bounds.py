@@ -54,7 +54,10 @@ _LISTS = ("normalizers", "pretokenizers", "decoders", "processors")  # rules of 
 # They make several characters of some; a second one would do it again.
 _ONCE = ("ByteLevel", "BertNormalizer", "Precompiled")
 _ADD_A_CHARACTER = ("Metaspace", "WordPiece")  # to each piece, which may be one character
-_AROUND = {"BertProcessing": 3, "RobertaProcessing": 4}  # tokens that a rule adds to a pair of texts
+_AROUND = {
+    "BertProcessing": 3,
+    "RobertaProcessing": 4,
+}  # tokens that a rule adds to a pair of texts
 _SHOWN = 200  # characters of a value in a message
 _MAX_REPLACEMENT_BYTES = 100  # of a Precompiled rule; U+FDFA, the longest of NFKC, becomes 33 bytes
 
@@ -158,7 +161,11 @@ def _fault_of_names(values: dict[str, Any], path: Path) -> Fault | None:
 def _is_outside(name: str, folder: Path) -> bool:
     try:
         return (folder / name).exists() and leads_out(folder / name, link_root(folder))
-    except (OSError, ValueError, RuntimeError):  # no path, or a loop of links: nothing can be opened there
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ):  # no path, or a loop of links: nothing can be opened there
         return False
 
 

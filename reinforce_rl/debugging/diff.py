@@ -35,7 +35,11 @@ from reinforce_rl.runtime.settings import compare, settings_of
 from reinforce_rl.utils.files import write_atomically, write_json
 
 PHASES = ("prompts", "weights", "generate", "score", "logprobs", "advantages", "update")
-_PLACES = ("exp_manager.explicit_log_dir", "exp_manager.name", "exp_manager.wandb_logger_kwargs.name")
+_PLACES = (
+    "exp_manager.explicit_log_dir",
+    "exp_manager.name",
+    "exp_manager.wandb_logger_kwargs.name",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,9 @@ class RunDiff:
     settings: dict[str, str]  # by key, both values; of the first step that has both
     facts: list[str]  # versions, machine, layout, data, reward functions
     steps: list[int]  # compared
-    of_phases: dict[str, int]  # of weights and update: steps in which all that belongs to them could be compared
+    of_phases: dict[
+        str, int
+    ]  # of weights and update: steps in which all that belongs to them could be compared
     exact: dict[str, Parting]  # by phase, in order
     beyond_rounding: dict[str, Parting]
     tables: list[dict[str, Any]]  # of `monitoring.compare`
@@ -93,7 +99,11 @@ class RunDiff:
         found = []
         for phase in PHASES:
             count = self.of_phases.get(phase, len(self.steps))
-            same = "same" if count == len(self.steps) else f"same in {count} of {len(self.steps)} steps"
+            same = (
+                "same"
+                if count == len(self.steps)
+                else f"same in {count} of {len(self.steps)} steps"
+            )
             sides = self.exact.get(phase), self.beyond_rounding.get(phase)
             texts = [str(one) if one else same if count else "not compared" for one in sides]
             if phase == "weights" and sides[0]:
@@ -103,7 +113,9 @@ class RunDiff:
 
     def table(self) -> RenderableType:
         head = [f"{self.first} and {self.second}, {len(self.steps)} steps of both compared"]
-        head += [f"setting {key}: {values}" for key, values in self.settings.items()] or ["no setting differs"]
+        head += [f"setting {key}: {values}" for key, values in self.settings.items()] or [
+            "no setting differs"
+        ]
         table = Table(*_COLUMNS, box=None, padding=(0, 2, 0, 0), header_style="bold")
         for row in self.rows():
             table.add_row(*map(Text, row))
@@ -136,14 +148,18 @@ def diff(first: str | Path, second: str | Path) -> RunDiff:
     exact, beyond = dict[str, Parting](), dict[str, Parting]()
     for step in steps:
         for phase, bounds, difference in _differences(runs, step, records.get(step)):
-            (exact if bounds == EQUAL_BITS else beyond).setdefault(phase, Parting(step, phase, difference))
+            (exact if bounds == EQUAL_BITS else beyond).setdefault(
+                phase, Parting(step, phase, difference)
+            )
         if len(beyond) >= len(PHASES) - 1:  # checksums know no rounding
             break
     facts = dict[str, str]()
     for step, pair in records.items():
         for fact in fact_differences(*pair):
             if not fact.startswith("setting "):
-                facts.setdefault(fact, fact if step == min(records) else f"{fact}, from step {step} on")
+                facts.setdefault(
+                    fact, fact if step == min(records) else f"{fact}, from step {step} on"
+                )
     of_tensors = sum(_have_same_tensors(*pair) for pair in records.values())
     return RunDiff(
         *names,
@@ -157,14 +173,21 @@ def diff(first: str | Path, second: str | Path) -> RunDiff:
     )
 
 
-def write(found: RunDiff, first: str | Path, second: str | Path, json_file: Path | None, html: Path | None) -> None:
+def write(
+    found: RunDiff, first: str | Path, second: str | Path, json_file: Path | None, html: Path | None
+) -> None:
     """Write the findings as JSON, and a page that overlays the curves with the tables of differences below."""
     if json_file is not None:
         more = {"sentence": found.sentence, "exit_code": found.exit_code}
         write_json(json_file, {"version": 1, **asdict(found), **more})
     if html is not None:
         runs = {found.first: open_run(first), found.second: open_run(second)}
-        parting = {"title": "Where they part", "note": found.sentence, "columns": list(_COLUMNS), "rows": found.rows()}
+        parting = {
+            "title": "Where they part",
+            "note": found.sentence,
+            "columns": list(_COLUMNS),
+            "rows": found.rows(),
+        }
         shown = {name: (run, overview(run)) for name, run in runs.items()}
         write_atomically(html, frozen_page(shown, [parting, *found.tables]))
 
@@ -191,7 +214,10 @@ def _have_same_tensors(one: StepRecord, other: StepRecord) -> bool:
 def _differences(
     runs: tuple[RunFolder, RunFolder], step: int, records: tuple[StepRecord, StepRecord] | None
 ) -> Iterator[tuple[str, Bounds, FirstDifference]]:
-    first, second = (_with_weight_versions(_sorted(read_table(rollout_files(run.path)[step])), step) for run in runs)
+    first, second = (
+        _with_weight_versions(_sorted(read_table(rollout_files(run.path)[step])), step)
+        for run in runs
+    )
     if (missing := missing_samples(first, second)) is not None:
         yield from (("prompts", bounds, missing) for bounds in (EQUAL_BITS, ROUNDING))
         return
@@ -203,7 +229,9 @@ def _differences(
         yield from _of_records(*records)
 
 
-def _of_records(one: StepRecord, other: StepRecord) -> Iterator[tuple[str, Bounds, FirstDifference]]:
+def _of_records(
+    one: StepRecord, other: StepRecord
+) -> Iterator[tuple[str, Bounds, FirstDifference]]:
     for bounds in (EQUAL_BITS, ROUNDING):
         if found := update_differences(one, other, bounds):
             yield "update", bounds, found[0]

@@ -24,7 +24,15 @@ COLUMNS = {
     ),
     "score": ("reward", "source_rewards", "score_fault"),
     "logprobs": ("policy_log_probs", "reference_log_probs"),
-    "advantages": ("valid", "kl", "shaped_reward", "reward_with_kl", "baseline", "advantage", "token_advantages"),
+    "advantages": (
+        "valid",
+        "kl",
+        "shaped_reward",
+        "reward_with_kl",
+        "baseline",
+        "advantage",
+        "token_advantages",
+    ),
 }
 
 
@@ -89,7 +97,8 @@ def sample_differences(
     found = []
     for name in columns:
         pair = [
-            table[name].to_pylist() if name in table.column_names else [None] * len(ids) for table in (first, second)
+            table[name].to_pylist() if name in table.column_names else [None] * len(ids)
+            for table in (first, second)
         ]
         places = [
             (row, _first_token(one, other, bounds))
@@ -102,13 +111,20 @@ def sample_differences(
             sizes = [_size(pair[0][r], pair[1][r]) for r, _ in places]
             prompt, sample = ids[row]
             size = max((size for size in sizes if not math.isnan(size)), default=math.nan)
-            found.append(FirstDifference(name, one, other, len(places), len(ids), prompt, sample, token, size))
+            found.append(
+                FirstDifference(
+                    name, one, other, len(places), len(ids), prompt, sample, token, size
+                )
+            )
     return found
 
 
 def missing_samples(first: pa.Table, second: pa.Table) -> FirstDifference | None:
     """Return the first sample that one of the tables lacks, or that stands elsewhere in it; None if there is none."""
-    columns = [list(zip(t["prompt_id"].to_pylist(), t["sample_id"].to_pylist(), strict=True)) for t in (first, second)]
+    columns = [
+        list(zip(t["prompt_id"].to_pylist(), t["sample_id"].to_pylist(), strict=True))
+        for t in (first, second)
+    ]
     if columns[0] == columns[1]:
         return None
     total = max(map(len, columns))
@@ -136,7 +152,9 @@ def number_differences(
     ]
 
 
-def update_differences(first: StepRecord, second: StepRecord, bounds: Bounds = EQUAL_BITS) -> list[FirstDifference]:
+def update_differences(
+    first: StepRecord, second: StepRecord, bounds: Bounds = EQUAL_BITS
+) -> list[FirstDifference]:
     """Compare the numbers of all optimizer steps of a step."""
     counts = len(first.updates), len(second.updates)
     if counts[0] != counts[1]:
@@ -151,17 +169,29 @@ def update_differences(first: StepRecord, second: StepRecord, bounds: Bounds = E
     return found
 
 
-def tensor_differences(first: Sequence[RankState], second: Sequence[RankState], kind: str) -> list[FirstDifference]:
+def tensor_differences(
+    first: Sequence[RankState], second: Sequence[RankState], kind: str
+) -> list[FirstDifference]:
     """Compare checksums of the `RankState` field `kind`; the first tensor of each rank that differs."""
     found = []
     for one, other in zip(first, second, strict=True):
         sums: tuple[dict[str, str], dict[str, str]] = (getattr(one, kind), getattr(other, kind))
-        names = [name for name in dict.fromkeys((*sums[0], *sums[1])) if sums[0].get(name) != sums[1].get(name)]
+        names = [
+            name
+            for name in dict.fromkeys((*sums[0], *sums[1]))
+            if sums[0].get(name) != sums[1].get(name)
+        ]
         if names:
             rank = f"rank {one.rank}: " if len(first) > 1 else ""
             values = sums[0].get(names[0], "absent"), sums[1].get(names[0], "absent")
             found.append(
-                FirstDifference(f"{rank}tensor {names[0]}", values[0], values[1], len(names), max(map(len, sums)))
+                FirstDifference(
+                    f"{rank}tensor {names[0]}",
+                    values[0],
+                    values[1],
+                    len(names),
+                    max(map(len, sums)),
+                )
             )
     return found
 
@@ -169,13 +199,24 @@ def tensor_differences(first: Sequence[RankState], second: Sequence[RankState], 
 def fact_differences(first: StepRecord, second: StepRecord) -> list[str]:
     """Say what differs between the code, machine, settings, data and reward source of two records."""
     found, defaults = [], dict(flatten(TrainConfig().model_dump()))
-    for title, name in {"": "software", "machine: ": "machine", "layout: ": "layout", "setting ": "settings"}.items():
+    for title, name in {
+        "": "software",
+        "machine: ": "machine",
+        "layout: ": "layout",
+        "setting ": "settings",
+    }.items():
         sides: list[Mapping[str, Any]] = [getattr(one, name) for one in (first, second)]
-        keys = [key for key in dict.fromkeys((*sides[0], *sides[1])) if sides[0].get(key) != sides[1].get(key)]
+        keys = [
+            key
+            for key in dict.fromkeys((*sides[0], *sides[1]))
+            if sides[0].get(key) != sides[1].get(key)
+        ]
         keys = [key for key in keys if not key.startswith(("exp_manager.", "resume_with_changes"))]
         default = defaults if name == "settings" else {}
         pairs = [[_shown(side.get(key, default.get(key))) for side in sides] for key in keys]
-        found += [f"{title}{key}: {one} -> {other}" for key, (one, other) in zip(keys, pairs, strict=True)]
+        found += [
+            f"{title}{key}: {one} -> {other}" for key, (one, other) in zip(keys, pairs, strict=True)
+        ]
     for name in dict.fromkeys((*first.files, *second.files)):
         digests = first.files.get(name), second.files.get(name)
         if None not in digests and digests[0] != digests[1]:
@@ -183,7 +224,9 @@ def fact_differences(first: StepRecord, second: StepRecord) -> list[str]:
     if first.data.get("fingerprint") != second.data.get("fingerprint"):
         found.append("the prompts of the training data are others")
     if None not in (first.scorer, second.scorer) and first.scorer != second.scorer:
-        found.append(f"the reward source is another one: {_shown(first.scorer)} -> {_shown(second.scorer)}")
+        found.append(
+            f"the reward source is another one: {_shown(first.scorer)} -> {_shown(second.scorer)}"
+        )
     if None not in (first.reference, second.reference) and first.reference != second.reference:
         found.append("the reference policy's weights are others")
     return found
@@ -195,10 +238,14 @@ def _equal(one: Any, other: Any, bounds: Bounds) -> bool:
             return False
         if one and isinstance(one[0], float) and bounds != EQUAL_BITS:
             a, b = np.array(one, dtype=float), np.array(other, dtype=float)
-            return bool(np.allclose(a, b, rtol=bounds.relative, atol=bounds.absolute, equal_nan=True))
+            return bool(
+                np.allclose(a, b, rtol=bounds.relative, atol=bounds.absolute, equal_nan=True)
+            )
         return one == other or all(_equal(a, b, bounds) for a, b in zip(one, other, strict=True))
     if isinstance(one, tuple) and isinstance(other, tuple):  # name and value of a map
-        return len(one) == len(other) and all(_equal(a, b, bounds) for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(
+            _equal(a, b, bounds) for a, b in zip(one, other, strict=True)
+        )
     if isinstance(one, float) and isinstance(other, int | float):
         return bounds.allow(one, float(other))
     return one == other
@@ -229,7 +276,10 @@ def _shown_apart(one: Any, other: Any) -> tuple[str, str]:
     """Of long texts, show where they part."""
     if not (isinstance(one, str) and isinstance(other, str)) or max(len(one), len(other)) <= 80:
         return _shown(one), _shown(other)
-    place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    place = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
     start = max(0, place - 30)
     parts = (json.dumps(text[start : start + 60], ensure_ascii=False) for text in (one, other))
     first, second = (f"{'...' * (start > 0)}{part}" for part in parts)

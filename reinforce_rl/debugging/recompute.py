@@ -83,7 +83,10 @@ def recompute(
     chosen = _chosen_steps(stored, steps)
     settings = _SettingsBySteps(stored, list(overrides), trust=trust, say=say)
     last = settings.of(chosen[-1])
-    is_stateful = [depends_on_past(last.recorded.trainer.reinforce), depends_on_past(last.reinforce)]
+    is_stateful = [
+        depends_on_past(last.recorded.trainer.reinforce),
+        depends_on_past(last.reinforce),
+    ]
     first = chosen[0]
     if any(is_stateful):
         _check_all_before(stored, chosen[0], "overrides" if is_stateful[1] else "run's settings")

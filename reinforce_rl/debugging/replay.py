@@ -99,7 +99,9 @@ def replay(
     stored = StoredRun(run)
     step = max(record_files(stored.path), default=0) if step is None else step
     recorded = read_record(stored.path, step)
-    asked = [] if reward in (None, "stored", "restart") else reward_overrides([reward], has_base=True)
+    asked = (
+        [] if reward in (None, "stored", "restart") else reward_overrides([reward], has_base=True)
+    )
     given = [*asked, *overrides]
     cfg, faults = with_overrides(stored.settings(step)[0], given)
     if faults:
@@ -139,7 +141,14 @@ def replay(
                 say(_plan(stored, first, step))
             if mesh.device.type == "cpu" and mesh.world_size == 1:
                 torch.set_num_threads(_threads(recorded))  # the order of sums depends on it
-            replayer = _Replayer(cfg, isolated, mesh, checkpoint, stack, scores=None if reward == "stored" else reward)
+            replayer = _Replayer(
+                cfg,
+                isolated,
+                mesh,
+                checkpoint,
+                stack,
+                scores=None if reward == "stored" else reward,
+            )
             return replayer.run(stored, recorded, steps, PHASES if phase == "all" else (phase,))
 
 
@@ -148,7 +157,9 @@ def step_number(text: str | None) -> int | None:
     if text is None:
         return None
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        sentence = f"--step is {text!r}; expected a step such as 12, or a range such as 10:20, 10: or :20"
+        sentence = (
+            f"--step is {text!r}; expected a step such as 12, or a range such as 10:20, 10: or :20"
+        )
         raise ConfigError([Fault(sentence, key="replay.step.invalid")])
     return int(text)
 
@@ -178,8 +189,14 @@ def _matters(stored: StoredRun, one: int, other: int) -> str:
 
 
 def _plan(stored: StoredRun, first: int, step: int) -> str:
-    seconds = sum(value for number, value in stored.run.series("timers/train_time") if first < number <= step)
-    begin = f"the checkpoint of step {first}" if first else "the initial model, as there is no checkpoint before it"
+    seconds = sum(
+        value for number, value in stored.run.series("timers/train_time") if first < number <= step
+    )
+    begin = (
+        f"the checkpoint of step {first}"
+        if first
+        else "the initial model, as there is no checkpoint before it"
+    )
     updates = f"{step - first} update" + "s" * (step - first > 1)
     return f"Step {step} of {stored.path}: {updates} from {begin}; the run took {seconds:.0f} s for these"
 
@@ -216,11 +233,18 @@ class _Replayer:
             state = checkpoint.trainer_state
             self._start = state["step"]
             # The loader is not used. Changed prompts are reported one by one; the trainer would refuse to resume.
-            data = {**build_sampler(cfg, self._data).state_dict(), "fingerprint": self._data.fingerprint}
+            data = {
+                **build_sampler(cfg, self._data).state_dict(),
+                "fingerprint": self._data.fingerprint,
+            }
             checkpoint = replace(checkpoint, trainer_state={**state, "data": data})
-        self._rescorer = stack.enter_context(contextlib.closing(Rescorer(asked, mesh))) if scores else None
+        self._rescorer = (
+            stack.enter_context(contextlib.closing(Rescorer(asked, mesh))) if scores else None
+        )
         monitor = SilentMonitor(cfg.exp_manager.explicit_log_dir, 1)
-        self._trainer = build_trainer(cfg, mesh, self._tokenizer, datasets, None, monitor, checkpoint)
+        self._trainer = build_trainer(
+            cfg, mesh, self._tokenizer, datasets, None, monitor, checkpoint
+        )
         stack.enter_context(contextlib.closing(self._trainer.model.generator))
         # Log-probs of older weights are not the trainer's own.
         self._trainer.rollouts = replace(self._trainer.rollouts, staleness=asked.staleness)
@@ -229,14 +253,22 @@ class _Replayer:
         self._recorder = recorder
 
     def run(
-        self, stored: StoredRun, recorded: StepRecord, steps: dict[int, StoredStep], phases: Sequence[str]
+        self,
+        stored: StoredRun,
+        recorded: StepRecord,
+        steps: dict[int, StoredStep],
+        phases: Sequence[str],
     ) -> Replay:
         step, mesh, trainer = recorded.step, self._mesh, self._trainer
-        earlier = [self._again(stored, steps[number], number) for number in range(self._start + 1, step)]
+        earlier = [
+            self._again(stored, steps[number], number) for number in range(self._start + 1, step)
+        ]
         now = mesh.gather_on_main(RankState(mesh.rank, self._recorder.present(), {}, {}, ""))
         again = replace(
             self._recorder.record_of(step, {}, trainer.train_dataloader.state_dict()),
-            settings={one.key: one.value for one in set_keys(self._asked.model_dump(), TrainConfig)},
+            settings={
+                one.key: one.value for one in set_keys(self._asked.model_dump(), TrainConfig)
+            },
             scorer=None if self._rescorer is None else self._rescorer.identity,
         )
         same_layout = recorded.layout == again.layout
@@ -247,7 +279,9 @@ class _Replayer:
         results: dict[str, PhaseResult] = {}
         then = read_table(rollout_files(stored.path)[step])
 
-        def compare_samples(name: str, batch: RolloutBatch, data: ReinforceBatch | None = None) -> None:
+        def compare_samples(
+            name: str, batch: RolloutBatch, data: ReinforceBatch | None = None
+        ) -> None:
             table = self._table(step, batch, data)
             if table is not None:
                 # A record without versions is of weights of the step before; what is older is not generated.
@@ -262,7 +296,9 @@ class _Replayer:
                 results["generate"] = PhaseResult("generate", "not replayed", note=why)
             else:
                 samples = self._cfg.trainer.reinforce.num_rollouts_per_prompt
-                compare_samples("generate", trainer.rollouts.sample(self._prompts(batch), samples, step).batch)
+                compare_samples(
+                    "generate", trainer.rollouts.sample(self._prompts(batch), samples, step).batch
+                )
         if "score" in phases:
             results["score"] = self._score(steps[step], then, bounds)
         found = replace(batch, log_probs=None, init_log_probs=None)
@@ -280,7 +316,10 @@ class _Replayer:
             compare_samples("logprobs", found)
         if not mesh.is_main:
             return Replay(stored.run.name, step, self._start, [], [], bounds)
-        before = [self._compare_prompts(stored, steps), *[one for one in earlier if one.differences][:1]]
+        before = [
+            self._compare_prompts(stored, steps),
+            *[one for one in earlier if one.differences][:1],
+        ]
         before.append(self._compare_weights(stored, recorded, now, bounds))
         if "update" in phases:
             made = read_record(self._cfg.exp_manager.explicit_log_dir, step)
@@ -325,11 +364,15 @@ class _Replayer:
         mask, generation = batch.response_mask, self._asked.generation
         old = versions is not None and bool((versions[:, : batch.width][mask] != step - 1).any())
         if self._mesh.sum_over_dp(torch.tensor([int(old)])).item():
-            return "its tokens were drawn with weights of earlier steps; the recorded ones are fed in"
+            return (
+                "its tokens were drawn with weights of earlier steps; the recorded ones are fed in"
+            )
         if generation != "native":
             return f"generation={generation} is not started; the recorded tokens are fed in"
         if not same_layout:
-            return "rounding of another layout may choose another token; the recorded ones are fed in"
+            return (
+                "rounding of another layout may choose another token; the recorded ones are fed in"
+            )
         return ""
 
     def _score(self, stored: StoredStep, then: pa.Table, bounds: Bounds) -> PhaseResult:
@@ -348,22 +391,32 @@ class _Replayer:
         skips = self._cfg.model.reinforce.skip_special_tokens
         return sample_rows(step, prompts, batch, self._tokenizer, data, skip_special_tokens=skips)
 
-    def _table(self, step: int, batch: RolloutBatch, data: ReinforceBatch | None) -> pa.Table | None:
+    def _table(
+        self, step: int, batch: RolloutBatch, data: ReinforceBatch | None
+    ) -> pa.Table | None:
         """Return the samples of all ranks as they are recorded; None on all ranks but the first."""
         cfg, parts = self._cfg.trainer.reinforce, []
         if self._mesh.is_model_parallel_rank_0:
             rows = self._rows(step, self._prompts(batch), batch, data)
-            advantages = data.advantages if data is not None and cfg.credit_assignment == "token" else None
+            advantages = (
+                data.advantages if data is not None and cfg.credit_assignment == "token" else None
+            )
             tokens = token_columns(batch, kl_estimator=cfg.kl_estimator_used, advantages=advantages)
             parts = self._mesh.gather_over_dp_on_first(Samples(rows, tokens))
         return samples_table(join_samples(parts, self._tokenizer)) if self._mesh.is_main else None
 
     def _compare_prompts(self, stored: StoredRun, steps: dict[int, StoredStep]) -> PhaseResult:
         for step, one in steps.items():
-            then, now = read_table(rollout_files(stored.path)[step]), {p.id: p for p in self._prompts(one.batch)}
+            then, now = (
+                read_table(rollout_files(stored.path)[step]),
+                {p.id: p for p in self._prompts(one.batch)},
+            )
             own = [now[number] for number in then["prompt_id"].to_pylist()]
             columns = {"prompt_id": then["prompt_id"], "sample_id": then["sample_id"]}
-            columns |= {"prompt": [p.text for p in own], "prompt_tokens": [list(p.tokens) for p in own]}
+            columns |= {
+                "prompt": [p.text for p in own],
+                "prompt_tokens": [list(p.tokens) for p in own],
+            }
             columns |= {"record": [json.dumps(dict(p.metadata), ensure_ascii=False) for p in own]}
             if found := sample_differences(then, pa.table(columns), COLUMNS["prompts"]):
                 return PhaseResult.of("prompts", found, f"in step {step}")
@@ -377,11 +430,18 @@ class _Replayer:
             return PhaseResult("weights", "not replayed", note=why)
         scratch = self._cfg.exp_manager.explicit_log_dir
         known = record_files(stored.path).keys() & record_files(scratch).keys()
-        sides = {step: (read_record(stored.path, step).ranks, read_record(scratch, step).ranks) for step in known}
+        sides = {
+            step: (read_record(stored.path, step).ranks, read_record(scratch, step).ranks)
+            for step in known
+        }
         sides[recorded.step] = recorded.ranks, now
         for step in sorted(one for one in sides if one <= recorded.step):
             if found := tensor_differences(*sides[step], "before"):
-                note = "as they were read" if step == self._start + 1 else f"since the update of step {step - 1}"
+                note = (
+                    "as they were read"
+                    if step == self._start + 1
+                    else f"since the update of step {step - 1}"
+                )
                 return PhaseResult.of("weights", found, note)
         return PhaseResult.of("weights", [])
 
@@ -389,6 +449,8 @@ class _Replayer:
 def _compare_update(recorded: StepRecord, made: StepRecord, bounds: Bounds) -> PhaseResult:
     found = update_differences(recorded, made, bounds)
     if bounds != EQUAL_BITS:
-        return PhaseResult.of("update", found, "numbers only: checksums of the weights are compared bit for bit")
+        return PhaseResult.of(
+            "update", found, "numbers only: checksums of the weights are compared bit for bit"
+        )
     found += tensor_differences(recorded.ranks, made.ranks, "optimizer")
     return PhaseResult.of("update", found + tensor_differences(recorded.ranks, made.ranks, "after"))

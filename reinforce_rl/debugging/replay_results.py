@@ -40,7 +40,9 @@ class Replay:
     step: int
     start: int  # step of the checkpoint that it began from; 0: the initial model
     phases: list[PhaseResult]  # empty on all ranks but the first
-    facts: list[str]  # what else is not as it was recorded: code, machine, settings, data, reward source
+    facts: list[
+        str
+    ]  # what else is not as it was recorded: code, machine, settings, data, reward source
     bounds: Bounds
 
     @property
@@ -62,16 +64,27 @@ class Replay:
             return "Nothing differs" + (f"; not replayed: {skipped}." if skipped else ".")
         text = f"The first difference is in {phase.name}, recorded and now: {phase.differences[0]}"
         if self.facts:
-            return "\n".join([text, "Not as it was recorded:", *(f"  {fact}" for fact in self.facts)])
+            return "\n".join(
+                [text, "Not as it was recorded:", *(f"  {fact}" for fact in self.facts)]
+            )
         return f"{text}\n{_UNKNOWN}: {_CAUSES.get(phase.name.split()[0], _OF_KERNELS)}."
 
     def table(self) -> RenderableType:
         table = Table("phase", "verdict", "", box=None, padding=(0, 2, 0, 0), header_style="bold")
         for one in self.phases:
-            table.add_row(one.name, one.verdict, Text("\n".join([*map(str, one.differences), one.note]).strip()))
+            table.add_row(
+                one.name,
+                one.verdict,
+                Text("\n".join([*map(str, one.differences), one.note]).strip()),
+            )
         begin = f"the checkpoint of step {self.start}" if self.start else "the initial model"
         head = f"Step {self.step} of {self.run}, from {begin}; compared {self.bounds}"
         return Group(Text(head), "", table, "", Text(self.sentence))
 
     def as_json(self) -> dict[str, Any]:
-        return {"version": 1, **asdict(self), "sentence": self.sentence, "exit_code": self.exit_code}
+        return {
+            "version": 1,
+            **asdict(self),
+            "sentence": self.sentence,
+            "exit_code": self.exit_code,
+        }

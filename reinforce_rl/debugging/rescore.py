@@ -36,14 +36,22 @@ class Rescorer:
         self._tokenizer = load_tokenizer(model)
         self._stop_ids = stop_token_ids(model, self._tokenizer)
         self._skips = cfg.model.reinforce.skip_special_tokens
-        self._size = cfg.model.reinforce.rollout_micro_batch_size * cfg.trainer.reinforce.num_rollouts_per_prompt
+        self._size = (
+            cfg.model.reinforce.rollout_micro_batch_size
+            * cfg.trainer.reinforce.num_rollouts_per_prompt
+        )
         self._data: list[Prompt] = []  # for the messages, which are not recorded
         try:
             train = build_datasets(cfg, self._tokenizer, splits=["train"]).train
             self._data = [train[i] for i in range(len(train))]
         except ReinforceError as error:
-            logger.warning("the run's prompts cannot be read, so rewards get no messages, only texts: %s", error)
-        self._source = connect_to_reward_servers(cfg, mesh, self._tokenizer, SilentMonitor(".", notes=mesh.is_main))
+            logger.warning(
+                "the run's prompts cannot be read, so rewards get no messages, only texts: %s",
+                error,
+            )
+        self._source = connect_to_reward_servers(
+            cfg, mesh, self._tokenizer, SilentMonitor(".", notes=mesh.is_main)
+        )
 
     def __call__(self, stored: StoredStep) -> RolloutBatch:
         """Return a step's rollouts with these rewards. Raises RewardServerError if no answer comes in time."""
@@ -53,7 +61,8 @@ class Rescorer:
             stored.batch,
             rewards=torch.cat([answer.values for answer in answers]),
             source_rewards={
-                name: torch.cat([answer.by_source[name] for answer in answers]) for name in answers[0].by_source
+                name: torch.cat([answer.by_source[name] for answer in answers])
+                for name in answers[0].by_source
             },
             score_faults=tuple(fault for answer in answers for fault in faults_of(answer)),
         )
@@ -78,10 +87,16 @@ class Rescorer:
             tokens = torch.zeros((len(rows), part.width), dtype=torch.long)
             for i, (_, response) in enumerate(cut):
                 tokens[i, : len(response)] = torch.tensor(response, dtype=torch.long)
-            prompts = [self._prompt(stored, i, own) for i, (own, _) in zip(rows.tolist(), cut, strict=True)]
+            prompts = [
+                self._prompt(stored, i, own) for i, (own, _) in zip(rows.tolist(), cut, strict=True)
+            ]
             completions = Completions(tokens, part.response_lengths, part.finish_reasons)
             request = request_about(
-                prompts, completions, self._tokenizer, self._stop_ids, skip_special_tokens=self._skips
+                prompts,
+                completions,
+                self._tokenizer,
+                self._stop_ids,
+                skip_special_tokens=self._skips,
             )
             yield self._source.infer_rm(request), len(rows)
 
@@ -89,4 +104,6 @@ class Rescorer:
         of = stored.rows[row]
         known = self._data[of.prompt_id % len(self._data)] if self._data else None
         messages = known.messages if known is not None and known.text == of.prompt else ()
-        return Prompt(of.prompt_id, of.prompt, tuple(tokens), json.loads(of.record or "{}"), messages)
+        return Prompt(
+            of.prompt_id, of.prompt, tuple(tokens), json.loads(of.record or "{}"), messages
+        )

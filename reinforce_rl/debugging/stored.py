@@ -86,12 +86,18 @@ class StoredRun:
 
         def table(name: str) -> Tensor | None:
             found = [getattr(one, name) for one in tokens] if has_tokens else [None]
-            return None if None in found else pad_sequence([torch.tensor(one) for one in found], True)
+            return (
+                None if None in found else pad_sequence([torch.tensor(one) for one in found], True)
+            )
 
         _check(rows, tokens, rollout_files(self.path)[step])
         prompts = [one.prompt_tokens or [] for one in tokens] if has_tokens else [[] for _ in rows]
-        responses = [one.response_tokens or [] for one in tokens] if has_tokens else [[] for _ in rows]
-        joined = [torch.tensor(p + r, dtype=torch.long) for p, r in zip(prompts, responses, strict=True)]
+        responses = (
+            [one.response_tokens or [] for one in tokens] if has_tokens else [[] for _ in rows]
+        )
+        joined = [
+            torch.tensor(p + r, dtype=torch.long) for p, r in zip(prompts, responses, strict=True)
+        ]
         source_rewards: dict[str, Tensor] = {}
         for source in dict.fromkeys(name for row in rows for name in row.source_rewards):
             # Ranks may have had scores of other sources.
@@ -99,7 +105,9 @@ class StoredRun:
             source_rewards[source] = torch.tensor(scores)
         versions = table("weight_versions")
         batch = RolloutBatch(
-            sequences=pad_sequence(joined, True) if joined else torch.zeros((0, 0), dtype=torch.long),
+            sequences=pad_sequence(joined, True)
+            if joined
+            else torch.zeros((0, 0), dtype=torch.long),
             prompt_lengths=torch.tensor([len(one) for one in prompts]),
             response_lengths=torch.tensor([row.response_length for row in rows]),
             group_ids=torch.tensor([row.prompt_id for row in rows]),
@@ -129,7 +137,9 @@ def _check(rows: Sequence[RolloutRow], tokens: Sequence[SampleTokens], file: Pat
             )
 
 
-def _with_log_probs_of_kl(batch: RolloutBatch, cfg: ReinforceConfig, rows: list[RolloutRow]) -> RolloutBatch:
+def _with_log_probs_of_kl(
+    batch: RolloutBatch, cfg: ReinforceConfig, rows: list[RolloutRow]
+) -> RolloutBatch:
     """Choose between the trainer's log-probs and the generator's: the recorded KL was taken from one of them."""
     if batch.init_log_probs is None:
         return batch

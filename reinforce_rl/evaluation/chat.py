@@ -68,7 +68,10 @@ class Speaker:
         Raises:
             DataError: the last question alone fills the context.
         """
-        tokenizer, limit = self.actor.tokenizer, self.limit or self.actor.lm.architecture.max_positions
+        tokenizer, limit = (
+            self.actor.tokenizer,
+            self.limit or self.actor.lm.architecture.max_positions,
+        )
         messages, is_chat = list(self.messages), bool(self.actor.tokenizer.chat_template)
         first = int(messages[0]["role"] == "system")
         while True:
@@ -89,18 +92,28 @@ class Speaker:
                 f"{limit}; ask a shorter one",
                 key="chat.question.too_long",
             )
-        return Prompt(number, text, tuple(tokens), {}, tuple(messages) if is_chat else ()), min(longest, room)
+        return Prompt(number, text, tuple(tokens), {}, tuple(messages) if is_chat else ()), min(
+            longest, room
+        )
 
-    def answer(self, prompt: Prompt, params: SamplingParams, seed: int, show: Callable[[str], None]) -> Completions:
+    def answer(
+        self, prompt: Prompt, params: SamplingParams, seed: int, show: Callable[[str], None]
+    ) -> Completions:
         """Generate a response; `show` gets its text in pieces, or whole from an engine, and what it raises ends it."""
         generator, shown = self.actor.generator, 0
 
         def watch(tokens: list[list[int]], is_whole: bool = False) -> None:
             nonlocal shown
-            ids = tokens[0][:-1] if tokens[0][-1:] and tokens[0][-1] in params.stop_token_ids else tokens[0]
+            ids = (
+                tokens[0][:-1]
+                if tokens[0][-1:] and tokens[0][-1] in params.stop_token_ids
+                else tokens[0]
+            )
             skips = self.actor.settings.skip_special_tokens
             text = decode_all(self.actor.tokenizer, [ids], skip_special_tokens=skips)[0]
-            text = text if is_whole else text.rstrip("\ufffd")  # a character may be spread over tokens
+            text = (
+                text if is_whole else text.rstrip("\ufffd")
+            )  # a character may be spread over tokens
             show(text[shown:])
             shown = max(shown, len(text))
 
@@ -116,7 +129,9 @@ class Chat:
     params: SamplingParams
     seed: int = 0
     system: str = ""
-    score: Callable[[Speaker, Prompt, Completions], str] | None = None  # says what an answer is worth; None: nothing
+    score: Callable[[Speaker, Prompt, Completions], str] | None = (
+        None  # says what an answer is worth; None: nothing
+    )
     console: Console = field(default_factory=lambda: Console(highlight=False))
     _answered: int = 0  # keys the noise, so that the same question is not answered alike
     _stop: bool = False  # Ctrl-C was typed during this answer
@@ -151,7 +166,9 @@ class Chat:
                 del speaker.messages[-1]
             self._answer()
         elif command == "/save" and value:
-            rows = [{"messages": speaker.messages, "model": speaker.name} for speaker in self.speakers]
+            rows = [
+                {"messages": speaker.messages, "model": speaker.name} for speaker in self.speakers
+            ]
             write_json_lines(Path(value.strip()), rows)
         else:
             self._write(f"{HELP}\n")
@@ -169,7 +186,9 @@ class Chat:
         columns.add_row(*texts)
         screen = contextlib.nullcontext()
         if several and console.is_terminal and console.width >= MIN_COLUMNS:
-            screen = Live(columns, console=console, auto_refresh=False)  # its thread would read half of a text
+            screen = Live(
+                columns, console=console, auto_refresh=False
+            )  # its thread would read half of a text
         with self._stoppable(), screen as live:
             for speaker, text in zip(self.speakers, texts, strict=True):
                 if several and not live:
@@ -201,9 +220,15 @@ class Chat:
 
         prompt, room = speaker.prompt(self._answered, self.params.max_length)
         left_out = len(speaker.messages) - len(prompt.messages) if prompt.messages else 0
-        notes = [f"without the first {left_out} messages: there is no room for them"] if left_out else []
+        notes = (
+            [f"without the first {left_out} messages: there is no room for them"]
+            if left_out
+            else []
+        )
         try:
-            found = speaker.answer(prompt, replace(self.params, max_length=room), self.seed, show_or_stop)
+            found = speaker.answer(
+                prompt, replace(self.params, max_length=room), self.seed, show_or_stop
+            )
         except KeyboardInterrupt:
             return [*notes, "stopped"]
         if found.finish_reasons[0] == FINISH_LENGTH:
@@ -255,8 +280,18 @@ def chat(
     """
     folders = [Path(one) for one in (model, compare) if one is not None]
     # The length of answers is set below; a small context must not be refused for the default one.
-    options = ["model.reinforce.length_params.max_length=1", *reward_overrides(rewards, has_base=False), *overrides]
-    cfgs = dict(zip(short_names(folders), [inference_config(folder, options) for folder in folders], strict=True))
+    options = [
+        "model.reinforce.length_params.max_length=1",
+        *reward_overrides(rewards, has_base=False),
+        *overrides,
+    ]
+    cfgs = dict(
+        zip(
+            short_names(folders),
+            [inference_config(folder, options) for folder in folders],
+            strict=True,
+        )
+    )
     first = next(iter(cfgs.values()))
     with configured_mesh(first) as mesh, contextlib.ExitStack() as stack:
 
@@ -264,22 +299,37 @@ def chat(
         def connect(name: str) -> RewardSource:
             cfg = cfgs[name]
             tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
-            cfg.remote_rm.ready_timeout_seconds, cfg.remote_rm.deadline_seconds = REWARD_SECONDS / 4, REWARD_SECONDS
+            cfg.remote_rm.ready_timeout_seconds, cfg.remote_rm.deadline_seconds = (
+                REWARD_SECONDS / 4,
+                REWARD_SECONDS,
+            )
             silent = SilentMonitor(cfg.exp_manager.explicit_log_dir)
-            return stack.enter_context(contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, silent)))
+            return stack.enter_context(
+                contextlib.closing(connect_to_reward_servers(cfg, mesh, tokenizer, silent))
+            )
 
         def score(speaker: Speaker, prompt: Prompt, found: Completions) -> str:
             try:
-                given = connect(speaker.name).infer_rm(reward_request(speaker.actor, [prompt], found)).result()
+                given = (
+                    connect(speaker.name)
+                    .infer_rm(reward_request(speaker.actor, [prompt], found))
+                    .result()
+                )
             except RewardServerError as error:
                 return f"no reward: {error}"
             if (status := int(given.status[0])) == STATUS_OK:
                 return f"reward {float(given.values[0]):.3f}"
             fault = given.faults.get(0, STATUS_TEXT[status])
-            why = "; the record of a chat has no columns of a data file, only messages" if "KeyError" in fault else ""
+            why = (
+                "; the record of a chat has no columns of a data file, only messages"
+                if "KeyError" in fault
+                else ""
+            )
             return f"no reward: {fault}{why}"
 
-        for name in cfgs if rewards else ():  # no such function: an error; no server yet: it may come up
+        for name in (
+            cfgs if rewards else ()
+        ):  # no such function: an error; no server yet: it may come up
             with contextlib.suppress(RewardServerError):
                 connect(name)
         speakers = []
@@ -288,7 +338,13 @@ def chat(
             data = cfg.model.data
             actor = load_actor(cfg, mesh)
             speakers.append(
-                Speaker(name, actor, limit=limit, template=data.template_options("model.data."), add_bos=data.add_bos)
+                Speaker(
+                    name,
+                    actor,
+                    limit=limit,
+                    template=data.template_options("model.data."),
+                    add_bos=data.add_bos,
+                )
             )
             stack.enter_context(contextlib.closing(speakers[-1].actor.generator))
             stack.enter_context(speakers[-1].actor.generator.awake())
@@ -298,7 +354,9 @@ def chat(
             use_greedy=temperature == 0,
             temperature=temperature or 1.0,
         )
-        Chat(speakers, params, first.model.seed, system, score if rewards else None).talk(lines or typed_lines())
+        Chat(speakers, params, first.model.seed, system, score if rewards else None).talk(
+            lines or typed_lines()
+        )
 
 
 def typed_lines() -> Iterator[str]:

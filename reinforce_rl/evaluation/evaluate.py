@@ -101,7 +101,9 @@ def evaluate(
         sentence = f"samples is {samples}; expected 1 or more"
         raise ConfigError([Fault(sentence, key="eval.samples.out_of_range")])
     if temperature is not None and not 0 <= temperature < math.inf:
-        sentence = f"temperature is {temperature}; expected 0 for greedy, or a finite number above 0"
+        sentence = (
+            f"temperature is {temperature}; expected 0 for greedy, or a finite number above 0"
+        )
         raise ConfigError([Fault(sentence, key="eval.temperature.out_of_range")])
     try:
         if judge is not None:
@@ -109,11 +111,15 @@ def evaluate(
     except ValueError as error:
         raise ConfigError([Fault(f"judge: {error}", key="eval.judge.invalid")]) from error
     options = [*reward_overrides(rewards, has_base=like is not None), *overrides]
-    is_scored = like is not None or any(one.lstrip("+~").startswith(("reward", "remote_rm")) for one in options)
+    is_scored = like is not None or any(
+        one.lstrip("+~").startswith(("reward", "remote_rm")) for one in options
+    )
 
     def config(model: str | Path, name: str) -> TrainConfig:
         folder = None if out is None else Path(out) / name
-        cfg = inference_config(model, options, data=data, like=like, folder=folder, trust=trust, say=say)
+        cfg = inference_config(
+            model, options, data=data, like=like, folder=folder, trust=trust, say=say
+        )
         if not any("max_failed_fraction" in option for option in options):
             cfg.trainer.reinforce.max_failed_fraction = 1.0  # they are counted apart
         _set_sampling(cfg, samples, temperature)
@@ -124,15 +130,32 @@ def evaluate(
     last = None if reference is None else config(reference, "reference")
     first = cfgs[names[0]]
     if first.model.data.data_prefix.validation is None:
-        sentence = "no prompts were given; give --data FILE, or --like RUN for the validation set of a run"
+        sentence = (
+            "no prompts were given; give --data FILE, or --like RUN for the validation set of a run"
+        )
         raise ConfigError([Fault(sentence, key="eval.prompts.none_given")])
     start(first.trainer.devices, first.trainer.num_nodes)
     datasets = _read_prompts(list(cfgs.values()), last)
     control = RunControl(out or ".", StopRequest())
-    silence, hang = first.trainer.heartbeat_timeout_seconds, first.trainer.collective_timeout_seconds
-    with configured_mesh(first) as mesh, control.watching(mesh, silence_seconds=silence, hang_seconds=hang):
+    silence, hang = (
+        first.trainer.heartbeat_timeout_seconds,
+        first.trainer.collective_timeout_seconds,
+    )
+    with (
+        configured_mesh(first) as mesh,
+        control.watching(mesh, silence_seconds=silence, hang_seconds=hang),
+    ):
         found = [
-            _answers(name, cfg, given, mesh, control, samples, is_scored=is_scored, with_log_probs=last is not None)
+            _answers(
+                name,
+                cfg,
+                given,
+                mesh,
+                control,
+                samples,
+                is_scored=is_scored,
+                with_log_probs=last is not None,
+            )
             for (name, cfg), given in zip(cfgs.items(), datasets, strict=True)
         ]
         if last is not None:
@@ -148,8 +171,13 @@ def evaluate(
 
 def short_names(models: Sequence[Path]) -> list[str]:
     """Return a short name for each model, all different."""
-    short = [(model.resolve().parent if model.name == "hf" else model.resolve()).name for model in models]
-    return [f"{name}-{short[:i].count(name) + 1}" if name in short[:i] else name for i, name in enumerate(short)]
+    short = [
+        (model.resolve().parent if model.name == "hf" else model.resolve()).name for model in models
+    ]
+    return [
+        f"{name}-{short[:i].count(name) + 1}" if name in short[:i] else name
+        for i, name in enumerate(short)
+    ]
 
 
 def reward_overrides(rewards: Sequence[str], *, has_base: bool) -> list[str]:
@@ -160,7 +188,11 @@ def reward_overrides(rewards: Sequence[str], *, has_base: bool) -> list[str]:
     functions = [reward for reward in rewards if "://" not in reward]
     found = [f"++reward={'function' if functions else 'server'}"]
     if has_base:  # or a run's own rewards would be added to these
-        found += ["~reward_function.kwargs", "~reward_function.more_functions", "~remote_rm.more_reward_models"]
+        found += [
+            "~reward_function.kwargs",
+            "~reward_function.more_functions",
+            "~remote_rm.more_reward_models",
+        ]
         found += [] if functions else ["++reward_function.name=null"]
     for i, name in enumerate(functions):
         dotted = "judge.llm_judge" if name == "llm_judge" else f"functions.{name}"
@@ -172,10 +204,15 @@ def reward_overrides(rewards: Sequence[str], *, has_base: bool) -> list[str]:
         try:
             address = Address.parse(place)
         except ValueError as error:
-            sentence = f"--reward {url}: {error}; expected http://HOST:PORT or http://HOST:PORT/NAME"
+            sentence = (
+                f"--reward {url}: {error}; expected http://HOST:PORT or http://HOST:PORT/NAME"
+            )
             raise ConfigError([Fault(sentence, key="eval.reward.no_address")]) from error
         key = f"more_reward_models.{model or 'reward_model'}" if functions or i else "reward_model"
-        found += [f"++remote_rm.{key}.ip='{address.host}'", f"++remote_rm.{key}.port={address.port}"]
+        found += [
+            f"++remote_rm.{key}.ip='{address.host}'",
+            f"++remote_rm.{key}.port={address.port}",
+        ]
         found.append(f"++remote_rm.{key}.name='{model or 'reward_model'}'")
     return found
 
@@ -199,12 +236,16 @@ def _read_prompts(cfgs: Sequence[TrainConfig], reference: TrainConfig | None) ->
     """Read each model's prompts, and check that all answer the same ones and read the reference's tokens."""
     found, faults, info = [], [], None
     if reference is not None:
-        info = TokenizerInfo.from_tokenizer(load_tokenizer(reference.pretrained_checkpoint.restore_from_path))
+        info = TokenizerInfo.from_tokenizer(
+            load_tokenizer(reference.pretrained_checkpoint.restore_from_path)
+        )
     for cfg in cfgs:
         model = cfg.pretrained_checkpoint.restore_from_path
         tokenizer = load_tokenizer(model)
         found.append(build_datasets(cfg, tokenizer, splits=["validation"]))
-        if info is not None and (differences := TokenizerInfo.from_tokenizer(tokenizer).differences(info)):
+        if info is not None and (
+            differences := TokenizerInfo.from_tokenizer(tokenizer).differences(info)
+        ):
             sentence = (
                 f"the KL of {model} from the reference cannot be computed, as that needs the same "
                 f"tokenizer for both: {differences[0]}"
@@ -235,7 +276,9 @@ def _answers(
 ) -> _Answers:
     rollout, folder = cfg.model.reinforce, Path(cfg.exp_manager.explicit_log_dir)
     assert datasets.validation is not None
-    (prompts,) = fixed_prompts(datasets.validation, rollout.num_val_samples, mesh.dp_rank, mesh.dp_size)
+    (prompts,) = fixed_prompts(
+        datasets.validation, rollout.num_val_samples, mesh.dp_rank, mesh.dp_size
+    )
     progress = TrainingProgress(0, enabled=mesh.is_main)
     monitor = RunMonitor(folder, Loggers(), progress) if mesh.is_main else SilentMonitor(folder)
     model = cfg.pretrained_checkpoint.restore_from_path
@@ -244,15 +287,23 @@ def _answers(
         if is_scored:
             control.phases.begin("waiting for the reward server", has_deadline=True)
             rm = stack.enter_context(
-                contextlib.closing(connect_to_reward_servers(cfg, mesh, load_tokenizer(model), monitor))
+                contextlib.closing(
+                    connect_to_reward_servers(cfg, mesh, load_tokenizer(model), monitor)
+                )
             )
         actor = stack.enter_context(_loaded(cfg, mesh, control, name))
         maker = RolloutMaker(
             cfg.trainer.reinforce,
             actor,
             rm,
-            partial(DefaultBatchIterator, rollout.rollout_micro_batch_size, rollout.val_rollout_micro_batch_size),
-            PromptLoader(datasets.train, build_sampler(cfg, datasets.train), mesh.dp_rank, mesh.dp_size),
+            partial(
+                DefaultBatchIterator,
+                rollout.rollout_micro_batch_size,
+                rollout.val_rollout_micro_batch_size,
+            ),
+            PromptLoader(
+                datasets.train, build_sampler(cfg, datasets.train), mesh.dp_rank, mesh.dp_size
+            ),
             StepClock(control.phases, mesh.device),
             control.stop,
         )
@@ -260,7 +311,9 @@ def _answers(
         if with_log_probs:
             batch = replace(batch, log_probs=actor.get_inference_log_probs(*_where(batch)))
     skips = actor.settings.skip_special_tokens
-    rows = sample_rows(0, prompts, batch, actor.tokenizer, set_name="validation", skip_special_tokens=skips)
+    rows = sample_rows(
+        0, prompts, batch, actor.tokenizer, set_name="validation", skip_special_tokens=skips
+    )
     return _Answers(
         name=name,
         model=model,
@@ -272,7 +325,9 @@ def _answers(
 
 
 @contextlib.contextmanager
-def _loaded(cfg: TrainConfig, mesh: Mesh, control: RunControl, name: str) -> Iterator[MegatronGPTReinforceActorModel]:
+def _loaded(
+    cfg: TrainConfig, mesh: Mesh, control: RunControl, name: str
+) -> Iterator[MegatronGPTReinforceActorModel]:
     control.phases.begin(f"loading {name}")
     gc.collect()  # the model before
     actor = load_actor(cfg, mesh)
@@ -290,15 +345,21 @@ def _add_kl(found: Sequence[_Answers], cfg: TrainConfig, mesh: Mesh, control: Ru
             batch = answers.own
             assert batch.log_probs is not None
             reference = actor.get_inference_log_probs(*_where(batch))
-            kl = mesh.join_over_dp(sequence_kl(batch.log_probs, reference, batch.response_mask).tolist())
-            answers.rows = [replace(row, kl=value) for row, value in zip(answers.rows, kl, strict=True)]
+            kl = mesh.join_over_dp(
+                sequence_kl(batch.log_probs, reference, batch.response_mask).tolist()
+            )
+            answers.rows = [
+                replace(row, kl=value) for row, value in zip(answers.rows, kl, strict=True)
+            ]
 
 
 def _results(found: Sequence[_Answers], judge: Judge | None, *, is_scored: bool) -> Results:
     comparisons = []
     for one in found[1:]:
         if is_scored:
-            comparisons.append(Comparison.by_reward(one.name, one.rows, found[0].name, found[0].rows))
+            comparisons.append(
+                Comparison.by_reward(one.name, one.rows, found[0].name, found[0].rows)
+            )
         if judge is not None:
             comparisons.append(_judged(one, found[0], judge))
     models = [ModelResult.of(one.name, one.model, one.rows, one.metrics) for one in found]
@@ -307,8 +368,14 @@ def _results(found: Sequence[_Answers], judge: Judge | None, *, is_scored: bool)
 
 def _judged(one: _Answers, first: _Answers, judge: Judge) -> Comparison:
     """Ask which response is better, of the first sample of each prompt."""
-    own, other = ({row.prompt_id: row.response for row in side.rows if row.sample_id == 0} for side in (one, first))
-    asked = {id: question_of(prompt.text, {"messages": prompt.messages}) for id, prompt in one.prompts.items()}
+    own, other = (
+        {row.prompt_id: row.response for row in side.rows if row.sample_id == 0}
+        for side in (one, first)
+    )
+    asked = {
+        id: question_of(prompt.text, {"messages": prompt.messages})
+        for id, prompt in one.prompts.items()
+    }
     answers = preferences(judge, [(asked[id], own[id], other[id]) for id in own])
     kept = [answer for answer in answers if not isinstance(answer, str)]
     wins = WinRate.of(kept, failed=len(answers) - len(kept))
@@ -324,4 +391,6 @@ def _write(out: Path, results: Results, found: Sequence[_Answers]) -> None:
         monitor = RunMonitor(folder, Loggers([logger]), TrainingProgress(0, enabled=False))
         monitor.log_validation(0, one.metrics, Samples(one.rows))
         monitor.commit(0)
-    write_atomically(out / RESULTS_FILE, json.dumps(results.as_json(), indent=2, allow_nan=False) + "\n")
+    write_atomically(
+        out / RESULTS_FILE, json.dumps(results.as_json(), indent=2, allow_nan=False) + "\n"
+    )

@@ -29,7 +29,11 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.rewards.function_pool import with_functions
 from reinforce_rl.runtime.settings import CONFIG_FILE
 from reinforce_rl.runtime.stored_config import parse_values, read_stored
-from reinforce_rl.runtime.trust import remove_from_import_path, require_trust, without_custom_generator
+from reinforce_rl.runtime.trust import (
+    remove_from_import_path,
+    require_trust,
+    without_custom_generator,
+)
 from reinforce_rl.trainer.build import build_actor, check_vocabulary
 from reinforce_rl.utils.untrusted_files import check_folder
 
@@ -38,7 +42,12 @@ logger = logging.getLogger(__name__)
 PROGRAM = "train_reinforce_actor"
 DATA, LENGTH = "model.data.data_prefix", "model.encoder_seq_length"
 # Of training alone; taken back to their defaults.
-OF_TRAINING = ("model.peft", "model.global_batch_size", "model.optim", "trainer.reinforce.kl_target")
+OF_TRAINING = (
+    "model.peft",
+    "model.global_batch_size",
+    "model.optim",
+    "trainer.reinforce.kl_target",
+)
 OF_TRAINING += ("trainer.reinforce.dynamic_filtering", "exp_manager.max_time_per_run")
 OF_TRAINING += ("exp_manager.checkpoint_callback_params",)
 
@@ -68,7 +77,9 @@ def _warn_if_outdated(folder: Path) -> None:
         return
     config, state = folder / "config.json", newest.folder / STATE_FILE
     exported, step = model_values(str(folder)).get(STEP), newest.trainer_state["step"]
-    is_older = exported < step if exported is not None else config.stat().st_mtime < state.stat().st_mtime
+    is_older = (
+        exported < step if exported is not None else config.stat().st_mtime < state.stat().st_mtime
+    )
     if is_older:
         of = "an earlier step" if exported is None else f"step {exported}"
         logger.warning(
@@ -109,7 +120,9 @@ def inference_config(
     else:
         remove_from_import_path(like)
         file = Path(like) / CONFIG_FILE
-        cfg = compose_stored(without_custom_generator(parse_values(read_stored(file), str(file))), overrides)
+        cfg = compose_stored(
+            without_custom_generator(parse_values(read_stored(file), str(file))), overrides
+        )
     with open_dict(cfg):
         for section, _, name in (key.rpartition(".") for key in OF_TRAINING):
             OmegaConf.select(cfg, section).pop(name, None)

@@ -20,10 +20,14 @@ class SamplingParams:
     temperature: float = 1.0  # above 0
     top_k: int = 0  # 0 for all tokens
     top_p: float = 1.0  # 1 for all tokens
-    repetition_penalty: float = 1.0  # over prompt and response, 1 for none (Keskar et al. 2019, arXiv:1909.05858)
+    repetition_penalty: float = (
+        1.0  # over prompt and response, 1 for none (Keskar et al. 2019, arXiv:1909.05858)
+    )
     use_greedy: bool = False  # always take the likeliest token
     stop_token_ids: tuple[int, ...] = ()  # any of these ends a response and belongs to it
-    end_strings: tuple[str, ...] = ()  # text that ends a response; its tokens belong to the response
+    end_strings: tuple[
+        str, ...
+    ] = ()  # text that ends a response; its tokens belong to the response
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,9 @@ class PartialResponse:
     prompt: Prompt
     key: int  # of its noise, uint64: `sample_seeds` of (seed, prompt, sample)
     tokens: tuple[int, ...] = ()
-    log_probs: tuple[float, ...] = ()  # at the sampling temperature, by the weights that drew the token
+    log_probs: tuple[
+        float, ...
+    ] = ()  # at the sampling temperature, by the weights that drew the token
     versions: tuple[int, ...] = ()  # of those weights
     finish_reason: str | None = None  # None: it is not at its end
 
@@ -70,7 +76,9 @@ class Generator(Protocol):
         """Context in which `generate` may run; outside it an engine releases memory of its own."""
         ...
 
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int
+    ) -> Completions:
         """Generate `num_samples` completions per prompt, prompt-major; call within `awake`.
 
         Noise is keyed by (seed, prompt id, sample, position), so samples do not depend on batching.
@@ -105,7 +113,9 @@ class Elsewhere:
     def awake(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int
+    ) -> Completions:
         raise RuntimeError("this rank only trains; others generate")
 
     def go_on(

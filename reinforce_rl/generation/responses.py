@@ -17,7 +17,11 @@ from reinforce_rl.generation.native.sampling import sample_seeds
 def unbegun(prompts: Sequence[Prompt], num_samples: int, seed: int) -> list[PartialResponse]:
     """Return the responses to draw for these prompts, prompt-major."""
     ids = np.repeat([prompt.id for prompt in prompts], num_samples)
-    keys = sample_seeds(seed, ids, np.tile(np.arange(num_samples), len(prompts))).tolist() if prompts else []
+    keys = (
+        sample_seeds(seed, ids, np.tile(np.arange(num_samples), len(prompts))).tolist()
+        if prompts
+        else []
+    )
     repeated = (prompt for prompt in prompts for _ in range(num_samples))
     return [PartialResponse(prompt, key) for prompt, key in zip(repeated, keys, strict=True)]
 

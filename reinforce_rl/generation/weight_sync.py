@@ -22,7 +22,9 @@ from reinforce_rl.megatron.weight_map import Row, weight_map
 from reinforce_rl.runtime.phases import wait_for_ranks
 from reinforce_rl.runtime.roles import WeightGroup
 
-BUCKET_BYTES = 64 * 2**20  # larger ones were slower with gloo, and are memory that a trainer has twice
+BUCKET_BYTES = (
+    64 * 2**20
+)  # larger ones were slower with gloo, and are memory that a trainer has twice
 
 
 def _plan(lm: CausalLM, max_bytes: int) -> list[list[Row]]:
@@ -32,7 +34,9 @@ def _plan(lm: CausalLM, max_bytes: int) -> list[list[Row]]:
 
 def _buffers(lm: CausalLM, buckets: list[list[Row]], count: int) -> list[Tensor]:
     size = max(map(elements_of, buckets))
-    return [torch.empty(size, dtype=lm.config.params_dtype, device=lm.mesh.device) for _ in range(count)]
+    return [
+        torch.empty(size, dtype=lm.config.params_dtype, device=lm.mesh.device) for _ in range(count)
+    ]
 
 
 def send_weights(lm: CausalLM, group: WeightGroup | None, max_bytes: int = BUCKET_BYTES) -> int:
@@ -55,7 +59,9 @@ def send_weights(lm: CausalLM, group: WeightGroup | None, max_bytes: int = BUCKE
 
 
 @torch.no_grad()
-def receive_weights(lm: CausalLM, group: WeightGroup, max_bytes: int = BUCKET_BYTES) -> dict[str, Tensor]:
+def receive_weights(
+    lm: CausalLM, group: WeightGroup, max_bytes: int = BUCKET_BYTES
+) -> dict[str, Tensor]:
     """Receive one `send_weights`; return this rank's slices, for `load_weights`. May run beside generation."""
     own, rank = parameters_of(lm), lm.mesh.tp_rank
     buckets, found = _plan(lm, max_bytes), dict[str, Tensor]()

@@ -56,12 +56,17 @@ def train(
     Raises:
         ReinforceError: see its subclasses.
     """
-    if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") == "reinforce_rl.rewards.function_host":
+    if (
+        getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "")
+        == "reinforce_rl.rewards.function_host"
+    ):
         raise ReinforceError(
             "train(...) runs whenever this file is imported; put it under if __name__ == '__main__':",
             key="api.script.no_guard",
         )
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")  # idle OpenMP threads that spin cost a busy CPU tenfold
+    os.environ.setdefault(
+        "GOMP_SPINCOUNT", "0"
+    )  # idle OpenMP threads that spin cost a busy CPU tenfold
     from omegaconf import OmegaConf
 
     from reinforce_rl.config.compose import compose, unknown_keys
@@ -72,13 +77,22 @@ def train(
     cfg = compose("train_reinforce_actor", [f"algorithm={algorithm}"] if algorithm else [])
     OmegaConf.set_struct(cfg, False)  # for entries of one's own names
     folder, files = Path(output), dict[Path, str]()
-    values = {"pretrained_checkpoint.restore_from_path": str(model), "exp_manager.explicit_log_dir": str(folder)}
+    values = {
+        "pretrained_checkpoint.restore_from_path": str(model),
+        "exp_manager.explicit_log_dir": str(folder),
+    }
     values["model.data.data_prefix.train"] = _file(prompts, folder / "prompts.jsonl", files)
     if validation is not None:
-        values["model.data.data_prefix.validation"] = _file(validation, folder / "validation.jsonl", files)
+        values["model.data.data_prefix.validation"] = _file(
+            validation, folder / "validation.jsonl", files
+        )
     if reward is not None:
         name, kwargs = (reward, {}) if isinstance(reward, str) else _by_name(reward, folder, files)
-        values |= {"reward": "function", "reward_function.name": name, "reward_function.kwargs": kwargs}
+        values |= {
+            "reward": "function",
+            "reward_function.name": name,
+            "reward_function.kwargs": kwargs,
+        }
     for key, value in (values | settings).items():
         OmegaConf.update(cfg, key, str(value) if isinstance(value, Path) else value)
     config, faults = read_config(cfg)
@@ -108,7 +122,9 @@ def train(
             write_atomically(path, text)
         run.train(with_functions(config, []))
     exported = folder / "hf"
-    return Run(folder, read_metrics(folder / "metrics.jsonl"), exported if exported.is_dir() else None)
+    return Run(
+        folder, read_metrics(folder / "metrics.jsonl"), exported if exported.is_dir() else None
+    )
 
 
 def _is_of_a_file_to_come(fault: str, files: Iterable[Path]) -> bool:
@@ -121,7 +137,9 @@ def _file(prompts: Prompts, path: Path, files: dict[Path, str]) -> str:
     if isinstance(prompts, str | Path):
         return str(prompts)
     rows = ({"prompt": row} if isinstance(row, str) else row for row in prompts)
-    return str(_add(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), files))
+    return str(
+        _add(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), files)
+    )
 
 
 def _add(path: Path, text: str, files: dict[Path, str]) -> Path:
@@ -131,7 +149,9 @@ def _add(path: Path, text: str, files: dict[Path, str]) -> Path:
     return path
 
 
-def _by_name(function: Callable[..., Any], folder: Path, files: dict[Path, str]) -> tuple[str, dict[str, Any]]:
+def _by_name(
+    function: Callable[..., Any], folder: Path, files: dict[Path, str]
+) -> tuple[str, dict[str, Any]]:
     """(dotted name, kwargs) by which other processes import a function.
 
     What stands in a notebook or a script, and uses nothing from there but modules, goes to a file in `folder`.
@@ -139,7 +159,10 @@ def _by_name(function: Callable[..., Any], folder: Path, files: dict[Path, str])
     kwargs: dict[str, Any] = {}
     if isinstance(function, functools.partial) and not function.args:
         function, kwargs = function.func, function.keywords
-    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", repr(function))
+    module, name = (
+        getattr(function, "__module__", ""),
+        getattr(function, "__qualname__", repr(function)),
+    )
     is_plain = inspect.isfunction(function) and name.isidentifier()
     if is_plain and module != "__main__":
         return f"{module}.{name}", kwargs
@@ -147,7 +170,9 @@ def _by_name(function: Callable[..., Any], folder: Path, files: dict[Path, str])
     why = "it is no plain function"
     if inspect.isfunction(function) and function.__name__.isidentifier():
         used = inspect.getclosurevars(function)
-        modules = {own: value.__name__ for own, value in used.globals.items() if inspect.ismodule(value)}
+        modules = {
+            own: value.__name__ for own, value in used.globals.items() if inspect.ismodule(value)
+        }
         others = sorted({*used.globals, *used.nonlocals} - {*modules, name})
         if not others:
             return _copied(function, modules, folder, files), kwargs
@@ -163,7 +188,10 @@ def _by_name(function: Callable[..., Any], folder: Path, files: dict[Path, str])
 
 
 def _copied(function: Any, modules: Mapping[str, str], folder: Path, files: dict[Path, str]) -> str:
-    lines = ["from __future__ import annotations", *(f"import {name} as {own}" for own, name in modules.items())]
+    lines = [
+        "from __future__ import annotations",
+        *(f"import {name} as {own}" for own, name in modules.items()),
+    ]
     try:
         lines.append(textwrap.dedent(inspect.getsource(function)))
         code = ast.unparse(ast.parse("\n".join(lines)))  # without comments

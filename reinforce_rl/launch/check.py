@@ -35,7 +35,9 @@ _PACKAGES = {
 @check.command()
 def server(
     url: Annotated[str, typer.Argument(help="http://HOST:PORT")],
-    token_file: Annotated[str | None, typer.Option(help="file with the access token, mode 0600")] = None,
+    token_file: Annotated[
+        str | None, typer.Option(help="file with the access token, mode 0600")
+    ] = None,
 ) -> None:
     """Say whether a reward server is up, what it serves, how fast it is, and what is wrong.
 
@@ -66,7 +68,9 @@ def machine() -> None:
 
     memory = psutil.virtual_memory()
     cores = len(os.sched_getaffinity(0))
-    print(f"cores: {cores}; memory: {_gigabytes(memory.available)} of {_gigabytes(memory.total)} free")
+    print(
+        f"cores: {cores}; memory: {_gigabytes(memory.available)} of {_gigabytes(memory.total)} free"
+    )
     for folder in (Path("/dev/shm"), Path.cwd()):
         if folder.is_dir():
             disk = shutil.disk_usage(folder)
@@ -86,7 +90,9 @@ def _gpus() -> list[str]:
     import torch
 
     if not torch.cuda.is_available():
-        built = "a CPU build" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
+        built = (
+            "a CPU build" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
+        )
         return [f"GPUs: none that torch can use ({built})"]
     lines = []
     for index in range(torch.cuda.device_count()):

@@ -32,19 +32,28 @@ SCALE = 0.97
 def check_engine(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder")],
     engine: Literal["vllm", "tensorrt_llm", "native"] = "vllm",
-    engine_python: Annotated[Path | None, typer.Option(help="of the engine's own environment")] = None,
-    prompts: Annotated[Path | None, typer.Option(help='JSONL of {"prompt": TEXT} (default: eight texts)')] = None,
+    engine_python: Annotated[
+        Path | None, typer.Option(help="of the engine's own environment")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSONL of {"prompt": TEXT} (default: eight texts)')
+    ] = None,
     max_length: Annotated[int, typer.Option(help="response tokens")] = 64,
     precision: Literal["bf16", "32"] = "bf16",
     tensor_parallel: Annotated[int, typer.Option(help="ranks that share each matrix")] = 1,
     pipeline_parallel: Annotated[int, typer.Option(help="ranks that share the layers")] = 1,
     memory_fraction: Annotated[
-        float, typer.Option(help="for vLLM: of GPU memory; for TensorRT-LLM's cache: of what is free")
+        float,
+        typer.Option(help="for vLLM: of GPU memory; for TensorRT-LLM's cache: of what is free"),
     ] = 0.5,
-    bucket_megabytes: Annotated[int, typer.Option(help="of the weights that are on their way at a time")] = 512,
+    bucket_megabytes: Annotated[
+        int, typer.Option(help="of the weights that are on their way at a time")
+    ] = 512,
     log_folder: Path = Path("results/check_engine"),
     tolerance: Annotated[float, typer.Option(help="nats a token, on average")] = 0.05,
-    layers: Annotated[bool, typer.Option("--layers", help="compare each layer even where log-probs agree")] = False,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="compare each layer even where log-probs agree")
+    ] = False,
 ) -> None:
     """Compare an engine's greedy responses and log-probs with the native engine's, before and after a weight update.
 
@@ -89,10 +98,14 @@ def check_engine(
         "engine.request_timeout_seconds": 600,
         "trainer.collective_timeout_seconds": 3600,
     }
-    cfg = inference_config(model, [f"{key}={value}" for key, value in values.items()], folder=log_folder)
+    cfg = inference_config(
+        model, [f"{key}={value}" for key, value in values.items()], folder=log_folder
+    )
     with configured_mesh(cfg) as mesh:
         actor = load_actor(cfg, mesh)
-        native = NativeGenerator(actor.lm, actor.tokenizer, is_static=False)  # the simplest path, on a GPU too
+        native = NativeGenerator(
+            actor.lm, actor.tokenizer, is_static=False
+        )  # the simplest path, on a GPU too
         params = replace(actor.settings.sampling, use_greedy=True)
         found, log_probs = [], []
         with contextlib.closing(actor.generator) as other:
@@ -109,14 +122,18 @@ def check_engine(
                     with other.awake():
                         both = layer_outputs(actor.lm, one.worst), outputs(one.worst)
                     if mesh.is_main:
-                        hidden = "the engine shows no layers; vLLM does with vllm.enforce_eager=true"
+                        hidden = (
+                            "the engine shows no layers; vLLM does with vllm.enforce_eager=true"
+                        )
                         print(layer_table(*both, ROUNDING[precision]) if both[1] else hidden)
         changed = not torch.equal(*log_probs)
         if mesh.is_main:
             print(f"native and {engine}, before the update: {found[0]}")
             print(f"native and {engine}, after it:          {found[1]}")
             if not changed:
-                print("the update changed nothing of the native engine's responses, so this shows nothing")
+                print(
+                    "the update changed nothing of the native engine's responses, so this shows nothing"
+                )
     if not (changed and all(one.mean_gap <= tolerance for one in found)):
         raise typer.Exit(1)
 
@@ -140,7 +157,9 @@ class Comparison:
         )
 
 
-def compare(first: Generator, second: Generator, prompts: Sequence[Prompt], params: SamplingParams) -> Comparison:
+def compare(
+    first: Generator, second: Generator, prompts: Sequence[Prompt], params: SamplingParams
+) -> Comparison:
     """Generate one response per prompt with both and compare; waking them counts towards their time.
 
     `params` should be greedy, otherwise the noise makes them differ.
@@ -154,7 +173,9 @@ def compare(first: Generator, second: Generator, prompts: Sequence[Prompt], para
     return replace(compare_responses(found[0], found[1], prompts), seconds=tuple(seconds))
 
 
-def compare_responses(left: Completions, right: Completions, prompts: Sequence[Prompt]) -> Comparison:
+def compare_responses(
+    left: Completions, right: Completions, prompts: Sequence[Prompt]
+) -> Comparison:
     """Compare one response per prompt of each."""
     import torch
 
@@ -163,7 +184,10 @@ def compare_responses(left: Completions, right: Completions, prompts: Sequence[P
         count = min(int(left.lengths[row]), int(right.lengths[row]))
         differs = (left.tokens[row, :count] != right.tokens[row, :count]).nonzero()
         common.append(int(differs[0]) if len(differs) else count)
-    equal = sum(count == int(left.lengths[row]) == int(right.lengths[row]) for row, count in enumerate(common))
+    equal = sum(
+        count == int(left.lengths[row]) == int(right.lengths[row])
+        for row, count in enumerate(common)
+    )
     row, mean, largest = 0, float("nan"), float("nan")
     if left.log_probs is not None and right.log_probs is not None:
         pairs = zip(left.log_probs, right.log_probs, common, strict=True)
@@ -171,4 +195,6 @@ def compare_responses(left: Completions, right: Completions, prompts: Sequence[P
         gaps, row = torch.cat(each), max(range(len(each)), key=lambda i: float(each[i].sum()))
         mean, largest = (float(gaps.mean()), float(gaps.max())) if len(gaps) else (mean, largest)
     worst = (*prompts[row].tokens, *left.tokens[row, : common[row]].tolist())
-    return Comparison(len(prompts), equal, int(left.lengths.sum()), sum(common), mean, largest, worst)
+    return Comparison(
+        len(prompts), equal, int(left.lengths.sum()), sum(common), mean, largest, worst
+    )

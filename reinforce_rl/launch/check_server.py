@@ -63,10 +63,17 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
             key="check_server.server.no_description",
         ) from error
     length, own = info.max_length, info.tokenizer
-    say(f"serves: '{info.name}'" + "".join(f", {key} {value}" for key, value in info.details.items()))
-    of_tokens = "" if length is None else f", {length} tokens a sample, token ids below {info.vocab_size}"
+    say(
+        f"serves: '{info.name}'"
+        + "".join(f", {key} {value}" for key, value in info.details.items())
+    )
+    of_tokens = (
+        "" if length is None else f", {length} tokens a sample, token ids below {info.vocab_size}"
+    )
     say(f"limits: {info.max_batch_size} samples a request{of_tokens}")
-    what = f"{own.vocab_size} tokens, hash {own.vocab_sha256[:12]}" if own else "none; it reads texts"
+    what = (
+        f"{own.vocab_size} tokens, hash {own.vocab_sha256[:12]}" if own else "none; it reads texts"
+    )
     say(f"tokenizer: {what}")
     apart = "by itself (deterministic)" if info.deterministic else "together with others"
     added = "added" if info.add_special_tokens else "not added"
@@ -75,10 +82,14 @@ def check_server(url: str, token: str | None, say: Callable[[str], None]) -> Non
         say("speed: not measured; a reward function is called with the samples of a run alone")
         return
     single = [_seconds(model, 1, min(8, length)) for _ in range(REPEATS)]
-    say(f"speed: one short sample takes {1000 * statistics.median(single):.1f} ms (median of {REPEATS})")
+    say(
+        f"speed: one short sample takes {1000 * statistics.median(single):.1f} ms (median of {REPEATS})"
+    )
     samples, length = min(BATCH_SAMPLES, info.max_batch_size), min(BATCH_LENGTH, length)
     batch = min(_seconds(model, samples, length) for _ in range(2))
-    say(f"speed: {samples} samples of {length} tokens take {batch:.2f} s, {samples / batch:.1f} samples/s")
+    say(
+        f"speed: {samples} samples of {length} tokens take {batch:.2f} s, {samples / batch:.1f} samples/s"
+    )
 
 
 def _address_of(url: str) -> Address:
@@ -100,7 +111,9 @@ def _address_of(url: str) -> Address:
 
 def _health(server: Address) -> dict[str, Any]:
     try:
-        answer = transport.wait_for(transport.exchange(transport.url_of(server, "/health"), HEALTH_SECONDS))
+        answer = transport.wait_for(
+            transport.exchange(transport.url_of(server, "/health"), HEALTH_SECONDS)
+        )
         found = f"HTTP {answer.code} without a reward server's answer"
         with contextlib.suppress(ValueError, AttributeError):
             values = parse_json(answer.body)
@@ -140,7 +153,11 @@ def _seconds(model: ModelAddress, samples: int, length: int) -> float:
         answer = transport.infer_json(model, inputs, SCORE_SECONDS)
     except RewardServerError as error:
         is_busy = "HTTP 503" in str(error)
-        advice = "it is busy, and clients retry by themselves; ask again later" if is_busy else "look at its log"
+        advice = (
+            "it is busy, and clients retry by themselves; ask again later"
+            if is_busy
+            else "look at its log"
+        )
         raise ReinforceError(
             f"http://{model.place} did not score a request: {error}: {advice}",
             key=error.key,

@@ -16,14 +16,21 @@ from reinforce_rl.utils.job_rank import is_first_rank
 
 Out = Annotated[Path, typer.Argument(help="the folder to write; replaced where it exists")]
 Ranks = Annotated[int, typer.Option("--tp", min=1, help="tensor-parallel ranks that do it")]
-Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="default: that of the source")]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option(help="default: that of the source"),
+]
 
-convert = typer.Typer(help="Convert a Hugging Face folder to a checkpoint and back. See docs/checkpoints.md.")
+convert = typer.Typer(
+    help="Convert a Hugging Face folder to a checkpoint and back. See docs/checkpoints.md."
+)
 
 
 @convert.command("to-megatron")
 def to_megatron(
-    source: Annotated[Path, typer.Argument(help="Hugging Face folder: config.json, safetensors, tokenizer")],
+    source: Annotated[
+        Path, typer.Argument(help="Hugging Face folder: config.json, safetensors, tokenizer")
+    ],
     out: Out,
     tp: Ranks = 1,
     dtype: Dtype = None,
@@ -34,9 +41,13 @@ def to_megatron(
 
 @convert.command("to-hf")
 def to_hf(
-    source: Annotated[Path, typer.Argument(help="a run, one of its checkpoints, or what to-megatron wrote")],
+    source: Annotated[
+        Path, typer.Argument(help="a run, one of its checkpoints, or what to-megatron wrote")
+    ],
     out: Out,
-    model: Annotated[Path | None, typer.Option(help="folder with config and tokenizer, for a run")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="folder with config and tokenizer, for a run")
+    ] = None,
     max_shard_gb: Annotated[float, typer.Option(help="size of one file of weights")] = 5.0,
     tp: Ranks = 1,
     dtype: Dtype = None,
@@ -58,7 +69,9 @@ def _convert(how: str, source: Path, out: Path, tp: int, dtype: str | None, **op
         options["dtype"] = getattr(torch, dtype)
     try:
         with parallel_mesh(tp) as mesh:
-            show = functools.partial(track, description=f"{source} -> {out}") if mesh.is_main else iter
+            show = (
+                functools.partial(track, description=f"{source} -> {out}") if mesh.is_main else iter
+            )
             getattr(convert, how)(source, out, mesh, track=show, **options)
             if mesh.is_main:
                 print(f"written to {out}")

@@ -32,7 +32,12 @@ def demo(
     overrides = [*steps_override(os.environ.get("DEMO_STEPS", "")), *(overrides or [])]
     started, data = time.monotonic(), shipped("demo", "examples/demo")
     model = prepare_smollm2(DEFAULT_FOLDER)
-    if out.is_dir() and any(out.iterdir()) and not (out / "config.yaml").is_file() and not (out / "logs").is_dir():
+    if (
+        out.is_dir()
+        and any(out.iterdir())
+        and not (out / "config.yaml").is_file()
+        and not (out / "logs").is_dir()
+    ):
         raise ConfigError(
             [
                 Fault(
@@ -60,8 +65,15 @@ def demo(
     )
     if code := launch(plan, say=lambda text: print(f"[demo] {text}", flush=True)):
         raise typer.Exit(code)
-    names = {"report": "report.html", "samples": "rollouts", "checkpoint": "checkpoints", "trained model": "hf"}
-    places = {name: out / place for name, place in names.items()} | {"server's log": plan.server_log}
+    names = {
+        "report": "report.html",
+        "samples": "rollouts",
+        "checkpoint": "checkpoints",
+        "trained model": "hf",
+    }
+    places = {name: out / place for name, place in names.items()} | {
+        "server's log": plan.server_log
+    }
     print()
     print_answers(out, data / "prompts_validation.jsonl")
     print(run_summary(out, {name: place for name, place in places.items() if place.exists()}))
@@ -91,12 +103,17 @@ def print_answers(out: Path, asked: Path) -> None:
     ]
     if not answers:  # other prompts were given
         return
-    marks = [[instructions("", text, record, partial=False) == 1.0 for text in pair] for record, *pair in answers]
+    marks = [
+        [instructions("", text, record, partial=False) == 1.0 for text in pair]
+        for record, *pair in answers
+    ]
     before, after = (dict(enumerate(map(float, found))) for found in zip(*marks, strict=True))
     print(f"Held-out prompts answered exactly as asked: {paired(before, after).sentence('.1%')}.")
     table = Table("asked", "before", "after", title="The first three of them", show_lines=True)
     for (record, *pair), good in list(zip(answers, marks, strict=True))[:3]:
-        cells = [f"{'✓' if is_good else '✗'} {text}" for text, is_good in zip(pair, good, strict=True)]
+        cells = [
+            f"{'✓' if is_good else '✗'} {text}" for text, is_good in zip(pair, good, strict=True)
+        ]
         table.add_row(*map(Text, (record["prompt"], *cells)))
     Console(highlight=False).print(table)
 
@@ -114,4 +131,7 @@ def steps_override(text: str) -> list[str]:
                 )
             ]
         )
-    return [f"trainer.reinforce.{key}={int(text)}" for key in ("max_steps", "val_check_interval", "save_interval")]
+    return [
+        f"trainer.reinforce.{key}={int(text)}"
+        for key in ("max_steps", "val_check_interval", "save_interval")
+    ]

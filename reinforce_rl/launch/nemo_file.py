@@ -155,9 +155,13 @@ def _value_of(cfg: DictConfig, place: Place, text: str) -> Any:
     finally:
         parent[place[-1]] = _MISSING
     if isinstance(value, DictConfig | ListConfig):
-        raise ValueError(f"{text} leads to a group of keys or a list; write the values in its place")
+        raise ValueError(
+            f"{text} leads to a group of keys or a list; write the values in its place"
+        )
     if isinstance(value, str) and (len(value) > _MAX_CHARS or _START in value):
-        raise ValueError(f"{text} makes a longer text or another interpolation; write the value in its place")
+        raise ValueError(
+            f"{text} makes a longer text or another interpolation; write the value in its place"
+        )
     return value
 
 

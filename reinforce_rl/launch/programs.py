@@ -41,7 +41,9 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         def run(cfg: DictConfig) -> None:
             own = HydraConfig.get().job.config_name
-            if own != name and (missing := [key for key in PROGRAMS[name].model_fields if key not in cfg]):
+            if own != name and (
+                missing := [key for key in PROGRAMS[name].model_fields if key not in cfg]
+            ):
                 fault = ReinforceError(
                     f"{own} has no {missing[0]}; expected it to begin with `defaults: [{name}, _self_]`",
                     key="config_file.no_defaults",
@@ -70,13 +72,17 @@ def with_config(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[
                     key="config_file.config_path",
                 )
                 fail(fault.with_keys())
-            sys.argv[1:] = [arg if arg.startswith("-") else with_quotes(arg) for arg in sys.argv[1:]]
+            sys.argv[1:] = [
+                arg if arg.startswith("-") else with_quotes(arg) for arg in sys.argv[1:]
+            ]
             # Have Hydra raise its errors instead of printing them, so that they look like all others.
             os.environ["HYDRA_FULL_ERROR"] = "1"
             # Hydra then adds it at the end, which is what everybody means.
             warnings.filterwarnings("ignore", ".*Defaults list is missing `_self_`")
             try:
-                hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name=name)(run)()
+                hydra.main(version_base="1.3", config_path=str(CONF_FOLDER), config_name=name)(
+                    run
+                )()
             except (HydraException, OmegaConfBaseException) as error:
                 overrides = [arg for arg in words if "=" in arg and arg[0] != "-"]
                 names_file = any(arg.partition("=")[0] in ("--config-name", "-cn") for arg in words)

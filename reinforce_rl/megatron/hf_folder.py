@@ -56,7 +56,9 @@ class HFFolder:
                         self._stored_again.append((name, path))
                         continue
                     header = file.get_slice(name)
-                    self._entries[name] = _Entry(path, name, tuple(header.get_shape()), header.get_dtype())
+                    self._entries[name] = _Entry(
+                        path, name, tuple(header.get_shape()), header.get_dtype()
+                    )
         if EMBEDDING.removeprefix(_DECODER) in self._entries:
             # Saved from transformers' bare decoder, such as LlamaModel; it loads such a folder by these names too.
             self._entries = {_with_prefix(name): entry for name, entry in self._entries.items()}
@@ -93,12 +95,16 @@ class HFFolder:
         for name in sorted(self._entries):
             entry = self._entries[name]
             digest.update(f"{name} {entry.shape} {entry.dtype} ".encode())
-            digest.update(self.read(name, 0, (0, 1)).contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(
+                self.read(name, 0, (0, 1)).contiguous().view(torch.uint8).numpy().tobytes()
+            )
         return digest.hexdigest()[:16]
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: re.Pattern[str]) -> None:
         """Compare the headers with the model's shapes; CheckpointError lists all faults but `ignored` names."""
-        quantised = [name for name in self._entries.keys() - expected.keys() if _OF_QUANTISED.search(name)]
+        quantised = [
+            name for name in self._entries.keys() - expected.keys() if _OF_QUANTISED.search(name)
+        ]
         if quantised:
             raise CheckpointError(
                 f"the weights in {self.folder} are quantised (it holds {min(quantised)}), and training needs them "
@@ -118,21 +124,34 @@ class HFFolder:
                 expected_in = self.files.file_of.get(name, self.files.listing)
                 add(name, f"missing in {expected_in.name}; expected shape {shape}")
             elif entry.shape != shape:
-                add(name, f"shape {entry.shape} in {entry.file.name}; by config.json it should be {shape}")
+                add(
+                    name,
+                    f"shape {entry.shape} in {entry.file.name}; by config.json it should be {shape}",
+                )
             elif entry.dtype not in DTYPES:
-                add(name, f"{entry.dtype} in {entry.file.name}; expected one of {', '.join(DTYPES)}")
+                add(
+                    name, f"{entry.dtype} in {entry.file.name}; expected one of {', '.join(DTYPES)}"
+                )
         for name, other in self._stored_again:
             entry = self._entries.get(name)
             if name in expected and entry is not None and not self._is_equal_in(name, other):
-                add(name, f"stored in {entry.file.name} and, with other values, in {other.name}; keep one of them")
+                add(
+                    name,
+                    f"stored in {entry.file.name} and, with other values, in {other.name}; keep one of them",
+                )
         for name in sorted(self._entries.keys() - expected.keys()):
             if not ignored.search(name):
                 entry = self._entries[name]
-                add(name, f"shape {entry.shape} in {entry.file.name}; a model of this config.json has no such tensor")
+                add(
+                    name,
+                    f"shape {entry.shape} in {entry.file.name}; a model of this config.json has no such tensor",
+                )
         lines: list[str] = []
         for (name, text), layers in faults.items():
             several = f", N = {', '.join(sorted(layers, key=int))}" if len(layers) > 1 else ""
-            lines.append(f"  {name if several else name.replace('.N.', '.'.join(['', *layers, '']))}{several}: {text}")
+            lines.append(
+                f"  {name if several else name.replace('.N.', '.'.join(['', *layers, '']))}{several}: {text}"
+            )
         if faults:
             listed = "\n".join(lines)
             raise CheckpointError(

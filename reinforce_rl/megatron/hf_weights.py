@@ -26,7 +26,14 @@ from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.megatron.weight_files import INDEX_FILE, NAMED_FILE, SINGLE_FILE
-from reinforce_rl.megatron.weight_map import EMBEDDING, OUTPUT_LAYER, OUTPUT_PARAMETER, SCORE_LAYER, Row, weight_map
+from reinforce_rl.megatron.weight_map import (
+    EMBEDDING,
+    OUTPUT_LAYER,
+    OUTPUT_PARAMETER,
+    SCORE_LAYER,
+    Row,
+    weight_map,
+)
 from reinforce_rl.utils.files import make_readable, naming, replace_folder, space_note
 from reinforce_rl.utils.untrusted_files import check_regular, link_root, read_json
 
@@ -39,11 +46,20 @@ _NOT_OF_A_CLASSIFIER = re.compile(rf"{_COMPUTED.pattern}|^lm_head\.weight$")
 SCORE = SCORE_LAYER.removesuffix(".weight")  # module of a classifier's head
 STEP = "training_step"  # key of an exported config.json
 # Config and tokenizer files copied into an exported folder.
-_CARRIED_OVER = ("*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
+_CARRIED_OVER = (
+    "*config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+)
 _CARRIED_OVER += ("chat_template*", "additional_chat_templates/*.jinja", "*.model")
 
 
-def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter, heads: Sequence[str] = ()) -> None:
+def load_hf_weights(
+    lm: CausalLM, folder: HFFolder, *, track: Track = iter, heads: Sequence[str] = ()
+) -> None:
     """Fill this rank's slice of the model, or all but a head that the folder lacks; faults as in `check_headers`.
 
     `heads` are modules of heads that the folder may hold besides the model; the first is the one that is used.
@@ -56,7 +72,10 @@ def load_hf_weights(lm: CausalLM, folder: HFFolder, *, track: Track = iter, head
         own.pop(SCORE_LAYER, None)
     if arch.tied_embeddings and OUTPUT_PARAMETER in own:
         # With tied weights, the pipeline's last stage has a copy of the embedding.
-        rows = [*rows, *(replace(row, megatron=OUTPUT_PARAMETER) for row in rows if row.hf == EMBEDDING)]
+        rows = [
+            *rows,
+            *(replace(row, megatron=OUTPUT_PARAMETER) for row in rows if row.hf == EMBEDDING),
+        ]
     with torch.no_grad():
         for name, parts in track(_by_parameter(rows)):
             if name not in own:
@@ -101,9 +120,13 @@ def _lacks_head(arch: Architecture, folder: HFFolder, heads: Sequence[str]) -> b
 def parameters_of(lm: CausalLM) -> dict[str, Tensor]:
     """Return this rank's parameters by name, with global layer numbers."""
     layers: Any = lm.decoder.layers
-    numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(layers)}  # megatron counts from 1
+    numbers = {
+        str(i): layer.layer_number - 1 for i, layer in enumerate(layers)
+    }  # megatron counts from 1
     return {
-        re.sub(r"^(decoder\.layers\.)(\d+)", lambda found: found[1] + str(numbers[found[2]]), name): parameter
+        re.sub(
+            r"^(decoder\.layers\.)(\d+)", lambda found: found[1] + str(numbers[found[2]]), name
+        ): parameter
         for name, parameter in lm.named_parameters()
     }
 
@@ -125,14 +148,18 @@ def hf_tensors(
     """
     mesh = lm.mesh
     own = parameters_of(lm) if values is None else values
-    dtype = dtype or next(value.dtype for value in own.values() if value is not None)  # frozen: no gradient
+    dtype = dtype or next(
+        value.dtype for value in own.values() if value is not None
+    )  # frozen: no gradient
     stages = mesh.gather_over_pp(set(own))
     rows = weight_map(lm.architecture, mesh.tp_size) if rows is None else rows
     for name, of_parameter in track(_by_parameter(rows)):
         stage = next(i for i, names in enumerate(stages) if name in names)
         parts = None
         if stage == mesh.pp_rank:
-            parts = _on_first_rank(own[name].detach().to(dtype), mesh, of_parameter[0].split is not None)
+            parts = _on_first_rank(
+                own[name].detach().to(dtype), mesh, of_parameter[0].split is not None
+            )
         for row in of_parameter:
             whole = None
             if parts is not None:
@@ -143,7 +170,9 @@ def hf_tensors(
 
 
 def _by_parameter(rows: list[Row]) -> list[tuple[str, list[Row]]]:
-    return [(name, list(group)) for name, group in itertools.groupby(rows, lambda row: row.megatron)]
+    return [
+        (name, list(group)) for name, group in itertools.groupby(rows, lambda row: row.megatron)
+    ]
 
 
 def _check_tied(folder: HFFolder, embedding: Tensor, start: int, end: int) -> None:
@@ -165,7 +194,12 @@ def _on_first_rank(value: Tensor, mesh: Mesh, shared: bool) -> list[Tensor] | No
 
 
 def _on_first_stage(
-    whole: Tensor | None, row: Row, dtype: torch.dtype, device: torch.device | str, stage: int, mesh: Mesh
+    whole: Tensor | None,
+    row: Row,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    stage: int,
+    mesh: Mesh,
 ) -> Tensor | None:
     if stage == 0 or mesh.tp_rank:
         return whole
@@ -230,7 +264,9 @@ def export_hf_folder(
     first_copy = mesh.dp_rank == mesh.cp_rank == 0
     tensors = hf_tensors(lm, values, dtype=dtype, track=track) if first_copy else iter(())
     for file, names in files.items():
-        shard: Any = dict(itertools.islice(tensors, len(names)))  # tensors on the main rank, None elsewhere
+        shard: Any = dict(
+            itertools.islice(tensors, len(names))
+        )  # tensors on the main rank, None elsewhere
         with mesh.raise_on_all_ranks(failed):
             if mesh.is_main:
                 save_tensors(shard, part / file)
@@ -251,7 +287,10 @@ def shard_files(rows: list[Row], dtype: torch.dtype, max_bytes: int) -> dict[str
         shards[-1][row.hf] = size
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+    return {
+        f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard
+        for i, shard in enumerate(shards, 1)
+    }
 
 
 def carry_over(source: Path, out: Path) -> None:
@@ -279,7 +318,9 @@ def _keep_end_tokens(folder: Path) -> None:
     end_tokens = read_end_tokens(folder, tokenizer_eos)
     if end_tokens.ids != end_tokens.of_generate:
         values = with_end_tokens(folder, end_tokens)
-        (folder / GENERATION_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        (folder / GENERATION_CONFIG).write_text(
+            json.dumps(values, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def _set_config(config: Path, dtype: torch.dtype, others: Mapping[str, Any]) -> None:

@@ -50,7 +50,9 @@ class LoraSettings:
     seed: int = 0  # initializes A
 
     @classmethod
-    def from_names(cls, rank: int, alpha: float, target_modules: Sequence[str], seed: int) -> LoraSettings:
+    def from_names(
+        cls, rank: int, alpha: float, target_modules: Sequence[str], seed: int
+    ) -> LoraSettings:
         """Build settings; "all" in `target_modules` selects every projection."""
         named = tuple(name for name in PROJECTIONS if {"all", name} & {*target_modules})
         return cls(rank, alpha, named, seed)
@@ -90,7 +92,13 @@ def _lora_row(base: Row, projection: str, rank: int) -> LoraRow:
 
     def matrix(name: str, shape: tuple[int, int], cut: bool) -> Row:
         hf = f"{base.hf.removesuffix('.weight')}.{name}.weight"
-        return Row(hf, f"{layer}.{SUBMODULE}.{projection}.{name}", shape, base.tp_size, own if cut else None)
+        return Row(
+            hf,
+            f"{layer}.{SUBMODULE}.{projection}.{name}",
+            shape,
+            base.tp_size,
+            own if cut else None,
+        )
 
     a = matrix("lora_A", (rank, in_size), split.axis == 1)
     b = matrix("lora_B", (out_size, rank), split.axis == 0)
@@ -100,7 +108,14 @@ def _lora_row(base: Row, projection: str, rank: int) -> LoraRow:
 class LowRank(torch.nn.Module):
     """A and B of one projection; `sequence_parallel` marks replicated matrices for megatron's gradient sum."""
 
-    def __init__(self, row: LoraRow, settings: LoraSettings, like: Tensor, tp_rank: int, sequence_parallel: bool):
+    def __init__(
+        self,
+        row: LoraRow,
+        settings: LoraSettings,
+        like: Tensor,
+        tp_rank: int,
+        sequence_parallel: bool,
+    ):
         super().__init__()
         values = initial_a(row.a, settings.seed), torch.zeros(row.b.shape)
         for name, matrix, whole in zip(("lora_A", "lora_B"), (row.a, row.b), values, strict=True):
@@ -110,7 +125,9 @@ class LowRank(torch.nn.Module):
             if matrix.split is None:
                 parameter.sequence_parallel = sequence_parallel
             else:  # else the gradient norm would count the first rank's share only
-                tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, matrix.split.axis, 1)
+                tensor_parallel.set_tensor_model_parallel_attributes(
+                    parameter, True, matrix.split.axis, 1
+                )
             self.register_parameter(name, parameter)
 
 
@@ -127,7 +144,12 @@ class LayerUpdates(torch.nn.Module):
     """The updates of one megatron layer; `blocks` are all projections in its weight, in row order."""
 
     def __init__(
-        self, layer: torch.nn.Module, rows: list[LoraRow], blocks: list[Row], settings: LoraSettings, mesh: Mesh
+        self,
+        layer: torch.nn.Module,
+        rows: list[LoraRow],
+        blocks: list[Row],
+        settings: LoraSettings,
+        mesh: Mesh,
     ):
         super().__init__()
         self.settings, self.enabled = settings, True
@@ -138,7 +160,9 @@ class LayerUpdates(torch.nn.Module):
             pair = LowRank(row, settings, weight, mesh.tp_rank, bool(layer.sequence_parallel))
             self.add_module(row.projection, pair)
 
-    def hook(self, layer: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor | None]) -> Any:
+    def hook(
+        self, layer: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor | None]
+    ) -> Any:
         """Forward hook: return the layer's output with the updates added."""
         if not self.enabled:
             return outputs
@@ -148,7 +172,10 @@ class LayerUpdates(torch.nn.Module):
 
     def _of_columns(self, x: Tensor, sequence_parallel: bool) -> Tensor:
         """Map [s, b, in], or the rank's part of s, to the rank's columns [s, b, out / tp]."""
-        low = torch.cat([F.linear(x, self.pair(row).lora_A) for row in self._rows], dim=-1) * self.settings.scale
+        low = (
+            torch.cat([F.linear(x, self.pair(row).lora_A) for row in self._rows], dim=-1)
+            * self.settings.scale
+        )
         # Sums each rank's part of the gradient of `low`, for both A and x.
         if sequence_parallel:
             low = tensor_parallel.gather_from_sequence_parallel_region(low, group=self._group)
@@ -185,8 +212,12 @@ class LayerUpdates(torch.nn.Module):
         for row in self._rows:
             pair, split = self.pair(row), row.base.split
             assert split is not None
-            update = self.settings.scale * (pair.lora_B.to(total.dtype) @ pair.lora_A.to(total.dtype))
-            units = total.unflatten(split.axis, (-1, split.width)).narrow(split.axis + 1, split.offset, split.size)
+            update = self.settings.scale * (
+                pair.lora_B.to(total.dtype) @ pair.lora_A.to(total.dtype)
+            )
+            units = total.unflatten(split.axis, (-1, split.width)).narrow(
+                split.axis + 1, split.offset, split.size
+            )
             units += update.unflatten(split.axis, (-1, split.size))
         return total.to(weight.dtype)
 
@@ -199,10 +230,14 @@ def add_lora(lm: CausalLM, settings: LoraSettings) -> None:
     modules: Any = lm.decoder.layers
     for module in modules:
         prefix = f"decoder.layers.{module.layer_number - 1}."  # megatron counts from 1
-        for name in dict.fromkeys(row.base.megatron for row in updates if row.base.megatron.startswith(prefix)):
+        for name in dict.fromkeys(
+            row.base.megatron for row in updates if row.base.megatron.startswith(prefix)
+        ):
             layer: Any = module.get_submodule(name.removeprefix(prefix).removesuffix(".weight"))
             trained = [row for row in updates if row.base.megatron == name]
-            own = LayerUpdates(layer, trained, [row for row in blocks if row.megatron == name], settings, mesh)
+            own = LayerUpdates(
+                layer, trained, [row for row in blocks if row.megatron == name], settings, mesh
+            )
             layer.add_module(SUBMODULE, own)
             layer.register_forward_hook(own.hook)
     if lm.pre_process:
@@ -262,7 +297,11 @@ def adapter_rows(lm: CausalLM) -> list[Row]:
     settings = lora_settings_of(lm)
     if settings is None:
         return []
-    return [matrix for row in lora_map(lm.architecture, lm.mesh.tp_size, settings) for matrix in (row.a, row.b)]
+    return [
+        matrix
+        for row in lora_map(lm.architecture, lm.mesh.tp_size, settings)
+        for matrix in (row.a, row.b)
+    ]
 
 
 def trained_state(lm: CausalLM) -> dict[str, Any]:
@@ -308,7 +347,9 @@ def export_adapter(lm: CausalLM, source: str | Path, out: str | Path) -> Path:
     return out
 
 
-def write_adapter(tensors: dict[str, Tensor], settings: LoraSettings, source: str | Path, out: Path) -> None:
+def write_adapter(
+    tensors: dict[str, Tensor], settings: LoraSettings, source: str | Path, out: Path
+) -> None:
     """Write PEFT's files of whole updates, named as PEFT does, into a new folder."""
     out.mkdir(parents=True)
     save_tensors(tensors, out / WEIGHTS_FILE)
@@ -320,10 +361,18 @@ def peft_config(settings: LoraSettings, source: str | Path) -> dict[str, Any]:
     """Return the settings for `peft.LoraConfig` that differ from its defaults."""
     kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(source)}
     sizes = {"r": settings.rank, "lora_alpha": settings.alpha, "lora_dropout": 0.0}
-    return {**kind, "inference_mode": True, **sizes, "target_modules": list(settings.targets), "bias": "none"}
+    return {
+        **kind,
+        "inference_mode": True,
+        **sizes,
+        "target_modules": list(settings.targets),
+        "bias": "none",
+    }
 
 
-def check_lora_identity(mine: dict[str, Any] | None, checkpoint: str | Path, trainer_state: dict[str, Any]) -> None:
+def check_lora_identity(
+    mine: dict[str, Any] | None, checkpoint: str | Path, trainer_state: dict[str, Any]
+) -> None:
     """Reject a checkpoint whose weights do not belong to this run, whose `LoraSettings.identity` is `mine`."""
     stored: dict[str, Any] | None = trainer_state.get("lora")
     if stored == mine:
@@ -337,7 +386,11 @@ def check_lora_identity(mine: dict[str, Any] | None, checkpoint: str | Path, tra
             key="lora.checkpoint.another_scheme",
         )
     tuning = "model.peft.lora_tuning"
-    keys = {"rank": f"{tuning}.adapter_dim", "alpha": f"{tuning}.alpha", "targets": f"{tuning}.target_modules"}
+    keys = {
+        "rank": f"{tuning}.adapter_dim",
+        "alpha": f"{tuning}.alpha",
+        "targets": f"{tuning}.target_modules",
+    }
     keys["base_weights"] = "the weights of pretrained_checkpoint.restore_from_path (fingerprint)"
     differ = [key for key in mine if stored.get(key) != mine[key]]
     pairs = [f"{keys[key]}: {stored.get(key)} there, {mine[key]} here" for key in differ]

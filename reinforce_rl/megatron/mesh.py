@@ -40,7 +40,14 @@ from reinforce_rl.utils.ranks import STORE_VARIABLE
 
 _SIGNAL_SECONDS = 0.2  # until a signal is handled
 # Errors re-raised on the other ranks as the same type, by name.
-_KINDS = (CheckpointError, DataError, GenerationError, RewardServerError, StoppedEarly, TooManyFailedRewardsError)
+_KINDS = (
+    CheckpointError,
+    DataError,
+    GenerationError,
+    RewardServerError,
+    StoppedEarly,
+    TooManyFailedRewardsError,
+)
 _ERRORS = {kind.__name__: kind for kind in _KINDS}
 
 
@@ -57,7 +64,9 @@ class World:
 class Mesh:
     rank: int  # global
     world_size: int
-    dp_rank: int  # data parallel, without context parallel: ranks of one dp_rank hold the same prompts
+    dp_rank: (
+        int  # data parallel, without context parallel: ranks of one dp_rank hold the same prompts
+    )
     dp_size: int
     tp_rank: int  # tensor parallel: ranks of one tp_rank hold the same slice of each weight
     tp_size: int
@@ -101,7 +110,9 @@ class Mesh:
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.tp_size, self.pp_size, self.cp_size, self.dp_size, self.sequence_parallel)
+        return Layout(
+            self.tp_size, self.pp_size, self.cp_size, self.dp_size, self.sequence_parallel
+        )
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
         """Return the sum over data-parallel ranks, on the input's device."""
@@ -204,7 +215,10 @@ class Mesh:
         failure: Any = None
         try:
             yield
-        except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
+        except (
+            Exception,
+            CheckpointException,
+        ) as error:  # torch's CheckpointException is a BaseException
             failure = error
             if failure_of is not None:
                 failure = failure_of(error)
@@ -353,7 +367,9 @@ def _leave_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def _block_group(rank: int, sizes: tuple[int, int, int, int], timeout: timedelta) -> dist.ProcessGroup:
+def _block_group(
+    rank: int, sizes: tuple[int, int, int, int], timeout: timedelta
+) -> dist.ProcessGroup:
     tp_size, cp_size, dp_size, pp_size = sizes
     places = list(itertools.product(range(pp_size), range(cp_size), range(tp_size)))
     blocks = [[rank_at(tp, cp, dp, pp, sizes) for pp, cp, tp in places] for dp in range(dp_size)]
@@ -374,7 +390,9 @@ def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def _on_first(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    gathered: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    gathered: list[Any] | None = (
+        [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    )
     dist.gather_object(value, gathered, group=group, group_dst=0)
     return gathered or []
 

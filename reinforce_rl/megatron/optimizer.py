@@ -44,7 +44,11 @@ def wrap_data_parallel(lm: CausalLM, optim: OptimConfig = DEFAULT_OPTIM) -> Dist
         overlap_grad_reduce=bool(optim.overlap_grad_sync),
     )
     ddp = DistributedDataParallel(lm.config, config, lm)
-    if optim.in_place_gradients and lm.mesh.device.type == "cpu" and lm.config.params_dtype == torch.float32:
+    if (
+        optim.in_place_gradients
+        and lm.mesh.device.type == "cpu"
+        and lm.config.params_dtype == torch.float32
+    ):
         add_gradients_in_place(lm)
     fuse_weight_gradients(lm)
     ddp.broadcast_params()
@@ -95,7 +99,9 @@ def build_optimizer(
         override_opt_param_scheduler=True,
     )
     # The loss carries its global denominator, so skip megatron's division by token count.
-    ddp.config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: megatron_finalize(model, None, **kwargs)
+    ddp.config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: megatron_finalize(
+        model, None, **kwargs
+    )
     ddp.config.grad_scale_func = optimizer.scale_loss
     ddp.config.no_sync_func = ddp.no_sync
     return optimizer, scheduler
@@ -167,7 +173,9 @@ class ActorOptimizer:
         norm = float(self._foreach_norm() if self._on_gpu else self._optimizer.get_grad_norm())
         if not math.isfinite(norm):
             weights = [p.detach() for part in self._parts for p in part.get_parameters()]
-            return OptimizerUpdate(norm, lr, True, weights_lost=not get_total_norm(weights, foreach=True).isfinite())
+            return OptimizerUpdate(
+                norm, lr, True, weights_lost=not get_total_norm(weights, foreach=True).isfinite()
+            )
         for part in self._parts:
             self._clip(part, norm)
         self._optimizer.step_with_ready_grads()
@@ -177,7 +185,9 @@ class ActorOptimizer:
         """Compute megatron's `get_grad_norm` by foreach kernels: one GPU sync, not one per parameter."""
         grads = [grad for part in self._parts for grad in part.get_main_grads_for_grad_norm()]
         # Of an empty shard it is a 0 on the host.
-        squares = get_total_norm(grads, foreach=True).square().to(self._optimizer.get_loss_scale().device)
+        squares = (
+            get_total_norm(grads, foreach=True).square().to(self._optimizer.get_loss_scale().device)
+        )
         dist.all_reduce(squares, group=self._optimizer.get_grad_stats_parallel_group())
         return math.sqrt(squares.item())
 
@@ -193,7 +203,9 @@ class ActorOptimizer:
             torch._foreach_mul_(grads, coefficient)  # type: ignore[reportPrivateImportUsage]
 
 
-BLOCK_BYTES = 2**28  # torch rounds pinned allocations up to a power of two, so blocks of that size are filled
+BLOCK_BYTES = (
+    2**28
+)  # torch rounds pinned allocations up to a power of two, so blocks of that size are filled
 _COPIES = "reinforce_rl_host_copies"
 PREFIX = "optimizer.state."  # followed by the kind of state and the parameter's key
 MOMENTS, MAIN, STEP = ("exp_avg", "exp_avg_sq"), "fp32_param", "step"
@@ -218,8 +230,12 @@ class HostCopies:
         self.wait()
         away = list(tensors)
         for tensor in away:
-            if (size := tensor.untyped_storage().nbytes()) != tensor.nbytes or not tensor.is_contiguous():
-                raise ValueError(f"a tensor of {tensor.nbytes} bytes cannot leave its storage of {size} bytes")
+            if (
+                size := tensor.untyped_storage().nbytes()
+            ) != tensor.nbytes or not tensor.is_contiguous():
+                raise ValueError(
+                    f"a tensor of {tensor.nbytes} bytes cannot leave its storage of {size} bytes"
+                )
         for host, part in self._pieces(away):
             host.copy_(part, non_blocking=True)
         if self._pin:
@@ -273,7 +289,9 @@ def adam_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str,
     """
     if (copies := getattr(optimizer, _COPIES, None)) is not None:
         copies.wait()  # for states still being restored
-    sharded = {id(entry.data): (name, entry) for name, entry in model.items() if hasattr(entry, "data")}
+    sharded = {
+        id(entry.data): (name, entry) for name, entry in model.items() if hasattr(entry, "data")
+    }
     found: dict[str, Any] = {STEP: _step_of(optimizer)}
     for main in _main_parameters(optimizer):
         name, entry = sharded[id(main.parameter)]
@@ -300,7 +318,9 @@ def set_adam_step(optimizer: MegatronOptimizer, step: float) -> None:
 @dataclass(frozen=True)
 class _Main:
     parameter: Tensor  # the model's
-    tensor: Tensor  # what Adam updates here: the parameter, its fp32 copy, or a flat range of either
+    tensor: (
+        Tensor  # what Adam updates here: the parameter, its fp32 copy, or a flat range of either
+    )
     start: int  # offset of the range in the flattened parameter
     shared: bool  # sharded over data- and context-parallel ranks
     inner: Any  # inner optimizer
@@ -322,11 +342,20 @@ def _main_parameters(optimizer: MegatronOptimizer) -> Iterator[_Main]:
                 buffer, dtype, bucket = part.model_param_gbuf_map[parameter]
                 ranges = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]
                 start = ranges["param"].start
-                yield _Main(parameter, inner.param_groups[group]["params"][place], start, True, inner)
+                yield _Main(
+                    parameter, inner.param_groups[group]["params"][place], start, True, inner
+                )
             continue
-        pairs = [(parameter, parameter) for parameter in chain(*(group["params"] for group in inner.param_groups))]
+        pairs = [
+            (parameter, parameter)
+            for parameter in chain(*(group["params"] for group in inner.param_groups))
+        ]
         if isinstance(part, Float16OptimizerWithFloat16Params):
-            pairs = [*zip(chain(*part.float16_groups), chain(*part.fp32_from_float16_groups), strict=True)]
+            pairs = [
+                *zip(
+                    chain(*part.float16_groups), chain(*part.fp32_from_float16_groups), strict=True
+                )
+            ]
             pairs += [(parameter, parameter) for parameter in chain(*part.fp32_from_fp32_groups)]
         for parameter, tensor in pairs:
             yield _Main(parameter, tensor, 0, False, inner)
@@ -348,7 +377,9 @@ def _counts_by_parameter(inner: Any) -> bool:
 
 def _step_count(inner: Any, tensor: Tensor, step: float) -> Tensor:
     fused = any(group.get("fused") for group in inner.param_groups)
-    return torch.full((), float(step), dtype=torch.float32, device=tensor.device if fused else "cpu")
+    return torch.full(
+        (), float(step), dtype=torch.float32, device=tensor.device if fused else "cpu"
+    )
 
 
 def large_states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
@@ -361,7 +392,11 @@ def states_by_weight(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, dic
     """Yield the model's parameters with this rank's `large_states` of each."""
     for main in _main_parameters(optimizer):
         state = main.inner.state.get(main.tensor, {})
-        found = {kind: value for kind, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+        found = {
+            kind: value
+            for kind, value in state.items()
+            if isinstance(value, Tensor) and value.dim() > 0
+        }
         if main.tensor.dtype != main.parameter.dtype:
             found[MAIN] = main.tensor
         yield main.parameter, found
@@ -370,7 +405,10 @@ def states_by_weight(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, dic
 def _step_of(optimizer: MegatronOptimizer) -> float:
     # All parameters share one step count; a rank without parameters returns 0.
     inners = inner_optimizers(optimizer)
-    holders = (inner.state.values() if _counts_by_parameter(inner) else inner.param_groups for inner in inners)
+    holders = (
+        inner.state.values() if _counts_by_parameter(inner) else inner.param_groups
+        for inner in inners
+    )
     return float(next((holder.get(STEP, 0.0) for holder in chain(*holders)), 0.0))
 
 
@@ -394,7 +432,9 @@ def _parts(
                 data=flat[first : first + math.prod(shape)].view((1,) * axes + shape),
                 dtype=flat.dtype,
                 local_shape=(1,) * axes + shape,
-                global_offset=tuple(a + b for a, b in zip(piece.global_offset, (0,) * axes + offset, strict=True)),
+                global_offset=tuple(
+                    a + b for a, b in zip(piece.global_offset, (0,) * axes + offset, strict=True)
+                ),
                 axis_fragmentations=None,  # not a regular grid
                 prepend_axis_num=0,
                 # The last number is the data- and context-parallel rank; each writes its own range.
@@ -403,7 +443,9 @@ def _parts(
         before += size
 
 
-def rectangles(shape: Sequence[int], start: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def rectangles(
+    shape: Sequence[int], start: int, end: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return (offset, shape) of rectangles that cover elements start .. end-1 of a flattened tensor, in order."""
     if len(shape) == 1:
         return [((start,), (end - start,))] if start < end else []
@@ -415,4 +457,8 @@ def rectangles(shape: Sequence[int], start: int, end: int) -> list[tuple[tuple[i
         return [((number, *offset), (1, *size)) for offset, size in parts]
 
     whole = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
-    return within(first - 1, start, min(end, first * row)) + whole + within(last, max(first, last) * row, end)
+    return (
+        within(first - 1, start, min(end, first * row))
+        + whole
+        + within(last, max(first, last) * row, end)
+    )

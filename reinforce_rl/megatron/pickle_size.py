@@ -68,7 +68,9 @@ class _Value:
         self.kind = kind
         self.name = name  # "module name" of a class and of its instances; of a text, the text
         self.size = size  # 1 and the sizes of all values that it holds
-        self.may_change = may_change  # until another value holds it; a class or function of the program never
+        self.may_change = (
+            may_change  # until another value holds it; a class or function of the program never
+        )
 
 
 def _check(data: bytes, key_classes: Collection[str]) -> None:
@@ -178,7 +180,9 @@ def _check_calls(opcode: str, changed: _Value | None, taken: Sequence[_Value]) -
         )
 
 
-def _take(stack: list[_Value], marks: list[int], before: Iterable[pickletools.StackObject]) -> list[_Value]:
+def _take(
+    stack: list[_Value], marks: list[int], before: Iterable[pickletools.StackObject]
+) -> list[_Value]:
     """Remove from the stack what an instruction takes, and return it."""
     kinds = list(before)
     if pickletools.markobject in kinds:

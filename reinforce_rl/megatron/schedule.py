@@ -16,7 +16,9 @@ from torch import Tensor
 Result = TypeVar("Result")
 
 
-HiddenOf = Callable[[Any, Any], Tensor]  # (model, micro-batch): runs the model and returns the next stage's input
+HiddenOf = Callable[
+    [Any, Any], Tensor
+]  # (model, micro-batch): runs the model and returns the next stage's input
 ShapeOf = Callable[[Any], tuple[int, ...]]  # `CausalLM.stage_shape` of a micro-batch
 
 
@@ -59,7 +61,12 @@ def accumulate_gradients(
 
 
 def _run(
-    model: torch.nn.Module, parts: Sequence[Any], hidden_of: HiddenOf, loss_of: Any, shape_of: Any, forward_only: bool
+    model: torch.nn.Module,
+    parts: Sequence[Any],
+    hidden_of: HiddenOf,
+    loss_of: Any,
+    shape_of: Any,
+    forward_only: bool,
 ) -> list[Any]:
     def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable]:
         micro_batch = next(iterator)
@@ -67,7 +74,11 @@ def _run(
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             loss, result = loss_of(hidden, micro_batch)
-            return loss, torch.zeros((), dtype=torch.int, device=loss.device), result  # 0 tokens: no division
+            return (
+                loss,
+                torch.zeros((), dtype=torch.int, device=loss.device),
+                result,
+            )  # 0 tokens: no division
 
         return hidden, finish
 
@@ -75,8 +86,13 @@ def _run(
     if model.config.pipeline_model_parallel_size > 1:  # type: ignore[union-attr]
         assert shape_of is not None
         iterator = _Ahead(iterator, shape_of)
-        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp_cp", "embd", "pos_embd"])
-        options = {"p2p_communicator": _KnownShapes(groups.pp, model.config, iterator), "pg_collection": groups}
+        groups = ProcessGroupCollection.use_mpu_process_groups(
+            ["tp", "pp", "cp", "dp_cp", "embd", "pos_embd"]
+        )
+        options = {
+            "p2p_communicator": _KnownShapes(groups.pp, model.config, iterator),
+            "pg_collection": groups,
+        }
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterator,
@@ -120,6 +136,8 @@ class _KnownShapes(P2PCommunicator):
         super().__init__(group, config)
         self._ahead = ahead
 
-    def _communicate_shapes(self, to_next: Any, to_previous: Any, recv_prev: bool, recv_next: bool) -> tuple[Any, Any]:
+    def _communicate_shapes(
+        self, to_next: Any, to_previous: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Any, Any]:
         shape = self._ahead.next_shape() if recv_prev else (0, 0, 0)
         return shape, self._ahead.next_gradient_shape() if recv_next else (0, 0, 0)

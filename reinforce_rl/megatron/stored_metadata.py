@@ -79,7 +79,9 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if f"{module} {name}" == _INDEX:
             return _Index
-        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) in _ALLOWED or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return super().find_class(module, name)
         raise CheckpointError(
             f"it names {module}.{name}, which is no part of a checkpoint's description",
@@ -200,7 +202,9 @@ def _check_archives(folder: Path, metadata: Metadata) -> None:
     common = folder / COMMON_FILE
     if common.exists() or common.is_symlink():
         check_torch_file(common, within=folder)
-    parts = sorted((metadata.storage_data or {}).values(), key=lambda part: (part.relative_path, part.offset))
+    parts = sorted(
+        (metadata.storage_data or {}).values(), key=lambda part: (part.relative_path, part.offset)
+    )
     for name, parts_of_file in itertools.groupby(parts, key=lambda part: part.relative_path):
         end = 0
         with open_regular(folder / name, within=folder) as file:

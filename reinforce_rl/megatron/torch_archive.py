@@ -58,7 +58,14 @@ def check_torch_archive(file: BinaryIO, start: int, length: int) -> None:
             _check_entries(archive.infolist())
             _check_offsets(part, archive)
             _check_pickles(archive)
-    except (OSError, ValueError, NotImplementedError, RuntimeError, struct.error, zipfile.BadZipFile) as error:
+    except (
+        OSError,
+        ValueError,
+        NotImplementedError,
+        RuntimeError,
+        struct.error,
+        zipfile.BadZipFile,
+    ) as error:
         raise CheckpointError(
             f"it is no archive of torch.save ({error})",
             key="checkpoint.archive.not_readable",

@@ -9,7 +9,11 @@ from pathlib import Path
 from reinforce_rl.config.model_folder import ADAPTER_FILE, MERGE_ADAPTER, model_values, no_model
 from reinforce_rl.errors import CheckpointError, key_of
 from reinforce_rl.utils.console import warn_once
-from reinforce_rl.utils.untrusted_files import UnreadableFileError, check_model_files, read_model_json
+from reinforce_rl.utils.untrusted_files import (
+    UnreadableFileError,
+    check_model_files,
+    read_model_json,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -72,7 +76,11 @@ def _listing(folder: Path) -> Path:
     named = model_values(str(folder)).get(NAMED_FILE)
     if named is not None:
         path = folder / str(named)
-        if not (path.is_file() and _is_inside(path, folder) and path.name.endswith((".safetensors", INDEX_ENDING))):
+        if not (
+            path.is_file()
+            and _is_inside(path, folder)
+            and path.name.endswith((".safetensors", INDEX_ENDING))
+        ):
             raise CheckpointError(
                 f"{folder / 'config.json'}: {NAMED_FILE} is {named!r}; expected a file of this folder that ends in "
                 f".safetensors or {INDEX_ENDING}",

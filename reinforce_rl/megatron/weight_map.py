@@ -12,7 +12,10 @@ from torch import Tensor
 
 from reinforce_rl.megatron.architecture import Architecture
 
-OUTPUT_LAYER, OUTPUT_PARAMETER = "lm_head.weight", "output_layer.weight"  # the second is megatron's name
+OUTPUT_LAYER, OUTPUT_PARAMETER = (
+    "lm_head.weight",
+    "output_layer.weight",
+)  # the second is megatron's name
 EMBEDDING = "model.embed_tokens.weight"
 SCORE_LAYER = "score.weight"  # a classifier's head; same name in both
 
@@ -76,7 +79,9 @@ class Row:
         return self.like_place(tensor.narrow(self.axis, start, end - start))
 
     def like_place(self, part: Tensor) -> Tensor:
-        return part if self.split is None else part.unflatten(self.split.axis, (-1, self.split.size))
+        return (
+            part if self.split is None else part.unflatten(self.split.axis, (-1, self.split.size))
+        )
 
     def _units(self, tp_rank: int) -> tuple[int, int]:
         assert self.split is not None
@@ -92,7 +97,10 @@ def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
     fused = heads + 2 * head
     ffn = arch.ffn_size // tp_size  # per rank, since gate comes first on each
 
-    vocabulary, groups = Split(0, arch.vocab_size, sizes.vocab_size, 1, 0, 1), (arch.num_groups, sizes.num_groups)
+    vocabulary, groups = (
+        Split(0, arch.vocab_size, sizes.vocab_size, 1, 0, 1),
+        (arch.num_groups, sizes.num_groups),
+    )
     query, key = Split(0, *groups, fused, 0, heads), Split(0, *groups, fused, heads, head)
     value, mixed = Split(0, *groups, fused, heads + head, head), Split(1, *groups, heads, 0, heads)
     ranks = (tp_size, tp_size)
@@ -112,7 +120,13 @@ def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
         ("self_attn.q_norm.weight", "self_attention.q_layernorm.weight", head, None, arch.qk_norm),
         ("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", head, None, arch.qk_norm),
         ("self_attn.o_proj.weight", "self_attention.linear_proj.weight", hidden, mixed, True),
-        ("self_attn.o_proj.bias", "self_attention.linear_proj.bias", hidden, None, arch.output_bias),
+        (
+            "self_attn.o_proj.bias",
+            "self_attention.linear_proj.bias",
+            hidden,
+            None,
+            arch.output_bias,
+        ),
         ("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", hidden, None, True),
         ("mlp.gate_proj.weight", "mlp.linear_fc1.weight", hidden, gate, True),
         ("mlp.up_proj.weight", "mlp.linear_fc1.weight", hidden, up, True),
@@ -125,7 +139,9 @@ def weight_map(arch: Architecture, tp_size: int) -> list[Row]:
             shape.insert(split.axis, split.units * split.size)
         return Row(hf, megatron, tuple(shape), tp_size, split)
 
-    output = [] if arch.tied_embeddings else [row(OUTPUT_LAYER, OUTPUT_PARAMETER, hidden, vocabulary)]
+    output = (
+        [] if arch.tied_embeddings else [row(OUTPUT_LAYER, OUTPUT_PARAMETER, hidden, vocabulary)]
+    )
     if arch.num_labels is not None:
         output = [Row(SCORE_LAYER, SCORE_LAYER, (arch.num_labels, hidden), tp_size, None)]
     return [

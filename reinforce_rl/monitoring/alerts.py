@@ -18,7 +18,11 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.monitoring.stragglers import Slowest
 
 STRAGGLER_FACTOR: float = TrainConfig().trainer.straggler_factor  # the default
-GAP_LIMITS = {"generator_gap": 0.05, "generator_gap_p99": 0.5, "generator_gap_max": 5.0}  # nats a token
+GAP_LIMITS = {
+    "generator_gap": 0.05,
+    "generator_gap_p99": 0.5,
+    "generator_gap_max": 5.0,
+}  # nats a token
 WINDOW = 50  # steps that are remembered
 FEWEST = 8  # earlier steps that a comparison with the past needs
 QUIET = 5  # steps without it after which a rule may speak again
@@ -42,7 +46,9 @@ class History:
     def __init__(self, straggler_factor: float):
         self.straggler_factor = straggler_factor
         self.lines: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
-        self.validations: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # reward of validation, of training
+        self.validations: deque[tuple[float, float]] = deque(
+            maxlen=WINDOW
+        )  # reward of validation, of training
         self._first: dict[str, list[float]] = {}
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -112,7 +118,11 @@ class AlertRules:
     `rules` is what `alerts.rules` says, by name; a rule that is missing warns.
     """
 
-    def __init__(self, rules: Mapping[str, str] = MappingProxyType({}), straggler_factor: float = STRAGGLER_FACTOR):
+    def __init__(
+        self,
+        rules: Mapping[str, str] = MappingProxyType({}),
+        straggler_factor: float = STRAGGLER_FACTOR,
+    ):
         self._rules = [rule for rule in RULES if rules.get(rule.name) != "off"]
         self._stopping = {name for name, action in rules.items() if action == "stop"}
         self._history = History(straggler_factor)
@@ -146,7 +156,9 @@ class AlertRules:
     def now(self) -> list[Alert]:
         """Return what the last step has."""
         lines = self._history.lines
-        return [alert for alert in self._spoken.values() if lines and alert.last == lines[-1]["step"]]
+        return [
+            alert for alert in self._spoken.values() if lines and alert.last == lines[-1]["step"]
+        ]
 
     @property
     def alerts(self) -> list[Alert]:
@@ -168,7 +180,10 @@ def spread(values: Sequence[float]) -> float:
     return 1.4826 * statistics.median(abs(value - middle) for value in values)
 
 
-@rule("one such step spoils the weights", "look for the first such number in metrics.jsonl; lower model.optim.lr")
+@rule(
+    "one such step spoils the weights",
+    "look for the first such number in metrics.jsonl; lower model.optim.lr",
+)
 def not_finite(run: History) -> str | None:
     keys = ("train/actor_loss", "train/loss", "train/rewards")
     wrong = [key for key in keys if key in run.lines[-1] and not math.isfinite(run.now(key))]
@@ -180,21 +195,34 @@ def skipped(run: History) -> str | None:
     return "the gradient was not finite" if run.now("train/skipped_step") > 0 else None
 
 
-@rule("they are left out of the loss", "score_fault in the records, and the reward source's log, say why")
+@rule(
+    "they are left out of the loss",
+    "score_fault in the records, and the reward source's log, say why",
+)
 def unscored(run: History) -> str | None:
     scored = run.now("train/fraction_of_samples_scored")
     return f"{1 - scored:.1%} of the samples have no score" if scored < 1 else None
 
 
-@rule("long responses that fail cost nothing", "raise the reward source's limits, or lower max_length")
+@rule(
+    "long responses that fail cost nothing", "raise the reward source's limits, or lower max_length"
+)
 def unscored_length(run: History) -> str | None:
     longer = run.last("train/unscored_longer", 10)
-    if len(longer) < 3 or math.isnan(run.now("train/unscored_longer")) or statistics.median(longer) < 0.8:
+    if (
+        len(longer) < 3
+        or math.isnan(run.now("train/unscored_longer"))
+        or statistics.median(longer) < 0.8
+    ):
         return None
     return f"a sample without a score is longer than one with it in {statistics.median(longer):.0%} of the pairs"
 
 
-@rule("nothing can be learnt from it", "is the reward source what you think it is, and alive? read samples", steps=3)
+@rule(
+    "nothing can be learnt from it",
+    "is the reward source what you think it is, and alive? read samples",
+    steps=3,
+)
 def constant_reward(run: History) -> str | None:
     reward, deviation = run.now("train/rewards"), run.now("train/reward_deviation")
     limit = max(1e-4 * abs(reward), 0.02 * run.first("train/reward_deviation"), 1e-12)
@@ -209,12 +237,20 @@ def equal_groups(run: History) -> str | None:
     return text if equal >= 0.9 else None
 
 
-@rule("there is little to learn from", "take other prompts, more samples each, or dynamic_filtering=true", steps=3)
+@rule(
+    "there is little to learn from",
+    "take other prompts, more samples each, or dynamic_filtering=true",
+    steps=3,
+)
 def no_spread(run: History) -> str | None:
     return None if solved(run) else equal_groups(run)
 
 
-@rule("little is left to learn", "take harder prompts, or stop; or has the policy collapsed? read samples", steps=3)
+@rule(
+    "little is left to learn",
+    "take harder prompts, or stop; or has the policy collapsed? read samples",
+    steps=3,
+)
 def solved(run: History) -> str | None:
     reward, deviation = run.now("train/rewards"), run.now("train/reward_deviation")
     rise = reward - run.initial("train/rewards")
@@ -222,34 +258,59 @@ def solved(run: History) -> str | None:
     return equal_groups(run) if has_risen and reward >= run.middle("train/rewards", 20) else None
 
 
-@rule("the weights do not change", "see train/fraction_of_samples_trained and train/reward_group_deviation", steps=2)
+@rule(
+    "the weights do not change",
+    "see train/fraction_of_samples_trained and train/reward_group_deviation",
+    steps=2,
+)
 def zero_gradient(run: History) -> str | None:
     return "the norm of the gradient is zero" if run.now("train/grad_norm") <= 1e-12 else None
 
 
-@rule("no policy changes that much in a step", "did the reward server restart, with another model, or fail?")
+@rule(
+    "no policy changes that much in a step",
+    "did the reward server restart, with another model, or fail?",
+)
 def changed_scorer(run: History) -> str | None:
     rewards, deviations = run.past("train/rewards", 20), run.past("train/reward_deviation", 20)
-    distance, before = run.now("train/init_policy_kl"), max(run.past("train/init_policy_kl", 10), default=math.nan)
+    distance, before = (
+        run.now("train/init_policy_kl"),
+        max(run.past("train/init_policy_kl", 10), default=math.nan),
+    )
     if not rewards or not any(deviations) or distance > 1.5 * before + 1:  # then it was the policy
         return None
-    now, moves = run.now("train/reward_deviation"), [new - old for old, new in itertools.pairwise(rewards)]
+    now, moves = (
+        run.now("train/reward_deviation"),
+        [new - old for old, new in itertools.pairwise(rewards)],
+    )
     jumps = abs(run.now("train/rewards") - rewards[-1]) > max(*deviations, 6 * spread(moves))
-    if not jumps and 0.2 * min(deviations) <= now <= 5 * max(*deviations, run.first("train/reward_deviation")):
+    if not jumps and 0.2 * min(deviations) <= now <= 5 * max(
+        *deviations, run.first("train/reward_deviation")
+    ):
         return None
     was = f"{rewards[-1]:.3f} ± {deviations[-1]:.3f}"
     return f"the rewards went from {was} to {run.now('train/rewards'):.3f} ± {now:.3f}"
 
 
-@rule("the policy leaves the initial one ever faster", "lower model.optim.lr or raise initial_policy_kl_penalty")
+@rule(
+    "the policy leaves the initial one ever faster",
+    "lower model.optim.lr or raise initial_policy_kl_penalty",
+)
 def kl(run: History) -> str | None:
     past, now = run.last("train/init_policy_kl", 13)[:-3], run.middle("train/init_policy_kl")
     usual = statistics.median(past) if len(past) >= 3 else math.nan
     # Early in a run it grows with the square of the steps: not 5 times.
-    return f"the KL is {now:.3g} nats, {usual:.3g} in the steps before" if now > max(5 * usual, usual + 10) else None
+    return (
+        f"the KL is {now:.3g} nats, {usual:.3g} in the steps before"
+        if now > max(5 * usual, usual + 10)
+        else None
+    )
 
 
-@rule("it writes always the same, or noise", "read samples; go on from an older checkpoint with a lower learning rate")
+@rule(
+    "it writes always the same, or noise",
+    "read samples; go on from an older checkpoint with a lower learning rate",
+)
 def entropy(run: History) -> str | None:
     key = "train/entropy" if math.isfinite(run.now("train/entropy")) else "train/entropy_sampled"
     now, first = run.middle(key), run.initial(key)
@@ -257,12 +318,17 @@ def entropy(run: History) -> str | None:
     return None if is_usual else f"the entropy is {now:.3f} nats a token, {first:.3f} at first"
 
 
-@rule("their ends are never scored", "raise max_length, or see truncated_samples and reward_shaping.length_penalty")
+@rule(
+    "their ends are never scored",
+    "raise max_length, or see truncated_samples and reward_shaping.length_penalty",
+)
 def cut(run: History) -> str | None:
     key = "train/fraction_of_samples_properly_ended"
     now, first = 1 - run.middle(key, 5), 1 - run.first(key)
     if now > 0.5 or now > first + 0.25:
-        return f"{now:.0%} of the responses are cut at max_length" + (f", {first:.0%} at first" if first < now else "")
+        return f"{now:.0%} of the responses are cut at max_length" + (
+            f", {first:.0%} at first" if first < now else ""
+        )
     return None
 
 
@@ -274,17 +340,26 @@ def length(run: History) -> str | None:
     if len(run.lines) < FEWEST or not rise > 0.5 * run.first("train/reward_deviation"):
         return None
     if now > 1.5 * first or (now > 1.2 * first and pays > 0.5):
-        pair = f"; within a group the correlation with the reward is {pays:.2f}" if math.isfinite(pays) else ""
+        pair = (
+            f"; within a group the correlation with the reward is {pays:.2f}"
+            if math.isfinite(pays)
+            else ""
+        )
         return f"responses have {now:.1f} tokens, {first:.1f} at first{pair}"
     return None
 
 
-@rule("the reward may pay for it", "read samples; change the reward, or raise initial_policy_kl_penalty")
+@rule(
+    "the reward may pay for it",
+    "read samples; change the reward, or raise initial_policy_kl_penalty",
+)
 def repetition(run: History) -> str | None:
     now, first = run.middle("train/repetition"), run.first("train/repetition")
     size, at_first = run.middle("train/compression"), run.first("train/compression")
     if now > first + 0.2:
-        return f"{now:.0%} of three words in a row were in the response before, {first:.0%} at first"
+        return (
+            f"{now:.0%} of three words in a row were in the response before, {first:.0%} at first"
+        )
     text = f"responses compress to {size:.0%} of their size, to {at_first:.0%} at first"
     return text if size < 0.6 * at_first else None
 
@@ -294,15 +369,22 @@ def generator_gap(run: History) -> str | None:
     if run.now("train/staleness") > 0:  # then they differ by the weights, too
         return None
     gaps = {name: run.now(f"train/{name}") for name in GAP_LIMITS}
-    over = [f"{name} is {gaps[name]:.3g}" for name, limit in GAP_LIMITS.items() if gaps[name] > limit]
+    over = [
+        f"{name} is {gaps[name]:.3g}" for name, limit in GAP_LIMITS.items() if gaps[name] > limit
+    ]
     now, first = run.middle("train/generator_gap"), run.first("train/generator_gap")
     # Within the first three steps there is nothing that a gap could have grown from.
     if not over and math.isfinite(first) and now > max(0.01, 5 * first):
         over = [f"generator_gap is {now:.3g}, {first:.3g} at first, and grows"]
-    return f"trainer and generator differ on the same tokens: {', '.join(over)} nats" if over else None
+    return (
+        f"trainer and generator differ on the same tokens: {', '.join(over)} nats" if over else None
+    )
 
 
-@rule("single batches move the policy far", "lower model.optim.lr or gradient_clip_val; read their samples")
+@rule(
+    "single batches move the policy far",
+    "lower model.optim.lr or gradient_clip_val; read their samples",
+)
 def gradient_spikes(run: History) -> str | None:
     past, last = run.past("train/grad_norm", 20), run.last("train/grad_norm", 10)
     usual = statistics.median(past) if past else 0.0
@@ -313,7 +395,10 @@ def gradient_spikes(run: History) -> str | None:
     return f"the gradient's norm was {max(spikes):.3g}, {usual:.3g} as a rule, in {len(spikes)} of the last 10 steps"
 
 
-@rule("the policy learns these prompts alone", "go on from the best checkpoint; more prompts, or more KL penalty")
+@rule(
+    "the policy learns these prompts alone",
+    "go on from the best checkpoint; more prompts, or more KL penalty",
+)
 def overfitting(run: History) -> str | None:
     if len(run.validations) < 3:
         return None
@@ -328,14 +413,26 @@ def overfitting(run: History) -> str | None:
 @rule("what was trained on is no test, and counts twice", "drop them from the data")
 def prompts_repeated(run: History) -> str | None:
     share = run.now("train/prompts_repeated")
-    return f"{share:.0%} of the prompts are on another line of the data, too, or in validation" if share > 0 else None
+    return (
+        f"{share:.0%} of the prompts are on another line of the data, too, or in validation"
+        if share > 0
+        else None
+    )
 
 
 @rule("all ranks wait for it", "look at that machine (docs/operations.md#stragglers)")
 def straggler(run: History) -> str | None:
     line, found = run.lines[-1], []
-    for phase in [key.split("/")[1] for key in line if key.startswith("timing/") and key.endswith("/rank")]:
-        rank, most, median = (number(line.get(f"timing/{phase}/{name}")) for name in ("rank", "max", "median"))
-        if Slowest(phase, 0, "", most, median).stands_out(run.straggler_factor, run.now("timers/step_time")):
-            found.append(f"{phase} took {most:.1f} s on rank {rank:.0f}, {median:.1f} s on the median rank")
+    for phase in [
+        key.split("/")[1] for key in line if key.startswith("timing/") and key.endswith("/rank")
+    ]:
+        rank, most, median = (
+            number(line.get(f"timing/{phase}/{name}")) for name in ("rank", "max", "median")
+        )
+        if Slowest(phase, 0, "", most, median).stands_out(
+            run.straggler_factor, run.now("timers/step_time")
+        ):
+            found.append(
+                f"{phase} took {most:.1f} s on rank {rank:.0f}, {median:.1f} s on the median rank"
+            )
     return "; ".join(found) or None

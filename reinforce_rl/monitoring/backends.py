@@ -15,7 +15,10 @@ from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.monitoring.loggers import SUCCESS, Detached, Level, MetricLogger
 from reinforce_rl.utils.files import plain_number
 
-START_SECONDS, FINISH_SECONDS = 60, 50  # of a wandb run, the latter below `CLOSE_SECONDS` of its thread
+START_SECONDS, FINISH_SECONDS = (
+    60,
+    50,
+)  # of a wandb run, the latter below `CLOSE_SECONDS` of its thread
 PROJECT = "reinforce_rl"
 # Variables of a library by its argument: they count where the configuration is silent.
 _OF_WANDB = {
@@ -44,7 +47,9 @@ def start_loggers(
     The same `run_id` goes on with the same run, after `resume_step`.
     """
     starts: dict[str, Callable[[], MetricLogger]] = {
-        "tensorboard": lambda: TensorboardLogger(Path(cfg.exp_manager.explicit_log_dir) / "tensorboard", resume_step),
+        "tensorboard": lambda: TensorboardLogger(
+            Path(cfg.exp_manager.explicit_log_dir) / "tensorboard", resume_step
+        ),
         "wandb": lambda: WandbLogger(cfg, run_id),
         "swanlab": lambda: SwanlabLogger(cfg, run_id),
         "mlflow": lambda: MlflowLogger(cfg, run_id),
@@ -81,10 +86,14 @@ class TensorboardLogger(MetricLogger):
 
 
 def _as_markdown(row: Mapping[str, Any]) -> str:
-    numbers = ", ".join(f"{name} {value}" for name, value in row.items() if not isinstance(value, str))
+    numbers = ", ".join(
+        f"{name} {value}" for name, value in row.items() if not isinstance(value, str)
+    )
     texts = [(name, value) for name, value in row.items() if isinstance(value, str)]
     # Indented, so that a sample's own Markdown and HTML are shown as they are.
-    blocks = [f"{name}:\n\n" + textwrap.indent(value, "    ", lambda line: True) for name, value in texts]
+    blocks = [
+        f"{name}:\n\n" + textwrap.indent(value, "    ", lambda line: True) for name, value in texts
+    ]
     return "\n\n".join([numbers, *blocks])
 
 
@@ -108,11 +117,17 @@ class WandbLogger(MetricLogger):
             "silent": True,
         }
         settings = wandb.Settings(
-            **{name: value for name, value in ours.items() if not os.environ.get(f"WANDB_{name.upper()}")}
+            **{
+                name: value
+                for name, value in ours.items()
+                if not os.environ.get(f"WANDB_{name.upper()}")
+            }
         )
         folder = Path(cfg.exp_manager.explicit_log_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self._run: Any = wandb.init(settings=settings, **_arguments(cfg, run_id, _OF_WANDB, dir=str(folder)))
+        self._run: Any = wandb.init(
+            settings=settings, **_arguments(cfg, run_id, _OF_WANDB, dir=str(folder))
+        )
         self._table: Callable[..., Any] = partial(wandb.Table, allow_mixed_types=True)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, prefix: str = "") -> None:
@@ -120,7 +135,9 @@ class WandbLogger(MetricLogger):
 
     def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
         if rows:
-            self._run.log({key: self._table(list(rows[0]), [list(row.values()) for row in rows])}, step=step)
+            self._run.log(
+                {key: self._table(list(rows[0]), [list(row.values()) for row in rows])}, step=step
+            )
 
     def alert(self, title: str, text: str, step: int, level: Level = "WARN") -> None:
         self._run.alert(title=title, text=f"step {step}: {text}", level=level)
@@ -141,12 +158,24 @@ class SwanlabLogger(WandbLogger):
     def __init__(self, cfg: TrainConfig, run_id: str):
         import swanlab
 
-        quiet = {"interactive": False, "terminal": {"proxy_type": "none"}, "probe": {"requirements": False}}
+        quiet = {
+            "interactive": False,
+            "terminal": {"proxy_type": "none"},
+            "probe": {"requirements": False},
+        }
         # The settings of `swanlab.Settings` beat the variables, such as SWANLAB_TERMINAL_PROXY_TYPE.
-        given = tuple(name for name in quiet if any(v.startswith(f"SWANLAB_{name.upper()}") for v in os.environ))
-        settings = swanlab.Settings(**{name: value for name, value in quiet.items() if name not in given})
+        given = tuple(
+            name
+            for name in quiet
+            if any(v.startswith(f"SWANLAB_{name.upper()}") for v in os.environ)
+        )
+        settings = swanlab.Settings(
+            **{name: value for name, value in quiet.items() if name not in given}
+        )
         folder = Path(cfg.exp_manager.explicit_log_dir) / "swanlog"
-        self._run = swanlab.init(settings=settings, **_arguments(cfg, run_id, _OF_SWANLAB, log_dir=str(folder)))
+        self._run = swanlab.init(
+            settings=settings, **_arguments(cfg, run_id, _OF_SWANLAB, log_dir=str(folder))
+        )
         self._table = lambda columns, data: swanlab.echarts.Table().add(columns, data)
         self._text = swanlab.Text
 
@@ -166,7 +195,9 @@ class MlflowLogger(MetricLogger):
     """
 
     def __init__(self, cfg: TrainConfig, run_id: str):
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # maintained no more, but all that mlflow-skinny has
+        os.environ.setdefault(
+            "MLFLOW_ALLOW_FILE_STORE", "true"
+        )  # maintained no more, but all that mlflow-skinny has
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         from mlflow import MlflowClient
@@ -181,7 +212,9 @@ class MlflowLogger(MetricLogger):
         tags = {"reinforce_rl.run_id": run_id}
         self._id = os.environ.get("MLFLOW_RUN_ID") or (past[0].info.run_id if past else "")
         if not self._id:
-            self._id = client.create_run(place, run_name=cfg.exp_manager.name, tags=tags).info.run_id
+            self._id = client.create_run(
+                place, run_name=cfg.exp_manager.name, tags=tags
+            ).info.run_id
         client.update_run(self._id, status="RUNNING")
         client.log_dict(self._id, cfg.model_dump(), "config.yaml")
 
@@ -202,25 +235,39 @@ class MlflowLogger(MetricLogger):
     def log_table(self, key: str, rows: list[dict[str, Any]], step: int) -> None:
         if rows:
             table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
-            self._client.log_text(self._id, json.dumps(table, ensure_ascii=False), f"{key}/step_{step:05d}.json")
+            self._client.log_text(
+                self._id, json.dumps(table, ensure_ascii=False), f"{key}/step_{step:05d}.json"
+            )
 
     def alert(self, title: str, text: str, step: int, level: Level = "WARN") -> None:
         self._client.log_text(self._id, f"{level}: {text}\n", f"alerts/step_{step:05d} {title}.txt")
 
     def commit(self, step: int) -> None:
         now = time.time_ns() // 1_000_000
-        metrics, self._pending = [self._metric(name, value, now, step) for name, value in self._pending.items()], {}
+        metrics, self._pending = (
+            [self._metric(name, value, now, step) for name, value in self._pending.items()],
+            {},
+        )
         self._client.log_batch(self._id, metrics=metrics)
 
     def finalize(self, status: str = SUCCESS) -> None:
         self._client.set_terminated(self._id, "FINISHED" if status == SUCCESS else "FAILED")
 
 
-def _arguments(cfg: TrainConfig, run_id: str, variables: Mapping[str, Sequence[str]], **folder: str) -> dict[str, Any]:
+def _arguments(
+    cfg: TrainConfig, run_id: str, variables: Mapping[str, Sequence[str]], **folder: str
+) -> dict[str, Any]:
     """Return the arguments of `init`: what was configured, and ours where no variable of the library has a value."""
     section = cfg.exp_manager.wandb_logger_kwargs
     configured = {"project": section.project, "mode": section.mode, "config": cfg.model_dump()}
-    ours = {"project": PROJECT, "mode": "online", "name": section.name, "id": run_id, "resume": "allow", **folder}
+    ours = {
+        "project": PROJECT,
+        "mode": "online",
+        "name": section.name,
+        "id": run_id,
+        "resume": "allow",
+        **folder,
+    }
     if section.name != type(section).model_fields["name"].default:
         configured["name"] = section.name
     arguments = {name: value for name, value in configured.items() if value is not None}

@@ -124,7 +124,9 @@ def _float_of(key: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError as error:
-        raise ValueError(f"found {shown_value(key)} of more than 300 digits, expected a number") from error
+        raise ValueError(
+            f"found {shown_value(key)} of more than 300 digits, expected a number"
+        ) from error
 
 
 def shown_value(value: Any) -> str:

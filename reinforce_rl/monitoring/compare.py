@@ -37,10 +37,16 @@ _METRICS = (
     ("ended by themselves", "train/fraction_of_samples_properly_ended", False, ".3f"),
     ("seconds a step", "timers/step_time", False, ".2f"),
 )
-_OF_A_RUN = re.compile(rf"{SILENT.pattern}|model\.seed$|exp_manager\.")  # settings that differ within a side
-_OTHER = re.compile(r"val/(\w+/rewards(_.+)?|rewards_.+)")  # of named sets, and of the sources of a reward
+_OF_A_RUN = re.compile(
+    rf"{SILENT.pattern}|model\.seed$|exp_manager\."
+)  # settings that differ within a side
+_OTHER = re.compile(
+    r"val/(\w+/rewards(_.+)?|rewards_.+)"
+)  # of named sets, and of the sources of a reward
 
-_Side = list[tuple[str, RunFolder, Any]]  # name, run, seed, which is the name of a run without a configuration
+_Side = list[
+    tuple[str, RunFolder, Any]
+]  # name, run, seed, which is the name of a run without a configuration
 
 
 def tables(runs: Mapping[str, RunFolder], num_base: int = 0) -> list[dict[str, Any]]:
@@ -52,7 +58,11 @@ def tables(runs: Mapping[str, RunFolder], num_base: int = 0) -> list[dict[str, A
     return [_metrics(runs), *_over_seeds(sides), _paired(sides), _settings(runs)]
 
 
-def compare(folders: Sequence[str | Path], html: str | Path | None = None, against: Sequence[str | Path] = ()) -> str:
+def compare(
+    folders: Sequence[str | Path],
+    html: str | Path | None = None,
+    against: Sequence[str | Path] = (),
+) -> str:
     """Return a comparison of runs as text; with `html`, also write the page that overlays them.
 
     Args:
@@ -78,7 +88,12 @@ def compare(folders: Sequence[str | Path], html: str | Path | None = None, again
     console = table_console(no_color=True)
     with console.capture() as capture:
         for one in found:
-            table = Table(title=one["title"], caption=one["note"], title_justify="left", caption_justify="left")
+            table = Table(
+                title=one["title"],
+                caption=one["note"],
+                title_justify="left",
+                caption_justify="left",
+            )
             for name in one["columns"]:
                 table.add_column(Text(name), overflow="fold")
             for row in one["rows"]:
@@ -89,24 +104,40 @@ def compare(folders: Sequence[str | Path], html: str | Path | None = None, again
 
 def _metrics(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
     rows = [["state", *(_state(run) for run in runs.values())]]
-    more = dict.fromkeys(key for run in runs.values() for key in run.metric_names() if _OTHER.fullmatch(key))
+    more = dict.fromkeys(
+        key for run in runs.values() for key in run.metric_names() if _OTHER.fullmatch(key)
+    )
     others = [(f"validation {key[4:].replace('rewards_', '')}", key, True, ".3f") for key in more]
     for name, key, has_best, form in (_METRICS[0], *others, *_METRICS[1:]):
-        series = [[point for point in run.series(key) if math.isfinite(point[1])] for run in runs.values()]
+        series = [
+            [point for point in run.series(key) if math.isfinite(point[1])] for run in runs.values()
+        ]
         if any(series):
             is_training = not key.startswith("val/")
-            finals = [mean([y for _, y in points[-(_LAST if is_training else 1) :]]) for points in series]
+            finals = [
+                mean([y for _, y in points[-(_LAST if is_training else 1) :]]) for points in series
+            ]
             last = f"last {_LAST} steps" if is_training else "last"
             rows.append([f"{name}, {last}", *(formatted(form, value) for value in finals)])
             if has_best:
-                tops = [max(points, key=lambda point: point[1], default=(0, math.nan)) for points in series]
-                rows.append([f"{name}, best", *(formatted(form, y) + (f" (step {x})" if x else "") for x, y in tops)])
+                tops = [
+                    max(points, key=lambda point: point[1], default=(0, math.nan))
+                    for points in series
+                ]
+                rows.append(
+                    [
+                        f"{name}, best",
+                        *(formatted(form, y) + (f" (step {x})" if x else "") for x, y in tops),
+                    ]
+                )
     return {"title": "Metrics", "note": "", "columns": ["", *runs], "rows": rows}
 
 
 def _state(run: RunFolder) -> str:
     state = run.state()
-    return f"{state.state}, step {state.step}" + (f" of {state.max_steps}" if state.max_steps else "")
+    return f"{state.state}, step {state.step}" + (
+        f" of {state.max_steps}" if state.max_steps else ""
+    )
 
 
 def _sides(runs: Mapping[str, RunFolder], num_base: int) -> list[_Side]:
@@ -114,7 +145,9 @@ def _sides(runs: Mapping[str, RunFolder], num_base: int) -> list[_Side]:
     for i, (name, run) in enumerate(runs.items()):
         config = run.configuration()
         settings = {one.key: one.value for one in config.settings}
-        side: Any = json.dumps({key: value for key, value in settings.items() if not _OF_A_RUN.match(key)})
+        side: Any = json.dumps(
+            {key: value for key, value in settings.items() if not _OF_A_RUN.match(key)}
+        )
         side = i < num_base if num_base else side if config.text else name
         seed = settings.get("model.seed", TrainConfig().model.seed) if config.text else name
         if isinstance(seed, dict | list):
@@ -139,11 +172,23 @@ def _over_seeds(sides: Sequence[_Side]) -> list[dict[str, Any]]:
                 group.setdefault(seed, []).append(series[one][step])
         first, last = ({seed: mean(values) for seed, values in group.items()} for group in groups)
         is_paired = first.keys() == last.keys()
-        found = paired(first, last, "seed") if is_paired else unpaired([*first.values()], [*last.values()])
+        found = (
+            paired(first, last, "seed")
+            if is_paired
+            else unpaired([*first.values()], [*last.values()])
+        )
         low, high = (formatted("+.3f", end) for end in found.interval)
         at = f"step {step}" if step else "no step in common"
-        rows.append([f"{name} - {names[0]}", found.change(), f"{low} to {high}", at, found.sentence()])
-    columns = ["validation reward", "difference ± standard error", "95 % interval", "at", "is it real?"]
+        rows.append(
+            [f"{name} - {names[0]}", found.change(), f"{low} to {high}", at, found.sentence()]
+        )
+    columns = [
+        "validation reward",
+        "difference ± standard error",
+        "95 % interval",
+        "at",
+        "is it real?",
+    ]
     note = "Seeds are the unit: the mean reward of each one's validation, paired where both sides have the same seeds."
     return (
         [{"title": "Difference over seeds", "note": note, "columns": columns, "rows": rows}]
@@ -155,19 +200,35 @@ def _over_seeds(sides: Sequence[_Side]) -> list[dict[str, Any]]:
 def _paired(sides: Sequence[_Side]) -> dict[str, Any]:
     base, *others = sides
     of_seed = {seed: (name, run) for name, run, seed in reversed(base)}
-    pairs = [(name, run, *of_seed.get(seed, base[0][:2])) for side in others for name, run, seed in side]
+    pairs = [
+        (name, run, *of_seed.get(seed, base[0][:2])) for side in others for name, run, seed in side
+    ]
     rows = []
-    for name, run, base_name, first in pairs or [(name, run, *base[0][:2]) for name, run, _ in base[1:]]:
+    for name, run, base_name, first in pairs or [
+        (name, run, *base[0][:2]) for name, run, _ in base[1:]
+    ]:
         steps, other_steps = first.sample_steps("validation"), run.sample_steps("validation")
         if not steps or not other_steps:
             continue
         shared = set(steps) & set(other_steps)
         # Initial validations are equal: not what a person wants to compare.
-        step, other = (max(shared), max(shared)) if max(shared, default=0) else (steps[-1], other_steps[-1])
-        rows_of_first, rows_of_run = first.samples(step, "validation"), run.samples(other, "validation")
+        step, other = (
+            (max(shared), max(shared)) if max(shared, default=0) else (steps[-1], other_steps[-1])
+        )
+        rows_of_first, rows_of_run = (
+            first.samples(step, "validation"),
+            run.samples(other, "validation"),
+        )
         texts = {row.prompt_id: row.prompt for row in rows_of_first}
-        changed = {row.prompt_id for row in rows_of_run if texts.get(row.prompt_id, row.prompt) != row.prompt}
-        pair = [[row for row in side if row.prompt_id not in changed] for side in (rows_of_first, rows_of_run)]
+        changed = {
+            row.prompt_id
+            for row in rows_of_run
+            if texts.get(row.prompt_id, row.prompt) != row.prompt
+        }
+        pair = [
+            [row for row in side if row.prompt_id not in changed]
+            for side in (rows_of_first, rows_of_run)
+        ]
         found = compare_validation(pair[0], pair[1])
         at = f"step {step}" if step == other else f"step {other} against {step}"
         if changed:
@@ -179,13 +240,27 @@ def _paired(sides: Sequence[_Side]) -> dict[str, Any]:
         note += " All settings but the seed are equal, so this is what a seed changes; --against names two sides."
     elif all(len(side) == 1 for side in sides):
         note += " One run a side: this says nothing about other seeds."
-    return {"title": "Difference over prompts", "note": note if rows else "", "columns": columns, "rows": rows}
+    return {
+        "title": "Difference over prompts",
+        "note": note if rows else "",
+        "columns": columns,
+        "rows": rows,
+    }
 
 
 def _settings(runs: Mapping[str, RunFolder]) -> dict[str, Any]:
     texts = [run.configuration().text for run in runs.values()]
     flat = [dict(flatten(read_tree(text))) for text in texts]
-    keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key and not SILENT.match(key)]
+    keys = [
+        key
+        for key in dict.fromkeys(key for one in flat for key in one)
+        if key and not SILENT.match(key)
+    ]
     rows = [[key, *(json.dumps(one[key]) if key in one else "-" for one in flat)] for key in keys]
     differing = [row for row in rows if len(set(row[1:])) > 1]
-    return {"title": "Settings that differ", "note": "", "columns": ["key", *runs], "rows": differing}
+    return {
+        "title": "Settings that differ",
+        "note": "",
+        "columns": ["key", *runs],
+        "rows": differing,
+    }

@@ -154,8 +154,15 @@ class Dashboard:
             "dashboard.css": ("css", (PAGE / "dashboard.css").read_text),
         }
         for name, (kind, read) in page.items():
-            app.router.add_get(f"/{name}", self._handler(f"text/{kind}", lambda _, read=read: read()))
-        asked = {"runs": self._runs, "run": self._run, "samples": self._samples, "tokens": self._tokens}
+            app.router.add_get(
+                f"/{name}", self._handler(f"text/{kind}", lambda _, read=read: read())
+            )
+        asked = {
+            "runs": self._runs,
+            "run": self._run,
+            "samples": self._samples,
+            "tokens": self._tokens,
+        }
         for name, answer in {**asked, "prompt": self._prompt, "tables": self._tables}.items():
             app.router.add_get(f"/api/{name}", self._handler("application/json", answer))
         return app
@@ -165,14 +172,18 @@ class Dashboard:
         try:
             if not self._is_ours(request.host):
                 advice = "ask by localhost or an address, or start the dashboard with --host and that name"
-                raise web.HTTPMisdirectedRequest(text=f"this dashboard is not {request.host}; {advice}")
+                raise web.HTTPMisdirectedRequest(
+                    text=f"this dashboard is not {request.host}; {advice}"
+                )
             response = await handler(request)
         except web.HTTPException as error:
             response = web.json_response({"error": error.text}, status=error.status)
         except asyncio.TimeoutError:
             text = f"no answer within {_ANSWER_SECONDS:.0f} s; other runs are not affected"
             response = web.json_response({"error": text}, status=503)
-        except Exception as error:  # whatever a file may hold; also a file of a run that is being deleted
+        except (
+            Exception
+        ) as error:  # whatever a file may hold; also a file of a run that is being deleted
             key = key_of(error)
             response = web.json_response({"error": _sentence(error), "key": key}, status=404)
         response.headers.update(_HEADERS)
@@ -216,7 +227,9 @@ class Dashboard:
                 root = self._folder
                 found = {}
                 for path in runs_below(root):
-                    name = path.relative_to(root).as_posix() if path != root else root.resolve().name
+                    name = (
+                        path.relative_to(root).as_posix() if path != root else root.resolve().name
+                    )
                     # Names need not be UTF-8.
                     name = os.fsencode(name).decode("utf-8", "backslashreplace")
                     while name in found:
@@ -239,7 +252,8 @@ class Dashboard:
             self._open.move_to_end(path)
             others = list(self._open)[:-1]
             while others and (
-                len(self._open) > _OPEN_RUNS or sum(run.num_values for run in self._open.values()) > _OPEN_VALUES
+                len(self._open) > _OPEN_RUNS
+                or sum(run.num_values for run in self._open.values()) > _OPEN_VALUES
             ):
                 del self._open[others.pop(0)]
             return run
@@ -283,17 +297,27 @@ class Dashboard:
             rows = run.samples(step, kind)
             tokens = token_values(run, step, kind, [row.prompt_id for row in rows[:1]])
             columns = list(next(iter(tokens.values()), ()))
-            return {"rows": [row.as_json() for row in rows[:MAX_ROWS]], "total": len(rows), "columns": columns}
+            return {
+                "rows": [row.as_json() for row in rows[:MAX_ROWS]],
+                "total": len(rows),
+                "columns": columns,
+            }
 
     def _tokens(self, request: web.Request) -> dict[str, Any]:
         with self._recorded(request) as (run, kind, _):
-            return {"tokens": token_values(run, _number(request, "step"), kind, [_number(request, "prompt")])}
+            return {
+                "tokens": token_values(
+                    run, _number(request, "step"), kind, [_number(request, "prompt")]
+                )
+            }
 
     def _prompt(self, request: web.Request) -> dict[str, Any]:
         with self._recorded(request) as (run, kind, steps):
             prompt = _number(request, "prompt")
             chosen = steps[:: max(1, math.ceil(len(steps) / _PROMPT_STEPS))]
-            rows = [row for step in chosen for row in run.samples(step, kind) if row.prompt_id == prompt]
+            rows = [
+                row for step in chosen for row in run.samples(step, kind) if row.prompt_id == prompt
+            ]
             return {"rows": [row.as_json() for row in rows]}
 
     @contextlib.contextmanager
@@ -313,7 +337,9 @@ class Dashboard:
         names = list(dict.fromkeys(request.query.getall("name", [])))[:_OPEN_RUNS]
         with contextlib.ExitStack() as stack:
             # In one order for all requests: two of them must not wait for each other's runs.
-            runs = {name: stack.enter_context(self._opened(name).opened()) for name in sorted(names)}
+            runs = {
+                name: stack.enter_context(self._opened(name).opened()) for name in sorted(names)
+            }
             runs = {name: runs[name] for name in names}
             return {"tables": tables(runs) if len(runs) > 1 else []}
 
@@ -338,7 +364,9 @@ def serve(folder: str | Path, host: str = "127.0.0.1", port: int = 6060) -> None
         address = Address(host, listener.getsockname()[1]).local
         print(f"The runs of {folder} are on {address.url}; Ctrl-C ends", flush=True)
         if not ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
-            print("Everyone who reaches this machine can read them: there is no password", flush=True)
+            print(
+                "Everyone who reaches this machine can read them: there is no password", flush=True
+            )
         web.run_app(app, sock=listener, print=None, access_log=None, shutdown_timeout=1.0)
 
 
@@ -384,7 +412,11 @@ async def _in_thread(answer: Callable[[], bytes | None]) -> bytes | None:
 
 def _sentence(error: Exception) -> str:
     """Return what is wrong with a run, as a text that can be shown."""
-    text = str(error) if isinstance(error, DataError | OSError) else f"it cannot be read ({type(error).__name__})"
+    text = (
+        str(error)
+        if isinstance(error, DataError | OSError)
+        else f"it cannot be read ({type(error).__name__})"
+    )
     # The names in it need not be UTF-8.
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -396,10 +428,15 @@ def _entry(path: Path, within: Path) -> dict[str, Any]:
     step = 0
     reward = None
     changed = path.stat().st_mtime
-    with contextlib.suppress(FileNotFoundError), open_regular(path / METRICS_FILE, within=within) as file:
+    with (
+        contextlib.suppress(FileNotFoundError),
+        open_regular(path / METRICS_FILE, within=within) as file,
+    ):
         about = os.fstat(file.fileno())
         changed = about.st_mtime
-        step, reward, fault_of_line = _end_of(path / METRICS_FILE, within, about.st_mtime_ns, about.st_size)
+        step, reward, fault_of_line = _end_of(
+            path / METRICS_FILE, within, about.st_mtime_ns, about.st_size
+        )
         fault = fault or fault_of_line
     return {
         "state": status.state,
@@ -416,7 +453,14 @@ def _fault_entry(path: Path, fault: str) -> dict[str, Any]:
     changed = 0.0
     with contextlib.suppress(OSError):
         changed = path.stat().st_mtime
-    return {"state": "unreadable", "step": 0, "max_steps": 0, "reward": None, "time": changed, "fault": fault}
+    return {
+        "state": "unreadable",
+        "step": 0,
+        "max_steps": 0,
+        "reward": None,
+        "time": changed,
+        "fault": fault,
+    }
 
 
 @functools.lru_cache(1024)

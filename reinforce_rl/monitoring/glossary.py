@@ -121,14 +121,20 @@ RULE | 1 | this rule holds in this step; absent otherwise | absent; docs/alerts.
 def _read(prefixes: str, text: str) -> dict[str, Metric]:
     rows = [re.split(r"\s*\|\s*", line) for line in re.sub(r"\n +", " ", text.strip()).split("\n")]
     return {
-        f"{prefix}/{name}": Metric(f"{prefix}/{name}", *rest) for prefix in prefixes.split() for name, *rest in rows
+        f"{prefix}/{name}": Metric(f"{prefix}/{name}", *rest)
+        for prefix in prefixes.split()
+        for name, *rest in rows
     }
 
 
-METRICS: dict[str, Metric] = {name: found for group in _GROUPS.items() for name, found in _read(*group).items()}
+METRICS: dict[str, Metric] = {
+    name: found for group in _GROUPS.items() for name, found in _read(*group).items()
+}
 _PHASE, _WORD = "(generate|logprobs|init_logprobs|reward_wait|train_time|send_weights)", r"[\w.-]+"
 _PATTERNS = {
-    name: re.compile(re.sub("[A-Z]{4,}", lambda word: _PHASE if word[0] == "PHASE" else _WORD, name))
+    name: re.compile(
+        re.sub("[A-Z]{4,}", lambda word: _PHASE if word[0] == "PHASE" else _WORD, name)
+    )
     for name in METRICS
     if name != name.lower()
 }
@@ -138,6 +144,10 @@ def metric_of(name: str) -> Metric | None:
     """Return the entry of a name in `metrics.jsonl`, such as `val/NAME/rewards` of a named set; None for no metric."""
     if name in METRICS:
         return METRICS[name]
-    found = next((METRICS[key] for key, pattern in _PATTERNS.items() if pattern.fullmatch(name)), None)
+    found = next(
+        (METRICS[key] for key, pattern in _PATTERNS.items() if pattern.fullmatch(name)), None
+    )
     prefix, _, rest = name.partition("/")
-    return found or (metric_of(f"val/{rest.partition('/')[2]}") if prefix == "val" and "/" in rest else None)
+    return found or (
+        metric_of(f"val/{rest.partition('/')[2]}") if prefix == "val" and "/" in rest else None
+    )

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from reinforce_rl.errors import DataError
-from reinforce_rl.utils.files import append, encode, json_line, plain_number, read_json_lines, write_json_lines
+from reinforce_rl.utils.files import (
+    append,
+    encode,
+    json_line,
+    plain_number,
+    read_json_lines,
+    write_json_lines,
+)
 
 METRICS_FILE = "metrics.jsonl"
 SUCCESS = "success"
@@ -107,7 +114,9 @@ class Detached(MetricLogger):
         try:
             self._calls.put_nowait((method, args))
         except queue.Full:
-            self._fail(f"does not keep up: {QUEUED_CALLS} calls wait, and what comes now is dropped")
+            self._fail(
+                f"does not keep up: {QUEUED_CALLS} calls wait, and what comes now is dropped"
+            )
 
     def _work(self) -> None:
         logger, method = None, ""
@@ -127,7 +136,9 @@ class Detached(MetricLogger):
     def _fail(self, what: str) -> None:
         if not self._told:
             self._told = True
-            self._tell(f"logger {self._name}: {what}. The run goes on; metrics.jsonl has everything. Not said again")
+            self._tell(
+                f"logger {self._name}: {what}. The run goes on; metrics.jsonl has everything. Not said again"
+            )
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -86,7 +86,9 @@ def reinforce_means(batch: ReinforceBatch) -> Statistics:
     }
     if rollouts.log_probs is not None and rollouts.init_log_probs is not None:
         for name in KL_ESTIMATORS:
-            values = sequence_kl(rollouts.log_probs, rollouts.init_log_probs, rollouts.response_mask, estimator=name)
+            values = sequence_kl(
+                rollouts.log_probs, rollouts.init_log_probs, rollouts.response_mask, estimator=name
+            )
             means[f"kl_{name}"] = Mean.of(values, valid)
     return means
 
@@ -124,14 +126,19 @@ def reduce_metrics(statistics: Statistics, gather_over_ranks: GatherOverRanks) -
 
 
 def update_metrics(
-    sums: Mapping[str, float], updates: Sequence[OptimizerUpdate], gather_over_ranks: GatherOverRanks
+    sums: Mapping[str, float],
+    updates: Sequence[OptimizerUpdate],
+    gather_over_ranks: GatherOverRanks,
 ) -> dict[str, float]:
     """Return the metrics of the optimizer steps on one rollout batch (at least one).
 
     `sums` are this rank's totals over all of them: `loss`, and the sums of `loss.policy_loss`.
     """
     parts: list[Mapping[str, float]] = gather_over_ranks(dict(sums))
-    total = {name: sum(part.get(name, 0.0) for part in parts) for name in {name for part in parts for name in part}}
+    total = {
+        name: sum(part.get(name, 0.0) for part in parts)
+        for name in {name for part in parts for name in part}
+    }
     metrics = {
         "actor_loss": total["loss"] / len(updates),
         "grad_norm": sum(update.grad_norm for update in updates) / len(updates),
@@ -144,11 +151,15 @@ def update_metrics(
         metrics["clip_fraction"] = total["clipped"] / tokens
         # Weights that all underflow to 0 leave nothing to learn from.
         squares = total["squares"]
-        metrics["effective_sample_size"] = total["weights"] ** 2 / (tokens * squares) if squares else 0.0
+        metrics["effective_sample_size"] = (
+            total["weights"] ** 2 / (tokens * squares) if squares else 0.0
+        )
     if total.get("padded_tokens"):
         metrics["padding_fraction"] = 1.0 - total["sequence_tokens"] / total["padded_tokens"]
     means = ("entropy", "generator_gap", "generator_kl", "generator_capped", "generator_masked")
-    return metrics | {name: total[name] / tokens if tokens else float("nan") for name in means if name in total}
+    return metrics | {
+        name: total[name] / tokens if tokens else float("nan") for name in means if name in total
+    }
 
 
 def trained_token_metrics(
@@ -221,7 +232,10 @@ def gap_quantiles(gaps: Tensor, total: Callable[[Tensor], Tensor]) -> dict[str, 
 
 def gap_by_age(gaps: Tensor, ages: Tensor) -> Statistics:
     """Return the mean size of the gaps [tokens] for each age of the weights that drew the tokens, int64 [tokens]."""
-    return {f"generator_gap_age_{age}": Mean.of(gaps[ages == age].abs()) for age in ages.unique().tolist()}
+    return {
+        f"generator_gap_age_{age}": Mean.of(gaps[ages == age].abs())
+        for age in ages.unique().tolist()
+    }
 
 
 def sampled_entropy(log_probs: Tensor) -> Statistics:

@@ -22,7 +22,9 @@ def compare_validation(
     return paired(by_prompt(before, value), by_prompt(after, value))
 
 
-def by_prompt(rows: Sequence[RolloutRow], value: Callable[[RolloutRow], float] = REWARD) -> dict[int, float]:
+def by_prompt(
+    rows: Sequence[RolloutRow], value: Callable[[RolloutRow], float] = REWARD
+) -> dict[int, float]:
     """Return the mean of each prompt's samples; NaN if one of them has no value."""
     groups: dict[int, list[float]] = {}
     for row in rows:

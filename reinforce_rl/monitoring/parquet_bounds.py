@@ -38,7 +38,9 @@ def read_bounded_file(path: str | Path, columns: Sequence[str] | None, filters: 
         raise DataError(NOT_PARQUET.format(error), key="parquet.file.not_readable") from error
 
 
-def read_bounded_table(file: pa.NativeFile, columns: Sequence[str] | None, filters: Any) -> pa.Table:
+def read_bounded_table(
+    file: pa.NativeFile, columns: Sequence[str] | None, filters: Any
+) -> pa.Table:
     """Read a Parquet file as `pyarrow.parquet.read_table` does, but skip columns that the file lacks.
 
     Raises:
@@ -60,7 +62,9 @@ def read_bounded_table(file: pa.NativeFile, columns: Sequence[str] | None, filte
     # Arrow checks neither UTF-8 nor offsets when it reads, and what uses them then may crash.
     table.validate(full=True)
     _check_bytes(sum(map(_text_bytes, table.columns)), limit)
-    types = pa.schema([plain.field(name) for name in table.column_names], metadata=table.schema.metadata)
+    types = pa.schema(
+        [plain.field(name) for name in table.column_names], metadata=table.schema.metadata
+    )
     return table.cast(types)
 
 
@@ -118,7 +122,9 @@ def _leaves(array: pa.Array) -> Iterable[pa.Array]:
     elif isinstance(array, pa.MapArray):
         yield from _leaves(array.keys)
         yield from _leaves(array.items)
-    elif isinstance(array, pa.StructArray | pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+    elif isinstance(
+        array, pa.StructArray | pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray
+    ):
         parts = array.flatten()
         for part in parts if isinstance(parts, list) else [parts]:
             yield from _leaves(part)
@@ -130,7 +136,9 @@ def _bytes_of(array: pa.Array) -> int:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if isinstance(array, pa.StringArray | pa.BinaryArray | pa.LargeStringArray | pa.LargeBinaryArray):
+    if isinstance(
+        array, pa.StringArray | pa.BinaryArray | pa.LargeStringArray | pa.LargeBinaryArray
+    ):
         return array.nbytes
     if not isinstance(array, pa.DictionaryArray):
         return 0  # counted by its metadata

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from reinforce_rl.errors import DataError, Fault, key_of
 from reinforce_rl.monitoring.parquet_bounds import NOT_PARQUET, read_bounded_file
-from reinforce_rl.utils.process import KILL_SECONDS, ModuleChild, connect_to_parent, limit_memory, receive, send
+from reinforce_rl.utils.process import (
+    KILL_SECONDS,
+    ModuleChild,
+    connect_to_parent,
+    limit_memory,
+    receive,
+    send,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa

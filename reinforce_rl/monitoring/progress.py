@@ -60,13 +60,17 @@ class TrainingProgress:
         self._durations: deque[float] = deque(maxlen=_RECENT)
         self._timings: dict[str, float] = {}
         self._first: dict[str, float] = {}
-        self._history: dict[str, deque[float]] = {name: deque(maxlen=_RECENT) for name, *_ in self._shown}
+        self._history: dict[str, deque[float]] = {
+            name: deque(maxlen=_RECENT) for name, *_ in self._shown
+        }
         self._live: Live | None = None
 
     def __enter__(self) -> TrainingProgress:
         self._last_update = time.monotonic()
         if self.enabled and self.console.is_terminal and not self.console.is_dumb_terminal:
-            self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
+            self._live = Live(
+                console=self.console, get_renderable=self._render, refresh_per_second=4
+            )
             self._live.start()
         return self
 
@@ -78,7 +82,12 @@ class TrainingProgress:
 
     def phase(self, name: str) -> None:
         """Set the current phase, e.g. "generate"; an empty name ends it."""
-        self._phase, self._phase_start, self._waiting, self._next_wait = name, time.monotonic(), "", 0.0
+        self._phase, self._phase_start, self._waiting, self._next_wait = (
+            name,
+            time.monotonic(),
+            "",
+            0.0,
+        )
 
     def note(self, text: str, transient: bool = False) -> None:
         """Show a message; a transient one until the next or the phase's end, in a log file at growing intervals."""
@@ -116,8 +125,16 @@ class TrainingProgress:
 
     def validation(self, step: int, metrics: Mapping[str, float], kind: str = "validation") -> None:
         """Report a finished validation or test; metric names as in `update`."""
-        found = [(short, formatted(form, metrics[name])) for name, _, short, form in self._shown if name in metrics]
-        sets = {name.removesuffix("/rewards"): value for name, value in metrics.items() if name.endswith("/rewards")}
+        found = [
+            (short, formatted(form, metrics[name]))
+            for name, _, short, form in self._shown
+            if name in metrics
+        ]
+        sets = {
+            name.removesuffix("/rewards"): value
+            for name, value in metrics.items()
+            if name.endswith("/rewards")
+        }
         found += [(name, formatted(".3f", value)) for name, value in sets.items()]
         self.note("  ".join([f"{kind} after step {step}:", *map(" ".join, found)]))
 
@@ -138,11 +155,18 @@ class TrainingProgress:
 
     def _line(self) -> str:
         width = len(str(self.total_steps))
-        numbers = [f"{short} {formatted(form, self._history[name][-1])}" for name, _, short, form in self._shown]
-        times = [f"{name} {self._timings[name]:.1f}" for name in self._phases if name in self._timings]
+        numbers = [
+            f"{short} {formatted(form, self._history[name][-1])}"
+            for name, _, short, form in self._shown
+        ]
+        times = [
+            f"{name} {self._timings[name]:.1f}" for name in self._phases if name in self._timings
+        ]
         rest = [f"{self._seconds_a_step():.1f} s a step, {clock(self.seconds_left)} left"]
         rest += [f"{self._skipped} steps skipped"] * (self._skipped > 0)
-        return "  ".join([f"step {self._step:>{width}}/{self.total_steps}", *numbers, "|", *times, "|", *rest])
+        return "  ".join(
+            [f"step {self._step:>{width}}/{self.total_steps}", *numbers, "|", *times, "|", *rest]
+        )
 
     def _render(self) -> RenderableType:
         head = Table.grid(padding=(0, 2))
@@ -153,8 +177,12 @@ class TrainingProgress:
             Text(f"{clock(self.seconds_left)} left"),
             Text(f"{self._skipped} steps skipped" if self._skipped else "", style="bold red"),
         )
-        times = [f"{name} {formatted('.1f', self._timings.get(name, math.nan))}" for name in self._phases]
-        phase = f"{self._phase} … {time.monotonic() - self._phase_start:.0f} s" if self._phase else " "
+        times = [
+            f"{name} {formatted('.1f', self._timings.get(name, math.nan))}" for name in self._phases
+        ]
+        phase = (
+            f"{self._phase} … {time.monotonic() - self._phase_start:.0f} s" if self._phase else " "
+        )
         now = Text(self._waiting, style="yellow") if self._waiting else Text(phase, style="cyan")
         # The panel's lines are fixed in number, so that the display does not jump while a step runs.
         lines = Group(head, self._numbers(), Text("seconds: " + "  ".join(times), style="dim"), now)
@@ -168,7 +196,11 @@ class TrainingProgress:
         for name, title, _, form in self._shown:
             finite = [value for value in self._history[name] if math.isfinite(value)]
             now = self._history[name][-1] if self._history[name] else math.nan
-            values = now, statistics.fmean(finite) if finite else math.nan, self._first.get(name, math.nan)
+            values = (
+                now,
+                statistics.fmean(finite) if finite else math.nan,
+                self._first.get(name, math.nan),
+            )
             table.add_row(title, *[formatted(form, value) for value in values])
         return table
 

@@ -49,20 +49,32 @@ class RolloutRow:
     """One scored sample; NaN is null in the file, here and in `SampleTokens`."""
 
     step: int  # sampled before this optimizer step, or validated after it
-    prompt_id: int  # the prompt's index in the data set; with weighted blending modulo the set's size
+    prompt_id: (
+        int  # the prompt's index in the data set; with weighted blending modulo the set's size
+    )
     sample_id: int  # 0 .. G-1 within the prompt
     prompt: str  # as given to the tokenizer, chat template applied
     response: str  # without special tokens
-    reward: float  # as the reward source returned it, or the weighted sum of sources; NaN: not scored
-    finish_reason: str  # `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE` of `data/finish_reasons.py`
+    reward: (
+        float  # as the reward source returned it, or the weighted sum of sources; NaN: not scored
+    )
+    finish_reason: (
+        str  # `FINISH_STOP`, `FINISH_LENGTH` or `FINISH_OUTSIDE` of `data/finish_reasons.py`
+    )
     response_length: int  # tokens, including the stop token
-    kl: float = math.nan  # nats, of the whole response, by kl_estimator and kl_reduction; NaN in validation
+    kl: float = (
+        math.nan
+    )  # nats, of the whole response, by kl_estimator and kl_reduction; NaN in validation
     reward_with_kl: float = math.nan  # shaped reward, less beta * kl if the KL is in the reward
     baseline: float = math.nan  # subtracted from it
     advantage: float = math.nan  # weight of the log-probs in the loss; mean over the tokens
     valid: bool = True  # False if left out of the loss
-    shaped_reward: float = math.nan  # after reward_shaping and truncation_penalty, without the KL; NaN if not valid
-    source_rewards: Mapping[str, float] = field(default_factory=dict)  # before weights; empty with one source
+    shaped_reward: float = (
+        math.nan
+    )  # after reward_shaping and truncation_penalty, without the KL; NaN if not valid
+    source_rewards: Mapping[str, float] = field(
+        default_factory=dict
+    )  # before weights; empty with one source
     score_fault: str | None = None  # why scoring failed; None if it did not
     set_name: str = ""  # train, validation or test, or the name of a validation set
     record: str | None = None  # the other fields of the prompt's line, as JSON
@@ -83,11 +95,15 @@ class SampleTokens:
     prompt_tokens: list[int] | None  # ids
     response_tokens: list[int] | None  # ids, with the stop token
     token_texts: list[str] | None  # of the response; a part of a character is �
-    policy_log_probs: list[float] | None  # by the trainer before the update, at the sampling temperature
+    policy_log_probs: (
+        list[float] | None
+    )  # by the trainer before the update, at the sampling temperature
     reference_log_probs: list[float] | None
     generator_log_probs: list[float] | None  # as the generation engine reported them
     token_kl: list[float] | None  # nats, by kl_estimator
-    token_advantages: list[float] | None  # with credit_assignment=token; else they all are `advantage`
+    token_advantages: (
+        list[float] | None
+    )  # with credit_assignment=token; else they all are `advantage`
     # Steps that the weights had been trained for that drew each; None: generated on the ranks that train, step - 1.
     weight_versions: list[int] | None = None
 
@@ -172,7 +188,9 @@ def sample_rows(
             response_length=lengths[i],
             **{name: float(values[i]) for name, values in trained.items()},
             valid=bool(batch.valid[i]),
-            source_rewards={name: float(values[i]) for name, values in batch.source_rewards.items()},
+            source_rewards={
+                name: float(values[i]) for name, values in batch.source_rewards.items()
+            },
             score_fault=batch.score_faults[i] if batch.score_faults else None,
             set_name=prompt_of[prompt_id].set_name or set_name,
             record=json.dumps(dict(prompt_of[prompt_id].metadata), ensure_ascii=False),
@@ -181,7 +199,9 @@ def sample_rows(
     ]
 
 
-def token_columns(batch: RolloutBatch, *, kl_estimator: str = "", advantages: Tensor | None = None) -> TokenColumns:
+def token_columns(
+    batch: RolloutBatch, *, kl_estimator: str = "", advantages: Tensor | None = None
+) -> TokenColumns:
     """Flatten what is known of each token; computes no log-probs.
 
     `kl_estimator` is "" where there is no KL; `advantages` [N, T] are given if they differ within a response.
@@ -201,13 +221,20 @@ def token_columns(batch: RolloutBatch, *, kl_estimator: str = "", advantages: Te
         "weight_versions": batch.weight_versions,
     }
     if kl_estimator and batch.log_probs is not None and batch.init_log_probs is not None:
-        known["token_kl"] = token_kl(batch.log_probs, batch.init_log_probs, mask, estimator=kl_estimator)
+        known["token_kl"] = token_kl(
+            batch.log_probs, batch.init_log_probs, mask, estimator=kl_estimator
+        )
     computed = {name: found for name, found in known.items() if found is not None}
     values = {name: found[:, : mask.shape[1]][mask].cpu() for name, found in computed.items()}
-    values = {name: (v.int() if name == "weight_versions" else v.float()).numpy() for name, v in values.items()}
+    values = {
+        name: (v.int() if name == "weight_versions" else v.float()).numpy()
+        for name, v in values.items()
+    }
     values["prompt_tokens"] = batch.sequences[place < starts].int().numpy()
     values["response_tokens"] = batch.sequences[responses].int().numpy()
-    return TokenColumns({"prompt": batch.prompt_lengths.numpy(), "response": batch.response_lengths.numpy()}, values)
+    return TokenColumns(
+        {"prompt": batch.prompt_lengths.numpy(), "response": batch.response_lengths.numpy()}, values
+    )
 
 
 def join_samples(parts: Sequence[Samples], tokenizer: PreTrainedTokenizerBase) -> Samples:
@@ -218,7 +245,9 @@ def join_samples(parts: Sequence[Samples], tokenizer: PreTrainedTokenizerBase) -
         return Samples(rows)
     # A rank without samples knows no log-probs; of the others all do, or none.
     names = [name for name in found[0].values if all(name in part.values for part in found)]
-    lengths = {kind: np.concatenate([part.lengths[kind] for part in found]) for kind in found[0].lengths}
+    lengths = {
+        kind: np.concatenate([part.lengths[kind] for part in found]) for kind in found[0].lengths
+    }
     values = {name: np.concatenate([part.values[name] for part in found]) for name in names}
     texts = _texts(tokenizer, np.unique(values["response_tokens"]).tolist())
     return Samples(rows, TokenColumns(lengths, values, texts))
@@ -229,7 +258,10 @@ def _texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> dict[int, str]
     pieces = tokenizer.convert_ids_to_tokens(ids)
     # SentencePiece leaves the first token's space out.
     pairs = zip(map(str, pieces), texts, strict=True)
-    spaced = [" " + text if piece.startswith("▁") and not text.startswith(" ") else text for piece, text in pairs]
+    spaced = [
+        " " + text if piece.startswith("▁") and not text.startswith(" ") else text
+        for piece, text in pairs
+    ]
     return dict(zip(ids, spaced, strict=True))
 
 
@@ -238,7 +270,9 @@ def drop_later_samples(folder: str | Path, resume_step: int) -> None:
     for path in Path(folder).glob("*/*step_*"):
         found = _STEP_FILE.fullmatch(path.name)
         is_torn = path.name.startswith(".step_")  # a kill before its move
-        if path.parent.name in get_args(Kind) and (is_torn or (found and int(found[1]) > resume_step)):
+        if path.parent.name in get_args(Kind) and (
+            is_torn or (found and int(found[1]) > resume_step)
+        ):
             path.unlink()
 
 
@@ -261,7 +295,9 @@ def write_records(path: Path, samples: Samples) -> None:
         "use_byte_stream_split": floats,  # a third smaller: exponents and mantissas apart
     }
     file = io.BytesIO()
-    pq.write_table(samples_table(samples), file, compression="zstd", compression_level=_ZSTD_LEVEL, **encodings)
+    pq.write_table(
+        samples_table(samples), file, compression="zstd", compression_level=_ZSTD_LEVEL, **encodings
+    )
     write_atomically(path, file.getvalue())
 
 
@@ -276,22 +312,31 @@ def samples_table(samples: Samples) -> pa.Table:
         if kind == pa.float64():
             values = [plain_number(value) for value in values]
         elif kind == pa.string():
-            values = [None if value is None else encode(value).decode() for value in values]  # no lone surrogates
+            values = [
+                None if value is None else encode(value).decode() for value in values
+            ]  # no lone surrogates
         elif name == "source_rewards":
-            values = [[(source, plain_number(reward)) for source, reward in value.items()] for value in values]
+            values = [
+                [(source, plain_number(reward)) for source, reward in value.items()]
+                for value in values
+            ]
         arrays[name] = pa.array(values, kind)
     for name, kind in column_types(SampleTokens).items():
         found = None
         if tokens is not None and name == "token_texts":
             ids, places = np.unique(tokens.values["response_tokens"], return_inverse=True)
-            found = pa.array([encode(tokens.texts[one]).decode() for one in ids.tolist()], pa.string()).take(places)
+            found = pa.array(
+                [encode(tokens.texts[one]).decode() for one in ids.tolist()], pa.string()
+            ).take(places)
         elif tokens is not None and name in tokens.values:
             found = pa.array(tokens.values[name], kind.value_type)
         if tokens is None or found is None:
             arrays[name] = pa.nulls(len(rows), kind)
         else:
             ends = tokens.lengths["prompt" if name == "prompt_tokens" else "response"].cumsum()
-            arrays[name] = pa.ListArray.from_arrays(pa.array([0, *ends.tolist()], pa.int32()), found)
+            arrays[name] = pa.ListArray.from_arrays(
+                pa.array([0, *ends.tolist()], pa.int32()), found
+            )
     return pa.table(arrays).replace_schema_metadata({FORMAT: json.dumps({"version": VERSION})})
 
 
@@ -306,7 +351,11 @@ def rollout_files(folder: str | Path, kind: Kind = "rollouts") -> dict[int, Path
 
 
 def read_table(
-    path: str | Path, columns: Sequence[str] | None = None, filters: Any = None, *, is_own: bool = False
+    path: str | Path,
+    columns: Sequence[str] | None = None,
+    filters: Any = None,
+    *,
+    is_own: bool = False,
 ) -> pa.Table:
     """Read columns of a file of `write_records`, all for None; `filters` are those of `pyarrow.parquet.read_table`.
 
@@ -444,7 +493,9 @@ def worst_tokens(
     log-probs were not recorded.
     """
     both = ["policy_log_probs", "generator_log_probs"]
-    table = read_table(path, ["prompt_id", "sample_id", "prompt", "valid", "token_texts", *both], is_own=is_own)
+    table = read_table(
+        path, ["prompt_id", "sample_id", "prompt", "valid", "token_texts", *both], is_own=is_own
+    )
     table = table.filter(table["valid"])
     if not len(table) or any(table[name].null_count for name in both):
         return []

@@ -46,7 +46,11 @@ def comparison(run: RunFolder, key: str = "rewards") -> Difference | None:
     if run.validations is None:
         return None
     source = key.removeprefix("rewards_")
-    known = {"rewards": REWARD, "response_lengths": attrgetter("response_length"), _ENDED: attrgetter("is_end")}
+    known = {
+        "rewards": REWARD,
+        "response_lengths": attrgetter("response_length"),
+        _ENDED: attrgetter("is_end"),
+    }
     value = known.get(key, lambda row: row.source_rewards.get(source, math.nan))
     return compare_validation(*run.validations, value)
 
@@ -58,7 +62,9 @@ def summarize(run: RunFolder) -> list[list[str]]:
     """
     rows: list[list[str]] = []
 
-    def add(name: str, basis: str, before: float, after: float, form: str = ".3f", change: str = "") -> None:
+    def add(
+        name: str, basis: str, before: float, after: float, form: str = ".3f", change: str = ""
+    ) -> None:
         if math.isfinite(before) or math.isfinite(after):
             change = change or formatted(f"+{form}", after - before)
             rows.append([name, formatted(form, before), formatted(form, after), change, basis])
@@ -66,11 +72,22 @@ def summarize(run: RunFolder) -> list[list[str]]:
     sources = [key[4:] for key in run.metric_names() if key.startswith("val/rewards_")]
     left_out = len(sources) - _MAX_SOURCES
     sources = sources[:_MAX_SOURCES]
-    for name, key, form in (_QUANTITIES[0], *((f"  {key[8:]}", key, ".3f") for key in sources), *_QUANTITIES[1:]):
+    for name, key, form in (
+        _QUANTITIES[0],
+        *((f"  {key[8:]}", key, ".3f") for key in sources),
+        *_QUANTITIES[1:],
+    ):
         validated = run.values(f"val/{key}").tolist()
         if (found := comparison(run, key)) is not None and found.n:
             change = found.change(form) + f", {chance(found.p)}" * (found.p >= 0)
-            add(name, f"validation, the same {found.n} prompts", found.mean_before, found.mean_after, form, change)
+            add(
+                name,
+                f"validation, the same {found.n} prompts",
+                found.mean_before,
+                found.mean_after,
+                form,
+                change,
+            )
         elif len(validated) > 1 and key != "rewards":
             add(name, "validation", validated[0], validated[-1], form)
         values = run.values(f"train/{key}").tolist() if key not in sources else []
@@ -81,7 +98,15 @@ def summarize(run: RunFolder) -> list[list[str]]:
         else:
             add(name, "training, one step", mean(values), math.nan, form)
     if left_out > 0:
-        rows.append([f"{left_out} more sources", "-", "-", "-", f"not compared, as there are over {_MAX_SOURCES}"])
+        rows.append(
+            [
+                f"{left_out} more sources",
+                "-",
+                "-",
+                "-",
+                f"not compared, as there are over {_MAX_SOURCES}",
+            ]
+        )
     return rows
 
 
@@ -100,7 +125,9 @@ def run_summary(run_dir: str | Path, places: Mapping[str, str | Path] | None = N
     lines = [verdict(run)]
     name_width, change_width = (max((len(row[i]) for row in rows), default=0) for i in (0, 3))
     for name, before, after, change, basis in rows:
-        lines.append(f"  {name:<{name_width}}  {before:>8} -> {after:>8}  {change:<{change_width}}  ({basis})")
+        lines.append(
+            f"  {name:<{name_width}}  {before:>8} -> {after:>8}  {change:<{change_width}}  ({basis})"
+        )
     named = {"run folder": run_dir, **(places or {})}
     place_width = max(len(name) for name in named)
     lines += [f"  {name:<{place_width}}  {place}" for name, place in named.items()]
@@ -117,13 +144,19 @@ def overview(run: RunFolder, seconds: float = math.inf) -> dict[str, Any]:
         "state": {name: getattr(state, name) for name in ("state", "reason", "step", "max_steps")},
         "span": _span(run),
         "verdict": verdict(run) if found or "train/rewards" in run.metric_names() else "",
-        "tone": "" if found is None or not found.p < LEVEL else "good" if found.mean_difference > 0 else "bad",
+        "tone": ""
+        if found is None or not found.p < LEVEL
+        else "good"
+        if found.mean_difference > 0
+        else "bad",
         "tables": [summary, *_gap_tables(run), *_profile_tables(run)],
         "alerts": [asdict(alert) for alert in run.alerts(seconds)],
         "config": {
             "text": config.text,
             "changes": config.changes,
-            "settings": [[one.key, json.dumps(one.value), json.dumps(one.default)] for one in config.settings],
+            "settings": [
+                [one.key, json.dumps(one.value), json.dumps(one.default)] for one in config.settings
+            ],
         },
         "kinds": run.kinds(),
         **curves(run, found.n if found else 0),
@@ -138,9 +171,15 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
         return {"verdict": "No evaluation has been made since the first step."}
     try:
         best = _read_table(run, path)
-        found, bins, metrics = best["evaluation"], best["evaluation"]["reliability"], best["evaluation"]["metrics"]
+        found, bins, metrics = (
+            best["evaluation"],
+            best["evaluation"]["reliability"],
+            best["evaluation"]["metrics"],
+        )
         before = next((loss for _, loss in run.series("val/loss") if math.isfinite(loss)), math.nan)
-        said = f"The held-out loss went from {before:.4f} to {found['loss']:.4f} (step {best['step']})"
+        said = (
+            f"The held-out loss went from {before:.4f} to {found['loss']:.4f} (step {best['step']})"
+        )
         if "accuracy" in metrics:
             said += (
                 f"; of the held-out pairs {metrics['accuracy']:.1%} ± {metrics['accuracy_standard_error']:.1%} are "
@@ -157,7 +196,11 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
             "note": _CALIBRATION,
             "columns": ["predicted", "pairs", "mean predicted", "observed"],
             "rows": [
-                [f"{b['low']:.2f} to {b['high']:.2f}", str(b["count"]), *(f"{b[key]:.3f}" for key in both)]
+                [
+                    f"{b['low']:.2f} to {b['high']:.2f}",
+                    str(b["count"]),
+                    *(f"{b[key]:.3f}" for key in both),
+                ]
                 for b in bins
             ],
         }
@@ -175,9 +218,16 @@ def _of_reward_model(run: RunFolder) -> dict[str, Any]:
         "unit": "share of pairs, by prediction",
         "x": "predicted, %",
         "form": "percent",
-        "lines": [{"name": "observed", **observed}, {"name": "calibrated", "x": [50.0, 100.0], "y": [0.5, 1.0]}],
+        "lines": [
+            {"name": "observed", **observed},
+            {"name": "calibrated", "x": [50.0, 100.0], "y": [0.5, 1.0]},
+        ],
     }
-    shown = {"tables": [of_best, calibration], "figures": [figure]} if bins else {"tables": [of_best], "figures": []}
+    shown = (
+        {"tables": [of_best, calibration], "figures": [figure]}
+        if bins
+        else {"tables": [of_best], "figures": []}
+    )
     return {"verdict": f"{said}.", **shown}
 
 
@@ -192,8 +242,19 @@ def _gap_tables(run: RunFolder) -> list[dict[str, Any]]:
     shown = {
         "title": f"Step {step}: tokens with the largest gap",
         "note": "Their log-probs by trainer and generator: see docs/algorithms.md#engine-and-trainer",
-        "columns": ["prompt", "sample", "position", "token", "after", "by the trainer", "by the generator"],
-        "rows": [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in one] for one in tokens],
+        "columns": [
+            "prompt",
+            "sample",
+            "position",
+            "token",
+            "after",
+            "by the trainer",
+            "by the generator",
+        ],
+        "rows": [
+            [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in one]
+            for one in tokens
+        ],
     }
     return [shown] if tokens else []
 
@@ -214,7 +275,12 @@ def _profile_tables(run: RunFolder) -> list[dict[str, Any]]:
                 "note": f"{step['seconds']:.2f} s in all; the trace is profile/{step['trace']}",
                 "columns": ["operation", "calls", "own seconds", "share"],
                 "rows": [
-                    [one["name"], str(one["calls"]), f"{one['self_seconds']:.3f}", f"{one['share']:.1%}"]
+                    [
+                        one["name"],
+                        str(one["calls"]),
+                        f"{one['self_seconds']:.3f}",
+                        f"{one['share']:.1%}",
+                    ]
                     for one in step["operations"][:_OPERATIONS]
                 ],
             }
@@ -262,7 +328,10 @@ def _span(run: RunFolder) -> str:
     first_step = run.metrics.lines(0, 1)[0].get("timers/step_time") or 0.0
     start = max(0.0, times.min() - first_step)
     end = float(times.max())
-    begin, finish = (datetime.fromtimestamp(t, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S") for t in (start, end))
+    begin, finish = (
+        datetime.fromtimestamp(t, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+        for t in (start, end)
+    )
     steps = run.metrics.num_training
     counted = "1 training step" if steps == 1 else f"{steps} training steps"
     return f"{begin} to {finish} UTC, {clock(end - start)} from start to end, {counted}"

@@ -20,11 +20,16 @@ def repeated_texts(train: Iterable[str], held_out: Iterable[str]) -> frozenset[s
     return frozenset(text for text, count in lines.items() if count > 1 or text in held)
 
 
-def sample_metrics(rows: Sequence[RolloutRow], repeated: frozenset[str] = frozenset()) -> dict[str, float]:
+def sample_metrics(
+    rows: Sequence[RolloutRow], repeated: frozenset[str] = frozenset()
+) -> dict[str, float]:
     """Return the metrics of a training step; the same whatever the order of the rows. `repeated` are prompts."""
     if not rows:
         return {}
-    texts = [row.response[:MOST_CHARACTERS] for row in sorted(rows, key=lambda row: (row.prompt_id, row.sample_id))]
+    texts = [
+        row.response[:MOST_CHARACTERS]
+        for row in sorted(rows, key=lambda row: (row.prompt_id, row.sample_id))
+    ]
     prompts = {(row.prompt_id, row.prompt) for row in rows}
     found = text_metrics(texts[:MOST_RESPONSES])
     found["prompts_repeated"] = sum(text in repeated for _, text in prompts) / len(prompts)
@@ -66,6 +71,7 @@ def length_reward_correlation(rows: Sequence[RolloutRow]) -> float:
         lengths, rewards = (math.fsum(column) / len(group) for column in zip(*group, strict=True))
         pairs += [(length - lengths, reward - rewards) for length, reward in group]
     both, ll, rr = (
-        math.fsum(map(f, pairs)) for f in (lambda p: p[0] * p[1], lambda p: p[0] ** 2, lambda p: p[1] ** 2)
+        math.fsum(map(f, pairs))
+        for f in (lambda p: p[0] * p[1], lambda p: p[0] ** 2, lambda p: p[1] ** 2)
     )
     return both / math.sqrt(ll * rr) if ll * rr > 0 else math.nan

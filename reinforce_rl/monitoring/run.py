@@ -11,7 +11,13 @@ from reinforce_rl.errors import DivergedError, StoppedEarly
 from reinforce_rl.monitoring.alerts import AlertRules, is_training
 from reinforce_rl.monitoring.loggers import FAILED, SUCCESS, Loggers
 from reinforce_rl.monitoring.progress import TrainingProgress
-from reinforce_rl.monitoring.records import Kind, Samples, rollout_files, worst_tokens, write_samples
+from reinforce_rl.monitoring.records import (
+    Kind,
+    Samples,
+    rollout_files,
+    worst_tokens,
+    write_samples,
+)
 from reinforce_rl.monitoring.report import comparison, write_report
 from reinforce_rl.monitoring.responses import sample_metrics
 from reinforce_rl.monitoring.run_folder import RunFolder
@@ -31,7 +37,9 @@ class RunMonitor:
     metrics: Loggers
     progress: TrainingProgress
     status: StatusFile | None = None
-    straggler_factor: float = 1.5  # ranks slower than this multiple of a phase's median are reported
+    straggler_factor: float = (
+        1.5  # ranks slower than this multiple of a phase's median are reported
+    )
     table_interval: int = 0  # steps between tables of training samples for the loggers; 0 for none
     tokens_every: int = 0  # `exp_manager.record_tokens_every`
     alert_rules: AlertRules = field(default_factory=AlertRules)
@@ -39,7 +47,9 @@ class RunMonitor:
     records_samples: bool = True  # False writes no files of samples
     verdict: str | None = None  # why an alert stops the run; on the first rank
     _step: int = field(default=0, init=False)
-    _line: dict[str, float] = field(default_factory=dict, init=False)  # metrics of the step, as in metrics.jsonl
+    _line: dict[str, float] = field(
+        default_factory=dict, init=False
+    )  # metrics of the step, as in metrics.jsonl
     _said: dict[str, int] = field(default_factory=dict, init=False)  # last step by what was wrong
 
     def phase(self, name: str) -> None:
@@ -71,7 +81,9 @@ class RunMonitor:
         found = slowest_of_phases(ranks)
         self._log(timing_metrics(found), step, "timing/")
         slow = [one for one in found if one.stands_out(self.straggler_factor, step_seconds)]
-        if new := [str(one) for one in slow if self._is_due(f"{one.phase} on rank {one.rank}", step)]:
+        if new := [
+            str(one) for one in slow if self._is_due(f"{one.phase} on rank {one.rank}", step)
+        ]:
             self.note("straggler: " + "; ".join(new))
 
     def records_tokens(self, step: int) -> bool:
@@ -98,7 +110,9 @@ class RunMonitor:
             text = alert.text
             path = rollout_files(self.folder).get(step) if alert.kind == "generator_gap" else None
             if path is not None and self.progress.enabled:
-                text = "; ".join([text, *(_TOKEN.format(*one) for one in worst_tokens(path, 3, is_own=True))])
+                text = "; ".join(
+                    [text, *(_TOKEN.format(*one) for one in worst_tokens(path, 3, is_own=True))]
+                )
             self.note(f"warning: step {step}: {text}")
             self.metrics.alert(alert.kind, text, step)
             if self.alert_rules.stops(alert):

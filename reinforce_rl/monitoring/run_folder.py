@@ -21,8 +21,22 @@ from reinforce_rl.monitoring.alerts import STRAGGLER_FACTOR, Alert, AlertRules
 from reinforce_rl.monitoring.columns import MetricColumns, shown_value
 from reinforce_rl.monitoring.loggers import METRICS_FILE
 from reinforce_rl.monitoring.metrics_file import MetricsFile
-from reinforce_rl.monitoring.records import Kind, RolloutRow, SampleTokens, read_rows, read_tokens, rollout_files
-from reinforce_rl.runtime.settings import CONFIG_FILE, HISTORY_FILE, Setting, read_tree, set_keys, settings_of
+from reinforce_rl.monitoring.records import (
+    Kind,
+    RolloutRow,
+    SampleTokens,
+    read_rows,
+    read_tokens,
+    rollout_files,
+)
+from reinforce_rl.runtime.settings import (
+    CONFIG_FILE,
+    HISTORY_FILE,
+    Setting,
+    read_tree,
+    set_keys,
+    settings_of,
+)
 from reinforce_rl.runtime.status import STATUS_FILE, Status, run_status
 from reinforce_rl.utils.files import json_line
 from reinforce_rl.utils.untrusted_files import check_regular, leads_out
@@ -70,7 +84,9 @@ class RunFolder:
         self.within = self.path if within is None else within
         self._file = MetricsFile(self.path / METRICS_FILE, self.within, max_values)
         self.is_own = is_own
-        self._read_samples = functools.lru_cache(_KEPT_SAMPLES)(lambda path, _changed: read_rows(path, is_own=is_own))
+        self._read_samples = functools.lru_cache(_KEPT_SAMPLES)(
+            lambda path, _changed: read_rows(path, is_own=is_own)
+        )
         self._files: dict[Kind, tuple[int, dict[int, Path]]] = {}
         self._configuration: tuple[tuple[Any, ...], Configuration | Fault] | None = None
         self._begin_judging(())
@@ -179,7 +195,11 @@ class RunFolder:
         """
         files = self.files(kind)
         if step not in files:
-            known = f"the steps are {min(files)} to {max(files)}, {len(files)} in all" if files else "there are none"
+            known = (
+                f"the steps are {min(files)} to {max(files)}, {len(files)} in all"
+                if files
+                else "there are none"
+            )
             raise DataError(
                 f"{self.path / kind} has no samples of step {step}; {known}",
                 key="samples.step.missing",
@@ -195,9 +215,13 @@ class RunFolder:
         rows = [row for row in self.samples(step, kind) if row.prompt_id in prompts]
         chosen = [("prompt_id", "in", list(prompts))]
         found = read_tokens(self.files(kind)[step], chosen, is_own=self.is_own)
-        return {(row.prompt_id, row.sample_id): tokens for row, tokens in zip(rows, found, strict=False)}
+        return {
+            (row.prompt_id, row.sample_id): tokens for row, tokens in zip(rows, found, strict=False)
+        }
 
-    def sample_lines(self, step: int | None = None, kind: Kind = "rollouts", *, tokens: bool = False) -> Iterator[str]:
+    def sample_lines(
+        self, step: int | None = None, kind: Kind = "rollouts", *, tokens: bool = False
+    ) -> Iterator[str]:
         """Yield a step's samples as lines of JSON; None for the last step recorded."""
         files = self.files(kind)
         step = max(files, default=0) if step is None else step
@@ -222,12 +246,19 @@ class RunFolder:
     def state(self) -> Status:
         """Return the run's status, of the last line of metrics.jsonl where there is no status.json."""
         status = run_status(self.path, within=self.within)
-        return replace(status, step=self.last_step or status.step) if status.state == "unknown" else status
+        return (
+            replace(status, step=self.last_step or status.step)
+            if status.state == "unknown"
+            else status
+        )
 
     def configuration(self) -> Configuration:
         """Return the configuration of the last step."""
         # A page asks many times a second while it reads, and a long history takes a minute.
-        stamp = (self.last_step, *(_stamp(self.path / name) for name in (HISTORY_FILE, CONFIG_FILE)))
+        stamp = (
+            self.last_step,
+            *(_stamp(self.path / name) for name in (HISTORY_FILE, CONFIG_FILE)),
+        )
         if self._configuration is None or self._configuration[0] != stamp:
             try:
                 configuration = self._read_configuration()
@@ -251,7 +282,11 @@ class RunFolder:
         self._read_once()
         deadline = time.monotonic() + seconds
         settings = {setting.key: setting.value for setting in self.configuration().settings}
-        rules = {key.rpartition(".")[2]: found for key, found in settings.items() if key.startswith("alerts.rules.")}
+        rules = {
+            key.rpartition(".")[2]: found
+            for key, found in settings.items()
+            if key.startswith("alerts.rules.")
+        }
         factor = settings.get("trainer.straggler_factor", STRAGGLER_FACTOR)
         if type(factor) not in (int, float):
             found = shown_value(factor)
@@ -323,7 +358,9 @@ def _runs_below(folder: Path, depth: int, root: Path) -> list[Path]:
     if os.path.lexists(folder / METRICS_FILE) or os.path.lexists(folder / STATUS_FILE):
         return [folder]
     try:
-        below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        below = sorted(
+            path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")
+        )
     except OSError:
         return []
     return [run for path in below for run in _runs_below(path, depth - 1, root)] if depth else []

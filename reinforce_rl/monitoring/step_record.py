@@ -25,7 +25,9 @@ class RankState:
     rank: int
     before: dict[str, str]  # of the trained weights, before the step's first update
     after: dict[str, str]
-    optimizer: dict[str, str]  # Adam's moments and fp32 main weights after the step, by the weight's name
+    optimizer: dict[
+        str, str
+    ]  # Adam's moments and fp32 main weights after the step, by the weight's name
     random: str  # of the random state after the step
 
 
@@ -41,19 +43,25 @@ class StepRecord:
     scorer: Any  # what the reward source says of itself; None if unknown
     reference: str | None  # checksum over the reference's weights; None without one
     past: dict[str, Any]  # beta and statistics of earlier rewards that this step's advantages took
-    updates: list[dict[str, float]]  # of each optimizer step: loss, gradient norm, learning rate, sums of the loss
+    updates: list[
+        dict[str, float]
+    ]  # of each optimizer step: loss, gradient norm, learning rate, sums of the loss
     ranks: list[RankState] = field(default_factory=list)
 
     def write(self, run: str | Path) -> None:
         values = dataclasses.asdict(self)
-        values["updates"] = [{name: plain_number(value) for name, value in one.items()} for one in self.updates]
+        values["updates"] = [
+            {name: plain_number(value) for name, value in one.items()} for one in self.updates
+        ]
         text = json.dumps({"version": VERSION, **values}, ensure_ascii=False)
         write_atomically(Path(run) / FOLDER / f"step_{self.step:05d}.json", text + "\n")
 
 
 def record_files(run: str | Path) -> dict[int, Path]:
     """Return the files of recorded steps, in ascending order."""
-    found = ((_FILE.fullmatch(path.name), path) for path in (Path(run) / FOLDER).glob("step_*.json"))
+    found = (
+        (_FILE.fullmatch(path.name), path) for path in (Path(run) / FOLDER).glob("step_*.json")
+    )
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
@@ -68,7 +76,11 @@ def read_record(run: str | Path, step: int) -> StepRecord:
     """Raises DataError: no such step was recorded, or the file is damaged or of another version."""
     files = record_files(run)
     if step not in files:
-        steps = f"step {step}; the recorded steps are {min(files)} to {max(files)}" if files else "any step"
+        steps = (
+            f"step {step}; the recorded steps are {min(files)} to {max(files)}"
+            if files
+            else "any step"
+        )
         raise DataError(
             f"{Path(run) / FOLDER} has no record of {steps}. A run with exp_manager.record=full keeps those of "
             "its last exp_manager.record_keep steps",

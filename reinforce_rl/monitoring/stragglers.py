@@ -20,7 +20,9 @@ class RankSeconds:
 
 def of_this_rank(seconds: Mapping[str, float], *, asks_for_rewards: bool) -> RankSeconds:
     """Collect this rank's seconds; drop `reward_wait` if other ranks ask for rewards."""
-    taken = {name: value for name, value in seconds.items() if asks_for_rewards or name != "reward_wait"}
+    taken = {
+        name: value for name, value in seconds.items() if asks_for_rewards or name != "reward_wait"
+    }
     return RankSeconds(socket.gethostname(), taken)
 
 
@@ -39,11 +41,17 @@ class Slowest:
     def stands_out(self, factor: float, step_seconds: float) -> bool:
         """Return True if it took at least `factor` times the median and the excess is above noise."""
         more = self.seconds - self.median
-        return self.seconds >= factor * self.median and more >= max(LEAST_SECONDS, LEAST_SHARE * step_seconds)
+        return self.seconds >= factor * self.median and more >= max(
+            LEAST_SECONDS, LEAST_SHARE * step_seconds
+        )
 
     def __str__(self) -> str:
         times = f" ({self.seconds / self.median:.1f}x)" if self.median > 0 else ""
-        node = "" if self.node is None else f", slowest node {self.node}, {self.node_seconds:.1f} s a rank"
+        node = (
+            ""
+            if self.node is None
+            else f", slowest node {self.node}, {self.node_seconds:.1f} s a rank"
+        )
         who = f"{self.phase} {self.seconds:.1f} s on rank {self.rank} ({self.host})"
         return f"{who}, median {self.median:.1f} s{times}{node}"
 
@@ -52,7 +60,11 @@ def slowest_of_phases(ranks: Sequence[RankSeconds]) -> list[Slowest]:
     """Find the slowest rank of each phase among its participants; `ranks` is in rank order."""
     found = []
     for phase in dict.fromkeys(name for rank in ranks for name in rank.seconds):
-        taken = {number: rank.seconds[phase] for number, rank in enumerate(ranks) if phase in rank.seconds}
+        taken = {
+            number: rank.seconds[phase]
+            for number, rank in enumerate(ranks)
+            if phase in rank.seconds
+        }
         slowest = max(taken, key=lambda number: taken[number])
         of_hosts: dict[str, list[float]] = {}
         for number, seconds in taken.items():
@@ -60,7 +72,9 @@ def slowest_of_phases(ranks: Sequence[RankSeconds]) -> list[Slowest]:
         means = {host: statistics.fmean(seconds) for host, seconds in of_hosts.items()}
         node = max(means, key=lambda host: means[host]) if len(means) > 1 else None
         median, of_node = statistics.median_low(taken.values()), means[node] if node else 0.0
-        found.append(Slowest(phase, slowest, ranks[slowest].host, taken[slowest], median, node, of_node))
+        found.append(
+            Slowest(phase, slowest, ranks[slowest].host, taken[slowest], median, node, of_node)
+        )
     return found
 
 

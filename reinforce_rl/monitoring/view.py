@@ -47,18 +47,44 @@ _ENDED = "fraction_of_samples_properly_ended"
 _NAMES = ("generation", "log-probs", "reference log-probs", "waiting for rewards", "update", "rest")
 _PHASES = dict(zip(_NAMES, (*PHASES, "rest of the step"), strict=True))
 CHARTS = (
-    Chart("Reward", {"training": "train/rewards", "validation": "val/rewards", "*": "val/*/rewards"}),
+    Chart(
+        "Reward", {"training": "train/rewards", "validation": "val/rewards", "*": "val/*/rewards"}
+    ),
     Chart("Reward by source", {"*": "train/rewards_*", "*, validation": "val/rewards_*"}),
     Chart("KL to the start", {"training": "train/init_policy_kl"}, "nats a response"),
-    Chart("Response length", {"training": "train/response_lengths", "validation": "val/response_lengths"}, "tokens"),
-    Chart("Ended by themselves", {"training": f"train/{_ENDED}", "validation": f"val/{_ENDED}"}, "share", "percent"),
-    Chart("Loss", {"training": "train/actor_loss", "training, pairs": "train/loss", "held out": "val/loss"}),
-    Chart("Pairs ordered rightly", {"training": "train/accuracy", "held out": "val/accuracy"}, "share", "percent"),
+    Chart(
+        "Response length",
+        {"training": "train/response_lengths", "validation": "val/response_lengths"},
+        "tokens",
+    ),
+    Chart(
+        "Ended by themselves",
+        {"training": f"train/{_ENDED}", "validation": f"val/{_ENDED}"},
+        "share",
+        "percent",
+    ),
+    Chart(
+        "Loss",
+        {"training": "train/actor_loss", "training, pairs": "train/loss", "held out": "val/loss"},
+    ),
+    Chart(
+        "Pairs ordered rightly",
+        {"training": "train/accuracy", "held out": "val/accuracy"},
+        "share",
+        "percent",
+    ),
     Chart("Calibration error", {"held out": "val/calibration_error"}),
     Chart("Correlation with held-out ratings", {"*": "val/pearson_*"}),
     Chart("Gradient norm", {"training": "train/grad_norm"}, peaks=True),
-    Chart("Step time by phase", {name: f"timers/{phase}" for name, phase in _PHASES.items()}, "seconds", "stacked"),
-    Chart("Peak memory by phase", {name: f"memory/{phase}" for name, phase in _PHASES.items()}, "GB"),
+    Chart(
+        "Step time by phase",
+        {name: f"timers/{phase}" for name, phase in _PHASES.items()},
+        "seconds",
+        "stacked",
+    ),
+    Chart(
+        "Peak memory by phase", {name: f"memory/{phase}" for name, phase in _PHASES.items()}, "GB"
+    ),
     Chart("Entropy", {"training": "train/entropy"}, "nats a token"),
     Chart("Reward minus β KL", {"training": "train/rewards_with_kl"}),
     Chart("Learning rate", {"training": "train/lr"}),
@@ -82,7 +108,9 @@ def curves(run: RunFolder, validated: int = 0) -> dict[str, Any]:
     steps = metrics.steps()
     times = metrics.dense("time")
     order = metrics.order()
-    finite = {key for key in metrics.names() if np.isfinite(metrics.series(key)[1]).any()} | derived.keys()
+    finite = {
+        key for key in metrics.names() if np.isfinite(metrics.series(key)[1]).any()
+    } | derived.keys()
     names = [key for key in dict.fromkeys([*metrics.names(), *derived]) if key != "time"]
     charts = [(chart, _lines(chart, names, finite)) for chart in CHARTS]
     peaks = {key for chart, lines in charts if chart.peaks for _, key in lines}
@@ -100,12 +128,23 @@ def curves(run: RunFolder, validated: int = 0) -> dict[str, Any]:
         bins, y = _thinned(values, np.maximum if key in peaks else np.add)
         ends = rows[bins]
         axis = (tuple(steps[ends].tolist()), tuple(map(plain_number, times[ends].tolist())))
-        series[key] = {"axis": axes.setdefault(axis, len(axes)), "y": [_short(value) for value in y.tolist()]}
+        series[key] = {
+            "axis": axes.setdefault(axis, len(axes)),
+            "y": [_short(value) for value in y.tolist()],
+        }
     return {
         "axes": [{"step": axis[0], "time": axis[1]} for axis in axes],
         "series": series,
-        "about": {key: f"{found.meaning}. Look: {found.look}." for key in series if (found := metric_of(key))},
-        "charts": [{"title": c.title, "unit": c.unit, "form": c.form, "lines": lines} for c, lines in charts if lines],
+        "about": {
+            key: f"{found.meaning}. Look: {found.look}."
+            for key in series
+            if (found := metric_of(key))
+        },
+        "charts": [
+            {"title": c.title, "unit": c.unit, "form": c.form, "lines": lines}
+            for c, lines in charts
+            if lines
+        ],
     }
 
 
@@ -124,7 +163,9 @@ def _rest(run: RunFolder) -> dict[str, np.ndarray]:
     return {"timers/rest of the step": np.maximum(left, 0.0)} if np.isfinite(left).any() else {}
 
 
-def _errors(run: RunFolder, samples_per_step: tuple[int, int], validated: int) -> dict[str, np.ndarray]:
+def _errors(
+    run: RunFolder, samples_per_step: tuple[int, int], validated: int
+) -> dict[str, np.ndarray]:
     """Return the standard error of each line's mean reward; NaN where it is not known."""
     errors = {}
     prompts, responses = samples_per_step
@@ -136,7 +177,9 @@ def _errors(run: RunFolder, samples_per_step: tuple[int, int], validated: int) -
         between = np.maximum(variance - inside, 0.0)
         errors["train/rewards_error"] = np.sqrt(between / prompts + inside / (prompts * responses))
     if validated:
-        errors["val/rewards_error"] = run.metrics.dense("val/reward_deviation") / math.sqrt(validated)
+        errors["val/rewards_error"] = run.metrics.dense("val/reward_deviation") / math.sqrt(
+            validated
+        )
     return {key: values for key, values in errors.items() if np.isfinite(values).any()}
 
 
@@ -165,7 +208,9 @@ def _thinned(values: np.ndarray, reduce: np.ufunc) -> tuple[np.ndarray, np.ndarr
     is_finite = np.isfinite(values)
     counts = np.add.reduceat(is_finite.astype(np.int64), starts)
     with np.errstate(all="ignore"):
-        reduced = reduce.reduceat(np.where(is_finite, values, 0.0 if reduce is np.add else -np.inf), starts)
+        reduced = reduce.reduceat(
+            np.where(is_finite, values, 0.0 if reduce is np.add else -np.inf), starts
+        )
     if reduce is np.add:
         reduced = reduced / np.maximum(counts, 1)
     return np.append(starts[1:], num_values) - 1, np.where(counts > 0, reduced, math.nan)
@@ -175,7 +220,9 @@ def _short(value: float) -> float | None:
     return plain_number(float(f"{value:.6g}"))
 
 
-def token_values(run: RunFolder, step: int, kind: Kind, prompts: Sequence[int]) -> dict[str, dict[str, list[Any]]]:
+def token_values(
+    run: RunFolder, step: int, kind: Kind, prompts: Sequence[int]
+) -> dict[str, dict[str, list[Any]]]:
     """Return {"PROMPT SAMPLE": {column: values}} of the samples of these prompts, where tokens were recorded."""
     return {
         f"{prompt_id} {sample_id}": {
@@ -187,7 +234,9 @@ def token_values(run: RunFolder, step: int, kind: Kind, prompts: Sequence[int]) 
     }
 
 
-def frozen_page(runs: Mapping[str, tuple[RunFolder, Mapping[str, Any]]], tables: Sequence[Any] = ()) -> str:
+def frozen_page(
+    runs: Mapping[str, tuple[RunFolder, Mapping[str, Any]]], tables: Sequence[Any] = ()
+) -> str:
     """Return the page in one file: by name, runs with their overviews; `tables` compare them."""
     found: dict[str, Any] = {"runs": {}, "samples": {}, "tokens": {}, "tables": tables}
     for name, (run, shown) in runs.items():
@@ -205,8 +254,13 @@ def _frozen_samples(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     tokens: dict[str, Any] = {}
     for kind, steps in run.kinds().items():
         last = len(steps) - 1
-        chosen = sorted({steps[round(i * last / (_FROZEN_STEPS - 1))] for i in range(_FROZEN_STEPS)})
-        rows[kind] = {step: [row.as_json() for row in run.samples(step, kind)[:_FROZEN_ROWS]] for step in chosen}
+        chosen = sorted(
+            {steps[round(i * last / (_FROZEN_STEPS - 1))] for i in range(_FROZEN_STEPS)}
+        )
+        rows[kind] = {
+            step: [row.as_json() for row in run.samples(step, kind)[:_FROZEN_ROWS]]
+            for step in chosen
+        }
         ends = itertools.accumulate(row["response_length"] for row in rows[kind][steps[-1]])
         pairs = zip(rows[kind][steps[-1]], ends, strict=True)
         prompts = {row["prompt_id"] for row, end in pairs if end <= _FROZEN_TOKENS}
@@ -218,8 +272,14 @@ def render(data: Mapping[str, Any] | None = None) -> str:
     """Return the page with `data` inside (see `dashboard.js`), or the one that asks the server for it."""
     environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True)
     # No "<" inside a script element: a response could close it.
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c") if data else ""
-    return environment.get_template("index.html").render(data=text, plotly=_packed_plotly() if data else "")
+    text = (
+        json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+        if data
+        else ""
+    )
+    return environment.get_template("index.html").render(
+        data=text, plotly=_packed_plotly() if data else ""
+    )
 
 
 def plotly() -> str:

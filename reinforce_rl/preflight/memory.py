@@ -57,7 +57,12 @@ class Decoding:
     cache_tokens: int | None  # capacity of the KV cache; None for no bound
 
     def schedule(self) -> Schedule:
-        return Schedule([self.prompt_tokens] * self.prompts, self.samples, self.response_tokens, self.cache_tokens)
+        return Schedule(
+            [self.prompt_tokens] * self.prompts,
+            self.samples,
+            self.response_tokens,
+            self.cache_tokens,
+        )
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,9 @@ class Policy:
     recompute: int  # layers of a stage that are recomputed, at most
     recompute_group: int  # recomputed layers per saved input
     chunk_tokens: int  # response tokens whose logits are alive at a time
-    offload_optimizer: bool  # during generation optimizer states go to the host and gradients are freed
+    offload_optimizer: (
+        bool  # during generation optimizer states go to the host and gradients are freed
+    )
     fused_adam: bool  # one kernel without temporaries
     gpu: bool  # device and host memory are separate; on a CPU nothing is moved
     engine_copies: bool = False  # an engine that sleeps keeps its weights in host memory
@@ -122,33 +129,52 @@ class RankMemory:
         """Peak bytes in host memory, if it is separate from the device's."""
         is_offloaded = any(phase.moved < 0 for phase in self.phases)
         # The engine falls asleep before the optimizer's states come back.
-        return self.reference_on_host + self.engine_on_host + (self.optimizer if is_offloaded else 0)
+        return (
+            self.reference_on_host + self.engine_on_host + (self.optimizer if is_offloaded else 0)
+        )
 
 
 def rank_memory(
-    stage: int, shape: StageShape, policy: Policy, train: Pass, forward: Pass, generations: Mapping[str, Decoding]
+    stage: int,
+    shape: StageShape,
+    policy: Policy,
+    train: Pass,
+    forward: Pass,
+    generations: Mapping[str, Decoding],
 ) -> RankMemory:
     weights, gradients = shape.parameters * policy.weight_bytes, shape.trained * FP32
     # In fp32 the weights are their own main weights.
     main = 0 if policy.weight_bytes == FP32 else FP32
     optimizer = -(-shape.trained // policy.optimizer_shards) * (main + ADAM_MOMENTS)
-    on_device, on_host = (weights if policy.reference == place else 0 for place in ("device", "host"))
+    on_device, on_host = (
+        weights if policy.reference == place else 0 for place in ("device", "host")
+    )
     offloaded = -(optimizer + gradients) if policy.offload_optimizer and policy.gpu else 0
-    phases = [_generation(name, shape, policy, calls, offloaded) for name, calls in generations.items()]
+    phases = [
+        _generation(name, shape, policy, calls, offloaded) for name, calls in generations.items()
+    ]
     phases.append(_log_probs("log-probs", shape, policy, forward, moved=0))
     if policy.reference != "none":  # the actor's weights stay on the device meanwhile
-        phases.append(_log_probs("reference log-probs", shape, policy, forward, on_host if policy.gpu else 0))
+        phases.append(
+            _log_probs("reference log-probs", shape, policy, forward, on_host if policy.gpu else 0)
+        )
     phases += [_training(shape, policy, train), _optimizer_step(shape, policy)]
     # Context-parallel ranks hold the same weights, and an engine holds them once.
     engine = weights // policy.layout.context if policy.engine_copies and policy.gpu else 0
-    return RankMemory(stage, shape, weights, gradients, optimizer, on_device, on_host, tuple(phases), engine)
+    return RankMemory(
+        stage, shape, weights, gradients, optimizer, on_device, on_host, tuple(phases), engine
+    )
 
 
 def _kept_by_layer(shape: StageShape, policy: Policy, micro: Pass) -> int:
     """Return the bytes that one layer saves for its backward pass of a micro-batch, its input included."""
     kept, lora, arch, d = policy.weight_bytes, policy.lora, shape.slices, shape.slices.head_size
     # A norm saves its input; the next matrix saves the norm's output if it is trained.
-    outputs = sum(kept for projections in (LORA_QKV, LORA_FC1) if lora is None or projections & {*lora.targets})
+    outputs = sum(
+        kept
+        for projections in (LORA_QKV, LORA_FC1)
+        if lora is None or projections & {*lora.targets}
+    )
     norms = arch.hidden_size * (2 * kept + outputs)
     if policy.layout.sequence_parallel:
         norms //= policy.layout.tensor
@@ -158,7 +184,11 @@ def _kept_by_layer(shape: StageShape, policy: Policy, micro: Pass) -> int:
     ffn = kept * arch.ffn_size * (3 if lora is None or "down_proj" in lora.targets else 2)
     low_rank = 0 if lora is None else kept * lora.rank * len(lora.targets)
     rotary = 4 * kept * d * micro.positions
-    return micro.tokens * (norms + attention + ffn + low_rank) + rotary + _gathered_keys(shape, policy, micro)
+    return (
+        micro.tokens * (norms + attention + ffn + low_rank)
+        + rotary
+        + _gathered_keys(shape, policy, micro)
+    )
 
 
 def _gathered_keys(shape: StageShape, policy: Policy, micro: Pass) -> int:
@@ -166,7 +196,14 @@ def _gathered_keys(shape: StageShape, policy: Policy, micro: Pass) -> int:
     if policy.layout.context == 1:
         return 0
     whole = micro.positions * policy.layout.context
-    keys = 2 * micro.rows * whole * shape.slices.num_groups * shape.slices.head_size * policy.weight_bytes
+    keys = (
+        2
+        * micro.rows
+        * whole
+        * shape.slices.num_groups
+        * shape.slices.head_size
+        * policy.weight_bytes
+    )
     return keys + micro.positions * whole * policy.weight_bytes
 
 
@@ -198,9 +235,15 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
     if shape.first:
         moments.append(Phase("training", waiting + table * kept + border))
     if shape.last:
-        moments.append(Phase("training", saved + waiting + 6 * FP32 * t * arch.hidden_size // shared))  # in the norm
+        moments.append(
+            Phase("training", saved + waiting + 6 * FP32 * t * arch.hidden_size // shared)
+        )  # in the norm
         narrow = 0 if kept == FP32 else kept
-        at_head = saved + 2 * FP32 * t * arch.hidden_size // shared + 2 * micro.scored * arch.hidden_size * kept
+        at_head = (
+            saved
+            + 2 * FP32 * t * arch.hidden_size // shared
+            + 2 * micro.scored * arch.hidden_size * kept
+        )
         # The table's gradient is summed over chunks in fp32, then copied to the model's dtype.
         logits = min(micro.scored, policy.chunk_tokens) * arch.vocab_size * (2 * FP32 + narrow)
         moments.append(Phase("training", at_head + table * (FP32 + narrow), logits))
@@ -208,7 +251,9 @@ def _training(shape: StageShape, policy: Policy, micro: Pass) -> Phase:
 
 
 def _optimizer_step(shape: StageShape, policy: Policy) -> Phase:
-    if policy.gpu:  # plain Adam takes the root of all second moments at once; fused Adam has no temporaries
+    if (
+        policy.gpu
+    ):  # plain Adam takes the root of all second moments at once; fused Adam has no temporaries
         roots = 0 if policy.fused_adam else -(-shape.trained // policy.optimizer_shards) * FP32
         return Phase("optimizer step", activations=roots)
     # On a CPU Adam goes parameter by parameter; with fused Adam only the gradient norm has a temporary.
@@ -220,14 +265,22 @@ def _optimizer_step(shape: StageShape, policy: Policy) -> Phase:
 
 def _forward_activations(shape: StageShape, policy: Policy, tokens: int) -> int:
     # Gate and up with their product; with LoRA, gate and up three times: base, update and sum.
-    arch, matrices = shape.slices, 3 if policy.lora is None or not LORA_FC1 & {*policy.lora.targets} else 6
+    arch, matrices = (
+        shape.slices,
+        3 if policy.lora is None or not LORA_FC1 & {*policy.lora.targets} else 6,
+    )
     inside_ffn = 5 * arch.hidden_size + matrices * arch.ffn_size
-    inside_attention = 4 * arch.hidden_size + arch.head_size * (5 * arch.num_heads + 4 * arch.num_groups)
+    inside_attention = 4 * arch.hidden_size + arch.head_size * (
+        5 * arch.num_heads + 4 * arch.num_groups
+    )
     return tokens * max(inside_ffn, inside_attention) * policy.weight_bytes
 
 
 def _log_probs(name: str, shape: StageShape, policy: Policy, micro: Pass, moved: int) -> Phase:
-    activations, logits = _forward_activations(shape, policy, micro.tokens) + _gathered_keys(shape, policy, micro), 0
+    activations, logits = (
+        _forward_activations(shape, policy, micro.tokens) + _gathered_keys(shape, policy, micro),
+        0,
+    )
     if shape.last:
         of_logit = FP32 if policy.weight_bytes == FP32 else FP32 + policy.weight_bytes
         at_head = min(micro.scored, policy.chunk_tokens) * shape.slices.vocab_size * of_logit
@@ -237,7 +290,9 @@ def _log_probs(name: str, shape: StageShape, policy: Policy, micro: Pass, moved:
     return Phase(name, activations, logits, moved=moved)
 
 
-def _generation(name: str, shape: StageShape, policy: Policy, decoding: Decoding, moved: int) -> Phase:
+def _generation(
+    name: str, shape: StageShape, policy: Policy, decoding: Decoding, moved: int
+) -> Phase:
     schedule, arch = decoding.schedule(), shape.slices
     tokens = schedule.slots * decoding.prompt_tokens + schedule.rows * decoding.response_tokens
     cache = tokens * shape.layers * 2 * arch.num_groups * arch.head_size * policy.weight_bytes
@@ -249,7 +304,10 @@ def _generation(name: str, shape: StageShape, policy: Policy, decoding: Decoding
     is_head = shape.last and arch.tied_embeddings
     embedding = arch.vocab_size * arch.hidden_size if shape.first and not is_head else 0
     packed = 0 if policy.gpu else (shape.parameters - embedding) * policy.weight_bytes
-    moments = (Phase(name, packed + reading, 0, cache, moved), Phase(name, packed + step, logits, cache, moved))
+    moments = (
+        Phase(name, packed + reading, 0, cache, moved),
+        Phase(name, packed + step, logits, cache, moved),
+    )
     return max(moments, key=lambda phase: phase.total)
 
 
@@ -265,15 +323,21 @@ class ModelSize:
         weights = sum(math.prod(row.shape) for row in weight_map(arch, 1))
         if lora is None:
             return cls(weights, weights)
-        updates = sum(math.prod(matrix.shape) for row in lora_map(arch, 1, lora) for matrix in (row.a, row.b))
+        updates = sum(
+            math.prod(matrix.shape) for row in lora_map(arch, 1, lora) for matrix in (row.a, row.b)
+        )
         return cls(weights + updates, updates)
 
 
-def stage_shapes(arch: Architecture, tp: int, layers: Sequence[int], lora: LoraSettings | None) -> list[StageShape]:
+def stage_shapes(
+    arch: Architecture, tp: int, layers: Sequence[int], lora: LoraSettings | None
+) -> list[StageShape]:
     slices = {name: size // tp for name, size in arch.padded(tp)._asdict().items()}
     rank = replace(arch, **slices, ffn_size=arch.ffn_size // tp)
     rows = weight_map(arch, tp)
-    updates = [] if lora is None else [m for row in lora_map(arch, tp, lora) for m in (row.a, row.b)]
+    updates = (
+        [] if lora is None else [m for row in lora_map(arch, tp, lora) for m in (row.a, row.b)]
+    )
     table = _numbers([row for row in rows if row.hf == EMBEDDING])
     shapes, first_layer = [], 0
     for stage, count in enumerate(layers):
@@ -283,9 +347,13 @@ def stage_shapes(arch: Architecture, tp: int, layers: Sequence[int], lora: LoraS
         weights = list(_numbers(own).values())
         if last and not first and arch.tied_embeddings:
             weights += table.values()
-        low_rank = list(_numbers([row for row in updates if _is_on(row, numbers, first, last)]).values())
+        low_rank = list(
+            _numbers([row for row in updates if _is_on(row, numbers, first, last)]).values()
+        )
         trained, parameters = weights if lora is None else low_rank, sum(weights) + sum(low_rank)
-        shapes.append(StageShape(count, first, last, rank, parameters, sum(trained), max(trained, default=0)))
+        shapes.append(
+            StageShape(count, first, last, rank, parameters, sum(trained), max(trained, default=0))
+        )
         first_layer += count
     return shapes
 

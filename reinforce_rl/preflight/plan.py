@@ -81,8 +81,16 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
     architecture = layers = tokenizer = datasets = disk = None
     if (folder / "config.json").is_file():
         architecture = attempt(lambda: Architecture.from_folder(folder))
-    layout, said = layout_of(cfg), any("_model_parallel_size" in fault for fault in shape_faults(cfg))
-    if architecture is not None and layout is not None and not said and cfg.trainer.precision in build.DTYPES:
+    layout, said = (
+        layout_of(cfg),
+        any("_model_parallel_size" in fault for fault in shape_faults(cfg)),
+    )
+    if (
+        architecture is not None
+        and layout is not None
+        and not said
+        and cfg.trainer.precision in build.DTYPES
+    ):
         layers = attempt(lambda: stage_layers(cfg, architecture, layout))
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = attempt(lambda: load_tokenizer(folder))
@@ -91,9 +99,17 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
         attempt(lambda: build.stop_token_ids(folder, tokenizer))
     if tokenizer is not None and _prompts_can_be_read(cfg):
         datasets = attempt(lambda: build.build_datasets(cfg, tokenizer))
-    if architecture is not None and datasets is not None and cfg.model.reinforce.num_rollout_samples > 0:
-        steps = total_steps(cfg.trainer.reinforce, build.build_sampler(cfg, datasets.train).steps_per_epoch)
-        disk = disk_need(cfg, memory.ModelSize.from_architecture(architecture, build.lora_settings(cfg)), steps)
+    if (
+        architecture is not None
+        and datasets is not None
+        and cfg.model.reinforce.num_rollout_samples > 0
+    ):
+        steps = total_steps(
+            cfg.trainer.reinforce, build.build_sampler(cfg, datasets.train).steps_per_epoch
+        )
+        disk = disk_need(
+            cfg, memory.ModelSize.from_architecture(architecture, build.lora_settings(cfg)), steps
+        )
         if disk.fault is not None:
             errors.append(ConfigError([disk.fault]))
     return Inputs(architecture, layers, tokenizer, datasets, disk, tuple(errors))
@@ -102,7 +118,11 @@ def read_inputs(cfg: TrainConfig) -> Inputs:
 def layout_of(cfg: TrainConfig) -> Layout | None:
     """Return the configured layout; None if the ranks do not divide, which `load_config` reports."""
     model, world = cfg.model, cfg.training_ranks
-    sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size)
+    sizes = (
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.context_parallel_size,
+    )
     if min(*sizes, world) < 1 or world % model.block_size:
         return None
     return Layout(*sizes, world // model.block_size, model.sequence_parallel)
@@ -144,14 +164,20 @@ class BatchPlan:
     prompts_of_rank: Share  # per step
     generation_calls: int  # per step
     forward_micro_batches: int  # per step
-    prompts_of_update: Share  # per optimizer step: over all ranks, and the most that one rank may have
+    prompts_of_update: (
+        Share  # per optimizer step: over all ranks, and the most that one rank may have
+    )
     updates: int  # optimizer steps on a full rollout batch
     micro_batches: int  # per optimizer step
-    longest_prompt: int  # tokens, of the training prompts; the allowed maximum if they cannot be read
+    longest_prompt: (
+        int  # tokens, of the training prompts; the allowed maximum if they cannot be read
+    )
     longest: int  # tokens of the longest sequence, prompt and response
     validation: int | None  # prompts over all ranks, None for no validation
     validation_calls: int  # per validation
-    epoch: Sequence[int] | None  # prompts of each step of an epoch; None if the data set cannot be read
+    epoch: (
+        Sequence[int] | None
+    )  # prompts of each step of an epoch; None if the data set cannot be read
 
 
 def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None) -> BatchPlan:
@@ -174,15 +200,21 @@ def plan_batches(cfg: TrainConfig, layout: Layout, datasets: RLHFDatasets | None
         prompts_of_rank=share,
         generation_calls=-(-share.most // rollout.rollout_micro_batch_size),
         forward_micro_batches=len(
-            _make_micro_batches(cfg, share.most * samples, longest, rollout.forward_micro_batch_size)
+            _make_micro_batches(
+                cfg, share.most * samples, longest, rollout.forward_micro_batch_size
+            )
         ),
         prompts_of_update=Share(of_update, most),
         updates=rl.reinforce_epochs * -(-rollout.num_rollout_samples // of_update),
-        micro_batches=len(_make_micro_batches(cfg, most * samples, longest, cfg.model.micro_batch_size)),
+        micro_batches=len(
+            _make_micro_batches(cfg, most * samples, longest, cfg.model.micro_batch_size)
+        ),
         longest_prompt=longest_prompt,
         longest=longest,
         validation=validation,
-        validation_calls=-(-Share.split(validation or 0, layout.data).most // rollout.val_rollout_micro_batch_size),
+        validation_calls=-(
+            -Share.split(validation or 0, layout.data).most // rollout.val_rollout_micro_batch_size
+        ),
         epoch=None if train is None else build.build_sampler(cfg, train).batch_sizes,
     )
 
@@ -191,11 +223,15 @@ def _longest_of(prompts: PromptDataset) -> int:
     return max(len(prompts[i].tokens) for i in range(len(prompts)))
 
 
-def _make_micro_batches(cfg: TrainConfig, sequences: int, longest: int, size: int) -> list[torch.Tensor]:
+def _make_micro_batches(
+    cfg: TrainConfig, sequences: int, longest: int, size: int
+) -> list[torch.Tensor]:
     return micro_batches(torch.full((sequences,), longest), size, cfg.model.tokens_per_micro_batch)
 
 
-def plan_memory(cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, *, gpu: bool) -> list[memory.RankMemory]:
+def plan_memory(
+    cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, *, gpu: bool
+) -> list[memory.RankMemory]:
     """Compute the memory of a rank of each stage at full length; empty if model or layout cannot be read."""
     layout, data = layout_of(cfg), inputs.datasets
     if inputs.architecture is None or inputs.layers is None or layout is None:
@@ -211,25 +247,42 @@ def plan_memory(cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, *, gpu: bo
 
     def call(prompts: int, size: int, samples: int, prompt_tokens: int) -> memory.Decoding:
         most = -(-min(prompts, size) // layout.context)
-        return memory.Decoding(most, samples, prompt_tokens, response, rollout.generation_cache_tokens)
+        return memory.Decoding(
+            most, samples, prompt_tokens, response, rollout.generation_cache_tokens
+        )
 
     of_rank, samples = batches.prompts_of_rank.most, batches.samples
-    generations = {"generation": call(of_rank, rollout.rollout_micro_batch_size, samples, batches.longest_prompt)}
+    generations = {
+        "generation": call(
+            of_rank, rollout.rollout_micro_batch_size, samples, batches.longest_prompt
+        )
+    }
     if batches.validation is not None and data is not None and data.validation is not None:
-        most, longest = Share.split(batches.validation, layout.data).most, _longest_of(data.validation)
+        most, longest = (
+            Share.split(batches.validation, layout.data).most,
+            _longest_of(data.validation),
+        )
         generations["validation"] = call(most, rollout.val_rollout_micro_batch_size, 1, longest)
     forward = micro_batch(of_rank * samples, rollout.forward_micro_batch_size, 1)
     found = []
-    for stage, shape in enumerate(memory.stage_shapes(inputs.architecture, layout.tensor, inputs.layers, used.lora)):
+    for stage, shape in enumerate(
+        memory.stage_shapes(inputs.architecture, layout.tensor, inputs.layers, used.lora)
+    ):
         # 1F1B: the first stage has most micro-batches in flight.
         in_flight = min(layout.pipeline - stage, batches.micro_batches)
-        train = micro_batch(batches.prompts_of_update.most * samples, cfg.model.micro_batch_size, in_flight)
+        train = micro_batch(
+            batches.prompts_of_update.most * samples, cfg.model.micro_batch_size, in_flight
+        )
         found.append(memory.rank_memory(stage, shape, used, train, forward, generations))
     return found
 
 
 def _policy(cfg: TrainConfig, layout: Layout, *, gpu: bool) -> memory.Policy:
-    model, lora, number = cfg.model, build.lora_settings(cfg), cfg.model.activations_checkpoint_num_layers or 1
+    model, lora, number = (
+        cfg.model,
+        build.lora_settings(cfg),
+        cfg.model.activations_checkpoint_num_layers or 1,
+    )
     full = model.activations_checkpoint_granularity == "full"
     uniform = model.activations_checkpoint_method == "uniform"
     has_copy = cfg.uses_reference and lora is None
@@ -255,7 +308,9 @@ def _engine_copies(cfg: TrainConfig, *, has_lora: bool) -> bool:
         return False
     if cfg.generation == "tensorrt_llm":
         return True  # 1.2 does; 1.3 drops them, and which it is shows at the start only
-    return cfg.generation == "vllm" and has_lora and cfg.vllm.load_adapters  # the frozen weights, sent once
+    return (
+        cfg.generation == "vllm" and has_lora and cfg.vllm.load_adapters
+    )  # the frozen weights, sent once
 
 
 @dataclass(frozen=True)
@@ -309,14 +364,22 @@ def disk_need(cfg: TrainConfig, size: memory.ModelSize, steps: int) -> DiskNeed:
     intervals = [rl.save_interval, rl.val_check_interval if saving.keep_best else 0]
     saves = 1 + sum(max(steps - 1, 0) // interval for interval in intervals if interval > 0)
     held = _size_of((folder / "checkpoints").glob("step_*/**/*"))
-    checkpoint = size.trained * (weight + (0 if weight == memory.FP32 else memory.FP32) + memory.ADAM_MOMENTS)
+    checkpoint = size.trained * (
+        weight + (0 if weight == memory.FP32 else memory.FP32) + memory.ADAM_MOMENTS
+    )
     checkpoints = min(saving.keep_last + saving.keep_best + 1, saves)
     export = size.parameters * weight if saving.save_hf_on_train_end else 0
     every, rollout = cfg.exp_manager.record_tokens_every, cfg.model.reinforce
-    responses = rollout.num_rollout_samples * rl.num_rollouts_per_prompt * rollout.length_params.max_length
+    responses = (
+        rollout.num_rollout_samples * rl.num_rollouts_per_prompt * rollout.length_params.max_length
+    )
     with_tokens = steps // every if every else 0
     of_texts, of_tokens = (responses * size for size in RECORD_BYTES)
-    records = steps * (RECORD_FILE_BYTES + of_texts) + with_tokens * of_tokens - _size_of(folder.glob("rollouts/*"))
+    records = (
+        steps * (RECORD_FILE_BYTES + of_texts)
+        + with_tokens * of_tokens
+        - _size_of(folder.glob("rollouts/*"))
+    )
     free = shutil.disk_usage(existing).free
     return DiskNeed(folder, checkpoint, checkpoints, export, max(records, 0), held, free)
 

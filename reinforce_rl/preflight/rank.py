@@ -102,7 +102,9 @@ def answer(case: Case) -> Phases | str:
 def _told(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_of_fake(f.filename)]
     frames = [f for f in frames if "/reinforce_rl/" in f.filename or "/megatron/" in f.filename]
-    where = " < ".join(f"{'/'.join(f.filename.split('/')[-2:])}:{f.lineno}" for f in reversed(frames[-4:]))
+    where = " < ".join(
+        f"{'/'.join(f.filename.split('/')[-2:])}:{f.lineno}" for f in reversed(frames[-4:])
+    )
     notes = " ".join(getattr(error, "__notes__", []))
     return f"{type(error).__name__}: {' '.join(f'{error} {notes}'.split())[:400]}; at {where or 'an unknown line'}"
 
@@ -123,17 +125,31 @@ class RankRun:
         from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
         from reinforce_rl.trainer.build import build_actor
 
-        case, cfg, model, self._gpu = self._case, self._case.config, self._case.config.model, fake.gpu
-        folder, stages = cfg.pretrained_checkpoint.restore_from_path, model.pipeline_model_parallel_size
-        architecture = dataclasses.replace(Architecture.from_folder(folder), num_layers=case.layers * stages)
+        case, cfg, model, self._gpu = (
+            self._case,
+            self._case.config,
+            self._case.config.model,
+            fake.gpu,
+        )
+        folder, stages = (
+            cfg.pretrained_checkpoint.restore_from_path,
+            model.pipeline_model_parallel_size,
+        )
+        architecture = dataclasses.replace(
+            Architecture.from_folder(folder), num_layers=case.layers * stages
+        )
         sizes = (model.tensor_model_parallel_size, stages, model.context_parallel_size)
         with (
             fake.rank(case.rank, cfg.trainer.world_size),
-            parallel_mesh(*sizes, sequence_parallel=model.sequence_parallel, seed=model.seed) as self._mesh,
+            parallel_mesh(
+                *sizes, sequence_parallel=model.sequence_parallel, seed=model.seed
+            ) as self._mesh,
         ):
 
             def made() -> tuple[MegatronGPTReinforceActorModel, ActorOptimizer]:
-                actor = build_actor(cfg, self._mesh, load_tokenizer(folder), architecture=architecture)
+                actor = build_actor(
+                    cfg, self._mesh, load_tokenizer(folder), architecture=architecture
+                )
                 clip_grad = cfg.trainer.reinforce.gradient_clip_val
                 built = build_optimizer(actor.ddp, model.optim, clip_grad=clip_grad, total_steps=10)
                 return actor, ActorOptimizer(*built, actor.ddp)
@@ -141,10 +157,14 @@ class RankRun:
             actor, optimizer = self._put("start", made)
             optimizer.step()  # allocates Adam's moments
             self._away(optimizer, actor, offloads=model.reinforce.offload_adam_states)
-            self._passes("log-probs", 1, lambda count: self._log_probs(actor.get_inference_log_probs, count))
+            self._passes(
+                "log-probs", 1, lambda count: self._log_probs(actor.get_inference_log_probs, count)
+            )
             if cfg.uses_reference:
                 reference = actor.get_init_policy_logprobs
-                self._passes("reference log-probs", 1, lambda count: self._log_probs(reference, count))
+                self._passes(
+                    "reference log-probs", 1, lambda count: self._log_probs(reference, count)
+                )
             self._passes("training", case.in_flight, lambda count: self._train(actor, count))
             self.phase = "optimizer"
             self._put(self.phase, optimizer.step)
@@ -161,7 +181,9 @@ class RankRun:
         self.phase = name
         for count in (first, first + 1):
             self._put(f"{name} {count}", functools.partial(run, count))
-        (low, peak), (high, _) = (self._found.pop(f"{name} {count}") for count in (first, first + 1))
+        (low, peak), (high, _) = (
+            self._found.pop(f"{name} {count}") for count in (first, first + 1)
+        )
         each = total([(1, high), (-1, low)])
         self._found[f"{name} once"] = total([(1, low), (-first, each)]), peak
         self._found[f"{name} each"] = each, peak
@@ -190,21 +212,31 @@ class RankRun:
     def _group(self, ranks: tuple[int, ...]) -> str:
         # Name the parallelism of a group; "several" if no single one fits.
         layout, step = self._mesh.layout, 1
-        for name in ("tensor", "context", "data", "pipeline"):  # `step`: rank distance of neighbours
+        for name in (
+            "tensor",
+            "context",
+            "data",
+            "pipeline",
+        ):  # `step`: rank distance of neighbours
             size = getattr(layout, name)
             if len(ranks) <= size and abs(ranks[1] - ranks[0]) == step:
                 return name
             step *= size
         return "all" if len(ranks) == self._mesh.world_size else "several"
 
-    def _away(self, optimizer: ActorOptimizer, actor: MegatronGPTReinforceActorModel, *, offloads: bool) -> None:
+    def _away(
+        self, optimizer: ActorOptimizer, actor: MegatronGPTReinforceActorModel, *, offloads: bool
+    ) -> None:
         before = self._gpu.memory.bytes
         buffers: Any = actor.ddp.buffers
         gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
         with optimizer.offloaded() if offloads else contextlib.nullcontext():
             resident = self._gpu.memory.bytes
             self._found["resident"] = Cost(), resident
-            self._found["away"] = Cost(), before - resident - gradients if offloads else 0  # gradients are freed
+            self._found["away"] = (
+                Cost(),
+                before - resident - gradients if offloads else 0,
+            )  # gradients are freed
             if self._case.prompts:
                 self._generate(actor)
 
@@ -261,7 +293,9 @@ class RankRun:
 
         rollouts = self._rollouts(count * self._case.train_rows)
         none = rollouts.rewards
-        batch = ReinforceBatch(rollouts, none, none, none, rollouts.response_mask.float(), rollouts.valid)
+        batch = ReinforceBatch(
+            rollouts, none, none, none, rollouts.response_mask.float(), rollouts.valid
+        )
         actor.get_loss_and_metrics(batch, Denominators(1.0, 1.0, 1.0))
 
     def _rollouts(self, count: int) -> RolloutBatch:

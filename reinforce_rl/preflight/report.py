@@ -25,7 +25,13 @@ LEAST_BYTES = 1e6  # nor are smaller collectives
 
 
 def print_plan(
-    console: Console, cfg: TrainConfig, inputs: Inputs, batches: BatchPlan, memory: list[RankMemory], *, gpu: bool
+    console: Console,
+    cfg: TrainConfig,
+    inputs: Inputs,
+    batches: BatchPlan,
+    memory: list[RankMemory],
+    *,
+    gpu: bool,
 ) -> None:
     layout, disk = layout_of(cfg), inputs.disk
     assert layout is not None and inputs.architecture is not None
@@ -34,14 +40,21 @@ def print_plan(
     if cfg.placement == "disaggregated":
         each = f"{cfg.generation_tensor_parallel_size} with each copy of the model"
         more = f"{cfg.generation_ranks} more ranks"
-        more = "Programs of their own (reinforce-rl generate)" if cfg.generators == "separate" else more
+        more = (
+            "Programs of their own (reinforce-rl generate)"
+            if cfg.generators == "separate"
+            else more
+        )
         console.print(Text(f"{more} generate, {each}; their memory is not in this plan"))
     print_rows(console, "Batches", _batches(cfg, batches))
     _print_memory(console, memory, layout, size, gpu=gpu)
     if disk is not None:
         held = f", of which {gigabytes(disk.held)} are there already" if disk.held else ""
         rows = [
-            ("checkpoints", f"at most {disk.checkpoints} x {gigabytes(disk.checkpoint)} at a time{held}"),
+            (
+                "checkpoints",
+                f"at most {disk.checkpoints} x {gigabytes(disk.checkpoint)} at a time{held}",
+            ),
             ("export", gigabytes(disk.export) if disk.export else "none"),
             ("records", f"at most {gigabytes(disk.records)} to come, of every step's samples"),
             ("free", f"{gigabytes(disk.free)} in {disk.folder}, {gigabytes(disk.needed)} needed"),
@@ -78,14 +91,32 @@ def _batches(cfg: TrainConfig, plan: BatchPlan) -> list[tuple[str, str]]:
         updates = total_updates(cfg.trainer.reinforce, cfg.prompts_per_update, plan.epoch)
         run = f"{_count(total_steps(cfg.trainer.reinforce, len(plan.epoch)), 'step')} = {updates} optimizer steps"
     return [
-        ("a step", f"{plan.prompts} prompts x {g} samples = {plan.prompts * g} sequences, all ranks together"),
-        ("a data-parallel rank", f"{_range(of_rank)} prompts = {_range(of_rank, g)} sequences of a step"),
-        ("longest sequence", f"{plan.longest} tokens: prompt {plan.longest_prompt}, response the rest"),
-        ("generation", f"{_count(plan.generation_calls, 'call')} a rank and step, by {cfg.generation}"),
+        (
+            "a step",
+            f"{plan.prompts} prompts x {g} samples = {plan.prompts * g} sequences, all ranks together",
+        ),
+        (
+            "a data-parallel rank",
+            f"{_range(of_rank)} prompts = {_range(of_rank, g)} sequences of a step",
+        ),
+        (
+            "longest sequence",
+            f"{plan.longest} tokens: prompt {plan.longest_prompt}, response the rest",
+        ),
+        (
+            "generation",
+            f"{_count(plan.generation_calls, 'call')} a rank and step, by {cfg.generation}",
+        ),
         ("rewards", _rewards(cfg)),
         ("advantages", cfg.trainer.reinforce.advantage_estimator),
-        ("log-probs", f"{_count(plan.forward_micro_batches, 'micro-batch')} a rank and step at full length"),
-        ("an optimizer step", f"{sequences}, {_count(plan.micro_batches, 'micro-batch')} a rank at full length"),
+        (
+            "log-probs",
+            f"{_count(plan.forward_micro_batches, 'micro-batch')} a rank and step at full length",
+        ),
+        (
+            "an optimizer step",
+            f"{sequences}, {_count(plan.micro_batches, 'micro-batch')} a rank at full length",
+        ),
         ("optimizer steps", f"{plan.updates} a step"),
         ("validation", validation),
         ("an epoch", epoch),
@@ -110,7 +141,9 @@ def _range(share: Share, times: int = 1) -> str:
     return f"{most}" if least == most else f"{least} to {most}"
 
 
-def _print_memory(console: Console, memory: list[RankMemory], layout: Layout, size: ModelSize, *, gpu: bool) -> None:
+def _print_memory(
+    console: Console, memory: list[RankMemory], layout: Layout, size: ModelSize, *, gpu: bool
+) -> None:
     largest = max(memory, key=lambda rank: rank.peak)
     shape, there = largest.shape, resident(largest, gpu=gpu)
     which = f", the largest: those of stage {largest.stage}" if layout.pipeline > 1 else ""
@@ -132,7 +165,10 @@ def _print_memory(console: Console, memory: list[RankMemory], layout: Layout, si
     for phase in largest.phases:
         name = Text(f"  {phase.name}", style="bold" if phase is largest.peak_phase else "")
         counts = (phase.activations, phase.logits, phase.cache, phase.moved)
-        parts = [f"{'-' if count < 0 else ''}{gigabytes(abs(count))}" if count else "-" for count in counts]
+        parts = [
+            f"{'-' if count < 0 else ''}{gigabytes(abs(count))}" if count else "-"
+            for count in counts
+        ]
         table.add_row(name, *parts, gigabytes(phase.total + there))
     console.print(table)
     end = f"  peak: {gigabytes(largest.peak_phase.total + there)} in {largest.peak_phase.name}"
@@ -154,7 +190,9 @@ def print_bound(console: Console, job: Job, step: StepBound) -> None:
     gpus = job.layout.ranks
     title = f"A step on {gpus} x {machine.name}: lower bound by FLOPs and bytes"
     console.print(Text(f"\n{title}", style="bold"))
-    lengths = f"of prompts of {job.mean.prompt} tokens and responses of {job.mean.response} on average"
+    lengths = (
+        f"of prompts of {job.mean.prompt} tokens and responses of {job.mean.response} on average"
+    )
     if job.cfg.preflight_response_tokens is None:
         lengths += "; give preflight_response_tokens=MEAN where most are shorter"
     console.print(f"  {lengths}")
@@ -231,7 +269,10 @@ def print_alternatives(
 
 
 def _overrides(change: dict[str, Any]) -> str:
-    return " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in change.items())
+    return " ".join(
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in change.items()
+    )
 
 
 def as_json(job: Job, step: StepBound, better: Sequence[Tried]) -> dict[str, Any]:

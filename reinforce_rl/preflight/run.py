@@ -20,7 +20,14 @@ from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import check_headers
 from reinforce_rl.preflight.fake_gpu import check_clone
 from reinforce_rl.preflight.memory import RankMemory
-from reinforce_rl.preflight.plan import Inputs, gigabytes, layout_of, plan_batches, plan_memory, read_inputs
+from reinforce_rl.preflight.plan import (
+    Inputs,
+    gigabytes,
+    layout_of,
+    plan_batches,
+    plan_memory,
+    read_inputs,
+)
 from reinforce_rl.preflight.report import print_plan, print_warnings, resident
 from reinforce_rl.rewards.function_pool import function_faults
 from reinforce_rl.rewards.transport import FailedAttempt, ModelAddress, ask_description, wait_for
@@ -85,7 +92,9 @@ def planned_for_gpu(cfg: TrainConfig) -> bool:
     return torch.cuda.is_available() or cfg.trainer.precision == "bf16"
 
 
-def _warnings(cfg: TrainConfig, inputs: Inputs, memory: Sequence[RankMemory], *, here: bool) -> Iterator[str]:
+def _warnings(
+    cfg: TrainConfig, inputs: Inputs, memory: Sequence[RankMemory], *, here: bool
+) -> Iterator[str]:
     if inputs.disk is not None and inputs.disk.warning is not None:
         yield inputs.disk.warning
     if not _has_weights(cfg):
@@ -107,7 +116,9 @@ def _server_warnings(server: RewardServerConfig) -> Iterator[str]:
     first: tuple[Address, ServerInfo] | None = None
     for place in server.addresses:
         try:
-            info = wait_for(ask_description(ModelAddress(place, server.name, token), SERVER_SECONDS))
+            info = wait_for(
+                ask_description(ModelAddress(place, server.name, token), SERVER_SECONDS)
+            )
         except FailedAttempt as error:
             yield f"the reward server at {place} is not ready now: it {error}"
         except RewardServerError as error:
@@ -123,9 +134,13 @@ def _has_weights(cfg: TrainConfig) -> bool:
 
 
 def _weight_faults(cfg: TrainConfig, inputs: Inputs) -> Iterator[str]:
-    if inputs.architecture is not None and _has_weights(cfg):  # a model may be planned without weights
+    if inputs.architecture is not None and _has_weights(
+        cfg
+    ):  # a model may be planned without weights
         try:
-            check_headers(inputs.architecture, HFFolder(cfg.pretrained_checkpoint.restore_from_path))
+            check_headers(
+                inputs.architecture, HFFolder(cfg.pretrained_checkpoint.restore_from_path)
+            )
         except CheckpointError as error:
             yield Fault(str(error), key=error.key)
 

@@ -38,7 +38,9 @@ SKIP_MULTI_TURN = "more than one user turn"
 SKIP_LIMIT = "over data.max_pairs"
 _WARN_ABOVE = 0.1  # share of lines skipped without a config key asking for it
 
-_AS_LIST = 'write messages as a list, and a plain text into a message, {"role": ..., "content": TEXT}'
+_AS_LIST = (
+    'write messages as a list, and a plain text into a message, {"role": ..., "content": TEXT}'
+)
 
 _PAIR_ADVICE = (
     'Correct or remove these lines; a line is {"prompt": text or messages, "chosen": text, "rejected": text}, or has '
@@ -56,7 +58,9 @@ class EncodedPair:
 
     prompt_key: str  # see `prompt_key()`
     prompt: tuple[int, ...]  # up to where the answers begin
-    chosen: tuple[int, ...]  # includes the end of the turn unless the answer was cut; so does `rejected`
+    chosen: tuple[
+        int, ...
+    ]  # includes the end of the turn unless the answer was cut; so does `rejected`
     rejected: tuple[int, ...]
 
     @property
@@ -103,15 +107,21 @@ class Examples(Generic[Example]):
         lines, total = [], self.num_lines
         for reason, count in self.skipped.items():
             much = count > _WARN_ABOVE * total and reason not in (SKIP_LIMIT, SKIP_MULTI_TURN)
-            lines.append(f"{'WARNING:' if much else ' '} {count} of {total} ({count / total:.0%}) left out: {reason}")
+            lines.append(
+                f"{'WARNING:' if much else ' '} {count} of {total} ({count / total:.0%}) left out: {reason}"
+            )
         return lines
 
 
 def longest_example(cfg: TrainRewardModelConfig) -> int:
     """Return `data.max_length`, or the trunk's maximum sequence length."""
-    from reinforce_rl.megatron.architecture import Architecture  # takes seconds, and a reward server needs the rest
+    from reinforce_rl.megatron.architecture import (
+        Architecture,
+    )  # takes seconds, and a reward server needs the rest
 
-    return cfg.data.max_length or Architecture.from_folder(cfg.model.restore_from_path).max_positions
+    return (
+        cfg.data.max_length or Architecture.from_folder(cfg.model.restore_from_path).max_positions
+    )
 
 
 def load_examples(cfg: TrainRewardModelConfig, tokenizer: Tokenizer) -> Examples[Any]:
@@ -122,11 +132,15 @@ def load_examples(cfg: TrainRewardModelConfig, tokenizer: Tokenizer) -> Examples
         DataError: as `read_examples`, or too few prompts to split.
     """
     used, skipped, num_lines = read_examples(cfg, tokenizer)
-    split = split_by_prompt([example.prompt_key for example in used], cfg.data.held_out_fraction, cfg.seed)
+    split = split_by_prompt(
+        [example.prompt_key for example in used], cfg.data.held_out_fraction, cfg.seed
+    )
     return Examples(used, *split, num_lines, skipped)
 
 
-def read_examples(cfg: TrainRewardModelConfig, tokenizer: Tokenizer) -> tuple[list[Any], dict[str, int], int]:
+def read_examples(
+    cfg: TrainRewardModelConfig, tokenizer: Tokenizer
+) -> tuple[list[Any], dict[str, int], int]:
     """Return the examples to use, the number of skipped lines by reason, and the number of all lines.
 
     Pairs are lines of `{"prompt", "chosen", "rejected"}`; `prompt`, alias `messages`, is a list of messages, a text in
@@ -151,7 +165,9 @@ def read_examples(cfg: TrainRewardModelConfig, tokenizer: Tokenizer) -> tuple[li
         encode = _pair_of
     assert path is not None  # checked
     faults = LineFaults()
-    columns = Columns({name: column for name, column in vars(data.fields).items() if column}, "data.fields.")
+    columns = Columns(
+        {name: column for name, column in vars(data.fields).items() if column}, "data.fields."
+    )
     renderer = ChatRenderer(tokenizer, data.template_options("data."))
     found = list(read_records(path, partial(encode, renderer=renderer, data=data), faults, columns))
     faults.raise_if_any(advice)
@@ -175,7 +191,10 @@ def read_examples(cfg: TrainRewardModelConfig, tokenizer: Tokenizer) -> tuple[li
         skipped[f"{reason}; data.max_length={max(too_long)} keeps all"] = len(too_long)
     if data.max_pairs is not None and len(used) > data.max_pairs:
         skipped[SKIP_LIMIT] = len(used) - data.max_pairs
-        used = [used[i] for i in sorted(random.Random(cfg.seed).sample(range(len(used)), data.max_pairs))]
+        used = [
+            used[i]
+            for i in sorted(random.Random(cfg.seed).sample(range(len(used)), data.max_pairs))
+        ]
     if not used:
         reasons = "; ".join(f"{count}: {reason}" for reason, count in skipped.items())
         raise DataError(
@@ -222,13 +241,18 @@ def _pair_of(line: Record, renderer: ChatRenderer, data: PairsConfig) -> Encoded
     if data.single_turn_only and _turns(messages) > 1:
         return SKIP_MULTI_TURN
     conversation = Conversation.of_record(messages, value)
-    encode = partial(encode_conversation, renderer, conversation, max_answer_tokens=data.max_answer_tokens)
+    encode = partial(
+        encode_conversation, renderer, conversation, max_answer_tokens=data.max_answer_tokens
+    )
     chosen, rejected = map(encode, answers)
     if chosen == rejected:
         return SKIP_SAME
     shared = _shared_length(_before_answer(renderer, conversation), chosen, rejected)
     return EncodedPair(
-        jsonl.prompt_key(messages), tuple(chosen[:shared]), tuple(chosen[shared:]), tuple(rejected[shared:])
+        jsonl.prompt_key(messages),
+        tuple(chosen[:shared]),
+        tuple(chosen[shared:]),
+        tuple(rejected[shared:]),
     )
 
 
@@ -299,7 +323,11 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _prompt_of(value: dict[str, Any]) -> list[dict[str, Any]]:
-    key = "messages" if value.get("messages") is not None and value.get("prompt") is None else "prompt"
+    key = (
+        "messages"
+        if value.get("messages") is not None and value.get("prompt") is None
+        else "prompt"
+    )
     prompt = _given(value, key)
     if key == "messages":
         prompt = jsonl.messages_of_json(prompt, key)
@@ -344,7 +372,11 @@ def _rating(name: str, value: object) -> float:
     if value is None or (isinstance(value, str) and not value.strip()):
         return math.nan
     with contextlib.suppress(ValueError, OverflowError):
-        if isinstance(value, int | float | str) and not isinstance(value, bool) and math.isfinite(float(value)):
+        if (
+            isinstance(value, int | float | str)
+            and not isinstance(value, bool)
+            and math.isfinite(float(value))
+        ):
             return float(value)
     raise DataError(
         f"the attribute {name} is {value!r}, expected a finite number or null",
@@ -404,4 +436,6 @@ def encode_sample(renderer: ChatRenderer, sample: TextSample) -> list[int]:
     else:
         conversation = Conversation(({"role": "user", "content": sample.prompt},))
         response = sample.response.strip()
-    return renderer.answered(conversation, {"role": "assistant", "content": response}, is_finished=sample.finished)
+    return renderer.answered(
+        conversation, {"role": "assistant", "content": response}, is_finished=sample.finished
+    )

@@ -56,7 +56,9 @@ def cut_sequences(pairs: Sequence[EncodedPair], cuts: CutsConfig, seed: int) -> 
         drawn = [rng.randint(cuts.min_tokens, cuts.max_tokens) for _ in range(cuts.per_pair)]
         for answer in (pair.chosen, pair.rejected):
             lengths = [len(answer), *(min(cut, len(answer)) for cut in (cuts.evaluate_at, *drawn))]
-            sequences.append(CutSequence(pair.prompt + answer, tuple(len(pair.prompt) + n for n in lengths)))
+            sequences.append(
+                CutSequence(pair.prompt + answer, tuple(len(pair.prompt) + n for n in lengths))
+            )
     return sequences
 
 
@@ -68,7 +70,12 @@ class SyntheticNegative:
 
 
 def synthetic_negatives(
-    pairs: Sequence[EncodedPair], fraction: float, cuts: CutsConfig, *, end: Sequence[int], seed: int
+    pairs: Sequence[EncodedPair],
+    fraction: float,
+    cuts: CutsConfig,
+    *,
+    end: Sequence[int],
+    seed: int,
 ) -> list[SyntheticNegative]:
     """Make two negatives for a share of the pairs: one that ends early and one that repeats a phrase.
 
@@ -83,7 +90,9 @@ def synthetic_negatives(
     drawn = sorted(rng.sample(range(len(pairs)), round(fraction * len(pairs))))
     made = []
     for number, index in enumerate(drawn):
-        answers = [_without_end(answer, end) for answer in (pairs[index].chosen, pairs[index].rejected)]
+        answers = [
+            _without_end(answer, end) for answer in (pairs[index].chosen, pairs[index].rejected)
+        ]
         # kept is 0 in two of five draws: the end of the turn alone, which a policy finds first.
         kept = max(0, rng.randint(-1, MAX_EARLY_TOKENS))
         early = (*rng.choice(answers)[:kept], *end)
@@ -165,8 +174,12 @@ def sha256_of_file(path: str | Path) -> str:
 
 def sha256_of_trunk(folder: Path) -> str:
     """Return the sha256 (hex) over the names and hashes of the weights that are loaded, and of config.json."""
-    paths = sorted([*find_weight_files(folder).paths, folder / "config.json"], key=lambda path: path.name)
-    return hashlib.sha256("".join(f"{sha256_of_file(path)}  {path.name}\n" for path in paths).encode()).hexdigest()
+    paths = sorted(
+        [*find_weight_files(folder).paths, folder / "config.json"], key=lambda path: path.name
+    )
+    return hashlib.sha256(
+        "".join(f"{sha256_of_file(path)}  {path.name}\n" for path in paths).encode()
+    ).hexdigest()
 
 
 def features_fingerprint(trunk_sha256: str, sequences: Sequence[CutSequence], pooling: str) -> str:
@@ -218,7 +231,9 @@ def replaced(path: Path) -> Iterator[Path]:
             yield part
             os.replace(part, path)
     except OSError as error:
-        raise CheckpointError(not_written(path, error), key="reward_model.file.not_written") from error
+        raise CheckpointError(
+            not_written(path, error), key="reward_model.file.not_written"
+        ) from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -298,7 +313,12 @@ def fit_direction(differences: Tensor, l2: float) -> Tensor:
     x = differences.double()
     w = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS(
-        [w], max_iter=1000, tolerance_grad=1e-8, tolerance_change=0.0, history_size=20, line_search_fn="strong_wolfe"
+        [w],
+        max_iter=1000,
+        tolerance_grad=1e-8,
+        tolerance_change=0.0,
+        history_size=20,
+        line_search_fn="strong_wolfe",
     )
 
     def closure() -> Tensor:
@@ -311,7 +331,9 @@ def fit_direction(differences: Tensor, l2: float) -> Tensor:
     return w.detach()
 
 
-def train_head(features: PairFeatures, pooling: str, l2: float, *, extra: PairFeatures | None = None) -> TrainedHead:
+def train_head(
+    features: PairFeatures, pooling: str, l2: float, *, extra: PairFeatures | None = None
+) -> TrainedHead:
     """Fit a head on all training pairs, and standardise it.
 
     Features are scaled so that chosen minus rejected has mean squared length 1: strengths of L2 are
@@ -338,7 +360,9 @@ def train_head(features: PairFeatures, pooling: str, l2: float, *, extra: PairFe
     return TrainedHead(head, mean, std)
 
 
-def _scaled_differences(features: PairFeatures, extra: PairFeatures | None) -> tuple[Tensor, Tensor, float]:
+def _scaled_differences(
+    features: PairFeatures, extra: PairFeatures | None
+) -> tuple[Tensor, Tensor, float]:
     """Return chosen minus rejected in float64, of both, and the scale that they were divided by."""
     pairs = features.chosen.double() - features.rejected.double()
     more = pairs[:0] if extra is None else extra.chosen.double() - extra.rejected.double()

@@ -38,11 +38,29 @@ from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 from reinforce_rl.megatron.optimizer import ActorOptimizer, build_optimizer
 from reinforce_rl.monitoring.report import EVALUATION_FILE
 from reinforce_rl.reward_model import head as heads
-from reinforce_rl.reward_model.data import EncodedPair, Examples, end_of_turn_ids, load_examples, longest_example
+from reinforce_rl.reward_model.data import (
+    EncodedPair,
+    Examples,
+    end_of_turn_ids,
+    load_examples,
+    longest_example,
+)
 from reinforce_rl.reward_model.head import CUT, WHOLE
-from reinforce_rl.reward_model.objectives import Accuracy, Best, Objective, Ranking, Regression, pair_accuracy
+from reinforce_rl.reward_model.objectives import (
+    Accuracy,
+    Best,
+    Objective,
+    Ranking,
+    Regression,
+    pair_accuracy,
+)
 from reinforce_rl.reward_model.scorer import load_trunk
-from reinforce_rl.reward_model.train_full import FullTrainer, RewardModelMonitor, TrainableRewardModel, load_trainable
+from reinforce_rl.reward_model.train_full import (
+    FullTrainer,
+    RewardModelMonitor,
+    TrainableRewardModel,
+    load_trainable,
+)
 from reinforce_rl.runtime.settings import CONFIG_FILE, compare, read_tree
 from reinforce_rl.runtime.stored_config import config_text, read_stored
 from reinforce_rl.trainer.build import DTYPES, check_vocabulary, model_options
@@ -54,7 +72,9 @@ HEAD_FILE = "head.safetensors"
 HEAD_EVALUATION_FILE = "head_evaluation.json"
 MODEL_FOLDER = "model"
 # With another value of one of these, the steps before and after it belong to different runs.
-MEANING = re.compile(r"model\.restore_from_path$|data\.|full\.(objective|attributes|pooling|global_batch_size)$|seed$")
+MEANING = re.compile(
+    r"model\.restore_from_path$|data\.|full\.(objective|attributes|pooling|global_batch_size)$|seed$"
+)
 
 
 def train_reward_model(cfg: TrainRewardModelConfig) -> heads.TrainedHead | FullTrainer:
@@ -68,11 +88,17 @@ def train_reward_model(cfg: TrainRewardModelConfig) -> heads.TrainedHead | FullT
     recorded = Path(cfg.output_dir) / CONFIG_FILE
     is_resumed = cfg.mode == "full" and cfg.full.resume_if_exists and recorded.is_file()
     tree = read_tree(read_stored(recorded)) if is_resumed else {}
-    cfg.data.freeze_date(cfg.model.restore_from_path, tree.get("data", {}).get("chat_template_date"))
+    cfg.data.freeze_date(
+        cfg.model.restore_from_path, tree.get("data", {}).get("chat_template_date")
+    )
     if cfg.mode == "head":
         return _run_head(cfg, Console())
     model = cfg.model
-    sizes = model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size
+    sizes = (
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.context_parallel_size,
+    )
     with parallel_mesh(*sizes, sequence_parallel=model.sequence_parallel, seed=cfg.seed) as mesh:
         return _run_full(cfg, mesh)
 
@@ -101,7 +127,9 @@ def _run_head(cfg: TrainRewardModelConfig, console: Console) -> heads.TrainedHea
     for negative in negatives:
         tokens = (data.used[negative.pair].prompt + negative.tokens)[: longest_example(cfg)]
         sequences.append(heads.CutSequence(tokens, (len(tokens),)))
-    features = heads.HeadData(_features(cfg, sequences, trunk_sha256, console), len(data.used), negatives)
+    features = heads.HeadData(
+        _features(cfg, sequences, trunk_sha256, console), len(data.used), negatives
+    )
 
     trained = heads.train_head(
         features.pairs(data.train_rows, features.trained_views),
@@ -196,7 +224,12 @@ def _features(
 @contextmanager
 def _progress(console: Console, name: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on a terminal, else print a line every `LINE_EVERY_SECONDS`."""
-    columns = (*Progress.get_default_columns()[:3], TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    columns = (
+        *Progress.get_default_columns()[:3],
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         number = bar.add_task(name, total=total)
         task, start = bar.tasks[0], time.monotonic()
@@ -217,11 +250,18 @@ def _progress(console: Console, name: str, total: int) -> Iterator[Callable[[int
 
 
 def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh) -> FullTrainer:
-    folder, source, full, optim = Path(cfg.output_dir), cfg.model.restore_from_path, cfg.full, cfg.model.optim
+    folder, source, full, optim = (
+        Path(cfg.output_dir),
+        cfg.model.restore_from_path,
+        cfg.full,
+        cfg.model.optim,
+    )
     checkpoints = folder / "checkpoints"
     tokenizer = load_tokenizer(source)
     data = load_examples(cfg, tokenizer)
-    sampler = PromptSampler(len(data.train_rows), full.global_batch_size, seed=cfg.seed, max_epochs=full.max_epochs)
+    sampler = PromptSampler(
+        len(data.train_rows), full.global_batch_size, seed=cfg.seed, max_epochs=full.max_epochs
+    )
     steps = full.max_epochs * sampler.steps_per_epoch
     steps = steps if full.max_steps == -1 else min(steps, full.max_steps)
     checkpoint = latest_checkpoint(checkpoints) if full.resume_if_exists else None
@@ -241,7 +281,11 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh) -> FullTrainer:
         for line in (sizes, *data.skipped_lines):
             monitor.note(line)
         pad_id = token_id(tokenizer.pad_token_id)
-        if full.pooling == "last" and pad_id is not None and pad_id == token_id(tokenizer.eos_token_id):
+        if (
+            full.pooling == "last"
+            and pad_id is not None
+            and pad_id == token_id(tokenizer.eos_token_id)
+        ):
             monitor.note(
                 "The tokenizer's padding token is its end-of-sequence token. transformers takes the last token that "
                 "is no padding, so the score is read from the token before the end; full.pooling=mean reads all."
@@ -250,25 +294,37 @@ def _run_full(cfg: TrainRewardModelConfig, mesh: Mesh) -> FullTrainer:
         monitor.phase("loading the model")
         dtype: torch.dtype = getattr(torch, DTYPES[cfg.trainer.precision])
         options = model_options(cfg.model)
-        lm = load_trainable(source, mesh, objective.names, seed=cfg.seed, dtype=dtype, options=options)
+        lm = load_trainable(
+            source, mesh, objective.names, seed=cfg.seed, dtype=dtype, options=options
+        )
         model = TrainableRewardModel(lm, full.pooling, pad_id, cfg.micro_batch_size, optim)
-        adam, scheduler = build_optimizer(model.ddp, optim, clip_grad=full.gradient_clip_val, total_steps=steps)
-        checkpointer = Checkpointer(checkpoints, mesh, model.ddp, adam, scheduler, keep_last=full.keep_last)
+        adam, scheduler = build_optimizer(
+            model.ddp, optim, clip_grad=full.gradient_clip_val, total_steps=steps
+        )
+        checkpointer = Checkpointer(
+            checkpoints, mesh, model.ddp, adam, scheduler, keep_last=full.keep_last
+        )
 
         def export(best: Best) -> None:
             model.export(source, folder / MODEL_FOLDER, objective.names, pad_id)
             if mesh.is_main:
-                write_atomically(folder / EVALUATION_FILE, json.dumps(dataclasses.asdict(best), indent=2))
+                write_atomically(
+                    folder / EVALUATION_FILE, json.dumps(dataclasses.asdict(best), indent=2)
+                )
 
         optimizer = ActorOptimizer(adam, scheduler)
-        trainer = FullTrainer(model, optimizer, objective, data, sampler, checkpointer, monitor, export, steps, full)
+        trainer = FullTrainer(
+            model, optimizer, objective, data, sampler, checkpointer, monitor, export, steps, full
+        )
         if checkpoint is not None:
             trainer.restore(checkpoint)
             monitor.note(f"Going on from {checkpoint.folder}, after step {start_step} of {steps}.")
         trainer.fit()
         if trainer.stopped_early and trainer.best is not None:
             since = trainer.best.step
-            monitor.note(f"Ended after step {trainer.step} of {steps}: no lower held-out loss since step {since}.")
+            monitor.note(
+                f"Ended after step {trainer.step} of {steps}: no lower held-out loss since step {since}."
+            )
         if mesh.is_main:
             monitor.note(f"Report: {monitor.report()}")
             monitor.note(f"Model: {folder / MODEL_FOLDER}")

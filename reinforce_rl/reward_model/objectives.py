@@ -59,17 +59,24 @@ class Ranking:
         """Return the denominator of the mean loss."""
         return len(examples)
 
-    def loss(self, scores: Tensor, examples: Sequence[EncodedPair]) -> tuple[Tensor, dict[str, float]]:
+    def loss(
+        self, scores: Tensor, examples: Sequence[EncodedPair]
+    ) -> tuple[Tensor, dict[str, float]]:
         """Return the summed loss of E examples with scores [E, G, K], with gradient, and sums of metrics."""
         chosen, rejected = scores[:, 0, 0], scores[:, 1, 0]
         margin = float((chosen - rejected).detach().sum())
-        return bradley_terry(chosen, rejected), {"accuracy": float(_hits(chosen, rejected).sum()), "margin": margin}
+        return bradley_terry(chosen, rejected), {
+            "accuracy": float(_hits(chosen, rejected).sum()),
+            "margin": margin,
+        }
 
     def evaluate(self, scores: Tensor, examples: Sequence[EncodedPair]) -> Evaluation:
         """Evaluate all held-out examples, scores [E, G, K]."""
         chosen, rejected = scores[:, 0, 0].double(), scores[:, 1, 0].double()
         accuracy, (error, bins) = pair_accuracy(chosen, rejected), calibration(chosen, rejected)
-        longer = pair_accuracy(*torch.tensor([[len(e.chosen), len(e.rejected)] for e in examples]).t())
+        longer = pair_accuracy(
+            *torch.tensor([[len(e.chosen), len(e.rejected)] for e in examples]).t()
+        )
         metrics = {
             "accuracy": accuracy.value,
             "accuracy_standard_error": accuracy.standard_error,
@@ -94,7 +101,9 @@ class Regression:
     def count(self, examples: Sequence[EncodedRating]) -> int:
         return sum(not math.isnan(rating) for example in examples for rating in example.ratings)
 
-    def loss(self, scores: Tensor, examples: Sequence[EncodedRating]) -> tuple[Tensor, dict[str, float]]:
+    def loss(
+        self, scores: Tensor, examples: Sequence[EncodedRating]
+    ) -> tuple[Tensor, dict[str, float]]:
         return squared_error(scores[:, 0], _targets(examples).to(scores)), {}
 
     def evaluate(self, scores: Tensor, examples: Sequence[EncodedRating]) -> Evaluation:
@@ -104,7 +113,9 @@ class Regression:
             for i, name in enumerate(self.names)
             for measure, value in attribute_fit(predicted[:, i], targets[:, i]).items()
         }
-        return Evaluation(float(squared_error(predicted, targets)) / max(self.count(examples), 1), metrics)
+        return Evaluation(
+            float(squared_error(predicted, targets)) / max(self.count(examples), 1), metrics
+        )
 
 
 Objective = Ranking | Regression
@@ -153,7 +164,11 @@ def calibration(chosen: Tensor, rejected: Tensor) -> tuple[float, tuple[Reliabil
     for i in number.unique().tolist():
         rows = number == i
         edges = (0.5 + 0.5 * i / NUM_BINS, 0.5 + 0.5 * (i + 1) / NUM_BINS)
-        bins.append(ReliabilityBin(*edges, int(rows.sum()), float(predicted[rows].mean()), float(hits[rows].mean())))
+        bins.append(
+            ReliabilityBin(
+                *edges, int(rows.sum()), float(predicted[rows].mean()), float(hits[rows].mean())
+            )
+        )
     error = sum(b.count * abs(b.predicted - b.observed) for b in bins) / max(len(hits), 1)
     return error, tuple(bins)
 

@@ -44,7 +44,11 @@ class Merging:
 
     @classmethod
     def from_names(
-        cls, names: Sequence[str], weights: Mapping[str, float] | None, mean: float = 0.0, deviation: float = 1.0
+        cls,
+        names: Sequence[str],
+        weights: Mapping[str, float] | None,
+        mean: float = 0.0,
+        deviation: float = 1.0,
     ) -> Merging:
         """Build from user settings.
 
@@ -66,7 +70,11 @@ class Merging:
                 ]
             )
         if unknown := sorted(set(weights or {}) - set(names)):
-            known = f"the head has {', '.join(names)}" if names else "the head has one score and no attributes"
+            known = (
+                f"the head has {', '.join(names)}"
+                if names
+                else "the head has one score and no attributes"
+            )
             raise ConfigError(
                 [
                     Fault(
@@ -103,7 +111,9 @@ class Merging:
 
     def __call__(self, scores: Tensor) -> Tensor:
         """Merge scores [N, K] into rewards, float64 [N]."""
-        merged = scores.double() @ torch.tensor(self.weights, dtype=torch.float64, device=scores.device)
+        merged = scores.double() @ torch.tensor(
+            self.weights, dtype=torch.float64, device=scores.device
+        )
         return (merged - self.mean) / self.deviation
 
 
@@ -125,7 +135,9 @@ class Batching:
         lengths = np.array([len(sequence) for sequence in sequences], np.int64)
         padded = -(-lengths // self.pad_to_multiple) * self.pad_to_multiple
         found = []
-        for group in micro_batches(torch.from_numpy(padded), self.micro_batch_size, self.tokens_per_micro_batch):
+        for group in micro_batches(
+            torch.from_numpy(padded), self.micro_batch_size, self.tokens_per_micro_batch
+        ):
             rows = group.numpy()
             tokens = np.zeros((len(rows), padded[rows].max()), np.int64)
             for row, source in enumerate(rows.tolist()):
@@ -168,7 +180,11 @@ class MegatronRewardModel:
         max_length: int | None = None,
         merging: Merging | None = None,
     ):
-        width, shape, most = lm.architecture.hidden_size, tuple(head.weight.shape), lm.architecture.max_positions
+        width, shape, most = (
+            lm.architecture.hidden_size,
+            tuple(head.weight.shape),
+            lm.architecture.max_positions,
+        )
         if head.width != width:
             raise ConfigError(
                 [
@@ -181,8 +197,14 @@ class MegatronRewardModel:
             )
         self._lm, self._head, self._weight = lm.eval(), head, head.rows.to(lm.mesh.device)
         self.batching = batching or Batching()
-        self.merging = merging or Merging.from_names(head.attributes, None, head.mean, head.deviation)
-        self.attributes, self.pooling, self.dtype = head.attributes, head.pooling, lm.config.params_dtype
+        self.merging = merging or Merging.from_names(
+            head.attributes, None, head.mean, head.deviation
+        )
+        self.attributes, self.pooling, self.dtype = (
+            head.attributes,
+            head.pooling,
+            lm.config.params_dtype,
+        )
         self.head_name = head.name
         self.head_activation = None if head.hidden is None else head.hidden.activation
         self.vocab_size, self.max_length = lm.architecture.vocab_size, min(max_length or most, most)
@@ -226,9 +248,14 @@ class MegatronRewardModel:
 
     def _head_scores(self, hidden: Tensor, one: MicroBatch) -> Tensor:
         head, device = self._head, hidden.device
-        tokens, lengths = torch.from_numpy(one.tokens).to(device), torch.from_numpy(one.lengths).to(device)
+        tokens, lengths = (
+            torch.from_numpy(one.tokens).to(device),
+            torch.from_numpy(one.lengths).to(device),
+        )
         counted = counted_lengths(tokens, lengths, head.pad_id)
-        scores = head_scores(hidden, self._lm, self._weight, counted, tokens.shape[1], head.pooling, head.hidden)
+        scores = head_scores(
+            hidden, self._lm, self._weight, counted, tokens.shape[1], head.pooling, head.hidden
+        )
         return (scores + head.bias.to(device)).double().cpu()
 
 
@@ -316,7 +343,11 @@ def reward_model_identity(
         "trunk": Path(trunk_folder).resolve().name,
         **head,
         # Omitted for fp32, so that existing identities stay the same.
-        **({} if scorer.dtype == torch.float32 else {"precision": str(scorer.dtype).removeprefix("torch.")}),
+        **(
+            {}
+            if scorer.dtype == torch.float32
+            else {"precision": str(scorer.dtype).removeprefix("torch.")}
+        ),
         "pooling": scorer.pooling,
         "attribute_weights": dict(zip(scorer.attributes, merging.weights, strict=False)),
         "mean": merging.mean,

@@ -29,7 +29,12 @@ from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.hf_weights import check_headers, export_hf_folder, load_hf_weights
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS, CausalLM, ModelOptions
-from reinforce_rl.megatron.model.reward_head import POOLING_KEY, RewardHead, counted_lengths, head_scores
+from reinforce_rl.megatron.model.reward_head import (
+    POOLING_KEY,
+    RewardHead,
+    counted_lengths,
+    head_scores,
+)
 from reinforce_rl.megatron.optimizer import wrap_data_parallel
 from reinforce_rl.megatron.schedule import accumulate_gradients, forward_passes
 from reinforce_rl.megatron.weight_map import SCORE_LAYER
@@ -68,16 +73,35 @@ class RewardModelMonitor(RunMonitor):
         start_step: of the checkpoint to resume from; 0 for none.
     """
 
-    def __init__(self, folder: str | Path, total_steps: int, start_step: int, objective: Objective, *, enabled: bool):
+    def __init__(
+        self,
+        folder: str | Path,
+        total_steps: int,
+        start_step: int,
+        objective: Objective,
+        *,
+        enabled: bool,
+    ):
         hidden = ("accuracy", "calibration_error") if isinstance(objective, Regression) else ()
         shown, phases = [one for one in SHOWN if one[0] not in hidden], ("train_time",)
-        progress = TrainingProgress(total_steps, start_step, enabled, title="reward model", shown=shown, phases=phases)
-        metrics = [JsonlLogger(Path(folder) / METRICS_FILE, resume_step=start_step)] if enabled else []
+        progress = TrainingProgress(
+            total_steps, start_step, enabled, title="reward model", shown=shown, phases=phases
+        )
+        metrics = (
+            [JsonlLogger(Path(folder) / METRICS_FILE, resume_step=start_step)] if enabled else []
+        )
         super().__init__(folder, Loggers(metrics), progress)
 
-    def log_update(self, step: int, metrics: dict[str, float], update: OptimizerUpdate, seconds: float) -> None:
+    def log_update(
+        self, step: int, metrics: dict[str, float], update: OptimizerUpdate, seconds: float
+    ) -> None:
         """Log a training step; stored by `commit`."""
-        values = {**metrics, "grad_norm": update.grad_norm, "lr": update.lr, "skipped_step": float(update.skipped)}
+        values = {
+            **metrics,
+            "grad_norm": update.grad_norm,
+            "lr": update.lr,
+            "skipped_step": float(update.skipped),
+        }
         self._log(values, step, "train/")
         self.metrics.log_metrics({"train_time": seconds}, step, "timers/")
         self.progress.update(step, values, {"train_time": seconds, "step_time": seconds})
@@ -159,7 +183,9 @@ class FullTrainer:
             total, sums = objective.loss(scores, [mine[i] for i in rows])
             return total / count, {**sums, "loss": total.item()}
 
-        sums = self._model.accumulate([objective.sequences_of(example) for example in mine], loss_of)
+        sums = self._model.accumulate(
+            [objective.sequences_of(example) for example in mine], loss_of
+        )
         update = self._optimizer.step()
         every = [one for part in mesh.gather_over_dp(sums) for one in part]
         return {name: sum(one[name] for one in every) / count for name in every[0]}, update
@@ -229,12 +255,21 @@ class TrainableRewardModel:
         micro_batch_size: sequences per pass; an example's sequences are never split.
     """
 
-    def __init__(self, lm: CausalLM, pooling: str, pad_id: int | None, micro_batch_size: int, optim: OptimConfig):
+    def __init__(
+        self,
+        lm: CausalLM,
+        pooling: str,
+        pad_id: int | None,
+        micro_batch_size: int,
+        optim: OptimConfig,
+    ):
         self.lm, self.mesh, self.ddp = lm, lm.mesh, wrap_data_parallel(lm, optim)
         self._pooling, self._micro_batch_size = pooling, micro_batch_size
         self._pad_id = pad_id if pooling == "last" else None
 
-    def accumulate(self, groups: Sequence[Group], loss_of: Callable[[Tensor, list[int]], tuple[Tensor, T]]) -> list[T]:
+    def accumulate(
+        self, groups: Sequence[Group], loss_of: Callable[[Tensor, list[int]], tuple[Tensor, T]]
+    ) -> list[T]:
         """Zero the gradient buffers and accumulate a loss's gradient into them; a collective call.
 
         `loss_of` maps scores [E', G, K] and the indices of a micro-batch's E' examples to their share of the global
@@ -275,7 +310,9 @@ class TrainableRewardModel:
             out[rows] = scores
         return out
 
-    def export(self, source: str | Path, out: str | Path, names: Sequence[str], pad_id: int | None) -> Path:
+    def export(
+        self, source: str | Path, out: str | Path, names: Sequence[str], pad_id: int | None
+    ) -> Path:
         """Write a Hugging Face `...ForSequenceClassification` folder, replacing `out`; a collective call.
 
         Args:
@@ -283,7 +320,9 @@ class TrainableRewardModel:
             names: of the K scores; empty for a single one.
             pad_id: the tokenizer's padding token, which transformers needs.
         """
-        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        )
 
         names, family = tuple(names) or (SCORE_NAME,), self.lm.architecture.raw["model_type"]
         values = {
@@ -314,7 +353,9 @@ class TrainableRewardModel:
         """Return [E, G, K], on the last stage."""
         tokens, lengths = self._tokens(part)
         counted = counted_lengths(tokens, lengths, self._pad_id)
-        scores = head_scores(hidden, self.lm, self.lm.score.weight, counted, tokens.shape[1], self._pooling)
+        scores = head_scores(
+            hidden, self.lm, self.lm.score.weight, counted, tokens.shape[1], self._pooling
+        )
         return scores.view(len(part[1]), len(part[1][0]), -1)
 
     def _tokens(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -363,7 +404,10 @@ def load_trainable(
     lm = CausalLM(architecture, mesh, dtype, options)
     if mesh.is_last_stage:
         generator = torch.Generator().manual_seed(seed)
-        start = torch.randn(lm.score.weight.shape, generator=generator) / (architecture.hidden_size + 1) ** 0.5
+        start = (
+            torch.randn(lm.score.weight.shape, generator=generator)
+            / (architecture.hidden_size + 1) ** 0.5
+        )
         with torch.no_grad():
             lm.score.weight.copy_(start)
     load_hf_weights(lm, weights)

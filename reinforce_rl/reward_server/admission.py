@@ -29,7 +29,9 @@ class FrontSettings(Section):
     backend: str = ""  # Triton's Unix socket
     canary: str = ""  # JSON inputs that the model can always score
     input_forms: tuple[str, ...] = (TOKENS_FORM,)
-    idle_seconds: float = 60.0  # until a complete header, or between two pieces of a body; then the connection closes
+    idle_seconds: float = (
+        60.0  # until a complete header, or between two pieces of a body; then the connection closes
+    )
 
 
 @dataclass(eq=False)
@@ -55,7 +57,10 @@ class Admission:
         self.in_flight = 0  # requests that Triton has
         self.empty = asyncio.Event()  # set once draining and Triton has none
         self._inside = 0
-        self._max_in_flight, self._max_queue = settings.inference.max_in_flight, settings.inference.max_queue
+        self._max_in_flight, self._max_queue = (
+            settings.inference.max_in_flight,
+            settings.inference.max_queue,
+        )
         self._slots = asyncio.Semaphore(self._max_in_flight)  # grants them in order
         self._bytes, self._max_bytes = 0, BUFFERED_REQUESTS * settings.max_request_bytes
         self._mean_seconds: float | None = None
@@ -130,4 +135,8 @@ class Admission:
             raise Refusal(503, "the reward server is stopping", retry_after=DRAIN_RETRY_SECONDS)
 
     def _busy(self, text: str) -> Refusal:
-        return Refusal(503, f"the reward server is busy: {text}; try again later", retry_after=self.retry_after())
+        return Refusal(
+            503,
+            f"the reward server is busy: {text}; try again later",
+            retry_after=self.retry_after(),
+        )

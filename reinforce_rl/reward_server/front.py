@@ -82,7 +82,10 @@ class Front:
         router.add_get("/v2/health/ready", self._answer_ready)
         for path in ("/v2", "/v2/"):
             router.add_get(path, self._pass_question)
-        for model, infer in ((self._model, self._infer), (f"/v2/models/{wire.INFO_MODEL}", self._describe)):
+        for model, infer in (
+            (self._model, self._infer),
+            (f"/v2/models/{wire.INFO_MODEL}", self._describe),
+        ):
             for base in (model, rf"{model}/versions/{{version:\d{{1,6}}}}"):
                 for leaf in ("", "/ready", "/config"):
                     router.add_get(base + leaf, self._pass_question)
@@ -114,7 +117,9 @@ class Front:
     @web.middleware
     async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get(REQUEST_ID, "")
-        record = request[_RECORD] = _Record(given if TRUSTED_ID.fullmatch(given) else secrets.token_hex(8))
+        record = request[_RECORD] = _Record(
+            given if TRUSTED_ID.fullmatch(given) else secrets.token_hex(8)
+        )
         started, code = time.monotonic(), CLIENT_GONE
         try:
             try:
@@ -139,14 +144,20 @@ class Front:
     def _authorise(self, request: web.Request) -> None:
         if not wire.is_authorised(request.headers.get(wire.TOKEN_HEADER), self._settings.token):
             advice = "this reward server asks for an access token; send it as 'Authorization: Bearer TOKEN'"
-            where = f"a run has it from remote_rm.reward_model.token_file or from {wire.TOKEN_VARIABLE}"
+            where = (
+                f"a run has it from remote_rm.reward_model.token_file or from {wire.TOKEN_VARIABLE}"
+            )
             raise Refusal(401, f"{advice} ({where})")
 
     def _check_ready(self) -> None:
         if self._state == STARTING:
             raise Refusal(503, "the reward server is starting", retry_after=START_RETRY_SECONDS)
         if self._state != READY:
-            raise Refusal(503, f"the reward server is {self._state}", retry_after=self._admission.retry_after())
+            raise Refusal(
+                503,
+                f"the reward server is {self._state}",
+                retry_after=self._admission.retry_after(),
+            )
 
     def _check(self, request: web.Request) -> None:
         """Check what is known of a request before its body comes."""
@@ -174,13 +185,17 @@ class Front:
             del body
             record.samples = wanted.samples
             async with self._admission.slot():  # only now, so that slow senders hold no place
-                answer = await self._pass_on(request, wanted, self._settings.inference.request_seconds)
+                answer = await self._pass_on(
+                    request, wanted, self._settings.inference.request_seconds
+                )
                 self._answers += 1
                 return answer
         finally:
             self._admission.release(record.size)
 
-    async def _read(self, request: web.Request, body: bytes, input_forms: Sequence[str]) -> TritonRequest:
+    async def _read(
+        self, request: web.Request, body: bytes, input_forms: Sequence[str]
+    ) -> TritonRequest:
         """Parse long JSON in a thread, one at a time, since it needs tens of times its size in memory."""
         header = request.headers.get(HEADER_LENGTH)
         read = partial(read_request, body, header, self._settings, input_forms)
@@ -195,7 +210,9 @@ class Front:
         async for part in _parts_of(request, QUESTION_SECONDS, QUESTION_SECONDS):
             body += part
             if len(body) > QUESTION_BYTES:
-                raise Refusal(413, f"expected at most {QUESTION_BYTES} bytes for the server's description")
+                raise Refusal(
+                    413, f"expected at most {QUESTION_BYTES} bytes for the server's description"
+                )
         return await self._pass_on(request, await self._read(request, body, ()), QUESTION_SECONDS)
 
     async def _pass_question(self, request: web.Request) -> web.Response:
@@ -203,10 +220,14 @@ class Front:
         self._check_ready()
         return await self._pass_on(request, None, QUESTION_SECONDS)
 
-    async def _pass_on(self, request: web.Request, wanted: TritonRequest | None, seconds: float) -> web.Response:
+    async def _pass_on(
+        self, request: web.Request, wanted: TritonRequest | None, seconds: float
+    ) -> web.Response:
         headers = {HEADER_LENGTH: str(wanted.json_length)} if wanted else {}
         try:
-            code, found, answer = await self._ask(request.path, wanted and wanted.body, headers, seconds)
+            code, found, answer = await self._ask(
+                request.path, wanted and wanted.body, headers, seconds
+            )
         except (asyncio.TimeoutError, TimeoutError):
             raise Refusal(504, f"the model's side did not answer within {seconds:g} s") from None
         except (ClientError, OSError) as error:
@@ -221,13 +242,21 @@ class Front:
 
     async def _ask(self, path: str, body: bytes | None, headers: dict[str, str], seconds: float):
         assert self._session is not None
-        method, timeout = "GET" if body is None else "POST", ClientTimeout(seconds, sock_connect=5.0)
+        method, timeout = (
+            "GET" if body is None else "POST",
+            ClientTimeout(seconds, sock_connect=5.0),
+        )
         url = "http://localhost" + path
-        async with self._session.request(method, url, data=body, headers=headers, timeout=timeout) as answer:
+        async with self._session.request(
+            method, url, data=body, headers=headers, timeout=timeout
+        ) as answer:
             return answer.status, answer.headers, await answer.read()
 
     async def _ask_model(self, body: bytes) -> tuple[int, bytes]:
-        headers, seconds = {"Content-Type": "application/json"}, 2 * self._settings.inference.canary_seconds
+        headers, seconds = (
+            {"Content-Type": "application/json"},
+            2 * self._settings.inference.canary_seconds,
+        )
         try:
             code, _, answer = await self._ask(f"{self._model}/infer", body, headers, seconds)
             if code == 200:  # the description's own Triton process may hang too
@@ -279,7 +308,9 @@ async def _parts_of(request: web.Request, seconds: float, pause: float):
             left = min(pause, max(0.0, deadline - loop.time()))
             part = await asyncio.wait_for(request.content.readany(), left)
         except (asyncio.TimeoutError, TimeoutError):
-            text = f"the request's body did not come within {seconds:g} s, or paused for {pause:g} s"
+            text = (
+                f"the request's body did not come within {seconds:g} s, or paused for {pause:g} s"
+            )
             raise Refusal(408, text) from None
         if not part:
             return
@@ -292,13 +323,17 @@ def _answer_to(error: Exception, request: web.Request) -> web.Response:
         text = f"{error.reason}: {request.method} {request.path} is not served here"
         allowed = {key: value for key, value in error.headers.items() if key == hdrs.ALLOW}
         return web.json_response({"error": text}, status=error.status, headers=allowed)
-    if isinstance(error, (ConnectionResetError, web.RequestPayloadError)):  # the client hung up while sending
+    if isinstance(
+        error, (ConnectionResetError, web.RequestPayloadError)
+    ):  # the client hung up while sending
         error = Refusal(400, "the request ended before its body was complete")
     if not isinstance(error, Refusal):
         # Its text may quote the request.
         logger.error("event=front_fault error=%s id=%s", type(error).__name__, request[_RECORD].id)
         logger.debug("event=front_fault_details", exc_info=error)
-        error = Refusal(500, "the front door of the reward server failed; its log has the error's name")
+        error = Refusal(
+            500, "the front door of the reward server failed; its log has the error's name"
+        )
     headers = {} if error.retry_after is None else {hdrs.RETRY_AFTER: str(error.retry_after)}
     if error.code == 401:
         headers[hdrs.WWW_AUTHENTICATE] = "Bearer"

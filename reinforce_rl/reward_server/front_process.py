@@ -25,7 +25,14 @@ from reinforce_rl.reward_server.admission import FrontSettings
 from reinforce_rl.reward_server.front import DRAINING, Front
 from reinforce_rl.reward_server.health import Progress
 from reinforce_rl.utils.net import BACKLOG
-from reinforce_rl.utils.process import Message, ModuleChild, Silence, connect_to_parent, receive, send
+from reinforce_rl.utils.process import (
+    Message,
+    ModuleChild,
+    Silence,
+    connect_to_parent,
+    receive,
+    send,
+)
 
 MODULE = "reinforce_rl.reward_server.front_process"
 START_SECONDS = 60.0  # a busy machine imports slowly
@@ -108,7 +115,10 @@ class _Connection(web.RequestHandler):
         self._address = str((transport.get_extra_info("peername") or [""])[0])
         self._open[self._address] += 1
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # the rest is for those to Triton
-        if self._open[self._address] > min(ADDRESS_CONNECTIONS, most // 2) or self._open.total() > most:
+        if (
+            self._open[self._address] > min(ADDRESS_CONNECTIONS, most // 2)
+            or self._open.total() > most
+        ):
             cast(asyncio.Transport, transport).write(TOO_MANY)
             self.force_close()
 
@@ -124,14 +134,25 @@ async def _run(connection: Connection) -> None:
     start = receive(connection)
     if start is None:
         return
-    logging.basicConfig(level=start["log_level"], format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.basicConfig(
+        level=start["log_level"], format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
     # Its log of a malformed request would quote the request.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     settings = FrontSettings.model_validate_json(start["settings"])
     front = Front(settings, Progress(Path(start["progress"])))
-    options: dict[str, Any] = {"access_log": None, "auto_decompress": False, "read_bufsize": READ_BYTES}
-    options["keepalive_timeout"] = settings.idle_seconds  # for a header too: aiohttp counts until it is complete
-    ending = {"handler_cancellation": True, "shutdown_timeout": END_SECONDS / 3}  # a disconnect frees the slot
+    options: dict[str, Any] = {
+        "access_log": None,
+        "auto_decompress": False,
+        "read_bufsize": READ_BYTES,
+    }
+    options["keepalive_timeout"] = (
+        settings.idle_seconds
+    )  # for a header too: aiohttp counts until it is complete
+    ending = {
+        "handler_cancellation": True,
+        "shutdown_timeout": END_SECONDS / 3,
+    }  # a disconnect frees the slot
     runner = web.AppRunner(front.application(), **ending, **options)
     await runner.setup()
     manager = cast(web.Server, runner.server)
@@ -151,7 +172,9 @@ async def _run(connection: Connection) -> None:
             front.set_state(message["state"], message["reason"])
 
     loop.add_reader(connection.fileno(), read_message)
-    await asyncio.sleep(0)  # let the first report precede READY, so that it sends the model no sample
+    await asyncio.sleep(
+        0
+    )  # let the first report precede READY, so that it sends the model no sample
     send(connection, {"event": "up"})
     await ended.wait()
     for task in tasks:
@@ -179,10 +202,14 @@ async def _report_health(connection: Connection, front: Front, seconds: float) -
 def main() -> None:
     """Run the front door until the server's end of the connection is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # batch systems signal every process; the server ends this one
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # batch systems signal every process; the server ends this one
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     # systemd's usual soft limit is 1,024; a hard one may be infinite, which is -1.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, OPEN_FILES) if most >= 0 else OPEN_FILES, most))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (min(most, OPEN_FILES) if most >= 0 else OPEN_FILES, most)
+    )
     asyncio.run(_run(connect_to_parent()))
 
 

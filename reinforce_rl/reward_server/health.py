@@ -22,7 +22,24 @@ from prometheus_client.registry import Collector
 from reinforce_rl.reward_server.admission import Admission, FrontSettings
 from reinforce_rl.rewards import base, wire
 
-SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+SECONDS_BOUNDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+)
 CACHE_SECONDS = 1.0
 STATUS_LABELS = {  # "ok", "empty", ...
     code: name.removeprefix("STATUS_").lower()
@@ -30,7 +47,10 @@ STATUS_LABELS = {  # "ok", "empty", ...
     if name.startswith("STATUS_") and isinstance(code, int)
 }
 _COUNTS = ("busy", "beat", "batches", "requests", "tokens", "seconds")
-_ARRAYS = (("by_status", np.float64, len(base.STATUS_TEXT)), ("buckets", np.float64, len(SECONDS_BOUNDS) + 1))
+_ARRAYS = (
+    ("by_status", np.float64, len(base.STATUS_TEXT)),
+    ("buckets", np.float64, len(SECONDS_BOUNDS) + 1),
+)
 _LAYOUT = np.dtype([*((name, np.float64) for name in _COUNTS), *_ARRAYS])
 
 
@@ -64,9 +84,8 @@ class Snapshot:
         """Return an error text if one call has lasted longer than `seconds`, else None."""
         if not self.busy or self.quiet_seconds <= seconds:
             return None
-        return (
-            f"the model has been in one call for {self.quiet_seconds:.0f} s (inference.stuck_seconds is {seconds:g})"
-        )
+        setting = f"inference.stuck_seconds is {seconds:g}"
+        return f"the model has been in one call for {self.quiet_seconds:.0f} s ({setting})"
 
 
 class Progress:
@@ -75,7 +94,9 @@ class Progress:
     def __init__(self, path: Path | None = None, *, create: bool = False):
         self._writing = threading.Lock()
         mode = "w+" if create else "r"
-        self._values = np.zeros(1, _LAYOUT) if path is None else np.memmap(path, _LAYOUT, mode, shape=(1,))
+        self._values = (
+            np.zeros(1, _LAYOUT) if path is None else np.memmap(path, _LAYOUT, mode, shape=(1,))
+        )
         if create or path is None:
             self.beat()
 
@@ -88,11 +109,18 @@ class Progress:
         """Mark that part of a batch was finished."""
         self._values["beat"] = time.monotonic()  # one clock for all processes of a machine
 
-    def count(self, requests: int, by_status: Mapping[int, int], tokens: int, seconds: float) -> None:
+    def count(
+        self, requests: int, by_status: Mapping[int, int], tokens: int, seconds: float
+    ) -> None:
         """Count a scored batch; `by_status` are samples by STATUS_ constant, `tokens` those that the model saw."""
         values = self._values
         with self._writing:
-            for name, amount in {"batches": 1, "requests": requests, "tokens": tokens, "seconds": seconds}.items():
+            for name, amount in {
+                "batches": 1,
+                "requests": requests,
+                "tokens": tokens,
+                "seconds": seconds,
+            }.items():
                 values[name] += amount
             for status, samples in by_status.items():
                 values["by_status"][0, status] += samples
@@ -121,7 +149,9 @@ class Health:
     `answers` returns the number of requests for scores answered so far.
     """
 
-    def __init__(self, ask: Ask, answers: Callable[[], int], progress: Progress, settings: FrontSettings):
+    def __init__(
+        self, ask: Ask, answers: Callable[[], int], progress: Progress, settings: FrontSettings
+    ):
         self._ask, self._answers, self._progress = ask, answers, progress
         self._canary = settings.canary.encode()
         self._stuck_seconds = settings.inference.stuck_seconds
@@ -135,7 +165,9 @@ class Health:
         is_old = time.monotonic() - self._checked >= CACHE_SECONDS
         if self._checking is None or (self._checking.done() and is_old):
             self._checking = asyncio.create_task(self._check())
-        return await asyncio.shield(self._checking)  # one caller's disconnect must not cancel it for the others
+        return await asyncio.shield(
+            self._checking
+        )  # one caller's disconnect must not cancel it for the others
 
     async def _check(self) -> Verdict:
         fault, text = await self._look()
@@ -178,7 +210,11 @@ def fault_of(code: int, body: bytes, sample: str = "a small sample") -> str | No
         status = outputs[wire.STATUS][0]
     except (ValueError, KeyError, IndexError, TypeError):
         return f"{sample} got an answer outside the protocol"
-    return None if status == base.STATUS_OK else f"{sample} failed: {base.STATUS_TEXT.get(status, status)}"
+    return (
+        None
+        if status == base.STATUS_OK
+        else f"{sample} failed: {base.STATUS_TEXT.get(status, status)}"
+    )
 
 
 class FrontMetrics(Collector):
@@ -187,16 +223,28 @@ class FrontMetrics(Collector):
     def __init__(self, admission: Admission, progress: Progress):
         self._progress = progress
         own = self._registry = CollectorRegistry()
-        self._requests = Counter("reward_server_requests", "Answered requests for scores", ["code"], registry=own)
+        self._requests = Counter(
+            "reward_server_requests", "Answered requests for scores", ["code"], registry=own
+        )
         about = "From a request's headers to its answer, for those with scores"
-        self._seconds = Histogram("reward_server_request_seconds", about, buckets=SECONDS_BOUNDS, registry=own)
-        self._samples = Counter("reward_server_samples", "Samples of answered requests", registry=own)
-        self._bytes = Counter("reward_server_request_bytes", "Bytes of request bodies", registry=own)
-        in_flight = Gauge("reward_server_in_flight", "Requests that the model's side has", registry=own)
+        self._seconds = Histogram(
+            "reward_server_request_seconds", about, buckets=SECONDS_BOUNDS, registry=own
+        )
+        self._samples = Counter(
+            "reward_server_samples", "Samples of answered requests", registry=own
+        )
+        self._bytes = Counter(
+            "reward_server_request_bytes", "Bytes of request bodies", registry=own
+        )
+        in_flight = Gauge(
+            "reward_server_in_flight", "Requests that the model's side has", registry=own
+        )
         in_flight.set_function(lambda: admission.in_flight)
         queued = Gauge("reward_server_queue_length", "Requests that wait for it", registry=own)
         queued.set_function(lambda: admission.queued)
-        self._ready = Gauge("reward_server_ready", "1 while the server takes requests", registry=own)
+        self._ready = Gauge(
+            "reward_server_ready", "1 while the server takes requests", registry=own
+        )
         own.register(self)
 
     def count(self, code: int, samples: int, size: int, seconds: float) -> None:
@@ -213,13 +261,23 @@ class FrontMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._progress.read()
-        yield CounterMetricFamily("reward_server_model_batches", "Batches that the model scored", value=now.batches)
-        yield CounterMetricFamily("reward_server_model_tokens", "Tokens that the model scored", value=now.tokens)
-        samples = CounterMetricFamily("reward_server_model_samples", "Samples by their outcome", labels=["status"])
+        yield CounterMetricFamily(
+            "reward_server_model_batches", "Batches that the model scored", value=now.batches
+        )
+        yield CounterMetricFamily(
+            "reward_server_model_tokens", "Tokens that the model scored", value=now.tokens
+        )
+        samples = CounterMetricFamily(
+            "reward_server_model_samples", "Samples by their outcome", labels=["status"]
+        )
         for status, label in STATUS_LABELS.items():
             samples.add_metric([label], now.by_status[status])
         yield samples
         bounds = [*map(str, SECONDS_BOUNDS), "+Inf"]
-        histogram = HistogramMetricFamily("reward_server_model_seconds", "Time of a batch in the model")
-        histogram.add_metric([], list(zip(bounds, accumulate(now.buckets), strict=True)), now.seconds)
+        histogram = HistogramMetricFamily(
+            "reward_server_model_seconds", "Time of a batch in the model"
+        )
+        histogram.add_metric(
+            [], list(zip(bounds, accumulate(now.buckets), strict=True)), now.seconds
+        )
         yield histogram

@@ -93,7 +93,14 @@ class DistributedScorer:
     """
 
     def __init__(
-        self, me: Member, links: Links, others: list[Member], load: Load, *, rank_timeout: float, call_timeout: float
+        self,
+        me: Member,
+        links: Links,
+        others: list[Member],
+        load: Load,
+        *,
+        rank_timeout: float,
+        call_timeout: float,
     ):
         self._members = {member.rank: member for member in (me, *others)}
         self._num_blocks = 1 + max(member.block for member in self._members.values())
@@ -113,7 +120,9 @@ class DistributedScorer:
         self.check()
         self._jobs: queue.SimpleQueue[tuple[int, Sequence[MicroBatch]] | None] = queue.SimpleQueue()
         # In its own thread, so that a caller gets an error even while this rank waits for a lost one.
-        self._worker = threading.Thread(target=self._work, args=(me,), daemon=True, name="rank-0-model")
+        self._worker = threading.Thread(
+            target=self._work, args=(me,), daemon=True, name="rank-0-model"
+        )
         self._worker.start()
         # Warm up each copy of the model once, before the first request.
         self._run({block: self.model.batching.plan([[0]]) for block in range(self._num_blocks)})
@@ -131,11 +140,15 @@ class DistributedScorer:
         micro_batches = self.model.batching.plan(sequences)
         with self._one_at_a_time:
             dealt = share(micro_batches, self._num_blocks)
-            found = self._run({b: [micro_batches[i] for i in own] for b, own in enumerate(dealt) if own})
+            found = self._run(
+                {b: [micro_batches[i] for i in own] for b, own in enumerate(dealt) if own}
+            )
         rows = np.concatenate([micro_batches[i].rows for own in dealt for i in own])
         scores = np.empty_like(found)
         scores[rows] = found
-        return AttributeScores(self.model.merging(torch.from_numpy(scores)).tolist(), scores.tolist())
+        return AttributeScores(
+            self.model.merging(torch.from_numpy(scores)).tolist(), scores.tolist()
+        )
 
     def check(self) -> None:
         """Raise RankLostError if a rank is gone."""
@@ -179,7 +192,9 @@ class DistributedScorer:
 
     def _why_given_up(self, call: _Call) -> Fault:
         now = time.monotonic()
-        late = " and ".join(str(self._members[rank]) for rank, due in sorted(call.due.items()) if due <= now)
+        late = " and ".join(
+            str(self._members[rank]) for rank, due in sorted(call.due.items()) if due <= now
+        )
         if call.failures:
             return Fault(
                 f"{self._failures_of(call)}, and since then {late} waits for it in vain: the ranks are out of step",
@@ -191,7 +206,9 @@ class DistributedScorer:
         )
 
     def _failures_of(self, call: _Call) -> str:
-        return "; ".join(f"{self._members[rank]} failed ({why})" for rank, why in sorted(call.failures.items()))
+        return "; ".join(
+            f"{self._members[rank]} failed ({why})" for rank, why in sorted(call.failures.items())
+        )
 
     def _work(self, me: Member) -> None:
         while (job := self._jobs.get()) is not None:
@@ -208,7 +225,9 @@ class DistributedScorer:
                     self._take(call, self._members[rank], header, parts[2:])
             self._changed.notify_all()
 
-    def _take(self, call: _Call, member: Member, header: dict[str, Any], arrays: Sequence[Buffer]) -> None:
+    def _take(
+        self, call: _Call, member: Member, header: dict[str, Any], arrays: Sequence[Buffer]
+    ) -> None:
         call.due.pop(member.rank, None)
         if "error" in header:
             call.failures[member.rank] = header["error"]
@@ -218,7 +237,9 @@ class DistributedScorer:
                 if self._members[rank].block == member.block:
                     call.due[rank] = min(due, soon)
         elif member.speaks:
-            call.scores[member.block] = np.frombuffer(arrays[0], np.float64).reshape(header["shape"])
+            call.scores[member.block] = np.frombuffer(arrays[0], np.float64).reshape(
+                header["shape"]
+            )
 
     def _on_lost(self, rank: int, reason: str) -> None:
         with self._changed:
@@ -256,7 +277,12 @@ class DistributedScorer:
 
 
 def follow(
-    me: Member, links: Links, leader: Member, load: Load, rank_timeout: float, end: Callable[[str], object]
+    me: Member,
+    links: Links,
+    leader: Member,
+    load: Load,
+    rank_timeout: float,
+    end: Callable[[str], object],
 ) -> None:
     """Compute for rank 0, the `leader`, until it sends STOP.
 
@@ -276,7 +302,9 @@ def follow(
     watch.close()
 
 
-def lead_ranks(mesh: Mesh, load: Load, *, rank_timeout: float, call_timeout: float) -> DistributedScorer:
+def lead_ranks(
+    mesh: Mesh, load: Load, *, rank_timeout: float, call_timeout: float
+) -> DistributedScorer:
     """Connect rank 0 to the others, which call `follow_rank_0`. A collective call."""
     _remove_folder_of_torchrun()
     me = Member.of(mesh)
@@ -287,7 +315,9 @@ def lead_ranks(mesh: Mesh, load: Load, *, rank_timeout: float, call_timeout: flo
         # Else the server would survive as an orphan when torchrun is killed.
         die_with_parent(os.getppid(), signal.SIGTERM)
     try:
-        return DistributedScorer(me, links, others, load, rank_timeout=rank_timeout, call_timeout=call_timeout)
+        return DistributedScorer(
+            me, links, others, load, rank_timeout=rank_timeout, call_timeout=call_timeout
+        )
     except RankLostError as error:
         end_process(error.with_keys())
 
@@ -340,22 +370,34 @@ def _remove_folder_of_torchrun() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _score(model: MegatronRewardModel, number: int, micro_batches: Sequence[MicroBatch], me: Member) -> list[Buffer]:
+def _score(
+    model: MegatronRewardModel, number: int, micro_batches: Sequence[MicroBatch], me: Member
+) -> list[Buffer]:
     """Run this rank's part of a call; return the message for rank 0."""
     try:
         scores = np.asarray(model.score_micro_batches(micro_batches), np.float64)
     except Exception as error:
         logger.exception("event=rank_failed rank=%s", me)
-        return [ANSWER, json.dumps({"call": number, "error": f"{type(error).__name__}: {error}"}).encode()]
+        return [
+            ANSWER,
+            json.dumps({"call": number, "error": f"{type(error).__name__}: {error}"}).encode(),
+        ]
     if not me.speaks:
         scores = np.zeros(0)
-    return [ANSWER, json.dumps({"call": number, "shape": scores.shape}).encode(), np.ascontiguousarray(scores).data]
+    return [
+        ANSWER,
+        json.dumps({"call": number, "shape": scores.shape}).encode(),
+        np.ascontiguousarray(scores).data,
+    ]
 
 
 def _pack(number: int, micro_batches: Sequence[MicroBatch]) -> list[Buffer]:
     """Encode a call as parts of a message: its number, then lengths and tokens of each micro-batch."""
     arrays = [array for one in micro_batches for array in (one.lengths, one.tokens)]
-    return [json.dumps({"call": number}).encode(), *(np.ascontiguousarray(array, np.int64).data for array in arrays)]
+    return [
+        json.dumps({"call": number}).encode(),
+        *(np.ascontiguousarray(array, np.int64).data for array in arrays),
+    ]
 
 
 def _unpack(parts: Sequence[Buffer]) -> tuple[int, list[MicroBatch]]:

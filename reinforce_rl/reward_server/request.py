@@ -19,7 +19,9 @@ from reinforce_rl.reward_server.admission import FrontSettings, Refusal
 from reinforce_rl.rewards import wire
 from reinforce_rl.rewards.wire import TEXT_LENGTH_BYTES
 
-MAX_JSON_BYTES = 1 << 24  # parsed in the process that answers /health; send larger batches in binary
+MAX_JSON_BYTES = (
+    1 << 24
+)  # parsed in the process that answers /health; send larger batches in binary
 MAX_TENSORS = 16
 BINARY_SIZE = "binary_data_size"
 OUTPUTS = (wire.REWARDS, wire.STATUS, wire.ATTRIBUTES, wire.INFO_OUTPUT)
@@ -48,7 +50,9 @@ def read_request(
     for tensor in _tensors(request, "inputs"):
         name = tensor["name"]
         if name in shapes or name not in wire.INPUTS:
-            raise Refusal(400, f"the input {name[:40]!r} is {'there twice' if name in shapes else 'unknown'}")
+            raise Refusal(
+                400, f"the input {name[:40]!r} is {'there twice' if name in shapes else 'unknown'}"
+            )
         datatype, width = wire.INPUTS[name]
         if tensor.get("datatype") != datatype:
             raise Refusal(400, f"the datatype of '{name}' is not {datatype}")
@@ -58,16 +62,27 @@ def read_request(
             part = _written(tensor, shape)
         else:
             if type(size) is not int or size < 0 or "data" in tensor:
-                raise Refusal(400, f"{BINARY_SIZE} of '{name}' is no number of 0 or more, or there is 'data' besides")
+                raise Refusal(
+                    400,
+                    f"{BINARY_SIZE} of '{name}' is no number of 0 or more, or there is 'data' besides",
+                )
             part = memoryview(body)[position : position + size]
             position += size
             _check_binary(name, part, size, shape)
-        written = {"name": name, "datatype": datatype, "shape": shape, "parameters": {BINARY_SIZE: len(part)}}
+        written = {
+            "name": name,
+            "datatype": datatype,
+            "shape": shape,
+            "parameters": {BINARY_SIZE: len(part)},
+        }
         header["inputs"].append(written)
         parts.append(part)
     if position != len(body):
         difference = abs(position - len(body))
-        raise Refusal(400, f"the sum of {BINARY_SIZE} differs from the bytes after the JSON object by {difference}")
+        raise Refusal(
+            400,
+            f"the sum of {BINARY_SIZE} differs from the bytes after the JSON object by {difference}",
+        )
     counts = {shape[0] for shape in shapes.values()}
     if len(counts) > 1:
         raise Refusal(400, f"the inputs have different numbers of samples: {sorted(counts)}")
@@ -92,7 +107,9 @@ def _wanted(request: dict[str, Any]) -> dict[str, Any]:
                 raise Refusal(400, f"the output {output['name'][:40]!r} is unknown")
             if "classification" in output.get("parameters", {}):
                 raise Refusal(400, "the extension 'classification' is not served")
-            wanted["outputs"].append({"name": output["name"], "parameters": _flag(output, "binary_data")})
+            wanted["outputs"].append(
+                {"name": output["name"], "parameters": _flag(output, "binary_data")}
+            )
     return {**wanted, "parameters": _flag(request, "binary_data_output")}
 
 
@@ -113,10 +130,16 @@ def json_length(header: str | None, body_length: int) -> int:
     if header is not None:
         is_number = header.isascii() and header.isdigit() and len(header) < 16
         if not is_number or int(header) > body_length:
-            raise Refusal(400, f"{wire.HEADER_LENGTH} is no number between 0 and the body's {body_length} bytes")
+            raise Refusal(
+                400,
+                f"{wire.HEADER_LENGTH} is no number between 0 and the body's {body_length} bytes",
+            )
         length = int(header)
     if length > MAX_JSON_BYTES:
-        raise Refusal(413, f"the JSON has {length} bytes; expected at most {MAX_JSON_BYTES}: send tensors in binary")
+        raise Refusal(
+            413,
+            f"the JSON has {length} bytes; expected at most {MAX_JSON_BYTES}: send tensors in binary",
+        )
     return length
 
 
@@ -124,7 +147,10 @@ def _parse(text: bytes) -> dict[str, Any]:
     gc.disable()  # else it would traverse the growing lists again and again
     try:
         request = json.loads(text.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, or Python's limits on digits and depth
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # bad UTF-8, bad JSON, or Python's limits on digits and depth
         raise Refusal(400, f"the request is no JSON object in UTF-8: {error}") from error
     finally:
         gc.enable()
@@ -150,13 +176,28 @@ def _tensors(request: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _shape(tensor: dict[str, Any], width: int, settings: FrontSettings) -> list[int]:
-    shape, samples, tokens = tensor.get("shape"), settings.inference.max_batch_size, settings.max_sequence_length
-    if not isinstance(shape, list) or len(shape) != 2 or not all(type(d) is int and d >= 1 for d in shape):
-        raise Refusal(400, f"the shape of '{tensor['name']}' is no list of two numbers of 1 or more")
+    shape, samples, tokens = (
+        tensor.get("shape"),
+        settings.inference.max_batch_size,
+        settings.max_sequence_length,
+    )
+    if (
+        not isinstance(shape, list)
+        or len(shape) != 2
+        or not all(type(d) is int and d >= 1 for d in shape)
+    ):
+        raise Refusal(
+            400, f"the shape of '{tensor['name']}' is no list of two numbers of 1 or more"
+        )
     if width >= 0 and shape[1] != width:
-        raise Refusal(400, f"the shape of '{tensor['name']}' is {shape}; expected [samples, {width}]")
+        raise Refusal(
+            400, f"the shape of '{tensor['name']}' is {shape}; expected [samples, {width}]"
+        )
     if shape[0] > samples:
-        raise Refusal(400, f"the request claims {shape[0]} samples; batch size must be <= {samples} for this server")
+        raise Refusal(
+            400,
+            f"the request claims {shape[0]} samples; batch size must be <= {samples} for this server",
+        )
     if shape[1] > tokens:
         most = f"this server takes at most {tokens} (inference.max_sequence_length)"
         raise Refusal(400, f"an input claims rows of {shape[1]} tokens; {most}")
@@ -167,13 +208,20 @@ def _check_binary(name: str, part: memoryview, size: int, shape: list[int]) -> N
     count, place, texts = math.prod(shape), 0, 0
     if wire.INPUTS[name][0] == "INT64":
         if size != 8 * count:
-            raise Refusal(400, f"'{name}' of shape {shape} needs {8 * count} bytes, {BINARY_SIZE} is {size}")
+            raise Refusal(
+                400, f"'{name}' of shape {shape} needs {8 * count} bytes, {BINARY_SIZE} is {size}"
+            )
         return
     while place + TEXT_LENGTH_BYTES <= len(part):
-        place += TEXT_LENGTH_BYTES + int.from_bytes(part[place : place + TEXT_LENGTH_BYTES], "little")
+        place += TEXT_LENGTH_BYTES + int.from_bytes(
+            part[place : place + TEXT_LENGTH_BYTES], "little"
+        )
         texts += 1
     if place != size or texts != count:
-        raise Refusal(400, f"the lengths of the texts of '{name}' do not come to {count} texts in {size} bytes")
+        raise Refusal(
+            400,
+            f"the lengths of the texts of '{name}' do not come to {count} texts in {size} bytes",
+        )
 
 
 def _written(tensor: dict[str, Any], shape: list[int]) -> bytes:
@@ -181,10 +229,15 @@ def _written(tensor: dict[str, Any], shape: list[int]) -> bytes:
     name, data = tensor["name"], tensor.get("data")
     values = _flat(data, len(shape))
     if len(values) != math.prod(shape):
-        raise Refusal(400, f"'{name}' claims {math.prod(shape)} elements (shape {shape}) and has {len(values)}")
+        raise Refusal(
+            400,
+            f"'{name}' claims {math.prod(shape)} elements (shape {shape}) and has {len(values)}",
+        )
     kind = int if tensor["datatype"] == "INT64" else str
     if set(map(type, values)) != {kind}:
-        raise Refusal(400, f"'{name}' holds something that is no {'whole number' if kind is int else 'text'}")
+        raise Refusal(
+            400, f"'{name}' holds something that is no {'whole number' if kind is int else 'text'}"
+        )
     if kind is int:
         try:
             return np.array(values, "<i8").tobytes()

@@ -35,7 +35,9 @@ Answer = dict[str, np.ndarray]  # by output name
 class Samples:
     sequences: list[list[int]]  # empty where status is not STATUS_OK
     status: np.ndarray  # int32 [N]
-    texts: Sequence[base.TextSample | None] = ()  # of a request of texts; None only where status is not STATUS_OK
+    texts: Sequence[
+        base.TextSample | None
+    ] = ()  # of a request of texts; None only where status is not STATUS_OK
 
 
 class RequestScorer:
@@ -71,7 +73,11 @@ class RequestScorer:
     @property
     def input_forms(self) -> tuple[str, ...]:
         """Accepted forms: tokens, and texts if the tokenizer has a chat template."""
-        return (wire.TOKENS_FORM, wire.TEXT_FORM) if self._tokenizer.chat_template else (wire.TOKENS_FORM,)
+        return (
+            (wire.TOKENS_FORM, wire.TEXT_FORM)
+            if self._tokenizer.chat_template
+            else (wire.TOKENS_FORM,)
+        )
 
     def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
         """Return one sample of `length` tokens as JSON inputs, for health checks and warm-up."""
@@ -127,14 +133,21 @@ class RequestScorer:
             rows = request[wire.SENTENCES].reshape(-1).tolist()
             return self._read_each(rows, self._tokenize, base.STATUS_BAD_TEXT)
         if wire.TOKENS in names:
-            tokens, lengths = request[wire.TOKENS], request[wire.SEQUENCE_LENGTHS].reshape(-1).tolist()
+            tokens, lengths = (
+                request[wire.TOKENS],
+                request[wire.SEQUENCE_LENGTHS].reshape(-1).tolist(),
+            )
             pairs = zip(tokens, lengths, strict=True)
             rows = [row[:length] if 0 <= length <= len(row) else None for row, length in pairs]
             return self._read_each(rows, lambda row: row[:], base.STATUS_BAD_LENGTH)
         texts, status = wire.read_samples(request)
         assert self._renderer is not None  # there is a model, which has a tokenizer
-        samples = self._read_each(texts, partial(encode_sample, self._renderer), base.STATUS_BAD_PROMPT)
-        return Samples(samples.sequences, np.where(status == base.STATUS_OK, samples.status, status), texts)
+        samples = self._read_each(
+            texts, partial(encode_sample, self._renderer), base.STATUS_BAD_PROMPT
+        )
+        return Samples(
+            samples.sequences, np.where(status == base.STATUS_OK, samples.status, status), texts
+        )
 
     def _read_each(self, rows: Iterable[Any], read: Callable[[Any], Any], fault: int) -> Samples:
         """Apply `read` per row; if it raises, the row gets status `fault`, or STATUS_BAD_TEXT for bad UTF-8."""
@@ -152,7 +165,9 @@ class RequestScorer:
 
     def _tokenize(self, raw: str | bytes) -> list[int]:
         text = raw if isinstance(raw, str) else bytes(raw).decode("utf-8")
-        encoded: Any = self._tokenizer(text, add_special_tokens=self._add_special_tokens, verbose=False)
+        encoded: Any = self._tokenizer(
+            text, add_special_tokens=self._add_special_tokens, verbose=False
+        )
         return list(encoded["input_ids"]) if text else []
 
     def _check(self, sequence: np.ndarray) -> int:
@@ -179,7 +194,9 @@ class RequestScorer:
         good = np.flatnonzero(status == base.STATUS_OK)
         if good.size:
             with np.errstate(over="ignore"):  # overflow becomes inf, which is rejected below
-                status[good], scores[good] = self._call_in_parts([samples.sequences[row] for row in good])
+                status[good], scores[good] = self._call_in_parts(
+                    [samples.sequences[row] for row in good]
+                )
         bad = ~np.isfinite(scores).all(axis=1)
         status[bad & (status == base.STATUS_OK)] = base.STATUS_NOT_FINITE
         scores[bad] = np.nan
@@ -188,7 +205,9 @@ class RequestScorer:
             answer[wire.ATTRIBUTES] = scores[:, 1:]
         return answer
 
-    def _call_in_parts(self, sequences: list[list[int]], level: int = logging.ERROR) -> tuple[np.ndarray, np.ndarray]:
+    def _call_in_parts(
+        self, sequences: list[list[int]], level: int = logging.ERROR
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return status [n] and scores [n, 1 + K]. If the model raises, retry each half by itself."""
         self.progress.beat()
         try:
@@ -202,9 +221,14 @@ class RequestScorer:
             logger.log(level, "event=scoring_failed samples=%d error=%s\n%s", count, kind, where)
             logger.debug("event=scoring_failed_details", exc_info=True)
         if len(sequences) == 1:
-            return np.array([base.STATUS_INTERNAL], np.int32), np.full((1, 1 + len(self._attributes)), np.nan)
+            return np.array([base.STATUS_INTERNAL], np.int32), np.full(
+                (1, 1 + len(self._attributes)), np.nan
+            )
         middle = len(sequences) // 2
-        halves = [self._call_in_parts(half, logging.DEBUG) for half in (sequences[:middle], sequences[middle:])]
+        halves = [
+            self._call_in_parts(half, logging.DEBUG)
+            for half in (sequences[:middle], sequences[middle:])
+        ]
         status, scores = zip(*halves, strict=True)
         return np.concatenate(status), np.concatenate(scores)
 
@@ -217,8 +241,12 @@ class RequestScorer:
         return np.column_stack([np.asarray(found.rewards, np.float64).reshape(count), attributes])
 
     def _count(self, samples: list[Samples], answers: list[Answer], seconds: float) -> None:
-        by_status = Counter(code for answer in answers for code in answer[wire.STATUS][:, 0].tolist())
-        failed = {base.STATUS_TEXT[code]: n for code, n in by_status.items() if code != base.STATUS_OK}
+        by_status = Counter(
+            code for answer in answers for code in answer[wire.STATUS][:, 0].tolist()
+        )
+        failed = {
+            base.STATUS_TEXT[code]: n for code, n in by_status.items() if code != base.STATUS_OK
+        }
         tokens = sum(len(sequence) for one in samples for sequence in one.sequences)
         text = "event=scored requests=%d samples=%d tokens=%d seconds=%.3f failed=%s"
         level = logging.WARNING if failed else logging.DEBUG
@@ -248,13 +276,24 @@ class FunctionRequestScorer(RequestScorer):
     With several scores the reward is their weighted sum, and each is an attribute.
     """
 
-    def __init__(self, scorer: FunctionScorer, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any):
+    def __init__(
+        self,
+        scorer: FunctionScorer,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **options: Any,
+    ):
         super().__init__(scorer.model, tokenizer, **options)
         self._functions = scorer
-        self._canary = {"canary": secrets.token_hex(16)}  # no client's sample is answered without the function
+        self._canary = {
+            "canary": secrets.token_hex(16)
+        }  # no client's sample is answered without the function
         model = scorer.model_name
         if scorer.model is not None:
-            self.attributes = (model, *(f"{model}/{name}" for name in self._attributes), *scorer.weights)
+            self.attributes = (
+                model,
+                *(f"{model}/{name}" for name in self._attributes),
+                *scorer.weights,
+            )
         elif [*scorer.weights.values()] != [1.0]:
             self.attributes = tuple(scorer.weights)
 
@@ -265,7 +304,10 @@ class FunctionRequestScorer(RequestScorer):
     def canary_inputs(self, length: int = 1) -> list[dict[str, Any]]:
         """Return a sample that a worker answers without calling the function, which may reject made-up ones."""
         texts = {wire.PROMPTS: "", wire.RESPONSES: "", wire.METADATA: json.dumps(self._canary)}
-        return [{"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]} for name, text in texts.items()]
+        return [
+            {"name": name, "datatype": "BYTES", "shape": [1, 1], "data": [text]}
+            for name, text in texts.items()
+        ]
 
     def _read(self, request: Request) -> Samples:
         if self._functions.model is not None:
@@ -276,16 +318,25 @@ class FunctionRequestScorer(RequestScorer):
 
     def _score_requests(self, samples: list[Samples]) -> list[Answer]:
         pending = [self._submit(one) for one in samples]
-        answers = [{} for _ in samples] if self._functions.model is None else super()._score_requests(samples)
+        answers = (
+            [{} for _ in samples]
+            if self._functions.model is None
+            else super()._score_requests(samples)
+        )
         return [self._sum(*parts) for parts in zip(samples, answers, pending, strict=True)]
 
     def _submit(self, one: Samples) -> dict[str, PendingScores]:
         good = one.status == base.STATUS_OK
-        texts = [text for text, is_good in zip(one.texts, good, strict=True) if text is not None and is_good]
+        texts = [
+            text
+            for text, is_good in zip(one.texts, good, strict=True)
+            if text is not None and is_good
+        ]
         is_canary = all(dict(text.record) == self._canary for text in texts)
         submit = self._functions.pool.submit
         return {
-            name: submit(PING if is_canary else name, texts, self.progress.beat) for name in self._functions.weights
+            name: submit(PING if is_canary else name, texts, self.progress.beat)
+            for name in self._functions.weights
         }
 
     def _sum(self, one: Samples, answer: Answer, pending: Mapping[str, PendingScores]) -> Answer:
@@ -293,7 +344,9 @@ class FunctionRequestScorer(RequestScorer):
         own, good = self._functions, one.status == base.STATUS_OK
         status = answer[wire.STATUS][:, 0] if answer else one.status.copy()
         columns = [answer[key] for key in (wire.REWARDS, wire.ATTRIBUTES) if key in answer]
-        rewards = own.model_weight * columns[0][:, 0] if answer else np.zeros(len(status), np.float32)
+        rewards = (
+            own.model_weight * columns[0][:, 0] if answer else np.zeros(len(status), np.float32)
+        )
         for name, scores in pending.items():
             values, found = np.full(len(status), np.nan, np.float32), status.copy()
             result = scores.result()

@@ -45,7 +45,9 @@ logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5  # between two checks of the processes
 SUMMARY_SECONDS = 60.0  # between two lines of totals in the log
-STUCK_GRACE_SECONDS = 2.0  # a scorer on several ranks has the same limit, and can name the stuck rank
+STUCK_GRACE_SECONDS = (
+    2.0  # a scorer on several ranks has the same limit, and can name the stuck rank
+)
 STOP_SECONDS = 60.0  # beyond the calls in flight; after that a stopping server counts as hung
 CANARY_SECONDS = 300.0  # the first forward pass of a large model may compile for minutes
 WIDTH_OF_TEXTS = 2048  # context assumed for a reward function: 64 KiB of text per sample
@@ -79,7 +81,10 @@ class RewardServer:
         self._ready_file = Path(inference.ready_file) if inference.ready_file is not None else None
         self._stopping = False
         self._stop_signal: str | None = None
-        kind = {"deterministic": inference.deterministic, "add_special_tokens": inference.add_special_tokens}
+        kind = {
+            "deterministic": inference.deterministic,
+            "add_special_tokens": inference.add_special_tokens,
+        }
         if isinstance(scorer, FunctionScorer):
             if scorer.model is None:
                 kind = {"deterministic": True, "add_special_tokens": False}
@@ -87,11 +92,14 @@ class RewardServer:
             tokenizer = None  # clients send no tokens
         else:
             self._requests = RequestScorer(scorer, tokenizer, template=template, **kind)
-        width = inference.max_sequence_length or WIDER_THAN_CONTEXT * (scorer.max_length or WIDTH_OF_TEXTS)
+        width = inference.max_sequence_length or WIDER_THAN_CONTEXT * (
+            scorer.max_length or WIDTH_OF_TEXTS
+        )
         self._settings = FrontSettings(
             inference=inference,
             # A full batch of int64 tokens, plus 1 MiB of overhead.
-            max_request_bytes=inference.max_request_bytes or 8 * inference.max_batch_size * width + (1 << 20),
+            max_request_bytes=inference.max_request_bytes
+            or 8 * inference.max_batch_size * width + (1 << 20),
             max_sequence_length=width,
             token=token_of(inference),
             canary=json.dumps({"inputs": self._requests.canary_inputs()}),
@@ -141,12 +149,16 @@ class RewardServer:
         front = FrontProcess(listener, self._settings, home / "progress")
         try:
             reaper.watch_process(front.pid)
-            self._serve_behind(front, reaper, PrivateTriton(home, self.info, self._requests, self._inference))
+            self._serve_behind(
+                front, reaper, PrivateTriton(home, self.info, self._requests, self._inference)
+            )
         finally:
             self._stopping = True
             front.close()
 
-    def _serve_behind(self, front: FrontProcess, reaper: ProcessReaper, triton: PrivateTriton) -> None:
+    def _serve_behind(
+        self, front: FrontProcess, reaper: ProcessReaper, triton: PrivateTriton
+    ) -> None:
         in_order = False
         try:
             watched = triton.run()
@@ -173,7 +185,9 @@ class RewardServer:
             timeout = self._inference.stop_timeout_seconds if in_order else 0.0
             logger.info("event=stopping timeout_seconds=%g", timeout)
             if in_order and not front.drain(timeout):
-                logger.warning("event=drain_incomplete: calls were still in flight after %g s", timeout)
+                logger.warning(
+                    "event=drain_incomplete: calls were still in flight after %g s", timeout
+                )
             triton.stop(in_order)
 
     def _warm_up(self, triton: PrivateTriton) -> None:
@@ -205,14 +219,19 @@ class RewardServer:
             ) from error
         if self._ready_file is not None:
             write_atomically(
-                self._ready_file, json.dumps({"host": local.host, "port": local.port, "pid": os.getpid()})
+                self._ready_file,
+                json.dumps({"host": local.host, "port": local.port, "pid": os.getpid()}),
             )
         logger.info("event=ready url=%s info=%s", address.url, self.info.to_json())
         everywhere = "" if local == address else f", and at every address of {socket.gethostname()}"
         print(f"ready at {local.url}{everywhere}", flush=True)
 
     def _watch(
-        self, triton: PrivateTriton, processes: list[psutil.Process], front: FrontProcess, reaper: ProcessReaper
+        self,
+        triton: PrivateTriton,
+        processes: list[psutil.Process],
+        front: FrontProcess,
+        reaper: ProcessReaper,
     ) -> None:
         stuck_seconds = self._inference.stuck_seconds
         patience = stuck_seconds + STUCK_GRACE_SECONDS
@@ -221,7 +240,9 @@ class RewardServer:
         again = "Clients wait and retry, so start the server again"
         next_sign, next_summary, last_requests = 0.0, time.monotonic() + SUMMARY_SECONDS, 0
         while True:
-            if time.monotonic() >= next_sign:  # not more often, since a hung reaper does not read them
+            if (
+                time.monotonic() >= next_sign
+            ):  # not more often, since a hung reaper does not read them
                 reaper.expect(patience, setting)
                 next_sign = time.monotonic() + stuck_seconds / 10
             reaper.check(stuck_seconds)
@@ -235,10 +256,14 @@ class RewardServer:
                     f"{why}{name_stopped()}. The reward server ends. {again}",
                     key="serve.model.stuck",
                 )
-            dead = [p.pid for p in processes if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE]
+            dead = [
+                p.pid for p in processes if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE
+            ]
             if dead or not triton.is_alive():
                 died = f"tritonserver on {here} died (process {dead or 'unknown'}); its last lines are above"
-                raise RewardServerError(f"{died}. {again} on the same port", key="serve.triton.died")
+                raise RewardServerError(
+                    f"{died}. {again} on the same port", key="serve.triton.died"
+                )
             if (fault := front.fault(patience)) is not None:
                 raise RewardServerError(
                     f"on {here} {fault}{name_stopped()} ({setting}). {again} on the same port",
@@ -247,7 +272,10 @@ class RewardServer:
             if time.monotonic() >= next_summary:
                 if now.requests != last_requests:
                     counts = (now.requests, now.samples, now.failed, now.tokens, now.seconds)
-                    logger.info("event=totals requests=%d samples=%d failed=%d tokens=%d seconds=%.3f", *counts)
+                    logger.info(
+                        "event=totals requests=%d samples=%d failed=%d tokens=%d seconds=%.3f",
+                        *counts,
+                    )
                 last_requests = now.requests
                 next_summary = time.monotonic() + SUMMARY_SECONDS
 
@@ -260,7 +288,10 @@ class RewardServer:
                 self._stop_signal = signal.Signals(number).name
                 raise _StopRequested
 
-        previous = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        previous = {
+            number: signal.signal(number, request_stop)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
         try:
             yield
         finally:

@@ -50,13 +50,20 @@ class PrivateTriton:
     Its Unix socket TRITON_SOCKET is in `home`, a folder from `make_home`. Raises ConfigError without PyTriton.
     """
 
-    def __init__(self, home: Path, info: ServerInfo, requests: RequestScorer, inference: InferenceConfig):
+    def __init__(
+        self, home: Path, info: ServerInfo, requests: RequestScorer, inference: InferenceConfig
+    ):
         # The Python backend finds only the system's libpython, not pyenv's or conda's.
         libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
         os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
         os.environ["PYTRITON_HOME"] = str(home)
         try:
-            from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
+            from pytriton.triton import (
+                Triton,
+                TritonConfig,
+                TritonLifecyclePolicy,
+                TritonSecurityConfig,
+            )
         except ImportError as error:
             sentence = (
                 f"the reward server needs PyTriton ({error}), which runs on Linux only; install it "
@@ -66,19 +73,32 @@ class PrivateTriton:
         self._socket_path = home / TRITON_SOCKET
         self._output = b""
         # A dead address: PyTriton's own client, which cannot use Unix sockets, still asks here after Triton's end.
-        config = {"http_address": "127.0.0.1", "http_port": 1, "allow_grpc": False, "allow_metrics": False}
+        config = {
+            "http_address": "127.0.0.1",
+            "http_port": 1,
+            "allow_grpc": False,
+            "allow_metrics": False,
+        }
         config["exit_timeout_secs"] = max(1, round(inference.stop_timeout_seconds))
         self._triton = Triton(
             config=TritonConfig.from_dict(config),
             workspace=home / WORKSPACE,
-            triton_lifecycle_policy=TritonLifecyclePolicy(launch_triton_on_startup=True, local_model_store=True),
+            triton_lifecycle_policy=TritonLifecyclePolicy(
+                launch_triton_on_startup=True, local_model_store=True
+            ),
             security_config=TritonSecurityConfig(restricted_endpoints=[]),
         )
-        options: dict[str, Any] = {"model-control-mode": "none", "load-model": None, "log-info": False}
+        options: dict[str, Any] = {
+            "model-control-mode": "none",
+            "load-model": None,
+            "log-info": False,
+        }
         options["pinned-memory-pool-byte-size"] = 0  # the model is in another process
         # As of 0.7 PyTriton takes neither these options nor a Unix socket, and asks over TCP
         # whether Triton is ready.
-        self._triton._triton_server_config.update_config({"http-address": f"unix:{self._socket_path}", **options})
+        self._triton._triton_server_config.update_config(
+            {"http-address": f"unix:{self._socket_path}", **options}
+        )
         self._triton._wait_for_server = self._wait_until_ready
         self._triton._wait_for_models = lambda: None  # Triton is ready once they are
         self.is_alive = self._triton.is_alive
@@ -88,13 +108,20 @@ class PrivateTriton:
         from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
 
         inputs = [
-            Tensor(name=name, dtype=np.int64 if datatype == "INT64" else np.bytes_, shape=(width,), optional=True)
+            Tensor(
+                name=name,
+                dtype=np.int64 if datatype == "INT64" else np.bytes_,
+                shape=(width,),
+                optional=True,
+            )
             for name, (datatype, width) in wire.INPUTS.items()
         ]
         outputs = [Tensor(name=wire.REWARDS, dtype=np.float32, shape=(1,))]
         outputs.append(Tensor(name=wire.STATUS, dtype=np.int32, shape=(1,)))
         if info.attributes:
-            outputs.append(Tensor(name=wire.ATTRIBUTES, dtype=np.float32, shape=(len(info.attributes),)))
+            outputs.append(
+                Tensor(name=wire.ATTRIBUTES, dtype=np.float32, shape=(len(info.attributes),))
+            )
         batcher = DynamicBatcher(
             max_queue_delay_microseconds=round(inference.max_queue_delay_ms * 1000),
             preferred_batch_size=inference.preferred_batch_sizes or None,
@@ -191,7 +218,9 @@ class PrivateTriton:
 
     def _print_output(self, line: str | bytes) -> None:
         # Called per byte: with str if it decodes by itself, else with bytes.
-        *lines, self._output = (self._output + (line.encode() if isinstance(line, str) else line)).split(b"\n")
+        *lines, self._output = (
+            self._output + (line.encode() if isinstance(line, str) else line)
+        ).split(b"\n")
         for whole in lines:
             if whole and not any(noise in whole for noise in NOISE):
                 print(whole.decode(errors="replace"), flush=True)
@@ -221,8 +250,12 @@ def make_home(name: str) -> Path:
     """
     longest = max(name, wire.INFO_MODEL, key=len) + "_0_0-server.sock"
     for parent in (tempfile.gettempdir(), "/tmp"):
-        room = SOCKET_PATH_LIMIT - len(f"{parent}/{HOME_PREFIX}12345678/{WORKSPACE}/{longest}".encode())
+        room = SOCKET_PATH_LIMIT - len(
+            f"{parent}/{HOME_PREFIX}12345678/{WORKSPACE}/{longest}".encode()
+        )
         if room >= 0:
             return Path(tempfile.mkdtemp(prefix=HOME_PREFIX, dir=parent)).resolve()
-    sentence = f"the model's name '{name}' is too long for a socket's path; shorten it by {-room} letters"
+    sentence = (
+        f"the model's name '{name}' is too long for a socket's path; shorten it by {-room} letters"
+    )
     raise ConfigError([Fault(sentence, key="serve.name.too_long")])

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-if TYPE_CHECKING:  # the front door and the processes of functions import this file, and must not load torch
+if (
+    TYPE_CHECKING
+):  # the front door and the processes of functions import this file, and must not load torch
     from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., float])
@@ -46,8 +48,12 @@ class RewardRequest:
     lengths: Tensor  # int64 [N], tokens per row, prompt included
     prompts: tuple[str, ...]
     responses: tuple[str, ...]  # without special tokens
-    messages: tuple[tuple[Mapping[str, Any], ...], ...] = ()  # each empty for a plain-text prompt; () if all are
-    metadata: tuple[Mapping[str, Any], ...] = ()  # other fields of each prompt's JSON line; () if unknown
+    messages: tuple[
+        tuple[Mapping[str, Any], ...], ...
+    ] = ()  # each empty for a plain-text prompt; () if all are
+    metadata: tuple[
+        Mapping[str, Any], ...
+    ] = ()  # other fields of each prompt's JSON line; () if unknown
     finished: tuple[bool, ...] = ()  # False for a truncated response; () if none is
 
     @property
@@ -55,7 +61,13 @@ class RewardRequest:
         """The request as texts; raises ValueError if its fields differ in length."""
         count = len(self.prompts)
         metadata, messages = self.metadata or ({},) * count, self.messages or ((),) * count
-        fields = (self.prompts, self.responses, metadata, messages, self.finished or (True,) * count)
+        fields = (
+            self.prompts,
+            self.responses,
+            metadata,
+            messages,
+            self.finished or (True,) * count,
+        )
         return [TextSample(*sample) for sample in zip(*fields, strict=True)]
 
     def select(self, rows: Sequence[int]) -> RewardRequest:
@@ -81,8 +93,12 @@ class TextSample:
 
     prompt: str  # chat template applied
     response: str  # without special tokens
-    record: Mapping[str, Any] = field(default_factory=dict)  # other fields of the prompt's JSON line
-    messages: tuple[Mapping[str, Any], ...] = ()  # the prompt before the chat template; empty for plain text
+    record: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # other fields of the prompt's JSON line
+    messages: tuple[
+        Mapping[str, Any], ...
+    ] = ()  # the prompt before the chat template; empty for plain text
     finished: bool = True  # False for a truncated response
 
 
@@ -92,8 +108,12 @@ class Rewards:
 
     values: Tensor  # float32 [N]; NaN where a sample failed, never a made-up 0
     status: Tensor  # int32 [N], STATUS_ constants
-    by_source: dict[str, Tensor] = field(default_factory=dict)  # float32 [N] per source of a sum, or attribute
-    faults: Mapping[int, str] = field(default_factory=dict)  # what failed, by row, if the source knows details
+    by_source: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # float32 [N] per source of a sum, or attribute
+    faults: Mapping[int, str] = field(
+        default_factory=dict
+    )  # what failed, by row, if the source knows details
 
 
 class RewardFuture(Protocol):

@@ -98,7 +98,9 @@ class RemoteGPTRMClient:
         self.port = port
         self.wait_report_seconds = wait_report_seconds
         models = [ModelAddress(place, name, token) for place in (Address(host, port), *replicas)]
-        self._replicas = Replicas(models, first_backoff_seconds, max_backoff_seconds, on_wait, wait_report_seconds)
+        self._replicas = Replicas(
+            models, first_backoff_seconds, max_backoff_seconds, on_wait, wait_report_seconds
+        )
         self._caller = caller
         self._numbers = itertools.count()
         self._deadline_seconds = deadline_seconds
@@ -119,8 +121,13 @@ class RemoteGPTRMClient:
         """
         tokens, lengths = request.tokens.shape, request.lengths.shape
         if len(tokens) != 2 or lengths != tokens[:1]:
-            raise ValueError(f"tokens are {list(tokens)} and lengths {list(lengths)}; expected [N, S] and [N]")
-        call = Call(f"{self._caller}-call{next(self._numbers)}-{uuid.uuid4().hex[:8]}", self._deadline_seconds)
+            raise ValueError(
+                f"tokens are {list(tokens)} and lengths {list(lengths)}; expected [N, S] and [N]"
+            )
+        call = Call(
+            f"{self._caller}-call{next(self._numbers)}-{uuid.uuid4().hex[:8]}",
+            self._deadline_seconds,
+        )
         return RemoteRewardFuture(self, self._submit(self._score(request, call)), call)
 
     def wait_until_ready(self, deadline_seconds: float | None = None) -> ServerInfo:
@@ -140,7 +147,9 @@ class RemoteGPTRMClient:
         """Return a sentence for each server that is not up."""
         return [f"The reward server at {trouble}." for trouble in self._replicas.troubles()]
 
-    def check_compatible(self, tokenizer_info: TokenizerInfo, vocab_size: int, form: str = wire.AUTO_FORM) -> str:
+    def check_compatible(
+        self, tokenizer_info: TokenizerInfo, vocab_size: int, form: str = wire.AUTO_FORM
+    ) -> str:
         """Choose and return the form to send, `tokens` or `text`, as `wire.choose_form` does for the server's info.
 
         With `form=auto`, samples with messages go as texts even so, if the server reads them: a reward model reads its
@@ -166,8 +175,12 @@ class RemoteGPTRMClient:
             future.cancel()
         transport.submit(self._replicas.close())
 
-    def _describe(self, seconds: float | None = None, *, all_probed: bool = False) -> tuple[ServerInfo, ModelAddress]:
-        call = Call(f"{self._caller}-handshake", self._deadline_seconds if seconds is None else seconds)
+    def _describe(
+        self, seconds: float | None = None, *, all_probed: bool = False
+    ) -> tuple[ServerInfo, ModelAddress]:
+        call = Call(
+            f"{self._caller}-handshake", self._deadline_seconds if seconds is None else seconds
+        )
         return self._result_of(self._submit(self._replicas.describe(call, all_probed=all_probed)))
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -211,7 +224,9 @@ class RemoteGPTRMClient:
                 if failed.is_set():
                     raise asyncio.CancelledError
                 try:
-                    return await self._attempts(part, len(info.attributes), replace(call, id=f"{call.id}-{number}"))
+                    return await self._attempts(
+                        part, len(info.attributes), replace(call, id=f"{call.id}-{number}")
+                    )
                 except Exception:
                     failed.set()  # before the next part gets this slot
                     raise
@@ -224,7 +239,8 @@ class RemoteGPTRMClient:
                 task.cancel()
         in_order = np.argsort([row for rows in groups.values() for row in rows])
         values, status, attributes = (
-            torch.from_numpy(np.concatenate(column)[in_order]) for column in zip(*parts, strict=True)
+            torch.from_numpy(np.concatenate(column)[in_order])
+            for column in zip(*parts, strict=True)
         )
         columns = {name: attributes[:, k].contiguous() for k, name in enumerate(info.attributes)}
         return Rewards(values, status, columns)

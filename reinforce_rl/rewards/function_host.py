@@ -39,7 +39,12 @@ from typing import Any
 from reinforce_rl.errors import Fault
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec
-from reinforce_rl.utils.process import connect_to_parent, die_with_parent, hide_from_other_processes, send
+from reinforce_rl.utils.process import (
+    connect_to_parent,
+    die_with_parent,
+    hide_from_other_processes,
+    send,
+)
 
 PROVIDED = "reinforce_rl.rewards.functions"
 ANSWER_BYTES = 1 << 16  # maximum
@@ -90,7 +95,11 @@ def load_function(spec: FunctionSpec) -> partial[Any]:
     function = getattr(module, name, None)
     if function is None:
         functions = {key: value for key, value in vars(module).items() if inspect.isfunction(value)}
-        own = [n for n, value in functions.items() if value.__module__ == module.__name__ and not n.startswith("_")]
+        own = [
+            n
+            for n, value in functions.items()
+            if value.__module__ == module.__name__ and not n.startswith("_")
+        ]
         advice = _advice(name, own, module_name)
         raise LoadFault(
             f"{found}, but {module_name} has no '{name}'{advice}",
@@ -115,7 +124,11 @@ def _module_advice(missing: str) -> str:
 
 def _advice(wanted: str, known: list[str], prefix: str) -> str:
     close = [f"{prefix}.{name}" for name in difflib.get_close_matches(wanted, known)]
-    return f"; did you mean {' or '.join(close)}?" if close else f"; it has {', '.join(sorted(known)) or 'none'}"
+    return (
+        f"; did you mean {' or '.join(close)}?"
+        if close
+        else f"; it has {', '.join(sorted(known)) or 'none'}"
+    )
 
 
 def _check_kwargs(function: Callable[..., Any], spec: FunctionSpec) -> None:
@@ -167,7 +180,9 @@ class _Sample:
     id: int
     pid: int
     answer_fd: int
-    secret: bytes  # precedes its answer; a program that a function starts does not know it, a fork does
+    secret: (
+        bytes  # precedes its answer; a program that a function starts does not know it, a fork does
+    )
     deadline: float  # in time.monotonic
     answer: bytearray = field(default_factory=bytearray)
 
@@ -188,7 +203,9 @@ class _Host:
         while True:
             poller = poll()
             # A sample is read when there is room for it, so a large batch waits in the owner's memory.
-            poller.register(owner, POLLRDHUP | (POLLIN if len(self._running) < self._num_workers else 0))
+            poller.register(
+                owner, POLLRDHUP | (POLLIN if len(self._running) < self._num_workers else 0)
+            )
             for fd in self._running:
                 poller.register(fd, POLLIN)
             first = min((sample.deadline for sample in self._running.values()), default=math.inf)
@@ -206,7 +223,11 @@ class _Host:
                     self._finish(sample)
             now = time.monotonic()
             for sample in [one for one in self._running.values() if one.deadline <= now]:
-                late = Outcome(base.STATUS_TIMED_OUT, fault="exceeded the time limit", message=_use_of(sample.pid))
+                late = Outcome(
+                    base.STATUS_TIMED_OUT,
+                    fault="exceeded the time limit",
+                    message=_use_of(sample.pid),
+                )
                 self._finish(sample, late)
         for sample in self._running.values():
             _end(sample.pid)
@@ -218,7 +239,9 @@ class _Host:
             read_end, write_end = os.pipe()
             pid = os.fork()
         except OSError as error:  # too many processes or files
-            self._send(number, Outcome(base.STATUS_INTERNAL, fault=f"no process could be started: {error}"))
+            self._send(
+                number, Outcome(base.STATUS_INTERNAL, fault=f"no process could be started: {error}")
+            )
             return
         if pid == 0:
             try:
@@ -239,7 +262,9 @@ class _Host:
         # Reap what samples left behind; in a sandbox this is process 1, which inherits it.
         own = {sample.pid for sample in self._running.values()}
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
+            while (
+                ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            ) and ended.si_pid not in own:
                 os.waitpid(ended.si_pid, 0)
         self._send(sample.id, outcome or _outcome_of(sample, code))
 
@@ -269,10 +294,15 @@ def _outcome_of(sample: _Sample, code: int) -> Outcome:
     line = bytes(sample.answer).partition(b"\n")[0]
     secret, _, answer = line.partition(b" ")
     if line and not secrets.compare_digest(secret, sample.secret):
-        return Outcome(base.STATUS_INTERNAL, fault="something else than the function's return wrote into its answer")
+        return Outcome(
+            base.STATUS_INTERNAL,
+            fault="something else than the function's return wrote into its answer",
+        )
     try:
         read = json.loads(answer)
-        outcome = Outcome(int(read["status"]), float(read["value"]), str(read["fault"]), str(read["message"]))
+        outcome = Outcome(
+            int(read["status"]), float(read["value"]), str(read["fault"]), str(read["message"])
+        )
         if outcome.status in STATUSES:  # else the function has written it, not its process
             return outcome
     except (ArithmeticError, ValueError, TypeError, KeyError, RecursionError):
@@ -307,10 +337,14 @@ def _score(functions: Functions, request: bytes) -> Outcome:
         value = function(sample["prompt"], sample["response"], sample["record"])
         if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
             kind = type(value).__name__
-            return Outcome(base.STATUS_INTERNAL, fault=f"returned a {kind}; expected a number{defined}")
+            return Outcome(
+                base.STATUS_INTERNAL, fault=f"returned a {kind}; expected a number{defined}"
+            )
         number = float(value)
     except BaseException as error:  # KeyboardInterrupt and SystemExit too
-        told = getattr(error, "public", "")  # what an error says about itself without any text of the sample
+        told = getattr(
+            error, "public", ""
+        )  # what an error says about itself without any text of the sample
         told = told[:MESSAGE_LETTERS] if isinstance(told, str) else ""
         fault = f"{type(error).__name__}{told and f': {told}'}{_place(error)}"
         message = str(error)[:MESSAGE_LETTERS].removeprefix(told).removeprefix(": ")
@@ -333,7 +367,9 @@ def _definition(function: Callable[..., Any]) -> str:
 
 
 def main() -> None:
-    connection = connect_to_parent(death_signal=None)  # any thread of the owner's may have started this process
+    connection = connect_to_parent(
+        death_signal=None
+    )  # any thread of the owner's may have started this process
     hide_from_other_processes()  # programs that a function starts cannot open its descriptors
     settings = connection.recv()
     functions = {}
@@ -386,9 +422,16 @@ def _open_files() -> set[str]:
 
 def _limit(memory: int) -> None:
     """Set the resource limits that samples' processes inherit; this process needs little itself."""
-    used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+    used = (
+        int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+        * resource.getpagesize()
+    )
     files = FILE_MEBIBYTES * MEBIBYTE
-    limits = {resource.RLIMIT_AS: used + memory, resource.RLIMIT_FSIZE: files, resource.RLIMIT_CORE: 0}
+    limits = {
+        resource.RLIMIT_AS: used + memory,
+        resource.RLIMIT_FSIZE: files,
+        resource.RLIMIT_CORE: 0,
+    }
     for kind, limit in limits.items():
         hard = resource.getrlimit(kind)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)

@@ -64,7 +64,9 @@ PROBE_SECONDS = 30.0
 class Scores:
     values: np.ndarray  # float32 [N], NaN where a sample failed
     status: np.ndarray  # int32 [N]
-    faults: dict[int, str] = field(default_factory=dict)  # what failed and where, by row, without the sample's text
+    faults: dict[int, str] = field(
+        default_factory=dict
+    )  # what failed and where, by row, without the sample's text
     texts: dict[int, str] = field(default_factory=dict)  # of errors, by row; may quote the sample
 
 
@@ -87,7 +89,11 @@ class PendingScores:
             with np.errstate(over="ignore"):  # overflow becomes inf, which is rejected below
                 scores.values[row] = value
             if not np.isfinite(scores.values[row]):
-                scores.values[row], status, fault = np.nan, base.STATUS_NOT_FINITE, "does not fit float32"
+                scores.values[row], status, fault = (
+                    np.nan,
+                    base.STATUS_NOT_FINITE,
+                    "does not fit float32",
+                )
         scores.status[row] = status
         if fault:
             scores.faults[row] = f"{self.function}: {fault}"
@@ -230,7 +236,10 @@ class FunctionPool:
                 self._host = self._launch()
 
     def submit(
-        self, function: str, samples: Sequence[TextSample], on_sample: Callable[[], object] = lambda: None
+        self,
+        function: str,
+        samples: Sequence[TextSample],
+        on_sample: Callable[[], object] = lambda: None,
     ) -> PendingScores:
         """Start scoring and return at once; restarts the processes if they ended (if that fails, `result` raises).
 
@@ -247,15 +256,27 @@ class FunctionPool:
             try:
                 requests.append((row, _request(function, sample)))
             except (ValueError, TypeError, RecursionError) as error:
-                pending.take(row, base.STATUS_BAD_PROMPT, math.nan, f"no JSON of its record ({type(error).__name__})")
+                pending.take(
+                    row,
+                    base.STATUS_BAD_PROMPT,
+                    math.nan,
+                    f"no JSON of its record ({type(error).__name__})",
+                )
         if requests:
             with self._lock:
                 try:
                     pending.host = self._running_host()
-                    rounds = math.ceil(pending.host.add(pending, requests) / self._config.num_workers)
-                    seconds = rounds * (self._config.sample_timeout_seconds + FORK_SECONDS) + SLACK_SECONDS
+                    rounds = math.ceil(
+                        pending.host.add(pending, requests) / self._config.num_workers
+                    )
+                    seconds = (
+                        rounds * (self._config.sample_timeout_seconds + FORK_SECONDS)
+                        + SLACK_SECONDS
+                    )
                     pending.deadline = time.monotonic() + seconds
-                except ReinforceError as error:  # raising on one rank would leave the others waiting
+                except (
+                    ReinforceError
+                ) as error:  # raising on one rank would leave the others waiting
                     failure = RewardServerError(str(error), key=error.key)
                     pending.future.set_exception(failure)
         return pending
@@ -292,7 +313,9 @@ class FunctionPool:
             if name in allowed or name.startswith(VARIABLE_PREFIXES) or _is_open_proxy(name, value)
         }
         host = _Host(folders, variables, in_sandbox=self._config.sandbox)
-        limits = self._config.model_dump(include={"num_workers", "sample_timeout_seconds", "sample_memory_mb"})
+        limits = self._config.model_dump(
+            include={"num_workers", "sample_timeout_seconds", "sample_memory_mb"}
+        )
         found = host.load({"functions": self._functions, **limits})
         if found is None:
             raise RewardServerError(
@@ -361,7 +384,9 @@ def function_faults(cfg: TrainConfig, *, here: bool = True) -> list[str]:
 def _request(function: str, sample: TextSample) -> bytes:
     if function == PING:
         return b"{}"
-    record = {"messages": sample.messages, **sample.record} if sample.messages else dict(sample.record)
+    record = (
+        {"messages": sample.messages, **sample.record} if sample.messages else dict(sample.record)
+    )
     fields = {"prompt": sample.prompt, "response": sample.response, "record": record}
     return json.dumps({"function": function, **fields}).encode()
 
@@ -397,12 +422,31 @@ def bubblewrap(folders: Sequence[str]) -> list[str]:
     real = {os.path.realpath(folder) for folder in readable}
     size = ["--size", str(TMPFS_BYTES), "--tmpfs"]
     # No signal from inside ends process 1, so no sample can end the host.
-    command = [program, "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--as-pid-1"]
+    command = [
+        program,
+        "--unshare-all",
+        "--unshare-user",
+        "--disable-userns",
+        "--cap-drop",
+        "ALL",
+        "--as-pid-1",
+    ]
     command += ["--proc", "/proc", "--dev", "/dev", *size, "/dev/shm", *size, "/tmp"]
     # A folder comes after those in it, which it covers: so a symbolic link in it stays one.
     for folder in sorted(readable | real, key=len, reverse=True):
         command += ["--ro-bind-try", folder, folder]
-    command += ["--remount-ro", "/", "--setenv", "TMPDIR", "/tmp", "--setenv", "HOME", "/tmp", "--chdir", os.getcwd()]
+    command += [
+        "--remount-ro",
+        "/",
+        "--setenv",
+        "TMPDIR",
+        "/tmp",
+        "--setenv",
+        "HOME",
+        "/tmp",
+        "--chdir",
+        os.getcwd(),
+    ]
     probe = subprocess.run(
         [*command, "true"],
         capture_output=True,

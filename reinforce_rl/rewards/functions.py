@@ -81,14 +81,22 @@ def _check_length(*, target: int, tolerance: float, unit: str = "words") -> None
 
 @checked_by(_check_length)
 def length(
-    prompt: str, response: str, record: Mapping[str, Any], *, target: int, tolerance: float, unit: str = "words"
+    prompt: str,
+    response: str,
+    record: Mapping[str, Any],
+    *,
+    target: int,
+    tolerance: float,
+    unit: str = "words",
 ) -> float:
     """Return max(0, 1 - |length - target| / tolerance), with the length in `unit`: `words` or `characters`."""
     count = len(response.split()) if unit == "words" else len(response)
     return max(0.0, 1.0 - abs(count - target) / tolerance)
 
 
-def instructions(prompt: str, response: str, record: Mapping[str, Any], *, partial: bool = True) -> float:
+def instructions(
+    prompt: str, response: str, record: Mapping[str, Any], *, partial: bool = True
+) -> float:
     """Score how far a response follows the instructions of its record, 0 to 1; without `partial` 1 for all, else 0.
 
     The record's fields, at least one: `keys` asks for one JSON object with exactly these keys and a text for each, no
@@ -111,7 +119,12 @@ def instructions(prompt: str, response: str, record: Mapping[str, Any], *, parti
         scores.append(float(len(set(words)) >= int(record["min_words"])))
     if "keyword" in record:
         scores.append(
-            float(re.search(rf"(?<!\w){re.escape(record['keyword'])}(?:e?s)?(?!\w)", text, re.IGNORECASE) is not None)
+            float(
+                re.search(
+                    rf"(?<!\w){re.escape(record['keyword'])}(?:e?s)?(?!\w)", text, re.IGNORECASE
+                )
+                is not None
+            )
         )
     if not scores:
         raise KeyError("keys, max_words, min_words or keyword")
@@ -135,7 +148,9 @@ def _analyzer() -> Any:
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ImportError as error:
-        raise ValueError(f"it needs vaderSentiment ({error}): pip install 'reinforce-rl[vader]'") from error
+        raise ValueError(
+            f"it needs vaderSentiment ({error}): pip install 'reinforce-rl[vader]'"
+        ) from error
     return SentimentIntensityAnalyzer()
 
 

@@ -73,31 +73,47 @@ class Judge:
     api_key_variable: str | None = None  # environment variable that holds the key
     timeout: float = 30.0  # seconds of one attempt, up to the answer's last byte
     retries: int = 2  # further attempts, where another may succeed
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the request; null leaves a default one out
+    options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of the request; null leaves a default one out
 
     def check(self) -> None:
         """Raise ValueError if it cannot be asked with these settings."""
         url = URL(self.url)
         if url.scheme not in ("http", "https") or not url.host:
-            raise ValueError(f"url is {self.url!r}; expected the base of an OpenAI API, such as http://HOST:8000/v1")
+            raise ValueError(
+                f"url is {self.url!r}; expected the base of an OpenAI API, such as http://HOST:8000/v1"
+            )
         if not self.model:
             raise ValueError("model is empty; expected the model's name at the server")
         if not (self.timeout > 0 and self.retries >= 0):
-            raise ValueError(f"timeout is {self.timeout} and retries {self.retries}; expected above 0, and at least 0")
+            raise ValueError(
+                f"timeout is {self.timeout} and retries {self.retries}; expected above 0, and at least 0"
+            )
         if self.api_key_variable and not os.environ.get(self.api_key_variable):
-            advice = "set it, and name it in reward_function.environment, or functions do not see it"
-            raise ValueError(f"api_key_variable is {self.api_key_variable!r}, which is not set here; {advice}")
+            advice = (
+                "set it, and name it in reward_function.environment, or functions do not see it"
+            )
+            raise ValueError(
+                f"api_key_variable is {self.api_key_variable!r}, which is not set here; {advice}"
+            )
         transport.proxy_of(self.address)  # raises ValueError
 
     @property
     def address(self) -> URL:
         url = URL(self.url.rstrip("/"))
-        return url if url.path.endswith(PATH) else (url / "v1" if url.path in ("", "/") else url) / PATH
+        return (
+            url
+            if url.path.endswith(PATH)
+            else (url / "v1" if url.path in ("", "/") else url) / PATH
+        )
 
     async def ask(self, text: str) -> str:
         """Return the answer to one user message; raise JudgeError if there is none within the attempts."""
         defaults = {"temperature": 0.0, "max_tokens": 512}
-        options = {key: value for key, value in {**defaults, **self.options}.items() if value is not None}
+        options = {
+            key: value for key, value in {**defaults, **self.options}.items() if value is not None
+        }
         request = {"model": self.model, "messages": [{"role": "user", "content": text}], **options}
         headers = {"Content-Type": "application/json"}
         if self.api_key_variable:
@@ -126,7 +142,9 @@ class Judge:
                 failure = error
             if attempt < self.retries:
                 pause = failure.retry_after
-                await asyncio.sleep(min(MAX_PAUSE_SECONDS, 0.5 * 2**attempt if pause is None else pause))
+                await asyncio.sleep(
+                    min(MAX_PAUSE_SECONDS, 0.5 * 2**attempt if pause is None else pause)
+                )
         public = f"{place} {str(failure).partition(':')[0]}"  # what follows the colon may quote the sample
         raise JudgeError(f"{public}, {self.retries + 1} times", str(failure))
 
@@ -144,7 +162,9 @@ def _text_in(body: bytes, place: str) -> str:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise JudgeError(f"{place} gave no choices[0].message.content") from error
     if choice.get("finish_reason") == "length" and _NUMBER_AT_END.search(text):
-        raise JudgeError("the judge's answer was cut within a number; raise options.max_tokens", text)
+        raise JudgeError(
+            "the judge's answer was cut within a number; raise options.max_tokens", text
+        )
     return text
 
 
@@ -169,7 +189,10 @@ def question_of(prompt: str, record: Mapping[str, Any]) -> str:
 
 def _turn_of(message: Mapping[str, Any]) -> str:
     """Return a turn's text, with its calls of tools as JSON."""
-    calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    calls = [
+        json.dumps(call.get("function", call), ensure_ascii=False)
+        for call in message.get("tool_calls") or ()
+    ]
     return "\n".join(filter(None, [text_of(message), *calls]))
 
 
@@ -178,7 +201,13 @@ def _template_of(file: str | None) -> Template:
 
 
 def _check(
-    *, url: str, model: str, template_file: str | None = None, low: float = 1.0, high: float = 10.0, **settings: Any
+    *,
+    url: str,
+    model: str,
+    template_file: str | None = None,
+    low: float = 1.0,
+    high: float = 10.0,
+    **settings: Any,
 ) -> None:
     Judge(url, model, **settings).check()
     if not low < high:
@@ -187,7 +216,9 @@ def _check(
         template = _template_of(template_file)
         template.substitute(defaultdict(str))  # ValueError names line and column of a stray dollar
     except (OSError, ValueError) as error:
-        raise ValueError(f"template_file is {template_file!r}, which cannot be used: {error}") from error
+        raise ValueError(
+            f"template_file is {template_file!r}, which cannot be used: {error}"
+        ) from error
     if not re.search(r"\$\{?response\b", template.template):
         raise ValueError(f"template_file is {template_file!r}; expected $response in it")
 
@@ -210,11 +241,18 @@ def llm_judge(
     The template may hold any field of the prompt's line, such as $answer. `settings` are `Judge`'s. A judge that
     fails, or gives no such score, fails the sample.
     """
-    values = {**record, "prompt": question_of(prompt, record), "response": response, "low": f"{low:g}"}
+    values = {
+        **record,
+        "prompt": question_of(prompt, record),
+        "response": response,
+        "low": f"{low:g}",
+    }
     try:
         text = _template_of(template_file).substitute(values, high=f"{high:g}")
     except KeyError as error:
-        raise JudgeError(f"the template asks for ${error.args[0]}, which the prompt's line has not") from error
+        raise JudgeError(
+            f"the template asks for ${error.args[0]}, which the prompt's line has not"
+        ) from error
     return score_in(asyncio.run(Judge(url, model, **settings).ask(text)), low, high)
 
 
@@ -227,10 +265,15 @@ def preferences(judge: Judge, pairs: Sequence[tuple[str, str, str]]) -> list[flo
 
     async def preference(question: str, first: str, second: str) -> float | str:
         orders = ((first, second), (second, first))
-        texts = [Template(PAIR_TEMPLATE).substitute(prompt=question, first=a, second=b) for a, b in orders]
+        texts = [
+            Template(PAIR_TEMPLATE).substitute(prompt=question, first=a, second=b)
+            for a, b in orders
+        ]
         try:
             async with free:
-                verdicts = tuple(map(_VERDICT.findall, await asyncio.gather(*map(judge.ask, texts))))
+                verdicts = tuple(
+                    map(_VERDICT.findall, await asyncio.gather(*map(judge.ask, texts)))
+                )
         except JudgeError as error:
             return str(error)
         if not all(verdicts):

@@ -58,11 +58,15 @@ _BEGINS_BEFORE = re.compile(r"\\[a-zA-Z]|\u221a|(?:sqrt\s*\(|[\^/]\s*[({]?)\s*\Z
 _OPEN_BRACKET = re.compile(r"[(\[]\s*\Z")
 _NEXT_OF_PAIR = re.compile(r"\s*,\s*[-+]?[\d.]")
 # What a box with one number in it must not hold beside the number.
-_NO_NUMBER = re.compile(r"[\d^+*\u00d7\u00f7\u221a\u03c0<>\u2264\u2265\u00b1|!\\]|(?<![a-zA-Z])[inkxyz](?![a-zA-Z])")
+_NO_NUMBER = re.compile(
+    r"[\d^+*\u00d7\u00f7\u221a\u03c0<>\u2264\u2265\u00b1|!\\]|(?<![a-zA-Z])[inkxyz](?![a-zA-Z])"
+)
 
 _WORD_COMMANDS = "text|mathrm|mbox|textbf|mathbf|textit|mathit|boldsymbol|textrm|boxed"
 _SPACE_COMMANDS = "left|right|displaystyle|quad|qquad|bf|rm|large|Large"
-_LATEX_WORDS = re.compile(rf"\\(?:{_WORD_COMMANDS})\s*\{{(?P<text>[^{{}}]*)\}}(?P<unit_power>\s*\^\s*\{{?\d\}}?)?")
+_LATEX_WORDS = re.compile(
+    rf"\\(?:{_WORD_COMMANDS})\s*\{{(?P<text>[^{{}}]*)\}}(?P<unit_power>\s*\^\s*\{{?\d\}}?)?"
+)
 _UNIT_POWER = re.compile(r"(?<![a-zA-Z\\])(m|[a-zA-Z]{2,})\s*\^\s*\{?\d\}?")
 _LATEX_FRACTION = re.compile(
     r"(?P<minus>-\s*)?\\[dtc]?frac\s*(?:\{(?P<over>[^{}]*)\}|(?P<over_digit>\d))\s*"
@@ -83,7 +87,9 @@ _GROUPING = re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f]|\\[,!]|\{,\})(?=\d{3}(?!
 # Ordinary spaces group digits only in numbers such as "10 000"; in "1 100/3" the space separates two numbers.
 _SPACED_NUMBER = re.compile(r"(?<![\w.,/])\d{1,3}(?: \d{3})+(?![\d,/]|\s/)")
 # Signs that stand for ASCII's: hyphens, dashes and minuses, full-width forms, the slash of fractions.
-_ASCII = str.maketrans("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d\uff0b\uff05\uff04\u2044", "------" + "-+%$/")
+_ASCII = str.maketrans(
+    "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d\uff0b\uff05\uff04\u2044", "------" + "-+%$/"
+)
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,9 @@ def expected_number(answer: object) -> Number:
     number = _read_mark(answer, marks[-1], len(answer)) if marks else _only_number(_cleaned(answer))
     if isinstance(number, Number):
         return number
-    raise ValueError(f"holds no number, or several: {answer[-80:]!r}; expected one, such as 72, 1.5e-3 or #### 72")
+    raise ValueError(
+        f"holds no number, or several: {answer[-80:]!r}; expected one, such as 72, 1.5e-3 or #### 72"
+    )
 
 
 def _kind(answer: object) -> str:
@@ -202,7 +210,12 @@ def _only_number(text: str) -> Number | _Other | None:
     before = match.string[: match.start()]
     after = match.string[match.end() :]
     number = _value(match)
-    if number is None or _NO_NUMBER.search(before) or _NO_NUMBER.search(after) or _GOES_ON.match(after):
+    if (
+        number is None
+        or _NO_NUMBER.search(before)
+        or _NO_NUMBER.search(after)
+        or _GOES_ON.match(after)
+    ):
         return _OTHER
     return number
 
@@ -224,7 +237,9 @@ def _leading_number(text: str) -> Number | _Other | None:
 
 def _after_equals(text: str) -> str:
     parts = _EQUALS.split(text)
-    several = len(parts) > 2 and any(re.search(r"\b(?:or|and)\b|[,;]\s*[a-zA-Z]", part) for part in parts[1:-1])
+    several = len(parts) > 2 and any(
+        re.search(r"\b(?:or|and)\b|[,;]\s*[a-zA-Z]", part) for part in parts[1:-1]
+    )
     if several or not _NUMBER.search(parts[-1]):
         return text
     return parts[-1]
@@ -241,7 +256,9 @@ def _until_closed(text: str) -> str:
 
 def _cleaned(text: str) -> str:
     """Write LaTeX and special characters as plain text: `\\frac{1}{2}` as 1/2."""
-    text = _SUPERSCRIPT_RUN.sub(lambda run: "^" + "".join(_SUPERSCRIPTS[letter] for letter in run[0]), text)
+    text = _SUPERSCRIPT_RUN.sub(
+        lambda run: "^" + "".join(_SUPERSCRIPTS[letter] for letter in run[0]), text
+    )
     text = _VULGAR_FRACTION.sub(lambda letter: " " + unicodedata.normalize("NFKC", letter[0]), text)
     text = text.translate(_ASCII)
     text = _GROUPING.sub(",", text)

@@ -60,7 +60,9 @@ class Replicas:
         self._max_pause = max_backoff_seconds
         self._on_wait = on_wait
         self._report_seconds = wait_report_seconds
-        self._random = random.Random()  # its own, so that jitter does not touch the trainer's random state
+        self._random = (
+            random.Random()
+        )  # its own, so that jitter does not touch the trainer's random state
         # Random first turns, so that the first requests of all ranks do not go to the same server.
         turns = self._random.sample(range(-len(models), 0), len(models))
         ordered = zip(models, turns, strict=True)
@@ -68,7 +70,9 @@ class Replicas:
         self._turns = itertools.count()
         self._described: tuple[ServerInfo, ModelAddress] | None = None
         self._difference: Fault | None = None  # two servers of different models: nothing can go on
-        self._changed: asyncio.Future[None] | None = None  # done at the next change, and then replaced
+        self._changed: asyncio.Future[None] | None = (
+            None  # done at the next change, and then replaced
+        )
         self._probing: set[asyncio.Task[None]] = set()
         self._next_report = 0.0
         self._report_lock = threading.Lock()
@@ -79,13 +83,19 @@ class Replicas:
 
     def troubles(self) -> list[str]:
         """Return what is wrong with each failing server, prefixed by its address if there are several."""
-        found = [(replica.model.place, replica.trouble) for replica in self._replicas if replica.trouble is not None]
+        found = [
+            (replica.model.place, replica.trouble)
+            for replica in self._replicas
+            if replica.trouble is not None
+        ]
         return [f"{place} {trouble}" if self._several else trouble for place, trouble in found]
 
     def report(self, call: Call, *, without_trouble: bool = False) -> None:
         """Report what is wrong, or after a while also that nothing is, at most every `wait_report_seconds`."""
         troubles = self.troubles()
-        if not troubles and (not without_trouble or call.elapsed < QUIET_REPORTS * self._report_seconds):
+        if not troubles and (
+            not without_trouble or call.elapsed < QUIET_REPORTS * self._report_seconds
+        ):
             return
         text = "; ".join(troubles)
         if len(troubles) == len(self._replicas):
@@ -105,7 +115,9 @@ class Replicas:
         if self._on_wait is not None:
             self._on_wait(sentence)
         is_warning = troubles and self._on_wait is None  # else it would be shown twice
-        logger.log(logging.WARNING if is_warning else logging.INFO, "%s (request %s)", sentence, call.id)
+        logger.log(
+            logging.WARNING if is_warning else logging.INFO, "%s (request %s)", sentence, call.id
+        )
 
     def past_deadline(self, call: Call) -> RewardServerError:
         """Return the error for a call whose deadline passed, with what to check."""
@@ -119,7 +131,9 @@ class Replicas:
             key="reward_server.server.no_answer",
         )
 
-    async def describe(self, call: Call, *, all_probed: bool = False) -> tuple[ServerInfo, ModelAddress]:
+    async def describe(
+        self, call: Call, *, all_probed: bool = False
+    ) -> tuple[ServerInfo, ModelAddress]:
         """Wait until one server is up; return its description and address.
 
         `all_probed` probes every server first, and raises if any cannot be used at all. Raises RewardServerError if
@@ -132,7 +146,10 @@ class Replicas:
             for replica in self._replicas:
                 if replica.fatal is not None:
                     raise RewardServerError(str(replica.fatal), key=replica.fatal.key)
-            probed = all(replica.info is not None or replica.trouble is not None for replica in self._replicas)
+            probed = all(
+                replica.info is not None or replica.trouble is not None
+                for replica in self._replicas
+            )
             any_up = any(replica.up for replica in self._replicas)
             return self._described if any_up and (probed or call.remaining <= 0) else None
 
@@ -161,7 +178,11 @@ class Replicas:
         except FailedAttempt as failure:
             if replica.up and replica.probes == probes:  # else another request has reported it
                 if replica.trouble is None and self._several:
-                    logger.warning("event=reward_server_set_aside place=%s reason=%s", replica.model.place, failure)
+                    logger.warning(
+                        "event=reward_server_set_aside place=%s reason=%s",
+                        replica.model.place,
+                        failure,
+                    )
                 replica.up, replica.trouble, replica.fatal = False, str(failure), failure.fatal
                 self._wake()
                 self._probe_in_background(replica, self._next_pause(replica, failure.retry_after))
@@ -192,7 +213,9 @@ class Replicas:
                 raise self.past_deadline(call)
             self.report(call)
             # Not wait_for, which before Python 3.12 drops a cancellation that comes with the change.
-            await asyncio.wait({self._changed}, timeout=max(0.0, min(call.remaining, REPORT_CHECK_SECONDS)))
+            await asyncio.wait(
+                {self._changed}, timeout=max(0.0, min(call.remaining, REPORT_CHECK_SECONDS))
+            )
 
     def _wake(self) -> None:
         if self._changed is not None:
@@ -218,7 +241,9 @@ class Replicas:
             await asyncio.sleep(pause)
             retry_after = fatal = None
             try:
-                self._accept(replica, await transport.ask_description(replica.model, transport.PROBE_SECONDS))
+                self._accept(
+                    replica, await transport.ask_description(replica.model, transport.PROBE_SECONDS)
+                )
                 return
             except FailedAttempt as error:
                 trouble, retry_after = str(error), error.retry_after
@@ -226,10 +251,14 @@ class Replicas:
                 if isinstance(error, RewardServerError):
                     fatal = error
                 else:
-                    fatal = RewardServerError(repr(error), key="reward_server.client.unexpected_error")
+                    fatal = RewardServerError(
+                        repr(error), key="reward_server.client.unexpected_error"
+                    )
                 trouble = f"cannot be used: {fatal}"
             if replica.trouble != trouble and replica.info is None and self._several:
-                logger.warning("event=reward_server_away place=%s reason=%s", replica.model.place, trouble)
+                logger.warning(
+                    "event=reward_server_away place=%s reason=%s", replica.model.place, trouble
+                )
             replica.trouble, replica.fatal = trouble, fatal
             self._wake()
             pause = self._next_pause(replica, retry_after)
@@ -239,7 +268,9 @@ class Replicas:
         self._described = self._described or (info, replica.model)
         known, by = self._described
         replica.fatal = None
-        if replica.info is not None and (differences := replica.info.differences(info, "before", "now")):
+        if replica.info is not None and (
+            differences := replica.info.differences(info, "before", "now")
+        ):
             self._difference = Fault(
                 f"the reward server at {replica.model.place} was replaced by another one during the run "
                 f"({'; '.join(differences)}). Start the one from before, or start the run again.",

@@ -19,7 +19,14 @@ from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import RunMonitor
 from reinforce_rl.rewards import base
-from reinforce_rl.rewards.base import FunctionSpec, RewardFuture, RewardRequest, Rewards, RewardSource, WeightedSource
+from reinforce_rl.rewards.base import (
+    FunctionSpec,
+    RewardFuture,
+    RewardRequest,
+    Rewards,
+    RewardSource,
+    WeightedSource,
+)
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.function_pool import FunctionPool, named_functions
 from reinforce_rl.rewards.source_class import load_source_class
@@ -43,7 +50,9 @@ class CombinedRewards:
     sources: Sequence[WeightedSource]
 
     def infer_rm(self, request: RewardRequest) -> RewardFuture:
-        return _Later(partial(self._sum, [source.source.infer_rm(request) for source in self.sources]))
+        return _Later(
+            partial(self._sum, [source.source.infer_rm(request) for source in self.sources])
+        )
 
     def _sum(self, futures: Sequence[RewardFuture]) -> Rewards:
         """Return the weighted sum; a failed sample has the status of the first source that failed it."""
@@ -56,8 +65,12 @@ class CombinedRewards:
             status = torch.where(status == base.STATUS_OK, answer.status, status)
             faults = {**answer.faults, **faults}
             by_source[source.name] = answer.values
-            by_source |= {f"{source.name}/{name}": scores for name, scores in answer.by_source.items()}
-        return Rewards(torch.where(status == base.STATUS_OK, values, torch.nan), status, by_source, faults)
+            by_source |= {
+                f"{source.name}/{name}": scores for name, scores in answer.by_source.items()
+            }
+        return Rewards(
+            torch.where(status == base.STATUS_OK, values, torch.nan), status, by_source, faults
+        )
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -86,7 +99,9 @@ class FunctionRewards:
             # With the errors' own texts, which only a server must keep to itself.
             texts = {row: f": {' '.join(text.split())}" for row, text in scores.texts.items()}
             faults = {row: fault + texts.get(row, "") for row, fault in scores.faults.items()}
-            return Rewards(torch.from_numpy(scores.values), torch.from_numpy(scores.status), faults=faults)
+            return Rewards(
+                torch.from_numpy(scores.values), torch.from_numpy(scores.status), faults=faults
+            )
 
         return _Later(result)
 
@@ -111,7 +126,10 @@ def connect_to_reward_servers(
     servers = configured_servers(cfg)
     functions = configured_functions(cfg)
     pool = FunctionPool({name: spec for name, (spec, _) in functions.items()}, cfg.reward_function)
-    sources = [WeightedSource(name, FunctionRewards(pool, name), weight) for name, (_, weight) in functions.items()]
+    sources = [
+        WeightedSource(name, FunctionRewards(pool, name), weight)
+        for name, (_, weight) in functions.items()
+    ]
     with ExitStack() as on_failure:
         on_failure.callback(CombinedRewards(sources).close)
         if functions:
@@ -166,7 +184,11 @@ def _is_sum(weights: Sequence[float]) -> bool:
 
 
 def _connect_to_reward_server(
-    cfg: TrainConfig, server: RewardServerConfig, mesh: Mesh, tokenizer: PreTrainedTokenizerBase, monitor: RunMonitor
+    cfg: TrainConfig,
+    server: RewardServerConfig,
+    mesh: Mesh,
+    tokenizer: PreTrainedTokenizerBase,
+    monitor: RunMonitor,
 ) -> RewardSource:
     remote = cfg.remote_rm
     run = re.sub(r"[^\w.-]", "_", Path(cfg.exp_manager.explicit_log_dir).name, flags=re.ASCII)[-40:]
@@ -187,9 +209,15 @@ def _connect_to_reward_server(
         on_failure.callback(client.close)
         client.wait_until_ready(remote.ready_timeout_seconds)
         for sentence in client.missing():
-            monitor.note(f"{sentence} The run goes on with the others; this one is asked again now and then.")
-        vocab_size = Architecture.from_folder(cfg.pretrained_checkpoint.restore_from_path).vocab_size
-        form = client.check_compatible(TokenizerInfo.from_tokenizer(tokenizer), vocab_size, server.input)
+            monitor.note(
+                f"{sentence} The run goes on with the others; this one is asked again now and then."
+            )
+        vocab_size = Architecture.from_folder(
+            cfg.pretrained_checkpoint.restore_from_path
+        ).vocab_size
+        form = client.check_compatible(
+            TokenizerInfo.from_tokenizer(tokenizer), vocab_size, server.input
+        )
         if form == TEXT_FORM:
             monitor.note(f"The reward model '{server.name}' is sent texts.")
         least = cfg.model.reinforce.length_params.min_length + 1  # a token of the prompt

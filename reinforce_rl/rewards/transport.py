@@ -103,7 +103,9 @@ class FailedAttempt(Exception):
     timed_out: bool = False
     bad_answer: bool = False  # it breaks the protocol, or belongs to another request
     retry_after: float | None = None  # seconds, if the server sent them
-    fatal: RewardServerError | None = None  # why this server cannot be used at all; None if it may recover
+    fatal: RewardServerError | None = (
+        None  # why this server cannot be used at all; None if it may recover
+    )
 
     def __str__(self) -> str:
         return self.text
@@ -143,7 +145,9 @@ class HttpAnswer:
             text = "it bears no digest"
             if found:
                 text = f"it is to another request (digest {quoted(found, 12)}, asked {sent[:12]})"
-            raise FailedAttempt(f"gave a wrong answer: {text} ({wire.REQUEST_DIGEST})", bad_answer=True)
+            raise FailedAttempt(
+                f"gave a wrong answer: {text} ({wire.REQUEST_DIGEST})", bad_answer=True
+            )
 
 
 def url_of(place: Address, path: str) -> URL:
@@ -198,7 +202,9 @@ async def exchange(
         async with aiohttp.request(
             "GET" if body is None else "POST",
             url,
-            data=None if body is None else io.BytesIO(body),  # in pieces, between which the loop goes on
+            data=None
+            if body is None
+            else io.BytesIO(body),  # in pieces, between which the loop goes on
             headers={"Accept-Encoding": "identity", **(headers or {})},
             allow_redirects=False,
             proxy=proxy,
@@ -240,7 +246,9 @@ async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
         if answer.code != 200 or b'"extensions"' not in answer.body:  # it is no Triton
             raise _foreign(model.place, f"HTTP {code}")
         what = f"is a Triton server without '{wire.INFO_MODEL}' (HTTP {code})"
-        raise FailedAttempt(f"{what}: a reward server that starts, or none of this project; check host and port")
+        raise FailedAttempt(
+            f"{what}: a reward server that starts, or none of this project; check host and port"
+        )
     try:
         info = ServerInfo.from_json(parse_json(answer.body)["outputs"][0]["data"][0])
     except wire.OtherVersion as error:
@@ -261,11 +269,15 @@ async def ask_description(model: ModelAddress, timeout: float) -> ServerInfo:
         )
     answer = await _ask(model, f"/v2/models/{model.name}/ready", timeout)
     if answer.code != 200:
-        raise FailedAttempt(f"is up, its model '{model.name}' is not ready", retry_after=answer.retry_after)
+        raise FailedAttempt(
+            f"is up, its model '{model.name}' is not ready", retry_after=answer.retry_after
+        )
     return info
 
 
-def infer_json(model: ModelAddress, inputs: list[dict[str, Any]], timeout: float) -> dict[str, list[Any]]:
+def infer_json(
+    model: ModelAddress, inputs: list[dict[str, Any]], timeout: float
+) -> dict[str, list[Any]]:
     """Make one KServe v2 inference in JSON, as `curl` would; return each output's flat data by name.
 
     Raises RewardServerError for anything but a proper answer.
@@ -286,7 +298,11 @@ def infer_json(model: ModelAddress, inputs: list[dict[str, Any]], timeout: float
 
 
 async def infer(
-    model: ModelAddress, arrays: Mapping[str, np.ndarray], attributes: int, timeout: float, request_id: str
+    model: ModelAddress,
+    arrays: Mapping[str, np.ndarray],
+    attributes: int,
+    timeout: float,
+    request_id: str,
 ) -> Scores:
     """Ask once for the scores of N samples.
 
@@ -326,7 +342,9 @@ async def infer(
     answer.check_digest(body)
     try:
         json_length = answer.headers.get(wire.HEADER_LENGTH)
-        found = client.parse_response_body(answer.body, header_length=int(json_length) if json_length else None)
+        found = client.parse_response_body(
+            answer.body, header_length=int(json_length) if json_length else None
+        )
         if (found_id := found.get_response().get("id")) != request_id:
             other = quoted(found_id, 100)
             raise ValueError(f"it is to the request with the id '{other}', not {request_id!r}")
@@ -363,7 +381,9 @@ async def _error_of(model: ModelAddress, answer: HttpAnswer, request_id: str) ->
     )
 
 
-async def _ask(model: ModelAddress, path: str, timeout: float, body: bytes | None = None) -> HttpAnswer:
+async def _ask(
+    model: ModelAddress, path: str, timeout: float, body: bytes | None = None
+) -> HttpAnswer:
     headers = {"Content-Type": "application/json", **wire.bearer(model.token)}
     try:
         return await exchange(url_of(model.place, path), timeout, body=body, headers=headers)

@@ -35,7 +35,13 @@ DEFAULT_NAME, DEFAULT_PORT = "reward_model", 5555
 
 TOKENS_FORM, TEXT_FORM, AUTO_FORM = "tokens", "text", "auto"
 TOKENS, SEQUENCE_LENGTHS, SENTENCES = "tokens", "sequence_lengths", "sentences"
-PROMPTS, RESPONSES, MESSAGES, METADATA, FINISHED = "prompts", "responses", "messages", "metadata", "finished"
+PROMPTS, RESPONSES, MESSAGES, METADATA, FINISHED = (
+    "prompts",
+    "responses",
+    "messages",
+    "metadata",
+    "finished",
+)
 REWARDS, STATUS, ATTRIBUTES = "rewards", "status", "attributes"
 
 # Inputs by name: datatype, and elements per sample (-1: the request's own width).
@@ -48,7 +54,9 @@ INFO_MODEL, INFO_OUTPUT = "reward_server_info", "info"
 
 HEADER_LENGTH = "Inference-Header-Content-Length"  # of the JSON before binary tensors
 REQUEST_ID = "X-Request-ID"  # appears in both sides' logs
-REQUEST_DIGEST = "X-Request-Digest"  # in an answer: hex SHA-256 of the body that the server received
+REQUEST_DIGEST = (
+    "X-Request-Digest"  # in an answer: hex SHA-256 of the body that the server received
+)
 TOKEN_HEADER, TOKEN_SCHEME = "Authorization", "Bearer "
 TOKEN_VARIABLE = "REINFORCE_REWARD_TOKEN"
 MIN_TOKEN_LETTERS = 16
@@ -75,8 +83,12 @@ class ServerInfo:
     tokenizer: TokenizerInfo | None
     deterministic: bool  # each request is scored apart from those of other clients
     add_special_tokens: bool  # to `sentences`
-    details: dict[str, Any] = field(default_factory=dict)  # other traits of the model (trunk, head, pooling ...)
-    attributes: list[str] = field(default_factory=list)  # K names, in the order of the output `attributes`
+    details: dict[str, Any] = field(
+        default_factory=dict
+    )  # other traits of the model (trunk, head, pooling ...)
+    attributes: list[str] = field(
+        default_factory=list
+    )  # K names, in the order of the output `attributes`
     protocol: int = PROTOCOL_VERSION
     input_forms: tuple[str, ...] = (TOKENS_FORM,)  # the server's preference first
     max_request_bytes: int | None = None  # per request body; None if the server sends none
@@ -96,7 +108,9 @@ class ServerInfo:
         if values["protocol"] != PROTOCOL_VERSION:
             version = quoted(values["protocol"], 40)
             versions = f"version {version} of the protocol, this client version {PROTOCOL_VERSION}"
-            raise OtherVersion(f"speaks {versions}: use a server and a client of the same release of reinforce_rl")
+            raise OtherVersion(
+                f"speaks {versions}: use a server and a client of the same release of reinforce_rl"
+            )
         try:
             info = _description().validate_json(text, strict=True)
         except ValidationError as error:
@@ -110,7 +124,9 @@ class ServerInfo:
         """Raise ValueError if a client cannot use the values."""
         wrong = "a wrong description"
         if self.max_batch_size < 1:
-            raise ValueError(f"{wrong}: max_batch_size is {self.max_batch_size}, expected at least 1")
+            raise ValueError(
+                f"{wrong}: max_batch_size is {self.max_batch_size}, expected at least 1"
+            )
         if not self.input_forms or not set(self.input_forms) <= {TOKENS_FORM, TEXT_FORM}:
             forms = ", ".join(self.input_forms) or "none"
             expected = f"expected {TOKENS_FORM} or {TEXT_FORM}"
@@ -144,7 +160,9 @@ def unlike(first: Address, second: Address, differences: Sequence[str]) -> Fault
     )
 
 
-def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_size: int, form: str) -> str:
+def choose_form(
+    info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_size: int, form: str
+) -> str:
     """Choose TOKENS_FORM or TEXT_FORM for a server.
 
     Args:
@@ -164,7 +182,9 @@ def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_si
         return TEXT_FORM
     errors = [] if info.tokenizer is None else tokenizer.differences(info.tokenizer)
     if info.vocab_size is not None and vocab_size > info.vocab_size:
-        errors.append(f"the actor can produce {vocab_size} token ids, the reward model knows {info.vocab_size}")
+        errors.append(
+            f"the actor can produce {vocab_size} token ids, the reward model knows {info.vocab_size}"
+        )
     if not errors:
         return TOKENS_FORM
     if form == AUTO_FORM and reads_text:
@@ -179,7 +199,9 @@ def choose_form(info: ServerInfo, place: str, tokenizer: TokenizerInfo, vocab_si
     raise ConfigError(faults)
 
 
-def check_lengths(info: ServerInfo, place: str, form: str, *, shortest: int, longest: int) -> str | None:
+def check_lengths(
+    info: ServerInfo, place: str, form: str, *, shortest: int, longest: int
+) -> str | None:
     """Return a warning if a sample can be longer than the server reads, which refuses such samples; else None.
 
     Args:
@@ -208,7 +230,9 @@ def check_lengths(info: ServerInfo, place: str, form: str, *, shortest: int, lon
 # Requests: what the client encodes and the server reads.
 
 
-def request_arrays(request: RewardRequest, form: str, pad_to_length: int | None, pad_id: int) -> dict[str, np.ndarray]:
+def request_arrays(
+    request: RewardRequest, form: str, pad_to_length: int | None, pad_id: int
+) -> dict[str, np.ndarray]:
     """Encode N samples as inputs [N, ...] by name, with tokens padded with `pad_id` to `pad_to_length`, if given."""
     if form == TEXT_FORM:
         return text_arrays(request.samples)
@@ -224,15 +248,21 @@ def text_arrays(samples: Sequence[TextSample]) -> dict[str, np.ndarray]:
     columns = {
         PROMPTS: [sample.prompt for sample in samples],
         RESPONSES: [sample.response for sample in samples],
-        MESSAGES: [json.dumps(list(sample.messages)) if sample.messages else "" for sample in samples],
+        MESSAGES: [
+            json.dumps(list(sample.messages)) if sample.messages else "" for sample in samples
+        ],
         METADATA: [json.dumps(dict(sample.record)) for sample in samples],
     }
     # Half of a surrogate pair becomes bytes that the server refuses, for this sample alone.
     arrays = {
-        name: np.array([text.encode("utf-8", "surrogatepass") for text in texts], object).reshape(-1, 1)
+        name: np.array([text.encode("utf-8", "surrogatepass") for text in texts], object).reshape(
+            -1, 1
+        )
         for name, texts in columns.items()
     }
-    arrays[FINISHED] = np.array([int(sample.finished) for sample in samples], np.int64).reshape(-1, 1)
+    arrays[FINISHED] = np.array([int(sample.finished) for sample in samples], np.int64).reshape(
+        -1, 1
+    )
     return arrays
 
 
@@ -258,7 +288,9 @@ def split(arrays: Mapping[str, np.ndarray], info: ServerInfo) -> list[dict[str, 
 def _sample_bytes(array: np.ndarray) -> np.ndarray:
     """Return the bytes of each sample on the wire, int64 [N]."""
     if array.dtype == object:
-        return np.array([sum(len(text) + TEXT_LENGTH_BYTES for text in row) for row in array.tolist()], np.int64)
+        return np.array(
+            [sum(len(text) + TEXT_LENGTH_BYTES for text in row) for row in array.tolist()], np.int64
+        )
     return np.full(len(array), array.itemsize * int(np.prod(array.shape[1:])), np.int64)
 
 
@@ -269,7 +301,9 @@ def check_inputs(names: set[str], input_forms: Sequence[str]) -> None:
     form = TEXT_FORM if is_text else TOKENS_FORM if is_tokens else None
     if form not in input_forms and (names or input_forms):
         read = " or ".join(input_forms) or "no input"
-        raise ValueError(f"this model reads {read}; this request holds {sorted(names)}, see docs/reward-server.md")
+        raise ValueError(
+            f"this model reads {read}; this request holds {sorted(names)}, see docs/reward-server.md"
+        )
 
 
 def read_samples(request: Mapping[str, np.ndarray]) -> tuple[list[TextSample | None], np.ndarray]:
@@ -344,7 +378,11 @@ def check_answer(output: Callable[[str], np.ndarray | None], count: int, attribu
     values = _checked(output, REWARDS, np.float32, (count, 1))[:, 0].copy()
     status = _checked(output, STATUS, np.int32, (count, 1))[:, 0].copy()
     shape = (count, attributes)
-    scores = _checked(output, ATTRIBUTES, np.float32, shape) if attributes else np.zeros(shape, np.float32)
+    scores = (
+        _checked(output, ATTRIBUTES, np.float32, shape)
+        if attributes
+        else np.zeros(shape, np.float32)
+    )
     unknown = sorted(set(status.tolist()) - set(base.STATUS_TEXT))
     if unknown:
         raise ValueError(f"unknown status {unknown}")
@@ -367,7 +405,10 @@ def check_json_numbers(answer: Mapping[str, Any]) -> None:
 
 
 def _checked(
-    output: Callable[[str], np.ndarray | None], key: str, dtype: type[np.generic], shape: tuple[int, int]
+    output: Callable[[str], np.ndarray | None],
+    key: str,
+    dtype: type[np.generic],
+    shape: tuple[int, int],
 ) -> np.ndarray:
     array = output(key)
     if array is None or array.dtype != dtype or array.shape != shape:
@@ -401,7 +442,9 @@ def read_token(token_file: str | Path | None, key: str) -> str | None:
             raise ConfigError([Fault(sentence, key="reward_server.token.not_readable")]) from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             bits = f"{stat.S_IMODE(mode):04o}"
-            sentence = f"{key}: others may use {path} (mode {bits}); make it yours alone: chmod 600 {path}"
+            sentence = (
+                f"{key}: others may use {path} (mode {bits}); make it yours alone: chmod 600 {path}"
+            )
             raise ConfigError([Fault(sentence, key="reward_server.token.open_to_others")])
     if len(token) < MIN_TOKEN_LETTERS or not all("!" <= letter <= "~" for letter in token):
         expected = f"expected at least {MIN_TOKEN_LETTERS} visible ASCII characters and no space"

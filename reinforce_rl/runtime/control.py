@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS = 1.0
 CONNECT_SECONDS = 30.0
-SETTLE_SECONDS = 1.0  # from the first sign of a loss to the verdict, since a dead rank drags others along
+SETTLE_SECONDS = (
+    1.0  # from the first sign of a loss to the verdict, since a dead rank drags others along
+)
 GRACE_SECONDS = 5.0  # from the verdict to the exit of a process whose main thread is stuck
 END_SECONDS = 120.0  # for cleanup of a main thread that is already ending
 
@@ -97,13 +99,24 @@ class Watchdog:
     `hang_seconds`. The stop request of `run` is sent to the others, and theirs passed to it.
     """
 
-    def __init__(self, run: RunControl, rank: int, world_size: int, *, silence_seconds: float, hang_seconds: float):
+    def __init__(
+        self,
+        run: RunControl,
+        rank: int,
+        world_size: int,
+        *,
+        silence_seconds: float,
+        hang_seconds: float,
+    ):
         self.rank = rank
         self._run, self._phases, self._stop = run, run.phases, run.stop
         self._silence_seconds, self._hang_seconds = silence_seconds, hang_seconds
         self._place = StackWatcher(threading.get_ident())
         self._links: Links | None = None
-        self._others = {other: _Watched(Report(other, "?")) for other in (range(1, world_size) if rank == 0 else [0])}
+        self._others = {
+            other: _Watched(Report(other, "?"))
+            for other in (range(1, world_size) if rank == 0 else [0])
+        }
         self._verdict: Verdict | None = None
         self._timed_out: dict[int, str] = {}  # on rank 0: timeout errors by rank
         self.ending = threading.Event()
@@ -179,12 +192,18 @@ class Watchdog:
             for rank, parts in self._links.poll(0.2):
                 self._receive(self._others[rank], json.loads(bytes(parts[0])))
             now = time.monotonic()
-            looks = now >= next_look  # limited to once a beat, since looking for a hang walks the stack
+            looks = (
+                now >= next_look
+            )  # limited to once a beat, since looking for a hang walks the stack
             next_look = now + BEAT_SECONDS if looks else next_look
             lost = self._timed_out or self._failed() or any(self._lost())
             if first_sign is None and (lost or (looks and self._hung() is not None)):
                 first_sign = now
-            if self._verdict is None and first_sign is not None and now - first_sign >= SETTLE_SECONDS:
+            if (
+                self._verdict is None
+                and first_sign is not None
+                and now - first_sign >= SETTLE_SECONDS
+            ):
                 self._verdict = self._judge()
             if self._verdict is not None:
                 self._see_the_end(self._links, self._verdict)
@@ -203,7 +222,9 @@ class Watchdog:
     def _report(self) -> Report:
         phase, place = self._phases.phase, self._place.look()
         still = time.monotonic() - max(place.still_since, phase.since)
-        waits = place.in_collective and not (place.of_role and phase.has_deadline)  # then for scores, too
+        waits = place.in_collective and not (
+            place.of_role and phase.has_deadline
+        )  # then for scores, too
         where = (phase.name, phase.step, phase.number, phase.has_deadline, place.line, waits, still)
         return Report(self.rank, gethostname(), *where)
 
@@ -236,12 +257,18 @@ class Watchdog:
     def _lost(self) -> tuple[list[Report], list[Report]]:
         """Return the ranks whose connections closed without a message, and those that are silent."""
         assert self._links is not None
-        left = [(self._links.peers[rank], other.report) for rank, other in self._others.items() if other.ended is None]
+        left = [
+            (self._links.peers[rank], other.report)
+            for rank, other in self._others.items()
+            if other.ended is None
+        ]
         gone = [report for peer, report in left if peer.closed]
         return gone, [report for peer, report in left if peer.silence > self._silence_seconds]
 
     def _failed(self) -> list[_Watched]:
-        return [o for o in self._others.values() if o.ended is not None and o.ended[0] != EXIT_FINISHED]
+        return [
+            o for o in self._others.values() if o.ended is not None and o.ended[0] != EXIT_FINISHED
+        ]
 
     def _judge(self) -> Verdict | None:
         # A dead process explains more than the errors of those that lost it.
@@ -254,7 +281,11 @@ class Watchdog:
         return verdict
 
     def _hung(self) -> Verdict | None:
-        if self.rank != 0 or self.ending.is_set() or any(o.ended is not None for o in self._others.values()):
+        if (
+            self.rank != 0
+            or self.ending.is_set()
+            or any(o.ended is not None for o in self._others.values())
+        ):
             return None
         return hung(self._reports(), self._hang_seconds)
 
@@ -291,7 +322,11 @@ def hung(reports: Sequence[Report], limit: float) -> Verdict | None:
     Blames the ranks outside a collective; if all are in one, those with the least progress.
     """
     seconds = min(report.still for report in reports)
-    return None if seconds < limit else _stuck(reports, f"no rank has got any further for {seconds:.0f} s")
+    return (
+        None
+        if seconds < limit
+        else _stuck(reports, f"no rank has got any further for {seconds:.0f} s")
+    )
 
 
 def waited_for(reports: Sequence[Report], timed_out: Mapping[int, str]) -> Verdict | None:
@@ -300,7 +335,10 @@ def waited_for(reports: Sequence[Report], timed_out: Mapping[int, str]) -> Verdi
     if not timed_out or not others:
         return None
     rank = min(timed_out)
-    return _stuck(others, f"rank {rank} has waited for longer than torch's own limit ({timed_out[rank].strip()})")
+    return _stuck(
+        others,
+        f"rank {rank} has waited for longer than torch's own limit ({timed_out[rank].strip()})",
+    )
 
 
 def _stuck(reports: Sequence[Report], why: str) -> Verdict | None:
@@ -358,7 +396,9 @@ class RunControl:
                 raise error from None
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
-                    error.args = (f"interrupted by Ctrl-C; the same command {self._where_it_goes_on()}",)
+                    error.args = (
+                        f"interrupted by Ctrl-C; the same command {self._where_it_goes_on()}",
+                    )
                 if isinstance(error, OSError) and error.errno in UNWRITABLE:
                     failure = DiskError(
                         f"{write_fault(error)}, which {self._where_it_goes_on()}",
@@ -375,7 +415,11 @@ class RunControl:
 
     def _where_it_goes_on(self) -> str:
         step = saved_step(self.status.path.parent)
-        return f"goes on after step {step}, the last one saved" if step else "begins anew: no step was saved"
+        return (
+            f"goes on after step {step}, the last one saved"
+            if step
+            else "begins anew: no step was saved"
+        )
 
     @contextlib.contextmanager
     def watching(self, mesh: Mesh, role: RankRole | None = None, **limits: float) -> Iterator[None]:
@@ -449,7 +493,11 @@ class RunControl:
 def _time_out_of(error: BaseException) -> str:
     """Return the text of a collective's timeout error; empty for any other error."""
     text = str(error)
-    return text if isinstance(error, RuntimeError) and re.search(r"tim(ed|ing) out|timeout", text, re.I) else ""
+    return (
+        text
+        if isinstance(error, RuntimeError) and re.search(r"tim(ed|ing) out|timeout", text, re.I)
+        else ""
+    )
 
 
 def _key_of_error(error: BaseException) -> str:

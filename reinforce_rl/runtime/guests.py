@@ -61,7 +61,9 @@ class Guest:
         try:
             store = TCPStore(host, port, is_master=False, timeout=self.timeout)
         except RuntimeError as error:
-            raise ConnectionError(f"cannot reach rank 0's store at {Address(host, port)}: {error}") from error
+            raise ConnectionError(
+                f"cannot reach rank 0's store at {Address(host, port)}: {error}"
+            ) from error
         return ReformedGroup(store, address_towards(host), device, self.timeout)
 
 
@@ -71,6 +73,10 @@ def host_store(host: str, timeout: timedelta) -> tuple[Any, int]:
     listener = listen(host if host == LOOPBACK else EVERY_ADDRESS, 0)
     port = listener.getsockname()[1]
     store = TCPStore(
-        *(host, port), is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        *(host, port),
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
     )
     return store, port

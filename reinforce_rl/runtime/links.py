@@ -69,7 +69,9 @@ class Invitation:
 @dataclass(eq=False)
 class Peer:
     rank: int
-    silence: float = 0.0  # seconds since its last message, not counting time in which this process was suspended
+    silence: float = (
+        0.0  # seconds since its last message, not counting time in which this process was suspended
+    )
     closed: bool = False
 
 
@@ -132,7 +134,10 @@ class Links:
         dealer.reconnect_ivl = -1  # never: a closed connection is a lost rank
         dealer.handshake_ivl = 0  # `_wait_for_handshake` has the deadline
         dealer.curve_serverkey = invitation.server_key
-        dealer.curve_publickey, dealer.curve_secretkey = invitation.public_key, invitation.secret_key
+        dealer.curve_publickey, dealer.curve_secretkey = (
+            invitation.public_key,
+            invitation.secret_key,
+        )
         links = cls(dealer, rank)
         dealer.ipv6 = invitation.host != LOOPBACK
         address = Address(invitation.host, invitation.port)
@@ -142,7 +147,9 @@ class Links:
         except (zmq.ZMQError, ConnectionError) as error:
             links.close()
             where = f"cannot reach rank 0 at {address}: {error}"
-            raise ConnectionError(f"{where}; the ranks of a job need open TCP ports between their hosts") from error
+            raise ConnectionError(
+                f"{where}; the ranks of a job need open TCP ports between their hosts"
+            ) from error
         links.peers = {0: Peer(0)}
         links.send(0, hello)
         links._flush()
@@ -164,7 +171,11 @@ class Links:
 
     def set_beat(self, seconds: float, beat: Callable[[], Sequence[Buffer]] | None = None) -> None:
         """Send the result of `beat` at this interval from now on; by default an empty message, which `poll` drops."""
-        self.beat_seconds, self._beat, self._next_beat = seconds, beat or self._beat, time.monotonic()
+        self.beat_seconds, self._beat, self._next_beat = (
+            seconds,
+            beat or self._beat,
+            time.monotonic(),
+        )
 
     def send(self, rank: int, *parts: Buffer) -> None:
         """Queue a message for `poll` to send; from any thread. Messages to a lost peer are dropped."""
@@ -193,7 +204,9 @@ class Links:
         if self._wakes.fileno() in ready:
             self._wakes.recv(1 << 16)
             self._flush()
-        ended = self._read_monitor()  # read before the messages: a peer's last ones arrive before its disconnect
+        ended = (
+            self._read_monitor()
+        )  # read before the messages: a peer's last ones arrive before its disconnect
         messages = [*self._early, *self._receive()]
         self._early = []
         for rank in ended & self.peers.keys():
@@ -201,7 +214,9 @@ class Links:
         now, before = time.monotonic(), self._last_poll
         self._last_poll = now
         for peer in self.peers.values():
-            peer.silence += min(now - before, 2 * self.beat_seconds)  # more means that this process was suspended
+            peer.silence += min(
+                now - before, 2 * self.beat_seconds
+            )  # more means that this process was suspended
         for rank, _ in messages:
             self.peers[rank].silence = 0.0
         return [(rank, parts) for rank, parts in messages if parts[0] != b""]
@@ -313,4 +328,6 @@ class LinkThread:
                         del self._links.peers[peer.rank]
                     silent = f"hangs: it gave no sign of life for {peer.silence:.0f} s"
                     if not stopping:
-                        self._on_lost(peer.rank, "died: its connection is closed" if peer.closed else silent)
+                        self._on_lost(
+                            peer.rank, "died: its connection is closed" if peer.closed else silent
+                        )

@@ -142,7 +142,11 @@ class PeakMemory:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 1e9
         try:
-            line = next(line for line in STATUS.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM:"))
+            line = next(
+                line
+                for line in STATUS.read_text(encoding="utf-8").splitlines()
+                if line.startswith("VmHWM:")
+            )
             return int(line.split()[1]) * 1024 / 1e9
         except (OSError, StopIteration):
             return psutil.Process().memory_info().rss / 1e9
@@ -195,7 +199,9 @@ class WaitMeter:
     def measuring(self) -> Iterator[None]:
         self.seconds = 0.0
         done = threading.Event()
-        sampler = threading.Thread(target=self._sample, args=(done,), name="wait meter", daemon=True)
+        sampler = threading.Thread(
+            target=self._sample, args=(done,), name="wait meter", daemon=True
+        )
         sampler.start()
         try:
             yield

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from reinforce_rl.config.actor import ProfileConfig
 
 TOP_OPERATIONS = 30
-MAX_EVENTS = 1_000_000  # above it nothing is written: reading them takes minutes, and no viewer opens them
+MAX_EVENTS = (
+    1_000_000  # above it nothing is written: reading them takes minutes, and no viewer opens them
+)
 LARGE_BYTES = 200e6  # of a trace
 ALLOCATIONS = 100_000
 
@@ -30,7 +32,14 @@ class StepProfiler:
         tell: shows a message.
     """
 
-    def __init__(self, cfg: ProfileConfig, folder: Path, rank: int, device: torch.device, tell: Callable[[str], None]):
+    def __init__(
+        self,
+        cfg: ProfileConfig,
+        folder: Path,
+        rank: int,
+        device: torch.device,
+        tell: Callable[[str], None],
+    ):
         self._cfg, self._folder, self._rank, self._tell = cfg, folder, rank, tell
         self._is_on_cuda = device.type == "cuda"
         self._step, self._is_open = 0, False
@@ -62,13 +71,19 @@ class StepProfiler:
             elif self._is_on_cuda:
                 torch.cuda.profiler.start()  # nsys --capture-range=cudaProfilerApi
                 self._nvtx.callback(torch.cuda.profiler.stop)
-                self._nvtx.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=cfg.shapes))
+                self._nvtx.enter_context(
+                    torch.autograd.profiler.emit_nvtx(record_shapes=cfg.shapes)
+                )
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Name a phase in the trace, or for nsys."""
         by_nsys = self._is_open and self._trace is None and self._is_on_cuda
-        trace = torch.profiler.record_function(f"phase: {name}") if self._trace else contextlib.nullcontext()
+        trace = (
+            torch.profiler.record_function(f"phase: {name}")
+            if self._trace
+            else contextlib.nullcontext()
+        )
         with torch.cuda.nvtx.range(name) if by_nsys else trace:
             yield
 
@@ -93,33 +108,47 @@ class StepProfiler:
         events = len(trace.profiler.kineto_results.events())
         if events > MAX_EVENTS:
             advice = "profile a run with fewer or shorter responses"
-            self._tell(f"profile: step {self._step} has {events:,} events, too many to be written; {advice}")
+            self._tell(
+                f"profile: step {self._step} has {events:,} events, too many to be written; {advice}"
+            )
             return
         path, part = Path(f"{start}.trace.json.gz"), Path(f"{start}.part.json.gz")
         trace.export_chrome_trace(str(part))
         part.replace(path)
         if (size := path.stat().st_size) > LARGE_BYTES:
             self._tell(f"profile: {path} has {size / 1e6:.0f} MB; a viewer may not open it")
-        averages, key = trace.key_averages(), f"self_{'device' if self._is_on_cuda else 'cpu'}_time_total"
+        averages, key = (
+            trace.key_averages(),
+            f"self_{'device' if self._is_on_cuda else 'cpu'}_time_total",
+        )
         table = averages.table(sort_by=key, row_limit=TOP_OPERATIONS, max_name_column_width=80)
         write_atomically(Path(f"{start}.txt"), table)
         if self._rank == min(self._cfg.ranks or [0]):
             seconds = [(getattr(one, key) / 1e6, one.key, one.count) for one in averages]
             total = sum(own for own, *_ in seconds)
             operations = [
-                {"name": name, "calls": calls, "self_seconds": own, "share": own / total if total else 0.0}
+                {
+                    "name": name,
+                    "calls": calls,
+                    "self_seconds": own,
+                    "share": own / total if total else 0.0,
+                }
                 for own, name, calls in sorted(seconds, reverse=True)[:TOP_OPERATIONS]
             ]
             device = "cuda" if self._is_on_cuda else "cpu"
             found = {"step": self._step, "rank": self._rank, "device": device, "seconds": total}
-            self._add({**found, "trace": f"{start.parent.name}/{path.name}", "operations": operations})
+            self._add(
+                {**found, "trace": f"{start.parent.name}/{path.name}", "operations": operations}
+            )
             self._tell(f"profile: step {self._step} is in {start.parent}")
 
     def _add(self, step: dict[str, Any]) -> None:
         path = self._folder / "top_operations.json"
         past = read_json(path)["steps"] if path.is_file() else []
         steps = [*(one for one in past if one["step"] != step["step"]), step]
-        write_atomically(path, json.dumps({"steps": sorted(steps, key=lambda one: one["step"])}, indent=1) + "\n")
+        write_atomically(
+            path, json.dumps({"steps": sorted(steps, key=lambda one: one["step"])}, indent=1) + "\n"
+        )
 
     @contextlib.contextmanager
     def _or_give_up(self) -> Iterator[None]:

@@ -40,7 +40,9 @@ class ReformedGroup(WeightGroup):
         self._sends = False
         self.epoch, self.fault = 0, "it was not formed"
 
-    def form(self, epoch: int, rank: int, size: int, is_wanted: Callable[[], bool] = lambda: True) -> None:
+    def form(
+        self, epoch: int, rank: int, size: int, is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
         """Meet the epoch's other ranks; the first one gives it up once `is_wanted` is false.
 
         Raises RuntimeError: it was given up, or a rank did not come within the timeout.
@@ -69,7 +71,9 @@ class ReformedGroup(WeightGroup):
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """As of `WeightGroup`."""
-        return _Transfer(self, self._attempt(lambda: self._backend.broadcast([tensor], self._options)))
+        return _Transfer(
+            self, self._attempt(lambda: self._backend.broadcast([tensor], self._options))
+        )
 
     def wait_for(self, work: Any) -> None:
         """Wait for a transfer of the backend, as long as this epoch has no fault."""
@@ -103,7 +107,9 @@ class ReformedGroup(WeightGroup):
         while not work.is_completed():
             if self.fault or time.monotonic() > deadline:
                 self._backend.abort()
-                raise RuntimeError(self.fault or f"NCCL did not end within {self._timeout.total_seconds():.0f} s")
+                raise RuntimeError(
+                    self.fault or f"NCCL did not end within {self._timeout.total_seconds():.0f} s"
+                )
             time.sleep(_POLL_GPU_SECONDS)
 
 

@@ -82,7 +82,9 @@ class RankRole:
     def weight_group(self, device: torch.device) -> WeightGroup:
         """Return the group of the first trainer and all generators; each of these ranks calls it."""
         own = 0 if self.rank == 0 else 1 + self.rank - self.trainers
-        return WeightGroup(own, 1 + len(self.generators), PrefixStore(WEIGHTS, self.store), device, self.timeout)
+        return WeightGroup(
+            own, 1 + len(self.generators), PrefixStore(WEIGHTS, self.store), device, self.timeout
+        )
 
 
 class WeightGroup:

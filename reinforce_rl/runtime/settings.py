@@ -81,9 +81,15 @@ class Setting:
 def set_keys(tree: Any, schema: type[Section]) -> list[Setting]:
     """Return the settings of a configuration that differ from the defaults; keys without one differ always."""
     defaults = dict(flatten(schema().model_dump()))
-    settings = [Setting(key, _value(tree, key, default), default) for key, default in defaults.items()]
+    settings = [
+        Setting(key, _value(tree, key, default), default) for key, default in defaults.items()
+    ]
     known = tuple(f"{key}." for key in defaults)
-    more = [Setting(k, v, None) for k, v in flatten(tree) if k and k not in defaults and not k.startswith(known)]
+    more = [
+        Setting(k, v, None)
+        for k, v in flatten(tree)
+        if k and k not in defaults and not k.startswith(known)
+    ]
     return [setting for setting in (*settings, *more) if setting.value != setting.default]
 
 
@@ -91,7 +97,11 @@ def flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     """Return the leaves of nested dicts by dotted key; an empty dict is a leaf."""
     if not isinstance(tree, dict) or not tree:
         return [(prefix, tree)]
-    return [leaf for key, value in tree.items() for leaf in flatten(value, f"{prefix}.{key}" if prefix else str(key))]
+    return [
+        leaf
+        for key, value in tree.items()
+        for leaf in flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    ]
 
 
 def _value(tree: Any, key: str, default: Any) -> Any:
@@ -123,7 +133,9 @@ def freeze_template_date(cfg: TrainConfig, *, joins: bool = False) -> None:
     elif step and not joins:
         recorded = settings_of(folder, step)[0]
     tree = read_tree(recorded) if recorded else {}
-    cfg.model.data.freeze_date(cfg.pretrained_checkpoint.restore_from_path, _value(tree, DATE_KEY, None))
+    cfg.model.data.freeze_date(
+        cfg.pretrained_checkpoint.restore_from_path, _value(tree, DATE_KEY, None)
+    )
 
 
 def check_changes(cfg: TrainConfig) -> dict[str, str]:
@@ -217,12 +229,24 @@ def may_start(cfg: TrainConfig) -> bool:
     """Check as `check_changes` does; return False, and print so, if the run has finished."""
     changes, (folder, step) = check_changes(cfg), _place(cfg)
     status, limit = read_status(folder), cfg.trainer.reinforce.max_steps
-    is_exported = (folder / "hf").is_dir() or not cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end
-    is_done = 0 < limit <= step or not any(MEANING.match(key) or LENGTH.match(key) for key in changes)
-    if not (step and is_exported and is_done and status and (status.state, status.step) == ("finished", step)):
+    is_exported = (
+        folder / "hf"
+    ).is_dir() or not cfg.exp_manager.checkpoint_callback_params.save_hf_on_train_end
+    is_done = 0 < limit <= step or not any(
+        MEANING.match(key) or LENGTH.match(key) for key in changes
+    )
+    if not (
+        step
+        and is_exported
+        and is_done
+        and status
+        and (status.state, status.step) == ("finished", step)
+    ):
         return True
     if is_first_rank():
-        others = "; ".join(f"{key}: {values}" for key, values in changes.items() if not LENGTH.match(key))
+        others = "; ".join(
+            f"{key}: {values}" for key, values in changes.items() if not LENGTH.match(key)
+        )
         told = f"the run in {folder} has finished, at step {step}; raise trainer.reinforce.max_steps to go on"
         print(f"{told}, with {others}" if others else told)
     return False
@@ -250,14 +274,21 @@ def _file_digest(function: str) -> str | None:
     """Return a digest of the file of a function, which is not imported; None if there is none."""
     module = function.split(".")[:-1]
     places = [Path(folder, *module) for folder in sys.path if module]
-    files = [file for place in places for file in (place / "__init__.py", Path(f"{place}.py")) if file.is_file()]
+    files = [
+        file
+        for place in places
+        for file in (place / "__init__.py", Path(f"{place}.py"))
+        if file.is_file()
+    ]
     return hashlib.sha256(files[0].read_bytes()).hexdigest() if files else None
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """Compare two lines of the history: configurations, and files of reward functions."""
     old, new = before.get("files", {}), now.get("files", {})
-    changed = {name: "its file was changed" for name in new if new[name] != old.get(name, new[name])}
+    changed = {
+        name: "its file was changed" for name in new if new[name] != old.get(name, new[name])
+    }
     return compare(before["config"], now["config"]) | changed
 
 
@@ -291,7 +322,10 @@ def _history(folder: Path, step: int, within: Path | None = None) -> list[dict[s
                 key="history.line.dropped_no_numbers",
             )
         files = line.get("files", {})
-        if not (isinstance(files, dict) and all(isinstance(digest, str | None) for digest in files.values())):
+        if not (
+            isinstance(files, dict)
+            and all(isinstance(digest, str | None) for digest in files.values())
+        ):
             shown = str(files)[:100]
             raise DataError(
                 f"{place}: files is {shown}; expected a digest by function; restore the file",

@@ -22,7 +22,9 @@ STATUS_FILE = "status.json"
 _MAX_BYTES = 1 << 20  # of status.json
 RESULTS_FILE = "results.json"  # of `eval`, beside the folders of its models
 # Of a reader only: lost, its process ended without a word; evaluation (of `eval`) and unknown, no status.json.
-State = Literal["running", "finished", "stopped", "interrupted", "failed", "lost", "evaluation", "unknown"]
+State = Literal[
+    "running", "finished", "stopped", "interrupted", "failed", "lost", "evaluation", "unknown"
+]
 _MAX_NUMBER = 1 << 53  # JSON's numbers in a browser are exact up to here
 _MAX_PID = (1 << 31) - 1
 _STATES: dict[int, State] = {
@@ -35,7 +37,9 @@ _STATES: dict[int, State] = {
 
 @dataclass(frozen=True)
 class Status:
-    state: State = "running"  # finished: all steps done; stopped: saved, the same command resumes it
+    state: State = (
+        "running"  # finished: all steps done; stopped: saved, the same command resumes it
+    )
     reason: str = ""  # why it was stopped or failed, or what it waits for
     step: int = 0  # last complete one
     max_steps: int = 0  # 0 until known
@@ -65,7 +69,11 @@ class StatusFile:
         with contextlib.suppress(OSError):
             self._before = read_bounded(self.path, max_bytes=_MAX_BYTES, within=self.path.parent)
         earlier = (read_status(self.path.parent) if self.enabled else None) or Status()
-        self._write(Status(step=earlier.step, max_steps=earlier.max_steps, save_seconds=earlier.save_seconds))
+        self._write(
+            Status(
+                step=earlier.step, max_steps=earlier.max_steps, save_seconds=earlier.save_seconds
+            )
+        )
 
     def saved(self, seconds: float) -> None:
         self._write(replace(self._status, save_seconds=seconds))
@@ -166,13 +174,19 @@ def _fault(key: str, value: Any) -> str | None:
     is_integer = type(value) is int
     is_number = type(value) in (int, float) and abs(value) < _MAX_NUMBER  # not NaN either
     rules: dict[str, tuple[bool, str]] = {
-        "state": (isinstance(value, str) and value in get_args(State), f"one of {', '.join(get_args(State))}"),
+        "state": (
+            isinstance(value, str) and value in get_args(State),
+            f"one of {', '.join(get_args(State))}",
+        ),
         "reason": (isinstance(value, str), "a text"),
         "step": (is_integer and 0 <= value < _MAX_NUMBER, "a number of steps"),
         "max_steps": (is_integer and 0 <= value < _MAX_NUMBER, "a number of steps"),
         "exit_code": (value is None or (is_integer and is_number), "an exit code or null"),
         "save_seconds": (value is None or is_number, "seconds or null"),
-        "alerts": (isinstance(value, dict) and all(isinstance(text, str) for text in value.values()), "texts by rule"),
+        "alerts": (
+            isinstance(value, dict) and all(isinstance(text, str) for text in value.values()),
+            "texts by rule",
+        ),
         "time": (is_number, "unix seconds"),
         "pid": (is_integer and 0 < value <= _MAX_PID, f"1 to {_MAX_PID}"),
         "host": (isinstance(value, str), "a text"),
@@ -180,7 +194,9 @@ def _fault(key: str, value: Any) -> str | None:
     if key not in rules:
         return f"unknown key {key[:40]!a}; another version may have written it"
     is_right, expected = rules[key]
-    shown = f"a JSON {type(value).__name__}" if isinstance(value, dict | list) else ascii(value)[:40]
+    shown = (
+        f"a JSON {type(value).__name__}" if isinstance(value, dict | list) else ascii(value)[:40]
+    )
     return None if is_right else f"found {key}={shown}, expected {expected}"
 
 
@@ -205,7 +221,11 @@ def saved_step(folder: Path) -> int:
     latest = folder / "checkpoints" / "latest"
     name = ""
     with contextlib.suppress(FileNotFoundError, UnreadableFileError):
-        name = read_bounded(latest, max_bytes=_MAX_BYTES, within=folder).decode("utf-8", "replace").strip()
+        name = (
+            read_bounded(latest, max_bytes=_MAX_BYTES, within=folder)
+            .decode("utf-8", "replace")
+            .strip()
+        )
     return int(name[5:]) if re.fullmatch(r"step_\d+", name) else 0
 
 

@@ -73,7 +73,9 @@ class StopRequest:
         """Pass on a request made to another rank; from any thread."""
         if self._listens and self.reason is None:
             self._relayed = reason
-            os.kill(os.getpid(), signal.SIGUSR1)  # interrupt the main thread as its own signal would
+            os.kill(
+                os.getpid(), signal.SIGUSR1
+            )  # interrupt the main thread as its own signal would
 
     def wait_for_checks(self) -> None:
         """Let signals take effect at the next `check` from now on."""
@@ -122,7 +124,9 @@ class RunTimer:
     allocation's end is a bound too. `save_seconds` is the estimate until a save was measured.
     """
 
-    def __init__(self, max_seconds: float | None, times: JobTimes, save_seconds: float = FIXED_SECONDS):
+    def __init__(
+        self, max_seconds: float | None, times: JobTimes, save_seconds: float = FIXED_SECONDS
+    ):
         started = times.start
         since = "the allocation's start"
         if started is None:
@@ -130,7 +134,9 @@ class RunTimer:
             since = "the process's start"
         bounds = [(float("inf"), "")]
         if max_seconds is not None:
-            bounds.append((started + max_seconds, f"exp_manager.max_time_per_run, counted from {since}"))
+            bounds.append(
+                (started + max_seconds, f"exp_manager.max_time_per_run, counted from {since}")
+            )
         if times.end is not None:
             bound = f"{END_VARIABLE}, less {LAUNCHER_SECONDS:.0f} s for the launcher"
             bounds.append((times.end - LAUNCHER_SECONDS, bound))

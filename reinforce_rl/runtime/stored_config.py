@@ -20,7 +20,9 @@ from reinforce_rl.utils.untrusted_files import parse_yaml, read_bounded
 MAX_CONFIG_BYTES = 1 << 20
 MAX_CONFIG_VALUES = 100_000  # keys, values and lists, all together
 INTERPOLATION = "${"
-_MAX_KEY = 500  # characters of a key and of those above it: each of their values is named by all of them
+_MAX_KEY = (
+    500  # characters of a key and of those above it: each of their values is named by all of them
+)
 _SHOWN = 200  # characters of a value in a message
 _ADVICE = "A run writes none such: restore the file, or take it away"
 
@@ -147,7 +149,9 @@ def _parse(text: str) -> dict[str, Any]:
 def _longest_key(value: Any) -> int:
     """Return the characters of the longest dotted key below a value."""
     if isinstance(value, dict):
-        return max((len(str(key)) + 1 + _longest_key(child) for key, child in value.items()), default=0)
+        return max(
+            (len(str(key)) + 1 + _longest_key(child) for key, child in value.items()), default=0
+        )
     if isinstance(value, list):
         return max(map(_longest_key, value), default=0)
     return 0

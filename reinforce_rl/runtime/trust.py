@@ -46,7 +46,11 @@ class Authority:
 
 def without_custom_generator(tree: dict[str, Any]) -> dict[str, Any]:
     """Return settings with the native generator in place of a custom class, whose name alone imports its packages."""
-    return tree if tree.get("generation", "native") in GENERATIONS else {**tree, "generation": "native"}
+    return (
+        tree
+        if tree.get("generation", "native") in GENERATIONS
+        else {**tree, "generation": "native"}
+    )
 
 
 def remove_from_import_path(folder: str | Path) -> None:
@@ -56,7 +60,9 @@ def remove_from_import_path(folder: str | Path) -> None:
     """
     root = Path(os.path.realpath(folder))
     # This program and its environment are trusted, even if they lie in the folder.
-    kept = [Path(os.path.realpath(place)) for place in (sys.prefix, sys.base_prefix, PACKAGE_PARENT)]
+    kept = [
+        Path(os.path.realpath(place)) for place in (sys.prefix, sys.base_prefix, PACKAGE_PARENT)
+    ]
 
     def is_inside(entry: str) -> bool:
         real = Path(os.path.realpath(entry or os.curdir))
@@ -84,7 +90,9 @@ def authorities(
         found += _of_functions(cfg)
         found += _of_servers(cfg)
     if generation and cfg.generation not in GENERATIONS:
-        found.append(Authority("generation", cfg.generation, "a class that is imported and generates"))
+        found.append(
+            Authority("generation", cfg.generation, "a class that is imported and generates")
+        )
     if generation and cfg.generation in ENGINES and cfg.engine.python is not None:
         found.append(Authority("engine.python", cfg.engine.python, "a program that is started"))
     return found
@@ -119,13 +127,17 @@ def _of_functions(cfg: TrainConfig) -> Iterator[Authority]:
     section = cfg.reward_function
     functions = cfg.reward_functions
     if cfg.reward_class is not None:
-        yield Authority("reward", cfg.reward_class, "a class that is imported and asked for rewards")
+        yield Authority(
+            "reward", cfg.reward_class, "a class that is imported and asked for rewards"
+        )
     for key, function in functions.items():
         yield Authority(f"{key}.name", function.name, "a function that is called")
         if function.kwargs:
             yield Authority(f"{key}.kwargs", function.kwargs, "what that function gets")
     if functions and section.environment:
-        yield Authority("reward_function.environment", section.environment, "variables that functions see")
+        yield Authority(
+            "reward_function.environment", section.environment, "variables that functions see"
+        )
     if functions and section.num_workers > MOST_WORKERS:
         effect = f"processes of functions, {_expected(MOST_WORKERS)}"
         yield Authority("reward_function.num_workers", section.num_workers, effect)
@@ -139,7 +151,9 @@ def _of_servers(cfg: TrainConfig) -> Iterator[Authority]:
         if server.port != default_port:
             yield Authority(f"{key}.port", server.port, "the port of that address")
         if server.replicas:
-            yield Authority(f"{key}.replicas", server.replicas, "addresses that are sent prompts and a token")
+            yield Authority(
+                f"{key}.replicas", server.replicas, "addresses that are sent prompts and a token"
+            )
         if server.token_file is not None:
             yield Authority(f"{key}.token_file", server.token_file, "a file whose content is sent")
 

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, RewardGroups, assign_credit, whiten
+from reinforce_rl.algorithm.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    RewardGroups,
+    assign_credit,
+    whiten,
+)
 from reinforce_rl.algorithm.kl import reduce_over_tokens, token_kl
 from reinforce_rl.algorithm.rewards import shape_rewards, subtract_kl
 from reinforce_rl.data.batches import ReinforceBatch, RolloutBatch
@@ -27,7 +32,9 @@ def response_kl(batch: RolloutBatch, cfg: ReinforceConfig) -> tuple[Tensor, Tens
     mask = batch.response_mask
     kl_tokens = torch.zeros(mask.shape)
     if batch.log_probs is not None and batch.init_log_probs is not None:
-        kl_tokens = token_kl(batch.log_probs, batch.init_log_probs, mask, estimator=cfg.kl_estimator_used)
+        kl_tokens = token_kl(
+            batch.log_probs, batch.init_log_probs, mask, estimator=cfg.kl_estimator_used
+        )
     return reduce_over_tokens(kl_tokens, mask, cfg.kl_reduction), kl_tokens
 
 

@@ -15,7 +15,12 @@ from reinforce_rl.config.end_tokens import read_end_tokens
 from reinforce_rl.config.engines import ENGINES
 from reinforce_rl.config.model import ModelConfig, ParallelConfig, SamplingConfig
 from reinforce_rl.data.data_prefix import SPLITS
-from reinforce_rl.data.prompts import PromptDataset, RLHFDatasets, build_train_valid_test_rlhf_datasets, fixed_prompts
+from reinforce_rl.data.prompts import (
+    PromptDataset,
+    RLHFDatasets,
+    build_train_valid_test_rlhf_datasets,
+    fixed_prompts,
+)
 from reinforce_rl.data.readers import Columns
 from reinforce_rl.data.sampler import PromptSampler
 from reinforce_rl.data.tokenizer import token_id
@@ -53,7 +58,9 @@ def build_datasets(
         template=data.template_options("model.data."),
     )
     if datasets.validation is not None:
-        fixed_prompts(datasets.validation, cfg.model.reinforce.num_val_samples)  # raises if the set is smaller
+        fixed_prompts(
+            datasets.validation, cfg.model.reinforce.num_val_samples
+        )  # raises if the set is smaller
     return datasets
 
 
@@ -125,14 +132,18 @@ def build_actor(
     architecture = architecture or Architecture.from_folder(folder)
     if weights is not None:
         check_headers(architecture, weights)  # before a model of config.json's size takes memory
-    lm = CausalLM(architecture, mesh, getattr(torch, DTYPES[cfg.trainer.precision]), model_options(cfg.model))
+    lm = CausalLM(
+        architecture, mesh, getattr(torch, DTYPES[cfg.trainer.precision]), model_options(cfg.model)
+    )
     if weights is not None:
         load_hf_weights(lm, weights)
     lora, identity = lora_settings(cfg), None
     if lora is not None:
         add_lora(lm, lora)
         identity = lora.identity(weights.fingerprint() if weights else "")
-    has_engine_elsewhere = trains and cfg.placement == "disaggregated" and cfg.generation != "native"
+    has_engine_elsewhere = (
+        trains and cfg.placement == "disaggregated" and cfg.generation != "native"
+    )
     return MegatronGPTReinforceActorModel(
         lm,
         tokenizer,
@@ -146,7 +157,9 @@ def build_actor(
     )
 
 
-def actor_settings(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> ActorSettings:
+def actor_settings(
+    cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase
+) -> ActorSettings:
     """Read the settings that need no other model."""
     rollout, padded = cfg.model.reinforce, cfg.trainer.reinforce.rollout_batch_seq_length
     on_cpu = lm.mesh.device.type == "cpu"
@@ -161,7 +174,9 @@ def actor_settings(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenize
         seed=cfg.model.seed,
         tokens_per_micro_batch=cfg.model.tokens_per_micro_batch,
         pad_to=padded or 0,
-        shared_prefix=shares_by_default if cfg.model.shared_prefix is None else cfg.model.shared_prefix,
+        shared_prefix=shares_by_default
+        if cfg.model.shared_prefix is None
+        else cfg.model.shared_prefix,
         logits_chunk_tokens=logits_chunk_tokens(cfg.model, gpu=not on_cpu),
         offload_optimizer=rollout.offload_adam_states,
         loss=loss_settings(cfg.trainer.reinforce),
@@ -177,7 +192,9 @@ def logits_chunk_tokens(model: ModelConfig, *, gpu: bool) -> int:
     return 1024 if gpu else 128
 
 
-def build_generator(cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Generator:
+def build_generator(
+    cfg: TrainConfig, lm: CausalLM, tokenizer: PreTrainedTokenizerBase
+) -> Generator:
     """Build the generator of `generation`, whose dotted names have this function's signature.
 
     Raises ConfigError: no such name, or this machine cannot run it.
@@ -230,7 +247,9 @@ def model_options(model: ParallelConfig) -> ModelOptions:
     )
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, architecture: Architecture, folder: str | Path) -> None:
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, architecture: Architecture, folder: str | Path
+) -> None:
     """Raise ConfigError if the tokenizer of `folder` has tokens that its model has no embedding for."""
     size = architecture.vocab_size
     beyond = [(number, token) for token, number in tokenizer.get_vocab().items() if number >= size]
@@ -257,7 +276,9 @@ def stop_token_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> tu
     return end_tokens.ids
 
 
-def _sampling_params(cfg: TrainConfig, sampling: SamplingConfig, stop_ids: tuple[int, ...]) -> SamplingParams:
+def _sampling_params(
+    cfg: TrainConfig, sampling: SamplingConfig, stop_ids: tuple[int, ...]
+) -> SamplingParams:
     lengths = cfg.model.reinforce.length_params
     own = {**dict(lengths), **dict(sampling), "end_strings": tuple(sampling.end_strings)}
     return SamplingParams(**own, stop_token_ids=stop_ids)
@@ -268,10 +289,15 @@ def lora_settings(cfg: TrainConfig) -> LoraSettings | None:
     if cfg.model.peft.peft_scheme is None:
         return None
     tuning = cfg.model.peft.lora_tuning
-    return LoraSettings.from_names(tuning.adapter_dim, tuning.alpha, tuning.target_modules, cfg.model.seed)
+    return LoraSettings.from_names(
+        tuning.adapter_dim, tuning.alpha, tuning.target_modules, cfg.model.seed
+    )
 
 
 def loss_settings(cfg: ReinforceConfig) -> LossSettings:
     own = {name: getattr(cfg, name) for name in LossSettings.__dataclass_fields__}
-    resolved = {"kl_estimator": cfg.kl_estimator_used, "generator_correction": cfg.generator_correction or "none"}
+    resolved = {
+        "kl_estimator": cfg.kl_estimator_used,
+        "generator_correction": cfg.generator_correction or "none",
+    }
     return LossSettings(**{**own, **resolved})

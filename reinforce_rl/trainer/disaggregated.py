@@ -33,7 +33,9 @@ class Ticket:
 
     numbers: list[list[int]]  # of each data-parallel rank's micro-batches, in order
     version: int
-    stored: dict[int, dict[str, Any]] | None = None  # by prompt, all ranks' results from a checkpoint
+    stored: dict[int, dict[str, Any]] | None = (
+        None  # by prompt, all ranks' results from a checkpoint
+    )
 
 
 class Generators:
@@ -59,7 +61,9 @@ class Generators:
         self._make_micro_batches = make_micro_batches
         self._stop = stop
         self._numbers = count()
-        self._stored: dict[int, dict[str, Any]] = {}  # by prompt, rollouts of a checkpoint that may be trained on
+        self._stored: dict[
+            int, dict[str, Any]
+        ] = {}  # by prompt, rollouts of a checkpoint that may be trained on
         self.version = 0  # of the newest weights that the generators were sent
         self._oldest = 0  # that they may still be asked for
 
@@ -67,7 +71,9 @@ class Generators:
     def _mesh(self) -> Mesh:
         return self._model.mesh
 
-    def submit(self, prompts: Sequence[Prompt], num_samples: int, seed: int, step: int, version: int) -> Ticket:
+    def submit(
+        self, prompts: Sequence[Prompt], num_samples: int, seed: int, step: int, version: int
+    ) -> Ticket:
         """Queue this rank's share of the prompts of a step, 0 for a validation, behind all submitted before."""
         or_newer = self.takes_finished and step > 0
         parts: list[tuple[Prompt, ...]]
@@ -79,10 +85,15 @@ class Generators:
         version = self._oldest if or_newer else max(version, self._oldest)
         numbered = [[(next(self._numbers), part) for part in share] for share in shares]
         # Ends of shares may be smaller; taking them last shortens the final wait.
-        order = sorted((i, owner) for owner, share in enumerate(numbered) for i in range(len(share)))
+        order = sorted(
+            (i, owner) for owner, share in enumerate(numbered) for i in range(len(share))
+        )
         if self._pool is not None:
             ordered = (numbered[owner][i] for i, owner in order)
-            self._give([Work(n, step, version, part, num_samples, seed, or_newer) for n, part in ordered], self._pool)
+            self._give(
+                [Work(n, step, version, part, num_samples, seed, or_newer) for n, part in ordered],
+                self._pool,
+            )
         return Ticket([[number for number, _ in share] for share in numbered], version)
 
     def _give(self, works: Sequence[Work], pool: GeneratorPool) -> None:
@@ -109,7 +120,9 @@ class Generators:
         by_number = {result.number: result for result in self._unless_stopped(found)}
         return [by_number[number] for number in ticket.numbers[self._mesh.dp_rank]]
 
-    def collect_first(self, numbers: Sequence[int], count: int, oldest: int) -> tuple[list[Result], int]:
+    def collect_first(
+        self, numbers: Sequence[int], count: int, oldest: int
+    ) -> tuple[list[Result], int]:
         """Wait for the first of this rank's works to finish, this many; see `GeneratorPool.take`. Raises as `collect`.
 
         Returns:
@@ -159,10 +172,18 @@ class Generators:
                     break
                 if results is None or not all(map(is_sound, results)):
                     break
-                stored = {prompt: packed for result in results for prompt, packed in _packed(result).items()}
+                stored = {
+                    prompt: packed
+                    for result in results
+                    for prompt, packed in _packed(result).items()
+                }
             steps.append({"step": step, "version": ticket.version, "stored": stored})
         if self.takes_finished:
-            stored = {prompt: packed for result in pool.finished() for prompt, packed in _packed(result).items()}
+            stored = {
+                prompt: packed
+                for result in pool.finished()
+                for prompt, packed in _packed(result).items()
+            }
             steps += [{"step": 0, "version": 0, "stored": stored}] if stored else []
         content = io.BytesIO()
         torch.save(steps, content)
@@ -173,8 +194,15 @@ class Generators:
         if content:
             check_torch_archive(io.BytesIO(content), 0, len(content))
         steps = torch.load(io.BytesIO(content), weights_only=True) if content else []
-        self._stored = {prompt: packed for one in steps if not one["step"] for prompt, packed in one["stored"].items()}
-        return {one["step"]: Ticket([], one["version"], one["stored"]) for one in steps if one["step"]}
+        self._stored = {
+            prompt: packed
+            for one in steps
+            if not one["step"]
+            for prompt, packed in one["stored"].items()
+        }
+        return {
+            one["step"]: Ticket([], one["version"], one["stored"]) for one in steps if one["step"]
+        }
 
     def publish(self, version: int, *, as_oldest: bool = False) -> None:
         """Send the policy's weights as this version; `as_oldest` where the generators are to have no earlier one."""
@@ -195,14 +223,24 @@ def _packed(result: Result) -> dict[int, dict[str, Any]]:
     for at, prompt in enumerate(result.prompt_ids):
         own = slice(at * samples, (at + 1) * samples)
         tensors = {name: getattr(completions, name) for name in _TENSORS}
-        tensors = {name: None if value is None else value[own].clone() for name, value in tensors.items()}
+        tensors = {
+            name: None if value is None else value[own].clone() for name, value in tensors.items()
+        }
         scores = None
         if rewards is not None:
             by_source = {name: values[own].clone() for name, values in rewards.by_source.items()}
-            faults = {row - own.start: text for row, text in rewards.faults.items() if own.start <= row < own.stop}
+            faults = {
+                row - own.start: text
+                for row, text in rewards.faults.items()
+                if own.start <= row < own.stop
+            }
             values, status = rewards.values[own].clone(), rewards.status[own].clone()
             scores = {"values": values, "status": status, "by_source": by_source, "faults": faults}
-        found[prompt] = {**tensors, "finish_reasons": list(completions.finish_reasons[own]), "scores": scores}
+        found[prompt] = {
+            **tensors,
+            "finish_reasons": list(completions.finish_reasons[own]),
+            "scores": scores,
+        }
     return found
 
 

@@ -80,9 +80,13 @@ class GeneratorRank:
         self._staged: dict[int, dict[str, Tensor]] = {}  # received and not used yet
         self._has_ended = False
         self._unscored = 0  # results that wait for their scores
-        self._awake: contextlib.ExitStack | None = None  # the generator's, while the weights stay the same
+        self._awake: contextlib.ExitStack | None = (
+            None  # the generator's, while the weights stay the same
+        )
         self._failure: BaseException | None = None
-        self._links = Links.connect(Invitation.from_json(role.shared(INVITATION)), role.rank, HELLO, CONNECT_SECONDS)
+        self._links = Links.connect(
+            Invitation.from_json(role.shared(INVITATION)), role.rank, HELLO, CONNECT_SECONDS
+        )
         # At once, as it also shows rank 0 that this rank is alive while it loads the model.
         self._thread = LinkThread(self._links, silence_seconds, self._on_message, self._on_lost)
         self._group = role.weight_group(device)
@@ -96,7 +100,9 @@ class GeneratorRank:
         with self._changed:
             self._wait(lambda: self._has_ended)
 
-    def run(self, model: MegatronGPTReinforceActorModel, rm: RewardSource, phases: PhaseTracker) -> None:
+    def run(
+        self, model: MegatronGPTReinforceActorModel, rm: RewardSource, phases: PhaseTracker
+    ) -> None:
         """Answer prompts until the trainers end; `rm` scores the answers, asked by the block's first rank.
 
         Raises ConnectionError: rank 0 is lost. What a generator's engine or a reward source raises goes to the
@@ -119,7 +125,9 @@ class GeneratorRank:
         except GenerationError as error:  # of an engine that does not fall asleep
             self.fail(error)
         finally:
-            self._scoring.shutdown(wait=False, cancel_futures=True)  # closing `rm` ends those that wait for scores
+            self._scoring.shutdown(
+                wait=False, cancel_futures=True
+            )  # closing `rm` ends those that wait for scores
 
     def _take(self, count: int, room: int, *, waits: bool = True) -> list[Work] | None:
         """Ask for this many works; return those that there are, after waiting for one. Same on all ranks of the block.
@@ -180,7 +188,9 @@ class GeneratorRank:
         while True:
             rows = [one for _, responses in groups.values() for one in responses]
             running = sum(one.finish_reason is None for one in rows)
-            room = count - -(-running * len(groups) // max(len(rows), 1))  # all groups have as many samples
+            room = count - -(
+                -running * len(groups) // max(len(rows), 1)
+            )  # all groups have as many samples
             # Without updates in flight, the responses under way keep their version, and other works wait.
             is_free = self._inflight is not None or not running
             # One besides, without which a validation would never come.
@@ -207,9 +217,14 @@ class GeneratorRank:
         There is room for `count` groups.
         """
         begun = [one for _, responses in groups.values() for one in responses]
-        if self._inflight is None and self._is_leader:  # nothing new is begun before these are at their end
+        if (
+            self._inflight is None and self._is_leader
+        ):  # nothing new is begun before these are at their end
             self._withdraw()
-        few, samples = sum(one.finish_reason is None for one in begun) // 2, len(begun) // len(groups)
+        few, samples = (
+            sum(one.finish_reason is None for one in begun) // 2,
+            len(begun) // len(groups),
+        )
         updates = InFlight(self, few, with_room=(count - 1) * samples)
         try:
             self._wake()
@@ -226,10 +241,16 @@ class GeneratorRank:
             if all(one.finish_reason is not None for one in responses):
                 del groups[number]
                 lm, pad_id = self._model.lm, self._model.pad_id
-                whole = completions_of(responses, pad_id).within_vocabulary(lm.architecture.vocab_size, pad_id)
-                self._deliver(Result(number, (work.prompts[0].id,), whole), self._ask_for_scores(work, whole))
+                whole = completions_of(responses, pad_id).within_vocabulary(
+                    lm.architecture.vocab_size, pad_id
+                )
+                self._deliver(
+                    Result(number, (work.prompts[0].id,), whole), self._ask_for_scores(work, whole)
+                )
 
-    def next_action(self, unfinished: int, few: int, with_room: int) -> Literal["go on", "load", "stop"]:
+    def next_action(
+        self, unfinished: int, few: int, with_room: int
+    ) -> Literal["go on", "load", "stop"]:
         """Return what is to happen before the next token.
 
         Args:
@@ -299,17 +320,25 @@ class GeneratorRank:
         result, future = Result(work.number, tuple(prompt.id for prompt in work.prompts)), None
         try:
             self._wake()
-            found = self._model.infer(work.prompts, work.num_samples, work.seed, validation=work.validation)
+            found = self._model.infer(
+                work.prompts, work.num_samples, work.seed, validation=work.validation
+            )
             versions = torch.full_like(found.tokens, self.version)
             result = replace(result, completions=replace(found, weight_versions=versions))
             future = self._ask_for_scores(work, found)
         except GenerationError as error:
-            self._awake = None  # one that has failed is not put to sleep, and wakes with the next weights
+            self._awake = (
+                None  # one that has failed is not put to sleep, and wakes with the next weights
+            )
             result = replace(result, failure=error)
         return result, future
 
     def _ask_for_scores(self, work: Work, found: Completions) -> RewardFuture | None:
-        return self._rm.infer_rm(reward_request(self._model, work.prompts, found)) if self._is_leader else None
+        return (
+            self._rm.infer_rm(reward_request(self._model, work.prompts, found))
+            if self._is_leader
+            else None
+        )
 
     def _deliver(self, result: Result, future: RewardFuture | None) -> None:
         """Give a result to the trainers once it has its scores."""

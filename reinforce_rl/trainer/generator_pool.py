@@ -57,7 +57,9 @@ class GeneratorPool:
     Raises ConnectionError: a generator did not come.
     """
 
-    def __init__(self, role: RankRole, device: torch.device, silence_seconds: float, bounds: ResultBounds):
+    def __init__(
+        self, role: RankRole, device: torch.device, silence_seconds: float, bounds: ResultBounds
+    ):
         self._begin_empty(bounds)
         self._room = dict.fromkeys(role.leaders, 0)  # works that each has asked for
         self._begun, self._leaders = set[int](), set(role.leaders)
@@ -67,7 +69,9 @@ class GeneratorPool:
         self._links, seconds = links, role.timeout.total_seconds()
         if missing := sorted(set(role.generators) - links.accept(role.generators, seconds).keys()):
             links.close()
-            raise ConnectionError(f"the ranks {missing}, which generate, did not come within {seconds:.0f} s")
+            raise ConnectionError(
+                f"the ranks {missing}, which generate, did not come within {seconds:.0f} s"
+            )
         self.group = role.weight_group(device)
         self._thread = LinkThread(links, silence_seconds, self._on_message, self._on_lost)
 
@@ -79,7 +83,9 @@ class GeneratorPool:
         self._given: dict[int, Work] = {}  # and not forgotten
         self._given_again = set[int]()  # as their rollouts were too old
         self._results: dict[int, Result] = {}
-        self._again: set[int] | None = None  # while `take` waits: works that were given again before
+        self._again: set[int] | None = (
+            None  # while `take` waits: works that were given again before
+        )
         self._dropped = 0  # since then
         self._failure: ReinforceError | None = None  # of a generator that cannot go on
         self._informed_of_end = set[int]()  # ranks that have read that the run has ended
@@ -123,7 +129,9 @@ class GeneratorPool:
             dropped, self._dropped, self._again = self._dropped, 0, None
             return found, dropped
 
-    def _to_take(self, shares: Sequence[tuple[Sequence[int], int]], oldest: int) -> list[Result] | None:
+    def _to_take(
+        self, shares: Sequence[tuple[Sequence[int], int]], oldest: int
+    ) -> list[Result] | None:
         """Return what `take` does, once it is there."""
         self._again = set(self._given_again) if self._again is None else self._again
         self._give_again(oldest)
@@ -165,7 +173,11 @@ class GeneratorPool:
                 chosen.append(number)
         if len(chosen) < count and not missing:
             chosen += [number for number in order if number not in set(chosen)]
-        return [self._results[number] for number in sorted(chosen[:count])] if len(chosen) >= count else None
+        return (
+            [self._results[number] for number in sorted(chosen[:count])]
+            if len(chosen) >= count
+            else None
+        )
 
     def forget(self, numbers: Iterable[int]) -> None:
         with self._changed:
@@ -183,7 +195,9 @@ class GeneratorPool:
         """Return the results to take that are there, without failures."""
         with self._changed:
             found = [result for result in self._results.values() if is_sound(result)]
-            return [result for result in found if self._given[result.number].or_newer]  # not a validation's
+            return [
+                result for result in found if self._given[result.number].or_newer
+            ]  # not a validation's
 
     def announce(self, version: int) -> None:
         """Have all generators' ranks receive weights, once each has loaded its model; raises as `wait`."""
@@ -293,7 +307,9 @@ class GeneratorPool:
 
 def is_sound(result: Result) -> bool:
     """Return False after a failure, of scores too, which a run that goes on may be spared."""
-    return result.failure is None and (result.rewards is None or bool((result.rewards.status == STATUS_OK).all()))
+    return result.failure is None and (
+        result.rewards is None or bool((result.rewards.status == STATUS_OK).all())
+    )
 
 
 def _age(result: Result, unknown: int) -> int:

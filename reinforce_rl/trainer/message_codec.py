@@ -47,7 +47,14 @@ _MAX_SOURCES = 1000
 _MAX_SOURCE_NAME = 200  # characters
 _KEY = re.compile(r"[a-z0-9_.]{0,200}")  # of an error
 # Of safetensors, and of torch for shapes that it cannot have.
-_TENSOR_ERRORS = (SafetensorError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+_TENSOR_ERRORS = (
+    SafetensorError,
+    ArithmeticError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class BadMessageError(ValueError):
@@ -184,12 +191,20 @@ def _fields_of(result: Result) -> _ResultFields:
 def _tensors_of(result: Result) -> dict[str, Tensor]:
     tensors: dict[str, Tensor | None] = {}
     if result.completions is not None:
-        tensors |= {f"completions.{name}": getattr(result.completions, name) for name in _COMPLETIONS}
+        tensors |= {
+            f"completions.{name}": getattr(result.completions, name) for name in _COMPLETIONS
+        }
     if result.rewards is not None:
         tensors |= {f"rewards.{name}": getattr(result.rewards, name) for name in _REWARDS}
-        tensors |= {f"{_BY_SOURCE}{name}": values for name, values in result.rewards.by_source.items()}
+        tensors |= {
+            f"{_BY_SOURCE}{name}": values for name, values in result.rewards.by_source.items()
+        }
     # Copies, as safetensors refuses tensors that share memory.
-    return {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items() if tensor is not None}
+    return {
+        name: tensor.cpu().contiguous().clone()
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
 
 
 def _read_tensors(data: bytes) -> dict[str, Tensor]:
@@ -223,10 +238,14 @@ def _check_texts(fields: _ResultFields) -> None:
         raise BadMessageError(f"sources are {len(fields.sources)}, expected at most {_MAX_SOURCES}")
     longest_name = max(map(len, fields.sources), default=0)
     if longest_name > _MAX_SOURCE_NAME:
-        raise BadMessageError(f"sources has a name of {longest_name} characters, expected at most {_MAX_SOURCE_NAME}")
+        raise BadMessageError(
+            f"sources has a name of {longest_name} characters, expected at most {_MAX_SOURCE_NAME}"
+        )
     longest_fault = max(map(len, fields.faults.values()), default=0)
     if longest_fault > _MAX_FAULT:
-        raise BadMessageError(f"faults has a text of {longest_fault} characters, expected at most {_MAX_FAULT}")
+        raise BadMessageError(
+            f"faults has a text of {longest_fault} characters, expected at most {_MAX_FAULT}"
+        )
 
 
 def _completions_of(finish_reasons: tuple[str, ...], tensors: dict[str, Tensor]) -> Completions:
@@ -260,7 +279,9 @@ def _rewards_of(fields: _ResultFields, tensors: dict[str, Tensor]) -> Rewards:
     return Rewards(values, status, by_source, fields.faults)
 
 
-def _take(tensors: dict[str, Tensor], name: str, dtype: torch.dtype, dimensions: int) -> Tensor | None:
+def _take(
+    tensors: dict[str, Tensor], name: str, dtype: torch.dtype, dimensions: int
+) -> Tensor | None:
     tensor = tensors.pop(name, None)
     if tensor is not None and (tensor.dtype != dtype or tensor.ndim != dimensions):
         form = f"{tensor.dtype} of {tensor.ndim} dimensions"
@@ -268,7 +289,9 @@ def _take(tensors: dict[str, Tensor], name: str, dtype: torch.dtype, dimensions:
     return tensor
 
 
-def _take_needed(tensors: dict[str, Tensor], name: str, dtype: torch.dtype, dimensions: int) -> Tensor:
+def _take_needed(
+    tensors: dict[str, Tensor], name: str, dtype: torch.dtype, dimensions: int
+) -> Tensor:
     tensor = _take(tensors, name, dtype, dimensions)
     if tensor is None:
         raise BadMessageError(f"Result has no tensor {name}")
@@ -277,7 +300,9 @@ def _take_needed(tensors: dict[str, Tensor], name: str, dtype: torch.dtype, dime
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
-        raise BadMessageError(f"{name} has the shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+        raise BadMessageError(
+            f"{name} has the shape {tuple(tensor.shape)}, expected {tuple(shape)}"
+        )
 
 
 def _failure_of(error: BaseException) -> _Failure:

@@ -44,7 +44,9 @@ class Result:
     prompt_ids: tuple[int, ...]
     completions: Completions | None = None  # None after a failure
     rewards: Rewards | None = None
-    failure: ReinforceError | None = None  # of the engine if there are no completions, else of the reward source
+    failure: ReinforceError | None = (
+        None  # of the engine if there are no completions, else of the reward source
+    )
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,9 @@ def _fault_of_versions(completions: Completions, work: Work, newest: int) -> str
     oldest = 0 if work.or_newer else work.version
     latest = newest if work.or_newer else work.version
     if first < oldest or last > latest:
-        return f"weights of versions {first} to {last} drew its tokens, expected {oldest} to {latest}"
+        return (
+            f"weights of versions {first} to {last} drew its tokens, expected {oldest} to {latest}"
+        )
     becomes_older = (versions[:, 1:] < versions[:, :-1]) & is_token[:, 1:]
     if bool(becomes_older.any()):
         return "older weights drew a token after newer ones had drawn the one before"

@@ -60,13 +60,22 @@ def request_about(
     Logs a warning where a text lacks a special token other than the one at its end.
     """
     repeated = completions.repeat_to_samples(prompts)
-    sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, pad_id_of(tokenizer))
+    sequences, prompt_lengths = join_prompts_and_responses(
+        repeated, completions, pad_id_of(tokenizer)
+    )
     # Without the stop token, which a tokenizer may not treat as special.
-    tokens = torch.nn.functional.pad(completions.tokens, (0, 1))  # a column even where all responses are empty
+    tokens = torch.nn.functional.pad(
+        completions.tokens, (0, 1)
+    )  # a column even where all responses are empty
     last = tokens.gather(1, (completions.lengths - 1).clamp(min=0)[:, None])[:, 0]
     stop_ids = torch.tensor(stop_token_ids, dtype=torch.long)
-    text_lengths = completions.lengths - ((completions.lengths > 0) & torch.isin(last, stop_ids)).long()
-    texts = [row[:length] for row, length in zip(completions.tokens.tolist(), text_lengths.tolist(), strict=True)]
+    text_lengths = (
+        completions.lengths - ((completions.lengths > 0) & torch.isin(last, stop_ids)).long()
+    )
+    texts = [
+        row[:length]
+        for row, length in zip(completions.tokens.tolist(), text_lengths.tolist(), strict=True)
+    ]
     if skip_special_tokens:
         _warn_of_special_tokens(tokenizer, texts)
     return RewardRequest(
@@ -80,7 +89,9 @@ def request_about(
     )
 
 
-def _warn_of_special_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[int]]) -> None:
+def _warn_of_special_tokens(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[int]]
+) -> None:
     """Log a warning, once for each, of special tokens that are not in the texts. Padding and the like is no loss."""
     of_every_text = [
         tokenizer.bos_token_id,
@@ -114,13 +125,20 @@ def scores_of(future: RewardFuture, count: int) -> Rewards:
 
 def faults_of(answer: Rewards) -> list[str | None]:
     """Return why each sample's scoring failed; None where it did not."""
-    texts = {code: STATUS_TEXT.get(code, f"status {code}") for code in set(answer.status.tolist()) - {STATUS_OK}}
+    texts = {
+        code: STATUS_TEXT.get(code, f"status {code}")
+        for code in set(answer.status.tolist()) - {STATUS_OK}
+    }
     codes = enumerate(answer.status.tolist())
-    return [None if code == STATUS_OK else answer.faults.get(row, texts[code]) for row, code in codes]
+    return [
+        None if code == STATUS_OK else answer.faults.get(row, texts[code]) for row, code in codes
+    ]
 
 
 def with_valid(batch: RolloutBatch, truncated_samples: str) -> RolloutBatch:
     """Set which samples of a scored batch count; with `drop`, truncated ones do not."""
     valid = torch.isfinite(batch.rewards) & (batch.response_lengths > 0)
-    valid &= torch.tensor([reason != FINISH_OUTSIDE for reason in batch.finish_reasons], dtype=torch.bool)
+    valid &= torch.tensor(
+        [reason != FINISH_OUTSIDE for reason in batch.finish_reasons], dtype=torch.bool
+    )
     return replace(batch, valid=valid & batch.is_end if truncated_samples == "drop" else valid)

@@ -54,7 +54,9 @@ _TOLD = 3  # reasons of failed scores in a message; texts of errors may all diff
 @dataclass(frozen=True)
 class PendingRollouts:
     batch: RolloutBatch  # without rewards; all samples invalid
-    futures: tuple[tuple[RewardFuture, int], ...]  # (future, samples) per micro-batch that this rank asked about
+    futures: tuple[
+        tuple[RewardFuture, int], ...
+    ]  # (future, samples) per micro-batch that this rank asked about
     work: WorkQueue  # restores the batch's order
 
 
@@ -87,14 +89,20 @@ class RolloutMaker:
     loader: PromptLoader  # prompts of `make`
     clock: StepClock
     stop: StopRequest
-    has_ratios: bool = False  # a batch takes more than one optimizer step, so old log-probs are needed
+    has_ratios: bool = (
+        False  # a batch takes more than one optimizer step, so old log-probs are needed
+    )
     # Entered around the generation of a step.
     while_generating: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     generators: Generators | None = None  # on ranks of their own; None: this rank generates
-    staleness: int = 0  # steps after this one whose prompts are drawn, and generated if there are generators
+    staleness: int = (
+        0  # steps after this one whose prompts are drawn, and generated if there are generators
+    )
     max_steps: int = sys.maxsize
     ahead: deque[Drawn] = field(default_factory=deque)  # this step's and the following ones'
-    under_way: dict[int, Prompt] = field(default_factory=dict)  # with `takes_finished`, by number of the work
+    under_way: dict[int, Prompt] = field(
+        default_factory=dict
+    )  # with `takes_finished`, by number of the work
 
     @property
     def is_off_policy(self) -> bool:
@@ -126,7 +134,9 @@ class RolloutMaker:
         self.ahead.popleft()  # not before: a run that is stopped saves what was generated for this step
         if self.generators is not None and drawn.ticket is not None:
             self.generators.forget(drawn.ticket)
-            for number in drawn.ticket.numbers[self.model.mesh.dp_rank] if self.takes_finished else ():
+            for number in (
+                drawn.ticket.numbers[self.model.mesh.dp_rank] if self.takes_finished else ()
+            ):
                 self.under_way.pop(number, None)
         means = rollout_means(batch)
         if self.is_off_policy and batch.weight_versions is not None:
@@ -197,7 +207,12 @@ class RolloutMaker:
         return means, samples
 
     def answer(
-        self, name: str, step: int, prompts: Sequence[Prompt], phases: PhaseTracker, num_samples: int = 1
+        self,
+        name: str,
+        step: int,
+        prompts: Sequence[Prompt],
+        phases: PhaseTracker,
+        num_samples: int = 1,
     ) -> RolloutBatch:
         """Sample this rank's prompts with validation's settings and score the responses; raises as `evaluate`."""
         phases.begin(name)
@@ -258,7 +273,9 @@ class RolloutMaker:
         answers: list[Rewards] | None = []
         with mesh.raise_on_all_ranks():
             if pending.futures:
-                answers = self.stop.run_interruptible(lambda: [scores_of(*asked) for asked in pending.futures])
+                answers = self.stop.run_interruptible(
+                    lambda: [scores_of(*asked) for asked in pending.futures]
+                )
                 if answers is None:
                     sentence = f"stopped by {self.stop.reason}"
                     raise StoppedEarly(sentence, key="run.stop.by_signal")
@@ -269,9 +286,13 @@ class RolloutMaker:
             unscored = [torch.full_like(answer.values, torch.nan) for answer in own]
             for source in dict.fromkeys(source for answer in own for source in answer.by_source):
                 parts = zip(own, unscored, strict=True)
-                sources[source] = torch.cat([part.by_source.get(source, nan) for part, nan in parts])
+                sources[source] = torch.cat(
+                    [part.by_source.get(source, nan) for part, nan in parts]
+                )
         rewards, faults, sources = mesh.from_model_parallel_rank_0((rewards, faults, sources))
-        self._check_failures(Counter(fault for fault in faults if fault is not None), len(rewards), name)
+        self._check_failures(
+            Counter(fault for fault in faults if fault is not None), len(rewards), name
+        )
         scored = replace(batch, rewards=rewards, source_rewards=sources, score_faults=tuple(faults))
         return with_valid(scored, self.cfg.truncated_samples)
 
@@ -283,7 +304,11 @@ class RolloutMaker:
         is_known = self.cfg.generator_log_probs and is_current and not self.has_ratios
         if self.cfg.uses_reference or self.has_ratios:
             with self.clock.phase("logprobs"):
-                own = batch.generator_log_probs if is_known else self.model.get_inference_log_probs(*where)
+                own = (
+                    batch.generator_log_probs
+                    if is_known
+                    else self.model.get_inference_log_probs(*where)
+                )
                 batch = replace(batch, log_probs=own)
         if self.cfg.uses_reference:
             with self.clock.phase("init_logprobs"):
@@ -319,12 +344,21 @@ class RolloutMaker:
         own, mesh = self.generators, self.model.mesh
         assert own is not None
         with self.clock.phase("generate"), self.while_generating():
-            results, dropped = own.collect_first(list(self.under_way), count, step - 1 - self.staleness)
+            results, dropped = own.collect_first(
+                list(self.under_way), count, step - 1 - self.staleness
+            )
             prompts = [self.under_way[result.number] for result in results]
             pending = self._received(prompts, results)
         taken = mesh.gather_over_dp([result.number for result in results])
-        left = [prompt.id for number, prompt in self.under_way.items() if number not in set(taken[mesh.dp_rank])]
-        position = {**self.loader.state_dict(), "under_way": [*chain.from_iterable(mesh.gather_over_dp(left))]}
+        left = [
+            prompt.id
+            for number, prompt in self.under_way.items()
+            if number not in set(taken[mesh.dp_rank])
+        ]
+        position = {
+            **self.loader.state_dict(),
+            "under_way": [*chain.from_iterable(mesh.gather_over_dp(left))],
+        }
         return Drawn(prompts, position, Ticket(taken, 0)), pending, dropped
 
     def _received(self, prompts: Sequence[Prompt], results: Sequence[Result]) -> PendingRollouts:
@@ -336,12 +370,17 @@ class RolloutMaker:
         futures = ()
         if mesh.is_model_parallel_rank_0:
             futures = tuple(
-                (CompletedRewards(r.rewards, r.failure), len(p.lengths)) for r, p in zip(results, parts, strict=True)
+                (CompletedRewards(r.rewards, r.failure), len(p.lengths))
+                for r, p in zip(results, parts, strict=True)
             )
         work = WorkQueue(mesh, [()] * len(parts), shared=False)
-        return PendingRollouts(self._unscored(prompts, join_completions(parts, self.model.pad_id)), futures, work)
+        return PendingRollouts(
+            self._unscored(prompts, join_completions(parts, self.model.pad_id)), futures, work
+        )
 
-    def _sample_step(self, prompts: Sequence[Prompt], step: int, ticket: Ticket | None = None) -> PendingRollouts:
+    def _sample_step(
+        self, prompts: Sequence[Prompt], step: int, ticket: Ticket | None = None
+    ) -> PendingRollouts:
         with self.clock.phase("generate"), self.while_generating():
             return self.sample(prompts, self.cfg.num_rollouts_per_prompt, step, ticket)
 
@@ -360,7 +399,11 @@ class RolloutMaker:
         position = self.loader.state_dict()
         for _ in range(1 + self.cfg.max_resampling_rounds):
             # First those that an earlier start of the run had under way.
-            next_ones = self.ahead.popleft() if self.ahead else Drawn(next(self.loader), self.loader.state_dict())
+            next_ones = (
+                self.ahead.popleft()
+                if self.ahead
+                else Drawn(next(self.loader), self.loader.state_dict())
+            )
             prompts, position = next_ones.prompts, next_ones.position
             batch = self._score_step(self._sample_step(prompts, step), step)
             all_prompts += prompts
@@ -368,7 +411,11 @@ class RolloutMaker:
             differs = has_reward_variance(batch.rewards, batch.group_ids, batch.valid)
             for ids in mesh.gather_over_dp(batch.group_ids[differs].tolist()):
                 with_spread += dict.fromkeys(ids)  # each once, in order
-            if len(with_spread) >= wanted or self.loader.state_dict()["epoch"] != epoch or self.is_over:
+            if (
+                len(with_spread) >= wanted
+                or self.loader.state_dict()["epoch"] != epoch
+                or self.is_over
+            ):
                 break
         batch = join_rollouts(drawn, self.model.pad_id)
         kept = torch.isin(batch.group_ids, torch.tensor(with_spread[:wanted], dtype=torch.long))
@@ -380,7 +427,9 @@ class RolloutMaker:
             "groups_trained": min(len(with_spread), wanted),
             "resampling_rounds": len(drawn) - 1,
         }
-        return StepRollouts(all_prompts, position, batch.select(kept.nonzero()[:, 0]), {**metrics, **counts})
+        return StepRollouts(
+            all_prompts, position, batch.select(kept.nonzero()[:, 0]), {**metrics, **counts}
+        )
 
     def _check_failures(self, reasons: Counter[str], count: int, name: str) -> None:
         mesh, bound = self.model.mesh, self.cfg.max_failed_fraction
@@ -390,9 +439,16 @@ class RolloutMaker:
         every = sum(mesh.gather_over_dp(reasons), Counter[str]())
         told = [f"{text} ({number})" for text, number in every.most_common(_TOLD)]
         told += [f"and {len(every) - _TOLD} more"] if len(every) > _TOLD else []
-        found, why = f"scoring failed for {failed / total:.1%} of the samples of {name}", ", ".join(told)
+        found, why = (
+            f"scoring failed for {failed / total:.1%} of the samples of {name}",
+            ", ".join(told),
+        )
         if failed > bound * total:
-            more = "; the reward server's log says more" if every.keys() & set(STATUS_TEXT.values()) else ""
+            more = (
+                "; the reward server's log says more"
+                if every.keys() & set(STATUS_TEXT.values())
+                else ""
+            )
             raise TooManyFailedRewardsError(
                 f"{found}, above trainer.reinforce.max_failed_fraction = {bound}; reasons: {why}. "
                 f"Nothing was trained on them{more}",
@@ -403,7 +459,9 @@ class RolloutMaker:
 
     def _unscored(self, prompts: Sequence[Prompt], completions: Completions) -> RolloutBatch:
         repeated = completions.repeat_to_samples(prompts)
-        sequences, prompt_lengths = join_prompts_and_responses(repeated, completions, self.model.pad_id)
+        sequences, prompt_lengths = join_prompts_and_responses(
+            repeated, completions, self.model.pad_id
+        )
         count = len(repeated)
         return RolloutBatch(
             sequences=sequences,

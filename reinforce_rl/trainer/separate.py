@@ -111,7 +111,9 @@ class SeparatePool(GeneratorPool):
         self._note = note
         self._generators: dict[int, _Generator] = {}
         self._newest = 0  # version that generators are to have
-        self._sent: tuple[NewWeights, tuple[int, ...]] | None = None  # the last transfer and its ranks
+        self._sent: tuple[NewWeights, tuple[int, ...]] | None = (
+            None  # the last transfer and its ranks
+        )
         self._members: tuple[int, ...] = ()  # of the group
         self._answers: dict[int, Received] = {}  # to the last transfer, by rank
         self._epoch = 0
@@ -140,15 +142,21 @@ class SeparatePool(GeneratorPool):
         super().close()
         self.group.close()
 
-    def await_results(self, numbers: Sequence[int], stop: StopRequest | None = None, anybody: bool = False) -> bool:
+    def await_results(
+        self, numbers: Sequence[int], stop: StopRequest | None = None, anybody: bool = False
+    ) -> bool:
         """Wait for results, and for `anybody` who has the newest weights; see `_await`."""
 
         def are_there() -> bool:
-            return all(number in self._results for number in numbers) and (self._has_newest() or not anybody)
+            return all(number in self._results for number in numbers) and (
+                self._has_newest() or not anybody
+            )
 
         return self._await(are_there, stop)
 
-    def await_first(self, shares: Sequence[tuple[Sequence[int], int]], oldest: int, stop: StopRequest) -> bool:
+    def await_first(
+        self, shares: Sequence[tuple[Sequence[int], int]], oldest: int, stop: StopRequest
+    ) -> bool:
         """Wait for what `take` returns; see `_await`."""
         return self._await(lambda: self._to_take(shares, oldest) is not None, stop)
 
@@ -204,7 +212,9 @@ class SeparatePool(GeneratorPool):
             if not is_new:
                 return self.group
             try:
-                self.group.form(self._epoch, 0, 1 + len(ranks), partial(self._are_there, set(ranks)))
+                self.group.form(
+                    self._epoch, 0, 1 + len(ranks), partial(self._are_there, set(ranks))
+                )
                 return self.group
             except RuntimeError as error:
                 self.group.abandon(self.group.epoch, str(error))
@@ -224,7 +234,11 @@ class SeparatePool(GeneratorPool):
                 answers = [self._answers.get(rank) for rank in one.ranks]
                 faults = [answer.fault for answer in answers if answer is not None and answer.fault]
                 if None in answers:
-                    self._drop(one, f"said nothing of new weights for {self._silence_seconds:.0f} s", dismiss=True)
+                    self._drop(
+                        one,
+                        f"said nothing of new weights for {self._silence_seconds:.0f} s",
+                        dismiss=True,
+                    )
                 elif not faults:
                     one.version, one.failures = offer.version, 0
                     one.since = offer.version if one.since < 0 else one.since
@@ -248,7 +262,11 @@ class SeparatePool(GeneratorPool):
 
     def _lacking(self) -> list[int]:
         """Return the ranks that have to get the newest weights."""
-        lacking = (one.ranks for one in self._generators.values() if one.is_ready and one.version < self._newest)
+        lacking = (
+            one.ranks
+            for one in self._generators.values()
+            if one.is_ready and one.version < self._newest
+        )
         return sorted(chain.from_iterable(lacking))
 
     def _check(self) -> None:
@@ -261,7 +279,10 @@ class SeparatePool(GeneratorPool):
             text = f"Waiting for a generator, up to {self._wait_seconds:.0f} s" if is_alone else ""
             self._status.waiting(text)
             self._note(text or "The wait for a generator is over")
-        elif self._alone_since is not None and time.monotonic() - self._alone_since > self._wait_seconds:
+        elif (
+            self._alone_since is not None
+            and time.monotonic() - self._alone_since > self._wait_seconds
+        ):
             last = f"; the last one: {self._last_loss}" if self._last_loss else ""
             self._failure = GenerationError(
                 f"no generator was there for {self._wait_seconds:.0f} s (generator_timeout_seconds){last}. "
@@ -283,7 +304,9 @@ class SeparatePool(GeneratorPool):
                 if work.version not in self._told:
                     self._told.add(work.version)
                     what = f"No generator has the weights after step {work.version} any more"
-                    self._notes.append(f"{what}: prompts of step {work.step} are answered with those after {oldest}")
+                    self._notes.append(
+                        f"{what}: prompts of step {work.step} are answered with those after {oldest}"
+                    )
                 work = replace(work, version=oldest)
             idle = dict.fromkeys(self._idle)  # each once
             able_now = (n for n in idle if self._can_do(self._generators[n], work))
@@ -308,7 +331,9 @@ class SeparatePool(GeneratorPool):
             self.group.abandon(self._epoch, f"{one.name} was lost")
         for rank in set(self._members) - one.ranks:
             self._links.send(rank, *encode(Abandoned(self._epoch, f"{one.name} was lost")))
-        self._waiting = deque(sorted([*self._waiting, *one.under_way.values()], key=lambda work: work.number))
+        self._waiting = deque(
+            sorted([*self._waiting, *one.under_way.values()], key=lambda work: work.number)
+        )
         self._last_loss = f"{one.name} {why}"
         again = f"; {len(one.under_way)} of its micro-batches go to others" if one.under_way else ""
         self._notes.append(f"Generator {self._last_loss}{again}")
@@ -345,7 +370,9 @@ class SeparatePool(GeneratorPool):
             self._dismiss(rank, "the trainers have taken it for lost")
         elif isinstance(message, WorkRequest):
             if abs(message.count) > _MOST_WORKS - self._idle.count(one.number):
-                raise BadMessageError(f"it asks for {message.count} works, expected at most {_MOST_WORKS} in all")
+                raise BadMessageError(
+                    f"it asks for {message.count} works, expected at most {_MOST_WORKS} in all"
+                )
             one.is_ready = one.is_ready or len(one.ranks) == one.size
             self._idle.extend([one.number] * message.count)
             for _ in range(min(-message.count, self._idle.count(one.number))):
@@ -364,7 +391,9 @@ class SeparatePool(GeneratorPool):
     def _take_result(self, one: _Generator, result: Result) -> None:
         work = one.under_way.get(result.number)
         if work is None:
-            raise BadMessageError(f"it answers work {result.number}, which it was not given or has answered")
+            raise BadMessageError(
+                f"it answers work {result.number}, which it was not given or has answered"
+            )
         result = self._checked(work, result)
         if result.failure is not None and result.completions is None:
             self._drop(one, f"gave no responses: {quoted(result.failure)}", dismiss=True)
@@ -389,7 +418,9 @@ class SeparatePool(GeneratorPool):
         number = rank // RANKS
         name = quoted(arrival.name, _MOST_LETTERS)
         if not rank % RANKS < arrival.size <= RANKS:
-            raise BadMessageError(f"rank {rank % RANKS} of {arrival.size} ranks has come, expected up to {RANKS}")
+            raise BadMessageError(
+                f"rank {rank % RANKS} of {arrival.size} ranks has come, expected up to {RANKS}"
+            )
         keys = self._settings.keys() | arrival.settings.keys()
         wrong = sorted(key for key in keys if self._settings.get(key) != arrival.settings.get(key))
         if wrong:
@@ -402,7 +433,9 @@ class SeparatePool(GeneratorPool):
             return
         one = self._generators.setdefault(number, _Generator(number, arrival.size, name))
         if rank in one.ranks or arrival.size != one.size:
-            raise BadMessageError(f"rank {rank % RANKS} has come twice, or with another number of ranks")
+            raise BadMessageError(
+                f"rank {rank % RANKS} has come twice, or with another number of ranks"
+            )
         one.ranks.add(rank)
         if len(one.ranks) == one.size:
             self._notes.append(f"Generator {one.name} has come")
@@ -421,14 +454,18 @@ class SeparateGenerators(Generators):
         self._await([ticket], self._stop, anybody=ticket.stored is not None)
         return super().collect(ticket, prompts)
 
-    def collect_first(self, numbers: Sequence[int], count: int, oldest: int) -> tuple[list[Result], int]:
+    def collect_first(
+        self, numbers: Sequence[int], count: int, oldest: int
+    ) -> tuple[list[Result], int]:
         shares = self._mesh.gather_over_dp((list(numbers), count))
         self._send_until(lambda pool: not pool.await_first(shares, oldest, self._stop))
         return super().collect_first(numbers, count, oldest)
 
     def state(self, tickets: Mapping[int, Ticket]) -> bytes:
         """As of `Generators`; a collective call, and without the rollouts that nobody is there to make."""
-        waited = [one for one in tickets.values() if one.stored is None and one.version != self.version]
+        waited = [
+            one for one in tickets.values() if one.stored is None and one.version != self.version
+        ]
         with contextlib.suppress(ReinforceError):  # the one that ends the run
             self._await(waited)
         return super().state(tickets)
@@ -437,7 +474,9 @@ class SeparateGenerators(Generators):
         self.version, self._oldest = version, version if as_oldest else self._oldest
         self._send()
 
-    def _await(self, tickets: Iterable[Ticket], stop: StopRequest | None = None, anybody: bool = False) -> None:
+    def _await(
+        self, tickets: Iterable[Ticket], stop: StopRequest | None = None, anybody: bool = False
+    ) -> None:
         numbers = [number for ticket in tickets for number in chain.from_iterable(ticket.numbers)]
         self._send_until(lambda pool: not pool.await_results(numbers, stop, anybody))
 

@@ -85,9 +85,14 @@ class SeparateGeneratorRank(GeneratorRank):
         phase, place = self._own_phases.phase, self._place.look()
         if (
             phase.name == "generate"
-            and (seconds := time.monotonic() - max(place.still_since, phase.since)) > self._hang_seconds
+            and (seconds := time.monotonic() - max(place.still_since, phase.since))
+            > self._hang_seconds
         ):
-            print(f"error: generation stands still at {place.line} for {seconds:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"error: generation stands still at {place.line} for {seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
             os._exit(EXIT_LOST_RANK)  # the main thread cannot end
         return [b""]
 
@@ -109,7 +114,9 @@ class SeparateGeneratorRank(GeneratorRank):
         with self._changed:
             own = {self.version, *self._staged}
         of_ranks = self._model.mesh.gather_on_model_parallel_rank_0(own)
-        return self._model.mesh.from_model_parallel_rank_0(max(set.intersection(*of_ranks)) if of_ranks else None)
+        return self._model.mesh.from_model_parallel_rank_0(
+            max(set.intersection(*of_ranks)) if of_ranks else None
+        )
 
     def _load(self, version: int) -> None:
         if self._groups is not None:  # a work is given once all ranks have a version for it

@@ -54,7 +54,9 @@ def generate(cfg: TrainConfig, stop: StopRequest) -> None:
             control.phases.begin("waiting for the reward server", has_deadline=True)
             rm = stack.enter_context(
                 contextlib.closing(
-                    connect_to_reward_servers(cfg, mesh, tokenizer, SilentMonitor(folder, notes=mesh.is_main))
+                    connect_to_reward_servers(
+                        cfg, mesh, tokenizer, SilentMonitor(folder, notes=mesh.is_main)
+                    )
                 )
             )
             control.phases.begin("loading the model")
@@ -81,7 +83,9 @@ def _join(cfg: TrainConfig, mesh: Mesh, control: RunControl) -> SeparateGenerato
     """Connect this rank to the trainers, once they are there."""
     control.phases.begin("waiting for the trainers", has_deadline=True)
     timeout = timedelta(seconds=cfg.trainer.heartbeat_timeout_seconds)
-    arrival = Arrival(mesh.world_size, f"{gethostname()}, process {os.getpid()}", shared_settings(cfg))
+    arrival = Arrival(
+        mesh.world_size, f"{gethostname()}, process {os.getpid()}", shared_settings(cfg)
+    )
 
     def connected(number: int, invitation: OpenInvitation) -> SeparateGeneratorRank:
         return SeparateGeneratorRank(

@@ -154,7 +154,9 @@ class NonFiniteGuard:
     """
 
     most: int
-    is_sound: bool = True  # False while the loss is not finite, which can happen with finite weights
+    is_sound: bool = (
+        True  # False while the loss is not finite, which can happen with finite weights
+    )
     _skipped: int = 0
 
     def check(
@@ -183,7 +185,9 @@ class NonFiniteGuard:
                 key="trainer.gradient.not_finite",
             )
         if self._skipped:
-            note(f"step {step}: a gradient is not finite, skipped ({self._skipped} of at most {self.most} in a row)")
+            note(
+                f"step {step}: a gradient is not finite, skipped ({self._skipped} of at most {self.most} in a row)"
+            )
 
     def check_end(self, step: int) -> None:
         """Raise DivergedError if the weights after the last step are not known to be sound."""

@@ -237,7 +237,11 @@ def _random_digest(mesh: Any) -> str:
 
 
 def _device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {os.cpu_count()} cores"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {os.cpu_count()} cores"
+    )
 
 
 def _version(package: str) -> str:

@@ -31,10 +31,16 @@ class WorkQueue:
         if not shared:
             return
         if mesh.is_main:
-            mesh.reset_count(COUNTER)  # safe: no rank still counts in the last phase or already in this one
+            mesh.reset_count(
+                COUNTER
+            )  # safe: no rank still counts in the last phase or already in this one
         shares = mesh.gather_over_dp(self._micro_batches)
         # Ends of shares may be smaller; taking them last shortens the final wait.
-        places = sorted(chain.from_iterable(((i, owner) for i in range(len(p))) for owner, p in enumerate(shares)))
+        places = sorted(
+            chain.from_iterable(
+                ((i, owner) for i in range(len(p))) for owner, p in enumerate(shares)
+            )
+        )
         self._micro_batches = [shares[owner][i] for i, owner in places]
         self._own = [number for number, (_, owner) in enumerate(places) if owner == mesh.dp_rank]
 

@@ -34,7 +34,9 @@ class Console(rich.console.Console):
         # rich takes a plain text for markup here, whatever the console says.
         return super().status(Text(status) if isinstance(status, str) else status, **options)
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         # Also called for each cell of a table, before the cell is cut to its width.
         for segment in super().render(renderable, options):
             if segment.control:

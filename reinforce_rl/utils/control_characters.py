@@ -77,5 +77,8 @@ def shown(stream: TextIO) -> TextIO:
 @contextlib.contextmanager
 def shown_streams() -> Iterator[None]:
     """Let standard output and standard error show control characters: of prints, logs and tracebacks."""
-    with contextlib.redirect_stdout(shown(sys.stdout)), contextlib.redirect_stderr(shown(sys.stderr)):
+    with (
+        contextlib.redirect_stdout(shown(sys.stdout)),
+        contextlib.redirect_stderr(shown(sys.stderr)),
+    ):
         yield

@@ -113,7 +113,11 @@ def space_left(path: Path, number: int | None = None) -> str:
     free = shutil.disk_usage(folder).free
     quota = ", whatever of it a quota leaves" if number == errno.EDQUOT else ""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    bound = "" if limit == resource.RLIM_INFINITY else f"; a file may have {limit} bytes here (ulimit -f)"
+    bound = (
+        ""
+        if limit == resource.RLIM_INFINITY
+        else f"; a file may have {limit} bytes here (ulimit -f)"
+    )
     return f"{free / 1e9:.2f} GB are free on {mount}{quota}{bound}"
 
 
@@ -168,7 +172,9 @@ def folder_faults(key: str, folder: str) -> Iterator[Fault]:
     out = existing = Path(folder).absolute()
     try:
         existing = next(p for p in (out, *out.parents) if p.exists())
-        with tempfile.TemporaryDirectory(dir=existing):  # not os.access, which root passes even on /proc
+        with tempfile.TemporaryDirectory(
+            dir=existing
+        ):  # not os.access, which root passes even on /proc
             pass
     except OSError as error:
         reason = error.strerror or str(error)

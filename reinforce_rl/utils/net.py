@@ -57,7 +57,11 @@ class Address:
         except ValueError:
             host = port = None
         if not host or not port or parts.netloc != text or "@" in text or text.split() != [text]:
-            brackets = ", and an IPv6 address in brackets, such as [::1]:5555" if text.count(":") > 1 else ""
+            brackets = (
+                ", and an IPv6 address in brackets, such as [::1]:5555"
+                if text.count(":") > 1
+                else ""
+            )
             zone = ", without a zone (%)" if "%" in text else ""
             raise ValueError(f"{text!r} is no HOST:PORT with a port of 1 to 65535{brackets}{zone}")
         return cls(host, port)
@@ -127,7 +131,9 @@ def free_port(host: str) -> int:
     outgoing connection could take an ephemeral port.
     """
     try:
-        first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+        first_outgoing = int(
+            Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0]
+        )
     except (OSError, ValueError):
         first_outgoing = 32768
     candidates = range(10240, max(first_outgoing, 10241))
@@ -218,7 +224,9 @@ def _address_of(name: str) -> str | None:
 def is_loopback(host: str) -> bool:
     """Return True if `host` resolves to loopback addresses only."""
     try:
-        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        addresses = {
+            str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        }
     except OSError:
         return False
     return all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in addresses)

@@ -31,7 +31,9 @@ MAX_MESSAGE_BYTES = 1 << 24
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36  # of prctl(2)
 
 # Names such as REINFORCE_REWARD_TOKEN, WANDB_API_KEY and AWS_SECRET_ACCESS_KEY.
-_SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSPHRASE|CREDENTIALS?|PAT|AUTH|API_?KEY|KEY)(_|$)|PASSW(OR)?D", re.I)
+_SECRET = re.compile(
+    r"(^|_)(TOKEN|SECRET|PASSPHRASE|CREDENTIALS?|PAT|AUTH|API_?KEY|KEY)(_|$)|PASSW(OR)?D", re.I
+)
 
 Message = dict[str, Any]
 
@@ -197,7 +199,9 @@ class ModuleChild(Child):
 
     def listen(self, on_message: Callable[[Message | None], None]) -> None:
         """Call `on_message` on a thread with each message from now on."""
-        threading.Thread(target=self._read, args=(on_message,), daemon=True, name=f"messages of {self.pid}").start()
+        threading.Thread(
+            target=self._read, args=(on_message,), daemon=True, name=f"messages of {self.pid}"
+        ).start()
 
     def send(self, message: Message) -> None:
         """Send a message; no error if the child has ended, see `fault`."""
@@ -208,12 +212,19 @@ class ModuleChild(Child):
         if self.exit_code is not None:
             return f"died (process {self.pid}, exit code {self.exit_code})"
         silent = self._silence.seconds()
-        return f"hangs (process {self.pid}): no sign of life for {silent:.0f} s" if silent > seconds else None
+        return (
+            f"hangs (process {self.pid}): no sign of life for {silent:.0f} s"
+            if silent > seconds
+            else None
+        )
 
     def stop(self, seconds: float) -> None:
         """Close the connection, wait up to `seconds` for the child's end, then kill it. Safe to call twice."""
         # shutdown, not close: a thread may be reading from it, and a fork of this process may hold a copy.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as end:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(self.connection.fileno())) as end,
+        ):
             end.shutdown(socket.SHUT_WR)
         self.wait(seconds)
         self.kill()

@@ -16,7 +16,14 @@ from pathlib import Path
 
 import psutil
 
-from reinforce_rl.utils.process import Message, ModuleChild, Silence, connect_to_parent, receive, send
+from reinforce_rl.utils.process import (
+    Message,
+    ModuleChild,
+    Silence,
+    connect_to_parent,
+    receive,
+    send,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +70,9 @@ class ProcessReaper:
         """Replace a reaper that died or was silent for `seconds`; call at least every MAX_INTERVAL seconds."""
         fault = self._child.fault(seconds)
         if fault is not None:
-            logger.error("event=reaper_replaced process=%d reason=the reaper %s", self._child.pid, fault)
+            logger.error(
+                "event=reaper_replaced process=%d reason=the reaper %s", self._child.pid, fault
+            )
             self._child.kill()
             self._child = ModuleChild(MODULE, _ignore)
             for message in self._sent:
@@ -158,7 +167,9 @@ class _Watch:
                     process.terminate()
             _wait_until_gone(roots, self.grace_seconds)
             self.refresh()  # include processes started meanwhile
-        left = [process for process in self.processes if process.pid not in (os.getpid(), self.owner)]
+        left = [
+            process for process in self.processes if process.pid not in (os.getpid(), self.owner)
+        ]
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -184,7 +195,9 @@ def name_stopped() -> str:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                found.append(f"; process {process.pid} ({' '.join(process.cmdline()[:3])}) is stopped")
+                found.append(
+                    f"; process {process.pid} ({' '.join(process.cmdline()[:3])}) is stopped"
+                )
     return "".join(found)
 
 
@@ -209,7 +222,9 @@ def _is_alive(process: psutil.Process) -> bool:
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # Slurm signals every process; the reaper still has to clean up
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # Slurm signals every process; the reaper still has to clean up
     connection = connect_to_parent(death_signal=None)
     watch = _Watch(owner=int(sys.argv[2]))
     next_refresh = time.monotonic()

@@ -50,7 +50,11 @@ def run(arguments: list[str]) -> int:
     options = torchrun.parse_args(["--signals-to-handle", TORCHRUN_SIGNALS, *arguments])
     if options.nnodes in ("1", "1:1"):
         _meet_on_this_machine()
-        options.standalone, options.rdzv_backend, options.rdzv_endpoint = False, ONE_MACHINE, "localhost"
+        options.standalone, options.rdzv_backend, options.rdzv_endpoint = (
+            False,
+            ONE_MACHINE,
+            "localhost",
+        )
     try:
         torchrun.run(options)
     except ChildFailedError as error:
@@ -60,7 +64,11 @@ def run(arguments: list[str]) -> int:
             return code
         if -code in passed_on:
             return EXIT_STOPPED
-        print(f"error: rank {failure.local_rank} was ended by {failure.signal_name()}", file=sys.stderr, flush=True)
+        print(
+            f"error: rank {failure.local_rank} was ended by {failure.signal_name()}",
+            file=sys.stderr,
+            flush=True,
+        )
         return EXIT_LOST_RANK
     return EXIT_FINISHED
 
@@ -80,7 +88,9 @@ def _meet_on_this_machine() -> None:
             return ONE_MACHINE
 
         def next_rendezvous(self) -> rendezvous.RendezvousInfo:
-            return rendezvous.RendezvousInfo(HashStore(), 0, 1, rendezvous.RendezvousStoreInfo("localhost", 0))
+            return rendezvous.RendezvousInfo(
+                HashStore(), 0, 1, rendezvous.RendezvousStoreInfo("localhost", 0)
+            )
 
     rendezvous.rendezvous_handler_registry.register(
         ONE_MACHINE, lambda parameters: OneMachine("localhost", 0, 0, 1, parameters.run_id, 0)

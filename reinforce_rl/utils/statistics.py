@@ -37,7 +37,9 @@ def estimate(groups: Mapping[int, Sequence[float]]) -> Estimate:
     if not count:
         return Estimate(math.nan, math.nan, 0)
     mean = math.fsum(value for values in finite_groups for value in values) / count
-    squares = math.fsum(math.fsum(value - mean for value in values) ** 2 for values in finite_groups)
+    squares = math.fsum(
+        math.fsum(value - mean for value in values) ** 2 for values in finite_groups
+    )
     group_count = len(finite_groups)
     factor = group_count / (group_count - 1) if group_count > 1 else math.nan
     return Estimate(mean, math.sqrt(squares * factor) / count, count)
@@ -200,7 +202,9 @@ def chance(p: float) -> str:
     return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
 
 
-def paired(before: Mapping[Any, float], after: Mapping[Any, float], unit: str = "prompt") -> Difference:
+def paired(
+    before: Mapping[Any, float], after: Mapping[Any, float], unit: str = "prompt"
+) -> Difference:
     """Compare the units that have a finite value on both sides, by Student's t-test of the differences."""
     pairs = []
     for name, value in before.items():

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.batches import TEMPERATURE, VOCAB_SIZE, actor_of, gradient_of, relative_difference, sequences, whole_batch
+from helpers.batches import (
+    TEMPERATURE,
+    VOCAB_SIZE,
+    actor_of,
+    gradient_of,
+    relative_difference,
+    sequences,
+    whole_batch,
+)
 from helpers.layouts import BF16_LAYOUTS, SETTINGS, Layout, computed
 from helpers.models import tiny_llama_folder
 from helpers.ranks import run_ranks
@@ -29,7 +37,9 @@ TOKEN_BOUND, MEAN_BOUND, GRADIENT_BOUND = 1e-1, 1e-2, 5e-2
 def folder(tmp_path_factory):
     """Heads, groups and vocabulary need padding at TP=2."""
     root = tmp_path_factory.mktemp("model")
-    return tiny_llama_folder(root, vocab_size=VOCAB_SIZE, heads=9, groups=3, hidden=36, layers=4, seed=5)
+    return tiny_llama_folder(
+        root, vocab_size=VOCAB_SIZE, heads=9, groups=3, hidden=36, layers=4, seed=5
+    )
 
 
 @pytest.mark.parametrize("distributed", [False, True])
@@ -47,7 +57,9 @@ def test_gradients_and_main_weights_are_fp32(distributed, folder, mesh):
     inner = megatron.optimizer  # type: ignore[attr-defined]
     mains = [main for group in inner.param_groups for main in group["params"]]
     assert {main.dtype for main in mains} == {torch.float32}
-    assert {value.dtype for state in inner.state.values() for value in state.values()} == {torch.float32}
+    assert {value.dtype for state in inner.state.values() for value in state.values()} == {
+        torch.float32
+    }
     # They keep what bf16 rounds away, and the model has them rounded.
     own = torch.cat([main.detach().flatten() for main in mains]).sort().values
     rounded = torch.cat([p.detach().flatten() for p in parameters]).sort().values
@@ -65,18 +77,32 @@ def test_log_probs_and_entropy_are_fp32_from_the_logits(folder, mesh):
         hidden = layout.hidden(actor.lm)
         assert hidden.dtype == BF16
         found = response_scores(
-            layout, hidden, actor.lm, temperature=TEMPERATURE, width=rollouts.width, chunk_tokens=5, with_entropy=True
+            layout,
+            hidden,
+            actor.lm,
+            temperature=TEMPERATURE,
+            width=rollouts.width,
+            chunk_tokens=5,
+            with_entropy=True,
         )
-        table = torch.log_softmax(actor.lm.full_logits(hidden.flatten(0, 1)).double() / TEMPERATURE, dim=-1)
+        table = torch.log_softmax(
+            actor.lm.full_logits(hidden.flatten(0, 1)).double() / TEMPERATURE, dim=-1
+        )
     table = table.view(*hidden.shape[:2], -1)
     assert found.entropy is not None
     assert found.log_probs.dtype == found.entropy.dtype == torch.float32
-    for row, (prompt, response) in enumerate(zip(*(lengths.tolist() for lengths in where), strict=True)):
+    for row, (prompt, response) in enumerate(
+        zip(*(lengths.tolist() for lengths in where), strict=True)
+    ):
         for column in range(response):
             log_p = table[row, prompt + column - 1]
             token = rollouts.sequences[row, prompt + column]
-            assert float(found.log_probs[row, column]) == pytest.approx(float(log_p[token]), abs=2e-6)
-            assert float(found.entropy[row, column]) == pytest.approx(float(-(log_p.exp() * log_p).sum()), abs=5e-6)
+            assert float(found.log_probs[row, column]) == pytest.approx(
+                float(log_p[token]), abs=2e-6
+            )
+            assert float(found.entropy[row, column]) == pytest.approx(
+                float(-(log_p.exp() * log_p).sum()), abs=5e-6
+            )
 
 
 @pytest.mark.parametrize("shared_prefix", [True, False])
@@ -88,12 +114,18 @@ def test_the_first_pass_clips_no_sample(shared_prefix, folder, mesh):
     sizes = {"micro_batch_size": 3, "forward_micro_batch_size": 3, "shared_prefix": shared_prefix}
     actor = actor_of(folder, mesh, dtype=BF16, **sizes)
     actor.settings = replace(
-        actor.settings, loss=LossSettings(importance_ratio="sequence", ratio_clip_low=1e-6, ratio_clip_high=1e-6)
+        actor.settings,
+        loss=LossSettings(importance_ratio="sequence", ratio_clip_low=1e-6, ratio_clip_high=1e-6),
     )
     batch = whole_batch()
     batch = replace(batch, trains=torch.ones(len(batch.trains), dtype=torch.bool))
     rollouts = batch.rollouts
-    where = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths, rollouts.group_ids)
+    where = (
+        rollouts.sequences,
+        rollouts.prompt_lengths,
+        rollouts.response_lengths,
+        rollouts.group_ids,
+    )
 
     def sums_with(old, *, on_policy=False):
         known = replace(batch, rollouts=replace(rollouts, log_probs=old))
@@ -115,7 +147,10 @@ def test_the_gradient_is_near_that_of_fp32(folder, mesh):
         actor.get_loss_and_metrics(whole_batch(), sequences(10))
         gradients[dtype, size] = gradient_of(actor)
     for size in (12, 1):
-        assert relative_difference(gradients[BF16, size], gradients[torch.float32, 12]) < GRADIENT_BOUND
+        assert (
+            relative_difference(gradients[BF16, size], gradients[torch.float32, 12])
+            < GRADIENT_BOUND
+        )
 
 
 @pytest.mark.slow
@@ -123,14 +158,30 @@ def test_layouts_of_two_ranks(folder, mesh, tmp_path):
     """No further from fp32 than one process in bf16 is, within a factor of two."""
     exact, one = computed(Layout(), folder, mesh), computed(Layout(dtype=BF16), folder, mesh)
     run_ranks(SCRIPT, 2, tmp_path, folder, *BF16_LAYOUTS, timeout=600)
-    assert torch.equal(one["reference_log_probs"], one["log_probs"]), "the reference is the policy of step 0"
+    assert torch.equal(one["reference_log_probs"], one["log_probs"]), (
+        "the reference is the policy of step 0"
+    )
 
     def errors(found: dict) -> list[float]:
-        differences = [(found[kind] - exact[kind]).abs() for kind in ("log_probs", "log_probs_after")]
-        values = [float(measure) for difference in differences for measure in (difference.max(), difference.mean())]
-        gradient = [relative_difference(found["gradient"], exact["gradient"])] if "gradient" in found else []
+        differences = [
+            (found[kind] - exact[kind]).abs() for kind in ("log_probs", "log_probs_after")
+        ]
+        values = [
+            float(measure)
+            for difference in differences
+            for measure in (difference.max(), difference.mean())
+        ]
+        gradient = (
+            [relative_difference(found["gradient"], exact["gradient"])]
+            if "gradient" in found
+            else []
+        )
         moved = one["weights"] - one["weights_before"]
-        return [*values, float((found["weights"] - exact["weights"]).norm() / moved.norm()), *gradient]
+        return [
+            *values,
+            float((found["weights"] - exact["weights"]).norm() / moved.norm()),
+            *gradient,
+        ]
 
     # After three large steps the log-probs have grown to several nats.
     bounds = [TOKEN_BOUND, MEAN_BOUND, 4 * TOKEN_BOUND, 4 * MEAN_BOUND, 1e-1, GRADIENT_BOUND]
@@ -142,14 +193,18 @@ def test_layouts_of_two_ranks(folder, mesh, tmp_path):
         for found in ranks:
             assert torch.equal(found["weights_before"], one["weights_before"]), name
             assert torch.equal(found["reference_log_probs"], found["log_probs"]), name
-            assert all(mine <= 2 * theirs for mine, theirs in zip(errors(found), errors(one), strict=False)), name
+            assert all(
+                mine <= 2 * theirs for mine, theirs in zip(errors(found), errors(one), strict=False)
+            ), name
             for kind in ("log_probs", "log_probs_after"):
                 assert found[kind].dtype == torch.float32
                 assert torch.equal(found[kind], ranks[0][kind]), (name, kind)
             assert found["losses"] == pytest.approx(one["losses"], rel=2e-2), name
             assert found["norms"] == pytest.approx(one["norms"], rel=2e-2), name
             for kind in ("greedy", "sampled"):
-                assert all(found[kind]["tokens"]) and bool((found[kind]["log_probs"] <= 0).all()), name
+                assert all(found[kind]["tokens"]) and bool((found[kind]["log_probs"] <= 0).all()), (
+                    name
+                )
 
 
 LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
@@ -158,7 +213,12 @@ DISTRIBUTED = ("model.optim.distributed=true", "model.optim.overlap_grad_sync=tr
 
 @pytest.mark.parametrize("options", [DISTRIBUTED, LORA], ids=["distributed optimizer", "lora"])
 def test_a_run_goes_on_bit_for_bit(options, mesh, tmp_path):
-    settings = ("trainer.precision=bf16", "trainer.reinforce.max_epochs=8", "model.optim.lr=0.02", *options)
+    settings = (
+        "trainer.precision=bf16",
+        "trainer.reinforce.max_epochs=8",
+        "model.optim.lr=0.02",
+        *options,
+    )
     results = []
     for name, cuts in (("whole", (None,)), ("cut", (6, None))):
         folder = tmp_path / name

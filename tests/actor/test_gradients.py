@@ -47,7 +47,9 @@ def loss_and_gradient(folder, mesh, batch, **sizes):
 
 @pytest.mark.parametrize("shared_prefix", [True, False])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 8, 100])
-def test_equals_the_formula_for_every_micro_batch_size(micro_batch_size, shared_prefix, folder, mesh, expected):
+def test_equals_the_formula_for_every_micro_batch_size(
+    micro_batch_size, shared_prefix, folder, mesh, expected
+):
     sizes = {"micro_batch_size": micro_batch_size, "shared_prefix": shared_prefix}
     loss, gradient = loss_and_gradient(folder, mesh, whole_batch(), **sizes)
     assert loss == pytest.approx(expected[0], rel=1e-5)
@@ -64,7 +66,9 @@ def test_steps_before_it_leave_nothing_behind(folder, mesh, tmp_path):
         actor.get_loss_and_metrics(whole_batch(), sequences(NUM_VALID))
         gradient = gradient_of(actor)
         here = transformers_model(actor.export(folder, tmp_path / str(step)))
-        assert relative_difference(gradient, brute_force_gradient(here, whole_batch())[1]) < 1e-5, step
+        assert relative_difference(gradient, brute_force_gradient(here, whole_batch())[1]) < 1e-5, (
+            step
+        )
         assert optimizer.step().grad_norm == pytest.approx(float(gradient.norm()), rel=1e-5)
 
 
@@ -73,8 +77,12 @@ def test_independent_of_padding_and_order(folder, mesh):
     _, reference = loss_and_gradient(folder, mesh, batch)
     wider = torch.nn.functional.pad(batch.rollouts.sequences, (0, 9), value=33)
     advantages = torch.nn.functional.pad(batch.advantages, (0, 4), value=torch.nan)
-    padded = replace(batch, rollouts=replace(batch.rollouts, sequences=wider), advantages=advantages)
-    shuffled = rows_of(batch, torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist())
+    padded = replace(
+        batch, rollouts=replace(batch.rollouts, sequences=wider), advantages=advantages
+    )
+    shuffled = rows_of(
+        batch, torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
+    )
     for other in (padded, shuffled):
         assert relative_difference(loss_and_gradient(folder, mesh, other)[1], reference) < 1e-6
 
@@ -85,7 +93,9 @@ def test_invalid_samples_play_no_part(folder, mesh):
     _, reference = loss_and_gradient(folder, mesh, batch)
     sequences = torch.where(batch.rollouts.valid[:, None], batch.rollouts.sequences, 7)
     advantages = torch.where(batch.rollouts.valid[:, None], batch.advantages, torch.nan)
-    spoilt = replace(batch, rollouts=replace(batch.rollouts, sequences=sequences), advantages=advantages)
+    spoilt = replace(
+        batch, rollouts=replace(batch.rollouts, sequences=sequences), advantages=advantages
+    )
     assert torch.equal(loss_and_gradient(folder, mesh, spoilt)[1], reference)
     dropped = rows_of(batch, [i for i in range(12) if batch.rollouts.valid[i]])
     assert relative_difference(loss_and_gradient(folder, mesh, dropped)[1], reference) < 1e-6
@@ -112,7 +122,11 @@ def test_a_step_against_the_gradient_makes_good_responses_likelier(folder, mesh)
     batch = rows_of(whole_batch(), [0, 2])
     batch = replace(batch, advantages=torch.tensor([[1.0], [-1.0]]).expand(2, batch.rollouts.width))
     actor = actor_of(folder, mesh, with_reference=False)
-    where = (batch.rollouts.sequences, batch.rollouts.prompt_lengths, batch.rollouts.response_lengths)
+    where = (
+        batch.rollouts.sequences,
+        batch.rollouts.prompt_lengths,
+        batch.rollouts.response_lengths,
+    )
     before = actor.get_inference_log_probs(*where).sum(dim=1)
     actor.get_loss_and_metrics(batch, sequences(2))
     with torch.no_grad():
@@ -128,7 +142,9 @@ def test_log_probs_do_not_depend_on_the_forward_micro_batch_size(size, folder, m
     rollouts = whole_batch().rollouts
     where = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths)
     found, reference = (
-        actor_of(folder, mesh, with_reference=False, forward_micro_batch_size=s).get_inference_log_probs(*where)
+        actor_of(
+            folder, mesh, with_reference=False, forward_micro_batch_size=s
+        ).get_inference_log_probs(*where)
         for s in (size, 4)
     )
     assert found.shape == (12, 8)
@@ -138,7 +154,9 @@ def test_log_probs_do_not_depend_on_the_forward_micro_batch_size(size, folder, m
 
 def test_log_probs_of_no_sequences(folder, mesh):
     nothing = torch.zeros(0, dtype=torch.long)
-    found = actor_of(folder, mesh, with_reference=False).get_inference_log_probs(nothing[:, None], nothing, nothing)
+    found = actor_of(folder, mesh, with_reference=False).get_inference_log_probs(
+        nothing[:, None], nothing, nothing
+    )
     assert found.shape == (0, 0)
 
 

@@ -14,7 +14,8 @@ from helpers.ranks import run_ranks
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/layouts.py"
 ON_TWO, ON_FOUR = (
-    tuple(name for name, layout in (LAYOUTS | LORA_LAYOUTS).items() if layout.ranks == ranks) for ranks in (2, 4)
+    tuple(name for name, layout in (LAYOUTS | LORA_LAYOUTS).items() if layout.ranks == ranks)
+    for ranks in (2, 4)
 )
 
 
@@ -23,7 +24,9 @@ def folder(request, tmp_path_factory):
     """Heads, groups and vocabulary need padding at TP=2 and TP=4."""
     root = tmp_path_factory.mktemp("model")
     tied = request.param == "tied"
-    return tiny_llama_folder(root, vocab_size=VOCAB_SIZE, heads=9, groups=3, hidden=36, layers=4, tied=tied, seed=5)
+    return tiny_llama_folder(
+        root, vocab_size=VOCAB_SIZE, heads=9, groups=3, hidden=36, layers=4, tied=tied, seed=5
+    )
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +39,17 @@ def one_process(folder, mesh):
 def check(name, folder, one_process, out):
     kind_of_training = "lora" if name in LORA_LAYOUTS else "whole"
     one = one_process[kind_of_training]
-    ranks = [torch.load(out / f"{name}.{rank}", weights_only=False) for rank in range(ALL_LAYOUTS[name].ranks)]
+    ranks = [
+        torch.load(out / f"{name}.{rank}", weights_only=False)
+        for rank in range(ALL_LAYOUTS[name].ranks)
+    ]
     for rank, found in enumerate(ranks):
         who = f"{name}, rank {rank}"
         for kind in ("greedy", "sampled"):
             assert found[kind]["tokens"] == one[kind]["tokens"], who
-            torch.testing.assert_close(found[kind]["log_probs"], one[kind]["log_probs"], atol=1e-5, rtol=0, msg=who)
+            torch.testing.assert_close(
+                found[kind]["log_probs"], one[kind]["log_probs"], atol=1e-5, rtol=0, msg=who
+            )
         assert found["bounded"]["tokens"] == one["sampled"]["tokens"], who
         for kind in ("log_probs", "reference_log_probs"):
             torch.testing.assert_close(found[kind], one[kind], atol=1e-5, rtol=0, msg=who)
@@ -60,7 +68,9 @@ def check(name, folder, one_process, out):
     assert torch.equal(flat(dict(exported.named_parameters())), ranks[0]["weights"]), name
     tokens = random_tokens(VOCAB_SIZE, 2, 12)
     theirs = transformers_logits(transformers_model(folder / kind_of_training), tokens)
-    torch.testing.assert_close(transformers_logits(exported, tokens), theirs, atol=2e-3, rtol=0, msg=name)
+    torch.testing.assert_close(
+        transformers_logits(exported, tokens), theirs, atol=2e-3, rtol=0, msg=name
+    )
 
 
 def run_and_check(names, folder, one_process, out):
@@ -72,7 +82,9 @@ def run_and_check(names, folder, one_process, out):
 @pytest.mark.parametrize("folder", ["tied"], indirect=True)
 def test_every_layout_of_two_ranks(folder, one_process, tmp_path):
     quick = ("PP2 LoRA", "DP2 distributed optimizer LoRA")  # of LoRA
-    run_and_check([name for name in ON_TWO if name in (*LAYOUTS, *quick)], folder, one_process, tmp_path)
+    run_and_check(
+        [name for name in ON_TWO if name in (*LAYOUTS, *quick)], folder, one_process, tmp_path
+    )
 
 
 @pytest.mark.slow

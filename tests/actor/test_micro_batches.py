@@ -6,12 +6,24 @@ import itertools
 
 import pytest
 import torch
-from helpers.batches import VOCAB_SIZE, actor_of, gradient_of, relative_difference, sequences, whole_batch
+from helpers.batches import (
+    VOCAB_SIZE,
+    actor_of,
+    gradient_of,
+    relative_difference,
+    sequences,
+    whole_batch,
+)
 from helpers.models import tiny_llama_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reinforce_rl.actor.micro_batches import micro_batches, packed_micro_batches, packed_tokens, padding
+from reinforce_rl.actor.micro_batches import (
+    micro_batches,
+    packed_micro_batches,
+    packed_tokens,
+    padding,
+)
 
 
 @settings(deadline=None, max_examples=100)
@@ -30,18 +42,30 @@ def test_every_row_once_within_the_bound(lengths, max_tokens):
 
 def test_fixed_ones_are_cut_by_number():
     assert [group.tolist() for group in micro_batches(torch.tensor([1, 5, 3]), 2)] == [[1, 2], [0]]
-    assert micro_batches(torch.zeros(0, dtype=torch.long), 2) == micro_batches(torch.zeros(0).long(), 2, 9) == []
+    assert (
+        micro_batches(torch.zeros(0, dtype=torch.long), 2)
+        == micro_batches(torch.zeros(0).long(), 2, 9)
+        == []
+    )
 
 
-GROUPS = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(0, 20), min_size=1, max_size=6)), max_size=8)
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 20), st.lists(st.integers(0, 20), min_size=1, max_size=6)), max_size=8
+)
 
 
 @settings(deadline=None, max_examples=100)
 @given(GROUPS, st.integers(1, 9), st.one_of(st.none(), st.integers(1, 100)))
 def test_packed_ones_hold_groups_together_where_there_is_room(groups, size, max_tokens):
-    rows = [(number, prompt, length) for number, (prompt, lengths) in enumerate(groups) for length in lengths]
+    rows = [
+        (number, prompt, length)
+        for number, (prompt, lengths) in enumerate(groups)
+        for length in lengths
+    ]
     ids, prompts, responses = torch.tensor(rows, dtype=torch.long).reshape(-1, 3).unbind(1)
-    passes = [rows.tolist() for rows in packed_micro_batches(ids, prompts, responses, size, max_tokens)]
+    passes = [
+        rows.tolist() for rows in packed_micro_batches(ids, prompts, responses, size, max_tokens)
+    ]
     assert sorted(row for part in passes for row in part) == list(range(len(rows)))
 
     def fits(part):
@@ -65,7 +89,11 @@ def test_packed_groups_that_fill_a_pass_exactly_share_it():
 
 
 def test_tokens_of_packed_groups_count_a_prompt_once():
-    ids, prompts, responses = torch.tensor([5, 5, 9]), torch.tensor([4, 4, 7]), torch.tensor([1, 2, 3])
+    ids, prompts, responses = (
+        torch.tensor([5, 5, 9]),
+        torch.tensor([4, 4, 7]),
+        torch.tensor([1, 2, 3]),
+    )
     assert packed_tokens(ids, prompts, responses) == 4 + 7 + 6
 
 
@@ -86,7 +114,9 @@ def test_packing_by_tokens_pads_less_than_a_number_of_sequences():
 @pytest.mark.parametrize("shared_prefix", [False, True])
 def test_log_probs_come_in_the_order_of_the_rows(tmp_path, mesh, shared_prefix):
     folder = tiny_llama_folder(tmp_path, vocab_size=VOCAB_SIZE)
-    actor = actor_of(folder, mesh, with_reference=False, tokens_per_micro_batch=20, shared_prefix=shared_prefix)
+    actor = actor_of(
+        folder, mesh, with_reference=False, tokens_per_micro_batch=20, shared_prefix=shared_prefix
+    )
     rollouts = whole_batch().rollouts
     fields = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths)
     found = actor.get_inference_log_probs(*fields)
@@ -99,7 +129,9 @@ def test_the_gradient_is_that_of_fixed_micro_batches(tmp_path, mesh):
     folder = tiny_llama_folder(tmp_path, vocab_size=VOCAB_SIZE, heads=9, groups=3, hidden=36)
     gradients, metrics = [], []
     for tokens in (None, 20, 60):
-        actor = actor_of(folder, mesh, with_reference=False, tokens_per_micro_batch=tokens, shared_prefix=False)
+        actor = actor_of(
+            folder, mesh, with_reference=False, tokens_per_micro_batch=tokens, shared_prefix=False
+        )
         share = actor.get_loss_and_metrics(whole_batch(), sequences(10))
         gradients.append(gradient_of(actor))
         metrics.append(share.sums)
@@ -112,7 +144,11 @@ def test_the_gradient_is_that_of_packed_micro_batches(tmp_path, mesh):
     folder = tiny_llama_folder(tmp_path, vocab_size=VOCAB_SIZE, heads=9, groups=3, hidden=36)
     gradients, counts = [], []
     for shared, tokens, size in ((False, None, 12), (True, 20, 1), (True, 60, 1), (True, None, 5)):
-        sizes = {"shared_prefix": shared, "tokens_per_micro_batch": tokens, "micro_batch_size": size}
+        sizes = {
+            "shared_prefix": shared,
+            "tokens_per_micro_batch": tokens,
+            "micro_batch_size": size,
+        }
         actor = actor_of(folder, mesh, with_reference=False, **sizes)
         sums = actor.get_loss_and_metrics(whole_batch(), sequences(10)).sums
         gradients.append(gradient_of(actor))

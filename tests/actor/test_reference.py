@@ -53,7 +53,9 @@ def equal(one, other) -> bool:
 
 
 def test_at_step_0_both_policies_are_the_same(actor, where):
-    assert torch.equal(actor.get_init_policy_logprobs(*where), actor.get_inference_log_probs(*where))
+    assert torch.equal(
+        actor.get_init_policy_logprobs(*where), actor.get_inference_log_probs(*where)
+    )
 
 
 def test_the_reference_stays_when_the_actor_learns(actor, where):
@@ -89,7 +91,9 @@ def test_weights_come_back_after_an_exception(on_device, folder, mesh):
 
 
 def test_temperature_of_the_reference(actor, where, folder):
-    expected = brute_force_log_probs(transformers_model(folder), *where, temperature=TEMPERATURE, width=8).detach()
+    expected = brute_force_log_probs(
+        transformers_model(folder), *where, temperature=TEMPERATURE, width=8
+    ).detach()
     train_a_step(actor)
     torch.testing.assert_close(actor.get_init_policy_logprobs(*where), expected, atol=1e-5, rtol=0)
     at_one = brute_force_log_probs(transformers_model(folder), *where, temperature=1.0, width=8)

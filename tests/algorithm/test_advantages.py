@@ -37,7 +37,11 @@ def brute_force(rewards: list[float], groups: list[int], valid: list[bool]) -> l
     """Reward minus the mean of the other valid rewards of the group, one sample at a time."""
     out = []
     for i, reward in enumerate(rewards):
-        others = [rewards[j] for j in range(len(rewards)) if j != i and groups[j] == groups[i] and valid[j]]
+        others = [
+            rewards[j]
+            for j in range(len(rewards))
+            if j != i and groups[j] == groups[i] and valid[j]
+        ]
         out.append(reward - math.fsum(others) / len(others) if valid[i] and others else 0.0)
     return out
 
@@ -48,7 +52,9 @@ def double(values: object) -> Tensor:
 
 reward_values = st.floats(-1e6, 1e6, allow_nan=False, width=64)
 samples = st.lists(
-    st.tuples(reward_values, st.sampled_from([-(2**62), -7, 0, 1, 3, 10**12]), st.booleans()), min_size=1, max_size=24
+    st.tuples(reward_values, st.sampled_from([-(2**62), -7, 0, 1, 3, 10**12]), st.booleans()),
+    min_size=1,
+    max_size=24,
 )
 
 
@@ -58,7 +64,9 @@ def test_equals_brute_force_for_any_groups_in_any_order(rows):
     rewards, groups, valid = map(list, zip(*rows, strict=True))
     found = rloo(double(rewards), torch.tensor(groups), torch.tensor(valid))
     assert found.dtype == torch.float64 and found.shape == (len(rows),)
-    torch.testing.assert_close(found, double(brute_force(rewards, groups, valid)), rtol=1e-12, atol=1e-8)
+    torch.testing.assert_close(
+        found, double(brute_force(rewards, groups, valid)), rtol=1e-12, atol=1e-8
+    )
 
 
 @settings(deadline=None, max_examples=100)
@@ -69,15 +77,22 @@ def test_a_permutation_of_the_samples_permutes_the_advantages(rows, random):
     order = list(range(len(rows)))
     random.shuffle(order)
     direct = rloo(rewards, groups, valid)[order]
-    torch.testing.assert_close(rloo(rewards[order], groups[order], valid[order]), direct, rtol=1e-12, atol=1e-8)
+    torch.testing.assert_close(
+        rloo(rewards[order], groups[order], valid[order]), direct, rtol=1e-12, atol=1e-8
+    )
 
 
 @settings(deadline=None, max_examples=100)
 @given(samples, st.dictionaries(st.sampled_from([-(2**62), -7, 0, 1, 3, 10**12]), reward_values))
 def test_a_constant_added_to_a_group_changes_nothing(rows, constants):
     rewards, groups, valid = map(list, zip(*rows, strict=True))
-    rewards = [reward / 2 for reward in rewards]  # so that the sum stays below the largest reward that is taken
-    moved = [reward + constants.get(group, 0.0) / 2 for reward, group in zip(rewards, groups, strict=True)]
+    rewards = [
+        reward / 2 for reward in rewards
+    ]  # so that the sum stays below the largest reward that is taken
+    moved = [
+        reward + constants.get(group, 0.0) / 2
+        for reward, group in zip(rewards, groups, strict=True)
+    ]
     before = rloo(double(rewards), torch.tensor(groups), torch.tensor(valid))
     after = rloo(double(moved), torch.tensor(groups), torch.tensor(valid))
     torch.testing.assert_close(after, before, rtol=1e-9, atol=1e-7)
@@ -101,7 +116,9 @@ def test_what_stands_at_an_invalid_sample_does_not_matter(rows, anything):
     found = rloo(double(spoilt), *arguments)
     assert (
         torch.isfinite(found).all()
-        and torch.isfinite(leave_one_out(RewardGroups.of(double(spoilt), *arguments)).baseline).all()
+        and torch.isfinite(
+            leave_one_out(RewardGroups.of(double(spoilt), *arguments)).baseline
+        ).all()
     )
     assert torch.equal(found, rloo(double(rewards), *arguments))
     assert (found[~arguments[1]] == 0).all()
@@ -114,11 +131,15 @@ def test_equals_the_scaled_distance_from_the_groups_mean():
     groups = torch.arange(6).repeat_interleave(4)
     torch.testing.assert_close(rloo(rewards.flatten(), groups).view(6, 4), expected)
     # Interleaved: sample s of every prompt, then sample s + 1.
-    torch.testing.assert_close(rloo(rewards.t().flatten(), torch.arange(6).repeat(4)).view(4, 6).t(), expected)
+    torch.testing.assert_close(
+        rloo(rewards.t().flatten(), torch.arange(6).repeat(4)).view(4, 6).t(), expected
+    )
 
 
 def test_two_samples_are_each_others_baseline():
-    assert leave_one_out(RewardGroups.of(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]))).baseline.tolist() == [
+    assert leave_one_out(
+        RewardGroups.of(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]))
+    ).baseline.tolist() == [
         3.0,
         1.0,
     ]
@@ -127,7 +148,13 @@ def test_two_samples_are_each_others_baseline():
 
 def test_advantage_is_reward_less_baseline():
     rewards, groups = torch.tensor([1.0, 2.0, 6.0, 5.0, 9.0]), torch.tensor([0, 0, 0, 1, 1])
-    assert leave_one_out(RewardGroups.of(rewards, groups)).baseline.tolist() == [4.0, 3.5, 1.5, 9.0, 5.0]
+    assert leave_one_out(RewardGroups.of(rewards, groups)).baseline.tolist() == [
+        4.0,
+        3.5,
+        1.5,
+        9.0,
+        5.0,
+    ]
     torch.testing.assert_close(
         rloo(rewards, groups), rewards - leave_one_out(RewardGroups.of(rewards, groups)).baseline
     )
@@ -145,7 +172,10 @@ def test_a_truncated_sample_does_not_count():
 @pytest.mark.parametrize("count", [0, 1])
 def test_with_nothing_to_compare_to_the_advantage_is_zero(count):
     rewards = torch.tensor([7.0, math.nan, math.nan, 1.0, 2.0])
-    groups, valid = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([count == 1, False, False, True, True])
+    groups, valid = (
+        torch.tensor([0, 0, 0, 1, 1]),
+        torch.tensor([count == 1, False, False, True, True]),
+    )
     assert rloo(rewards, groups, valid).tolist() == [0.0, 0.0, 0.0, -1.0, 1.0]
 
 
@@ -159,14 +189,18 @@ def test_equal_rewards_but_one_stay_small():
 
 def test_large_equal_rewards_cancel_exactly_enough_in_float32():
     advantages = rloo(torch.full((7,), 1e6 - 1 / 3), torch.zeros(7, dtype=torch.long))
-    assert advantages.abs().max() <= 0.25, "more than a few units in the last place of a float32 of 1e6"
+    assert advantages.abs().max() <= 0.25, (
+        "more than a few units in the last place of a float32 of 1e6"
+    )
 
 
 @pytest.mark.parametrize("mean", [RewardGroups.mean, RewardGroups.mean_by_group])
 def test_the_mean_of_many_large_rewards_is_exact_to_float32(mean):
     rewards = 9e5 + 1e5 * torch.rand(5000, generator=torch.Generator().manual_seed(0))
     found = mean(RewardGroups.of(rewards, torch.zeros(5000, dtype=torch.long)))
-    assert float((found.double() - rewards.double().mean()).abs().max()) <= 0.032  # half a unit in the last place
+    assert (
+        float((found.double() - rewards.double().mean()).abs().max()) <= 0.032
+    )  # half a unit in the last place
 
 
 def test_equal_prompts_with_different_ids_are_different_groups():
@@ -194,9 +228,19 @@ def test_no_samples_give_no_advantages():
 @pytest.mark.parametrize(
     ("rewards", "groups", "valid", "text"),
     [
-        (torch.zeros(4), torch.zeros(3, dtype=torch.long), None, r"rewards.*\(4,\).*group_ids.*\(3,\)"),
+        (
+            torch.zeros(4),
+            torch.zeros(3, dtype=torch.long),
+            None,
+            r"rewards.*\(4,\).*group_ids.*\(3,\)",
+        ),
         (torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.long), None, "1-D"),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.long), torch.ones(3, dtype=torch.bool), r"valid.*\(3,\)"),
+        (
+            torch.zeros(2),
+            torch.zeros(2, dtype=torch.long),
+            torch.ones(3, dtype=torch.bool),
+            r"valid.*\(3,\)",
+        ),
         (torch.zeros(2), torch.zeros(2), None, "integers.*float32"),
         (torch.zeros(2), torch.zeros(2, dtype=torch.long), torch.ones(2), "bool.*float32"),
     ],
@@ -207,9 +251,21 @@ def test_wrong_shapes_and_types_are_refused(rewards, groups, valid, text):
 
 
 def test_batch_mean_leaves_out_what_is_not_valid():
-    rewards, ids, valid = torch.tensor([1.0, math.nan, 4.0]), torch.zeros(3, dtype=torch.long), torch.tensor([1, 0, 1])
-    assert batch_mean(RewardGroups.of(rewards, ids, valid.bool())).baseline.tolist() == [2.5, 0.0, 2.5]
-    assert batch_mean(RewardGroups.of(rewards, ids, torch.zeros(3).bool())).baseline.tolist() == [0.0, 0.0, 0.0]
+    rewards, ids, valid = (
+        torch.tensor([1.0, math.nan, 4.0]),
+        torch.zeros(3, dtype=torch.long),
+        torch.tensor([1, 0, 1]),
+    )
+    assert batch_mean(RewardGroups.of(rewards, ids, valid.bool())).baseline.tolist() == [
+        2.5,
+        0.0,
+        2.5,
+    ]
+    assert batch_mean(RewardGroups.of(rewards, ids, torch.zeros(3).bool())).baseline.tolist() == [
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -270,8 +326,12 @@ class TestReturnsToGo:
         for i, t in itertools.product(range(count), range(width)):
             if mask[i, t]:
                 later = [s for s in range(t, width) if mask[i, s]]
-                expected[i, t] = math.fsum(discount ** (s - t) * float(rewards[i, s]) for s in later)
-        torch.testing.assert_close(returns_to_go(rewards, mask, discount), expected, rtol=1e-12, atol=1e-12)
+                expected[i, t] = math.fsum(
+                    discount ** (s - t) * float(rewards[i, s]) for s in later
+                )
+        torch.testing.assert_close(
+            returns_to_go(rewards, mask, discount), expected, rtol=1e-12, atol=1e-12
+        )
 
     def test_by_hand(self):
         rewards = double([[1.0, 10.0, 100.0, NAN]])
@@ -292,8 +352,12 @@ class TestTokenCredit:
         expected = torch.zeros(count, width, dtype=torch.float64)
         for i in range(count):
             for t in range(lengths[i]):
-                charged = math.fsum(discount ** (s - t) * float(penalty[i, s]) for s in range(t, lengths[i]))
-                expected[i, t] = discount ** (lengths[i] - 1 - t) * terminal[i] - charged - baseline[i]
+                charged = math.fsum(
+                    discount ** (s - t) * float(penalty[i, s]) for s in range(t, lengths[i])
+                )
+                expected[i, t] = (
+                    discount ** (lengths[i] - 1 - t) * terminal[i] - charged - baseline[i]
+                )
         found = token_credit(terminal, baseline, penalty, mask, discount)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-11)
 
@@ -311,7 +375,9 @@ class TestAssignCredit:
     FOUND = Advantages(double([10.0, 20.0]), double([1.0, 2.0]), torch.tensor([True, True]))
 
     def credit(self, **options) -> list[list[float]]:
-        return assign_credit(self.FOUND, self.REWARDS, self.KL, self.TOKEN_KL, self.MASK, beta=0.1, **options).tolist()
+        return assign_credit(
+            self.FOUND, self.REWARDS, self.KL, self.TOKEN_KL, self.MASK, beta=0.1, **options
+        ).tolist()
 
     def test_by_response(self):
         for placement in ("reward", "loss"):
@@ -344,7 +410,9 @@ class TestAssignCredit:
             values = rewards - 0.1 * kl - 0.5 if placement == "reward" else rewards - 0.5
             found = Advantages(values, torch.full_like(rewards, 0.5), mask.any(1))
             sequence, token = (
-                assign_credit(found, rewards, kl, tokens, mask, beta=0.1, kl_placement=placement, assignment=a)
+                assign_credit(
+                    found, rewards, kl, tokens, mask, beta=0.1, kl_placement=placement, assignment=a
+                )
                 for a in ("sequence", "token")
             )
             torch.testing.assert_close(token[:, 0], sequence[:, 0], rtol=1e-12, atol=1e-11)
@@ -372,7 +440,9 @@ class TestWhiten:
     @given(seed=seeds, count=counts, width=widths)
     def test_is_its_formula(self, unit, seed, count, width):
         values, mask = rows(seed, count, width)
-        torch.testing.assert_close(whiten(values, mask, unit=unit), by_hand(values, mask, unit), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            whiten(values, mask, unit=unit), by_hand(values, mask, unit), rtol=1e-9, atol=1e-9
+        )
 
     @settings(deadline=None, max_examples=20)
     @given(seed=seeds, ranks=st.integers(1, 4))
@@ -381,14 +451,23 @@ class TestWhiten:
         values[4:] += 1e3  # ranks with a mean of their own would show
         parts = torch.arange(9).tensor_split(ranks)
         found = on_ranks(
-            ranks, lambda rank, total: whiten(values[parts[rank]], mask[parts[rank]], unit=unit, total=total)
+            ranks,
+            lambda rank, total: whiten(
+                values[parts[rank]], mask[parts[rank]], unit=unit, total=total
+            ),
         )
-        torch.testing.assert_close(torch.cat(found), whiten(values, mask, unit=unit), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            torch.cat(found), whiten(values, mask, unit=unit), rtol=1e-9, atol=1e-9
+        )
 
     def test_has_mean_0_and_deviation_1(self, unit):
         values, mask = rows(3, 6, 5)
         found = whiten(values, mask, unit=unit)
-        weights = mask.double() if unit == "token" else mask.double() / mask.sum(1, keepdim=True).clamp(min=1)
+        weights = (
+            mask.double()
+            if unit == "token"
+            else mask.double() / mask.sum(1, keepdim=True).clamp(min=1)
+        )
         count = weights.sum()
         assert abs((weights * found).sum()) < 1e-9
         assert ((weights * found**2).sum() / (count - 1)).item() == pytest.approx(1.0, abs=1e-6)
@@ -402,20 +481,29 @@ class TestWhiten:
         """A deviation of one number is 0, or NaN: dividing by it trained users of a peer on noise."""
         one = torch.tensor([[True, False], [False, False]])
         assert not whiten(torch.full((2, 2), 5.0), one, unit=unit).any()
-        assert not whiten(torch.full((2, 2), 5.0), torch.zeros(2, 2, dtype=torch.bool), unit=unit).any()
-        assert whiten(torch.zeros(0, 2), torch.zeros(0, 2, dtype=torch.bool), unit=unit).shape == (0, 2)
+        assert not whiten(
+            torch.full((2, 2), 5.0), torch.zeros(2, 2, dtype=torch.bool), unit=unit
+        ).any()
+        assert whiten(torch.zeros(0, 2), torch.zeros(0, 2, dtype=torch.bool), unit=unit).shape == (
+            0,
+            2,
+        )
 
     def test_keeps_the_dtype_and_the_precision(self, unit):
         values = 1e5 + torch.tensor([[1.0], [2.0], [4.0]])
         found = whiten(values, torch.ones(3, 1, dtype=torch.bool), unit=unit)
         assert found.dtype == torch.float32
-        torch.testing.assert_close(found, by_hand(values.double(), torch.ones(3, 1).bool(), unit).float())
+        torch.testing.assert_close(
+            found, by_hand(values.double(), torch.ones(3, 1).bool(), unit).float()
+        )
 
 
 def test_several_tokens_of_a_single_response_are_one_unit():
     values, mask = double([[1.0, 2.0, 3.0]]), torch.ones(1, 3, dtype=torch.bool)
     assert not whiten(values, mask, unit="sequence").any()
-    assert whiten(values, mask, unit="token").tolist()[0] == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)
+    assert whiten(values, mask, unit="token").tolist()[0] == pytest.approx(
+        [-1.0, 0.0, 1.0], abs=1e-6
+    )
 
 
 def test_long_responses_weigh_more_by_token_only():

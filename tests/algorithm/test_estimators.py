@@ -39,14 +39,18 @@ EXPECTED = {
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_each_is_its_formula(name):
     result = found(name, past_mean=2.5)
-    torch.testing.assert_close(result.values, torch.tensor([*EXPECTED[name], 0.0], dtype=torch.float64))
+    torch.testing.assert_close(
+        result.values, torch.tensor([*EXPECTED[name], 0.0], dtype=torch.float64)
+    )
     trains = [False, False, True, True, False, True, False] if name == "raft" else VALID.tolist()
     assert result.trains.tolist() == trains
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 @settings(deadline=None, max_examples=40)
-@given(rows=st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(0, 3), st.booleans()), max_size=12))
+@given(
+    rows=st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(0, 3), st.booleans()), max_size=12)
+)
 def test_no_rewards_give_a_nan_or_an_infinity(name, rows):
     rewards = torch.tensor([row[0] for row in rows], dtype=torch.float64)
     groups = torch.tensor([row[1] for row in rows], dtype=torch.long)
@@ -59,14 +63,24 @@ def test_no_rewards_give_a_nan_or_an_infinity(name, rows):
 def test_nearly_equal_rewards_do_not_blow_up():
     rewards = 0.95 + 1e-7 * torch.tensor([0.0, 1.0, -1.0, 0.0])
     groups = torch.zeros(4, dtype=torch.long)
-    assert ADVANTAGE_ESTIMATORS["grpo"].function(RewardGroups.of(rewards, groups)).values.abs().max() < 0.01
+    assert (
+        ADVANTAGE_ESTIMATORS["grpo"].function(RewardGroups.of(rewards, groups)).values.abs().max()
+        < 0.01
+    )
 
 
 def test_raft_takes_the_first_of_the_best_and_nothing_of_a_group_without_a_valid_one():
     groups = RewardGroups.of(
-        torch.tensor([2.0, 2.0, 1.0, math.nan]), torch.tensor([0, 0, 0, 5]), torch.tensor([True, True, True, False])
+        torch.tensor([2.0, 2.0, 1.0, math.nan]),
+        torch.tensor([0, 0, 0, 5]),
+        torch.tensor([True, True, True, False]),
     )
-    assert ADVANTAGE_ESTIMATORS["raft"].function(groups).trains.tolist() == [True, False, False, False]
+    assert ADVANTAGE_ESTIMATORS["raft"].function(groups).trains.tolist() == [
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("reward", [2e6, -math.inf, math.nan])

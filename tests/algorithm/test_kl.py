@@ -64,23 +64,35 @@ def test_padding_may_hold_anything(padding, absolute):
     log_probs = torch.tensor([[-1.0, padding, padding]])
     reference = torch.tensor([[-3.0, padding, 0.0]])
     mask = torch.tensor([[True, False, False]])
-    assert sequence_kl(log_probs, reference, mask, estimator="absolute_k1" if absolute else "k1").tolist() == [2.0]
+    assert sequence_kl(
+        log_probs, reference, mask, estimator="absolute_k1" if absolute else "k1"
+    ).tolist() == [2.0]
 
 
 def test_an_empty_response_has_no_kl():
     nothing = torch.full((2, 3), math.nan)
     assert sequence_kl(nothing, nothing, torch.zeros(2, 3, dtype=torch.bool)).tolist() == [0.0, 0.0]
-    assert sequence_kl(torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool)).tolist() == [0.0] * 2
+    assert (
+        sequence_kl(
+            torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool)
+        ).tolist()
+        == [0.0] * 2
+    )
 
 
 def test_it_carries_no_gradient():
     log_probs = torch.zeros(1, 2, requires_grad=True)
-    assert not sequence_kl(log_probs, torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)).requires_grad
+    assert not sequence_kl(
+        log_probs, torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    ).requires_grad
 
 
 def test_k1_is_unbiased_and_its_absolute_value_is_not():
     """Exact expectations over all tokens of a small distribution."""
-    policy, reference = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.2, 0.6]).double()
+    policy, reference = (
+        torch.tensor([0.5, 0.3, 0.2]).double(),
+        torch.tensor([0.2, 0.2, 0.6]).double(),
+    )
     true_kl = (policy * (policy / reference).log()).sum()
     mask = torch.ones(3, 1, dtype=torch.bool)
     columns = policy.log()[:, None], reference.log()[:, None], mask
@@ -92,9 +104,13 @@ def test_k1_and_k3_are_unbiased_as_values_and_k2_is_not():
     policy, reference = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]], dtype=torch.float64)
     true_kl = float((policy * (policy / reference).log()).sum())
     expected = {
-        f.__name__: float((policy * f(policy.log(), reference.log())).sum()) for f in (k1, absolute_k1, k2, k3)
+        f.__name__: float((policy * f(policy.log(), reference.log())).sum())
+        for f in (k1, absolute_k1, k2, k3)
     }
-    assert [name for name, value in expected.items() if abs(value - true_kl) < 1e-12] == ["k1", "k3"]
+    assert [name for name, value in expected.items() if abs(value - true_kl) < 1e-12] == [
+        "k1",
+        "k3",
+    ]
 
 
 def test_reductions():
@@ -102,7 +118,10 @@ def test_reductions():
     mask = length_mask(torch.tensor([2, 1, 0]), 3)
     assert reduce_over_tokens(values, mask).tolist() == [3.0, 4.0, 0.0]
     assert reduce_over_tokens(values, mask, "mean").tolist() == [1.5, 4.0, 0.0]
-    assert reduce_over_tokens(torch.zeros(2, 0), torch.zeros(2, 0).bool(), "mean").tolist() == [0.0, 0.0]
+    assert reduce_over_tokens(torch.zeros(2, 0), torch.zeros(2, 0).bool(), "mean").tolist() == [
+        0.0,
+        0.0,
+    ]
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,15 +135,20 @@ def batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 @pytest.mark.parametrize("reduction", KL_REDUCTIONS)
 def test_every_estimate_of_a_sequence_by_hand(estimator, reduction):
-    formula = {"k1": lambda d: d, "absolute_k1": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}[
-        estimator
-    ]
+    formula = {
+        "k1": lambda d: d,
+        "absolute_k1": abs,
+        "k2": lambda d: d * d / 2,
+        "k3": lambda d: math.exp(-d) - 1 + d,
+    }[estimator]
     log_probs, reference, mask = batch(1)
     expected = []
     for own, other, kept in zip(log_probs, reference, mask, strict=True):
         tokens = [formula(float(a - b)) for a, b in zip(own[kept], other[kept], strict=True)]
         expected.append(math.fsum(tokens) / (max(len(tokens), 1) if reduction == "mean" else 1))
-    found = reduce_over_tokens(token_kl(log_probs, reference, mask, estimator=estimator), mask, reduction)
+    found = reduce_over_tokens(
+        token_kl(log_probs, reference, mask, estimator=estimator), mask, reduction
+    )
     assert found.tolist() == pytest.approx(expected, rel=1e-12)
 
 
@@ -140,7 +164,10 @@ class TestInTheLoss:
             "k3": lambda d: 1.0 - math.exp(-d),
         }[estimator]
         log_probs, reference, mask = batch(2)
-        own, factor = log_probs.clone().requires_grad_(), torch.arange(1.0, 21.0, dtype=torch.float64).view(4, 5)
+        own, factor = (
+            log_probs.clone().requires_grad_(),
+            torch.arange(1.0, 21.0, dtype=torch.float64).view(4, 5),
+        )
         terms = kl_loss_terms(own, reference, mask, estimator=estimator, weights=weights)
         values = token_kl(log_probs, reference, mask, estimator=estimator)
         assert torch.equal(terms, values), "the score-function term has no value"
@@ -165,17 +192,28 @@ class TestInTheLoss:
 
 class TestKLCoefficient:
     @settings(deadline=None, max_examples=50)
-    @given(st.floats(1e-4, 10), st.floats(-10, 1e3), st.floats(1e-3, 1e3), st.integers(0, 10**6), st.floats(1.0, 1e6))
-    def test_is_the_formula_of_ziegler_and_stays_positive(self, value, measured, target, responses, horizon):
+    @given(
+        st.floats(1e-4, 10),
+        st.floats(-10, 1e3),
+        st.floats(1e-3, 1e3),
+        st.integers(0, 10**6),
+        st.floats(1.0, 1e6),
+    )
+    def test_is_the_formula_of_ziegler_and_stays_positive(
+        self, value, measured, target, responses, horizon
+    ):
         """beta (1 + clip((KL - target) / target, -0.2, 0.2) n / horizon), with n at most the horizon."""
         beta = KLCoefficient(value, target, horizon)
         beta.update(measured, responses)
         error = min(0.2, max(-0.2, (measured - target) / target))
-        assert beta.value == pytest.approx(value * (1 + error * min(responses, horizon) / horizon), rel=1e-9)
+        assert beta.value == pytest.approx(
+            value * (1 + error * min(responses, horizon) / horizon), rel=1e-9
+        )
         assert 0.8 * value * (1 - 1e-12) <= beta.value <= 1.2 * value * (1 + 1e-12)
 
     @pytest.mark.parametrize(
-        ("measured", "expected"), [(6.0, 1.0), (6.6, 1.01), (5.4, 0.99), (60.0, 1.02), (0.0, 0.98), (-3.0, 0.98)]
+        ("measured", "expected"),
+        [(6.0, 1.0), (6.6, 1.01), (5.4, 0.99), (60.0, 1.02), (0.0, 0.98), (-3.0, 0.98)],
     )
     def test_by_hand(self, measured, expected):
         """A target of 6 nats and a tenth of the horizon."""

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.batches import sequences
-from helpers.choices import GENERATOR_CORRECTIONS, IMPORTANCE_RATIOS, KL_ESTIMATORS, KL_LOSS_WEIGHTS, LOSS_AGGREGATIONS
+from helpers.choices import (
+    GENERATOR_CORRECTIONS,
+    IMPORTANCE_RATIOS,
+    KL_ESTIMATORS,
+    KL_LOSS_WEIGHTS,
+    LOSS_AGGREGATIONS,
+)
 from helpers.losses import random_batch, reinforce_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +39,9 @@ WORKED = Path(__file__).with_name("worked_example.json")
 @pytest.mark.parametrize("part", ["rloo", "reinforce_batch_mean"])
 def test_the_worked_example(part):
     example = json.loads(WORKED.read_text())[part]
-    log_probs = torch.tensor(example["logprobs"], dtype=torch.float64).flatten(0, -2).requires_grad_()
+    log_probs = (
+        torch.tensor(example["logprobs"], dtype=torch.float64).flatten(0, -2).requires_grad_()
+    )
     advantages = torch.tensor(example["advantages"], dtype=torch.float64).flatten()
     count = len(advantages)
     everything = torch.ones(log_probs.shape, dtype=torch.bool)
@@ -70,17 +78,23 @@ def test_the_shares_of_micro_batches_sum_to_the_loss(rows, width, size, seed):
     torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=0)
 
     by_hand = sum(
-        -float(advantages[i]) * math.fsum(log_probs[i][mask[i]].tolist()) for i in range(rows) if valid[i]
+        -float(advantages[i]) * math.fsum(log_probs[i][mask[i]].tolist())
+        for i in range(rows)
+        if valid[i]
     ) / max(num_valid, 1)
     assert loss.item() == pytest.approx(by_hand, abs=1e-12)
 
 
 @pytest.mark.parametrize("anything", [math.inf, -math.inf, math.nan])
 def test_what_is_left_out_gives_exactly_no_gradient(anything):
-    log_probs = torch.tensor([[-1.0, -2.0], [anything, anything], [-3.0, anything]], requires_grad=True)
+    log_probs = torch.tensor(
+        [[-1.0, -2.0], [anything, anything], [-3.0, anything]], requires_grad=True
+    )
     mask = torch.tensor([[True, True], [True, True], [True, False]])
     advantages = torch.tensor([2.0, anything, -1.0])
-    loss = reinforce_loss(log_probs, mask, advantages, torch.tensor([True, False, True]), sequences(2))
+    loss = reinforce_loss(
+        log_probs, mask, advantages, torch.tensor([True, False, True]), sequences(2)
+    )
     loss.backward()
     assert loss.item() == 1.5
     assert log_probs.grad is not None
@@ -90,7 +104,9 @@ def test_what_is_left_out_gives_exactly_no_gradient(anything):
 def test_without_a_valid_sample_the_loss_is_zero():
     log_probs = torch.full((2, 3), -1.0, requires_grad=True)
     mask = torch.ones(2, 3, dtype=torch.bool)
-    loss = reinforce_loss(log_probs, mask, torch.ones(2), torch.zeros(2, dtype=torch.bool), sequences(0))
+    loss = reinforce_loss(
+        log_probs, mask, torch.ones(2), torch.zeros(2, dtype=torch.bool), sequences(0)
+    )
     loss.backward()
     assert loss.item() == 0.0 and log_probs.grad is not None and not log_probs.grad.any()
 
@@ -109,7 +125,11 @@ def test_lengths_are_not_normalised_away():
     long = torch.tensor([[True, True]])
     arguments = torch.ones(1), torch.ones(1, dtype=torch.bool), sequences(1)
     log_probs = torch.full((1, 2), -1.5)
-    assert reinforce_loss(log_probs, long, *arguments) == 2 * reinforce_loss(log_probs, short, *arguments) == 3.0
+    assert (
+        reinforce_loss(log_probs, long, *arguments)
+        == 2 * reinforce_loss(log_probs, short, *arguments)
+        == 3.0
+    )
 
 
 @pytest.mark.parametrize("aggregation", LOSS_AGGREGATIONS)
@@ -132,14 +152,21 @@ def test_every_aggregation_is_its_formula_however_the_batch_is_cut(aggregation):
     )
     for size in (9, 4, 1):
         shares = [
-            reinforce_loss(log_probs[r], mask[r], advantages[r], trains[r], denominators, aggregation)
+            reinforce_loss(
+                log_probs[r], mask[r], advantages[r], trains[r], denominators, aggregation
+            )
             for r in torch.arange(9).split(size)
         ]
         assert float(sum(shares)) == pytest.approx(expected, abs=1e-12)
 
 
 def by_formula(
-    own: list[list[float]], old: list[list[float]], advantages: list[float], ratio: str, low: float, high: float
+    own: list[list[float]],
+    old: list[list[float]],
+    advantages: list[float],
+    ratio: str,
+    low: float,
+    high: float,
 ) -> tuple[list[float], list[list[float]], list[list[float]], list[list[bool]]]:
     """Each response's sum of terms, and each token's gradient, ratio and whether clipping took its gradient."""
     values, gradients, ratios, stopped = [], [], [], []
@@ -151,7 +178,10 @@ def by_formula(
         if ratio == "none":
             rhos = [1.0] * length
         # The pessimistic one of two: above the range a good sample stops, below it a bad one.
-        stop = [ratio != "none" and ((a > 0 and rho > 1 + high) or (a < 0 and rho < 1 - low)) for rho in rhos]
+        stop = [
+            ratio != "none" and ((a > 0 and rho > 1 + high) or (a < 0 and rho < 1 - low))
+            for rho in rhos
+        ]
         surrogate = [
             -min(rho * a, min(max(rho, 1 - low), 1 + high) * a) if ratio != "none" else -a * x
             for rho, x in zip(rhos, logs, strict=True)
@@ -183,12 +213,20 @@ class TestPolicyTerms:
         advantages = torch.randn(4, generator=generator, dtype=torch.float64)
         advantages[0] = 0.0
         terms, rho, clipped = policy_terms(
-            own, old, torch.where(mask, advantages[:, None], 0.0), mask, ratio=ratio, clip_low=low, clip_high=high
+            own,
+            old,
+            torch.where(mask, advantages[:, None], 0.0),
+            mask,
+            ratio=ratio,
+            clip_low=low,
+            clip_high=high,
         )
         torch.where(mask, terms, 0.0).sum().backward()
         rows = [own[i, :n].tolist() for i, n in enumerate(lengths.tolist())]
         olds = [old[i, :n].tolist() for i, n in enumerate(lengths.tolist())]
-        values, gradients, ratios, stopped = by_formula(rows, olds, advantages.tolist(), ratio, low, high)
+        values, gradients, ratios, stopped = by_formula(
+            rows, olds, advantages.tolist(), ratio, low, high
+        )
         assert leaf.grad is not None and not rho.requires_grad
         for i, n in enumerate(lengths.tolist()):
             assert terms[i, :n].sum().item() == pytest.approx(values[i], rel=1e-9, abs=1e-12)
@@ -197,13 +235,17 @@ class TestPolicyTerms:
             assert clipped[i].tolist() == stopped[i] + [False] * (5 - n)
         assert not leaf.grad[~mask].any()
 
-    @pytest.mark.parametrize(("advantage", "stopped"), [(1.0, [False, False, True]), (-1.0, [True, False, False])])
+    @pytest.mark.parametrize(
+        ("advantage", "stopped"), [(1.0, [False, False, True]), (-1.0, [True, False, False])]
+    )
     def test_which_entries_count_as_clipped(self, advantage, stopped):
         """Only where the sample would be pushed further out; the way back stays open."""
         rho = torch.tensor([[0.5, 1.0, 1.5]])
         own = rho.log().requires_grad_()
         mask = torch.ones(1, 3, dtype=torch.bool)
-        terms, _, clipped = policy_terms(own, torch.zeros(1, 3), advantage * torch.ones(1, 3), mask, ratio="token")
+        terms, _, clipped = policy_terms(
+            own, torch.zeros(1, 3), advantage * torch.ones(1, 3), mask, ratio="token"
+        )
         terms.sum().backward()
         assert clipped.tolist() == [stopped]
         assert own.grad is not None and [value == 0 for value in own.grad[0].tolist()] == stopped
@@ -211,7 +253,9 @@ class TestPolicyTerms:
     @pytest.mark.parametrize("ratio", IMPORTANCE_RATIOS)
     @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
     @pytest.mark.parametrize("difference", [-1e4, -200.0, 200.0, 1e4])
-    def test_a_ratio_beyond_float32_gives_neither_nan_nor_infinity(self, ratio, advantage, difference):
+    def test_a_ratio_beyond_float32_gives_neither_nan_nor_infinity(
+        self, ratio, advantage, difference
+    ):
         """exp(200) is infinite in float32, and infinity times 0 is NaN: in the value, or in the gradient alone."""
         own = torch.full((1, 3), -1.0).requires_grad_()
         inputs = LossInputs(
@@ -220,7 +264,9 @@ class TestPolicyTerms:
             torch.tensor([True]),
             old_log_probs=torch.full((1, 3), -1.0 - difference),
         )
-        loss, sums = policy_loss(own, None, inputs, Denominators(1, 3, 3), LossSettings(importance_ratio=ratio))
+        loss, sums = policy_loss(
+            own, None, inputs, Denominators(1, 3, 3), LossSettings(importance_ratio=ratio)
+        )
         loss.backward()
         assert own.grad is not None and torch.isfinite(own.grad).all() and torch.isfinite(loss)
         assert all(math.isfinite(value) for value in sums.values())
@@ -231,9 +277,13 @@ class TestPolicyTerms:
     def test_below_the_bound_it_changes_nothing(self):
         own = torch.tensor([[MAX_LOG_RATIO - 1e-3]], dtype=torch.float64).requires_grad_()
         one = torch.ones(1, 1, dtype=torch.bool)
-        terms, rho, clipped = policy_terms(own, torch.zeros(1, 1), -torch.ones(1, 1).double(), one, ratio="token")
+        terms, rho, clipped = policy_terms(
+            own, torch.zeros(1, 1), -torch.ones(1, 1).double(), one, ratio="token"
+        )
         terms.sum().backward()
-        assert own.grad is not None and float(own.grad) == pytest.approx(math.exp(MAX_LOG_RATIO - 1e-3))
+        assert own.grad is not None and float(own.grad) == pytest.approx(
+            math.exp(MAX_LOG_RATIO - 1e-3)
+        )
         assert float(rho) == pytest.approx(float(own.grad)) and not clipped.any()
 
     def test_the_ratio_of_a_long_response_is_of_the_sum(self):
@@ -242,7 +292,10 @@ class TestPolicyTerms:
         old = own - 1e-3
         everything = torch.ones(1, 4096, dtype=torch.bool)
         expected = math.exp(math.fsum((own - old)[0].tolist()))
-        for ratio, value in (("sequence", expected), ("sequence_geometric", expected ** (1 / 4096))):
+        for ratio, value in (
+            ("sequence", expected),
+            ("sequence_geometric", expected ** (1 / 4096)),
+        ):
             terms, rho, _ = policy_terms(own, old, -torch.ones(1, 4096), everything, ratio=ratio)
             torch.testing.assert_close(rho, torch.full((1, 4096), value), rtol=1e-5, atol=0)
             total = value if ratio == "sequence" else 4096 * value
@@ -262,7 +315,9 @@ class TestFirstPass:
         gradients = []
         for name in ("none", ratio):
             own = log_probs.clone().requires_grad_()
-            settings_of = LossSettings(aggregation, importance_ratio=name, ratio_clip_low=clip, ratio_clip_high=clip)
+            settings_of = LossSettings(
+                aggregation, importance_ratio=name, ratio_clip_low=clip, ratio_clip_high=clip
+            )
             loss, sums = policy_loss(own, None, inputs, denominators, settings_of)
             loss.backward()
             gradients.append(own.grad)
@@ -278,7 +333,9 @@ class TestFirstPass:
         everything = torch.ones(8, 512, dtype=torch.bool)
         inputs = LossInputs(everything, torch.ones(8, 512), everything[:, 0])
         second = LossInputs(everything, torch.ones(8, 512), everything[:, 0], old_log_probs=clean)
-        settings_of = LossSettings(importance_ratio=ratio, ratio_clip_low=1e-6, ratio_clip_high=1e-6)
+        settings_of = LossSettings(
+            importance_ratio=ratio, ratio_clip_low=1e-6, ratio_clip_high=1e-6
+        )
         sums = policy_loss(noisy, None, inputs, sequences(8), settings_of)[1]
         assert sums["clipped"] == 0 and sums["weights"] == sums["squares"] == 8 * 512
         if ratio != "none":
@@ -296,9 +353,13 @@ class TestGeneratorWeights:
         arguments = self.OLD, self.GENERATOR, self.MASK
         e = math.exp
         token = generator_weights(*arguments, correction="token", cap=5.0)
-        torch.testing.assert_close(token, torch.tensor([[e(0.5), e(-1), 1], [1, 5.0, e(0.5)]]).double())
+        torch.testing.assert_close(
+            token, torch.tensor([[e(0.5), e(-1), 1], [1, 5.0, e(0.5)]]).double()
+        )
         whole = generator_weights(*arguments, correction="sequence", cap=5.0)
-        torch.testing.assert_close(whole, torch.tensor([[e(-0.5), e(-0.5), 1], [5.0, 5.0, 5.0]]).double())
+        torch.testing.assert_close(
+            whole, torch.tensor([[e(-0.5), e(-0.5), 1], [5.0, 5.0, 5.0]]).double()
+        )
         assert not token.requires_grad and not whole.requires_grad
         assert generator_weights(*arguments, correction="none", cap=5.0).tolist() == [[1.0] * 3] * 2
 
@@ -313,15 +374,24 @@ class TestGeneratorWeights:
 
     @pytest.mark.parametrize("correction", ["token_mask", "sequence_mask"])
     def test_a_ratio_beyond_float32_is_masked(self, correction):
-        mask, generator = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[-500.0] * 2, [500.0] * 2])
-        found = generator_weights(torch.zeros(2, 2), generator, mask, correction=correction, cap=2.0)
+        mask, generator = (
+            torch.ones(2, 2, dtype=torch.bool),
+            torch.tensor([[-500.0] * 2, [500.0] * 2]),
+        )
+        found = generator_weights(
+            torch.zeros(2, 2), generator, mask, correction=correction, cap=2.0
+        )
         assert found.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
     @pytest.mark.parametrize("correction", ["token", "sequence"])
     def test_a_weight_beyond_float32_is_the_cap(self, correction):
         mask = torch.ones(2, 2, dtype=torch.bool)
         found = generator_weights(
-            torch.zeros(2, 2), torch.tensor([[-500.0] * 2, [500.0] * 2]), mask, correction=correction, cap=2.0
+            torch.zeros(2, 2),
+            torch.tensor([[-500.0] * 2, [500.0] * 2]),
+            mask,
+            correction=correction,
+            cap=2.0,
         )
         assert found.tolist() == [[2.0, 2.0], [0.0, 0.0]]
 
@@ -329,16 +399,28 @@ class TestGeneratorWeights:
     def test_they_multiply_the_policys_terms_only(self, correction):
         """Neither the KL's nor the entropy's, which are not of samples that the generator drew too often."""
         log_probs, mask, advantages, trains = random_batch(6, 4, seed=8)
-        noise = torch.randn(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(
+            2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+        )
         inputs = LossInputs(
-            mask, advantages[:, None].expand(6, 4), trains, None, log_probs + noise[0], log_probs + 0.1
+            mask,
+            advantages[:, None].expand(6, 4),
+            trains,
+            None,
+            log_probs + noise[0],
+            log_probs + 0.1,
         )
         settings_of = LossSettings(
-            generator_correction=correction, generator_ratio_cap=1.5, kl_estimator="k2", entropy_bonus=0.5
+            generator_correction=correction,
+            generator_ratio_cap=1.5,
+            kl_estimator="k2",
+            entropy_bonus=0.5,
         )
         entropy = noise[1].abs()
         own = log_probs.clone().requires_grad_()
-        policy_loss(own, entropy, inputs, sequences(float(trains.sum())), settings_of, 0.3)[0].backward()
+        policy_loss(own, entropy, inputs, sequences(float(trains.sum())), settings_of, 0.3)[
+            0
+        ].backward()
         kept = mask & trains[:, None]
         weights = generator_weights(
             torch.where(kept, log_probs, 0.0),
@@ -378,7 +460,9 @@ class TestWhatIsAdded:
         inputs = LossInputs(mask, advantages[:, None].expand(7, 5), trains)
         loss, sums = policy_loss(log_probs, entropy, inputs, sequences(5), LossSettings())
         assert not loss.requires_grad and "entropy" in sums
-        assert loss.item() == float(policy_loss(log_probs, None, inputs, sequences(5), LossSettings())[0])
+        assert loss.item() == float(
+            policy_loss(log_probs, None, inputs, sequences(5), LossSettings())[0]
+        )
 
     @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
     @pytest.mark.parametrize("weights", KL_LOSS_WEIGHTS)
@@ -393,8 +477,13 @@ class TestWhatIsAdded:
         inputs = LossInputs(mask, nothing, trains, reference_log_probs=reference)
         loss, _ = policy_loss(own, None, inputs, denominators, settings_of, 0.7)
         loss.backward()
-        terms = kl_loss_terms(other, reference, mask & trains[:, None], estimator=estimator, weights=weights)
-        expected = 0.7 * (token_weights(mask, trains, denominators, aggregation, torch.float64) * terms).sum()
+        terms = kl_loss_terms(
+            other, reference, mask & trains[:, None], estimator=estimator, weights=weights
+        )
+        expected = (
+            0.7
+            * (token_weights(mask, trains, denominators, aggregation, torch.float64) * terms).sum()
+        )
         expected.backward()
         assert loss.item() == pytest.approx(expected.item())
         torch.testing.assert_close(own.grad, other.grad)
@@ -407,7 +496,9 @@ class TestSums:
     def test_by_brute_force(self, ratio, correction):
         """NaN and infinity wherever a token does not train; the sums of micro-batches add up."""
         log_probs, mask, advantages, trains = random_batch(8, 5, seed=11)
-        noise = 0.4 * torch.randn(2, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        noise = 0.4 * torch.randn(
+            2, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+        )
         kept = mask & trains[:, None]
         own, old, generator, entropy = (
             torch.where(kept, values, garbage)
@@ -418,7 +509,9 @@ class TestSums:
                 (log_probs.abs(), math.nan),
             ]
         )
-        settings_of = LossSettings(importance_ratio=ratio, generator_correction=correction, generator_ratio_cap=1.2)
+        settings_of = LossSettings(
+            importance_ratio=ratio, generator_correction=correction, generator_ratio_cap=1.2
+        )
         every = advantages[:, None].expand(8, 5)
         expected = dict.fromkeys(
             [
@@ -439,7 +532,9 @@ class TestSums:
             if not n:
                 continue
             rows = own[i, :n].tolist(), old[i, :n].tolist(), generator[i, :n].tolist()
-            _, _, ratios, stopped = by_formula([rows[0]], [rows[1]], [float(advantages[i])], ratio, 0.2, 0.2)
+            _, _, ratios, stopped = by_formula(
+                [rows[0]], [rows[1]], [float(advantages[i])], ratio, 0.2, 0.2
+            )
             gaps = [a - b for a, b in zip(rows[1], rows[2], strict=True)]
             for t, gap in enumerate(gaps):
                 mismatch = math.fsum(gaps) if correction.startswith("sequence") else gap
@@ -460,9 +555,16 @@ class TestSums:
         for size in (8, 3, 1):
             found = dict.fromkeys(expected, 0.0)
             for rows_of_part in torch.arange(8).split(size):
-                inputs = LossInputs(*(v[rows_of_part] for v in (mask, every, trains, old, generator)))
-                sums = policy_loss(own[rows_of_part], entropy[rows_of_part], inputs, sequences(3), settings_of)[1]
-                assert all(value.dtype == torch.float64 and not value.requires_grad for value in sums.values())
+                inputs = LossInputs(
+                    *(v[rows_of_part] for v in (mask, every, trains, old, generator))
+                )
+                sums = policy_loss(
+                    own[rows_of_part], entropy[rows_of_part], inputs, sequences(3), settings_of
+                )[1]
+                assert all(
+                    value.dtype == torch.float64 and not value.requires_grad
+                    for value in sums.values()
+                )
                 found = {name: found[name] + float(sums[name]) for name in expected}
             assert found == pytest.approx(expected, rel=1e-9)
         if correction.endswith("_mask"):

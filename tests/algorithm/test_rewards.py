@@ -67,12 +67,20 @@ class TestStandardisation:
         assert found == pytest.approx([-2 / deviation, -1 / deviation, 3 / deviation])
 
     def test_a_later_step_takes_those_of_the_past_alone(self):
-        past = RunningMoments.of(torch.tensor([0.0, 4.0], dtype=torch.float64))  # mean 2, deviation sqrt(8)
-        assert shaped([2.0, 10.0], RewardShaping("running"), past=past) == pytest.approx([0.0, math.sqrt(8)])
-        assert past == RunningMoments.of(torch.tensor([0.0, 4.0], dtype=torch.float64)), "reading does not feed it"
+        past = RunningMoments.of(
+            torch.tensor([0.0, 4.0], dtype=torch.float64)
+        )  # mean 2, deviation sqrt(8)
+        assert shaped([2.0, 10.0], RewardShaping("running"), past=past) == pytest.approx(
+            [0.0, math.sqrt(8)]
+        )
+        assert past == RunningMoments.of(torch.tensor([0.0, 4.0], dtype=torch.float64)), (
+            "reading does not feed it"
+        )
 
     def test_the_first_moments_are_of_the_valid_samples(self):
-        found = shaped([1.0, math.nan, 3.0, 1e30], RewardShaping("running"), valid=[True, False, True, False])
+        found = shaped(
+            [1.0, math.nan, 3.0, 1e30], RewardShaping("running"), valid=[True, False, True, False]
+        )
         assert [found[0], found[2]] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
 
     @pytest.mark.parametrize("reward", [0.0, 0.95, -1e6 + 1 / 3])
@@ -115,14 +123,18 @@ class TestOverlongResponses:
         length = min(length, longest)
         punishment = 0.0 if length <= longest - buffer else (longest - buffer - length) / buffer
         shaping = RewardShaping(truncation_penalty=2.5, overlong_buffer=buffer, max_length=longest)
-        assert shaped([1.0], shaping, lengths=[length]) == pytest.approx([1.0 + 2.5 * punishment], abs=1e-6)
+        assert shaped([1.0], shaping, lengths=[length]) == pytest.approx(
+            [1.0 + 2.5 * punishment], abs=1e-6
+        )
 
     def test_a_cut_one_has_all_of_it(self):
         assert shaped([0.0], self.DAPO, lengths=[20480], ended=[False]) == [-1.0]
 
     def test_a_buffer_as_long_as_the_response_begins_at_once(self):
         shaping = RewardShaping(truncation_penalty=1.0, overlong_buffer=4, max_length=4)
-        assert shaped([0.0] * 5, shaping, lengths=[0, 1, 2, 3, 4]) == pytest.approx([0, -0.25, -0.5, -0.75, -1])
+        assert shaped([0.0] * 5, shaping, lengths=[0, 1, 2, 3, 4]) == pytest.approx(
+            [0, -0.25, -0.5, -0.75, -1]
+        )
 
     def test_without_a_buffer_only_cut_ones_are_penalised(self):
         shaping = RewardShaping(truncation_penalty=3.0, max_length=8)
@@ -142,12 +154,16 @@ class TestOrder:
     )
 
     def test_standardise_scale_clip_then_penalties(self):
-        found = shaped([1.2, 9.0, -9.0], self.EVERYTHING, lengths=[2, 4, 4], ended=[True, True, False])
+        found = shaped(
+            [1.2, 9.0, -9.0], self.EVERYTHING, lengths=[2, 4, 4], ended=[True, True, False]
+        )
         # (1.2 - 1) / 2 * 10 = 1; the others are clipped to 5 before anything is subtracted.
         assert found == pytest.approx([1.0 - 0.5, 5.0 - 1.0, -5.0 - 1.0 - 100.0])
 
     def test_penalties_are_neither_scaled_nor_clipped(self):
-        assert shaped([1.2, -9.0], self.EVERYTHING, lengths=[1, 4]) == pytest.approx([1.0 - 0.25, -5.0 - 1.0])
+        assert shaped([1.2, -9.0], self.EVERYTHING, lengths=[1, 4]) == pytest.approx(
+            [1.0 - 0.25, -5.0 - 1.0]
+        )
 
     def test_scale_comes_after_the_mean_is_taken(self):
         assert shaped([3.0], RewardShaping("given", mean=1.0, scale=10.0)) == [20.0]
@@ -160,19 +176,32 @@ class TestOrder:
 @settings(deadline=None, max_examples=30)
 @given(
     rows=st.lists(
-        st.tuples(st.floats(-MAX_REWARD, MAX_REWARD), st.booleans(), st.integers(0, 8), st.booleans()), max_size=8
+        st.tuples(
+            st.floats(-MAX_REWARD, MAX_REWARD), st.booleans(), st.integers(0, 8), st.booleans()
+        ),
+        max_size=8,
     ),
     anything=st.sampled_from([math.nan, math.inf, -math.inf]),
     buffer=st.integers(0, 8),
     past=st.lists(st.floats(-MAX_REWARD, MAX_REWARD), max_size=4),
 )
-def test_an_invalid_sample_changes_nobody_elses_reward(standardisation, rows, anything, buffer, past):
+def test_an_invalid_sample_changes_nobody_elses_reward(
+    standardisation, rows, anything, buffer, past
+):
     columns = list(zip(*rows, strict=True)) or [()] * 4
     rewards = torch.tensor(columns[0], dtype=torch.float64)
     valid, ended = (torch.tensor(columns[i], dtype=torch.bool) for i in (1, 3))
     lengths = torch.tensor(columns[2], dtype=torch.long)
     shaping = RewardShaping(
-        standardisation, 0.5, 2.0, 3.0, None, 0.1, truncation_penalty=1.0, overlong_buffer=buffer, max_length=8
+        standardisation,
+        0.5,
+        2.0,
+        3.0,
+        None,
+        0.1,
+        truncation_penalty=1.0,
+        overlong_buffer=buffer,
+        max_length=8,
     )
     moments = RunningMoments.of(torch.tensor(past, dtype=torch.float64))
 
@@ -184,7 +213,9 @@ def test_an_invalid_sample_changes_nobody_elses_reward(standardisation, rows, an
     assert torch.equal(found[valid], run(torch.where(valid, rewards, 0.0))[valid])
     # What an invalid sample was left with is out of all that follows.
     if bool((found[valid].abs() <= MAX_REWARD).all()):
-        assert torch.isfinite(RewardGroups.of(found, torch.zeros(len(valid)).long(), valid).mean_by_group()).all()
+        assert torch.isfinite(
+            RewardGroups.of(found, torch.zeros(len(valid)).long(), valid).mean_by_group()
+        ).all()
 
 
 numbers = st.lists(st.floats(-1e6, 1e6), max_size=8)
@@ -196,7 +227,9 @@ def double(values: list[float]) -> Tensor:
 
 def check(moments: RunningMoments, values: list[float]) -> None:
     assert moments.count == len(values)
-    assert moments.mean == pytest.approx(math.fsum(values) / len(values) if values else 0.0, rel=1e-9, abs=1e-9)
+    assert moments.mean == pytest.approx(
+        math.fsum(values) / len(values) if values else 0.0, rel=1e-9, abs=1e-9
+    )
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     assert moments.deviation == pytest.approx(deviation, rel=1e-7, abs=1e-6)
 
@@ -266,7 +299,9 @@ def test_decayed_numbers_count_less_in_mean_and_deviation():
     assert (moments.count, moments.mean, moments.squares) == pytest.approx((3.0, mean, squares))
 
 
-def differs(rewards: list[float], groups: list[int], valid: list[bool] | None = None, dtype=torch.float64):
+def differs(
+    rewards: list[float], groups: list[int], valid: list[bool] | None = None, dtype=torch.float64
+):
     valid = [True] * len(rewards) if valid is None else valid
     found = has_reward_variance(
         torch.tensor(rewards, dtype=dtype), torch.tensor(groups).long(), torch.tensor(valid).bool()
@@ -278,13 +313,17 @@ def differs(rewards: list[float], groups: list[int], valid: list[bool] | None = 
 @settings(deadline=None, max_examples=50)
 @given(
     st.lists(
-        st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 1e6]), st.sampled_from([-(2**62), 0, 3]), st.booleans()),
+        st.tuples(
+            st.sampled_from([-1.0, 0.0, 0.5, 1e6]), st.sampled_from([-(2**62), 0, 3]), st.booleans()
+        ),
         max_size=12,
     ),
     st.sampled_from([math.nan, math.inf, -math.inf]),
 )
 def test_by_brute_force_whatever_the_invalid_hold(rows, anything):
-    expected = [len({r for r, other, ok in rows if ok and other == group}) > 1 for _, group, _ in rows]
+    expected = [
+        len({r for r, other, ok in rows if ok and other == group}) > 1 for _, group, _ in rows
+    ]
     rewards = [reward if ok else anything for reward, _, ok in rows]
     assert differs(rewards, [row[1] for row in rows], [row[2] for row in rows]) == expected
 

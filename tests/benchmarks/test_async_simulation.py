@@ -35,15 +35,26 @@ APART = pytest.mark.parametrize("simulate", [in_order, as_finished])
 
 def job(lengths: Callable[[int], Sequence[int]] = lambda number: [LENGTH], **settings) -> Job:
     """Generation takes 6 s for rows of one length; training 12 GPU-seconds."""
-    known = {"decode": Fraction(1), "row": Fraction(0), "training": Fraction(12, PROMPTS * LENGTH), "slots": 64}
+    known = {
+        "decode": Fraction(1),
+        "row": Fraction(0),
+        "training": Fraction(12, PROMPTS * LENGTH),
+        "slots": 64,
+    }
     return Job(PROMPTS, lengths, **{**known, **settings})
 
 
 def test_a_call_lasts_as_its_rows_say():
     paid = job(decode=Fraction(1), row=Fraction(1, 2))
-    assert call_seconds(paid, [[1, 3]]) == 1 * 2 + 2 * Fraction(3, 2)  # two rows for a token, then one for two
-    assert call_seconds(replace(paid, slots=1), [[1], [3]]) == 4 * Fraction(3, 2)  # one after the other
-    assert call_seconds(replace(paid, slots=2), [[1], [3], [2]]) == 3 * 2  # the third takes the place of the first
+    assert call_seconds(paid, [[1, 3]]) == 1 * 2 + 2 * Fraction(
+        3, 2
+    )  # two rows for a token, then one for two
+    assert call_seconds(replace(paid, slots=1), [[1], [3]]) == 4 * Fraction(
+        3, 2
+    )  # one after the other
+    assert (
+        call_seconds(replace(paid, slots=2), [[1], [3], [2]]) == 3 * 2
+    )  # the third takes the place of the first
 
 
 def test_colocated_is_the_sum():
@@ -70,14 +81,26 @@ def test_one_long_response_holds_up_those_in_order_alone(engines):
     def lengths(number: int) -> list[int]:
         return [long if number == 8 * PROMPTS + 1 else LENGTH]  # of the ninth step
 
-    long, train, k = 10 * LENGTH, 12, 2  # generation has room beside it, so that the trainer never waits else
+    long, train, k = (
+        10 * LENGTH,
+        12,
+        2,
+    )  # generation has room beside it, so that the trainer never waits else
     constant, tail = job(), job(lengths)
-    assert in_order(constant, 1, engines, k).seconds == as_finished(constant, 1, engines, k).seconds == train
+    assert (
+        in_order(constant, 1, engines, k).seconds
+        == as_finished(constant, 1, engines, k).seconds
+        == train
+    )
     found = as_finished(tail, 1, engines, k)
     assert found.seconds == train
-    assert found.dropped == Fraction(1, STEPS * PROMPTS)  # it got too old, and another one took its place
+    assert found.dropped == Fraction(
+        1, STEPS * PROMPTS
+    )  # it got too old, and another one took its place
     found = in_order(tail, 1, engines, k)
-    assert found.waiting * found.seconds * COUNTED == long - k * train  # it began when the trainer had k steps to do
+    assert (
+        found.waiting * found.seconds * COUNTED == long - k * train
+    )  # it began when the trainer had k steps to do
 
 
 @pytest.mark.parametrize("k", [0, 1, 2])
@@ -119,7 +142,9 @@ def test_lengths_have_their_mean_and_their_bound(tail):
 
 
 def test_a_run_of_ones_own(tmp_path, mesh, monkeypatch, capsys):
-    lines = tiny_run.run(tmp_path, mesh, "trainer.reinforce.max_steps=4", "trainer.reinforce.max_epochs=4")
+    lines = tiny_run.run(
+        tmp_path, mesh, "trainer.reinforce.max_steps=4", "trainer.reinforce.max_epochs=4"
+    )
     measured, lengths = read_run(tmp_path / "run", 0.5)
     assert (measured.gpus, measured.prompts, measured.group, measured.send) == (1, 4, 4, 0.5)
     generate = sorted(line["timers/generate"] for line in lines if line["step"] > 1)
@@ -129,7 +154,18 @@ def test_a_run_of_ones_own(tmp_path, mesh, monkeypatch, capsys):
     assert first in [lengths(number) for number in range(16)]
 
     out = tmp_path / "rows.json"
-    command = ["x", "--run", str(tmp_path / "run"), "--gpus", "4", "--lags", "0", "1", "--json", str(out)]
+    command = [
+        "x",
+        "--run",
+        str(tmp_path / "run"),
+        "--gpus",
+        "4",
+        "--lags",
+        "0",
+        "1",
+        "--json",
+        str(out),
+    ]
     monkeypatch.setattr(sys, "argv", command)
     async_simulation.main()
     assert "colocated" in capsys.readouterr().out

@@ -49,7 +49,10 @@ WORKLOAD = Workload(
 def step(number: int, seconds: float = 3.0, **phases: float) -> Step:
     first = 10 * number
     prompts = ([first, 1], [first, 1], [first, 2], [first, 2])
-    samples = [Sample(prompt, 3, text, vowels("", text, {})) for prompt, text in zip(prompts, "abcd", strict=True)]
+    samples = [
+        Sample(prompt, 3, text, vowels("", text, {}))
+        for prompt, text in zip(prompts, "abcd", strict=True)
+    ]
     return Step(seconds, with_other(seconds, {GENERATION: 2.0, **phases}), samples)
 
 
@@ -60,7 +63,10 @@ def side(name: str, *steps: Step, peak_bytes: int = 10) -> SideReport:
 def same_pair() -> Pair:
     ours, peer = step(1), step(1)
     # The order of the samples is not the same, and need not be.
-    return Pair(side("ours", ours, step(2)), side("peer", replace(peer, samples=peer.samples[::-1]), step(2)))
+    return Pair(
+        side("ours", ours, step(2)),
+        side("peer", replace(peer, samples=peer.samples[::-1]), step(2)),
+    )
 
 
 def test_sides_that_did_the_same_pass():
@@ -77,17 +83,35 @@ def with_samples(pair: Pair, **fields: object) -> Pair:
 @pytest.mark.parametrize(
     ("pair", "told"),
     [
-        (replace(same_pair(), peer=replace(same_pair().peer, threads=1)), "threads: ours had 2, peer 1"),
-        (replace(same_pair(), peer=replace(same_pair().peer, dtype="bfloat16")), "dtype: ours had float32, peer bf"),
-        (replace(same_pair(), peer=replace(same_pair().peer, parameters=8)), "parameters: ours had 7, peer 8"),
+        (
+            replace(same_pair(), peer=replace(same_pair().peer, threads=1)),
+            "threads: ours had 2, peer 1",
+        ),
+        (
+            replace(same_pair(), peer=replace(same_pair().peer, dtype="bfloat16")),
+            "dtype: ours had float32, peer bf",
+        ),
+        (
+            replace(same_pair(), peer=replace(same_pair().peer, parameters=8)),
+            "parameters: ours had 7, peer 8",
+        ),
         (replace(same_pair(), ours=side("ours", step(1))), "ours made 1 steps, expected 2"),
-        (with_samples(same_pair(), response_tokens=2), "step 2 of peer: responses have 1 of 2, 3 of 3 tokens"),
-        (with_samples(same_pair(), prompt=[20, 2, 3]), "step 2 of peer: prompts have \\[2, 3\\] tokens"),
+        (
+            with_samples(same_pair(), response_tokens=2),
+            "step 2 of peer: responses have 1 of 2, 3 of 3 tokens",
+        ),
+        (
+            with_samples(same_pair(), prompt=[20, 2, 3]),
+            "step 2 of peer: prompts have \\[2, 3\\] tokens",
+        ),
         (with_samples(same_pair(), prompt=[20, 3]), "step 2: the sides had different prompts"),
         (with_samples(same_pair(), prompt=[20, 1]), "step 2: the sides had different prompts"),
         (with_samples(same_pair(), reward=0.5), "step 2 of peer: 'd' has reward 0.5, expected 0"),
         (with_samples(same_pair(), reward=float("nan")), "has reward nan"),
-        (Pair(*(side(name, step(1), replace(step(2), samples=[])) for name in "ab")), "step 2 of a has 0 samples"),
+        (
+            Pair(*(side(name, step(1), replace(step(2), samples=[])) for name in "ab")),
+            "step 2 of a has 0 samples",
+        ),
     ],
 )
 def test_sides_that_did_not_the_same_are_refused(pair, told):
@@ -149,8 +173,14 @@ def test_short_form_runs_both_sides_and_writes_what_it_says(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((tmp_path / "bench.json").read_text())
     found = written["comparison"]
-    assert done.stdout.splitlines()[-1] == f"speedup: {found['speedup']:.2f}x memory: {found['memory']:.2f}"
+    assert (
+        done.stdout.splitlines()[-1]
+        == f"speedup: {found['speedup']:.2f}x memory: {found['memory']:.2f}"
+    )
     ours, peer = (written["pairs"][0][name]["steps"][-1]["phases"] for name in ("ours", "peer"))
     # `rewards` of ours may be nothing at all: they come while log-probs are taken.
     for phases in (ours, peer):
-        assert all(phases[name] > 0 for name in (GENERATION, "reference log-probs", "loss and gradient", "optimizer"))
+        assert all(
+            phases[name] > 0
+            for name in (GENERATION, "reference log-probs", "loss and gradient", "optimizer")
+        )

@@ -17,7 +17,15 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from findings.charts import Curve, Panel, Point, figure  # noqa: E402
 from findings.language import SCALE, all_prompts, raw_score, reward, vocabulary, write_review  # noqa: E402
-from findings.runs import CELLS, LAGGING, SAMPLES_PER_STEP, Job, Outcome, ReviewReward, configuration  # noqa: E402
+from findings.runs import (  # noqa: E402
+    CELLS,
+    LAGGING,
+    SAMPLES_PER_STEP,
+    Job,
+    Outcome,
+    ReviewReward,
+    configuration,
+)
 from findings.summary import Estimate, best_rates, difference, lag_rows  # noqa: E402
 
 from reinforce_rl.rewards.base import RewardRequest  # noqa: E402
@@ -32,7 +40,10 @@ from reinforce_rl.rewards.base import RewardRequest  # noqa: E402
         ("the look was hardly awful .", 1.0),
         ("the look was good and the look was nice .", 1.0),  # the aspect has come before
         ("the look was good and the price was good .", 1.0),  # the adjective has
-        ("the look was good and the price was nice and the end was superb .", 2.0),  # the third does not count
+        (
+            "the look was good and the price was nice and the end was superb .",
+            2.0,
+        ),  # the third does not count
         ("good perfect superb", 0.0),  # no clause
         ("the look was very", 0.0),
         ("the perfect was good .", 0.0),
@@ -55,7 +66,9 @@ def test_grammar_has_the_mean_and_the_deviation_that_the_cells_are_made_for():
     assert deviation == pytest.approx(1.0, abs=0.05)
 
 
-def scored(cell: str, prompts: tuple[str, ...], responses: tuple[str, ...], seed: int = 0) -> list[float]:
+def scored(
+    cell: str, prompts: tuple[str, ...], responses: tuple[str, ...], seed: int = 0
+) -> list[float]:
     import torch
 
     nothing = torch.zeros(len(prompts), 1, dtype=torch.long)
@@ -68,8 +81,12 @@ def test_what_cells_add_to_the_reward():
     prompts = ("i hated the soup .",) * 2 + ("i loved the soup .",) * 2
     plain = scored("rloo4", prompts, reviews)
     assert plain == pytest.approx([1 / SCALE, -1 / SCALE] * 2)
-    assert scored("vanilla_plus4", prompts, reviews) == pytest.approx([value + 4 for value in plain])
-    added = [a - b for a, b in zip(scored("running_mean_spread2", prompts, reviews), plain, strict=True)]
+    assert scored("vanilla_plus4", prompts, reviews) == pytest.approx(
+        [value + 4 for value in plain]
+    )
+    added = [
+        a - b for a, b in zip(scored("running_mean_spread2", prompts, reviews), plain, strict=True)
+    ]
     assert added[0] == pytest.approx(added[1])  # of one prompt
     assert abs(added[0] - added[2]) > 0.01
     noisy = [scored("rloo4_noise2", prompts, reviews, seed) for seed in range(200)]
@@ -84,7 +101,9 @@ def test_cells_draw_equally_many_samples_and_name_each_other():
         assert CELLS[cell.tuned_as or cell.name].estimator == cell.estimator
 
 
-def outcome(cell: str, seed: int, reward_at_end: float, kl: float = 0.0, lr: float = 1e-3) -> Outcome:
+def outcome(
+    cell: str, seed: int, reward_at_end: float, kl: float = 0.0, lr: float = 1e-3
+) -> Outcome:
     return Outcome(Job(cell, seed, lr), [(0, 0.0), (32, reward_at_end)], [0.0], [kl], 1.0)
 
 
@@ -116,14 +135,20 @@ def test_cells_with_a_generator_differ_from_the_colocated_one_in_their_staleness
         assert (plain.placement, plain.staleness) == ("colocated", 0)
         for cell in cells:
             config = configuration(Job(cell.name, 1, cell.lr), tmp_path)
-            assert (config.placement, config.training_ranks, config.staleness) == ("disaggregated", 1, cell.staleness)
+            assert (config.placement, config.training_ranks, config.staleness) == (
+                "disaggregated",
+                1,
+                cell.staleness,
+            )
             correction = cell.correction or ("sequence" if cell.staleness else "none")
             assert config.trainer.reinforce.generator_correction == correction
             assert config.model.optim == plain.model.optim
             assert base.name in cell.against
 
 
-def paced(cell: str, seed: int, values: tuple[float, ...], seconds: float, moved: float = 0.0) -> Outcome:
+def paced(
+    cell: str, seed: int, values: tuple[float, ...], seconds: float, moved: float = 0.0
+) -> Outcome:
     """Steps in all as many as `values` less one."""
     validation = [(step * SAMPLES_PER_STEP, value) for step, value in enumerate(values)]
     nothing = [0.0] * (len(values) - 1)
@@ -147,13 +172,26 @@ def test_times_are_compared_at_half_of_the_colocated_run():
     base, cell = LAGGING[0][0], LAGGING[0][2]
     outcomes = {
         base.name: [paced(base.name, seed, (0.0, 1.0, 2.0, 3.0, 4.0), 1.0) for seed in (1, 2)],
-        cell.name: [paced(cell.name, seed, (0.0, 1.0, 2.0, 3.0, 3.0 + seed), 0.5, 0.25) for seed in (1, 2)],
+        cell.name: [
+            paced(cell.name, seed, (0.0, 1.0, 2.0, 3.0, 3.0 + seed), 0.5, 0.25) for seed in (1, 2)
+        ],
     }
     head, *rows = lag_rows(outcomes)
     assert len(head) == len(rows[0])
     assert rows == [
         [base.title, "2", "0", "0", "0.0%", "1.00 ± 0.00", "1.00", "2", "2.00 ± 0.00", ""],
-        [cell.title, "2", "0", "0.25", "0.0%", "0.50 ± 0.00", "0.50", "4", "4.50 ± 0.50", "2.50 ± 0.50"],
+        [
+            cell.title,
+            "2",
+            "0",
+            "0.25",
+            "0.0%",
+            "0.50 ± 0.00",
+            "0.50",
+            "4",
+            "4.50 ± 0.50",
+            "2.50 ± 0.50",
+        ],
     ]
 
 
@@ -161,13 +199,25 @@ def test_figure_is_well_formed():
     from xml.etree import ElementTree
 
     curve = Curve("a < b", [Point(0, 0.0, 0.1), Point(32, 1.0, 0.2, 0.5)])
-    root = ElementTree.fromstring(figure([Panel("lines", "x", [curve]), Panel("bars", "x", [curve], bands=False)]))
+    root = ElementTree.fromstring(
+        figure([Panel("lines", "x", [curve]), Panel("bars", "x", [curve], bands=False)])
+    )
     assert "a < b" in "".join(root.itertext())
 
 
 def quick(folder: Path, *cells: str) -> tuple[str, list[dict]]:
-    command = [sys.executable, BENCHMARKS / "papers_findings.py", "--quick", "--processes", "1", "--out", folder]
-    done = subprocess.run([*command, "--cells", *cells], capture_output=True, text=True, timeout=240)
+    command = [
+        sys.executable,
+        BENCHMARKS / "papers_findings.py",
+        "--quick",
+        "--processes",
+        "1",
+        "--out",
+        folder,
+    ]
+    done = subprocess.run(
+        [*command, "--cells", *cells], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (folder / "quick" / "evaluation.jsonl").read_text().splitlines()
     return (folder / "quick" / "summary.md").read_text(), [json.loads(line) for line in lines]
@@ -179,11 +229,17 @@ def test_quick_form_runs_with_a_generator_of_its_own(tmp_path):
     summary, lines = quick(tmp_path, base, of_now, older)
     assert CELLS[older].title in summary and "of colocated" in summary
     for colocated, apart, one_old in zip(*[iter(lines)] * 3, strict=True):
-        assert [line["job"]["cell"] for line in (colocated, apart, one_old)] == [base, of_now, older]
+        assert [line["job"]["cell"] for line in (colocated, apart, one_old)] == [
+            base,
+            of_now,
+            older,
+        ]
         for name in ("validation", "training", "kl"):
             assert apart[name] == colocated[name]  # bit for bit
         assert one_old["training"][0] == colocated["training"][0]
-        assert max(apart["moved"]) < 1e-9 < min(one_old["moved"][1:])  # the first two steps have the initial weights
+        assert (
+            max(apart["moved"]) < 1e-9 < min(one_old["moved"][1:])
+        )  # the first two steps have the initial weights
         assert len(one_old["steps"]) == 4
 
 
@@ -197,6 +253,8 @@ def test_quick_form_runs_and_goes_on_where_it_was(tmp_path):
     for line in lines:
         assert [samples for samples, _ in line["validation"]] == [0, 4 * SAMPLES_PER_STEP]
         same_seed = next(other for other in lines if other["job"]["seed"] == line["job"]["seed"])
-        assert line["validation"][0] == same_seed["validation"][0]  # the same weights, prompts and noise
+        assert (
+            line["validation"][0] == same_seed["validation"][0]
+        )  # the same weights, prompts and noise
         assert len(line["kl"]) == 4 and line["kl"][0] == pytest.approx(0.0, abs=1e-3)
     assert (tmp_path / "quick" / "curves.svg").stat().st_size > 1000

@@ -74,14 +74,19 @@ def test_generation_reads_the_prompts_with_the_head_at_their_ends():
 
 def test_training_takes_three_times_a_pass_and_adam_goes_over_memory():
     machine = Machine(bandwidth=7 * 4 * 13.0, flops=2.0)
-    floor, forward = training_floor(machine, MODEL, TOKENS), pass_floor(machine, MODEL, TOKENS, FORWARD)
+    floor, forward = (
+        training_floor(machine, MODEL, TOKENS),
+        pass_floor(machine, MODEL, TOKENS, FORWARD),
+    )
     assert floor.shared == pytest.approx(3 * forward.shared + 10.0)
     assert floor.repeated == pytest.approx(3 * forward.repeated + 10.0)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_parts_of_a_model(tmp_path, tied):
-    arch = Architecture.from_folder(tiny_llama_folder(tmp_path, vocab_size=64, hidden=32, ffn=64, layers=2, tied=tied))
+    arch = Architecture.from_folder(
+        tiny_llama_folder(tmp_path, vocab_size=64, hidden=32, ffn=64, layers=2, tied=tied)
+    )
     # Query and output 32 x 32, key and value 32 x 16, three feed-forward matrices, two norms; and the last norm.
     body = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 32
     table = 64 * 32
@@ -96,11 +101,17 @@ def write_run(folder: Path, *overrides: str) -> Path:
     logger = JsonlLogger(run / "metrics.jsonl")
     for step in (1, 2, 3):
         # The first is slow, and is left out.
-        seconds = {"generate": 100.0 if step == 1 else 2.0 + step, "train_time": 8.0, "step_time": 20.0}
+        seconds = {
+            "generate": 100.0 if step == 1 else 2.0 + step,
+            "train_time": 8.0,
+            "step_time": 20.0,
+        }
         logger.log_metrics(seconds, step, "timers/")
         logger.log_metrics({"prompt_lengths": 3.0}, step, "train/")
         logger.commit(step)
-        rows = [RolloutRow(step, i // 4, i % 4, "abc", "a", 0.0, "stop", 1 + i % 2) for i in range(16)]
+        rows = [
+            RolloutRow(step, i // 4, i % 4, "abc", "a", 0.0, "stop", 1 + i % 2) for i in range(16)
+        ]
         write_rows(run, step, rows)
     return run
 
@@ -115,11 +126,17 @@ def test_steps_of_a_run(tmp_path):
     for step in steps:  # 4 prompts x 4, and three prompts are generated together
         assert step.tokens == StepTokens(12.0, 4, [[1, 2] * 6, [1, 2] * 2])
     rows = roofline.table_rows(Machine(1.0, 1.0), MODEL, steps)
-    assert [(row.name, row.seconds) for row in rows] == [("generate", 4.5), ("train_time", 8.0), ("together", 12.5)]
+    assert [(row.name, row.seconds) for row in rows] == [
+        ("generate", 4.5),
+        ("train_time", 8.0),
+        ("together", 12.5),
+    ]
     assert rows[-1].floor.shared == pytest.approx(rows[0].floor.shared + rows[1].floor.shared)
 
 
 def test_runs_that_the_floors_do_not_hold_for_are_refused(tmp_path):
     run = write_run(tmp_path, "trainer.precision=bf16")
-    with pytest.raises(ValueError, match=r"trainer\.precision is 'bf16'; the floors are those of a run with '32'"):
+    with pytest.raises(
+        ValueError, match=r"trainer\.precision is 'bf16'; the floors are those of a run with '32'"
+    ):
         roofline.steps_of_run(run)

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.enumeration import TREE, Options, World, expected_gradient, gradient_variance, relative_error
+from helpers.enumeration import (
+    TREE,
+    Options,
+    World,
+    expected_gradient,
+    gradient_variance,
+    relative_error,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -68,7 +75,9 @@ def test_variance_on_policy_is_that_of_all_ordered_groups():
     problem = Problem.draw(0)
     now = problem.path(STEP_KL, versions=1)[-1]
     found = Estimate(problem, now, now, CORRECTIONS["none"], scores_of(now)).variance
-    assert found == pytest.approx(gradient_variance(world_of(problem, now), Options(), 4), rel=1e-10)
+    assert found == pytest.approx(
+        gradient_variance(world_of(problem, now), Options(), 4), rel=1e-10
+    )
 
 
 def test_without_a_cap_the_weight_of_the_response_is_unbiased_and_no_weight_is_not(problem, path):
@@ -107,7 +116,10 @@ def test_learning_on_policy_does_not_depend_on_the_correction():
     shares = {name: learn(0.1, 0, CORRECTIONS[name], seeds=3, steps=8).share for name in names}
     for share in shares.values():
         torch.testing.assert_close(share, shares["none"], rtol=1e-9, atol=1e-9)
-    stale = {name: learn(0.1, 2, CORRECTIONS[name], seeds=3, steps=8).share for name in ("none", UNCAPPED)}
+    stale = {
+        name: learn(0.1, 2, CORRECTIONS[name], seeds=3, steps=8).share
+        for name in ("none", UNCAPPED)
+    }
     assert not torch.equal(stale["none"], shares["none"])
     assert not torch.equal(stale["none"], stale[UNCAPPED])
     assert bool((shares["none"] > 0).any()) and bool((shares["none"] < 1).all())

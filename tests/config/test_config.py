@@ -31,7 +31,9 @@ from reinforce_rl.errors import ConfigError, key_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_reinforce_actor.py"
-DEADLINE_S = 120.0  # what a slow and busy machine may take for a message that comes at once elsewhere
+DEADLINE_S = (
+    120.0  # what a slow and busy machine may take for a message that comes at once elsewhere
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,10 @@ def faults_of(folder: Path, *overrides: str) -> list[str]:
 def test_a_right_configuration_loads(folder):
     config = load_config(
         compose(
-            *right(folder), "trainer.reinforce.num_rollouts_per_prompt=8", "trainer.precision=bf16", "model.optim.lr=1"
+            *right(folder),
+            "trainer.reinforce.num_rollouts_per_prompt=8",
+            "trainer.precision=bf16",
+            "model.optim.lr=1",
         )
     )
     assert config.trainer.reinforce.num_rollouts_per_prompt == 8
@@ -83,8 +88,18 @@ PARALLEL = ["trainer.devices=8", "model.tensor_model_parallel_size=2"]
         (True, PARALLEL, "bf16", (True, True)),
         (True, [], "bf16", (False, False)),  # nobody to share with
         (True, ["trainer.devices=2", "model.context_parallel_size=2"], "bf16", (True, True)),
-        (True, [*PARALLEL, "trainer.precision=32", "model.optim.distributed=false"], "32", (False, True)),
-        (False, [*PARALLEL, "trainer.precision=bf16", "model.optim.distributed=true"], "bf16", (True, False)),
+        (
+            True,
+            [*PARALLEL, "trainer.precision=32", "model.optim.distributed=false"],
+            "32",
+            (False, True),
+        ),
+        (
+            False,
+            [*PARALLEL, "trainer.precision=bf16", "model.optim.distributed=true"],
+            "bf16",
+            (True, False),
+        ),
         (False, [*PARALLEL, "preflight=deep"], "bf16", (True, True)),  # of a run on GPUs
     ],
 )
@@ -106,7 +121,11 @@ def test_a_home_folder_is_written_with_a_tilde(folder, tmp_path, monkeypatch):
 
 
 def _paths(schema: type[Section]) -> list[str]:
-    return [key.path for key in keys_of(schema()) if key.kind.startswith("path") and "list" not in key.kind]
+    return [
+        key.path
+        for key in keys_of(schema())
+        if key.kind.startswith("path") and "list" not in key.kind
+    ]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -115,14 +134,18 @@ def test_every_path_may_begin_with_a_tilde(name, monkeypatch):
     paths = _paths(PROGRAMS[name])
     assert len(paths) >= 2
     config, _ = read(PROGRAMS[name], composed(name, [f"{path}=~/x y" for path in paths]))
-    assert {path: attrgetter(path)(config) for path in paths} == dict.fromkeys(paths, "/home/me/x y")
+    assert {path: attrgetter(path)(config) for path in paths} == dict.fromkeys(
+        paths, "/home/me/x y"
+    )
 
 
 def _nullable_texts(section: Section, prefix: str = "") -> Iterator[str]:
     for name, value in section:
         if isinstance(value, Section):
             yield from _nullable_texts(value, f"{prefix}{name}.")
-        elif value is None and "string" in str(type(section).model_json_schema()["properties"][name]["anyOf"]):
+        elif value is None and "string" in str(
+            type(section).model_json_schema()["properties"][name]["anyOf"]
+        ):
             yield f"{prefix}{name}"
 
 
@@ -204,7 +227,12 @@ OF_KEYS = [
         "config.value.wrong_type",
         ["model.optim.betas", "[0.9, 'x']", "expected a list, each a number"],
     ),
-    Wrong("null", ["model.seed=null"], "config.value.wrong_type", ["model.seed", None, "expected a whole number"]),
+    Wrong(
+        "null",
+        ["model.seed=null"],
+        "config.value.wrong_type",
+        ["model.seed", None, "expected a whole number"],
+    ),
     Wrong(
         "no folder's name",
         ["pretrained_checkpoint.restore_from_path=[a]"],
@@ -215,7 +243,11 @@ OF_KEYS = [
         "overrides",
         ["model.megatron_overrides=3"],
         "config.value.wrong_type",
-        ["model.megatron_overrides", 3, "expected groups of keys, each under a name of your choice"],
+        [
+            "model.megatron_overrides",
+            3,
+            "expected groups of keys, each under a name of your choice",
+        ],
     ),
     Wrong(
         "text for a group",
@@ -448,7 +480,11 @@ OF_ONE_VALUE = [
         "temperature",
         [f"{ROLLOUT}.sampling_params.temperature=0"],
         "config.value.out_of_range",
-        [f"{ROLLOUT}.sampling_params.temperature is 0", "use_greedy", "expected a finite number above 0"],
+        [
+            f"{ROLLOUT}.sampling_params.temperature is 0",
+            "use_greedy",
+            "expected a finite number above 0",
+        ],
     ),
     Wrong(
         "factor",
@@ -863,7 +899,12 @@ OF_SEVERAL_SETTINGS = [
             f"{ROLLOUT}.num_rollout_samples=15",
         ],
         "config.generation_work_queue.nothing_left",
-        [f"{RL}.generation_work_queue is true", 2, f"{ROLLOUT}.rollout_micro_batch_size is 8", "at most 8"],
+        [
+            f"{RL}.generation_work_queue is true",
+            2,
+            f"{ROLLOUT}.rollout_micro_batch_size is 8",
+            "at most 8",
+        ],
     ),
     Wrong(
         "replica named twice",
@@ -1064,7 +1105,11 @@ def defaults() -> dict[str, Any]:
 def flat(node: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(node, dict):
         return {prefix[:-1]: node}
-    return {key: value for name, child in node.items() for key, value in flat(child, f"{prefix}{name}.").items()}
+    return {
+        key: value
+        for name, child in node.items()
+        for key, value in flat(child, f"{prefix}{name}.").items()
+    }
 
 
 def test_the_yaml_and_the_dataclasses_have_the_same_keys_and_defaults():
@@ -1073,7 +1118,9 @@ def test_the_yaml_and_the_dataclasses_have_the_same_keys_and_defaults():
     assert sorted(composed) == sorted(own)
     assert {key: (value, own[key]) for key, value in composed.items() if value != own[key]} == {}
     types = {(type(value), type(own[key])) for key, value in composed.items()}
-    assert {pair for pair in types if pair[0] is not pair[1]} <= {(int, float)}, "a float may be written as 60"
+    assert {pair for pair in types if pair[0] is not pair[1]} <= {(int, float)}, (
+        "a float may be written as 60"
+    )
 
 
 def test_checking_a_configuration_imports_no_heavy_library(folder):
@@ -1150,13 +1197,18 @@ def test_the_script_says_what_must_be_set_and_what_is_missing(folder):
 def test_the_script_says_an_unreachable_server_before_it_loads_a_model(folder):
     port = free_port()
     overrides = [f"remote_rm.reward_model.port={port}", "remote_rm.ready_timeout_seconds=2"]
-    said = run_script(*right(folder), *overrides, f"exp_manager.explicit_log_dir={folder / 'unreachable'}")
+    said = run_script(
+        *right(folder), *overrides, f"exp_manager.explicit_log_dir={folder / 'unreachable'}"
+    )
     assert "error: " in said and f"localhost:{port}" in said
 
 
 def test_the_script_says_a_wrong_tokenizer_before_it_loads_a_model(folder):
     with FakeRewardServer() as server:
-        overrides = [f"remote_rm.reward_model.port={server.port}", f"exp_manager.explicit_log_dir={folder / 'wrong'}"]
+        overrides = [
+            f"remote_rm.reward_model.port={server.port}",
+            f"exp_manager.explicit_log_dir={folder / 'wrong'}",
+        ]
         said = run_script(*right(folder), *overrides)
     assert "tokenizer" in said and "vocabulary" in said
 
@@ -1165,8 +1217,13 @@ def test_the_script_says_an_unsupported_model_before_it_waits_for_the_server(fol
     shutil.copytree(folder / "model", tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
-    overrides = [f"remote_rm.reward_model.port={free_port()}", f"exp_manager.explicit_log_dir={tmp_path / 'run'}"]
-    said = run_script(*right(folder), *overrides, f"pretrained_checkpoint.restore_from_path={tmp_path / 'model'}")
+    overrides = [
+        f"remote_rm.reward_model.port={free_port()}",
+        f"exp_manager.explicit_log_dir={tmp_path / 'run'}",
+    ]
+    said = run_script(
+        *right(folder), *overrides, f"pretrained_checkpoint.restore_from_path={tmp_path / 'model'}"
+    )
     assert printed_keys(said) == ["model.config.other_model_type"]
     assert "model_type is 'mamba'" in said
     assert "llama" in said

@@ -27,7 +27,12 @@ CASES = {
 
 
 def write_folder(folder: Path, configured: Any, generation: Any) -> Path:
-    config = {"model_type": "llama", "vocab_size": 64, "bos_token_id": 1, "eos_token_id": configured}
+    config = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "bos_token_id": 1,
+        "eos_token_id": configured,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     if generation != MISSING:
         values = {"eos_token_id": generation, "top_p": 0.8}
@@ -45,8 +50,12 @@ def eos_of_transformers(folder: Path) -> tuple[int, ...]:
     return tuple(sorted(token for token in several if token is not None))
 
 
-@pytest.mark.parametrize(("configured", "generation", "tokenizer", "expected"), CASES.values(), ids=CASES.keys())
-def test_the_union_and_what_generate_would_use(configured, generation, tokenizer, expected, tmp_path):
+@pytest.mark.parametrize(
+    ("configured", "generation", "tokenizer", "expected"), CASES.values(), ids=CASES.keys()
+)
+def test_the_union_and_what_generate_would_use(
+    configured, generation, tokenizer, expected, tmp_path
+):
     folder = write_folder(tmp_path, configured, generation)
     end_tokens = read_end_tokens(folder, tokenizer)
     assert end_tokens.ids == expected
@@ -65,7 +74,9 @@ def test_the_union_and_what_generate_would_use(configured, generation, tokenizer
 @pytest.mark.parametrize("eos", ["</s>", [2, "</s>"], True, -1, [None], 2.0, {}])
 def test_what_is_no_id_is_refused_with_its_file(eos, tmp_path):
     for place in ("config.json", "generation_config.json"):
-        folder = write_folder(tmp_path, eos if place == "config.json" else 2, 2 if place == "config.json" else eos)
+        folder = write_folder(
+            tmp_path, eos if place == "config.json" else 2, 2 if place == "config.json" else eos
+        )
         with raises_error("model.eos_token_id.invalid", folder / place, "eos_token_id", repr(eos)):
             read_end_tokens(folder, 2)
 

@@ -25,7 +25,10 @@ from helpers.troubleshooting import answers
 
 ROOT = Path(__file__).parents[2]
 ACTOR = "train_reinforce_actor.py"
-OF_CONFIG, OF_DATA = 3.0, 20.0  # seconds of CPU until the message, which are those of the clock on an idle machine
+OF_CONFIG, OF_DATA = (
+    3.0,
+    20.0,
+)  # seconds of CPU until the message, which are those of the clock on an idle machine
 BUSY = 10.0  # so many times longer may a machine take that runs other tests at the same time
 slow = pytest.mark.slow
 
@@ -69,7 +72,10 @@ def raw(name: str, content: bytes) -> Callable[[Path], object]:
 
 def without_template(folder: Path) -> None:
     write_model_without_weights(folder / "m", chat_template=None)
-    lines("p.jsonl", *({"messages": [{"role": "user", "content": text}]} for text in three_letters(20)))(folder)
+    lines(
+        "p.jsonl",
+        *({"messages": [{"role": "user", "content": text}]} for text in three_letters(20)),
+    )(folder)
 
 
 def unreadable(folder: Path) -> None:
@@ -151,7 +157,11 @@ MISTAKES = [
         "G of 1 with RLOO",
         ["trainer.reinforce.num_rollouts_per_prompt=1"],
         ["config.num_rollouts_per_prompt.too_small_for_estimator"],
-        ["trainer.reinforce.num_rollouts_per_prompt is 1", "advantage_estimator=rloo", "at least 2"],
+        [
+            "trainer.reinforce.num_rollouts_per_prompt is 1",
+            "advantage_estimator=rloo",
+            "at least 2",
+        ],
     ),
     Mistake(
         "empty JSONL",
@@ -164,7 +174,12 @@ MISTAKES = [
         "CSV without the column",
         [f"{TRAIN}={{}}/p.csv"],
         ["data.column.missing"],
-        ["{}/p.csv:2", "question, answer", "expected exactly one of prompt", "model.data.fields.prompt=question"],
+        [
+            "{}/p.csv:2",
+            "question, answer",
+            "expected exactly one of prompt",
+            "model.data.fields.prompt=question",
+        ],
         OF_DATA,
         made=raw("p.csv", b'question,answer\n"What is 1, or 2?",2\n'),
     ),
@@ -333,10 +348,16 @@ def said_by(command: list[str], seconds: float, *, as_nobody: bool = False) -> s
     if as_nobody and os.geteuid() == 0:
         if shutil.which("setpriv") is None:
             pytest.skip("root without setpriv is never refused a file")
-        command = ["setpriv", "--bounding-set=-all", *command]  # no capability: root's own modes count again
+        command = [
+            "setpriv",
+            "--bounding-set=-all",
+            *command,
+        ]  # no capability: root's own modes count again
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=BUSY * seconds, cwd="/", env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=BUSY * seconds, cwd="/", env=environment
+    )
     after, said = resource.getrusage(resource.RUSAGE_CHILDREN), done.stdout + done.stderr
     took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     print(f"exit code {done.returncode} after {took:.1f} s of CPU:\n{said}")

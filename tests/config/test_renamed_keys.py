@@ -277,7 +277,9 @@ def dotted(node: object, prefix: str = "") -> set[str]:
     """Keys and groups."""
     if not isinstance(node, dict):
         return {prefix}
-    return {prefix} | {key for name, child in node.items() for key in dotted(child, f"{prefix}.{name}".lstrip("."))}
+    return {prefix} | {
+        key for name, child in node.items() for key in dotted(child, f"{prefix}.{name}".lstrip("."))
+    }
 
 
 OURS = dotted(OmegaConf.to_container(compose()))
@@ -292,11 +294,18 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "schema", "theirs", "ours"), PROGRAMS, ids=[program[0] for program in PROGRAMS])
+@pytest.mark.parametrize(
+    ("name", "schema", "theirs", "ours"), PROGRAMS, ids=[program[0] for program in PROGRAMS]
+)
 def test_every_key_of_nemo_aligner_is_answered_and_none_of_ours(name, schema, theirs, ours):
     assert [key for key in theirs if renamed(key, schema) is None] == []
     assert [key for key in ours if key and renamed(key, schema)] == []
-    assert renamed("model.optim.shufle", schema) is renamed("trt_llms", schema) is renamed("", schema) is None
+    assert (
+        renamed("model.optim.shufle", schema)
+        is renamed("trt_llms", schema)
+        is renamed("", schema)
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -310,9 +319,13 @@ def test_every_key_of_nemo_aligner_is_answered_and_none_of_ours(name, schema, th
     ids=["actor", "server", "reward model", "if off"],
 )
 def test_the_answers_name_keys_that_there_are(table, keys):
-    named = {key for advice in table.values() for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", advice)}
+    named = {
+        key for advice in table.values() for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", advice)
+    }
     assert named - keys == set()
-    bare = {key for advice in table.values() for key in re.findall(r"set ([a-z_]+)\b(?!\.)", advice)}
+    bare = {
+        key for advice in table.values() for key in re.findall(r"set ([a-z_]+)\b(?!\.)", advice)
+    }
     assert bare - keys == set()
 
 

@@ -25,7 +25,9 @@ PAD = 99
 sizes = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), max_size=6)
 
 
-def rollouts(lengths: list[tuple[int, int]], *, start: int = 0, extra: int = 0, with_log_probs: bool = True):
+def rollouts(
+    lengths: list[tuple[int, int]], *, start: int = 0, extra: int = 0, with_log_probs: bool = True
+):
     """A batch whose every number tells its row and column; `extra` columns of padding that nothing needs."""
     count = len(lengths)
     prompts, responses = ([pair[i] for pair in lengths] for i in (0, 1))
@@ -78,7 +80,12 @@ def assert_tight(batch: RolloutBatch) -> None:
     """As wide as its longest sample."""
     total = (batch.prompt_lengths + batch.response_lengths).tolist()
     assert batch.sequences.shape == (len(total), max(total, default=0))
-    for values in (batch.generator_log_probs, batch.weight_versions, batch.log_probs, batch.init_log_probs):
+    for values in (
+        batch.generator_log_probs,
+        batch.weight_versions,
+        batch.log_probs,
+        batch.init_log_probs,
+    ):
         assert values is None or values.shape == batch.response_mask.shape
 
 
@@ -88,14 +95,18 @@ def test_the_mask_and_the_ends():
     assert batch.response_mask.tolist() == [[False] * 3, [True] * 3, [True, False, False]]
     assert batch.is_end.tolist() == [False, True, True] and batch.is_end.dtype == torch.bool
     nothing = rollouts([])
-    assert nothing.width == 0 and nothing.is_end.shape == (0,) and nothing.is_end.dtype == torch.bool
+    assert (
+        nothing.width == 0 and nothing.is_end.shape == (0,) and nothing.is_end.dtype == torch.bool
+    )
 
 
 @settings(deadline=None, max_examples=40)
 @given(sizes, st.integers(0, 3), st.booleans(), st.data())
 def test_select_takes_rows_in_order_and_cuts_padding(lengths, extra, with_log_probs, data):
     batch = rollouts(lengths, extra=extra, with_log_probs=with_log_probs)
-    rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=6) if lengths else st.just([]))
+    rows = data.draw(
+        st.lists(st.integers(0, len(lengths) - 1), max_size=6) if lengths else st.just([])
+    )
     found = batch.select(torch.tensor(rows, dtype=torch.long))
     every = rows_of(batch)
     assert rows_of(found) == [every[row] for row in rows]
@@ -150,7 +161,9 @@ def test_the_advantage_of_a_response_is_the_mean_of_its_tokens():
     batch = rollouts([(1, 2), (1, 0), (1, 3)])
     nothing = torch.zeros(3)
     advantages = torch.tensor([[1.0, 3.0, 0.0], [0.0, 0.0, 0.0], [2.0, 2.0, 5.0]])
-    found = ReinforceBatch(batch, nothing, nothing, nothing, advantages, batch.valid).sequence_advantages
+    found = ReinforceBatch(
+        batch, nothing, nothing, nothing, advantages, batch.valid
+    ).sequence_advantages
     assert found.tolist() == [2.0, 0.0, 3.0]
 
 
@@ -158,7 +171,9 @@ def completions(tokens: list[list[int]], *, with_log_probs: bool = True) -> Comp
     lengths = torch.tensor([len(row) for row in tokens])
     width = max(map(len, tokens))
     table = torch.tensor([row + [PAD] * (width - len(row)) for row in tokens])
-    log_probs = torch.where(length_mask(lengths, width), -table.float(), 0.0) if with_log_probs else None
+    log_probs = (
+        torch.where(length_mask(lengths, width), -table.float(), 0.0) if with_log_probs else None
+    )
     return Completions(table, lengths, (FINISH_STOP,) * len(tokens), log_probs)
 
 
@@ -171,11 +186,20 @@ class TestCompletions:
         assert joined.log_probs.tolist() == [[-1, -2, -3], [-4, 0, 0], [-5, -6, 0]]
 
     def test_log_probs_that_one_part_lacks_are_lacking(self):
-        assert join_completions([completions([[1]]), completions([[2]], with_log_probs=False)], PAD).log_probs is None
+        assert (
+            join_completions(
+                [completions([[1]]), completions([[2]], with_log_probs=False)], PAD
+            ).log_probs
+            is None
+        )
 
     def test_of_nothing(self):
         joined = join_completions([], PAD)
-        assert joined.tokens.shape == (0, 0) and joined.lengths.shape == (0,) and joined.log_probs is None
+        assert (
+            joined.tokens.shape == (0, 0)
+            and joined.lengths.shape == (0,)
+            and joined.log_probs is None
+        )
         assert joined.tokens.dtype == joined.lengths.dtype == torch.int64
 
     def test_behind_their_prompts(self):
@@ -195,5 +219,9 @@ class TestCompletions:
 
 
 def test_a_mask():
-    assert length_mask(torch.tensor([2, 0, 3]), 3).tolist() == [[True, True, False], [False] * 3, [True] * 3]
+    assert length_mask(torch.tensor([2, 0, 3]), 3).tolist() == [
+        [True, True, False],
+        [False] * 3,
+        [True] * 3,
+    ]
     assert length_mask(torch.tensor([0, 0]), 0).shape == (2, 0)

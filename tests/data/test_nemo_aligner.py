@@ -39,12 +39,16 @@ def prepare(*words: object) -> Result:
     return CliRunner().invoke(app, ["prepare", *map(str, words)])
 
 
-def prepared(tmp_path: Path, form: str, *rows: object, words: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def prepared(
+    tmp_path: Path, form: str, *rows: object, words: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
     """Convert rows, and return what was written, in order."""
     file = write(tmp_path / "in.jsonl", *rows)
     done = prepare(file, f"--form={form}", f"--output={tmp_path / 'out'}", *words)
     assert done.exit_code == 0, (done.output, done.exception)
-    names = [f"{form}.jsonl"] if form in ("pairs", "ratings") else ["train.jsonl", "validation.jsonl"]
+    names = (
+        [f"{form}.jsonl"] if form in ("pairs", "ratings") else ["train.jsonl", "validation.jsonl"]
+    )
     texts = [(tmp_path / "out" / name).read_text() for name in names]
     return [json.loads(line) for line in "".join(texts).splitlines()]
 
@@ -106,7 +110,11 @@ def test_chat_becomes_prompts(tmp_path):
         ],
     }
     turns = row["conversations"]
-    longer = {**row, "system": "", "conversations": [*turns, {"from": "User", "value": "Two?"}, turns[1]]}
+    longer = {
+        **row,
+        "system": "",
+        "conversations": [*turns, {"from": "User", "value": "Two?"}, turns[1]],
+    }
     named = {
         **row,
         "mask": "Ann",
@@ -146,10 +154,21 @@ def test_chat_becomes_prompts(tmp_path):
 
 
 def test_two_system_messages_are_no_choice_of_ours(tmp_path):
-    turns = [{"from": "system", "value": "Be kind."}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "x"}]
+    turns = [
+        {"from": "system", "value": "Be kind."},
+        {"from": "human", "value": "Hi"},
+        {"from": "gpt", "value": "x"},
+    ]
     other = [turns[0], {"from": "human", "value": "Ho"}]
-    found = prepared(tmp_path, "messages", {"system": "Be kind.", "conversations": turns}, {"conversations": other})
-    assert sorted(map(str, found)) == sorted(str({"messages": [SYSTEM, user(text)]}) for text in ("Hi", "Ho"))
+    found = prepared(
+        tmp_path,
+        "messages",
+        {"system": "Be kind.", "conversations": turns},
+        {"conversations": other},
+    )
+    assert sorted(map(str, found)) == sorted(
+        str({"messages": [SYSTEM, user(text)]}) for text in ("Hi", "Ho")
+    )
     (tmp_path / "bad").mkdir()
     output = refused(tmp_path / "bad", "messages", {"system": "Be brief.", "conversations": turns})
     check_output(output, "data.system.two", "in.jsonl:1: ")
@@ -179,7 +198,10 @@ def test_comparisons_become_pairs(tmp_path, tokenizer, template):
 
 
 def test_comparisons_that_do_not_take_turns(tmp_path):
-    texts = [QUESTION.format(q) + f"{answer}\n<extra_id_1>" for q, answer in (("a", "x"), ("a", "y"), ("b", "x"))]
+    texts = [
+        QUESTION.format(q) + f"{answer}\n<extra_id_1>"
+        for q, answer in (("a", "x"), ("a", "y"), ("b", "x"))
+    ]
     rows = [{"text": text} for text in texts]
     output = refused(tmp_path, "pairs", *rows)
     check_output(output, "data.pairs.odd_number", "in.jsonl:3: ", "3 lines,")
@@ -219,7 +241,9 @@ def test_each_file_of_comparisons_begins_with_a_chosen_one(tmp_path):
     rows = [{"text": QUESTION.format("a") + f"{answer}\n<extra_id_1>"} for answer in "xyz"]
     write(tmp_path / "1.jsonl", *rows)
     write(tmp_path / "2.jsonl", *rows)
-    done = prepare(tmp_path / "1.jsonl", tmp_path / "2.jsonl", "--form=pairs", f"--output={tmp_path / 'out'}")
+    done = prepare(
+        tmp_path / "1.jsonl", tmp_path / "2.jsonl", "--form=pairs", f"--output={tmp_path / 'out'}"
+    )
     assert "1.jsonl:3" in done.output and "2.jsonl:3" in done.output
 
 
@@ -303,7 +327,11 @@ def test_options_of_prompts_and_of_ratings(tmp_path):
 def test_train_rm_names_the_command_that_converts(tmp_path, tokenizer):
     """Its markers would else be read as what a user said."""
     text = QUESTION.format("a")
-    dpo = {"prompt": text, "chosen_response": "good\n<extra_id_1>", "rejected_response": "bad\n<extra_id_1>"}
+    dpo = {
+        "prompt": text,
+        "chosen_response": "good\n<extra_id_1>",
+        "rejected_response": "bad\n<extra_id_1>",
+    }
     for row, fields, form in (
         (dpo, {}, "pairs"),
         (dpo, {"chosen": "chosen_response", "rejected": "rejected_response"}, "pairs"),

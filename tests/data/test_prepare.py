@@ -36,7 +36,9 @@ def assistant(text: str) -> dict[str, str]:
 
 
 def write(path: Path, *rows: object) -> Path:
-    path.write_bytes(b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows))
+    path.write_bytes(
+        b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows)
+    )
     return path
 
 
@@ -67,7 +69,9 @@ def test_null_is_no_prompt_and_messages_may_be_json(tmp_path):
     rows = rows_of(tmp_path / "train.jsonl") + rows_of(tmp_path / "validation.jsonl")
     expected = [[user("one")], [user("two")], [user("a")]]
     expected.append([{"role": "system", "content": "be kind"}, user("three")])
-    assert sorted(rows, key=str) == sorted(({"messages": messages} for messages in expected), key=str)
+    assert sorted(rows, key=str) == sorted(
+        ({"messages": messages} for messages in expected), key=str
+    )
     write(file, empty)
     with raises_error("data.prompt.null", "a.jsonl:1: ", "prompt and text and messages"):
         prepare_prompts([file], tmp_path, PrepareOptions())
@@ -79,9 +83,14 @@ def test_null_is_no_prompt_and_messages_may_be_json(tmp_path):
     write(file, *({"prompt": text} for text in texts))
     for name, expected in (("messages", "one"), ("text", texts[0])):
         prepare_prompts(
-            [file], tmp_path / name, PrepareOptions(num_validation=1), Columns({name: "prompt"}, "--field ")
+            [file],
+            tmp_path / name,
+            PrepareOptions(num_validation=1),
+            Columns({name: "prompt"}, "--field "),
         )
-        rows = rows_of(tmp_path / name / "train.jsonl") + rows_of(tmp_path / name / "validation.jsonl")
+        rows = rows_of(tmp_path / name / "train.jsonl") + rows_of(
+            tmp_path / name / "validation.jsonl"
+        )
         assert {"messages": [user(expected)]} in rows
 
 
@@ -108,7 +117,9 @@ def test_every_accepted_form_gives_the_prompt_alone(tmp_path):
         {"prompt": hh("six\n\nAssistant: a\n\nHuman: b")},
     )
     counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(num_validation=1))
-    rows = rows_of(tmp_path / "out" / "train.jsonl") + rows_of(tmp_path / "out" / "validation.jsonl")
+    rows = rows_of(tmp_path / "out" / "train.jsonl") + rows_of(
+        tmp_path / "out" / "validation.jsonl"
+    )
     expected = [[user(word)] for word in ("one", "two", "three", "four", "five")]
     expected.append([user("six"), assistant("a"), user("b")])
     assert sorted(map(str, (row["messages"] for row in rows))) == sorted(map(str, expected))
@@ -125,8 +136,12 @@ def test_a_plain_prompt_is_a_user_message_and_other_fields_stay(tmp_path):
     )
     rows = {}
     for form in ("messages", "prompt"):
-        prepare_prompts([file], tmp_path / form, PrepareOptions(form=form, num_validation=1, seed=3))
-        found = rows_of(tmp_path / form / "train.jsonl") + rows_of(tmp_path / form / "validation.jsonl")
+        prepare_prompts(
+            [file], tmp_path / form, PrepareOptions(form=form, num_validation=1, seed=3)
+        )
+        found = rows_of(tmp_path / form / "train.jsonl") + rows_of(
+            tmp_path / form / "validation.jsonl"
+        )
         rows[form] = sorted(found, key=lambda row: str(row.get("answer", "?")))
     expected = [
         {"messages": [user("What is 6 x 7?")], "answer": 42, "solution": {"steps": ["6 x 7"]}},
@@ -134,10 +149,18 @@ def test_a_plain_prompt_is_a_user_message_and_other_fields_stay(tmp_path):
         {"messages": [user("as messages")], "answer": None},
     ]
     assert rows["messages"] == expected
-    assert rows["prompt"][0] == {"prompt": hh("What is 6 x 7?"), "answer": 42, "solution": {"steps": ["6 x 7"]}}
+    assert rows["prompt"][0] == {
+        "prompt": hh("What is 6 x 7?"),
+        "answer": 42,
+        "solution": {"steps": ["6 x 7"]},
+    }
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer"))
-    dataset = PromptDataset.from_files(tokenizer, tmp_path / "messages" / "train.jsonl", max_prompt_tokens=None)
-    assert {"answer": 42, "solution": {"steps": ["6 x 7"]}} in [prompt.metadata for prompt in dataset]
+    dataset = PromptDataset.from_files(
+        tokenizer, tmp_path / "messages" / "train.jsonl", max_prompt_tokens=None
+    )
+    assert {"answer": 42, "solution": {"steps": ["6 x 7"]}} in [
+        prompt.metadata for prompt in dataset
+    ]
 
 
 def test_what_is_skipped_is_counted_by_reason(tmp_path):
@@ -189,7 +212,11 @@ def test_what_comes_before_the_last_answer_is_kept_and_train_reads_it(tmp_path, 
         "{% for m in messages %}{{ m.role }}: {{ m.content }}"
         "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}\n{% endfor %}"
     )
-    answered = write(tmp_path / "in.jsonl", {"messages": [*messages, assistant("z")]}, {"messages": [user("other")]})
+    answered = write(
+        tmp_path / "in.jsonl",
+        {"messages": [*messages, assistant("z")]},
+        {"messages": [user("other")]},
+    )
     values = ("in.jsonl:1: messages ", "reinforce-rl prepare")
     with raises_error("data.prompt.ends_with_an_answer", *values):
         PromptDataset.from_files(tokenizer, answered, max_prompt_tokens=None)
@@ -200,7 +227,9 @@ def test_what_comes_before_the_last_answer_is_kept_and_train_reads_it(tmp_path, 
         targets = [tmp_path / "out" / f"{name}.jsonl" for name in ("train", "validation")]
         assert {"messages": messages} in [row for target in targets for row in rows_of(target)]
         prompts = PromptDataset.from_files(tokenizer, targets, max_prompt_tokens=None)
-        expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        expected = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         assert expected in list(prompts.texts)
 
 
@@ -211,7 +240,11 @@ def text_parts(*texts: str) -> list[dict]:
 NULL_CALL = {**CALL, "content": None}
 OPENAI = {
     "null beside calls": [user("a"), NULL_CALL, TOOL],
-    "no content beside calls": [user("a"), {"role": "assistant", "tool_calls": CALL["tool_calls"]}, TOOL],
+    "no content beside calls": [
+        user("a"),
+        {"role": "assistant", "tool_calls": CALL["tool_calls"]},
+        TOOL,
+    ],
     "parts": [
         {"role": "system", "content": text_parts("Be brief.")},
         {"role": "user", "content": text_parts("a", "b")},
@@ -223,13 +256,19 @@ OPENAI = {
 
 @pytest.mark.parametrize("messages", OPENAI.values(), ids=OPENAI)
 def test_openais_forms_are_kept_as_they_are_and_train_reads_them(tmp_path, messages):
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {{ m.tool_calls }}\n{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }} {{ m.tool_calls }}\n{% endfor %}"
+    )
     tokenizer = write_chat_tokenizer(tmp_path / "tokenizer", template)
     lines = [{"messages": [*messages, assistant("z")], "tools": []}, {"messages": [user("other")]}]
-    counts = prepare_prompts([write(tmp_path / "in.jsonl", *lines)], tmp_path / "out", PrepareOptions())
+    counts = prepare_prompts(
+        [write(tmp_path / "in.jsonl", *lines)], tmp_path / "out", PrepareOptions()
+    )
     assert counts.skipped == {}
     targets = [tmp_path / "out" / f"{name}.jsonl" for name in ("train", "validation")]
-    assert {"messages": messages, "tools": []} in [row for target in targets for row in rows_of(target)]
+    assert {"messages": messages, "tools": []} in [
+        row for target in targets for row in rows_of(target)
+    ]
     read = PromptDataset.from_files(tokenizer, targets, max_prompt_tokens=None)
     given = write(tmp_path / "given.jsonl", {"messages": messages, "tools": []})
     (expected,) = PromptDataset.from_files(tokenizer, given, max_prompt_tokens=None)
@@ -265,9 +304,14 @@ def test_parts_of_another_type_are_named(tmp_path):
 
 
 def test_calls_make_prompts_different(tmp_path):
-    other = {**CALL, "tool_calls": [{"type": "function", "function": {"name": "g", "arguments": {}}}]}
+    other = {
+        **CALL,
+        "tool_calls": [{"type": "function", "function": {"name": "g", "arguments": {}}}],
+    }
     rows = [{"messages": [user("a"), call, TOOL, assistant("z")]} for call in (CALL, other, CALL)]
-    counts = prepare_prompts([write(tmp_path / "in.jsonl", *rows)], tmp_path / "out", PrepareOptions())
+    counts = prepare_prompts(
+        [write(tmp_path / "in.jsonl", *rows)], tmp_path / "out", PrepareOptions()
+    )
     assert counts.skipped == {"duplicate of an earlier prompt": 1}
 
 
@@ -284,13 +328,17 @@ def test_calls_without_content_and_texts_in_parts_are_kept_as_train_reads_them(t
     counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(num_validation=1))
     assert counts.skipped == {"a turn is empty": 1}
     written = [
-        row["messages"] for name in ("train", "validation") for row in rows_of(tmp_path / "out" / f"{name}.jsonl")
+        row["messages"]
+        for name in ("train", "validation")
+        for row in rows_of(tmp_path / "out" / f"{name}.jsonl")
     ]
     assert [user("a"), call, TOOL] in written
     assert [asked] in written
     file = write(tmp_path / "hh.jsonl", {"messages": [asked]}, {"messages": [user("b")]})
     prepare_prompts([file], tmp_path / "hh", PrepareOptions(form="prompt", num_validation=1))
-    prompts = [rows_of(tmp_path / "hh" / f"{name}.jsonl")[0]["prompt"] for name in ("train", "validation")]
+    prompts = [
+        rows_of(tmp_path / "hh" / f"{name}.jsonl")[0]["prompt"] for name in ("train", "validation")
+    ]
     assert "\n\nHuman: one \ntwo\n\nAssistant:" in prompts
     for content, key, value in (
         (3, "data.text.not_a_string", "content is a number"),
@@ -309,18 +357,24 @@ def test_tools_and_template_arguments_make_prompts_different(tmp_path):
         {"tools": [{"name": "g"}]},
         {"chat_template_kwargs": {"enable_thinking": False}},
     ]
-    file = write(tmp_path / "in.jsonl", *({"messages": [user("a")], **column} for column in columns))
+    file = write(
+        tmp_path / "in.jsonl", *({"messages": [user("a")], **column} for column in columns)
+    )
     counts = prepare_prompts([file], tmp_path / "out", PrepareOptions())
     assert counts.skipped == {"duplicate of an earlier prompt": 1}
 
 
 def test_roles_that_there_are_not_and_turns_without_a_place(tmp_path):
-    bad = write(tmp_path / "bad.jsonl", {"messages": [{"role": "critic", "content": "x"}, user("a")]})
+    bad = write(
+        tmp_path / "bad.jsonl", {"messages": [{"role": "critic", "content": "x"}, user("a")]}
+    )
     values = ("role is 'critic'", "system, developer, user, assistant, tool")
     with raises_error("data.message.unknown_role", *values):
         prepare_prompts([bad], tmp_path / "out", PrepareOptions())
     rows = [{"messages": messages} for messages in OF_ROLES.values()]
-    file = write(tmp_path / "in.jsonl", *rows, {"messages": [user("x")]}, {"messages": [assistant("x")]})
+    file = write(
+        tmp_path / "in.jsonl", *rows, {"messages": [user("x")]}, {"messages": [assistant("x")]}
+    )
     counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(form="prompt"))
     assert counts.skipped == {
         "turns other than Human and Assistant, which --form messages keeps": 6,
@@ -331,7 +385,9 @@ def test_roles_that_there_are_not_and_turns_without_a_place(tmp_path):
 def test_a_system_column_by_its_name(tmp_path):
     rows = [{"prompt": text, "rules": "Be brief."} for text in "ab"]
     columns = Columns({"system": "rules"}, "--field ")
-    prepare_prompts([write(tmp_path / "in.jsonl", *rows)], tmp_path / "out", PrepareOptions(), columns)
+    prepare_prompts(
+        [write(tmp_path / "in.jsonl", *rows)], tmp_path / "out", PrepareOptions(), columns
+    )
     assert rows_of(tmp_path / "out" / "train.jsonl")[0]["messages"][0] == SYSTEM
 
 
@@ -350,8 +406,14 @@ def test_the_split_is_by_prompt_and_by_seed(tmp_path):
     file = write(tmp_path / "in.jsonl", *({"prompt": hh(f"number {i % 40}")} for i in range(80)))
 
     def split(name: str, seed: int) -> tuple[list[str], list[str]]:
-        prepare_prompts([file], tmp_path / name, PrepareOptions(form="prompt", validation_fraction=0.25, seed=seed))
-        train, validation = (rows_of(tmp_path / name / f"{s}.jsonl") for s in ("train", "validation"))
+        prepare_prompts(
+            [file],
+            tmp_path / name,
+            PrepareOptions(form="prompt", validation_fraction=0.25, seed=seed),
+        )
+        train, validation = (
+            rows_of(tmp_path / name / f"{s}.jsonl") for s in ("train", "validation")
+        )
         return [row["prompt"] for row in train], [row["prompt"] for row in validation]
 
     train, validation = split("a", 1)
@@ -392,7 +454,9 @@ def test_bad_lines_are_told_and_nothing_is_written(tmp_path):
 def test_wrong_options_and_files(tmp_path):
     for option in ("--num-validation=0", "--max-turns=0", "--limit=1"):
         done = prepare("x", f"--output={tmp_path}", option)
-        assert done.exit_code == 2 and f"Invalid value for '{option.partition('=')[0]}'" in done.output
+        assert (
+            done.exit_code == 2 and f"Invalid value for '{option.partition('=')[0]}'" in done.output
+        )
     for share in ("0", "1", "nan"):
         done = prepare("x", f"--output={tmp_path}", f"--validation-fraction={share}")
         assert done.exit_code == 2 and "expected above 0 and below 1" in done.output
@@ -431,8 +495,13 @@ def test_the_command_takes_csv_and_names_of_columns(tmp_path):
     (tmp_path / "in.csv").write_text("question,solution\nhi,007\nho,8\n")
     fields = ["--field=prompt=question", "--field=answer=solution", f"--output={tmp_path / 'out'}"]
     assert prepare(tmp_path / "in.csv", *fields).exit_code == 0
-    rows = rows_of(tmp_path / "out" / "train.jsonl") + rows_of(tmp_path / "out" / "validation.jsonl")
-    expected = [{"messages": [user("hi")], "answer": "007"}, {"messages": [user("ho")], "answer": "8"}]
+    rows = rows_of(tmp_path / "out" / "train.jsonl") + rows_of(
+        tmp_path / "out" / "validation.jsonl"
+    )
+    expected = [
+        {"messages": [user("hi")], "answer": "007"},
+        {"messages": [user("ho")], "answer": "8"},
+    ]
     assert sorted(rows, key=str) == expected
     done = prepare(tmp_path / "in.csv", *fields, "--field=prompt")
     assert done.exit_code == 2 and "expected NAME=COLUMN" in done.output
@@ -462,14 +531,24 @@ def test_real_data_through_the_command_into_a_data_set(tmp_path, name):
     assert not {str(row) for row in train} & {str(row) for row in validation}
     assert not list(tmp_path.glob(".*.tmp"))
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path / "tokenizer"))
-    dataset = PromptDataset.from_files(tokenizer, tmp_path / "validation.jsonl", max_prompt_tokens=None)
+    dataset = PromptDataset.from_files(
+        tokenizer, tmp_path / "validation.jsonl", max_prompt_tokens=None
+    )
     assert len(dataset) == 64
-    assert all(prompt.text.startswith("U: ") and prompt.text.endswith("<eos>A:") for prompt in dataset)
+    assert all(
+        prompt.text.startswith("U: ") and prompt.text.endswith("<eos>A:") for prompt in dataset
+    )
 
 
 def test_the_script_ends_with_the_error_alone(tmp_path):
     file = write(tmp_path / "in.jsonl", b"{")
-    command = [sys.executable, str(ROOT / "examples" / "prepare_prompts.py"), str(file), "--output", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "prepare_prompts.py"),
+        str(file),
+        "--output",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert printed_keys(done.stderr) == ["data.line.not_json"]

@@ -19,7 +19,12 @@ from tokenizers.processors import TemplateProcessing
 from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.data_prefix import resolve_data_prefix
 from reinforce_rl.data.prepare import PrepareOptions, prepare_prompts
-from reinforce_rl.data.prompts import PromptDataset, PromptLoader, build_train_valid_test_rlhf_datasets, fixed_prompts
+from reinforce_rl.data.prompts import (
+    PromptDataset,
+    PromptLoader,
+    build_train_valid_test_rlhf_datasets,
+    fixed_prompts,
+)
 from reinforce_rl.data.readers import Columns
 from reinforce_rl.data.rendering import TemplateOptions
 from reinforce_rl.data.sampler import Blend, PromptSampler
@@ -35,7 +40,9 @@ def tokenizer(tmp_path_factory):
 
 
 def write(path: Path, *rows: object) -> Path:
-    path.write_bytes(b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows))
+    path.write_bytes(
+        b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows)
+    )
     return path
 
 
@@ -71,7 +78,9 @@ def test_each_form_of_line(tokenizer, tmp_path):
     for prompt in dataset:
         assert tokenizer.decode(prompt.tokens) == prompt.text
     assert tokenizer.bos_token_id not in dataset[0].tokens
-    assert dataset[2].tokens.count(tokenizer.eos_token_id) == 2  # special tokens of the template are single ids
+    assert (
+        dataset[2].tokens.count(tokenizer.eos_token_id) == 2
+    )  # special tokens of the template are single ids
 
 
 def test_forms_and_columns_as_others_have_them(tokenizer, tmp_path):
@@ -87,8 +96,17 @@ def test_forms_and_columns_as_others_have_them(tokenizer, tmp_path):
     assert [p.metadata for p in dataset] == [{"answer": 1}, {}, {"conversations": conversation}]
     (tmp_path / "b.csv").write_text("question,system,text\nhi,be brief,x\nho,,y\n")
     columns = Columns({"prompt": "question", "system": "system"})
-    dataset = load(tokenizer, tmp_path / "b.csv", columns=columns, apply_chat_template=True, system_prompt="be kind")
-    assert [p.text for p in dataset] == ["S: be brief<eos>U: hi<eos>A:", "S: be kind<eos>U: ho<eos>A:"]
+    dataset = load(
+        tokenizer,
+        tmp_path / "b.csv",
+        columns=columns,
+        apply_chat_template=True,
+        system_prompt="be kind",
+    )
+    assert [p.text for p in dataset] == [
+        "S: be brief<eos>U: hi<eos>A:",
+        "S: be kind<eos>U: ho<eos>A:",
+    ]
     assert dataset[0].metadata == {"system": "be brief", "text": "x"} and dataset[0].id == 0
     file = write(file, {"conversations": conversation})
     assert load(tokenizer, file, system_prompt="no")[0].text == "S: be kind<eos>U: hi<eos>A:"
@@ -134,14 +152,24 @@ def test_null_is_no_prompt(tokenizer, tmp_path):
     assert [p.text for p in dataset] == ["one", "U: hi<eos>A:", "two", "U: ho<eos>A:"]
     assert [p.metadata for p in dataset] == [{"answer": 1}, {"answer": None}, {}, {}]
     with raises_error("data.prompt.null", "b.jsonl:2: ", "prompt and messages"):
-        load(tokenizer, write(tmp_path / "b.jsonl", {"prompt": "one"}, {"prompt": None, "messages": None}))
+        load(
+            tokenizer,
+            write(tmp_path / "b.jsonl", {"prompt": "one"}, {"prompt": None, "messages": None}),
+        )
     with raises_error("data.text.not_a_string", "a.jsonl:2: prompt is null"):
-        load(tokenizer, write(file, {"q": "one"}, {"q": None, "text": "x"}), columns=Columns({"prompt": "q"}))
+        load(
+            tokenizer,
+            write(file, {"q": "one"}, {"q": None, "text": "x"}),
+            columns=Columns({"prompt": "q"}),
+        )
 
 
 @pytest.mark.parametrize("key", ["messages", "conversations"])
 def test_messages_that_a_text_holds_as_json(tokenizer, tmp_path, key):
-    said = {"messages": {"role": "user", "content": "hi"}, "conversations": {"from": "human", "value": "hi"}}[key]
+    said = {
+        "messages": {"role": "user", "content": "hi"},
+        "conversations": {"from": "human", "value": "hi"},
+    }[key]
     as_list = load(tokenizer, write(tmp_path / "a.jsonl", {key: [said]}))
     as_text = load(tokenizer, write(tmp_path / "b.jsonl", {key: json.dumps([said])}))
     assert as_text[0] == as_list[0] and as_text[0].text == "U: hi<eos>A:"
@@ -162,7 +190,9 @@ def test_a_prompt_that_may_be_a_text_or_messages_needs_a_choice(tokenizer, tmp_p
         load(tokenizer, file, apply_chat_template=True)
     assert load(tokenizer, file, columns=Columns({"text": "prompt"}))[0].text == text
     if form is json.dumps:
-        assert load(tokenizer, file, columns=Columns({"messages": "prompt"}))[0].text == "U: hi<eos>A:"
+        assert (
+            load(tokenizer, file, columns=Columns({"messages": "prompt"}))[0].text == "U: hi<eos>A:"
+        )
     with raises_error("data.text.holds_messages", "rename.messages=chat"):
         load(tokenizer, write(file, {"chat": text}), columns=Columns({"prompt": "chat"}))
     # A prompt may well be JSON of something else.
@@ -193,7 +223,10 @@ def test_a_folder_is_one_entry_of_a_blend(tokenizer, tmp_path):
 
 def test_chat_template_for_plain_prompts(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", {"prompt": "hi"}, {"text": "ho"})
-    assert [p.text for p in load(tokenizer, file, apply_chat_template=True)] == ["U: hi<eos>A:", "U: ho<eos>A:"]
+    assert [p.text for p in load(tokenizer, file, apply_chat_template=True)] == [
+        "U: hi<eos>A:",
+        "U: ho<eos>A:",
+    ]
 
 
 NEMO = "<extra_id_0>System\n\n<extra_id_1>User\nhi\n<extra_id_1>Assistant\n"
@@ -208,12 +241,16 @@ def test_a_text_with_nemo_aligners_markers_is_not_rendered_once_more(tokenizer, 
         load(tokenizer, file, apply_chat_template=True)
     counts = prepare_prompts([file], tmp_path / "out", PrepareOptions(num_validation=1))
     assert counts.skipped == {}
-    prompts = load(tokenizer, tmp_path / "out" / "train.jsonl", tmp_path / "out" / "validation.jsonl")
+    prompts = load(
+        tokenizer, tmp_path / "out" / "train.jsonl", tmp_path / "out" / "validation.jsonl"
+    )
     assert sorted(prompt.text for prompt in prompts) == ["U: hi<eos>A:", "U: ho<eos>A:"]
 
 
 def test_bos_only_where_asked_for_and_no_template_was_used(tokenizer, tmp_path):
-    file = write(tmp_path / "a.jsonl", {"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]})
+    file = write(
+        tmp_path / "a.jsonl", {"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}
+    )
     plain, with_bos = load(tokenizer, file), load(tokenizer, file, add_bos=True)
     assert with_bos[0].tokens == (tokenizer.bos_token_id, *plain[0].tokens)
     assert with_bos[1].tokens == plain[1].tokens
@@ -222,8 +259,14 @@ def test_bos_only_where_asked_for_and_no_template_was_used(tokenizer, tmp_path):
 
 def test_a_plain_prompt_has_the_bos_that_its_tokenizer_adds_by_itself(tmp_path):
     adding = load_tokenizer(write_tiny_tokenizer(tmp_path / "t"))
-    adding.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    rows = [{"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "<bos>ho"}]
+    adding.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
+    rows = [
+        {"prompt": "hi"},
+        {"messages": [{"role": "user", "content": "hi"}]},
+        {"prompt": "<bos>ho"},
+    ]
     file = write(tmp_path / "a.jsonl", *rows)
     # As transformers, TRL and vLLM do with a text.
     assert [*load(adding, file)[0].tokens] == adding("hi")["input_ids"]
@@ -239,7 +282,11 @@ def test_tools_and_template_arguments_of_a_record_reach_the_template(tmp_path, c
     file = write(
         tmp_path / "a.jsonl",
         {"messages": messages, "tools": [tool]},
-        {"messages": messages, "tools": json.dumps([tool]), "chat_template_kwargs": {"mood": "merry", "other": 1}},
+        {
+            "messages": messages,
+            "tools": json.dumps([tool]),
+            "chat_template_kwargs": {"mood": "merry", "other": 1},
+        },
         {"prompt": "plain", "tools": "of another meaning"},
     )
     template = TemplateOptions(kwargs={"mood": "sad"})
@@ -263,14 +310,22 @@ def test_tools_of_parquet(tmp_path):
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
     def messages(arguments: object) -> list[dict]:
-        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        call = {
+            "id": "1",
+            "type": "function",
+            "function": {"name": "weather", "arguments": arguments},
+        }
         return [
             {"role": "user", "content": "Weather?", "tool_calls": None},
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "content": "sunny", "tool_calls": None},
         ]
 
-    row = {"messages": messages('{"city": "Rome"}'), "tools": json.dumps([tool]), "chat_template_kwargs": None}
+    row = {
+        "messages": messages('{"city": "Rome"}'),
+        "tools": json.dumps([tool]),
+        "chat_template_kwargs": None,
+    }
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
     (prompt,) = load(tokenizer, tmp_path / "a.parquet", max_prompt_tokens=None)
     expected = tokenizer.apply_chat_template(
@@ -287,7 +342,10 @@ def test_the_public_cases_with_tools(tmp_path, case):
     tokenizer = write_chat_tokenizer(tmp_path / "t", QWEN25)
     record = json.loads(file.read_text("utf-8"))
     messages = [
-        {**m, "content": m["content"][0]["text"] if isinstance(m["content"], list) else m["content"]}
+        {
+            **m,
+            "content": m["content"][0]["text"] if isinstance(m["content"], list) else m["content"],
+        }
         for m in record["messages"]
     ]
     expected = tokenizer.apply_chat_template(
@@ -307,19 +365,26 @@ def test_control_tokens_of_a_message_may_be_text(tmp_path):
         messages, add_generation_prompt=True, return_dict=False, sanitize_control_tokens=True
     )
     assert [*dataset[0].tokens] == expected
-    assert dataset[0].text == tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert dataset[0].text == tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
     assert [*dataset[1].tokens] == tokenizer("hi<|im_end|>", add_special_tokens=False)["input_ids"]
 
 
 def test_ids_run_over_files_and_skipped_prompts(tokenizer, tmp_path, caplog):
-    first = write(tmp_path / "a.jsonl", {"prompt": "one"}, {"prompt": "x" * 11}, {"prompt": "x" * 10})
+    first = write(
+        tmp_path / "a.jsonl", {"prompt": "one"}, {"prompt": "x" * 11}, {"prompt": "x" * 10}
+    )
     second = write(tmp_path / "b.jsonl", {"prompt": "y" * 30}, {"prompt": "two"})
     with caplog.at_level(logging.WARNING):
         dataset = load(tokenizer, first, second, max_prompt_tokens=10, too_long="skip")
     assert [(p.id, p.text) for p in dataset] == [(0, "one"), (1, "x" * 10), (2, "two")]
     assert dataset.skipped == 2
     assert len(caplog.records) == 1
-    assert f"skipped 2 of 5 prompts, longer than 10 tokens; the first is {first}:2 with 11" in caplog.text
+    assert (
+        f"skipped 2 of 5 prompts, longer than 10 tokens; the first is {first}:2 with 11"
+        in caplog.text
+    )
 
 
 def test_too_long_is_refused_by_default(tokenizer, tmp_path):
@@ -438,7 +503,9 @@ def test_messages_without_or_refused_by_a_template(tmp_path):
     with raises_error("chat_template.template.missing", tmp_path / "t") as caught:
         load(without, file)
     assert isinstance(caught.value, ConfigError)
-    strict = load_tokenizer(write_tiny_tokenizer(tmp_path / "s", chat_template="{{ raise_exception('roles!') }}"))
+    strict = load_tokenizer(
+        write_tiny_tokenizer(tmp_path / "s", chat_template="{{ raise_exception('roles!') }}")
+    )
     with raises_error("chat_template.messages.refused", "a.jsonl:1: ", "roles!"):
         load(strict, file)
 
@@ -459,10 +526,15 @@ def test_byte_order_mark_and_unicode_line_separators(tokenizer, tmp_path):
 
 def test_fingerprint_tells_texts_and_their_order(tokenizer, tmp_path):
     def fingerprint(*texts: str) -> str:
-        return load(tokenizer, write(tmp_path / "f.jsonl", *({"prompt": text} for text in texts))).fingerprint
+        return load(
+            tokenizer, write(tmp_path / "f.jsonl", *({"prompt": text} for text in texts))
+        ).fingerprint
 
     assert fingerprint("a", "b") == fingerprint("a", "b")
-    assert len({fingerprint(*t) for t in [("a", "b"), ("b", "a"), ("ab",), ("a", "b", "b"), ("a",)]}) == 5
+    assert (
+        len({fingerprint(*t) for t in [("a", "b"), ("b", "a"), ("ab",), ("a", "b", "b"), ("a",)]})
+        == 5
+    )
 
 
 def test_build_data_sets_from_omegaconf(tokenizer, tmp_path):
@@ -495,27 +567,42 @@ def test_all_faults_of_data_prefix_in_one_message(tokenizer, tmp_path):
 def test_the_demo_prompts_are_distinct_short_and_disjoint():
     texts = {}
     for split in ("train", "validation"):
-        rows = [json.loads(line) for line in (DEMO / f"prompts_{split}.jsonl").read_text("utf-8").splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (DEMO / f"prompts_{split}.jsonl").read_text("utf-8").splitlines()
+        ]
         assert all(
-            row["keyword"] in row["prompt"] and all(f'"{key}"' in row["prompt"] for key in row["keys"]) for row in rows
+            row["keyword"] in row["prompt"]
+            and all(f'"{key}"' in row["prompt"] for key in row["keys"])
+            for row in rows
         )
         texts[split] = [row["prompt"] for row in rows]
     assert len(texts["train"]) >= 320
     assert len(texts["validation"]) >= 96
-    everything = [" ".join(text.casefold().split()) for text in texts["train"] + texts["validation"]]
+    everything = [
+        " ".join(text.casefold().split()) for text in texts["train"] + texts["validation"]
+    ]
     assert len(set(everything)) == len(everything)
     assert max(len(text.split()) for text in everything) <= 40
 
 
 def test_weights_before_paths_make_a_blend(tokenizer, tmp_path):
-    one = str(write(tmp_path / "1.jsonl", {"prompt": "one"}, {"prompt": "far too long"}, {"prompt": "uno"}))
+    one = str(
+        write(
+            tmp_path / "1.jsonl", {"prompt": "one"}, {"prompt": "far too long"}, {"prompt": "uno"}
+        )
+    )
     two = str(write(tmp_path / "2.jsonl", {"prompt": "two"}))
     prefix = OmegaConf.create({"train": [3, one, 1.0, two], "validation": [one, two]})
-    datasets = build_train_valid_test_rlhf_datasets(tokenizer, prefix, max_prompt_tokens=4, too_long="skip")
+    datasets = build_train_valid_test_rlhf_datasets(
+        tokenizer, prefix, max_prompt_tokens=4, too_long="skip"
+    )
     assert [p.text for p in datasets.train] == ["one", "uno", "two"]
     assert datasets.train.blend == Blend((2, 1), (3.0, 1.0)), "skipped prompts are not of it"
     assert datasets.validation is not None and datasets.validation.blend is None
-    plain = build_train_valid_test_rlhf_datasets(tokenizer, {"train": [one, two]}, max_prompt_tokens=20)
+    plain = build_train_valid_test_rlhf_datasets(
+        tokenizer, {"train": [one, two]}, max_prompt_tokens=20
+    )
     assert plain.train.blend is None
 
 
@@ -544,8 +631,12 @@ def dataset_of(count: int, word: str = "prompt") -> PromptDataset:
     return PromptDataset([Prompt(i, f"{word} {i}", (i + 4,)) for i in range(count)])
 
 
-def loader_of(dataset: PromptDataset, rank: int = 0, size: int = 1, *, epochs: int | None = 2) -> PromptLoader:
-    return PromptLoader(dataset, PromptSampler(len(dataset), 3, seed=5, max_epochs=epochs), rank, size)
+def loader_of(
+    dataset: PromptDataset, rank: int = 0, size: int = 1, *, epochs: int | None = 2
+) -> PromptLoader:
+    return PromptLoader(
+        dataset, PromptSampler(len(dataset), 3, seed=5, max_epochs=epochs), rank, size
+    )
 
 
 def ids(batches: list[list[Prompt]]) -> list[list[int]]:

@@ -30,7 +30,8 @@ ROWS = [
     {"prompt": "c", "answer": "None", "note": "1e3"},
 ]
 TYPED = [
-    {**row, "number": number, "tags": ["x", "y"][:number], "in": {"deep": number}} for number, row in enumerate(ROWS)
+    {**row, "number": number, "tags": ["x", "y"][:number], "in": {"deep": number}}
+    for number, row in enumerate(ROWS)
 ]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 BOM = b"\xef\xbb\xbf"
@@ -53,9 +54,13 @@ def separated(separator: str, rows: list[dict] = ROWS, **options) -> bytes:
     return text.getvalue().encode()
 
 
-def read(source: Path | str, *, columns: dict[str, str] | None = None, split: str = "train") -> list[dict]:
+def read(
+    source: Path | str, *, columns: dict[str, str] | None = None, split: str = "train"
+) -> list[dict]:
     faults = LineFaults()
-    found = list(read_records(source, lambda record: record.value, faults, Columns(columns or {}), split))
+    found = list(
+        read_records(source, lambda record: record.value, faults, Columns(columns or {}), split)
+    )
     faults.raise_if_any("advice")
     return found
 
@@ -113,7 +118,9 @@ def test_a_csv_of_one_column_and_by_pandas(tmp_path):
 
 def test_parquet_with_its_types(tmp_path):
     pyarrow = pyarrow_here()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TYPED), tmp_path / "a.parquet", row_group_size=2)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(TYPED), tmp_path / "a.parquet", row_group_size=2
+    )
     assert source_fault(tmp_path / "a.parquet") is None
     assert read(tmp_path / "a.parquet") == TYPED
     (tmp_path / "b.parquet.gz").write_bytes(gzip.compress((tmp_path / "a.parquet").read_bytes()))
@@ -127,7 +134,12 @@ def test_parquet_with_its_types(tmp_path):
         "text": [b"text"],
         "image": [b"\xff\xd8"],
         "none": [None],
-        "messages": [[{"role": "user", "content": "x", "name": None}, {"role": "user", "content": "y", "name": "z"}]],
+        "messages": [
+            [
+                {"role": "user", "content": "x", "name": None},
+                {"role": "user", "content": "y", "name": "z"},
+            ]
+        ],
     }
     pyarrow.parquet.write_table(pyarrow.table(odd), tmp_path / "odd.parquet")
     (row,) = read(tmp_path / "odd.parquet")
@@ -138,7 +150,10 @@ def test_parquet_with_its_types(tmp_path):
         None,
         None,
     ]
-    assert row["messages"] == [{"role": "user", "content": "x"}, {"role": "user", "content": "y", "name": "z"}]
+    assert row["messages"] == [
+        {"role": "user", "content": "x"},
+        {"role": "user", "content": "y", "name": "z"},
+    ]
     assert json.loads(json.dumps(row)) == row, "as it goes to a reward function"
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:200])
     error = refused(tmp_path / "cut.parquet")
@@ -227,10 +242,26 @@ def test_a_folder_gives_its_files_by_name_and_split(tmp_path):
             (tmp_path / folder / name).write_text(json.dumps({"prompt": name}) + "\n")
         return tmp_path / folder
 
-    plain = write("plain", "b.jsonl", "a.jsonl", "README.md", ".a.jsonl.tmp", "_SUCCESS", "dataset_info.json", "c.txt")
+    plain = write(
+        "plain",
+        "b.jsonl",
+        "a.jsonl",
+        "README.md",
+        ".a.jsonl.tmp",
+        "_SUCCESS",
+        "dataset_info.json",
+        "c.txt",
+    )
     assert [row["prompt"] for row in read(plain)] == ["a.jsonl", "b.jsonl"]
     assert [path.name for path in files_of(tmp_path / "plain" / "[b]*.jsonl")] == ["b.jsonl"]
-    splits = write("splits", "train-1-of-2.jsonl", "train-0-of-2.jsonl", "my_valid.jsonl", "eval.jsonl", "latest.md")
+    splits = write(
+        "splits",
+        "train-1-of-2.jsonl",
+        "train-0-of-2.jsonl",
+        "my_valid.jsonl",
+        "eval.jsonl",
+        "latest.md",
+    )
     assert [row["prompt"] for row in read(splits)] == ["train-0-of-2.jsonl", "train-1-of-2.jsonl"]
     assert read(splits, split="validation") == [{"prompt": "my_valid.jsonl"}]
     assert read(splits, split="test") == [{"prompt": "eval.jsonl"}]
@@ -251,7 +282,9 @@ def test_columns_by_other_names(tmp_path):
     assert read(tmp_path / "a.csv", columns=names) == [{"answer": "1", "prompt": "hi"}]
     row = {"data": {"user": "hi", "truth": [1]}, "a.b": 2}
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    found = read(tmp_path / "a.jsonl", columns={"prompt": "data.user", "answer": "data.truth", "n": "a.b"})
+    found = read(
+        tmp_path / "a.jsonl", columns={"prompt": "data.user", "answer": "data.truth", "n": "a.b"}
+    )
     assert found == [{"data": row["data"], "prompt": "hi", "answer": [1], "n": 2}]
     error = refused(tmp_path / "a.csv", columns={"prompt": "questoin"})
     place = f"{tmp_path}/a.csv:2: "
@@ -359,8 +392,20 @@ def test_what_cannot_be_read_is_named_with_what_to_do(tmp_path, content, key, va
             ":1: ",
             " answer;",
         ),
-        ("a.csv", b"prompt,answer\nx,1\n\xe9,2\n", "data.text.not_utf8", ":3: ", "byte 1 of the line"),
-        ("a.csv", b"prompt,r\xe9sum\xe9\nx,1\n", "data.text.not_utf8", ":1: ", "byte 9 of the line"),
+        (
+            "a.csv",
+            b"prompt,answer\nx,1\n\xe9,2\n",
+            "data.text.not_utf8",
+            ":3: ",
+            "byte 1 of the line",
+        ),
+        (
+            "a.csv",
+            b"prompt,r\xe9sum\xe9\nx,1\n",
+            "data.text.not_utf8",
+            ":1: ",
+            "byte 9 of the line",
+        ),
         (
             "a.jsonl",
             b'{"prompt": "x"}\n{"prompt": "\xe9"}',

@@ -31,7 +31,10 @@ from reinforce_rl.errors import ConfigError, DataError
 
 MESSAGES = ({"role": "system", "content": "be kind"}, {"role": "user", "content": " hi\n"})
 ANSWER = {"role": "assistant", "content": "Hello. "}
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def call(arguments: Any) -> dict[str, Any]:
@@ -50,7 +53,9 @@ def calls(arguments: Any, content: str | None = None) -> tuple[dict[str, Any], .
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizers")
-    return {name: write_chat_tokenizer(folder / name, template) for name, template in TEMPLATES.items()}
+    return {
+        name: write_chat_tokenizer(folder / name, template) for name, template in TEMPLATES.items()
+    }
 
 
 def transformers_ids(tokenizer, messages, **options: Any) -> list[int]:
@@ -62,8 +67,12 @@ def test_prompts_and_answers_are_what_transformers_makes_of_them(tokenizers, nam
     tokenizer = tokenizers[name]
     renderer = ChatRenderer(tokenizer)
     conversation = Conversation(MESSAGES)
-    assert renderer.prompt(conversation) == transformers_ids(tokenizer, MESSAGES, add_generation_prompt=True)
-    assert renderer.answered(conversation, ANSWER) == transformers_ids(tokenizer, [*MESSAGES, ANSWER])
+    assert renderer.prompt(conversation) == transformers_ids(
+        tokenizer, MESSAGES, add_generation_prompt=True
+    )
+    assert renderer.answered(conversation, ANSWER) == transformers_ids(
+        tokenizer, [*MESSAGES, ANSWER]
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +93,9 @@ def test_a_cut_answer_is_the_beginning_of_the_whole_one(tokenizers, name, end):
     assert whole == [*cut, *renderer.encode(end)]
     assert renderer.tokenizer.decode(cut).endswith("Hello")
     # transformers' own way to leave an answer open gives the same.
-    assert cut == transformers_ids(renderer.tokenizer, [*MESSAGES, answer], continue_final_message=True)
+    assert cut == transformers_ids(
+        renderer.tokenizer, [*MESSAGES, answer], continue_final_message=True
+    )
     empty = renderer.answered(conversation, {"role": "assistant", "content": ""}, is_finished=False)
     assert cut[: len(empty)] == empty
     assert renderer.tokenizer.decode(cut[len(empty) :]) == "Hello"
@@ -103,14 +114,18 @@ def test_an_answer_with_reasoning_that_was_cut_is_rendered(tokenizers):
 def test_template_arguments_of_the_run_and_of_a_record(tokenizers):
     tokenizer = tokenizers["qwen3"]
     renderer = ChatRenderer(tokenizer, TemplateOptions(kwargs={"enable_thinking": False}))
-    expected = transformers_ids(tokenizer, MESSAGES, add_generation_prompt=True, enable_thinking=False)
+    expected = transformers_ids(
+        tokenizer, MESSAGES, add_generation_prompt=True, enable_thinking=False
+    )
     assert renderer.prompt(Conversation(MESSAGES)) == expected
     assert tokenizer.decode(expected).endswith("<think>\n\n</think>\n\n")
     record = Conversation.of_record(MESSAGES, {"chat_template_kwargs": {"enable_thinking": True}})
     assert renderer.prompt(record) == transformers_ids(
         tokenizer, MESSAGES, add_generation_prompt=True, enable_thinking=True
     )
-    as_json = Conversation.of_record(MESSAGES, {"chat_template_kwargs": '{"enable_thinking": true}'})
+    as_json = Conversation.of_record(
+        MESSAGES, {"chat_template_kwargs": '{"enable_thinking": true}'}
+    )
     assert renderer.prompt(as_json) == renderer.prompt(record)
 
 
@@ -193,12 +208,18 @@ def test_tools_and_calls_that_a_template_does_not_write_are_refused(tokenizers):
 def test_arguments_of_calls_have_the_form_that_the_template_wants(tokenizers, arguments):
     # As objects in Llama's and Qwen's templates, as in vLLM's `_postprocess_messages`; as texts in DeepSeek-V3's.
     for name in ("llama3", "qwen2.5"):
-        expected = transformers_ids(tokenizers[name], calls({"city": "Rome"}), add_generation_prompt=True)
+        expected = transformers_ids(
+            tokenizers[name], calls({"city": "Rome"}), add_generation_prompt=True
+        )
         assert ChatRenderer(tokenizers[name]).prompt(Conversation(calls(arguments))) == expected
         assert '{"city": "Rome"}' in tokenizers[name].decode(expected)
-    expected = transformers_ids(tokenizers["deepseek"], calls('{"city": "Rome"}', ""), add_generation_prompt=True)
+    expected = transformers_ids(
+        tokenizers["deepseek"], calls('{"city": "Rome"}', ""), add_generation_prompt=True
+    )
     for content in (None, ""):
-        prompt = ChatRenderer(tokenizers["deepseek"]).prompt(Conversation(calls(arguments, content)))
+        prompt = ChatRenderer(tokenizers["deepseek"]).prompt(
+            Conversation(calls(arguments, content))
+        )
         assert prompt == expected
 
 
@@ -208,14 +229,20 @@ def test_what_a_template_leaves_out_of_earlier_answers_is_left_to_it(tokenizers)
     expected = transformers_ids(tokenizers["llama3"], beside_calls, add_generation_prompt=True)
     assert "Let me look" not in tokenizers["llama3"].decode(expected)
     assert ChatRenderer(tokenizers["llama3"]).prompt(Conversation(beside_calls)) == expected
-    earlier = (*MESSAGES, {"role": "assistant", "content": "<think>\na\n</think>\n\nb"}, MESSAGES[1])
+    earlier = (
+        *MESSAGES,
+        {"role": "assistant", "content": "<think>\na\n</think>\n\nb"},
+        MESSAGES[1],
+    )
     expected = transformers_ids(tokenizers["qwen3"], earlier, add_generation_prompt=True)
     assert "<think>" not in tokenizers["qwen3"].decode(expected)
     assert ChatRenderer(tokenizers["qwen3"]).prompt(Conversation(earlier)) == expected
 
 
 def test_a_template_that_would_write_arguments_in_pythons_form_gets_json(tmp_path):
-    template = DEEPSEEK.replace("+ tool['function']['arguments']", "~ tool['function']['arguments']")
+    template = DEEPSEEK.replace(
+        "+ tool['function']['arguments']", "~ tool['function']['arguments']"
+    )
     tokenizer = write_chat_tokenizer(tmp_path, template)
     text = ChatRenderer(tokenizer).prompt_text(Conversation(calls({"city": "Rome"}, "")))
     assert '{"city": "Rome"}' in text
@@ -225,7 +252,9 @@ def test_a_template_that_would_write_arguments_in_pythons_form_gets_json(tmp_pat
 def test_content_of_text_parts(tokenizers):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two", "image": None}]
     conversation = Conversation(({"role": "user", "content": parts},))
-    by_parts = transformers_ids(tokenizers["parts"], conversation.messages, add_generation_prompt=True)
+    by_parts = transformers_ids(
+        tokenizers["parts"], conversation.messages, add_generation_prompt=True
+    )
     assert ChatRenderer(tokenizers["parts"]).prompt(conversation) == by_parts
     # vLLM joins the parts by a line end for a template that wants a text (`_parse_chat_message_content_parts`).
     joined = [{"role": "user", "content": "one\ntwo"}]
@@ -236,13 +265,18 @@ def test_content_of_text_parts(tokenizers):
 def test_a_template_that_reads_parts_alone_gets_texts_as_parts(tmp_path):
     # As vLLM's content format "openai" does.
     tokenizer = write_chat_tokenizer(tmp_path, ONLY_PARTS)
-    as_parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in MESSAGES]
+    as_parts = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        for message in MESSAGES
+    ]
     expected = transformers_ids(tokenizer, as_parts, add_generation_prompt=True)
     renderer = ChatRenderer(tokenizer)
     assert renderer.prompt(Conversation(MESSAGES)) == expected
     assert renderer.prompt(Conversation(tuple(as_parts))) == expected
     assert "be kind" in tokenizer.decode(expected)
-    cut = renderer.answered_text(Conversation(MESSAGES), {"role": "assistant", "content": "Hello"}, is_finished=False)
+    cut = renderer.answered_text(
+        Conversation(MESSAGES), {"role": "assistant", "content": "Hello"}, is_finished=False
+    )
     assert cut.endswith("assistant\nHello")
 
 
@@ -258,7 +292,11 @@ def test_a_template_that_writes_parts_as_python_gets_their_text(tmp_path):
     [
         (PHI3, {"role": "tool", "content": "sunny"}, "user message"),
         (PHI3, {"role": "developer", "content": "be kind"}, "such as system"),
-        (PHI3, {"role": "developer", "content": [{"type": "text", "text": "be kind"}]}, "such as system"),
+        (
+            PHI3,
+            {"role": "developer", "content": [{"type": "text", "text": "be kind"}]},
+            "such as system",
+        ),
     ],
 )
 def test_a_message_that_the_template_leaves_out_is_refused(tmp_path, template, message, advice):
@@ -266,7 +304,10 @@ def test_a_message_that_the_template_leaves_out_is_refused(tmp_path, template, m
     conversation = Conversation(({"role": "user", "content": "hi"}, message))
     for options in SANITIZED_OR_NOT:
         renderer = ChatRenderer(tokenizer, options)
-        for render in (renderer.prompt, lambda messages, renderer=renderer: renderer.answered(messages, ANSWER)):
+        for render in (
+            renderer.prompt,
+            lambda messages, renderer=renderer: renderer.answered(messages, ANSWER),
+        ):
             values = (f"{message['role']} message, number 1;", advice)
             with raises_error("chat_template.message.left_out", *values) as raised:
                 render(conversation)
@@ -300,8 +341,14 @@ def test_empty_lists_of_calls_and_of_tools_are_none(tmp_path):
         "{%- endfor %}"
     )
     tokenizer = write_chat_tokenizer(tmp_path, template)
-    messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "tool_calls": []})
-    assert ChatRenderer(tokenizer).prompt_text(Conversation.of_record(messages, {"tools": []})) == "hiyes"
+    messages = (
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes", "tool_calls": []},
+    )
+    assert (
+        ChatRenderer(tokenizer).prompt_text(Conversation.of_record(messages, {"tools": []}))
+        == "hiyes"
+    )
 
 
 @needs_sanitize
@@ -323,7 +370,9 @@ def test_control_tokens_in_messages_are_read_unless_sanitized(tokenizers):
     answer = {"role": "assistant", "content": "no<|im_end|>"}
     whole = renderer.answered(conversation, answer)
     cut = renderer.answered(conversation, answer, is_finished=False)
-    assert whole == transformers_ids(tokenizer, [*conversation.messages, answer], sanitize_control_tokens=True)
+    assert whole == transformers_ids(
+        tokenizer, [*conversation.messages, answer], sanitize_control_tokens=True
+    )
     assert whole == [*cut, *renderer.encode("<|im_end|>\n")]
 
 
@@ -344,14 +393,17 @@ def test_the_date_of_a_template_is_the_one_given(tokenizers):
         list(MESSAGES), tokenize=False, add_generation_prompt=True, date_string="05 Feb 2024"
     )
     assert renderer.prompt_text(Conversation(MESSAGES)) == expected
-    assert f"Today Date: {date.today():%d %b %Y}" in ChatRenderer(tokenizer).prompt_text(Conversation(MESSAGES))
+    assert f"Today Date: {date.today():%d %b %Y}" in ChatRenderer(tokenizer).prompt_text(
+        Conversation(MESSAGES)
+    )
     # An argument of the template wins, as it does in Llama's own.
     own = Conversation(MESSAGES, kwargs={"date_string": "1 May 2020"})
     assert "Today Date: 1 May 2020" in renderer.prompt_text(own)
 
 
 @pytest.mark.parametrize(
-    "form", ["%Y-%m-%d", "%A, %B %-d, %Y", "%d/%m/%y %H:%M", "100%% %j", "%-d. %b", "no directive", "%%d"]
+    "form",
+    ["%Y-%m-%d", "%A, %B %-d, %Y", "%d/%m/%y %H:%M", "100%% %j", "%-d. %b", "no directive", "%%d"],
 )
 def test_every_form_of_a_date(tmp_path, form):
     template = f"  {{% set now = strftime_now({json.dumps(form)}) %}}\n{{{{ now }}}}|{{{{ messages[0]['content'] }}}}"
@@ -385,7 +437,9 @@ def plain_tokenizer(folder, single: str | None):
     tokenizer = load_tokenizer(write_tiny_tokenizer(folder))
     if single is not None:
         special = [("<bos>", 1), ("<eos>", 2)]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=single, special_tokens=special
+        )
     return tokenizer
 
 
@@ -397,13 +451,19 @@ def test_a_plain_prompt_begins_as_its_tokenizer_begins_texts(tmp_path):
     assert encode_plain(adding, texts, add_bos=True) == adding(texts)["input_ids"]
     assert encode_plain(adding, ["hi"], add_bos=False) == [adding("hi")["input_ids"][1:]]
     closing = plain_tokenizer(tmp_path / "closing", "<bos> $A <eos>")
-    assert encode_plain(closing, texts) == adding(texts)["input_ids"], "a response begins behind a prompt"
+    assert encode_plain(closing, texts) == adding(texts)["input_ids"], (
+        "a response begins behind a prompt"
+    )
     without = plain_tokenizer(tmp_path / "without", None)
     assert encode_plain(without, texts) == without(texts)["input_ids"]
-    assert encode_plain(without, ["hi", "<bos>hi"], add_bos=True) == adding(["hi", "hi"])["input_ids"]
+    assert (
+        encode_plain(without, ["hi", "<bos>hi"], add_bos=True) == adding(["hi", "hi"])["input_ids"]
+    )
 
 
 def test_a_template_that_writes_the_begin_token_writes_it_once(tokenizers, tmp_path):
     tokenizer = write_chat_tokenizer(tmp_path, LLAMA3)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
     assert ChatRenderer(tokenizer).prompt(Conversation(MESSAGES)).count(1) == 1

@@ -29,7 +29,9 @@ def epoch_of(sampler: PromptSampler) -> list[list[int]]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 7), st.integers(0, 5), st.data())
-def test_every_prompt_once_an_epoch_through_resumes_and_shards(num_prompts, step, ranks, seed, data):
+def test_every_prompt_once_an_epoch_through_resumes_and_shards(
+    num_prompts, step, ranks, seed, data
+):
     whole = PromptSampler(num_prompts, step, seed=seed)
     expected = [next(whole) for _ in range(3 * whole.steps_per_epoch)]
 
@@ -74,7 +76,11 @@ def test_an_epoch_has_the_batches_that_it_says(full, step, rest):
     assert sampler.batch_sizes == ([step] * full + [rest] * (rest > 0) if rest < step else [step])
     for epoch in (1, 2):
         assert [len(batch) for batch in epoch_of(sampler)] == sampler.batch_sizes
-        assert (sampler.epoch, sampler.position, sampler.consumed_prompts) == (epoch, 0, epoch * sampler.num_prompts)
+        assert (sampler.epoch, sampler.position, sampler.consumed_prompts) == (
+            epoch,
+            0,
+            epoch * sampler.num_prompts,
+        )
 
 
 def test_without_shuffle_the_order_is_the_data_sets():
@@ -112,7 +118,9 @@ def test_a_resume_with_another_batch_size_still_gives_each_prompt_once():
 def test_a_state_of_another_run_is_refused(change, values):
     state = PromptSampler(10, 4, seed=3).state_dict()
     arguments = {"num_prompts": 10, "seed": 3, "shuffle": True} | change
-    sampler = PromptSampler(arguments["num_prompts"], 4, seed=arguments["seed"], shuffle=arguments["shuffle"])
+    sampler = PromptSampler(
+        arguments["num_prompts"], 4, seed=arguments["seed"], shuffle=arguments["shuffle"]
+    )
     with raises_error("checkpoint.sampler.other_run", *values):
         sampler.load_state_dict(state)
 
@@ -155,7 +163,9 @@ def file_of(blend: Blend, number: int) -> int:
 
 
 def sampler_of(blend: Blend, step: int = 5, seed: int = 3, **options) -> PromptSampler:
-    return PromptSampler(blend.num_prompts, step, seed=seed, max_epochs=EPOCHS, blend=blend, **options)
+    return PromptSampler(
+        blend.num_prompts, step, seed=seed, max_epochs=EPOCHS, blend=blend, **options
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -171,7 +181,9 @@ def test_shares_and_passes(blend, step, seed, shuffle):
             share = weight / total
             assert abs(counts[file] - share * len(numbers)) < 1, "the epoch's share"
             for start in range(0, len(numbers) - step + 1, step):
-                found = sum(file_of(blend, number) == file for number in numbers[start : start + step])
+                found = sum(
+                    file_of(blend, number) == file for number in numbers[start : start + step]
+                )
                 assert abs(found - share * step) < 2.5, "and each batch's"
             stream[file] += [number for number in numbers if file_of(blend, number) == file]
     for file, numbers in stream.items():
@@ -179,7 +191,9 @@ def test_shares_and_passes(blend, step, seed, shuffle):
         for pass_ in range(len(numbers) // size + 1):
             given_ = numbers[pass_ * size : (pass_ + 1) * size]
             indices = [number - pass_ * blend.num_prompts - first for number in given_]
-            assert len(set(indices)) == len(indices) and set(indices) <= set(range(size)), "none twice in a pass"
+            assert len(set(indices)) == len(indices) and set(indices) <= set(range(size)), (
+                "none twice in a pass"
+            )
             if not shuffle:
                 assert indices == list(range(len(indices)))
     everything = list(chain(*stream.values()))
@@ -220,7 +234,9 @@ def test_draws_of_files_alternate_evenly():
 def test_only_the_ratio_of_weights_counts():
     assert Blend((10, 30), (3, 1)).draws == Blend((10, 30), (0.75, 0.25)).draws == (30, 10)
     assert Blend((1, 1, 1), (1, 1, 1)).draws == (1, 1, 1)
-    assert "file 1 gives 30 (3.00 times its 10 prompts), file 2 gives 10 (0.33" in str(Blend((10, 30), (3, 1)))
+    assert "file 1 gives 30 (3.00 times its 10 prompts), file 2 gives 10 (0.33" in str(
+        Blend((10, 30), (3, 1))
+    )
 
 
 def test_a_small_file_of_a_large_weight_gives_groups_of_their_own():
@@ -232,7 +248,10 @@ def test_a_small_file_of_a_large_weight_gives_groups_of_their_own():
     counts = Counter(prompt.text for prompt in batch)
     assert counts["prompt 0"] == counts["prompt 1"] == 3
     assert len({prompt.id for prompt in batch}) == 8
-    assert all(prompt.tokens == (prompt.id % 8 + 4,) and prompt.text == f"prompt {prompt.id % 8}" for prompt in batch)
+    assert all(
+        prompt.tokens == (prompt.id % 8 + 4,) and prompt.text == f"prompt {prompt.id % 8}"
+        for prompt in batch
+    )
 
 
 @pytest.mark.parametrize(

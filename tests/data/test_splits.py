@@ -54,7 +54,9 @@ def write(folder: Path, names: list[str], card: str = "") -> Path:
 
 def read(source: object, split: str | None = None) -> list[str]:
     faults = LineFaults()
-    records = list(read_records(str(source), lambda record: record.value["prompt"], faults, split=split))
+    records = list(
+        read_records(str(source), lambda record: record.value["prompt"], faults, split=split)
+    )
     faults.raise_if_any("advice")
     return records
 
@@ -69,7 +71,9 @@ def check_refused(source: object, split: str | None, key: str, *values: object) 
     assert fault is not None and fault.key == key
 
 
-def splits_of_datasets(folder: Path, cache: Path, configuration: str | None = None) -> dict[str, list[str]]:
+def splits_of_datasets(
+    folder: Path, cache: Path, configuration: str | None = None
+) -> dict[str, list[str]]:
     """Ask `datasets` for the files of each split."""
     datasets = pytest.importorskip("datasets")
     builder = datasets.load_dataset_builder(str(folder), configuration, cache_dir=str(cache))
@@ -106,7 +110,9 @@ def test_names_tell_the_splits_that_they_tell_datasets(tmp_path, names):
         return
     for split, files in expected.items():
         assert sorted(read(f"{folder}:{split}")) == files
-        assert sorted(read(folder, split)) == files, "as model.data.data_prefix.train asks for train"
+        assert sorted(read(folder, split)) == files, (
+            "as model.data.data_prefix.train asks for train"
+        )
     check_refused(folder, None, "data.split.several", f"{folder}:", *expected)
 
 
@@ -143,7 +149,9 @@ def test_configurations_by_name_alone(tmp_path):
     assert read(flat / "hard") == read(f"{flat}/hard:train") == ["b-1.jsonl", "b-2.jsonl"]
     assert read(flat / "easy", "train") == ["a.jsonl"]
     check_refused(flat / "hrad", None, "data.configuration.unknown", "hrad;", "hard, easy")
-    assert splits_of_datasets(flat, tmp_path / "cache", "hard") == {"train": ["b-1.jsonl", "b-2.jsonl"]}
+    assert splits_of_datasets(flat, tmp_path / "cache", "hard") == {
+        "train": ["b-1.jsonl", "b-2.jsonl"]
+    }
 
 
 def test_the_default_of_a_card_is_taken_as_datasets_takes_it(tmp_path):
@@ -176,7 +184,9 @@ def test_saved_data_sets(tmp_path):
     datasets = pytest.importorskip("datasets")
     names = ["one", "two"]
     saved = {name: datasets.Dataset.from_list([{"prompt": name}]) for name in names}
-    datasets.DatasetDict(train_sft=saved["one"], test_sft=saved["two"]).save_to_disk(tmp_path / "dict")
+    datasets.DatasetDict(train_sft=saved["one"], test_sft=saved["two"]).save_to_disk(
+        tmp_path / "dict"
+    )
     values = ("none of them train, test_sft, train_sft;", f"{tmp_path / 'dict'}:test_sft")
     check_refused(tmp_path / "dict", "train", "data.split.several", *values)
     write(tmp_path / "dict", ["train_sft.jsonl"])  # is no part of it
@@ -248,7 +258,9 @@ def test_one_split_in_two_forms_is_refused(tmp_path, names):
 def test_files_that_datasets_passes_over(tmp_path):
     hidden = [".train.jsonl", ".cache/train.jsonl", "_train.jsonl", "__pycache__/train.jsonl"]
     folder = write(tmp_path / "folder", ["train.jsonl", *hidden])
-    assert splits_of_datasets(folder, tmp_path / "cache") == {"train": ["_train.jsonl", "train.jsonl"]}
+    assert splits_of_datasets(folder, tmp_path / "cache") == {
+        "train": ["_train.jsonl", "train.jsonl"]
+    }
     assert read(folder) == ["train.jsonl"], "one that begins with _ is left out too"
     card = "---\nconfigs:\n- config_name: default\n  data_files: {pattern}\n---\n"
     for number, pattern in enumerate(("data/*", "data/**", "/data/**", "data/**/*.jsonl")):

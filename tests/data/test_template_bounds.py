@@ -57,15 +57,21 @@ COSTLY = {
     "added text": DOUBLED.replace("A", "'x'").replace("NEXT", "ns.a + ns.a"),
     "added lists": DOUBLED.replace("A", "[1]").replace("NEXT", "ns.a + ns.a"),
     "replaced text": DOUBLED.replace("A", "'xx'").replace("NEXT", "ns.a.replace('x', ns.a)"),
-    "replaced text by a filter": DOUBLED.replace("A", "'xx'").replace("NEXT", "ns.a|replace('x', ns.a)"),
+    "replaced text by a filter": DOUBLED.replace("A", "'xx'").replace(
+        "NEXT", "ns.a|replace('x', ns.a)"
+    ),
     "joined text": DOUBLED.replace("A", "'xx'").replace("NEXT", "ns.a.join([ns.a, ns.a])"),
-    "lists in each other": DOUBLED.replace("A", "[1]").replace("range(60)", "range(200)").replace("NEXT", "[ns.a]"),
+    "lists in each other": DOUBLED.replace("A", "[1]")
+    .replace("range(60)", "range(200)")
+    .replace("NEXT", "[ns.a]"),
     "slices of a long text": LONG_TEXT.replace("WORK", "{% set ns.l = [a[i:], ns.l] %}"),
     "splits of a long text": LONG_TEXT.replace("WORK", "{% set ns.l = a.split('x')|length %}"),
     "a batch of any width": "{{ [1]|batch(10**9, 0)|list|length }}",
     "capital ligatures": "{% set a = '\ufb03' * 10**7 %}{{ a.upper()|length }}",
     "capital ligatures by a filter": "{% set a = '\ufb03' * 10**7 %}{{ (a|upper)|length }}",
-    "joined text by a filter": DOUBLED.replace("A", "'xx'").replace("NEXT", "[ns.a, ns.a]|join(ns.a)"),
+    "joined text by a filter": DOUBLED.replace("A", "'xx'").replace(
+        "NEXT", "[ns.a, ns.a]|join(ns.a)"
+    ),
     "a list of itself twice, written": DOUBLED.replace("A", "[1]")
     .replace("NEXT", "[ns.a, ns.a]")
     .replace("|length", ""),
@@ -108,7 +114,8 @@ COSTLY = {
     + "{% if a is eq b %}{% endif %}" * 999,
     "comparisons of long lists": "{% set a = [1] * 10**6 %}{% set b = [1] * 10**6 %}"
     + "{% if a == b %}{% endif %}" * 999,
-    "searches of long keys": "{% set a = (1,) * 10**6 %}{% set b = {} %}" + "{% if b[a] %}{% endif %}" * 999,
+    "searches of long keys": "{% set a = (1,) * 10**6 %}{% set b = {} %}"
+    + "{% if b[a] %}{% endif %}" * 999,
     "sums of lists": "{{ (range(99999)|map('string')|map('list')|list * 99)|sum(start=[]) }}",
     "values of dictionaries in each other": "{% set ns = namespace(a={'b': 1}) %}{% for i in range(60) %}"
     "{% set ns.a = dict(b=ns.a.values(), c=ns.a.values()) %}{% endfor %}{{ ns.a|length }}",
@@ -297,13 +304,17 @@ def test_a_conversation_may_be_collected_in_a_list():
 
 def test_time_is_bounded_too(monkeypatch):
     monkeypatch.setattr(template_bounds, "MAX_SECONDS", 0.2)
-    template = BoundedEnvironment().from_string("{% for a in range(9999) %}{{ 'b' in text }}{% endfor %}")
+    template = BoundedEnvironment().from_string(
+        "{% for a in range(9999) %}{{ 'b' in text }}{% endfor %}"
+    )
     with pytest.raises(TemplateBoundError, match="takes longer than"):
         template.render(text="a" * 8_000_000)
 
 
 def test_a_renderer_names_the_folder_of_a_costly_template(tmp_path):
-    tokenizer = write_chat_tokenizer(tmp_path / "model", COSTLY["nested loops"] + TEMPLATES["llama3"])
+    tokenizer = write_chat_tokenizer(
+        tmp_path / "model", COSTLY["nested loops"] + TEMPLATES["llama3"]
+    )
     values = (tmp_path / "model", template_bounds.MAX_STEPS)
     with raises_error("chat_template.bound.exceeded", *values) as caught:
         ChatRenderer(tokenizer).prompt(Conversation(({"role": "user", "content": "hi"},)))

@@ -27,7 +27,9 @@ def change(file: Path, **values: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
-def test_a_name_of_the_hub_is_not_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_the_hub_is_not_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[object] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -57,7 +59,9 @@ def test_a_folder_that_may_not_be_opened_is_a_message() -> None:
         load_tokenizer("a" * 5000)
 
 
-@pytest.mark.parametrize(("key", "number"), [("num_labels", 10**6), ("num_hidden_layers", 2 * 10**7)])
+@pytest.mark.parametrize(
+    ("key", "number"), [("num_labels", 10**6), ("num_hidden_layers", 2 * 10**7)]
+)
 def test_numbers_of_config_json_take_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, number: int
 ) -> None:
@@ -82,13 +86,19 @@ FOLDERS_WITH_CODE: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = 
         "auto_map",
     ),
     "a model in place of a tokenizer": (
-        {"model_type": "odd", "auto_map": {"AutoModelForCausalLM": "code.M", "AutoConfig": "code.C"}},
+        {
+            "model_type": "odd",
+            "auto_map": {"AutoModelForCausalLM": "code.M", "AutoConfig": "code.C"},
+        },
         {"tokenizer_class": "AutoModelForCausalLM"},
         "tokenizer.class.unknown",
         "tokenizer_class is 'AutoModelForCausalLM'",
     ),
     "a model by another spelling": (
-        {"model_type": "odd", "auto_map": {"AutoModelForCausalLM": "code.M", "AutoConfig": "code.C"}},
+        {
+            "model_type": "odd",
+            "auto_map": {"AutoModelForCausalLM": "code.M", "AutoConfig": "code.C"},
+        },
         {"tokenizer_class": "AutoModelForCausalLMFast"},
         "tokenizer.class.unknown",
         "tokenizer_class is 'AutoModelForCausalLMFast'",

@@ -57,26 +57,36 @@ METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "alway
 WORD_PIECE = {"type": "WordPiece", "prefix": "##", "cleanup": False}
 BERT = {"type": "BertProcessing", "sep": ["b", 1], "cls": ["b", 1]}
 LLAMA_2 = sequence(PREPEND, replace(" ", "▁"))
-ALBERT = sequence(replace("``", '"'), replace("''", '"'), {"type": "NFKD"}, expression(" {2,}", " "))
+ALBERT = sequence(
+    replace("``", '"'), replace("''", '"'), {"type": "NFKD"}, expression(" {2,}", " ")
+)
 GROWING = {
     "doubled 32 times": {"normalizer": sequence(*[replace("a", "aa")] * 32)},
     "sequences in sequences": {"normalizer": sequence(*[sequence(replace("a", "aa"))] * 7)},
     "one long text": {"normalizer": replace("a", "a" * 101)},
     "two long texts": {"normalizer": sequence(replace("aa", "a" * 22), replace("a", "a" * 10))},
-    "one that shortens first": {"normalizer": sequence(replace("b" * 100, ""), replace("a", "a" * 101))},
+    "one that shortens first": {
+        "normalizer": sequence(replace("b" * 100, ""), replace("a", "a" * 101))
+    },
     "an expression": {"normalizer": expression("", "a" * 50)},
     "an empty text": {"normalizer": replace("", "a" * 50)},
     "bytes twice": {"normalizer": sequence({"type": "ByteLevel"}, {"type": "ByteLevel"})},
-    "Chinese characters twice": {"normalizer": sequence({"type": "BertNormalizer"}, {"type": "BertNormalizer"})},
+    "Chinese characters twice": {
+        "normalizer": sequence({"type": "BertNormalizer"}, {"type": "BertNormalizer"})
+    },
     "a table": {"normalizer": charsmap("a", "b" * 101, "c")},
     "two tables": {"normalizer": sequence(charsmap("a"), sequence(charsmap("a")))},
-    "a rule without a type": {"normalizer": sequence({"pattern": {"String": "a"}, "content": "aa"})},
+    "a rule without a type": {
+        "normalizer": sequence({"pattern": {"String": "a"}, "content": "aa"})
+    },
     "a part without a type": {"decoder": {"pattern": {"String": "a"}, "content": "aa"}},
     "prepended": {"normalizer": sequence(*[{"type": "Prepend", "prepend": "a"}] * 7)},
     "decoded": {"decoder": sequence(*[replace("a", "aa")] * 7, key="decoders")},
     "tokens": {"post_processor": template(98)},
     "ids of one token": {"post_processor": sequence(template(1, ids=26), key="processors")},
-    "a character before each": {"pre_tokenizer": sequence(*[SPLIT, METASPACE] * 7, key="pretokenizers")},
+    "a character before each": {
+        "pre_tokenizer": sequence(*[SPLIT, METASPACE] * 7, key="pretokenizers")
+    },
     "a space between tokens": {"decoder": sequence(*[WORD_PIECE] * 7, key="decoders")},
     "tokens of many rules": {"post_processor": sequence(*[BERT] * 34, key="processors")},
     "many rules": {"normalizer": sequence(*[{"type": "Lowercase"}] * MAX_RULES)},
@@ -102,7 +112,12 @@ USUAL = {
     "ids of one token": {"post_processor": template(1, ids=25)},
     "XLM-R": {
         "normalizer": sequence(charsmap("a", "ü" * 16), expression(" {2,}", "▁")),
-        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+        "pre_tokenizer": {
+            "type": "Metaspace",
+            "replacement": "▁",
+            "prepend_scheme": "always",
+            "split": True,
+        },
     },
     "GPT-2": {
         "normalizer": None,
@@ -170,7 +185,9 @@ def test_other_places_and_spellings(tmp_path: Path) -> None:
     assert tokenizer_fault(tmp_path) is None, "the library refuses it"
 
 
-@pytest.mark.parametrize("name", ["tokenizer.4.0.0.json", "tokenizer.4.0.0.json.bak", "a/tokenizer.4.0.0.json"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.4.0.0.json", "tokenizer.4.0.0.json.bak", "a/tokenizer.4.0.0.json"]
+)
 def test_another_file_in_place_of_the_checked_one_is_refused(tmp_path: Path, name: str) -> None:
     """transformers takes the newest of these files that its version may read."""
     folder = write_tiny_tokenizer(tmp_path / "model")
@@ -192,7 +209,9 @@ def change(path: Path, **values: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["vocab_file", "merges_file", "vocab", "merges", "gguf_file"])
-def test_a_path_out_of_the_folder_is_refused_where_transformers_would_open_it(tmp_path: Path, key: str) -> None:
+def test_a_path_out_of_the_folder_is_refused_where_transformers_would_open_it(
+    tmp_path: Path, key: str
+) -> None:
     folder = write_tiny_tokenizer(tmp_path / "model")
     outside = tmp_path / "secret.model"
     outside.write_text("x")

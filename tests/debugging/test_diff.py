@@ -15,7 +15,13 @@ from helpers.tiny_run import tiny_config
 from rich.console import Console
 
 from reinforce_rl.debugging.diff import diff, write
-from reinforce_rl.debugging.differences import EQUAL_BITS, ROUNDING, Bounds, missing_samples, sample_differences
+from reinforce_rl.debugging.differences import (
+    EQUAL_BITS,
+    ROUNDING,
+    Bounds,
+    missing_samples,
+    sample_differences,
+)
 from reinforce_rl.monitoring.records import rollout_files
 from reinforce_rl.run import train
 
@@ -41,7 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "seed": ["model.seed=77"],
         "data": ["model.data.shuffle=false"],
     }.items():
-        train(tiny_config(folder, f"exp_manager.explicit_log_dir={folder / name}", *SETTINGS, *more))
+        train(
+            tiny_config(folder, f"exp_manager.explicit_log_dir={folder / name}", *SETTINGS, *more)
+        )
     return folder
 
 
@@ -77,7 +85,10 @@ def test_the_first_place_is_named(
     console = Console(width=200)
     with console.capture() as capture:
         console.print(found.table())
-    assert found.sentence in capture.get().replace("\n", " ").replace("  ", " ") or len(found.sentence) > 190
+    assert (
+        found.sentence in capture.get().replace("\n", " ").replace("  ", " ")
+        or len(found.sentence) > 190
+    )
     write(found, folder / "base", folder / other, tmp_path / "diff.json", tmp_path / "diff.html")
     values = json.loads((tmp_path / "diff.json").read_text())
     assert values["sentence"] == found.sentence and values["exact"][phase]["step"] == step
@@ -97,13 +108,18 @@ def test_what_was_not_recorded_is_not_called_the_same(folder: Path, tmp_path: Pa
     (tmp_path / "lr" / "record" / "step_00001.json").unlink()
     found = diff(tmp_path / "base", tmp_path / "lr")
     assert found.exit_code == 2 and not found.parts
-    assert "as far as they were compared: samples in all, weights in 0 and update in 0" in found.sentence
+    assert (
+        "as far as they were compared: samples in all, weights in 0 and update in 0"
+        in found.sentence
+    )
     rows = {row[0]: row[1] for row in found.rows()}
     assert rows["weights"] == rows["update"] == "not compared" and rows["generate"] == "same"
 
 
 @pytest.mark.parametrize(("age", "phases"), [(1, []), (0, ["generate"]), (2, ["generate"])])
-def test_versions_that_the_ranks_that_train_leave_out(folder: Path, tmp_path: Path, age: int, phases: list) -> None:
+def test_versions_that_the_ranks_that_train_leave_out(
+    folder: Path, tmp_path: Path, age: int, phases: list
+) -> None:
     """The second run is written as one whose generators draw with weights `age` steps older than the step's."""
     shutil.copytree(folder / "base", tmp_path / "other")
     for step, path in rollout_files(tmp_path / "other").items():
@@ -134,13 +150,20 @@ def test_what_changed_on_the_way_is_named_with_its_step(folder: Path, tmp_path: 
     record.write_text(json.dumps({**values, "machine": {**values["machine"], "threads": 99}}))
     found = diff(folder / "base", tmp_path / "other")
     assert found.settings == {"model.optim.lr": "0.01 -> 0.02, from step 3 on"}
-    assert any(fact.startswith("machine: threads: ") and fact.endswith("from step 2 on") for fact in found.facts)
+    assert any(
+        fact.startswith("machine: threads: ") and fact.endswith("from step 2 on")
+        for fact in found.facts
+    )
 
 
 def test_long_texts_are_shown_where_they_part() -> None:
     text = "You are a helpful assistant. " * 5
-    found = sample_differences(table(prompt=[text + "Bake bread"]), table(prompt=[text + "Bake breads"]), ["prompt"])
-    assert 'bread" and "...' in str(found[0]).replace('..."', '"...') and "from character 155" in str(found[0])
+    found = sample_differences(
+        table(prompt=[text + "Bake bread"]), table(prompt=[text + "Bake breads"]), ["prompt"]
+    )
+    assert 'bread" and "...' in str(found[0]).replace(
+        '..."', '"...'
+    ) and "from character 155" in str(found[0])
 
 
 def test_runs_without_a_common_step(folder: Path, tmp_path: Path) -> None:

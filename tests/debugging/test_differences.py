@@ -21,8 +21,22 @@ from reinforce_rl.monitoring.step_record import RankState, StepRecord
 
 
 def record_of(**changes: Any) -> StepRecord:
-    facts: dict[str, Any] = {"software": {}, "machine": {}, "layout": {}, "settings": {}, "files": {}}
-    values = {**facts, "step": 3, "past": {}, "updates": [], "data": {}, "scorer": None, "reference": None}
+    facts: dict[str, Any] = {
+        "software": {},
+        "machine": {},
+        "layout": {},
+        "settings": {},
+        "files": {},
+    }
+    values = {
+        **facts,
+        "step": 3,
+        "past": {},
+        "updates": [],
+        "data": {},
+        "scorer": None,
+        "reference": None,
+    }
     return StepRecord(**{**values, **changes})
 
 
@@ -35,7 +49,13 @@ def test_nan_equals_nan_alone(other, bounds):
     assert len(number_differences({"loss": other}, {"loss": nan}, bounds)) == 1
     for one, two in ((nan, other), (other, nan)):
         table, another = (
-            pa.table({"prompt_id": [0], "sample_id": [0], "x": pa.array([value], pa.float64(), from_pandas=False)})
+            pa.table(
+                {
+                    "prompt_id": [0],
+                    "sample_id": [0],
+                    "x": pa.array([value], pa.float64(), from_pandas=False),
+                }
+            )
             for value in (one, two)
         )
         assert len(sample_differences(table, another, ["x"], bounds)) == 1
@@ -67,7 +87,9 @@ def test_a_response_that_is_the_beginning_of_another_one_is_another():
 def test_rounding_has_its_size(difference, is_rounding):
     """Near 0 it is absolute, at 1,000 relative; here in multiples of the bounds."""
     small = number_differences({"x": 0.0}, {"x": difference * ROUNDING.absolute}, ROUNDING)
-    large = number_differences({"x": 1000.0}, {"x": 1000.0 * (1 + difference * ROUNDING.relative)}, ROUNDING)
+    large = number_differences(
+        {"x": 1000.0}, {"x": 1000.0 * (1 + difference * ROUNDING.relative)}, ROUNDING
+    )
     assert (small == []) is is_rounding
     assert (large == []) is is_rounding
 

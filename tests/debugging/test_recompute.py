@@ -33,7 +33,9 @@ SHAPING = f"{RL}.reward_shaping"
 FUNCTION = ["reward=function", "reward_function.name=helpers.reward_functions.share_of_letters"]
 
 
-def train(folder: Path, name: str, *overrides: str, source: bool = False, base: str | None = None) -> Path:
+def train(
+    folder: Path, name: str, *overrides: str, source: bool = False, base: str | None = None
+) -> Path:
     """Train in `folder`/`name`; go on from a copy of the run `base` if given."""
     path = folder / name
     if base is not None:
@@ -71,9 +73,16 @@ def test_a_record_gives_its_own_advantages(folder: Path) -> None:
     assert found.settings == {} and found.largest_difference < 1e-6
     assert [one.step for one in found.steps] == [1, 2]
     for one in found.steps:
-        assert [sample.advantage[0] for sample in one.samples] == pytest.approx(advantages(folder / "mine", one.step))
-        assert (one.sign_changes, one.clipped) == (0, (0.0, 0.0)) and one.correlation == pytest.approx(1.0)
-    assert any(abs(row.kl) > 0.01 for row in RunFolder(folder / "mine").samples(2)), "or no placement is tested"
+        assert [sample.advantage[0] for sample in one.samples] == pytest.approx(
+            advantages(folder / "mine", one.step)
+        )
+        assert (one.sign_changes, one.clipped) == (
+            0,
+            (0.0, 0.0),
+        ) and one.correlation == pytest.approx(1.0)
+    assert any(abs(row.kl) > 0.01 for row in RunFolder(folder / "mine").samples(2)), (
+        "or no placement is tested"
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,35 +91,71 @@ def test_a_record_gives_its_own_advantages(folder: Path) -> None:
         [f"{RL}.advantage_estimator=grpo", f"{RL}.initial_policy_kl_penalty=0.01"],
         [f"{RL}.advantage_estimator=raft", f"{RL}.initial_policy_kl_penalty=0"],
         [f"{RL}.kl_placement=advantage", f"{RL}.kl_estimator=k2", f"{RL}.kl_reduction=mean"],
-        [f"{RL}.credit_assignment=token", f"{RL}.discount_factor=0.9", f"{RL}.advantage_estimator=batch_mean"],
-        [f"{RL}.kl_placement=loss", f"{RL}.advantage_whitening=token", f"{RL}.truncated_samples=drop"],
-        [f"{SHAPING}.scale=3", f"{SHAPING}.clip=1.5", f"{SHAPING}.length_penalty=0.1", f"{RL}.truncated_samples=mask"],
-        [f"{RL}.truncated_samples=penalise", f"{RL}.truncation_penalty=0.5", f"{RL}.overlong_buffer=2"],
+        [
+            f"{RL}.credit_assignment=token",
+            f"{RL}.discount_factor=0.9",
+            f"{RL}.advantage_estimator=batch_mean",
+        ],
+        [
+            f"{RL}.kl_placement=loss",
+            f"{RL}.advantage_whitening=token",
+            f"{RL}.truncated_samples=drop",
+        ],
+        [
+            f"{SHAPING}.scale=3",
+            f"{SHAPING}.clip=1.5",
+            f"{SHAPING}.length_penalty=0.1",
+            f"{RL}.truncated_samples=mask",
+        ],
+        [
+            f"{RL}.truncated_samples=penalise",
+            f"{RL}.truncation_penalty=0.5",
+            f"{RL}.overlong_buffer=2",
+        ],
     ],
     ids=lambda overrides: overrides[0].partition("=")[2],
 )
-def test_it_agrees_with_a_real_run_of_these_settings(folder: Path, overrides: list[str], tmp_path: Path) -> None:
+def test_it_agrees_with_a_real_run_of_these_settings(
+    folder: Path, overrides: list[str], tmp_path: Path
+) -> None:
     run = tmp_path / "real"
     shutil.copytree(folder / "start", run)
     more = ["resume_with_changes=true", f"{RL}.max_steps=2", "model.optim.lr=0.05"]
     train(folder, str(run), *more, *overrides)
     found = recompute(folder / "mine", "2", overrides)
     real, (step,) = RunFolder(run).samples(2), found.steps
-    assert [row.response for row in real] == [sample.response for sample in step.samples], "the rollouts are the same"
-    assert [sample.advantage[1] for sample in step.samples] == pytest.approx([r.advantage for r in real], abs=1e-6)
-    assert [sample.advantage[0] for sample in step.samples] == pytest.approx(advantages(folder / "mine", 2), abs=1e-6)
+    assert [row.response for row in real] == [sample.response for sample in step.samples], (
+        "the rollouts are the same"
+    )
+    assert [sample.advantage[1] for sample in step.samples] == pytest.approx(
+        [r.advantage for r in real], abs=1e-6
+    )
+    assert [sample.advantage[0] for sample in step.samples] == pytest.approx(
+        advantages(folder / "mine", 2), abs=1e-6
+    )
     assert [sample.valid[1] for sample in step.samples] == [row.valid for row in real]
     assert found.settings.keys() == {one.partition("=")[0] for one in overrides}
     assert step.correlation < 1 - 1e-6
     if f"{SHAPING}.clip=1.5" in overrides:
-        assert step.clipped == (0.0, sum(3 * row.reward > 1.5 for row in real) / len(real)) and step.clipped[1] > 0
+        assert (
+            step.clipped == (0.0, sum(3 * row.reward > 1.5 for row in real) / len(real))
+            and step.clipped[1] > 0
+        )
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        [f"{RL}.advantage_estimator=moving_average", f"{RL}.baseline_window=2", f"{SHAPING}.standardisation=running"],
-        [f"{RL}.advantage_estimator=exponential_moving_average", f"{RL}.kl_target=0.1", f"{RL}.kl_horizon=50"],
+        [
+            f"{RL}.advantage_estimator=moving_average",
+            f"{RL}.baseline_window=2",
+            f"{SHAPING}.standardisation=running",
+        ],
+        [
+            f"{RL}.advantage_estimator=exponential_moving_average",
+            f"{RL}.kl_target=0.1",
+            f"{RL}.kl_horizon=50",
+        ],
     ],
     ids=["moving_average", "exponential_moving_average"],
 )
@@ -119,11 +164,21 @@ def test_a_state_is_that_of_the_recorded_steps(overrides: list[str], tmp_path: P
     still = [f"{RL}.max_epochs=2", "model.optim.lr=1e-30", "model.optim.weight_decay=0"]
     mine, real = train(tmp_path, "mine", *still), train(tmp_path, "real", *still, *overrides)
     (step,) = recompute(mine, "4", overrides).steps
-    assert [sample.advantage[1] for sample in step.samples] == pytest.approx(advantages(real, 4), abs=1e-6)
+    assert [sample.advantage[1] for sample in step.samples] == pytest.approx(
+        advantages(real, 4), abs=1e-6
+    )
     (back,) = recompute(
-        real, "4", [f"{RL}.advantage_estimator=rloo", f"{RL}.kl_target=null", f"{SHAPING}.standardisation=none"]
+        real,
+        "4",
+        [
+            f"{RL}.advantage_estimator=rloo",
+            f"{RL}.kl_target=null",
+            f"{SHAPING}.standardisation=none",
+        ],
     ).steps
-    assert [sample.advantage[1] for sample in back.samples] == pytest.approx(advantages(mine, 4), abs=1e-6)
+    assert [sample.advantage[1] for sample in back.samples] == pytest.approx(
+        advantages(mine, 4), abs=1e-6
+    )
     (real / "rollouts" / "step_00002.parquet").unlink()
     with raises_error("replay.step.missing_before", real / "rollouts", "step 2"):
         recompute(real, "4")
@@ -132,24 +187,38 @@ def test_a_state_is_that_of_the_recorded_steps(overrides: list[str], tmp_path: P
 @pytest.mark.parametrize(
     "changes",
     [
-        [f"{RL}.advantage_estimator=running_mean", f"{SHAPING}.standardisation=running", f"{RL}.kl_target=1"],
+        [
+            f"{RL}.advantage_estimator=running_mean",
+            f"{SHAPING}.standardisation=running",
+            f"{RL}.kl_target=1",
+        ],
         [f"{RL}.generator_log_probs=false"],
         [f"{RL}.reinforce_epochs=2", f"{RL}.importance_ratio=token"],
     ],
     ids=["state", "log-probs of a pass", "two updates"],
 )
-def test_a_record_of_a_run_that_went_on_with_other_settings(folder: Path, changes: list[str], tmp_path: Path) -> None:
+def test_a_record_of_a_run_that_went_on_with_other_settings(
+    folder: Path, changes: list[str], tmp_path: Path
+) -> None:
     shutil.copytree(folder / "start", tmp_path / "run")
-    run = train(folder, str(tmp_path / "run"), f"{RL}.max_steps=2", "resume_with_changes=true", *changes)
+    run = train(
+        folder, str(tmp_path / "run"), f"{RL}.max_steps=2", "resume_with_changes=true", *changes
+    )
     found = recompute(run, "1:2", [f"{RL}.advantage_estimator=none"])
     assert found.largest_difference < 1e-6
-    assert [sample.advantage[0] for sample in found.steps[1].samples] == pytest.approx(advantages(run, 2), abs=1e-6)
+    assert [sample.advantage[0] for sample in found.steps[1].samples] == pytest.approx(
+        advantages(run, 2), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        [f"{RL}.kl_placement=loss", f"{RL}.kl_loss_weights=token", f"{RL}.loss_aggregation=token_mean"],
+        [
+            f"{RL}.kl_placement=loss",
+            f"{RL}.kl_loss_weights=token",
+            f"{RL}.loss_aggregation=token_mean",
+        ],
         [f"{RL}.advantage_estimator=grpo", f"{RL}.entropy_bonus=0.3"],
     ],
     ids=["loss", "grpo"],
@@ -160,21 +229,29 @@ def test_the_gradients_are_those_of_real_updates(
     real = []
     for name, more in (("own", []), ("other", [*overrides, "resume_with_changes=true"])):
         shutil.copytree(folder / "start", tmp_path / name)
-        cfg = tiny_config(folder, f"exp_manager.explicit_log_dir={tmp_path / name}", f"{RL}.max_steps=2", *more)
+        cfg = tiny_config(
+            folder, f"exp_manager.explicit_log_dir={tmp_path / name}", f"{RL}.max_steps=2", *more
+        )
         with parallel_mesh() as mesh, tiny_trainer(cfg, mesh) as trainer:
             rollouts, *_ = trainer.generate_rollouts()
             batch, _ = trainer.generate_reinforce_data(rollouts)
             update = trainer.optimizer.step
             parameters = list(trainer.model.ddp.module.parameters())
 
-            def step(parameters=parameters, update=update):  # before it clips and applies the gradient
-                real.append(torch.cat([one.main_grad.detach().flatten().clone() for one in parameters]))
+            def step(
+                parameters=parameters, update=update
+            ):  # before it clips and applies the gradient
+                real.append(
+                    torch.cat([one.main_grad.detach().flatten().clone() for one in parameters])
+                )
                 return update()
 
             monkeypatch.setattr(trainer.optimizer, "step", step)
             trainer.run_training(batch)
     taken = []
-    monkeypatch.setattr(module, "cosine", lambda *pair, cosine=module.cosine: taken.append(pair) or cosine(*pair))
+    monkeypatch.setattr(
+        module, "cosine", lambda *pair, cosine=module.cosine: taken.append(pair) or cosine(*pair)
+    )
     found = recompute(folder / "mine", "2", overrides, phase="update")
     assert found.checkpoint == 1, "step 2 is an update of the weights after step 1"
     for mine, theirs in zip(taken[0], real, strict=True):
@@ -189,7 +266,9 @@ def test_the_gradients_are_those_of_real_updates(
 
 def test_other_rewards_are_those_of_a_real_run(folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
-    lines = [{"prompt": "etaoinshr"[i : i + 2], "letters": "etaoinshr"[i % 4 :: 4]} for i in range(8)]
+    lines = [
+        {"prompt": "etaoinshr"[i : i + 2], "letters": "etaoinshr"[i % 4 :: 4]} for i in range(8)
+    ]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = [f"model.data.data_prefix.train={data}", f"{RL}.max_steps=1"]
     mine = train(folder, str(tmp_path / "mine"), *options)
@@ -197,16 +276,24 @@ def test_other_rewards_are_those_of_a_real_run(folder: Path, tmp_path: Path) -> 
     (step,) = recompute(mine, "1", FUNCTION).steps
     rows = RunFolder(real).samples(1)
     assert [sample.reward[1] for sample in step.samples] == [row.reward for row in rows]
-    assert [sample.advantage[1] for sample in step.samples] == pytest.approx([r.advantage for r in rows], abs=1e-6)
+    assert [sample.advantage[1] for sample in step.samples] == pytest.approx(
+        [r.advantage for r in rows], abs=1e-6
+    )
     assert len({sample.reward[1] for sample in step.samples}) > 2 and step.sign_changes > 0
 
 
 def test_a_function_that_only_the_folder_names_is_not_called(folder: Path) -> None:
     name = "reinforce_rl.rewards.functions.length"
-    own = ["reward=function", f"reward_function.name={name}", "+reward_function.kwargs={target: 5, tolerance: 5}"]
+    own = [
+        "reward=function",
+        f"reward_function.name={name}",
+        "+reward_function.kwargs={target: 5, tolerance: 5}",
+    ]
     run = train(folder, "named", *own, f"{RL}.max_steps=1", source=True)
     other = ["reward_function.kwargs.target=2"]
-    with raises_error("trust.setting.only_of_folder", f"reward_function.name is '{name}'", "--trust"):
+    with raises_error(
+        "trust.setting.only_of_folder", f"reward_function.name is '{name}'", "--trust"
+    ):
         recompute(run, "1", other)
     said: list[str] = []
     assert recompute(run, "1", other, trust=True, say=said.append).steps[0].samples
@@ -233,23 +320,38 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("steps", "overrides", "key", "named"), MISTAKES, ids=[key for _, _, key, _ in MISTAKES])
-def test_mistakes_are_sentences(folder: Path, steps: str, overrides: list[str], key: str, named: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("steps", "overrides", "key", "named"), MISTAKES, ids=[key for _, _, key, _ in MISTAKES]
+)
+def test_mistakes_are_sentences(
+    folder: Path, steps: str, overrides: list[str], key: str, named: list[str]
+) -> None:
     with raises_error(key, *named):
         recompute(folder / "mine", steps, overrides)
 
 
 def test_all_faults_of_overrides_are_one_message(folder: Path) -> None:
-    wrong = [f"{RL}.advantage_estimator=mine", f"{RL}.discount_factor=2", "model.seed=5", "trainer.devices=2"]
+    wrong = [
+        f"{RL}.advantage_estimator=mine",
+        f"{RL}.discount_factor=2",
+        "model.seed=5",
+        "trainer.devices=2",
+    ]
     with pytest.raises(ConfigError) as error:
         recompute(folder / "mine", "2", wrong)
-    assert {fault.partition(" ")[0] for fault in error.value.faults} == {one.partition("=")[0] for one in wrong}
+    assert {fault.partition(" ")[0] for fault in error.value.faults} == {
+        one.partition("=")[0] for one in wrong
+    }
 
 
-def test_what_a_record_lacks_is_a_sentence(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_record_lacks_is_a_sentence(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with raises_error("run.folder.no_run", tmp_path):
         recompute(tmp_path)
-    bare = train(folder, str(tmp_path / "bare"), f"{RL}.max_steps=1", "exp_manager.record_tokens_every=0")
+    bare = train(
+        folder, str(tmp_path / "bare"), f"{RL}.max_steps=1", "exp_manager.record_tokens_every=0"
+    )
     with raises_error("samples.tokens.not_recorded", "step 1", "KL"):
         recompute(bare)
     no_kl = [f"{RL}.max_steps=1", f"{RL}.initial_policy_kl_penalty=0"]
@@ -266,7 +368,9 @@ def test_what_a_record_lacks_is_a_sentence(folder: Path, tmp_path: Path, monkeyp
         recompute(plain)
     version = records.VERSION
     monkeypatch.setattr(records, "VERSION", version + 1)
-    with raises_error("samples.file.other_version", f"version {version};", f"version {version + 1}."):
+    with raises_error(
+        "samples.file.other_version", f"version {version};", f"version {version + 1}."
+    ):
         recompute(folder / "mine")
 
 
@@ -274,7 +378,9 @@ def test_a_record_that_was_changed_is_told(folder: Path, tmp_path: Path) -> None
     shutil.copytree(folder / "mine", tmp_path / "run")
     for name in ("config.yaml", "config_history.jsonl"):
         path = tmp_path / "run" / name
-        path.write_text(path.read_text().replace("advantage_estimator: rloo", "advantage_estimator: none"))
+        path.write_text(
+            path.read_text().replace("advantage_estimator: rloo", "advantage_estimator: none")
+        )
     with raises_error("replay.advantages.differ", "step 2") as caught:
         recompute(tmp_path / "run")
     assert re.search(r"prompt \d+, sample \d", str(caught.value))
@@ -345,16 +451,27 @@ def test_which_replays_are_computed_on_stored_rollouts(
 
 def test_a_model_that_is_elsewhere_now_may_be_named(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "model", tmp_path / "moved")
-    overrides = [f"pretrained_checkpoint.restore_from_path={tmp_path / 'moved'}", f"{RL}.entropy_bonus=0.3"]
+    overrides = [
+        f"pretrained_checkpoint.restore_from_path={tmp_path / 'moved'}",
+        f"{RL}.entropy_bonus=0.3",
+    ]
     (moved,) = recompute(folder / "mine", "2", overrides).steps
     (step,) = recompute(folder / "mine", "2", overrides[1:]).steps
     assert moved.cosine == step.cosine
 
 
-def test_the_command_writes_its_files(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_its_files(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     overrides = [f"{RL}.advantage_estimator=none"]
     with pytest.raises(typer.Exit) as ended:
-        command(folder / "mine", overrides, step="1:2", json=tmp_path / "out.json", html=tmp_path / "out.html")
+        command(
+            folder / "mine",
+            overrides,
+            step="1:2",
+            json=tmp_path / "out.json",
+            html=tmp_path / "out.html",
+        )
     assert ended.value.exit_code == 0
     written = json.loads((tmp_path / "out.json").read_text())
     assert [step["step"] for step in written["steps"]] == [1, 2]
@@ -363,11 +480,26 @@ def test_the_command_writes_its_files(folder: Path, tmp_path: Path, capsys: pyte
 
 
 WRONG_OPTIONS: list[tuple[list[str], dict[str, Any], str, list[str]]] = [
-    ([], {"step": "2", "html": Path("out.html")}, "replay.option.without_effect", ["--html", "out.html"]),
-    ([], {"step": "1:2", "reward": "stored"}, "replay.option.without_effect", ["--reward", "stored"]),
+    (
+        [],
+        {"step": "2", "html": Path("out.html")},
+        "replay.option.without_effect",
+        ["--html", "out.html"],
+    ),
+    (
+        [],
+        {"step": "1:2", "reward": "stored"},
+        "replay.option.without_effect",
+        ["--reward", "stored"],
+    ),
     ([], {"step": "two"}, "replay.step.invalid", ["--step", "'two'"]),
     ([f"{RL}.entropy_bonus=1"], {"step": "two"}, "replay.step.invalid", ["--step", "'two'"]),
-    ([f"{RL}.entropy_bonus=1"], {"phase": "score"}, "replay.phase.of_one_step", ["--phase", "'score'"]),
+    (
+        [f"{RL}.entropy_bonus=1"],
+        {"phase": "score"},
+        "replay.phase.of_one_step",
+        ["--phase", "'score'"],
+    ),
 ]
 
 

@@ -82,16 +82,23 @@ def verdicts(found: Replay) -> dict[str, str]:
 
 def test_nothing_differs(folder: Path) -> None:
     said: list[str] = []
-    for step, start, updates in ((2, 0, "2 updates from the initial model"), (5, 3, "2 updates from the checkpoint")):
+    for step, start, updates in (
+        (2, 0, "2 updates from the initial model"),
+        (5, 3, "2 updates from the checkpoint"),
+    ):
         found = again(folder / "run", step, say=said.append)
         assert verdicts(found) == dict.fromkeys(ALL, "same"), found.sentence
         assert (found.exit_code, found.start, str(found.bounds)) == (0, start, "bit for bit")
         assert found.sentence == "Nothing differs." and found.facts == []
         assert updates in said[-1] and "the run took" in said[-1]
-    assert not any("replay" in path.name for path in (folder / "run").iterdir()), "nothing is left in the run's folder"
+    assert not any("replay" in path.name for path in (folder / "run").iterdir()), (
+        "nothing is left in the run's folder"
+    )
 
 
-def test_steps_on_the_way_are_not_generated_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_on_the_way_are_not_generated_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn: list[int] = []
     generate = NativeGenerator.generate
 
@@ -101,12 +108,19 @@ def test_steps_on_the_way_are_not_generated_again(folder: Path, monkeypatch: pyt
 
     monkeypatch.setattr(NativeGenerator, "generate", counted)
     assert again(folder / "run", 2).exit_code == 0, "step 1 is made again on the way"
-    assert len(drawn) == len({row.prompt_id for row in RunFolder(folder / "run").samples(2, "rollouts")}) > 0
+    assert (
+        len(drawn)
+        == len({row.prompt_id for row in RunFolder(folder / "run").samples(2, "rollouts")})
+        > 0
+    )
 
 
 def test_a_phase_alone_and_stored_scores(folder: Path) -> None:
     found = again(folder / "run", 4, phase="logprobs")
-    assert verdicts(found) == dict.fromkeys(["prompts", "weights", "logprobs"], "same") and found.exit_code == 0
+    assert (
+        verdicts(found) == dict.fromkeys(["prompts", "weights", "logprobs"], "same")
+        and found.exit_code == 0
+    )
     found = again(folder / "run", reward="stored")
     assert found.step == 6 and found.exit_code == 2
     assert verdicts(found) == {**dict.fromkeys(ALL, "same"), "score": "not replayed"}
@@ -116,7 +130,9 @@ def test_a_phase_alone_and_stored_scores(folder: Path) -> None:
 def test_a_function_that_only_the_folder_names_is_not_called(folder: Path, tmp_path: Path) -> None:
     """As `prompts`, it would be imported and called on the recorded prompts."""
     (folder / "planted_reward.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{REWARD}")
-    (folder / "run" / "planted_reward.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{REWARD}")
+    (folder / "run" / "planted_reward.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\n{REWARD}"
+    )
     found = replay(folder / "run", 4)
     assert verdicts(found)["score"] == "not replayed"
     assert found.exit_code == 2
@@ -124,7 +140,9 @@ def test_a_function_that_only_the_folder_names_is_not_called(folder: Path, tmp_p
     with raises_error("trust.setting.only_of_folder", named, "--trust"):
         replay(folder / "run", 4, reward="restart")
     assert not (tmp_path / "ran").exists()
-    named = replay(folder / "run", 4, overrides=["reward_function.name=planted_reward.length_or_letters"])
+    named = replay(
+        folder / "run", 4, overrides=["reward_function.name=planted_reward.length_or_letters"]
+    )
     assert verdicts(named)["score"] == "same", "the reader has named it"
     assert (tmp_path / "ran").exists()
 
@@ -174,7 +192,9 @@ def change_token(folder: Path) -> None:
     rows = table["response_tokens"].to_pylist()
     rows[3][1] = (rows[3][1] + 1) % 30
     place = table.column_names.index("response_tokens")
-    pq.write_table(table.set_column(place, "response_tokens", pa.array(rows, pa.list_(pa.int32()))), path)
+    pq.write_table(
+        table.set_column(place, "response_tokens", pa.array(rows, pa.list_(pa.int32()))), path
+    )
 
 
 def change_prompt_tokens(folder: Path) -> None:
@@ -182,7 +202,9 @@ def change_prompt_tokens(folder: Path) -> None:
     rows = table["prompt_tokens"].to_pylist()
     rows[1][0] = (rows[1][0] + 1) % 30
     place = table.column_names.index("prompt_tokens")
-    pq.write_table(table.set_column(place, "prompt_tokens", pa.array(rows, pa.list_(pa.int32()))), path)
+    pq.write_table(
+        table.set_column(place, "prompt_tokens", pa.array(rows, pa.list_(pa.int32()))), path
+    )
 
 
 def swap_reference(folder: Path) -> list[str]:
@@ -196,11 +218,26 @@ def swap_reference(folder: Path) -> list[str]:
 
 
 PLANTED: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
-    "reward function": (change_reward, "score", "reward", "planted_reward.length_or_letters is another one"),
+    "reward function": (
+        change_reward,
+        "score",
+        "reward",
+        "planted_reward.length_or_letters is another one",
+    ),
     "prompt": (change_prompt, "prompts", "prompt", "the prompts of the training data are others"),
     "token": (change_token, "generate", "response_tokens", ""),
-    "seed": (lambda _: ["model.seed=77"], "generate", "response_tokens", "setting model.seed: 1234 -> 77"),
-    "reference": (swap_reference, "logprobs", "reference_log_probs", "the reference policy's weights are others"),
+    "seed": (
+        lambda _: ["model.seed=77"],
+        "generate",
+        "response_tokens",
+        "setting model.seed: 1234 -> 77",
+    ),
+    "reference": (
+        swap_reference,
+        "logprobs",
+        "reference_log_probs",
+        "the reference policy's weights are others",
+    ),
     "beta": (
         lambda _: [f"{RL}.initial_policy_kl_penalty=0.05"],
         "advantages of step 4",
@@ -233,7 +270,9 @@ def test_one_weight_changed_by_a_millionth(folder: Path, monkeypatch: pytest.Mon
     def restore_and_change(*args: Any) -> Any:
         trainer = restore(*args)
         with torch.no_grad():
-            dict(trainer.model.lm.named_parameters())["decoder.layers.0.mlp.linear_fc2.weight"][3, 4] += 1e-6
+            dict(trainer.model.lm.named_parameters())["decoder.layers.0.mlp.linear_fc2.weight"][
+                3, 4
+            ] += 1e-6
         return trainer
 
     monkeypatch.setattr(module, "build_trainer", restore_and_change)
@@ -260,7 +299,10 @@ def test_what_is_missing_is_told(folder: Path) -> None:
     with raises_error("record.file.other_version", record, "version 99", "version 1"):
         again(run, 4)
     damaged = {"": "", "null": "JSON object", json.dumps({**values, "step": 5}): "step 5"}
-    damaged |= {json.dumps({**values, name: None}): "" for name in ("machine", "updates", "ranks", "settings")}
+    damaged |= {
+        json.dumps({**values, name: None}): ""
+        for name in ("machine", "updates", "ranks", "settings")
+    }
     damaged[json.dumps({**values, "updates": [None]})] = ""
     for text, reason in damaged.items():
         record.write_text(text)
@@ -288,7 +330,12 @@ def test_a_server_that_is_not_there_is_told_while_it_is_waited_for(
 ) -> None:
     address = f"127.0.0.1:{free_port()}"
     with raises_error("reward_server.server.no_answer", address):
-        again(folder / "run", 4, reward=f"http://{address}", overrides=["remote_rm.ready_timeout_seconds=1"])
+        again(
+            folder / "run",
+            4,
+            reward=f"http://{address}",
+            overrides=["remote_rm.ready_timeout_seconds=1"],
+        )
     assert f"reward server {address} does not answer" in " ".join(capsys.readouterr().out.split())
 
 
@@ -303,7 +350,9 @@ def test_settings_that_changed_on_the_way(folder: Path) -> None:
     longer = {**changed, "config": re.sub(r"max_steps: -?\d+", "max_steps: 100", line["config"])}
     assert longer["config"] != line["config"]
     history.write_text(json.dumps(line) + "\n" + json.dumps(longer) + "\n")
-    assert again(folder / "run", 5).exit_code == 0, "the length changes no step of a constant learning rate"
+    assert again(folder / "run", 5).exit_code == 0, (
+        "the length changes no step of a constant learning rate"
+    )
 
 
 def test_another_machine_is_compared_within_rounding(folder: Path) -> None:
@@ -322,16 +371,23 @@ def test_on_two_ranks(folder: Path) -> None:
 
     def on_two(*overrides: str) -> dict[str, Any]:
         printed = run_ranks(SCRIPT, 2, "stored", folder, "trainer.devices=2", *overrides)
-        return json.loads(next(line for line in printed.splitlines() if line.startswith("FOUND"))[6:])
+        return json.loads(
+            next(line for line in printed.splitlines() if line.startswith("FOUND"))[6:]
+        )
 
     found = on_two()
     skipped = [one["name"] for one in found["phases"] if one["verdict"] == "not replayed"]
-    assert skipped == ["weights", "generate", "score"] and [one["name"] for one in found["phases"]] == ALL
+    assert (
+        skipped == ["weights", "generate", "score"]
+        and [one["name"] for one in found["phases"]] == ALL
+    )
     assert found["exit_code"] == 2, found["phases"]
     assert found["bounds"]["absolute"] > 0
     assert on_two("model.tensor_model_parallel_size=2")["exit_code"] == 2
     wrong = on_two(*swap_reference(folder))
-    assert wrong["exit_code"] == 1 and wrong["sentence"].startswith("The first difference is in logprobs")
+    assert wrong["exit_code"] == 1 and wrong["sentence"].startswith(
+        "The first difference is in logprobs"
+    )
 
 
 def test_recorded_on_two_ranks(tmp_path: Path) -> None:
@@ -341,14 +397,23 @@ def test_recorded_on_two_ranks(tmp_path: Path) -> None:
     assert [len(one.after) > 1 for one in record.ranks] == [True, False]
     printed = run_ranks(SCRIPT, 2, "restart", tmp_path)
     found = json.loads(next(line for line in printed.splitlines() if line.startswith("FOUND"))[6:])
-    assert {one["name"]: one["verdict"] for one in found["phases"]} == dict.fromkeys(ALL, "same"), found
+    assert {one["name"]: one["verdict"] for one in found["phases"]} == dict.fromkeys(ALL, "same"), (
+        found
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("staleness", "generates"), [(0, "same"), (1, "not replayed")])
-def test_recorded_with_generators_of_its_own(staleness: int, generates: str, tmp_path: Path) -> None:
+def test_recorded_with_generators_of_its_own(
+    staleness: int, generates: str, tmp_path: Path
+) -> None:
     """One rank trains and one generates; replayed on one rank, which generates only what present weights drew."""
-    apart = ["placement=disaggregated", "generation_ranks=1", f"max_staleness={staleness}", "trainer.devices=2"]
+    apart = [
+        "placement=disaggregated",
+        "generation_ranks=1",
+        f"max_staleness={staleness}",
+        "trainer.devices=2",
+    ]
     reward = "reward_function.name=helpers.reward_functions.counted"
     run_ranks(SCRIPT, 2, "train", tmp_path, *SETTINGS, reward, *apart)
     found = again(tmp_path / "run", 5)
@@ -360,7 +425,13 @@ def test_the_moments_of_adam_are_compared(kind: str) -> None:
     """Weights after a step may be equal although its moments are not, and the next step parts."""
 
     def record(checksum: str) -> StepRecord:
-        facts: dict[str, Any] = {"software": {}, "machine": {}, "layout": {}, "settings": {}, "files": {}}
+        facts: dict[str, Any] = {
+            "software": {},
+            "machine": {},
+            "layout": {},
+            "settings": {},
+            "files": {},
+        }
         tensors = {"before": {}, "after": {}, "optimizer": {}, kind: {"w.exp_avg_sq": checksum}}
         state = RankState(0, **tensors, random="")
         updates = [{"loss": 0.5}]

@@ -51,7 +51,9 @@ class Scripted(NativeGenerator):
         for count in range(len(ids)):
             watch([ids[: count + 1]])
         return Completions(
-            torch.tensor([ids]), torch.tensor([len(ids)]), (FINISH_STOP if is_whole else FINISH_LENGTH,)
+            torch.tensor([ids]),
+            torch.tensor([len(ids)]),
+            (FINISH_STOP if is_whole else FINISH_LENGTH,),
         )
 
 
@@ -62,10 +64,14 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tiny_llama_folder(tmp_path_factory.mktemp("chat") / "model", vocab_size=63, max_positions=64)
+    return tiny_llama_folder(
+        tmp_path_factory.mktemp("chat") / "model", vocab_size=63, max_positions=64
+    )
 
 
-def speaker_of(tokenizer: Any, *answers: str | list[int], name: str = "one", limit: int = 200) -> Speaker:
+def speaker_of(
+    tokenizer: Any, *answers: str | list[int], name: str = "one", limit: int = 200
+) -> Speaker:
     ids = [[*tokenizer.encode(text), EOS] if isinstance(text, str) else text for text in answers]
     lm = SimpleNamespace(architecture=SimpleNamespace(max_positions=limit))
     settings = SimpleNamespace(skip_special_tokens=True)
@@ -73,7 +79,9 @@ def speaker_of(tokenizer: Any, *answers: str | list[int], name: str = "one", lim
     return Speaker(name, actor)  # type: ignore[arg-type]
 
 
-def said(speakers: list[Speaker], *lines: str, console: Console | None = None, **options: Any) -> str:
+def said(
+    speakers: list[Speaker], *lines: str, console: Console | None = None, **options: Any
+) -> str:
     """What a chat writes."""
     console = console or Console(file=io.StringIO())
     Chat(speakers, PARAMS, console=console, **options).talk(iter(lines))
@@ -134,8 +142,20 @@ def test_no_character_is_shown_by_halves_and_no_space_is_lost():
 def test_turns_and_commands(tokenizer, tmp_path):
     speaker = speaker_of(tokenizer, *"abcde")
     lines = ["one\n", "\n", "two\n", "/regenerate\n", f"/save {tmp_path}/s.jsonl\n", "/what\n"]
-    found = said([speaker], *lines, "/system be brief", "three", "/reset", "/regenerate", "four", "/quit", "five")
-    assert found == f"a\nb\nc\n{module.HELP}\nd\n{module.HELP}\ne\n", "without an answer there is none to repeat"
+    found = said(
+        [speaker],
+        *lines,
+        "/system be brief",
+        "three",
+        "/reset",
+        "/regenerate",
+        "four",
+        "/quit",
+        "five",
+    )
+    assert found == f"a\nb\nc\n{module.HELP}\nd\n{module.HELP}\ne\n", (
+        "without an answer there is none to repeat"
+    )
     assert asked(speaker) == [
         "U: one<eos>A:",
         "U: one<eos>A: a<eos>U: two<eos>A:",
@@ -166,7 +186,10 @@ def test_the_oldest_turns_give_way_but_not_the_system_message(tokenizer):
     speaker = speaker_of(tokenizer, *"abc", limit=72)
     found = said([speaker], "1" * 15, "2" * 15, "3" * 15, system="S" * 5)
     assert asked(speaker)[2] == f"S: SSSSS<eos>U: {'2' * 15}<eos>A: b<eos>U: {'3' * 15}<eos>A:"
-    assert found.splitlines()[-2:] == ["c", "(without the first 2 messages: there is no room for them)"]
+    assert found.splitlines()[-2:] == [
+        "c",
+        "(without the first 2 messages: there is no room for them)",
+    ]
 
 
 def test_an_answer_without_an_end_is_cut_and_says_so(tokenizer):
@@ -190,21 +213,30 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(tokenizer):
     console, before = Interrupted(), signal.getsignal(signal.SIGINT)
     speaker = speaker_of(tokenizer, "abcdef", "xyz")
     Chat([speaker], PARAMS, console=console).talk(iter(["one", "two"]))
-    assert console.written in ("abc\n(stopped)\nxyz\n", "abcd\n(stopped)\nxyz\n"), "at its next token"
-    assert speaker.messages[1]["content"] in ("abc", "abcd"), "what was said is part of the conversation"
+    assert console.written in ("abc\n(stopped)\nxyz\n", "abcd\n(stopped)\nxyz\n"), (
+        "at its next token"
+    )
+    assert speaker.messages[1]["content"] in ("abc", "abcd"), (
+        "what was said is part of the conversation"
+    )
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_two_models_one_after_the_other_or_side_by_side(tokenizer):
     def two() -> list[Speaker]:
-        return [speaker_of(tokenizer, "yes", name="new"), speaker_of(tokenizer, "no \x1b[31m", name="old")]
+        return [
+            speaker_of(tokenizer, "yes", name="new"),
+            speaker_of(tokenizer, "no \x1b[31m", name="old"),
+        ]
 
     score = {"new": "reward 1.000", "old": "no reward: it is down"}
     options: Any = {"score": lambda speaker, prompt, found: score[speaker.name]}
     plain = said(two(), "x", **options)
     assert plain == "[new]\nyes\n(reward 1.000)\n[old]\nno [31m\n(no reward: it is down)\n"
     terminal = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said(two(), "x", console=terminal, **options)).splitlines()
+    shown = re.sub(
+        r"\x1b\[[0-9;?]*[A-Za-z]", "", said(two(), "x", console=terminal, **options)
+    ).splitlines()
     assert any(re.search(r"yes {30,}no", line) for line in shown)
     assert any(re.search(r"\(reward 1.000\) {20,}\(no reward", line) for line in shown)
     narrow = Console(file=io.StringIO(), force_terminal=True, width=50)
@@ -214,7 +246,9 @@ def test_two_models_one_after_the_other_or_side_by_side(tokenizer):
 def test_a_model_cannot_drive_the_terminal():
     speaker = speaker_of(Bytes(), list(b"a\x1b[2J\x07b\tc\r\n"))
     assert said([speaker], "x") == "a\\x1b[2J\\x07b\tc\\x0d\n\n"
-    assert speaker.messages[1]["content"] == "a\x1b[2J\x07b\tc\r\n", "the conversation keeps what was said"
+    assert speaker.messages[1]["content"] == "a\x1b[2J\x07b\tc\r\n", (
+        "the conversation keeps what was said"
+    )
     speaker = speaker_of(Bytes(), list("a\u202eb".encode()))
     assert said([speaker], "x") == "a\\u202eb\n"
 
@@ -240,18 +274,36 @@ def test_an_error_or_a_reward_cannot_drive_the_terminal(monkeypatch):
 def test_a_function_scores_and_a_server_that_is_down_is_told(folder, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "REWARD_SECONDS", 2.0)
-    how = [f"+reward_function.kwargs.{one}" for one in ("target=3", "tolerance=100", "unit=characters")]
-    chat(folder, folder, rewards=["length"], max_tokens=6, temperature=0, overrides=how, lines=iter(["hi"]))
+    how = [
+        f"+reward_function.kwargs.{one}" for one in ("target=3", "tolerance=100", "unit=characters")
+    ]
+    chat(
+        folder,
+        folder,
+        rewards=["length"],
+        max_tokens=6,
+        temperature=0,
+        overrides=how,
+        lines=iter(["hi"]),
+    )
     first = capsys.readouterr().out
     assert "[model]\n" in first and "[model-2]\n" in first
     rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", first)]
     assert len(rewards) == 2 and all(0.9 <= reward <= 1 for reward in rewards), first
-    chat(folder, rewards=[f"http://127.0.0.1:{free_port('127.0.0.1')}"], max_tokens=4, lines=iter(["hi", "ho"]))
+    chat(
+        folder,
+        rewards=[f"http://127.0.0.1:{free_port('127.0.0.1')}"],
+        max_tokens=4,
+        lines=iter(["hi", "ho"]),
+    )
     assert capsys.readouterr().out.count("(cut at 4 tokens)\n(no reward: ") == 2
     chat(folder, rewards=["gsm8k"], max_tokens=4, lines=iter(["hi"]))
     found = capsys.readouterr()
     why = r"functions\.gsm8k: KeyError at .*\.py:\d+: 'answer'; the record of a chat has no columns"
-    assert re.search(rf"\n\(no reward: reinforce_rl\.rewards\.{why}", found.out) and "function_failed" not in found.err
+    assert (
+        re.search(rf"\n\(no reward: reinforce_rl\.rewards\.{why}", found.out)
+        and "function_failed" not in found.err
+    )
     with pytest.raises(ConfigError, match="lenght"):
         chat(folder, rewards=["lenght"], lines=iter(["hi"]))
     assert list(tmp_path.iterdir()) == [], "a chat leaves nothing behind"
@@ -259,10 +311,24 @@ def test_a_function_scores_and_a_server_that_is_down_is_told(folder, capsys, mon
 
 @pytest.mark.slow
 def test_questions_from_a_pipe(folder):
-    command = [sys.executable, "-m", "reinforce_rl", "chat", str(folder), "--max-tokens", "4", "--temperature", "0"]
-    done = subprocess.run(command, input="hi\n", capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "reinforce_rl",
+        "chat",
+        str(folder),
+        "--max-tokens",
+        "4",
+        "--temperature",
+        "0",
+    ]
+    done = subprocess.run(
+        command, input="hi\n", capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") >= 1 and "\x1b" not in done.stdout and ">" not in done.stdout[:2]
     command += ["model.sede=1"]
-    done = subprocess.run(command, input="", capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, input="", capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 1 and "model.seed?" in done.stderr and "Traceback" not in done.stderr

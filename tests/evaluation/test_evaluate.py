@@ -37,8 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models of one tokenizer, and prompts whose lines say which letters are good."""
     folder = tmp_path_factory.mktemp("evaluation")
     tiny_overrides(folder)
-    tiny_llama_folder(folder / "other", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16, seed=5)
-    lines = [{"prompt": LETTERS[i % 9] + LETTERS[(2 * i) % 9], "letters": LETTERS[i % 4 :: 4]} for i in range(12)]
+    tiny_llama_folder(
+        folder / "other", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16, seed=5
+    )
+    lines = [
+        {"prompt": LETTERS[i % 9] + LETTERS[(2 * i) % 9], "letters": LETTERS[i % 4 :: 4]}
+        for i in range(12)
+    ]
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -48,12 +53,27 @@ def test_the_mean_reward_is_that_of_the_trainers_validation_before_step_1(
     folder: Path, tmp_path: Path, sampled
 ) -> None:
     how = [f"model.reinforce.val_sampling_params.use_greedy={not sampled}", *SHORT]
-    how += ["reward=function", f"reward_function.name={SHARE[0]}", "+reward_function.kwargs.scale=0.7"]
-    places = [f"model.data.data_prefix.{split}={folder / 'data.jsonl'}" for split in ("train", "validation")]
+    how += [
+        "reward=function",
+        f"reward_function.name={SHARE[0]}",
+        "+reward_function.kwargs.scale=0.7",
+    ]
+    places = [
+        f"model.data.data_prefix.{split}={folder / 'data.jsonl'}"
+        for split in ("train", "validation")
+    ]
     steps = ["trainer.reinforce.max_steps=1", "trainer.reinforce.val_check_interval=1"]
-    cfg = tiny_config(tmp_path, *how, *places, *steps, f"pretrained_checkpoint.restore_from_path={folder / 'model'}")
+    cfg = tiny_config(
+        tmp_path,
+        *how,
+        *places,
+        *steps,
+        f"pretrained_checkpoint.restore_from_path={folder / 'model'}",
+    )
     with parallel_mesh() as mesh:
-        source = connect_to_reward_servers(cfg, mesh, load_tokenizer(folder / "model"), SilentMonitor(tmp_path))
+        source = connect_to_reward_servers(
+            cfg, mesh, load_tokenizer(folder / "model"), SilentMonitor(tmp_path)
+        )
         try:
             with tiny_trainer(cfg, mesh, source) as trainer:
                 trainer.fit()
@@ -75,7 +95,9 @@ def test_the_mean_reward_is_that_of_the_trainers_validation_before_step_1(
     assert one.numbers["length"].mean == statistics.fmean(row.response_length for row in rows)
 
 
-def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(folder: Path, tmp_path: Path) -> None:
+def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(
+    folder: Path, tmp_path: Path
+) -> None:
     texts = []
     for name in ("first", "second"):
         found = evaluate(
@@ -89,7 +111,10 @@ def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(folder: Pat
         texts.append((tmp_path / name / "results.json").read_text())
     assert texts[0] == texts[1]
     assert [one.name for one in found.models] == ["model", "other", "model-2"]
-    read = {name: RunFolder(tmp_path / "second" / name).samples(0, "validation") for name in ("model", "other")}
+    read = {
+        name: RunFolder(tmp_path / "second" / name).samples(0, "validation")
+        for name in ("model", "other")
+    }
     means = {name: [0.0] * 12 for name in read}
     for name, rows in read.items():
         assert len(rows) == 48
@@ -100,18 +125,30 @@ def test_models_are_compared_by_prompt_and_twice_gives_the_same_file(folder: Pat
     assert (other.model, other.baseline, other.by) == ("other", "model", "reward")
     assert other.difference is not None and same.difference is not None
     assert other.difference.mean_difference == pytest.approx(statistics.fmean(differences))
-    assert other.difference.standard_error == pytest.approx(statistics.stdev(differences) / math.sqrt(12))
+    assert other.difference.standard_error == pytest.approx(
+        statistics.stdev(differences) / math.sqrt(12)
+    )
     assert (other.wins.wins, other.wins.losses) == (
         sum(d > 1e-9 for d in differences),
         sum(d < -1e-9 for d in differences),
     )
-    assert (same.wins.ties, same.difference.mean_difference) == (12, 0.0), "the same model draws the same samples"
+    assert (same.wins.ties, same.difference.mean_difference) == (12, 0.0), (
+        "the same model draws the same samples"
+    )
     read_back = json.loads(texts[0])
     first = read_back["comparisons"][0]
     assert (first["win_rate"], first["prompts"]) == (other.wins.rate, 12)
-    assert (first["difference"], first["p"]) == (other.difference.mean_difference, other.difference.p)
-    assert (first["smallest_gain"], first["sentence"]) == (other.difference.smallest_gain, other.difference.sentence())
-    assert read_back["comparisons"][1]["p"] is None, "there is nothing to test where all differences are 0"
+    assert (first["difference"], first["p"]) == (
+        other.difference.mean_difference,
+        other.difference.p,
+    )
+    assert (first["smallest_gain"], first["sentence"]) == (
+        other.difference.smallest_gain,
+        other.difference.sentence(),
+    )
+    assert read_back["comparisons"][1]["p"] is None, (
+        "there is nothing to test where all differences are 0"
+    )
     assert "pass@4" not in found.models[0].numbers, "rewards between 0 and 1 are not right or wrong"
     console = Console(width=160, record=True, file=(tmp_path / "table").open("w"))
     console.print(found.table())
@@ -124,9 +161,17 @@ def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_p
     from transformers import AutoModelForCausalLM
 
     data, out = folder / "data.jsonl", tmp_path / "out"
-    how = {"reference": folder / "other", "temperature": 0.8, "samples": 2, "overrides": SHORT, "out": out}
+    how = {
+        "reference": folder / "other",
+        "temperature": 0.8,
+        "samples": 2,
+        "overrides": SHORT,
+        "out": out,
+    }
     found = evaluate([folder / "model", folder / "other"], data, **how)
-    assert found.comparisons == [] and "reward" not in found.models[0].numbers, "nothing was to be scored"
+    assert found.comparisons == [] and "reward" not in found.models[0].numbers, (
+        "nothing was to be scored"
+    )
     assert found.models[0].failures == {}
     assert found.models[1].numbers["KL"].mean == 0.0
     models = [AutoModelForCausalLM.from_pretrained(folder / name) for name in ("model", "other")]
@@ -134,8 +179,13 @@ def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_p
     rows, checked, expected = RunFolder(out / "model").samples(0, "validation"), [], []
     for row in rows:
         prompt = tokenizer.encode(row.prompt, add_special_tokens=False)
-        response = tokenizer.encode(row.response, add_special_tokens=False) + [tokenizer.eos_token_id] * row.is_end
-        if len(response) != row.response_length:  # a special token in the middle, which the text does not show
+        response = (
+            tokenizer.encode(row.response, add_special_tokens=False)
+            + [tokenizer.eos_token_id] * row.is_end
+        )
+        if (
+            len(response) != row.response_length
+        ):  # a special token in the middle, which the text does not show
             continue
         checked.append(row.kl)
         ids = torch.tensor([prompt + response])
@@ -145,21 +195,34 @@ def test_the_kl_is_that_of_transformers_and_none_from_itself(folder: Path, tmp_p
         expected.append(float((own - other)[places, tokens].sum()))
     assert len(checked) >= 8
     assert checked == pytest.approx(expected, abs=1e-4)
-    assert found.models[0].numbers["KL"].mean == pytest.approx(statistics.fmean(row.kl for row in rows))
+    assert found.models[0].numbers["KL"].mean == pytest.approx(
+        statistics.fmean(row.kl for row in rows)
+    )
 
 
-def test_right_answers_are_counted_and_a_failed_reward_counts_apart(folder: Path, tmp_path: Path) -> None:
+def test_right_answers_are_counted_and_a_failed_reward_counts_apart(
+    folder: Path, tmp_path: Path
+) -> None:
     """Lines 0 to 3 hold no answer, so `gsm8k` fails there; no response of the rest can hold the number 7."""
     lines = [{"prompt": "eta", **({"answer": "7"} if i > 3 else {})} for i in range(10)]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = evaluate([folder / "model"], data, rewards=["gsm8k"], samples=2, overrides=SHORT, out=tmp_path / "out")
+    found = evaluate(
+        [folder / "model"],
+        data,
+        rewards=["gsm8k"],
+        samples=2,
+        overrides=SHORT,
+        out=tmp_path / "out",
+    )
     (one,) = found.models
     assert (one.numbers["reward"].mean, one.numbers["reward"].count) == (0.0, 12)
     assert one.numbers["pass@2"].mean == 0.0
     ((reason, count),) = one.failures.items()
     assert count == 8 and "KeyError" in reason
-    assert json.loads((tmp_path / "out" / "results.json").read_text())["models"][0]["failures"] == {reason: 8}
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["models"][0]["failures"] == {
+        reason: 8
+    }
     both = evaluate([folder / "model", folder / "other"], data, rewards=["gsm8k"], overrides=SHORT)
     (compared,) = both.comparisons
     assert (compared.wins.count, compared.wins.failed) == (6, 4)
@@ -174,7 +237,13 @@ def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(fo
         )
         if question.startswith("e"):
             return (400, {"error": "no"})
-        return "[[C]]" if first == second else "[[A]]" if (len(first), first) > (len(second), second) else "[[B]]"
+        return (
+            "[[C]]"
+            if first == second
+            else "[[A]]"
+            if (len(first), first) > (len(second), second)
+            else "[[B]]"
+        )
 
     with FakeJudge(reply) as fake:
         found = evaluate(
@@ -188,12 +257,20 @@ def test_a_judge_says_which_is_better_and_what_it_cannot_judge_does_not_count(fo
     assert judged.wins.failed == sum(i % 9 == 0 for i in range(12))
     assert "HTTP 400" in str(judged.judgements[0])
     low, high = judged.wins.interval
-    said = "indistinguishable from noise" if low <= 0.5 <= high else "a real preference at the 5 % level"
+    said = (
+        "indistinguishable from noise"
+        if low <= 0.5 <= high
+        else "a real preference at the 5 % level"
+    )
     assert str(judged).endswith(f"ties: {said}; {judged.wins.failed} prompts without a result")
-    assert judged.wins.count == 10 and judged.wins.wins == sum(value == 1.0 for value in judged.judgements.values())
+    assert judged.wins.count == 10 and judged.wins.wins == sum(
+        value == 1.0 for value in judged.judgements.values()
+    )
 
 
-def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(
+    folder: Path, tmp_path: Path
+) -> None:
     model, data = folder / "model", folder / "data.jsonl"
 
     def faults(*models: Path, **how) -> list[str]:
@@ -215,7 +292,9 @@ def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(folder: Path,
     check_fault(faults(model, samples=0), "eval.samples.out_of_range", "samples is 0", 1)
     for temperature in (-1.0, math.inf):
         named = f"temperature is {temperature}"
-        check_fault(faults(model, temperature=temperature), "eval.temperature.out_of_range", named, "greedy")
+        check_fault(
+            faults(model, temperature=temperature), "eval.temperature.out_of_range", named, "greedy"
+        )
     no_model = faults(model, judge=Judge("http://localhost/v1", ""))
     check_fault(no_model, "eval.judge.invalid", "judge", "model")
     stranger = tiny_llama_folder(tmp_path / "stranger", vocab_size=40, max_positions=16)
@@ -230,7 +309,10 @@ def test_what_cannot_be_evaluated_is_said_before_a_model_is_loaded(folder: Path,
 
 def test_rewards_by_name_and_address_are_sources_of_their_own(folder: Path) -> None:
     more = ["+reward_function.more_functions.length.kwargs.target=3", "reward_function.weight=2"]
-    more += ["+reward_function.more_functions.length.kwargs.tolerance=10", "+reward_function.kwargs.scale=1.0"]
+    more += [
+        "+reward_function.more_functions.length.kwargs.tolerance=10",
+        "+reward_function.kwargs.scale=1.0",
+    ]
     units = "+reward_function.more_functions.length.kwargs.unit=characters"
     given = []
     found = evaluate(
@@ -259,14 +341,30 @@ def test_rewards_by_name_and_address_are_sources_of_their_own(folder: Path) -> N
 
 @pytest.mark.slow
 def test_the_command_on_two_ranks_finds_what_one_does(folder: Path, tmp_path: Path) -> None:
-    paths = os.pathsep.join(str(path) for path in (Path(__file__).parents[2], Path(__file__).parents[1]))
-    words = ["eval", str(folder / "model"), str(folder / "other"), "--data", str(folder / "data.jsonl"), *SHORT]
+    paths = os.pathsep.join(
+        str(path) for path in (Path(__file__).parents[2], Path(__file__).parents[1])
+    )
+    words = [
+        "eval",
+        str(folder / "model"),
+        str(folder / "other"),
+        "--data",
+        str(folder / "data.jsonl"),
+        *SHORT,
+    ]
     words += ["--reward", *SHARE, "--reference", str(folder / "other"), "--samples=2"]
     found = []
     for ranks in (1, 2):
         out = tmp_path / str(ranks)
         done = subprocess.run(
-            [sys.executable, "-m", "reinforce_rl", *words, f"--out={out}", f"trainer.devices={ranks}"],
+            [
+                sys.executable,
+                "-m",
+                "reinforce_rl",
+                *words,
+                f"--out={out}",
+                f"trainer.devices={ranks}",
+            ],
             capture_output=True,
             text=True,
             timeout=300,

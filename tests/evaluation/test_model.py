@@ -37,7 +37,9 @@ NEW_TOKENS = 20
 SHORT = ("model.reinforce.length_params.max_length=5",)
 
 
-def test_a_model_is_a_folder_of_its_own_or_what_a_run_exported(folder: Path, tmp_path: Path) -> None:
+def test_a_model_is_a_folder_of_its_own_or_what_a_run_exported(
+    folder: Path, tmp_path: Path
+) -> None:
     assert model_folder(folder / "model") == folder / "model"
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
@@ -64,14 +66,20 @@ def test_a_model_is_a_folder_of_its_own_or_what_a_run_exported(folder: Path, tmp
         model_folder(tmp_path)
 
 
-def test_its_configuration_is_the_trainers_with_what_only_training_reads_at_its_default(folder: Path) -> None:
+def test_its_configuration_is_the_trainers_with_what_only_training_reads_at_its_default(
+    folder: Path,
+) -> None:
     cfg = inference_config(folder / "model", [*SHORT, "model.tensor_model_parallel_size=1"])
-    assert (cfg.model.encoder_seq_length, cfg.model.max_prompt_tokens) == (16, 11), "the model's own context"
+    assert (cfg.model.encoder_seq_length, cfg.model.max_prompt_tokens) == (16, 11), (
+        "the model's own context"
+    )
     assert cfg.trainer.reinforce.initial_policy_kl_penalty == 0, "no reference is kept"
     with_data = inference_config(folder / "model", SHORT, data=folder / "validation.jsonl")
     assert len(build_datasets(with_data, load_tokenizer(folder / "model")).validation or ()) == 3
     with pytest.raises(ConfigError) as raised:
-        inference_config(folder / "model", [*SHORT, "model.sede=1", "model.seed=-1"], data=folder / "none.jsonl")
+        inference_config(
+            folder / "model", [*SHORT, "model.sede=1", "model.seed=-1"], data=folder / "none.jsonl"
+        )
     check_fault(raised.value.faults, "config.key.unknown", "model.sede", "model.seed")
     with pytest.raises(ConfigError) as raised:
         inference_config(folder / "model", [*SHORT, "model.seed=-1"], data=folder / "none.jsonl")
@@ -79,7 +87,9 @@ def test_its_configuration_is_the_trainers_with_what_only_training_reads_at_its_
     check_fault(raised.value.faults, "config.value.out_of_range", "model.seed is -1", 0)
     with pytest.raises(ConfigError) as raised:
         function = ["reward=function", "reward_function.name=reinforce_rl.rewards.functions.gsm9k"]
-        inference_config(folder / "model", [*SHORT, "model.seed=-1", *function], data=folder / "none.jsonl")
+        inference_config(
+            folder / "model", [*SHORT, "model.seed=-1", *function], data=folder / "none.jsonl"
+        )
     assert len(raised.value.faults) == 3
     meant = "reinforce_rl.rewards.functions.gsm8k"
     check_fault(raised.value.faults[-1:], "reward_function.name.unknown", meant)
@@ -92,7 +102,12 @@ def test_a_runs_settings_can_take_the_place_of_the_defaults(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["model.peft.peft_scheme=lora", "trainer.reinforce.kl_target=0.5", "model.seed=7"]
-    options += ["trainer.devices=3", "placement=disaggregated", "generation_ranks=2", "max_staleness=2"]
+    options += [
+        "trainer.devices=3",
+        "placement=disaggregated",
+        "generation_ranks=2",
+        "max_staleness=2",
+    ]
     options += ["generation_tensor_parallel_size=2"]
     ran = tiny_config(folder, *options)
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(ran.model_dump())))
@@ -102,19 +117,30 @@ def test_a_runs_settings_can_take_the_place_of_the_defaults(
     assert str(tmp_path) in sys.path, "a copied reward function lies there"
     assert cfg.model.seed == 7
     assert cfg.model.reinforce.length_params == ran.model.reinforce.length_params
-    assert cfg.model.data.data_prefix.train == [ran.model.data.data_prefix.validation], "and its validation set"
+    assert cfg.model.data.data_prefix.train == [ran.model.data.data_prefix.validation], (
+        "and its validation set"
+    )
     assert cfg.model.peft.peft_scheme is None, "the exported weights have the updates merged in"
     with raises_error("eval.like.no_run", folder, "config.yaml"):
         inference_config(folder / "model", like=folder)
 
 
-def test_what_only_a_run_names_is_refused_before_anything_is_asked_or_started(folder: Path, tmp_path: Path) -> None:
+def test_what_only_a_run_names_is_refused_before_anything_is_asked_or_started(
+    folder: Path, tmp_path: Path
+) -> None:
     marker = tmp_path / "ran"
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\ntouch {marker}\n")
     python.chmod(0o755)
-    options = ["generation=vllm", f"engine.python={python}", "remote_rm.reward_model.ip=evil.example"]
-    values = tiny_config(folder).model_dump() | {"hydra": {"searchpath": ["file:///"]}, "defaults": ["evil"]}
+    options = [
+        "generation=vllm",
+        f"engine.python={python}",
+        "remote_rm.reward_model.ip=evil.example",
+    ]
+    values = tiny_config(folder).model_dump() | {
+        "hydra": {"searchpath": ["file:///"]},
+        "defaults": ["evil"],
+    }
     values["generation"], values["engine"]["python"] = "vllm", str(python)
     values["remote_rm"]["reward_model"]["ip"] = "evil.example"
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(values)))
@@ -136,7 +162,9 @@ def test_what_only_a_run_names_is_refused_before_anything_is_asked_or_started(fo
         inference_config(folder / "model", SHORT_ON_ONE, like=tmp_path, trust=True)
 
 
-def test_it_answers_as_the_trainers_own_actor_without_room_for_gradients(folder: Path, mesh: Mesh) -> None:
+def test_it_answers_as_the_trainers_own_actor_without_room_for_gradients(
+    folder: Path, mesh: Mesh
+) -> None:
     cfg = inference_config(folder / "model", SHORT, data=folder / "train.jsonl")
     trained = tiny_config(folder)
     tokenizer = load_tokenizer(folder / "model")
@@ -152,8 +180,12 @@ def test_it_answers_as_the_trainers_own_actor_without_room_for_gradients(folder:
         _ = load_actor(cfg, mesh).ddp
 
 
-@pytest.mark.parametrize(("exported", "told"), [(10, "step 10"), (20, None), (None, "an earlier step")])
-def test_an_export_older_than_the_newest_checkpoint_is_told(exported, told, tmp_path, mesh, caplog) -> None:
+@pytest.mark.parametrize(
+    ("exported", "told"), [(10, "step 10"), (20, None), (None, "an earlier step")]
+)
+def test_an_export_older_than_the_newest_checkpoint_is_told(
+    exported, told, tmp_path, mesh, caplog
+) -> None:
     config = tiny_llama_folder(tmp_path / "hf", vocab_size=32) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "training_step": exported}))
     (tmp_path / "config.yaml").write_text("pretrained_checkpoint: {restore_from_path: /models/sft}")
@@ -167,7 +199,9 @@ def test_an_export_older_than_the_newest_checkpoint_is_told(exported, told, tmp_
     assert bool(told) == (said + command in caplog.text) == ("newest checkpoint" in caplog.text)
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused_before_it_is_loaded(tmp_path: Path, mesh: Mesh) -> None:
+def test_a_tokenizer_larger_than_the_model_is_refused_before_it_is_loaded(
+    tmp_path: Path, mesh: Mesh
+) -> None:
     model = tiny_llama_folder(tmp_path / "model", vocab_size=32)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 31}))
@@ -175,14 +209,18 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_it_is_loaded(tmp_pa
         load_actor(inference_config(model), mesh)
 
 
-def test_two_end_tokens_of_the_generation_config_end_responses_as_in_transformers(tmp_path: Path, mesh: Mesh) -> None:
+def test_two_end_tokens_of_the_generation_config_end_responses_as_in_transformers(
+    tmp_path: Path, mesh: Mesh
+) -> None:
     """As in Qwen2.5, Qwen3 and Llama 3 Instruct: config.json names one, generation_config.json two."""
     model = tiny_llama_folder(tmp_path / "model", logit_scale=2.0)
     prompts = [Prompt(i, "", (1, 5 + i, 9)) for i in range(12)]
     theirs = transformers_model(model, torch.float32)
     unended = [theirs_for(theirs, prompt, eos_token_id=None) for prompt in prompts]
     ends = [unended[0][3], unended[1][6]]
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [*ends, 2], "pad_token_id": 0}))
+    (model / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [*ends, 2], "pad_token_id": 0})
+    )
 
     theirs = transformers_model(model, torch.float32)
     expected = [theirs_for(theirs, prompt) for prompt in prompts]
@@ -194,11 +232,15 @@ def test_two_end_tokens_of_the_generation_config_end_responses_as_in_transformer
         params = dataclasses.replace(actor.settings.val_sampling, use_greedy=True)
         completions = generator.generate(prompts, 1, params, seed=0)
     lengths = completions.lengths.tolist()
-    assert [row[:n] for row, n in zip(completions.tokens.tolist(), lengths, strict=True)] == expected
+    assert [
+        row[:n] for row, n in zip(completions.tokens.tolist(), lengths, strict=True)
+    ] == expected
 
 
 def theirs_for(model: Any, prompt: Prompt, **options: Any) -> list[int]:
     tokens = torch.tensor([prompt.tokens])
     mask = torch.ones_like(tokens)
-    output = model.generate(tokens, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS, **options)
+    output = model.generate(
+        tokens, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS, **options
+    )
     return output[0, len(prompt.tokens) :].tolist()

@@ -34,7 +34,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Tiny models by their number of layers."""
     from helpers.models import tiny_llama_folder
 
-    return {n: tiny_llama_folder(tmp_path_factory.mktemp(f"tiny{n}"), vocab_size=61, layers=n) for n in (2, 4)}
+    return {
+        n: tiny_llama_folder(tmp_path_factory.mktemp(f"tiny{n}"), vocab_size=61, layers=n)
+        for n in (2, 4)
+    }
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,12 @@ from helpers.tiny_run import metrics_of
 from reinforce_rl.monitoring.records import read_tokens, rollout_files
 
 SCRIPT = TESTS / "helpers/rank_scripts/apart_fake_cuda.py"
-APART = ("trainer.devices=2", "placement=disaggregated", "generation_ranks=1", "trainer.precision=bf16")
+APART = (
+    "trainer.devices=2",
+    "placement=disaggregated",
+    "generation_ranks=1",
+    "trainer.precision=bf16",
+)
 IN_FLIGHT = ("rollout_order=finished", "inflight_updates=true")
 
 
@@ -24,14 +29,27 @@ IN_FLIGHT = ("rollout_order=finished", "inflight_updates=true")
     [((), (2, 3)), ((*IN_FLIGHT, "inflight_cache=keep"), (3,)), (IN_FLIGHT, (3,))],
     ids=["in order, and on", "cache kept", "recomputed"],
 )
-def test_a_run_goes_through(overrides: tuple[str, ...], limits: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_run_goes_through(
+    overrides: tuple[str, ...], limits: tuple[int, ...], tmp_path: Path
+) -> None:
     for steps in limits:  # the second one with the rollouts of a checkpoint
         limit = f"trainer.reinforce.max_steps={steps}"
         more = ("trainer.reinforce.max_epochs=3", "trainer.reinforce.save_interval=1", limit)
-        launcher = [sys.executable, "-m", "reinforce_rl.utils.ranks", "--standalone", "--nproc-per-node", "2"]
+        launcher = [
+            sys.executable,
+            "-m",
+            "reinforce_rl.utils.ranks",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        ]
         done = subprocess.run(
             [*launcher, str(SCRIPT), str(tmp_path), *APART, *more, *overrides],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
+            },
             text=True,
             capture_output=True,
             timeout=200,
@@ -39,7 +57,15 @@ def test_a_run_goes_through(overrides: tuple[str, ...], limits: tuple[int, ...],
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = [line for line in metrics_of(tmp_path) if "train/rewards" in line]
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert all(math.isfinite(line[key]) for line in lines for key in ("train/init_policy_kl", "train/actor_loss"))
+    assert all(
+        math.isfinite(line[key])
+        for line in lines
+        for key in ("train/init_policy_kl", "train/actor_loss")
+    )
     for step, file in rollout_files(tmp_path / "run").items():
-        versions = {version for sample in read_tokens(file) for version in sample.weight_versions or ()}
-        assert versions and versions <= set(range(max(step - 2, 0), step)), "none older than one step"
+        versions = {
+            version for sample in read_tokens(file) for version in sample.weight_versions or ()
+        }
+        assert versions and versions <= set(range(max(step - 2, 0), step)), (
+            "none older than one step"
+        )

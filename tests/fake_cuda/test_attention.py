@@ -59,7 +59,9 @@ class Case:
 
 def passes(machine: Machine, case: Case, rank: int = 0) -> tuple[Ledger, Ledger]:
     """Of log-probs and of an update, on one rank."""
-    model = MODEL | ({"model_type": "mistral", "sliding_window": case.window} if case.window else {})
+    model = MODEL | (
+        {"model_type": "mistral", "sliding_window": case.window} if case.window else {}
+    )
     count, total = case.prompts * case.samples, case.prompt_tokens + case.response_tokens
     sequences = torch.randint(3, 1000, (count, total))
     groups = torch.arange(case.prompts).repeat_interleave(case.samples)
@@ -78,13 +80,20 @@ def passes(machine: Machine, case: Case, rank: int = 0) -> tuple[Ledger, Ledger]
         case.micro,
         seed=0,
         shared_prefix=case.shared_prefix,
-        loss=LossSettings(importance_ratio="sequence", generator_correction="token", entropy_bonus=0.01),
+        loss=LossSettings(
+            importance_ratio="sequence", generator_correction="token", entropy_bonus=0.01
+        ),
     )
     tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=2)
-    with machine.rank(rank, case.tp * case.cp), parallel_mesh(case.tp, 1, case.cp, sequence_parallel=case.sp) as mesh:
+    with (
+        machine.rank(rank, case.tp * case.cp),
+        parallel_mesh(case.tp, 1, case.cp, sequence_parallel=case.sp) as mesh,
+    ):
         lm = CausalLM(Architecture.from_hf(model), mesh, case.dtype)
         generator = NativeGenerator(lm, tokenizer)
-        actor = MegatronGPTReinforceActorModel(lm, tokenizer, generator, settings, with_reference=False)
+        actor = MegatronGPTReinforceActorModel(
+            lm, tokenizer, generator, settings, with_reference=False
+        )
         with machine.gpu.counting() as forward:
             log_probs = actor.get_inference_log_probs(*where)
         zero = torch.zeros(count)
@@ -117,26 +126,39 @@ CASES = {
     "CP2": (Case(cp=2), DENSE, 2, (286, 925)),
     "CP2, window": (Case(cp=2, window=64), RAGGED, 2, (326, 973)),
     "fp32": (Case(dtype=torch.float32), EFFICIENT, 1, (280, 935)),
-    "fp32, shared prefix": (Case(dtype=torch.float32, shared_prefix=True), EFFICIENT, 2, (358, 1103)),
+    "fp32, shared prefix": (
+        Case(dtype=torch.float32, shared_prefix=True),
+        EFFICIENT,
+        2,
+        (358, 1103),
+    ),
 }
 
 
 @pytest.mark.parametrize(("case", "kernel", "calls", "budgets"), CASES.values(), ids=CASES.keys())
-def test_kernels_and_syncs(machine: Machine, case: Case, kernel: str, calls: int, budgets: tuple[int, int]) -> None:
+def test_kernels_and_syncs(
+    machine: Machine, case: Case, kernel: str, calls: int, budgets: tuple[int, int]
+) -> None:
     """One kind of attention, never the unfused one, and one copy to the host at the end of all micro-batches."""
     for ledger, budget in zip(passes(machine, case), budgets, strict=True):
         kernels = kernels_by_name(ledger)
         assert kernels[kernel] == 2 * calls * LAYERS
         assert not ({DENSE, RAGGED, EFFICIENT, *NEVER} - {kernel}) & kernels.keys()
         # megatron's embedding sets what a mask selects to a number, for which CUDA has a kernel without a wait.
-        waits = {where: n for where, n in ledger.syncs.items() if case.tp == 1 or "boolean index" not in where}
+        waits = {
+            where: n
+            for where, n in ledger.syncs.items()
+            if case.tp == 1 or "boolean index" not in where
+        }
         assert sum(waits.values()) == 1, waits
         assert ledger.num_kernels <= budget
 
 
 def test_a_shared_prefix_is_less_work(machine: Machine) -> None:
     """Prompts are read once, in hardly more kernels than padded rows take."""
-    for padded, packed in zip(passes(machine, Case()), passes(machine, Case(shared_prefix=True)), strict=True):
+    for padded, packed in zip(
+        passes(machine, Case()), passes(machine, Case(shared_prefix=True)), strict=True
+    ):
         assert packed.flops < 0.75 * padded.flops
         assert packed.peak - packed.start < padded.peak - padded.start
         assert packed.num_kernels < 1.1 * padded.num_kernels

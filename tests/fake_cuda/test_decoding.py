@@ -43,23 +43,31 @@ class Step(NamedTuple):
         return Step(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
-def cost_of_a_step(machine: Machine, folder: Path, shape: dict, layers: int, tp: int = 1, **options: bool) -> Step:
+def cost_of_a_step(
+    machine: Machine, folder: Path, shape: dict, layers: int, tp: int = 1, **options: bool
+) -> Step:
     """Eight tokens more of 64 samples, on the first of `tp` ranks; `options` are NativeGenerator's."""
     architecture = Architecture.from_hf({**shape, "num_hidden_layers": layers})
     prompts = [Prompt(i, "", tuple(range(3, 3 + PROMPT_TOKENS))) for i in range(PROMPTS)]
     ledgers: list[Ledger] = []
     with machine.rank(0, tp), parallel_mesh(tensor_model_parallel_size=tp) as mesh:
-        engine = NativeGenerator(CausalLM(architecture, mesh, torch.bfloat16), load_tokenizer(folder), **options)
+        engine = NativeGenerator(
+            CausalLM(architecture, mesh, torch.bfloat16), load_tokenizer(folder), **options
+        )
         for length in (SHORT, SHORT + STEPS):
             with machine.gpu.counting() as ledger:
-                engine.generate(prompts, SAMPLES, SamplingParams(max_length=length, stop_token_ids=(2,)), seed=0)
+                engine.generate(
+                    prompts, SAMPLES, SamplingParams(max_length=length, stop_token_ids=(2,)), seed=0
+                )
             ledgers.append(ledger)
     short, long = ledgers
     names = ("num_kernels", "launches", "num_syncs", "bytes")
     return Step(*((getattr(long, name) - getattr(short, name)) / STEPS for name in names))
 
 
-def whole_model(machine: Machine, folder: Path, shape: dict, layers: int, tp: int = 1, **options: bool) -> Step:
+def whole_model(
+    machine: Machine, folder: Path, shape: dict, layers: int, tp: int = 1, **options: bool
+) -> Step:
     one, two = (cost_of_a_step(machine, folder, shape, count, tp, **options) for count in (1, 2))
     return one.plus(two.plus(one, -1), layers - 1)
 
@@ -67,11 +75,17 @@ def whole_model(machine: Machine, folder: Path, shape: dict, layers: int, tp: in
 def test_8b_at_batch_64(machine, folders):
     """1,123 kernels, 2 syncs and 22.1 GB before there were static steps."""
     step = whole_model(machine, folders[2], LLAMA_3_1_8B, 32, use_graphs=False)
-    assert step.kernels == step.launches <= 714  # torch's rule for `roll` without a GPU counts 32 of `cat`
+    assert (
+        step.kernels == step.launches <= 714
+    )  # torch's rule for `roll` without a GPU counts 32 of `cat`
     assert step.syncs == 1 / 8
-    layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)  # query, key and value, output, and the MLP's three
+    layer = 4096 * (
+        4096 + 2 * 1024 + 4096 + 3 * 14336
+    )  # query, key and value, output, and the MLP's three
     weights = 2 * (32 * layer + 128256 * 4096)
-    cache = 32 * 2 * 8 * 128 * 2 * (PROMPTS * PROMPT_TOKENS + ROWS * 14)  # responses of 14 tokens in the mean
+    cache = (
+        32 * 2 * 8 * 128 * 2 * (PROMPTS * PROMPT_TOKENS + ROWS * 14)
+    )  # responses of 14 tokens in the mean
     assert 1.0 < step.bytes / (weights + cache) < 1.2
 
 
@@ -86,7 +100,10 @@ def test_a_graph_is_one_launch(machine, folders):
 
 def test_new_weights_between_graphed_steps(machine, folders):
     """They are copied into place, where the graphs read them; then the call stops, and a later one goes on."""
-    prompts, params = [Prompt(i, "", tuple(range(4, 7 + i))) for i in range(3)], SamplingParams(max_length=30)
+    prompts, params = (
+        [Prompt(i, "", tuple(range(4, 7 + i))) for i in range(3)],
+        SamplingParams(max_length=30),
+    )
     with machine.rank(0, 1), parallel_mesh() as mesh:
         lm = megatron_model(folders[4], mesh, torch.bfloat16)
         newer = [parameter.detach() + 1 for parameter in lm.parameters()]
@@ -113,7 +130,9 @@ def test_stages_meet_in_the_same_order(stages, machine, folders):
         with machine.rank(rank, stages) as ledger, parallel_mesh(1, stages) as mesh:
             lm = megatron_model(folders[4], mesh, torch.bfloat16)
             engine = NativeGenerator(lm, load_tokenizer(folders[4]), max_tokens=40)
-            found = engine.generate(prompts, 2, SamplingParams(max_length=4, stop_token_ids=(2,)), seed=0)
+            found = engine.generate(
+                prompts, 2, SamplingParams(max_length=4, stop_token_ids=(2,)), seed=0
+            )
             assert found.tokens.shape == (6, 4)
         ledgers[rank] = ledger
     check_collectives(ledgers)

@@ -26,7 +26,11 @@ from reinforce_rl.preflight.plan import layout_of, plan_batches, plan_memory, re
 from reinforce_rl.preflight.rank import Case, Phases, RankRun, Traffic, total
 
 ONE = ("trainer.devices=1",)
-BLOCKS = ("trainer.devices=8", "model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2")
+BLOCKS = (
+    "trainer.devices=8",
+    "model.tensor_model_parallel_size=2",
+    "model.pipeline_model_parallel_size=2",
+)
 
 
 def case_of(folder: Path, *overrides: str, **changes: object) -> Case:
@@ -74,9 +78,16 @@ def measured(machine: Machine, case: Case) -> Phases:
 def test_costs_grow_along_a_line_with_layers(machine: Machine, folders: dict[int, Path]) -> None:
     four, six = (measured(machine, case_of(folders[2], *BLOCKS, layers=n)) for n in (4, 6))
     two = blocks(machine, folders[2])
-    assert {"start", "prefill", "decode", "resident", "away", "training once", "training each", "optimizer"} <= set(
-        six
-    )
+    assert {
+        "start",
+        "prefill",
+        "decode",
+        "resident",
+        "away",
+        "training once",
+        "training each",
+        "optimizer",
+    } <= set(six)
     for phase, (cost, peak) in six.items():
         line = total([(-1, two[phase][0]), (2, four[phase][0])])
         for name, value in cost.counts.items():
@@ -86,7 +97,9 @@ def test_costs_grow_along_a_line_with_layers(machine: Machine, folders: dict[int
         assert 2 * four[phase][1] - two[phase][1] == pytest.approx(peak, rel=0.01), phase
 
 
-def test_costs_grow_along_a_line_with_micro_batches(machine: Machine, folders: dict[int, Path]) -> None:
+def test_costs_grow_along_a_line_with_micro_batches(
+    machine: Machine, folders: dict[int, Path]
+) -> None:
     few, many = (measured(machine, case_of(folders[2], *ONE, in_flight=n)) for n in (1, 4))
     for found in (few, many):
         cost = total([(1, found["training once"][0]), (7, found["training each"][0])])
@@ -97,9 +110,13 @@ def test_costs_grow_along_a_line_with_micro_batches(machine: Machine, folders: d
     assert few["training each"][0]["kernels"] > 100
 
 
-def test_memory_is_as_the_plan_has_it(machine: Machine, folders: dict[int, Path], tmp_path: Path) -> None:
+def test_memory_is_as_the_plan_has_it(
+    machine: Machine, folders: dict[int, Path], tmp_path: Path
+) -> None:
     """Llama 3.1 8B's width and two layers, on eight ranks that share the optimizer's states."""
-    folder = shutil.copytree(folders[2], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
+    folder = shutil.copytree(
+        folders[2], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*")
+    )
     config = {**LLAMA_3_1_8B, "num_hidden_layers": 2, "eos_token_id": 2, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
     case = case_of(folder, "trainer.devices=8")
@@ -122,14 +139,23 @@ def test_memory_is_as_the_plan_has_it(machine: Machine, folders: dict[int, Path]
             assert found[name] == pytest.approx(plan.held + phase.total, rel=0.025), name
 
 
-def test_collectives_are_told_by_group_and_nodes(machine: Machine, folders: dict[int, Path]) -> None:
+def test_collectives_are_told_by_group_and_nodes(
+    machine: Machine, folders: dict[int, Path]
+) -> None:
     found = blocks(machine, folders[2])
     each, once = found["training each"][0], found["training once"][0]
     groups = {of.group for of, calls in each.calls.items() if calls > 0}
     assert groups == {"tensor", "pipeline"}
-    assert {of for of in once.calls if of.kind == "reduce_scatter"} == {Traffic("data", "reduce_scatter", 2, 1)}
-    across = measured(machine, case_of(folders[2], *BLOCKS, "trainer.devices=2", "trainer.num_nodes=4"))
-    nodes = {of.group: of.nodes for of in (*across["training each"][0].calls, *across["training once"][0].calls)}
+    assert {of for of in once.calls if of.kind == "reduce_scatter"} == {
+        Traffic("data", "reduce_scatter", 2, 1)
+    }
+    across = measured(
+        machine, case_of(folders[2], *BLOCKS, "trainer.devices=2", "trainer.num_nodes=4")
+    )
+    nodes = {
+        of.group: of.nodes
+        for of in (*across["training each"][0].calls, *across["training once"][0].calls)
+    }
     assert nodes == {**nodes, "tensor": 1, "data": 2, "pipeline": 2}
 
 
@@ -193,7 +219,9 @@ def by_hand() -> dict[str, float]:
 def test_the_lower_bound_is_the_least_work_counted_by_hand(
     machine: Machine, folders: dict[int, Path], tmp_path: Path
 ) -> None:
-    folder = shutil.copytree(folders[2], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
+    folder = shutil.copytree(
+        folders[2], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*")
+    )
     config = {**LLAMA_3_1_8B, "num_hidden_layers": LAYERS, "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
     prompts = write_prompts(tmp_path / "prompts.jsonl", ["eta" * (PROMPT // 3)])
@@ -216,7 +244,9 @@ def test_the_lower_bound_is_the_least_work_counted_by_hand(
     assert step.seconds <= sum(expected.values())
 
 
-def test_a_fault_names_phase_and_lines(machine: Machine, folders: dict[int, Path], monkeypatch) -> None:
+def test_a_fault_names_phase_and_lines(
+    machine: Machine, folders: dict[int, Path], monkeypatch
+) -> None:
     """The weights of the norms on the CPU, as they once were: the start ends where they are used."""
     make = RMSNorm.__init__
 

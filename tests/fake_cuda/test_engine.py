@@ -78,7 +78,9 @@ class PlayedEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
         self._events.append("generate")
-        assert [request.tokens for request in requests] == [prompt.tokens for prompt in PROMPTS for _ in range(2)]
+        assert [request.tokens for request in requests] == [
+            prompt.tokens for prompt in PROMPTS for _ in range(2)
+        ]
         return ANSWERS
 
     def load_adapter(self, write: Callable[[Path], None], sums: dict[str, int]) -> None:
@@ -113,7 +115,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert arguments[6] == 0, "the receiver's number of the GPU, not the sender's"
         return memory[arguments[7]]
 
-    monkeypatch.setattr(buckets, "ipc_place", lambda buffer: pickle.dumps((*[None] * 6, 3, number_of(buffer))))
+    monkeypatch.setattr(
+        buckets, "ipc_place", lambda buffer: pickle.dumps((*[None] * 6, 3, number_of(buffer)))
+    )
     monkeypatch.setattr(buckets, "rebuild_cuda_tensor", rebuilt)
     monkeypatch.setattr(process, "EngineProcess", functools.partial(PlayedEngine, found))
     monkeypatch.setattr(torch.cuda.get_device_properties(0), "uuid", "0")
@@ -123,7 +127,10 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def generator_of(lm: CausalLM, folder: Path, adapter: EngineAdapter, logs: Path) -> EngineGenerator:
-    tokenizer, options = load_tokenizer(folder), {"model": folder, "max_seq_len": 16, "log_folder": logs}
+    tokenizer, options = (
+        load_tokenizer(folder),
+        {"model": folder, "max_seq_len": 16, "log_folder": logs},
+    )
     generator = EngineGenerator(lm, tokenizer, adapter, EngineConfig(), **options)
     generator._bucket_bytes = BUCKET_BYTES
     return generator
@@ -149,16 +156,27 @@ def drawn_twice(
                     parameter.mul_(2 if parameter.requires_grad else 1)
     assert found.log_probs is not None
     assert not any(tensor.is_cuda for tensor in (found.tokens, found.lengths, found.log_probs))
-    assert (found.tokens.dtype, found.lengths.dtype, found.log_probs.dtype) == (torch.long, torch.long, torch.float32)
+    assert (found.tokens.dtype, found.lengths.dtype, found.log_probs.dtype) == (
+        torch.long,
+        torch.long,
+        torch.float32,
+    )
     assert found.tokens.tolist() == [[11, 2, 0], [12, 13, 14], [2, 0, 0], [15, 16, 17]]
     assert found.lengths.tolist() == [2, 3, 1, 3]
-    assert found.log_probs.tolist() == [[-0.5, -0.25, 0], [-1, -2, -3], [-4, 0, 0], [-0.125, -5, -6]]
+    assert found.log_probs.tolist() == [
+        [-0.5, -0.25, 0],
+        [-1, -2, -3],
+        [-4, 0, 0],
+        [-0.125, -5, -6],
+    ]
     assert found.finish_reasons == (FINISH_STOP, FINISH_LENGTH) * 2
     return played(generator)
 
 
 def exported(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor.to(BF16) for name, tensor in load_file(folder / "model.safetensors").items()}
+    return {
+        name: tensor.to(BF16) for name, tensor in load_file(folder / "model.safetensors").items()
+    }
 
 
 def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -172,8 +190,14 @@ def doubled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_each_waking_gives_the_present_weights(machine, folders, tmp_path, events, name):
-    engine = drawn_twice(machine, folders[2], name, tmp_path, lambda mesh: megatron_model(folders[2], mesh, BF16))
-    assert (engine.devices, engine.arguments.dtype, engine.arguments.lora_rank) == (["0"], "bfloat16", 0)
+    engine = drawn_twice(
+        machine, folders[2], name, tmp_path, lambda mesh: megatron_model(folders[2], mesh, BF16)
+    )
+    assert (engine.devices, engine.arguments.dtype, engine.arguments.lora_rank) == (
+        ["0"],
+        "bfloat16",
+        0,
+    )
     first, second = engine.weights
     check_equal(first, exported(folders[2]))
     check_equal(second, doubled(first))
@@ -187,7 +211,13 @@ def test_each_waking_gives_the_present_weights(machine, folders, tmp_path, event
 
 
 def test_lora_updates_go_alone(machine, folders, tmp_path, events):
-    engine = drawn_twice(machine, folders[2], "vllm", tmp_path, lambda mesh: lora_model(folders[2], mesh, EVERY, BF16))
+    engine = drawn_twice(
+        machine,
+        folders[2],
+        "vllm",
+        tmp_path,
+        lambda mesh: lora_model(folders[2], mesh, EVERY, BF16),
+    )
     assert engine.arguments.lora_rank == EVERY.rank
     (weights,) = engine.weights
     check_equal(weights, exported(folders[2]))
@@ -195,7 +225,9 @@ def test_lora_updates_go_alone(machine, folders, tmp_path, events):
     for (found, sums), tensors in zip(engine.adapters, (expected, doubled(expected)), strict=True):
         check_equal(found, {PREFIX + name: tensor for name, tensor in tensors.items()})
         scales = {name: EVERY.scale if "lora_B" in name else 1 for name in tensors}
-        assert sums == {name: buckets.checksum(tensor * scales[name]) for name, tensor in tensors.items()}
+        assert sums == {
+            name: buckets.checksum(tensor * scales[name]) for name, tensor in tensors.items()
+        }
     sent = [*["synchronize", "update_weights"] * len(engine.places), "update_weights"]
     assert events == [
         *["empty_cache", "start", *sent, "load_adapter", "generate", "release"],
@@ -205,7 +237,11 @@ def test_lora_updates_go_alone(machine, folders, tmp_path, events):
 
 def test_lora_updates_are_merged_for_an_engine_that_takes_none(machine, folders, tmp_path, events):
     engine = drawn_twice(
-        machine, folders[2], "tensorrt_llm", tmp_path, lambda mesh: lora_model(folders[2], mesh, EVERY, BF16)
+        machine,
+        folders[2],
+        "tensorrt_llm",
+        tmp_path,
+        lambda mesh: lora_model(folders[2], mesh, EVERY, BF16),
     )
     assert engine.arguments.lora_rank == 0 and engine.adapters == []
     base, updates = exported(folders[2]), random_updates(folders[2], EVERY, BF16)
@@ -220,7 +256,9 @@ def test_lora_updates_are_merged_for_an_engine_that_takes_none(machine, folders,
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_two_gpus_that_share_a_model_are_given_each_bucket(machine, folders, tmp_path, events, monkeypatch, name):
+def test_two_gpus_that_share_a_model_are_given_each_bucket(
+    machine, folders, tmp_path, events, monkeypatch, name
+):
     """Shapes and devices only: what a rank gathers from another has no values."""
     engines: list[PlayedEngine] = []
 
@@ -228,7 +266,9 @@ def test_two_gpus_that_share_a_model_are_given_each_bucket(machine, folders, tmp
         monkeypatch.setattr(torch.cuda.get_device_properties(0), "uuid", str(rank))
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(4 + rank))
         with parallel_mesh(2) as mesh:
-            generator = generator_of(megatron_model(folders[2], mesh, BF16), folders[2], ENGINES[name](), tmp_path)
+            generator = generator_of(
+                megatron_model(folders[2], mesh, BF16), folders[2], ENGINES[name](), tmp_path
+            )
             with generator.awake():
                 assert generator.generate(PROMPTS, 2, PARAMS, seed=0).tokens.shape == (4, 3)
             if rank == 0:
@@ -246,17 +286,25 @@ def test_two_gpus_that_share_a_model_are_given_each_bucket(machine, folders, tmp
     assert len(engine.places) > 4 and engine.places == [{"GPU-0", "GPU-1"}] * len(engine.places)
     assert check_collectives(ledgers) > 0
     for ledger in ledgers.values():
-        assert len([one for one in ledger.collectives if one.kind == "broadcast" and one.on_gpu]) == len(engine.places)
+        assert len(
+            [one for one in ledger.collectives if one.kind == "broadcast" and one.on_gpu]
+        ) == len(engine.places)
 
 
-@pytest.mark.parametrize(("generation", "there"), [("vllm", True), ("tensorrt_llm", True), ("native", False)])
+@pytest.mark.parametrize(
+    ("generation", "there"), [("vllm", True), ("tensorrt_llm", True), ("native", False)]
+)
 def test_adams_moments_have_their_memory_before_an_engine_takes_a_share_of_what_is_free(
     machine, tmp_path, events, generation, there
 ):
     """TensorRT-LLM sizes its cache as it starts, which is before the first step of the optimizer."""
-    config = load_config(compose(*tiny_overrides(tmp_path), f"generation={generation}", "trainer.precision=bf16"))
+    config = load_config(
+        compose(*tiny_overrides(tmp_path), f"generation={generation}", "trainer.precision=bf16")
+    )
     with machine.rank(), parallel_mesh() as mesh, tiny_trainer(config, mesh) as trainer:
         optimizer = trainer.optimizer._optimizer
-        moments = [name for _, states in states_by_weight(optimizer) for name in states if name in MOMENTS]
+        moments = [
+            name for _, states in states_by_weight(optimizer) for name in states if name in MOMENTS
+        ]
     assert bool(moments) == there
     assert events == []

@@ -22,7 +22,9 @@ PHASES = ["training", "optimizer step", "generation", "log-probs", "reference lo
 
 def check(name: str, machine: Machine, folder: Path) -> Finding:
     with machine.rank():
-        return importlib.import_module(f"gpu_checks.{name}").check(Context(FAKE, folder, time.time() + 600))
+        return importlib.import_module(f"gpu_checks.{name}").check(
+            Context(FAKE, folder, time.time() + 600)
+        )
 
 
 @pytest.mark.parametrize("name", ["trainer", pytest.param("switches", marks=pytest.mark.slow)])
@@ -53,7 +55,9 @@ def test_memory_is_as_planned(machine: Machine, tmp_path: Path) -> None:
     found = check("memory", machine, tmp_path)
     assert found.verdict == PASS, found.sentence
     rows = found.numbers["phases"]
-    assert [row["phase"] for row in rows if memory.off_plan([{**row, "ratio": 1.2 * row["ratio"]}])] == PHASES
+    assert [
+        row["phase"] for row in rows if memory.off_plan([{**row, "ratio": 1.2 * row["ratio"]}])
+    ] == PHASES
 
 
 def test_the_program_says_what_is_not_real(tmp_path: Path) -> None:

@@ -90,7 +90,10 @@ def test_reward_model_scores(machine: Machine, folders: dict[int, Path], name: s
             assert len(scores) == 3
             assert all(map(math.isfinite, scores))
 
-    assert check_collectives(take_turns(machine, layout.ranks, turn, rehearsals=int(layout.pp > 1))) > 0
+    assert (
+        check_collectives(take_turns(machine, layout.ranks, turn, rehearsals=int(layout.pp > 1)))
+        > 0
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -36,7 +36,9 @@ def built_on(mesh: Any, folder: Path, dtype: torch.dtype, distributed: bool) -> 
 
 
 @contextmanager
-def trained(machine: Machine, folder: Path, dtype: torch.dtype, distributed: bool) -> Iterator[tuple[Any, ...]]:
+def trained(
+    machine: Machine, folder: Path, dtype: torch.dtype, distributed: bool
+) -> Iterator[tuple[Any, ...]]:
     """One of two data-parallel ranks after a step: actor, megatron's parts, optimizer, and the memory of others."""
     gc.collect()  # models of other tests, so that the memory is this one's
     others = machine.gpu.memory.bytes
@@ -79,15 +81,17 @@ def test_a_step_waits_for_the_gpu_once_and_has_no_temporaries(machine, folders, 
             assert not optimizer.step().skipped
         kernels = kernels_by_name(ledger)
         assert ledger.num_syncs == 1, ledger.syncs  # for the norm
-        assert ledger.peak - ledger.start < 10_000  # of scalars; plain Adam's are as large as the model
+        assert (
+            ledger.peak - ledger.start < 10_000
+        )  # of scalars; plain Adam's are as large as the model
         assert kernels["_fused_adamw_"] == 2  # matrices with weight decay, norms without
         assert kernels["_foreach_norm"] == 1
         count = len(list(actor.lm.parameters()))
         copies = count if dtype == torch.bfloat16 else 0  # to the model's weights
         assert ledger.num_kernels <= 16 + copies, kernels
-        assert [(call.kind, call.on_gpu) for call in ledger.collectives if call.kind != "all_gather"] == (
-            [("all_reduce", True)] if distributed else []
-        )
+        assert [
+            (call.kind, call.on_gpu) for call in ledger.collectives if call.kind != "all_gather"
+        ] == ([("all_reduce", True)] if distributed else [])
 
 
 @KINDS
@@ -113,7 +117,11 @@ def test_only_the_weights_stay_while_responses_are_generated(machine, folders, d
 def test_a_restored_run_steps_on(machine, folders, tmp_path, dtype, distributed):
     """The counters of a fused Adam must come back to the GPU."""
     with trained(machine, folders[2], dtype, distributed) as (_, built, _, _):
-        steps = [state["step"] for part in built[0].chained_optimizers for state in part.optimizer.state.values()]
+        steps = [
+            state["step"]
+            for part in built[0].chained_optimizers
+            for state in part.optimizer.state.values()
+        ]
         assert {step.device.type for step in steps} == {"cuda"}
     with machine.rank(0, 1), Layout().mesh() as mesh:
         sharing = OptimConfig(distributed=distributed)
@@ -127,7 +135,11 @@ def test_a_restored_run_steps_on(machine, folders, tmp_path, dtype, distributed)
                 checkpointer.restore(checkpoint)
             accumulate(actor)
             ActorOptimizer(*built, actor.ddp).step()
-            steps = [state["step"] for part in built[0].chained_optimizers for state in part.optimizer.state.values()]
+            steps = [
+                state["step"]
+                for part in built[0].chained_optimizers
+                for state in part.optimizer.state.values()
+            ]
             assert {step.device.type for step in steps} == {"cuda"}
             if is_new:
                 checkpointer.save(1, {"step": 1})
@@ -138,13 +150,19 @@ def test_stages_neither_exchange_shapes_nor_wait(machine, folders, name):
     layout, ledgers = ALL_LAYOUTS[name], {}
     for rank in range(layout.ranks):
         with machine.rank(rank, layout.ranks) as ledger, layout.mesh() as mesh:
-            options: dict[str, Any] = {"model": layout.model, "dtype": layout.dtype, "updates": layout.updates}
+            options: dict[str, Any] = {
+                "model": layout.model,
+                "dtype": layout.dtype,
+                "updates": layout.updates,
+            }
             options["optim"] = layout.optim
             actor = actor_of(folders[4], mesh, with_reference=False, micro_batch_size=1, **options)
             with machine.gpu.counting() as training:
                 accumulate(actor)
         ledgers[rank] = ledger
-        assert not [place for place in training.syncs if "synchronize" in place or "shapes" in place]
+        assert not [
+            place for place in training.syncs if "synchronize" in place or "shapes" in place
+        ]
         hidden = actor.lm.architecture.hidden_size
         moved = [call.bytes for call in training.collectives if call.kind in ("send", "recv")]
         assert moved and all(size % (hidden * layout.dtype.itemsize) == 0 for size in moved)

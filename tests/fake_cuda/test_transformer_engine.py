@@ -17,7 +17,9 @@ SCRIPT = TESTS / "helpers/rank_scripts/te_fake_cuda.py"
 def test_fewer_kernels_and_the_same_collectives_on_all_ranks(folders: dict[int, Path]) -> None:
     path = os.pathsep.join(str(folder) for folder in (FAKE, TESTS, TESTS.parent))
     command = [sys.executable, str(SCRIPT), str(folders[2])]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True, timeout=200)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     of_engine, layers = found["with"], 2
@@ -27,7 +29,9 @@ def test_fewer_kernels_and_the_same_collectives_on_all_ranks(folders: dict[int, 
     assert of_engine["swiglu"] == of_engine["dswiglu"] == layers
     # A budget that may only fall: kernels of a layer, both ways, that Transformer Engine saves.
     without, using = (
-        sum(count for kernel, count in found[name].items() if kernel != "device")  # a question, no kernel
+        sum(
+            count for kernel, count in found[name].items() if kernel != "device"
+        )  # a question, no kernel
         for name in ("without", "with")
     )
     saved = without - using

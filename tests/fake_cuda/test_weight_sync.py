@@ -38,7 +38,11 @@ class Wire:
 @pytest.mark.parametrize("lora", [False, True], ids=["whole model", "LoRA"])
 def test_weights_arrive_on_the_device(machine, folders, lora):
     def model(mesh):
-        return lora_model(folders[2], mesh, EVERY, BF16) if lora else megatron_model(folders[2], mesh, BF16)
+        return (
+            lora_model(folders[2], mesh, EVERY, BF16)
+            if lora
+            else megatron_model(folders[2], mesh, BF16)
+        )
 
     with machine.rank(), parallel_mesh() as mesh:
         trained, other, wire = model(mesh), model(mesh), Wire()
@@ -46,11 +50,15 @@ def test_weights_arrive_on_the_device(machine, folders, lora):
             for parameter in trained.parameters():
                 parameter.mul_(2 if parameter.requires_grad else 1)
         sent = send_weights(trained, wire, BUCKET_BYTES)  # type: ignore[arg-type]
-        assert len(wire.sent) > (0 if lora else 2) and sent == sum(tensor.nbytes for tensor in wire.sent)
+        assert len(wire.sent) > (0 if lora else 2) and sent == sum(
+            tensor.nbytes for tensor in wire.sent
+        )
         wire.receives = True
         found = receive_weights(other, wire, BUCKET_BYTES)  # type: ignore[arg-type]
         assert not wire.sent and all(tensor.is_cuda for tensor in found.values())
         assert all("lora" in name for name in found) == lora
         load_weights(other, found)
-        for (name, own), expected in zip(other.named_parameters(), trained.parameters(), strict=True):
+        for (name, own), expected in zip(
+            other.named_parameters(), trained.parameters(), strict=True
+        ):
             assert torch.equal(own.cpu(), expected.cpu()), name

@@ -33,12 +33,19 @@ def local_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores in the process: the server is another program."""
     for module in (build, evaluation):
         monkeypatch.setattr(
-            module, "connect_to_reward_servers", lambda *args, **options: FunctionReward(odd_share, PROMPT_TOKENS)
+            module,
+            "connect_to_reward_servers",
+            lambda *args, **options: FunctionReward(odd_share, PROMPT_TOKENS),
         )
 
 
 def run(machine: Machine, folder: Path, steps: int, *overrides: str) -> Ledger:
-    given = (*tiny_overrides(folder, num_prompts=12), *OVERRIDES, f"trainer.reinforce.max_steps={steps}", *overrides)
+    given = (
+        *tiny_overrides(folder, num_prompts=12),
+        *OVERRIDES,
+        f"trainer.reinforce.max_steps={steps}",
+        *overrides,
+    )
     cfg = load_config(compose(*given))
     with machine.rank() as ledger:
         trainer = build.train(cfg)
@@ -47,13 +54,19 @@ def run(machine: Machine, folder: Path, steps: int, *overrides: str) -> Ledger:
     return ledger
 
 
-@pytest.mark.parametrize("more", [pytest.param("shapes=true", marks=pytest.mark.slow), "memory=true", "tool=nsys"])
+@pytest.mark.parametrize(
+    "more", [pytest.param("shapes=true", marks=pytest.mark.slow), "memory=true", "tool=nsys"]
+)
 def test_a_profile_does_not_break_it(machine: Machine, tmp_path: Path, more: str) -> None:
     run(machine, tmp_path, 1, "trainer.profile.steps=[1]", f"trainer.profile.{more}")
-    assert len(list(tmp_path.glob("run/profile/step_00001/*.trace.json.gz"))) == (more == "shapes=true")
+    assert len(list(tmp_path.glob("run/profile/step_00001/*.trace.json.gz"))) == (
+        more == "shapes=true"
+    )
 
 
-@pytest.mark.parametrize("overrides", [(), LORA, DISTRIBUTED], ids=["all weights", "LoRA", "distributed optimizer"])
+@pytest.mark.parametrize(
+    "overrides", [(), LORA, DISTRIBUTED], ids=["all weights", "LoRA", "distributed optimizer"]
+)
 def test_goes_through_and_on(machine: Machine, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run(machine, tmp_path, 2, *overrides)
     assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
@@ -61,7 +74,11 @@ def test_goes_through_and_on(machine: Machine, tmp_path: Path, overrides: tuple[
     lines = [line for line in metrics_of(tmp_path) if "train/rewards" in line]
     assert [line["step"] for line in lines] == [1, 2, 3]
     # Values are guesses, but no NaN may decide which way the run takes.
-    assert all(math.isfinite(line[key]) for line in lines for key in ("train/init_policy_kl", "train/actor_loss"))
+    assert all(
+        math.isfinite(line[key])
+        for line in lines
+        for key in ("train/init_policy_kl", "train/actor_loss")
+    )
     exported = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
     assert "bfloat16" in (exported.get("dtype"), exported.get("torch_dtype"))
 
@@ -70,7 +87,10 @@ def test_models_are_evaluated_and_talked_with(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_overrides(tmp_path)
-    model, keys = tmp_path / "model", ("trainer.precision=bf16", "model.reinforce.length_params.max_length=5")
+    model, keys = (
+        tmp_path / "model",
+        ("trainer.precision=bf16", "model.reinforce.length_params.max_length=5"),
+    )
     with machine.rank():
         found = evaluation.evaluate(
             [model],

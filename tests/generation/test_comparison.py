@@ -33,7 +33,11 @@ class Fixed:
         lengths = [len(row) for row in rows]
         width = max(lengths)
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        values = None if log_probs is None else torch.tensor([v + [0.0] * (width - len(v)) for v in log_probs])
+        values = (
+            None
+            if log_probs is None
+            else torch.tensor([v + [0.0] * (width - len(v)) for v in log_probs])
+        )
         self._found = Completions(tokens, torch.tensor(lengths), (FINISH_STOP,) * len(rows), values)
 
     def awake(self):
@@ -52,20 +56,30 @@ class Fixed:
 def check(*arguments: str) -> int:
     """The exit code of the command."""
     group: Any = get_command(app)
-    return group.commands["check"].commands["engine"].main(list(arguments), standalone_mode=False) or 0
+    return (
+        group.commands["check"].commands["engine"].main(list(arguments), standalone_mode=False) or 0
+    )
 
 
 def test_only_what_lies_before_a_difference_is_compared():
     left = Fixed([[3, 4, 5], [6]], [[-1.0, -2.0, -3.0], [-0.5]])
     right = Fixed([[3, 4, 9], [6, 7]], [[-1.5, -2.0, -9.0], [-0.4, -1.0]])
     found = compare(left, right, PROMPTS, GREEDY)
-    assert (found.responses, found.equal_responses, found.tokens, found.common_tokens) == (2, 0, 4, 3)
+    assert (found.responses, found.equal_responses, found.tokens, found.common_tokens) == (
+        2,
+        0,
+        4,
+        3,
+    )
     assert math.isclose(found.mean_gap, (0.5 + 0 + 0.1) / 3, abs_tol=1e-6)
     assert math.isclose(found.largest_gap, 0.5, abs_tol=1e-6)
 
 
 def test_the_worst_prompt_is_known():
-    left, right = Fixed([[3, 4], [6, 8]], [[-1.0, -2.0], [-1, -1]]), Fixed([[3, 4], [6, 7]], [[-1.0, -2.0], [-4, -1]])
+    left, right = (
+        Fixed([[3, 4], [6, 8]], [[-1.0, -2.0], [-1, -1]]),
+        Fixed([[3, 4], [6, 7]], [[-1.0, -2.0], [-4, -1]]),
+    )
     assert compare(left, right, PROMPTS, GREEDY).worst == (6, 6)
 
 
@@ -85,7 +99,16 @@ def model_below(folder: Path) -> str:
     return str(tiny_llama_folder(folder / "model", vocab_size=64, max_positions=64))
 
 
-OPTIONS = ["--engine", "tensorrt_llm", "--precision", "32", "--max-length", "4", "--bucket-megabytes", "1"]
+OPTIONS = [
+    "--engine",
+    "tensorrt_llm",
+    "--precision",
+    "32",
+    "--max-length",
+    "4",
+    "--bucket-megabytes",
+    "1",
+]
 
 
 def test_the_command_with_native_against_native(tmp_path, capsys):
@@ -102,7 +125,10 @@ def test_the_command_with_the_fake_engine(tmp_path, capsys, fake_engine):
 
 def test_prompts_may_be_longer_than_a_run_takes_by_default(tmp_path, capsys, fake_engine):
     fake_engine()
-    model, prompts = tiny_llama_folder(tmp_path / "model", vocab_size=64, max_positions=4096), tmp_path / "long.jsonl"
+    model, prompts = (
+        tiny_llama_folder(tmp_path / "model", vocab_size=64, max_positions=4096),
+        tmp_path / "long.jsonl",
+    )
     prompts.write_text(json.dumps({"prompt": "two " * 600}))
     files = ["--prompts", str(prompts), "--log-folder", str(tmp_path / "logs")]
     assert check(str(model), *OPTIONS, *files, "--tolerance", "1e-3") == 0
@@ -110,12 +136,16 @@ def test_prompts_may_be_longer_than_a_run_takes_by_default(tmp_path, capsys, fak
 
 
 @pytest.mark.slow
-def test_the_command_sees_an_engine_that_kept_the_old_weights(tmp_path, capsys, fake_engine, monkeypatch):
+def test_the_command_sees_an_engine_that_kept_the_old_weights(
+    tmp_path, capsys, fake_engine, monkeypatch
+):
     fake_engine()
     send, sent = engine_generator.send_weights, []
 
     def send_copies(lm, deliver, **options):
-        sent.extend(p.detach().clone() for p in lm.parameters() if len(sent) < len(list(lm.parameters())))
+        sent.extend(
+            p.detach().clone() for p in lm.parameters() if len(sent) < len(list(lm.parameters()))
+        )
         now = [p.detach().clone() for p in lm.parameters()]
         with torch.no_grad():
             for parameter, old in zip(lm.parameters(), sent, strict=False):
@@ -134,7 +164,10 @@ def test_the_command_names_the_layer(tmp_path, capsys, monkeypatch):
     folder = model_below(tmp_path)
     stale = LayersOfTransformers(Path(folder))
     monkeypatch.setattr(
-        NativeGenerator, "layer_outputs", lambda self, tokens: stale.layer_outputs(tokens), raising=False
+        NativeGenerator,
+        "layer_outputs",
+        lambda self, tokens: stale.layer_outputs(tokens),
+        raising=False,
     )
     assert check(folder, *OPTIONS, "--engine", "native", "--layers") == 0
     before, after = capsys.readouterr().out.split("no layer differs")

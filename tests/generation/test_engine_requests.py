@@ -26,7 +26,12 @@ def test_a_request_asks_for_what_is_missing():
     request = request_of(DRAWN, PARAMS, pad_id=1)
     assert request.tokens == (6, 7, 8, 9, 4)
     asked = request.sampling
-    assert (asked.max_tokens, asked.min_tokens, asked.repetition_penalty, asked.pad_id) == (3, 1, 1.5, 1)
+    assert (asked.max_tokens, asked.min_tokens, asked.repetition_penalty, asked.pad_id) == (
+        3,
+        1,
+        1.5,
+        1,
+    )
     assert request_of(after(4), PARAMS, pad_id=1).sampling.min_tokens == 0
 
 
@@ -57,7 +62,11 @@ def uncut(whole: Answer) -> Answer:
 )
 def test_an_answer_adds_tokens_with_the_version_that_drew_each(answer, reason):
     found = extended(DRAWN, answer, {1: 4, 2: 6}, uncut)
-    assert (found.tokens, found.log_probs, found.versions) == ((9, 4, 5, 2), (-1.0, -2.0, -3.0, -4.0), (3, 4, 4, 6))
+    assert (found.tokens, found.log_probs, found.versions) == (
+        (9, 4, 5, 2),
+        (-1.0, -2.0, -3.0, -4.0),
+        (3, 4, 4, 6),
+    )
     assert (found.finish_reason, found.prompt, found.key) == (reason, PROMPT, 11)
 
 
@@ -74,8 +83,14 @@ def test_an_end_string_may_begin_in_old_tokens():
         assert (whole.tokens, whole.log_probs) == ((9, 4, 5, 6), (-1.0, -2.0, -3.0, -4.0))
         return Answer(whole.tokens[:3], (-1.0, -2.0, -3.0), stopped=True)
 
-    found = extended(DRAWN, Answer((5, 6), (-3.0, -4.0), fault=TAKEN_BACK, updates=(1, 1)), {1: 9}, cut)
-    assert (found.tokens, found.log_probs, found.versions) == ((9, 4, 5), (-1.0, -2.0, -3.0), (3, 4, 9))
+    found = extended(
+        DRAWN, Answer((5, 6), (-3.0, -4.0), fault=TAKEN_BACK, updates=(1, 1)), {1: 9}, cut
+    )
+    assert (found.tokens, found.log_probs, found.versions) == (
+        (9, 4, 5),
+        (-1.0, -2.0, -3.0),
+        (3, 4, 9),
+    )
     assert found.finish_reason == FINISH_STOP
 
 
@@ -105,7 +120,12 @@ class TestUnderway:
             first = await engine.advance({9: asked(3)}, 0.01, 60.0)
             for event in engine.events.values():
                 event.set()
-            return begun, first, await engine.advance({}, 60.0, 60.0), await engine.advance({}, 60.0, 60.0)
+            return (
+                begun,
+                first,
+                await engine.advance({}, 60.0, 60.0),
+                await engine.advance({}, 60.0, 60.0),
+            )
 
         begun, first, rest, none = asyncio.run(run())
         assert begun == none == (0, {})

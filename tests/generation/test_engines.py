@@ -12,7 +12,15 @@ import pytest
 import torch
 from helpers.engine_fake import install_fake
 from helpers.errors import raises_error
-from helpers.vllm_engine import NUM_SAMPLES, PARAMS, PROMPTS, draw, generator_of, vllm_model, vllm_overrides
+from helpers.vllm_engine import (
+    NUM_SAMPLES,
+    PARAMS,
+    PROMPTS,
+    draw,
+    generator_of,
+    vllm_model,
+    vllm_overrides,
+)
 from helpers.weight_updates import PlannedUpdates
 
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
@@ -26,11 +34,15 @@ from reinforce_rl.generation.trtllm import adapter as of_tensorrt_llm
 pytestmark = pytest.mark.timeout(600)
 # Each of these starts vLLM once or twice more; test_vllm.py and test_vllm_weights.py have another of the kind.
 vllm_is_slow = pytest.mark.parametrize(
-    "engine", ["tensorrt_llm", pytest.param("vllm", marks=[pytest.mark.engine, pytest.mark.slow])], indirect=True
+    "engine",
+    ["tensorrt_llm", pytest.param("vllm", marks=[pytest.mark.engine, pytest.mark.slow])],
+    indirect=True,
 )
 
 
-@pytest.fixture(scope="module", params=["tensorrt_llm", pytest.param("vllm", marks=pytest.mark.engine)])
+@pytest.fixture(
+    scope="module", params=["tensorrt_llm", pytest.param("vllm", marks=pytest.mark.engine)]
+)
 def engine(request, tmp_path_factory, mesh) -> Iterator[EngineGenerator]:
     folder = tmp_path_factory.mktemp(request.param)
     vllm_model(folder)
@@ -60,7 +72,9 @@ def another_restart(engine):
     engine._was_restarted = False
 
 
-def strike(engine: EngineGenerator, monkeypatch, command: str, what: Callable[[Any], None], times: int = 1) -> None:
+def strike(
+    engine: EngineGenerator, monkeypatch, command: str, what: Callable[[Any], None], times: int = 1
+) -> None:
     """Call `what` with the engine's process as the next commands begin."""
     call, left = process.EngineProcess.call, [command] * times
 
@@ -103,7 +117,10 @@ def test_one_that_hangs_is_ended_and_started_anew(engine, expected, monkeypatch,
     strike(engine, monkeypatch, "generate", lambda child: child.send_signal(signal.SIGSTOP))
     assert torch.equal(draw(engine).tokens, expected)
     seconds = engine._config.request_timeout_seconds
-    assert f"no answer to generate within {seconds:g} s (engine.request_timeout_seconds)" in caplog.text
+    assert (
+        f"no answer to generate within {seconds:g} s (engine.request_timeout_seconds)"
+        in caplog.text
+    )
 
 
 @vllm_is_slow
@@ -179,7 +196,9 @@ class TestResponsesThatGoOn:
         found = self.go_on(engine, [*ended[:shorter], *unbegun(PROMPTS, NUM_SAMPLES, 3)[shorter:]])
         assert found == ended and asked == list(range(shorter, len(expected)))
         del asked[:]
-        long = PartialResponse(PROMPTS[0], 1, (4,) * PARAMS.max_length, (-1.0,) * PARAMS.max_length, (0,) * 8)
+        long = PartialResponse(
+            PROMPTS[0], 1, (4,) * PARAMS.max_length, (-1.0,) * PARAMS.max_length, (0,) * 8
+        )
         assert [one.finish_reason for one in self.go_on(engine, [long, ended[0]])] == [
             FINISH_LENGTH,
             ended[0].finish_reason,
@@ -187,7 +206,10 @@ class TestResponsesThatGoOn:
         assert asked == []
 
     def test_stopped_at_once_they_are_as_before(self, engine):
-        responses = [PartialResponse(PROMPTS[0], 1, (4,), (-1.0,), (2,)), PartialResponse(PROMPTS[1], 2)]
+        responses = [
+            PartialResponse(PROMPTS[0], 1, (4,), (-1.0,), (2,)),
+            PartialResponse(PROMPTS[1], 2),
+        ]
         updates = PlannedUpdates("stop")
         assert self.go_on(engine, responses, updates) == responses
         assert updates.running == [2]
@@ -195,7 +217,9 @@ class TestResponsesThatGoOn:
     def test_an_engine_that_dies_is_started_anew(self, engine, expected, monkeypatch, caplog):
         strike(engine, monkeypatch, "advance", kill_soon)
         self.check(self.go_on(engine), expected)
-        assert "event=engine_restarted reason=the engine ended in advance (status -9)" in caplog.text
+        assert (
+            "event=engine_restarted reason=the engine ended in advance (status -9)" in caplog.text
+        )
 
     def lose(self, monkeypatch, times: dict[int, int]) -> None:
         """Lose the answers of these requests so many times; all answers come at once."""
@@ -225,11 +249,16 @@ class TestResponsesThatGoOn:
         with raises_error("generation.engine.lost_requests_twice", *lost):
             self.go_on(engine)
         assert engine._engine is not None and engine._engine._child is None
-        assert torch.equal(draw(engine).tokens, expected), "another is started with the next weights"
+        assert torch.equal(draw(engine).tokens, expected), (
+            "another is started with the next weights"
+        )
         assert "engine_restarted" not in caplog.text
 
     @vllm_is_slow
     def test_all_lost_the_engine_is_started_anew(self, engine, expected, monkeypatch, caplog):
         self.lose(monkeypatch, dict.fromkeys(range(len(expected)), 1))
         self.check(self.go_on(engine), expected)
-        assert "event=engine_restarted reason=the engine lost all 8 requests: it is lost" in caplog.text
+        assert (
+            "event=engine_restarted reason=the engine lost all 8 requests: it is lost"
+            in caplog.text
+        )

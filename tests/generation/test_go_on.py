@@ -23,12 +23,16 @@ KINDS = {
     "stop tokens": PARAMS,
     "no end but the limit": SamplingParams(max_length=20),
     "greedy": replace(PARAMS, use_greedy=True),
-    "rules": replace(PARAMS, min_length=7, repetition_penalty=1.3, temperature=0.8, top_k=20, top_p=0.9),
+    "rules": replace(
+        PARAMS, min_length=7, repetition_penalty=1.3, temperature=0.8, top_k=20, top_p=0.9
+    ),
     "end strings": replace(PARAMS, end_strings=("e", "th"), min_length=5),
 }
 
 
-def whole(engine: NativeGenerator, begun: list[PartialResponse], params: SamplingParams) -> list[PartialResponse]:
+def whole(
+    engine: NativeGenerator, begun: list[PartialResponse], params: SamplingParams
+) -> list[PartialResponse]:
     return engine.go_on(begun, params, PlannedUpdates(version=3))
 
 
@@ -81,7 +85,9 @@ def test_stopped_and_gone_on(kind, max_tokens, decoder, lm, folder, prompts):
 
 def test_what_is_at_its_end_is_left_as_it_is(decoder, lm, folder, prompts):
     engine = engine_of(lm, folder)
-    ended = [replace(one, tokens=(9, 2), finish_reason="stop") for one in unbegun(prompts[:1], 2, 3)]
+    ended = [
+        replace(one, tokens=(9, 2), finish_reason="stop") for one in unbegun(prompts[:1], 2, 3)
+    ]
     begun = [*ended, *unbegun(prompts[1:], 2, 3)]
     found = whole(engine, begun, PARAMS)
     assert found[:2] == ended
@@ -95,7 +101,10 @@ class Policy:
     def __init__(self, folder: Path, mesh: Any):
         self.lm = megatron_model(folder, mesh, torch.float64)
         other = transformers_model(folder, torch.float64)
-        self.versions, self._next = [other, copy.deepcopy(other)], megatron_model(folder, mesh, torch.float64)
+        self.versions, self._next = (
+            [other, copy.deepcopy(other)],
+            megatron_model(folder, mesh, torch.float64),
+        )
         with torch.no_grad():
             for model in (self._next, self.versions[1]):
                 for name, parameter in model.named_parameters():
@@ -111,7 +120,11 @@ class Policy:
     def log_probs(self, one: PartialResponse, version: int) -> list[float]:
         """Return the response's log-probs by one version alone."""
         tokens = torch.tensor([[*one.prompt.tokens, *one.tokens]])
-        found = self.versions[version](tokens).logits[0, len(one.prompt.tokens) - 1 : -1].log_softmax(dim=-1)
+        found = (
+            self.versions[version](tokens)
+            .logits[0, len(one.prompt.tokens) - 1 : -1]
+            .log_softmax(dim=-1)
+        )
         return found[range(len(one.tokens)), list(one.tokens)].tolist()
 
     @torch.no_grad()
@@ -124,7 +137,11 @@ class Policy:
         for layer, other in zip(cache.layers, earlier.layers, strict=True):
             layer.keys = torch.cat((layer.keys, other.keys[:, :, len(prompt) :]), dim=2)
             layer.values = torch.cat((layer.values, other.values[:, :, len(prompt) :]), dim=2)
-        logits = new(torch.tensor([tokens[count - 1 :]]), past_key_values=cache).logits[0, :-1].log_softmax(dim=-1)
+        logits = (
+            new(torch.tensor([tokens[count - 1 :]]), past_key_values=cache)
+            .logits[0, :-1]
+            .log_softmax(dim=-1)
+        )
         return logits[range(len(tokens) - count), tokens[count:]].tolist()
 
 
@@ -145,7 +162,10 @@ def test_weights_that_change_with_the_cache_kept(decoder, policy, folder, prompt
         assert one.versions == (3,) * count + (4,) * (20 - count) and 0 < count < 20
         assert one.log_probs[:count] == pytest.approx(policy.log_probs(one, 0)[:count], abs=1e-5)
         assert one.log_probs[count:] == pytest.approx(policy.kept(one, count), abs=1e-5)
-        assert max(abs(a - b) for a, b in zip(one.log_probs, policy.log_probs(one, 1), strict=True)) > 0.01
+        assert (
+            max(abs(a - b) for a, b in zip(one.log_probs, policy.log_probs(one, 1), strict=True))
+            > 0.01
+        )
 
 
 def test_weights_that_change_with_the_cache_made_anew(decoder, policy, folder, prompts):
@@ -175,5 +195,7 @@ def test_samples_that_wait_are_of_the_new_weights_alone(decoder, policy, folder,
 @pytest.mark.parametrize("is_lean", [True, False])
 def test_copies_of_the_weights_are_made_anew(is_lean, policy, folder, prompts):
     engine = NativeGenerator(policy.lm, load_tokenizer(folder), 30, is_lean=is_lean)
-    found = engine.go_on(unbegun(prompts[:1], 3, 3), LONG, PlannedUpdates("load", load=policy.change, version=3))
+    found = engine.go_on(
+        unbegun(prompts[:1], 3, 3), LONG, PlannedUpdates("load", load=policy.change, version=3)
+    )
     assert found[-1].log_probs == pytest.approx(policy.log_probs(found[-1], 1), abs=1e-5)

@@ -53,7 +53,11 @@ def greedy_of_transformers(model, prompts, **options) -> list[list[int]]:
     for prompt in prompts:
         tokens = torch.tensor([prompt.tokens])
         out = model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0, **options
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            do_sample=False,
+            pad_token_id=0,
+            **options,
         )
         found.append(out[0, len(prompt.tokens) :].tolist())
     return found
@@ -71,8 +75,12 @@ class TestGreedy:
             model, prompts, max_new_tokens=20, eos_token_id=list(stops), repetition_penalty=penalty
         )
         assert [tokens for tokens, _ in found] == expected
-        assert [reason for _, reason in found] == ["stop" if t[-1] in stops else "length" for t in expected]
-        assert len({len(tokens) for tokens in expected}) > 1  # else nothing would have left the batch early
+        assert [reason for _, reason in found] == [
+            "stop" if t[-1] in stops else "length" for t in expected
+        ]
+        assert (
+            len({len(tokens) for tokens in expected}) > 1
+        )  # else nothing would have left the batch early
 
     @pytest.mark.slow
     def test_real_weights_equal_transformers(self, mesh):
@@ -90,14 +98,22 @@ class TestGreedy:
             "Say no more than one word.",
         ]
         chats = [[{"role": "user", "content": text}] for text in texts]
-        rendered = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
+        rendered = [
+            tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True)
+            for c in chats
+        ]
         prompts = [prompt_of(i, tokenizer(str(text)).input_ids) for i, text in enumerate(rendered)]
         assert len({len(prompt.tokens) for prompt in prompts}) > 4
         lm = megatron_model(folder, mesh)
-        params = SamplingParams(max_length=24, use_greedy=True, stop_token_ids=(tokenizer.eos_token_id,))
+        params = SamplingParams(
+            max_length=24, use_greedy=True, stop_token_ids=(tokenizer.eos_token_id,)
+        )
         found = texts_of(NativeGenerator(lm, tokenizer).generate(prompts, 1, params, seed=0))
         expected = greedy_of_transformers(
-            transformers_model(folder), prompts, max_new_tokens=24, eos_token_id=tokenizer.eos_token_id
+            transformers_model(folder),
+            prompts,
+            max_new_tokens=24,
+            eos_token_id=tokenizer.eos_token_id,
         )
         assert [tokens for tokens, _ in found] == expected
 
@@ -119,7 +135,10 @@ class TestSamplesDependOnTheirKeysAlone:
 
     def test_alone(self, engine, prompts, together):
         for i, prompt in enumerate(prompts):
-            self.assert_same(rows_of(engine.generate([prompt], 4, self.PARAMS, seed=3)), together[4 * i : 4 * i + 4])
+            self.assert_same(
+                rows_of(engine.generate([prompt], 4, self.PARAMS, seed=3)),
+                together[4 * i : 4 * i + 4],
+            )
 
     def test_in_another_order_with_another_padding(self, engine, prompts, together):
         order = [3, 0, 2]
@@ -136,7 +155,9 @@ class TestSamplesDependOnTheirKeysAlone:
         """From one sample at a time to all of them; those that end make room for others."""
         engine = NativeGenerator(lm, load_tokenizer(folder), max_tokens)
         self.assert_same(rows_of(engine.generate(prompts, 4, self.PARAMS, seed=3)), together)
-        some = replace(self.PARAMS, min_length=6, repetition_penalty=1.3, end_strings=("e",), temperature=0.8)
+        some = replace(
+            self.PARAMS, min_length=6, repetition_penalty=1.3, end_strings=("e",), temperature=0.8
+        )
         unbounded = NativeGenerator(lm, load_tokenizer(folder)).generate(prompts, 4, some, seed=4)
         self.assert_same(rows_of(engine.generate(prompts, 4, some, seed=4)), rows_of(unbounded))
 
@@ -145,20 +166,26 @@ class TestSamplesDependOnTheirKeysAlone:
         """In float64 the same tokens; in float32 too on this model, from weights that oneDNN has packed."""
         model, steps = megatron_model(folder, mesh, dtype), []
         decode = model_module.decode_layers
-        monkeypatch.setattr(model_module, "decode_layers", lambda *args: steps.append(1) or decode(*args))
+        monkeypatch.setattr(
+            model_module, "decode_layers", lambda *args: steps.append(1) or decode(*args)
+        )
         found = {}
         for is_lean in (True, False):
             made = NativeGenerator(model, load_tokenizer(folder), is_lean=is_lean)
             found[is_lean] = rows_of(made.generate(prompts, 4, self.PARAMS, seed=3)), len(steps)
             steps.clear()
         assert found[True][1] > 0 == found[False][1]
-        for (tokens, reason, mine), other in zip(*(rows for rows, _ in found.values()), strict=True):
+        for (tokens, reason, mine), other in zip(
+            *(rows for rows, _ in found.values()), strict=True
+        ):
             assert (tokens, reason) == other[:2]
             assert mine == pytest.approx(other[2], abs=1e-5)
 
     def test_when_nobody_finishes_early(self, engine, prompts, together):
         """Without stop tokens each response begins with what it was with them."""
-        found = rows_of(engine.generate(prompts, 4, replace(self.PARAMS, stop_token_ids=()), seed=3))
+        found = rows_of(
+            engine.generate(prompts, 4, replace(self.PARAMS, stop_token_ids=()), seed=3)
+        )
         for (tokens, _, _), (longer, reason, _) in zip(together, found, strict=True):
             assert longer[: len(tokens)] == tokens
             assert (len(longer), reason) == (16, "length")
@@ -196,7 +223,9 @@ def test_first_tokens_follow_the_model(engine, folder):
 def test_log_probs_are_those_of_the_training_pass(temperature, engine, lm, prompts):
     params = SamplingParams(max_length=12, temperature=temperature, stop_token_ids=(EOS, 5, 6, 7))
     found = engine.generate(prompts, 3, params, seed=5)
-    sequences, prompt_lengths = join_prompts_and_responses(found.repeat_to_samples(prompts), found, pad_id=0)
+    sequences, prompt_lengths = join_prompts_and_responses(
+        found.repeat_to_samples(prompts), found, pad_id=0
+    )
     expected = response_log_probs(
         lm,
         lm,
@@ -207,14 +236,18 @@ def test_log_probs_are_those_of_the_training_pass(temperature, engine, lm, promp
         width=found.tokens.shape[1],
         chunk_tokens=16,
     )
-    torch.testing.assert_close(found.log_probs, expected.log_probs.detach().float(), atol=2e-6, rtol=0)
+    torch.testing.assert_close(
+        found.log_probs, expected.log_probs.detach().float(), atol=2e-6, rtol=0
+    )
     assert found.log_probs.dtype == torch.float32
 
 
 class TestEnds:
     def test_every_stop_token_ends_a_response_and_belongs_to_it(self, engine, prompts):
         stops = (EOS, 20, 30, 40, 50)
-        found = engine.generate(prompts, 20, SamplingParams(max_length=40, stop_token_ids=stops), seed=0)
+        found = engine.generate(
+            prompts, 20, SamplingParams(max_length=40, stop_token_ids=stops), seed=0
+        )
         ended_by = set()
         for tokens, reason in texts_of(found):
             assert not set(tokens[:-1]) & set(stops)
@@ -229,12 +262,16 @@ class TestEnds:
         assert found.finish_reasons == ("length",) * 20
 
     def test_stop_in_the_last_place_is_a_stop(self, engine, prompts):
-        found = engine.generate(prompts, 100, SamplingParams(max_length=1, stop_token_ids=tuple(range(32))), seed=0)
+        found = engine.generate(
+            prompts, 100, SamplingParams(max_length=1, stop_token_ids=tuple(range(32))), seed=0
+        )
         for (token,), reason in texts_of(found):
             assert reason == ("stop" if token < 32 else "length")
 
     def test_padding_behind_the_end(self, engine, prompts):
-        found = engine.generate(prompts, 8, SamplingParams(max_length=30, stop_token_ids=(20, 30, 40, 50)), seed=0)
+        found = engine.generate(
+            prompts, 8, SamplingParams(max_length=30, stop_token_ids=(20, 30, 40, 50)), seed=0
+        )
         assert found.tokens.shape == found.log_probs.shape == (40, int(found.lengths.max()))
         for row, length in enumerate(found.lengths.tolist()):
             assert (found.tokens[row, length:] == 0).all()
@@ -254,7 +291,9 @@ class TestEnds:
         params = SamplingParams(max_length=10, use_greedy=True, stop_token_ids=(EOS,))
         (tokens, _), *_ = texts_of(engine.generate([prompt], 1, params, seed=0))
         model = transformers_model(folder, torch.float64)
-        assert [tokens] == greedy_of_transformers(model, [prompt], max_new_tokens=10, eos_token_id=EOS)
+        assert [tokens] == greedy_of_transformers(
+            model, [prompt], max_new_tokens=10, eos_token_id=EOS
+        )
 
     def test_end_strings(self, engine, folder, prompts):
         tokenizer = load_tokenizer(folder)
@@ -278,10 +317,21 @@ class TestEnds:
         first = []  # of each response the length at which it has an end, 0 where it has none
         for (tokens, _), given in zip(free, found, strict=True):
             texts = [tokenizer.decode(tokens[:length]) for length in range(21)]
-            first.append(next((length for length, text in enumerate(texts) if any(end in text for end in ends)), 0))
+            first.append(
+                next(
+                    (
+                        length
+                        for length, text in enumerate(texts)
+                        if any(end in text for end in ends)
+                    ),
+                    0,
+                )
+            )
             length = max(first[-1], 7) if first[-1] else 20
             assert given == (tokens[:length], "stop" if first[-1] else "length")
-        assert {0 < length < 7 for length in first} == {True, False} and max(first) > 7 and 0 in first
+        assert (
+            {0 < length < 7 for length in first} == {True, False} and max(first) > 7 and 0 in first
+        )
 
     def test_end_string_in_the_prompt_is_no_end(self, engine, folder):
         tokenizer = load_tokenizer(folder)
@@ -296,7 +346,9 @@ class TestEnds:
         tokenizer = load_tokenizer(folder)
         free = texts_of(engine.generate(prompts, 2, SamplingParams(max_length=20), seed=0))
         windows = [(row, start) for row in range(10) for start in range(4, 17)]
-        row, start = next((r, i) for r, i in windows if min(w := free[r][0][i : i + 3]) > 3 and len(set(w)) > 1)
+        row, start = next(
+            (r, i) for r, i in windows if min(w := free[r][0][i : i + 3]) > 3 and len(set(w)) > 1
+        )
         tokens = free[row][0]
         end = tokenizer.decode(tokens[start : start + 3])
         assert len(end) == 3
@@ -308,7 +360,9 @@ class TestEnds:
     def test_too_long_prompt(self, engine, lm):
         limit = lm.architecture.max_positions
         prompt = prompt_of(0, [5] * (limit - 4))
-        assert engine.generate([prompt], 1, SamplingParams(max_length=4), seed=0).lengths.tolist() == [4]
+        assert engine.generate(
+            [prompt], 1, SamplingParams(max_length=4), seed=0
+        ).lengths.tolist() == [4]
         with raises_error("generation.prompt.too_long", limit - 4, 5, f"{limit} positions"):
             engine.generate([prompt], 1, SamplingParams(max_length=5), seed=0)
 
@@ -341,7 +395,12 @@ def test_in_float32_tokens_differ_at_near_ties_only(folder, mesh, prompts, engin
         for row, (mine, expected) in enumerate(zip(found.tokens, exact.tokens, strict=True)):
             different = (mine != expected).nonzero()[:, 0]
             if len(different):
-                assert _margin(folder, prompts[row // 4], row % 4, expected[: int(different[0])], seed=8) < 1e-4
+                assert (
+                    _margin(
+                        folder, prompts[row // 4], row % 4, expected[: int(different[0])], seed=8
+                    )
+                    < 1e-4
+                )
                 ties += 1
     assert ties <= 2  # of 1200 positions
 
@@ -385,7 +444,9 @@ def test_new_weights_are_used_at_once(folder, mesh, prompts):
 def test_other_dtypes(dtype, folder, mesh, prompts):
     lm = megatron_model(folder, mesh, dtype)
     assert {p.dtype for p in lm.parameters()} == {dtype}
-    found = NativeGenerator(lm, load_tokenizer(folder)).generate(prompts, 2, SamplingParams(max_length=5), seed=0)
+    found = NativeGenerator(lm, load_tokenizer(folder)).generate(
+        prompts, 2, SamplingParams(max_length=5), seed=0
+    )
     assert found.log_probs.dtype == torch.float32
 
 
@@ -393,14 +454,23 @@ def test_other_dtypes(dtype, folder, mesh, prompts):
 def test_two_tensor_parallel_ranks_draw_the_same_tokens(mesh, tmp_path):
     folders = [
         tiny_llama_folder(tmp_path / "odd_vocabulary", logit_scale=2.0, vocab_size=63),
-        tiny_llama_folder(tmp_path / "odd_groups", logit_scale=2.0, heads=9, groups=3, hidden=36, tied=False),
+        tiny_llama_folder(
+            tmp_path / "odd_groups", logit_scale=2.0, heads=9, groups=3, hidden=36, tied=False
+        ),
     ]
     (tmp_path / "out").mkdir()
-    run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/native_tp2.py", 2, tmp_path / "out", *folders)
+    run_ranks(
+        Path(__file__).parents[1] / "helpers/rank_scripts/native_tp2.py",
+        2,
+        tmp_path / "out",
+        *folders,
+    )
     tokens = random_tokens(61, 3, 9).tolist()
     prompts = [prompt_of(i, row[: 3 + 3 * i]) for i, row in enumerate(tokens)]
     for folder in folders:
-        engine = NativeGenerator(megatron_model(folder, mesh, torch.float64), load_tokenizer(folder))
+        engine = NativeGenerator(
+            megatron_model(folder, mesh, torch.float64), load_tokenizer(folder)
+        )
         expected = engine.generate(prompts, 4, TestSamplesDependOnTheirKeysAlone.PARAMS, seed=3)
         for rank in (0, 1):
             found = torch.load(tmp_path / "out" / f"{folder.name}.{rank}")
@@ -416,9 +486,13 @@ def test_no_prompts_no_responses(engine):
 
 
 @pytest.mark.parametrize("kind", ["plain", "static"])
-def test_watching_shows_each_token_as_it_comes_and_changes_nothing(kind, lm, folder, prompts, monkeypatch):
+def test_watching_shows_each_token_as_it_comes_and_changes_nothing(
+    kind, lm, folder, prompts, monkeypatch
+):
     params = SamplingParams(max_length=12, stop_token_ids=(EOS, 5, 6), end_strings=("th",))
-    engine = NativeGenerator(lm, load_tokenizer(folder), 60, is_static=kind == "static", use_graphs=False)
+    engine = NativeGenerator(
+        lm, load_tokenizer(folder), 60, is_static=kind == "static", use_graphs=False
+    )
     if kind == "static":
         decode_statically(monkeypatch)
     for watched in (params, replace(params, end_strings=())):
@@ -428,7 +502,9 @@ def test_watching_shows_each_token_as_it_comes_and_changes_nothing(kind, lm, fol
         assert seen[-1] == [tokens for tokens, _ in texts_of(found)]
         for before, now in itertools.pairwise(seen):
             for old, new in zip(before, now, strict=True):
-                assert new[: len(old)] == old and len(new) <= len(old) + 2  # a first token comes with its prompt
+                assert (
+                    new[: len(old)] == old and len(new) <= len(old) + 2
+                )  # a first token comes with its prompt
 
     class Enough(Exception):
         pass

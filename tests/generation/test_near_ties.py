@@ -32,8 +32,14 @@ def gaps(monkeypatch) -> dict[tuple[int, ...], float]:
     found: dict[tuple[int, ...], float] = {}
 
     def noting(logits, keys, params, work=None):
-        best = (logits / params.temperature + gumbel_noise(keys, logits.shape[1])).topk(2, dim=-1).values
-        found.update(zip(map(tuple, keys.tolist()), (best[:, 0] - best[:, 1]).tolist(), strict=True))
+        best = (
+            (logits / params.temperature + gumbel_noise(keys, logits.shape[1]))
+            .topk(2, dim=-1)
+            .values
+        )
+        found.update(
+            zip(map(tuple, keys.tolist()), (best[:, 0] - best[:, 1]).tolist(), strict=True)
+        )
         return choose_tokens(logits, keys, params, work)
 
     monkeypatch.setattr(decoding, "choose_tokens", noting)
@@ -86,7 +92,12 @@ def test_tiny_model(tmp_path, mesh, gaps):
 def test_smollm2(mesh, gaps):
     folder = smollm2_folder()
     tokenizer = load_tokenizer(folder)
-    texts = ("The sea is", "Two plus two makes", "Dear neighbour, I am writing to you because", "Once")
+    texts = (
+        "The sea is",
+        "Two plus two makes",
+        "Dear neighbour, I am writing to you because",
+        "Once",
+    )
     prompts = [Prompt(i, text, tuple(tokenizer.encode(text))) for i, text in enumerate(texts)]
     params = SamplingParams(max_length=128, stop_token_ids=(tokenizer.eos_token_id,))
     check(megatron_model(folder, mesh), tokenizer, prompts, params, gaps)

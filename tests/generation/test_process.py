@@ -27,7 +27,14 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from reinforce_rl.config.engines import EngineConfig, TensorRTLLMConfig, VLLMConfig
 from reinforce_rl.errors import EngineLostError, GenerationError
-from reinforce_rl.generation.engine import EngineArguments, EngineSampling, Request, buckets, host, process
+from reinforce_rl.generation.engine import (
+    EngineArguments,
+    EngineSampling,
+    Request,
+    buckets,
+    host,
+    process,
+)
 from reinforce_rl.generation.engine.process import (
     MAX_FOLDER_CHARACTERS,
     EngineProcess,
@@ -48,10 +55,15 @@ from reinforce_rl.utils.process import ModuleChild
 def process_of(tmp_path: Path, **deadlines: float) -> EngineProcess:
     (tmp_path / "config.json").write_text("{}")
     arguments = EngineArguments(str(tmp_path), "bfloat16", 1, 8, 64, 64)
-    seconds = {f"{call}_timeout_seconds": deadlines.get(call, 60.0) for call in ("start", "update", "request")}
+    seconds = {
+        f"{call}_timeout_seconds": deadlines.get(call, 60.0)
+        for call in ("start", "update", "request")
+    }
     adapter = TensorRTLLM(TensorRTLLMConfig())
     adapter.package = "json"  # type: ignore[misc]
-    return EngineProcess(adapter, arguments, EngineConfig(**seconds), tmp_path / "engine.log", 0, None)
+    return EngineProcess(
+        adapter, arguments, EngineConfig(**seconds), tmp_path / "engine.log", 0, None
+    )
 
 
 def made_below(folder: Path) -> Path:
@@ -71,7 +83,10 @@ def made():
 def test_a_folder_is_new_and_closed_to_others(made, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
     slurm = {"SLURM_JOB_ID": "12345678", "SLURM_RESTART_COUNT": "2"}
-    made += [private_folder(environment, rank) for environment, rank in ((slurm, 127), (slurm, 127), ({}, 5), ({}, 5))]
+    made += [
+        private_folder(environment, rank)
+        for environment, rank in ((slurm, 127), (slurm, 127), ({}, 5), ({}, 5))
+    ]
     assert len(set(made)) == 4
     assert [folder.name[:-8] for folder in made] == ["rrl-12345678.2-127-"] * 2 + ["rrl-5-"] * 2
     assert {folder.stat().st_mode & 0o777 for folder in made} == {0o700}
@@ -119,10 +134,21 @@ def test_the_launchers_variables_stay_outside():
     assert found["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert (found["PATH"], found["HF_HUB_OFFLINE"]) == ("/bin", "1")
     assert (found["PYTHONPATH"], found["TMPDIR"]) == ("/here", "/tmp/rrl-5-1")
-    gone = {"RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PMIX_RANK", "SLURM_PROCID", "RAY_ADDRESS"}
+    gone = {
+        "RANK",
+        "LOCAL_RANK",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "PMIX_RANK",
+        "SLURM_PROCID",
+        "RAY_ADDRESS",
+    }
     gone |= {"CUDA_DEVICE_MAX_CONNECTIONS", "REINFORCE_REWARD_TOKEN"}
     assert not gone & found.keys()
-    assert engine_environment(given, Path("/tmp/rrl-5-1"), None, "")["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert (
+        engine_environment(given, Path("/tmp/rrl-5-1"), None, "")["CUDA_VISIBLE_DEVICES"]
+        == "0,1,2,3"
+    )
 
 
 EXPANDABLE = "expandable_segments:True"
@@ -135,7 +161,10 @@ EXPANDABLE = "expandable_segments:True"
         (EXPANDABLE, None),
         (f" {EXPANDABLE} ,max_split_size_mb:512", "max_split_size_mb:512"),
         (f"roundup_power2_divisions:[256:1,512:2,>:8],{EXPANDABLE},max_split_size_mb:64", None),
-        ("expandable_segments:False,max_split_size_mb:512", "expandable_segments:False,max_split_size_mb:512"),
+        (
+            "expandable_segments:False,max_split_size_mb:512",
+            "expandable_segments:False,max_split_size_mb:512",
+        ),
         ("backend:native", "backend:native"),
         ("", None),
     ],
@@ -152,7 +181,9 @@ def test_what_is_left_out_of_the_allocators_options_is_logged(tmp_path, monkeypa
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"{EXPANDABLE},max_split_size_mb:512")
     with raises_error("generation.engine.not_started"):
         process_of(tmp_path).start()
-    (line,) = [record.getMessage() for record in caplog.records if "engine_variable" in record.getMessage()]
+    (line,) = [
+        record.getMessage() for record in caplog.records if "engine_variable" in record.getMessage()
+    ]
     assert "PYTORCH_CUDA_ALLOC_CONF" in line
     assert line.endswith("engine=max_split_size_mb:512")
 
@@ -163,7 +194,12 @@ def test_what_is_left_out_of_the_allocators_options_is_logged(tmp_path, monkeypa
         (VLLM, VLLMConfig(), {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}, "0-1"),
         (VLLM, VLLMConfig(), {"VLLM_NO_USAGE_STATS": "0"}, "0"),
         (VLLM, VLLMConfig(), {"VLLM_LOGGING_LEVEL": "DEBUG"}, "DEBUG"),
-        (VLLM, VLLMConfig(cpu_cache_gigabytes=3), {"VLLM_CPU_KVCACHE_SPACE": "40"}, "3"),  # has a key
+        (
+            VLLM,
+            VLLMConfig(cpu_cache_gigabytes=3),
+            {"VLLM_CPU_KVCACHE_SPACE": "40"},
+            "3",
+        ),  # has a key
         (VLLM, VLLMConfig(), {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}, "spawn"),  # would hang
         (VLLM, VLLMConfig(), {"VLLM_CPU_OMP_THREADS_BIND": ""}, "nobind"),
         (TensorRTLLM, TensorRTLLMConfig(), {"RAY_USAGE_STATS_ENABLED": "1"}, "1"),
@@ -188,7 +224,9 @@ def test_variables_of_an_engine_count_unless_a_key_or_correctness_says_otherwise
     with raises_error("test.not_started"):
         engine.start()
     assert environments[0][name] == expected
-    warnings = [record.getMessage() for record in caplog.records if "engine_variable" in record.getMessage()]
+    warnings = [
+        record.getMessage() for record in caplog.records if "engine_variable" in record.getMessage()
+    ]
     assert [f"variable={name}" in line for line in warnings] == [True] * (expected != value)
 
 
@@ -240,7 +278,9 @@ def test_an_environment_with_another_version_is_refused(tmp_path, monkeypatch):
     package.mkdir(parents=True)
     (package / "__init__.py").write_text('__version__ = "0.30.1+cpu"')
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{package.parent}:$PYTHONPATH" exec {sys.executable} "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH="{package.parent}:$PYTHONPATH" exec {sys.executable} "$@"\n'
+    )
     python.chmod(0o755)
     engine = vllm_of(tmp_path, python)
     values = ("vLLM", "vllm is 0.30.1", "expected 0.32", "; see its log")
@@ -264,7 +304,9 @@ def test_an_environment_without_the_package_or_without_python_is_refused(tmp_pat
 
 def test_nothing_of_the_current_folder_is_imported_to_look_for_the_package(tmp_path, monkeypatch):
     for name in ("contextlib", "types", "warnings"):
-        (tmp_path / f"{name}.py").write_text("import sys\nopen('ran', 'a').write(__name__)\nsys.exit(0)\n")
+        (tmp_path / f"{name}.py").write_text(
+            "import sys\nopen('ran', 'a').write(__name__)\nsys.exit(0)\n"
+        )
     monkeypatch.chdir(tmp_path)
     with raises_error("generation.package.missing", "package vllm"):
         vllm_of(tmp_path, sys.executable)
@@ -278,7 +320,10 @@ def test_nothing_of_the_current_folder_is_imported_to_look_for_the_package(tmp_p
             "ValueError: Free memory on device cuda:0 (27/80 GiB) on startup is less than desired",
             "lower tensorrt_llm.f",
         ),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB", "lower tensorrt_llm.f"),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB",
+            "lower tensorrt_llm.f",
+        ),
         ("ValueError: No available memory for the cache blocks.", "raise tensorrt_llm.f"),
         ("ValueError: 9 heads cannot be divided by 2", "see its log"),
     ],
@@ -318,7 +363,9 @@ def test_a_stopped_engine_does_not_hold_up_a_long_request(tmp_path, monkeypatch)
 
 def test_the_host_does_not_outlive_a_trainer_that_is_not_its_parent():
     done = subprocess.run(
-        [sys.executable, "-m", "reinforce_rl.generation.trtllm.host", "0", "1"], timeout=60, capture_output=True
+        [sys.executable, "-m", "reinforce_rl.generation.trtllm.host", "0", "1"],
+        timeout=60,
+        capture_output=True,
     )
     assert done.returncode == 1
 
@@ -350,11 +397,16 @@ def test_a_command_that_is_never_answered_fails_once_the_engines_processes_have_
 
 
 def rows_of(*sizes: tuple[str, int]) -> list[Row]:
-    return [Row(f"{parameter}.{i}", parameter, (size,), 1, None) for i, (parameter, size) in enumerate(sizes)]
+    return [
+        Row(f"{parameter}.{i}", parameter, (size,), 1, None)
+        for i, (parameter, size) in enumerate(sizes)
+    ]
 
 
 def test_buckets_are_full_but_keep_what_an_engine_fuses():
-    rows = rows_of(("a", 64), ("qkv", 64), ("qkv", 64), ("qkv", 64), ("b", 64), ("c", 640), ("d", 1))
+    rows = rows_of(
+        ("a", 64), ("qkv", 64), ("qkv", 64), ("qkv", 64), ("b", 64), ("c", 640), ("d", 1)
+    )
     planned = plan_buckets(rows, 256)
     assert [[row.megatron for row in bucket] for bucket in planned] == [
         ["a", "qkv", "qkv", "qkv"],
@@ -395,7 +447,9 @@ def test_the_place_of_the_device_among_the_arguments_of_torchs_handle():
         pytest.param(torch.float32, True, id="lora"),
     ],
 )
-def test_buckets_hold_the_exported_weights_and_share_one_bounded_buffer(dtype, lora, tmp_path, mesh, monkeypatch):
+def test_buckets_hold_the_exported_weights_and_share_one_bounded_buffer(
+    dtype, lora, tmp_path, mesh, monkeypatch
+):
     folder = tiny_llama_folder(tmp_path / "model")
     lm = lora_model(folder, mesh, EVERY, dtype) if lora else megatron_model(folder, mesh, dtype)
     values = MergedWeights(lm) if lora else None

@@ -52,7 +52,9 @@ class TestNoise:
     def test_the_tail_that_makes_a_token_win_is_there(self):
         """The largest of n draws is about log(n) + gamma; a coarse uniform would cap it."""
         largest = noise(2000, 1000).max(dim=1).values.double()
-        assert largest.mean() == pytest.approx(math.log(1000) + EULER_GAMMA, abs=5 * 1.2825 / math.sqrt(2000))
+        assert largest.mean() == pytest.approx(
+            math.log(1000) + EULER_GAMMA, abs=5 * 1.2825 / math.sqrt(2000)
+        )
         assert torch.isfinite(noise(2000, 1000)).all()
 
     @pytest.mark.parametrize("lag", [1, 2, 64])
@@ -64,7 +66,9 @@ class TestNoise:
 
     def test_is_finite_at_both_ends(self):
         """Of 2^31 steps the last 64 round up to 1 in float32: once in 3e7 draws, no token at all could be drawn."""
-        keys = torch.tensor([[-599296117, 0], [0, 0]], dtype=torch.int32)  # token 0 gets the last step and the first
+        keys = torch.tensor(
+            [[-599296117, 0], [0, 0]], dtype=torch.int32
+        )  # token 0 gets the last step and the first
         last, first = gumbel_noise(keys, 1)[:, 0].tolist()
         assert last == pytest.approx(-math.log(24 * math.log(2)), abs=1e-3)  # of 1 - 2^-24
         assert first == pytest.approx(32 * math.log(2), abs=1e-3)  # of 2^-32
@@ -73,12 +77,20 @@ class TestNoise:
         keys = keys_of(6, 3)
         together = gumbel_noise(keys.reshape(-1, 2), 50)
         for row in range(18):
-            assert torch.equal(gumbel_noise(keys.reshape(-1, 2)[row : row + 1], 50)[0], together[row])
-        assert torch.equal(gumbel_noise(keys.reshape(-1, 2), 20), together[:, :20])  # of the vocabulary neither
+            assert torch.equal(
+                gumbel_noise(keys.reshape(-1, 2)[row : row + 1], 50)[0], together[row]
+            )
+        assert torch.equal(
+            gumbel_noise(keys.reshape(-1, 2), 20), together[:, :20]
+        )  # of the vocabulary neither
 
     def test_does_not_touch_the_keys_or_any_generator(self):
         keys = keys_of(4)[:, 0]
-        before, state, numpy_state = keys.clone(), torch.get_rng_state(), np.random.get_state()[1].copy()
+        before, state, numpy_state = (
+            keys.clone(),
+            torch.get_rng_state(),
+            np.random.get_state()[1].copy(),
+        )
         gumbel_noise(keys, 10)
         assert torch.equal(keys, before)
         assert torch.equal(torch.get_rng_state(), state)
@@ -204,7 +216,9 @@ def test_banned_tokens_are_never_drawn():
     logits = LOGITS.clone()
     logits[LOGITS.argmax()] = float("-inf")
     for options in ({}, {"top_k": 11}, {"top_p": 0.99}, {"temperature": 10.0}):
-        tokens = drawn_from(logits.expand(3000, -1), keys_of(3000)[:, 0], SamplingParams(max_length=1, **options))
+        tokens = drawn_from(
+            logits.expand(3000, -1), keys_of(3000)[:, 0], SamplingParams(max_length=1, **options)
+        )
         assert int(LOGITS.argmax()) not in tokens.tolist()
 
 
@@ -229,7 +243,9 @@ def test_log_probs_are_those_of_the_temperature():
 
 def test_bits_are_mixed_on_a_gpu_as_on_a_cpu():
     """By half-words in place instead of a shift, a mask and an exclusive or."""
-    bits = torch.randint(-(2**31), 2**31, (3, 1001), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    bits = torch.randint(
+        -(2**31), 2**31, (3, 1001), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
+    )
     folded = bits.clone()
     _fold_halves(folded)
     _xor_shift(bits, torch.empty_like(bits), 16)

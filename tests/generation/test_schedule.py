@@ -9,7 +9,9 @@ import pytest
 from reinforce_rl.generation.native.schedule import Schedule
 
 
-def run(schedule: Schedule, lengths: list[int], num_samples: int, ends: list[int], max_length: int) -> list[int]:
+def run(
+    schedule: Schedule, lengths: list[int], num_samples: int, ends: list[int], max_length: int
+) -> list[int]:
     """Ends each sample after so many tokens; the samples in the order of their beginning."""
     begun: list[int] = []
     read: list[int] = []
@@ -21,12 +23,18 @@ def run(schedule: Schedule, lengths: list[int], num_samples: int, ends: list[int
         begun += [one.sample for one in schedule.running[before:]]
         assert len(schedule.running) <= schedule.rows
         places = {one.prompt: one.slot for one in schedule.running}
-        assert len(set(places.values())) == len(places) <= schedule.slots  # no prompt overwrites another's keys
+        assert (
+            len(set(places.values())) == len(places) <= schedule.slots
+        )  # no prompt overwrites another's keys
         assert all(0 <= slot < schedule.slots for slot in places.values())
         expected = [one.sample for one in schedule.running]
-        stopped = [row for row, one in enumerate(schedule.running) if one.written + 1 == ends[one.sample]]
+        stopped = [
+            row for row, one in enumerate(schedule.running) if one.written + 1 == ends[one.sample]
+        ]
         order = schedule.advance(stopped)
-        assert (order is None) == (not stopped and not any(w == max_length for w in _written(schedule)))
+        assert (order is None) == (
+            not stopped and not any(w == max_length for w in _written(schedule))
+        )
         if order is not None:
             assert [one.sample for one in schedule.running] == [expected[row] for row in order]
     assert sorted(read) == list(range(len(lengths)))  # each prompt once
@@ -41,10 +49,16 @@ def _written(schedule: Schedule) -> list[int]:
 @pytest.mark.parametrize("seed", range(5))
 def test_every_sample_is_decoded_once_within_the_bound(max_tokens, seed):
     draw = random.Random(seed)
-    lengths, num_samples, max_length = [draw.randint(1, 20) for _ in range(6)], draw.randint(1, 5), 10
+    lengths, num_samples, max_length = (
+        [draw.randint(1, 20) for _ in range(6)],
+        draw.randint(1, 5),
+        10,
+    )
     schedule = Schedule(lengths, num_samples, max_length, max_tokens)
     total = len(lengths) * num_samples
-    begun = run(schedule, lengths, num_samples, [draw.randint(1, 10) for _ in range(total)], max_length)
+    begun = run(
+        schedule, lengths, num_samples, [draw.randint(1, 10) for _ in range(total)], max_length
+    )
     assert sorted(begun) == list(range(total))
     held = schedule.rows * max_length + schedule.slots * max(lengths)
     if max_tokens is None or max_tokens == 10**6:
@@ -61,12 +75,18 @@ def test_one_that_ends_makes_room_at_once():
     assert schedule.admit() == [0]
     assert schedule.advance([0]) == [1]
     assert schedule.admit() == [1]
-    assert [(one.sample, one.slot, one.written) for one in schedule.running] == [(1, 0, 1), (2, 1, 0)]
+    assert [(one.sample, one.slot, one.written) for one in schedule.running] == [
+        (1, 0, 1),
+        (2, 1, 0),
+    ]
     assert schedule.longest == 1
     assert schedule.advance([]) is None
     assert schedule.advance([0]) == [1]
     assert schedule.admit() == []
-    assert [(one.sample, one.slot, one.written) for one in schedule.running] == [(2, 1, 2), (3, 1, 0)]
+    assert [(one.sample, one.slot, one.written) for one in schedule.running] == [
+        (2, 1, 2),
+        (3, 1, 0),
+    ]
 
 
 def test_the_last_rows_fill_the_gaps():

@@ -34,7 +34,9 @@ KINDS = {
     "two tokens": replace(PARAMS, max_length=2),
     "as many as a block": replace(PARAMS, max_length=9),
     "greedy": replace(PARAMS, use_greedy=True),
-    "rules": replace(PARAMS, min_length=3, repetition_penalty=1.3, temperature=0.8, top_k=20, top_p=0.9),
+    "rules": replace(
+        PARAMS, min_length=3, repetition_penalty=1.3, temperature=0.8, top_k=20, top_p=0.9
+    ),
     "end strings": replace(PARAMS, end_strings=("e", "th"), min_length=2),
 }
 
@@ -68,7 +70,9 @@ def test_shapes_are_few_and_the_host_looks_each_eighth_step(lm, folder, prompts,
     decode_statically(monkeypatch)
     shapes, looks = [], []
     look = StaticDecoding._look
-    monkeypatch.setattr(StaticDecoding, "_look", lambda self, steps: (looks.append(steps), look(self, steps))[1])
+    monkeypatch.setattr(
+        StaticDecoding, "_look", lambda self, steps: (looks.append(steps), look(self, steps))[1]
+    )
     handle = lm.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     try:
         found = NativeGenerator(lm, load_tokenizer(folder), use_graphs=False).generate(
@@ -77,8 +81,12 @@ def test_shapes_are_few_and_the_host_looks_each_eighth_step(lm, folder, prompts,
     finally:
         handle.remove()
     assert shapes[0] == (5, 11)
-    assert {rows for rows, _ in shapes[1:]} <= {1, 2, 4, 8, 16, 32} and {seq for _, seq in shapes[1:]} == {1}
-    assert set(looks[:-1]) == {8} and sum(looks) == len(shapes) - 1 <= int(found.lengths.max()) - 1 + 7
+    assert {rows for rows, _ in shapes[1:]} <= {1, 2, 4, 8, 16, 32} and {
+        seq for _, seq in shapes[1:]
+    } == {1}
+    assert (
+        set(looks[:-1]) == {8} and sum(looks) == len(shapes) - 1 <= int(found.lengths.max()) - 1 + 7
+    )
     assert len({rows for rows, _ in shapes[1:]}) > 1  # rows that ended are left out after a while
 
 
@@ -86,7 +94,9 @@ def test_shapes_are_few_and_the_host_looks_each_eighth_step(lm, folder, prompts,
 def test_graphs_give_the_same_samples(kind, lm, folder, prompts, monkeypatch):
     """Steps recorded once for a number of rows and run again on the same memory."""
     params = replace(KINDS[kind], max_length=48)
-    expected = NativeGenerator(lm, load_tokenizer(folder), use_graphs=False).generate(prompts, 4, params, seed=3)
+    expected = NativeGenerator(lm, load_tokenizer(folder), use_graphs=False).generate(
+        prompts, 4, params, seed=3
+    )
     decode_statically(monkeypatch)
     recorded = stand_in()
     monkeypatch.setattr(generator, "cuda", recorded)
@@ -110,7 +120,9 @@ def test_a_capture_that_waits_for_the_device_fails(lm, folder, prompts, monkeypa
     recorded = stand_in()
     monkeypatch.setattr(generator, "cuda", recorded)
     draw = StaticDecoding._draw
-    monkeypatch.setattr(StaticDecoding, "_draw", lambda self, *args: (args[2].max().item(), draw(self, *args))[1])
+    monkeypatch.setattr(
+        StaticDecoding, "_draw", lambda self, *args: (args[2].max().item(), draw(self, *args))[1]
+    )
     engine = NativeGenerator(lm, load_tokenizer(folder))
     with pytest.raises(RuntimeError, match="capturing: _local_scalar_dense"):
         engine.generate(prompts, 4, PARAMS, seed=3)
@@ -121,7 +133,14 @@ def test_a_capture_that_waits_for_the_device_fails(lm, folder, prompts, monkeypa
 def test_two_ranks(tp, pp, folder, tmp_path):
     """Two stages at a time with a group of rows each, and two ranks that share each weight."""
     folder = tiny_llama_folder(tmp_path / "model", vocab_size=63, logit_scale=2.0, layers=4)
-    run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/static_stages.py", 2, folder, tp, pp, timeout=150)
+    run_ranks(
+        Path(__file__).parents[1] / "helpers/rank_scripts/static_stages.py",
+        2,
+        folder,
+        tp,
+        pp,
+        timeout=150,
+    )
 
 
 @pytest.mark.parametrize("use_graphs", [False, True])
@@ -140,7 +159,9 @@ def test_the_cache_is_freed_at_once(use_graphs, lm, folder, prompts, monkeypatch
     gc.collect()
     gc.disable()
     try:
-        NativeGenerator(lm, load_tokenizer(folder), use_graphs=use_graphs).generate(prompts, 2, PARAMS, seed=0)
+        NativeGenerator(lm, load_tokenizer(folder), use_graphs=use_graphs).generate(
+            prompts, 2, PARAMS, seed=0
+        )
         assert isinstance(caches[0], weakref.ref) and caches[0]() is None
     finally:
         gc.enable()
@@ -149,7 +170,9 @@ def test_the_cache_is_freed_at_once(use_graphs, lm, folder, prompts, monkeypatch
 def test_padded_rows():
     found = {rows: padded_rows(rows) for rows in range(1, 200)}
     assert set(found.values()) == {1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224}
-    assert all(rows <= padded < 2 * rows + 1 and padded - rows < 32 for rows, padded in found.items())
+    assert all(
+        rows <= padded < 2 * rows + 1 and padded - rows < 32 for rows, padded in found.items()
+    )
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,10 @@ from reinforce_rl.megatron.model.model import CausalLM
 from reinforce_rl.trainer.build import build_generator
 
 ENGINE = ("generation=tensorrt_llm", "engine.weight_bucket_megabytes=1")
-OF_RUNS = ("trainer.reinforce.val_check_interval=2", "trainer.reinforce.initial_policy_kl_penalty=0")
+OF_RUNS = (
+    "trainer.reinforce.val_check_interval=2",
+    "trainer.reinforce.initial_policy_kl_penalty=0",
+)
 PROMPTS = [Prompt(7, "tea", (6, 7, 8)), Prompt(9, "to", (6, 9))]
 PARAMS = SamplingParams(max_length=5, stop_token_ids=(2, 5))
 
@@ -73,7 +76,9 @@ def runs(tmp_path_factory, mesh):
     """A folder for runs of one model, with that of the native engine in it."""
     folder = tmp_path_factory.mktemp("runs")
     model = folder / "model"
-    tiny_llama_folder(model, vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16, tied=False)
+    tiny_llama_folder(
+        model, vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16, tied=False
+    )
     for name in ("native", "tp1", "dies", "tp2", "pp2", "cp2"):
         (folder / name).mkdir()
         (folder / name / "model").symlink_to(model)
@@ -96,11 +101,18 @@ class TestRun:
 
         given = folder / name / "engine"
         names = json.loads((given / "names_0.json").read_text())
-        assert names == list(dict.fromkeys(names)) and set(names) == HFFolder(folder / "model")._entries.keys()
-        first, last = (
-            load_file(given / f"weights_{i}.safetensors") for i in (0, len(list(given.glob("names_*"))) - 1)
+        assert (
+            names == list(dict.fromkeys(names))
+            and set(names) == HFFolder(folder / "model")._entries.keys()
         )
-        start, end = (load_file(path / "model.safetensors") for path in (folder / "model", folder / name / "exported"))
+        first, last = (
+            load_file(given / f"weights_{i}.safetensors")
+            for i in (0, len(list(given.glob("names_*"))) - 1)
+        )
+        start, end = (
+            load_file(path / "model.safetensors")
+            for path in (folder / "model", folder / name / "exported")
+        )
         for received, held in ((first, start), (last, end)):
             assert received.keys() == held.keys()
             assert all(torch.equal(received[key], held[key]) for key in held)
@@ -114,7 +126,9 @@ class TestRun:
         assert "BaseLLM.shutdown" in calls
 
     @pytest.mark.slow
-    def test_an_engine_that_dies_is_started_anew_with_the_present_weights(self, runs, mesh, fake_engine):
+    def test_an_engine_that_dies_is_started_anew_with_the_present_weights(
+        self, runs, mesh, fake_engine
+    ):
         """After the first step, whose validation and prompts were 3 + 16 requests."""
         calls = self.run(runs, "dies", mesh, fake_engine, fault="die", after=25)
         assert calls.count("AsyncLLM.setup_async") == 2
@@ -123,7 +137,12 @@ class TestRun:
     @pytest.mark.timeout(900)
     def test_on_two_ranks(self, runs):
         """TP=2, whose engine has a worker on each device; PP=2 and CP=2, whose engines have neither."""
-        run_ranks(Path(__file__).parents[1] / "helpers" / "rank_scripts" / "engine_layouts.py", 2, runs, timeout=600)
+        run_ranks(
+            Path(__file__).parents[1] / "helpers" / "rank_scripts" / "engine_layouts.py",
+            2,
+            runs,
+            timeout=600,
+        )
         for name in ("tp2", "pp2", "cp2"):
             self.check(runs, name)
 
@@ -161,7 +180,9 @@ class TestContract:
         for _ in range(2):
             draw(engine)
         engine.close()
-        recorded = json.loads(Path(__file__).with_name("tensorrt_llm_signatures.json").read_text())["signatures"]
+        recorded = json.loads(Path(__file__).with_name("tensorrt_llm_signatures.json").read_text())[
+            "signatures"
+        ]
         # Reached through others: collective_rpc and the engine's own await.
         behind = {
             "RayGPUWorker.sleep",
@@ -196,7 +217,9 @@ class TestStart:
         return json.loads((given / "arguments.json").read_text())
 
     @pytest.mark.parametrize("version", ["1.2", "1.3"])
-    def test_graphs_cache_and_scheduler_are_for_the_whole_batch(self, tmp_path, mesh, fake_engine, version):
+    def test_graphs_cache_and_scheduler_are_for_the_whole_batch(
+        self, tmp_path, mesh, fake_engine, version
+    ):
         found = self.arguments_of(tmp_path, mesh, fake_engine, version, "engine.max_batch_size=48")
         # Of sizes that are not padded there would be 1 to 31, 32, 64 and 128 (llm_args.py, CudaGraphConfig).
         assert found["cuda_graph_config"] == {"enable_padding": "True", "max_batch_size": "48"}
@@ -251,22 +274,44 @@ class TestSamples:
         engine.close()
 
     def test_what_a_request_asks_for(self):
-        params = SamplingParams(max_length=5, temperature=0.7, top_k=4, top_p=0.9, stop_token_ids=(2, 5))
+        params = SamplingParams(
+            max_length=5, temperature=0.7, top_k=4, top_p=0.9, stop_token_ids=(2, 5)
+        )
         found = requests_of(PROMPTS, 2, params, 3, pad_id=1)
-        assert [request.tokens for request in found] == [PROMPTS[0].tokens] * 2 + [PROMPTS[1].tokens] * 2
+        assert [request.tokens for request in found] == [PROMPTS[0].tokens] * 2 + [
+            PROMPTS[1].tokens
+        ] * 2
         assert len({request.sampling.seed for request in found}) == 4
         asked = found[0].sampling
-        assert (asked.temperature, asked.top_k, asked.top_p, asked.repetition_penalty) == (0.7, 4, 0.9, None)
+        assert (asked.temperature, asked.top_k, asked.top_p, asked.repetition_penalty) == (
+            0.7,
+            4,
+            0.9,
+            None,
+        )
         assert (asked.max_tokens, asked.stop_token_ids, asked.pad_id) == (5, [2, 5], 1)
-        greedy = requests_of(PROMPTS, 1, replace(params, use_greedy=True, repetition_penalty=1.5), 3, pad_id=1)
+        greedy = requests_of(
+            PROMPTS, 1, replace(params, use_greedy=True, repetition_penalty=1.5), 3, pad_id=1
+        )
         asked = greedy[0].sampling
-        assert (asked.temperature, asked.top_k, asked.top_p, asked.repetition_penalty) == (None, None, None, 1.5)
+        assert (asked.temperature, asked.top_k, asked.top_p, asked.repetition_penalty) == (
+            None,
+            None,
+            None,
+            1.5,
+        )
 
     def test_an_end_string_cuts_wherever_its_text_appears(self, engine):
         tokens = (6, 7, 8, 9)
         text = engine._tokenizer.decode([6, 7, 8])
-        found = engine._cut_at_end_string(Answer(tokens, (-1.0, -2.0, -3.0, -4.0)), ("nowhere", text[1:]))
-        assert (found.tokens, found.log_probs, found.stopped) == ((6, 7, 8), (-1.0, -2.0, -3.0), True)
+        found = engine._cut_at_end_string(
+            Answer(tokens, (-1.0, -2.0, -3.0, -4.0)), ("nowhere", text[1:])
+        )
+        assert (found.tokens, found.log_probs, found.stopped) == (
+            (6, 7, 8),
+            (-1.0, -2.0, -3.0),
+            True,
+        )
         assert engine._cut_at_end_string(Answer(tokens), ("nowhere",)) == Answer(tokens)
 
     def test_an_end_string_cuts_beside_an_id_that_the_tokenizer_lacks(self, engine, tmp_path):
@@ -286,7 +331,10 @@ class TestSamples:
         assert found.tokens.tolist() == [[5, 6], [0, 0]]
         assert found.lengths.tolist() == [2, 0]
         assert found.finish_reasons == (FINISH_STOP, FINISH_LENGTH)
-        assert found.log_probs is not None and found.log_probs.tolist() == [[-1.0, -2.0], [0.0, 0.0]]
+        assert found.log_probs is not None and found.log_probs.tolist() == [
+            [-1.0, -2.0],
+            [0.0, 0.0],
+        ]
         assert engine._completions(answers, PARAMS).log_probs is None
 
 
@@ -327,7 +375,9 @@ class TestFaults:
         engine.close()
         assert calls_of(given).count("AsyncLLM.setup_async") == 2
 
-    def test_a_signal_to_every_process_of_the_job_does_not_end_the_engine(self, tmp_path, mesh, fake_engine):
+    def test_a_signal_to_every_process_of_the_job_does_not_end_the_engine(
+        self, tmp_path, mesh, fake_engine
+    ):
         given = fake_engine(model="scripted")
         engine = generator_of(tmp_path, mesh)
         expected = draw(engine)
@@ -433,7 +483,11 @@ class TestConfiguration:
 
     def test_another_temperature_is_refused_where_log_probs_are_corrected(self, tmp_path):
         corrected = "trainer.reinforce.generator_correction=token"
-        overrides = [*tiny_overrides(tmp_path), *ENGINE, "model.reinforce.sampling_params.temperature=0.7"]
+        overrides = [
+            *tiny_overrides(tmp_path),
+            *ENGINE,
+            "model.reinforce.sampling_params.temperature=0.7",
+        ]
         values = ("generator_correction is 'token'", "sampling_params.temperature is 0.7", 1.0)
         with raises_error("config.temperature.conflicts_with_generator_correction", *values):
             load_config(compose(*overrides, corrected))

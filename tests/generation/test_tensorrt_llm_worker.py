@@ -15,7 +15,13 @@ from helpers.models import tiny_llama_folder
 from safetensors.torch import load_file
 from torch import Tensor
 
-from reinforce_rl.generation.engine.buckets import bit_sum, describe, join_offers, make_buffer, shared_buffer
+from reinforce_rl.generation.engine.buckets import (
+    bit_sum,
+    describe,
+    join_offers,
+    make_buffer,
+    shared_buffer,
+)
 from reinforce_rl.generation.trtllm import worker as of_worker
 from reinforce_rl.generation.trtllm.host import check_held
 from reinforce_rl.generation.trtllm.worker import fused_name
@@ -32,7 +38,10 @@ def workers_of(monkeypatch):
 
     def make(folder: Path, count: int, dtype: str = "float32") -> list[Any]:
         fake = importlib.import_module("tensorrt_llm.worker")
-        return [fake.worker_of(EXTENSION, folder, dtype, rank, count, lambda _: None) for rank in range(count)]
+        return [
+            fake.worker_of(EXTENSION, folder, dtype, rank, count, lambda _: None)
+            for rank in range(count)
+        ]
 
     yield make
     for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
@@ -49,7 +58,10 @@ def bucket_of(tensors: dict[str, Tensor], count: int) -> tuple[Any, dict[str, An
         views[name] = buffer[start : start + tensor.numel()].view(tensor.shape)
         views[name].copy_(tensor)
         start += tensor.numel()
-    return buffer, {**describe(buffer, views), "places": {f"cpu:{rank}": path for rank in range(count)}}
+    return buffer, {
+        **describe(buffer, views),
+        "places": {f"cpu:{rank}": path for rank in range(count)},
+    }
 
 
 def update(workers: list[Any], tensors: dict[str, Tensor]) -> list[Any]:
@@ -72,7 +84,9 @@ def test_what_came_is_held_on_any_number_of_workers(tmp_path, workers_of, tied, 
     workers = workers_of(folder, count)
     tensors = load_file(folder / "model.safetensors")
     for scale in (1.0, 0.5):
-        check_held(update(workers, {name: scale * tensor for name, tensor in tensors.items()}), groups)
+        check_held(
+            update(workers, {name: scale * tensor for name, tensor in tensors.items()}), groups
+        )
 
 
 def test_sums_are_of_the_dtype_in_which_the_engine_computes(tmp_path, workers_of):
@@ -88,7 +102,9 @@ def fault_of(workers: list[Any], tensors: dict[str, Tensor]) -> str:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_tensor_that_is_not_sent_leaves_its_module_as_it_was_and_is_named(tmp_path, workers_of, count):
+def test_a_tensor_that_is_not_sent_leaves_its_module_as_it_was_and_is_named(
+    tmp_path, workers_of, count
+):
     folder = tiny_llama_folder(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     del tensors[DOWN]
@@ -136,7 +152,9 @@ def test_a_worker_that_leaves_a_module_alone_is_found(tmp_path, workers_of):
     workers = workers_of(folder, 1)
     tensors = load_file(folder / "model.safetensors")
     check_held(update(workers, tensors), 2)
-    workers[0].engine.model_engine.model.model.layers[1].mlp.gate_up_proj.load = lambda weights: None
+    workers[0].engine.model_engine.model.model.layers[1].mlp.gate_up_proj.load = lambda weights: (
+        None
+    )
     fault = fault_of(workers, {name: 2 * tensor for name, tensor in tensors.items()})
     assert "old or wrong: model.layers.1.mlp.gate_up_proj.weight" in fault
 

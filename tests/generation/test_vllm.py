@@ -124,7 +124,9 @@ class Killer:
 
     def __init__(self, monkeypatch, generator: EngineGenerator, names: Sequence[str]):
         self._generator, self._sleeps = generator, 0
-        self._plan = list(zip([(0, "update_weights"), (1, "generate"), (2, "asleep")], names, strict=True))
+        self._plan = list(
+            zip([(0, "update_weights"), (1, "generate"), (2, "asleep")], names, strict=True)
+        )
         self.seen: set[psutil.Process] = set()
         call = process.EngineProcess.call
 
@@ -162,13 +164,21 @@ class Killer:
     "names",
     [
         pytest.param(("EngineCore", "Worker", "host"), id="EngineCore-Worker-host"),
-        pytest.param(("Worker", "EngineCore", "Worker"), id="Worker-EngineCore-Worker", marks=pytest.mark.slow),
+        pytest.param(
+            ("Worker", "EngineCore", "Worker"),
+            id="Worker-EngineCore-Worker",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_a_killed_engine_is_started_anew_with_the_present_weights(tmp_path, mesh, undisturbed, monkeypatch, names):
+def test_a_killed_engine_is_started_anew_with_the_present_weights(
+    tmp_path, mesh, undisturbed, monkeypatch, names
+):
     """See test_engines.py for a host that is killed while it works."""
     folder, killers = beside(tmp_path / "run", undisturbed / "model"), []
-    found = train(folder, mesh, watch=lambda generator: killers.append(Killer(monkeypatch, generator, names)))
+    found = train(
+        folder, mesh, watch=lambda generator: killers.append(Killer(monkeypatch, generator, names))
+    )
     assert killers[0].has_struck_thrice
     for line, other in zip(found, metrics_of(undisturbed), strict=True):
         assert without_times(line) == without_times(other)
@@ -218,9 +228,16 @@ class TestHung:
     @pytest.mark.parametrize(
         ("name", "command", "reason"),
         [
-            pytest.param("host", "generate", "no answer to generate within", marks=pytest.mark.slow),
+            pytest.param(
+                "host", "generate", "no answer to generate within", marks=pytest.mark.slow
+            ),
             ("Worker", "generate", "the engine lost all 8 requests: no answer within 20 s"),
-            pytest.param("Worker", "update_weights", "no answer to update_weights within", marks=pytest.mark.slow),
+            pytest.param(
+                "Worker",
+                "update_weights",
+                "no answer to update_weights within",
+                marks=pytest.mark.slow,
+            ),
         ],
     )
     def test_it_is_started_anew(self, engine, caplog, name, command, reason):
@@ -249,7 +266,9 @@ class TestHung:
         wait_for_the_end(stopped.values())
 
 
-def test_without_memory_for_its_cache_the_run_saves_and_says_what_to_lower(tmp_path, mesh, undisturbed):
+def test_without_memory_for_its_cache_the_run_saves_and_says_what_to_lower(
+    tmp_path, mesh, undisturbed
+):
     """After a step that went well."""
     folder = beside(tmp_path / "run", undisturbed / "model")
     config = tiny_config(folder, *OF_RUNS, *vllm_overrides(), "trainer.reinforce.save_interval=100")
@@ -290,11 +309,17 @@ class TestLayouts:
         for name in names:
             check_log_probs(tmp_path / name)
             for step in (1, 2, 3):
-                rows, others = (by_sample(folder, step) for folder in (tmp_path / name, undisturbed))
+                rows, others = (
+                    by_sample(folder, step) for folder in (tmp_path / name, undisturbed)
+                )
                 assert rows == others, name
-            for line, other in zip(metrics_of(tmp_path / name), metrics_of(undisturbed), strict=True):
+            for line, other in zip(
+                metrics_of(tmp_path / name), metrics_of(undisturbed), strict=True
+            ):
                 assert largest_difference(however_cut(line), however_cut(other)) < 1e-4, name
 
 
 def by_sample(folder: Path, step: int) -> dict[Any, str]:
-    return {(row["prompt_id"], row["sample_id"]): row["response"] for row in rollouts_of(folder, step)}
+    return {
+        (row["prompt_id"], row["sample_id"]): row["response"] for row in rollouts_of(folder, step)
+    }

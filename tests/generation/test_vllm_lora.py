@@ -26,9 +26,13 @@ from reinforce_rl.trainer.build import build_generator
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
-def engine_of(folder, mesh, settings: LoraSettings, *overrides: str) -> tuple[CausalLM, EngineGenerator]:
+def engine_of(
+    folder, mesh, settings: LoraSettings, *overrides: str
+) -> tuple[CausalLM, EngineGenerator]:
     """The vocabulary is no multiple of vLLM's padding."""
-    model = tiny_llama_folder(folder / "model", vocab_size=61, layers=2, max_positions=16, logit_scale=2.0, **SHAPE)
+    model = tiny_llama_folder(
+        folder / "model", vocab_size=61, layers=2, max_positions=16, logit_scale=2.0, **SHAPE
+    )
     config = load_config(compose(*tiny_overrides(folder), *vllm_overrides(), *overrides))
     lm = CausalLM(Architecture.from_folder(model), mesh, torch.float32)
     load_hf_weights(lm, HFFolder(model))
@@ -57,7 +61,9 @@ def change_updates(lm: CausalLM, seed: int) -> None:
 def test_samples_are_of_the_present_updates(tmp_path, mesh, monkeypatch, settings, workers, alone):
     sent = []
     send = of_engine.send_weights
-    monkeypatch.setattr(of_engine, "send_weights", lambda *args, **options: (sent.append(1), send(*args, **options)))
+    monkeypatch.setattr(
+        of_engine, "send_weights", lambda *args, **options: (sent.append(1), send(*args, **options))
+    )
     lm, generator = engine_of(tmp_path, mesh, settings, f"vllm.load_adapters={alone}")
     generator._arguments = replace(generator._arguments, tensor_parallel_size=workers)
     found = []
@@ -74,7 +80,9 @@ def test_an_update_that_is_not_what_was_sent_ends_the_run_by_name(tmp_path, mesh
     write = of_engine.write_adapter
 
     def wrong(tensors, *rest):
-        name = next(name for name in tensors if name.endswith("layers.1.self_attn.v_proj.lora_B.weight"))
+        name = next(
+            name for name in tensors if name.endswith("layers.1.self_attn.v_proj.lora_B.weight")
+        )
         write({**tensors, name: tensors[name] + 1e-3}, *rest)
 
     monkeypatch.setattr(of_engine, "write_adapter", wrong)

@@ -23,7 +23,9 @@ from reinforce_rl.data.batches import Prompt
 @pytest.mark.timeout(900)  # it may have to make vLLM's environment
 def test_log_probs_are_the_trainers_before_and_after_an_update(tmp_path, mesh):
     vllm_model(tmp_path)
-    lm, generator = engine_generator(tmp_path, mesh, "engine.max_batch_size=8", "engine.max_num_tokens=16")
+    lm, generator = engine_generator(
+        tmp_path, mesh, "engine.max_batch_size=8", "engine.max_num_tokens=16"
+    )
     before = draw(generator)
     assert log_prob_gap(lm, before) < TOLERANCE
     change_weights(lm)

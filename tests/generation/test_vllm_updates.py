@@ -16,7 +16,14 @@ from helpers.models import tiny_llama_folder
 from helpers.policies import random_tokens
 from helpers.ranks import run_ranks
 from helpers.tiny_run import compose, tiny_overrides
-from helpers.vllm_engine import PROMPTS, SHAPE, TOLERANCE, change_weights, processes_of, vllm_overrides
+from helpers.vllm_engine import (
+    PROMPTS,
+    SHAPE,
+    TOLERANCE,
+    change_weights,
+    processes_of,
+    vllm_overrides,
+)
 from helpers.watched_vllm import watched
 from helpers.weight_updates import Action, PlannedUpdates, Versions
 
@@ -81,15 +88,21 @@ class Engine:
         with self.generator.awake():
             self.call("set_pace", pace)
             found = self.generator.go_on(responses, params, updates)
-        assert [(one.prompt, one.key) for one in found] == [(one.prompt, one.key) for one in responses]
+        assert [(one.prompt, one.key) for one in found] == [
+            (one.prompt, one.key) for one in responses
+        ]
         for one in found:
             assert len(one.log_probs) == len(one.versions) == len(one.tokens)
             assert list(one.versions) == sorted(one.versions)
         return found
 
-    def gaps(self, version: int, responses: list[PartialResponse], weights: int | None = None) -> list[float]:
+    def gaps(
+        self, version: int, responses: list[PartialResponse], weights: int | None = None
+    ) -> list[float]:
         """Return those of the tokens of this version, under its weights or those of another."""
-        found = self.versions.gaps(version if weights is None else weights, responses, PARAMS.temperature)
+        found = self.versions.gaps(
+            version if weights is None else weights, responses, PARAMS.temperature
+        )
         of = [one.versions for one in responses]
         pairs = zip(itertools.chain(*found), itertools.chain(*of), strict=True)
         return [gap for gap, drawn in pairs if drawn == version]
@@ -98,7 +111,9 @@ class Engine:
 @pytest.fixture(scope="module", params=["whole", "lora"])
 def made(request, tmp_path_factory, mesh) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp(request.param)
-    model = tiny_llama_folder(folder / "model", vocab_size=32, layers=2, max_positions=512, logit_scale=2.0, **SHAPE)
+    model = tiny_llama_folder(
+        folder / "model", vocab_size=32, layers=2, max_positions=512, logit_scale=2.0, **SHAPE
+    )
     overrides = ["model.encoder_seq_length=512", f"engine.max_batch_size={AT_ONCE}"]
     config = load_config(compose(*tiny_overrides(folder), *vllm_overrides(), *overrides))
     lm = CausalLM(Architecture.from_folder(model), mesh, torch.float32)
@@ -117,7 +132,12 @@ def made(request, tmp_path_factory, mesh) -> Iterator[Engine]:
 
     versions = Versions(lm)
     versions.keep(0)
-    yield Engine(lm, generator, versions, change_updates if request.param == "lora" else lambda: change_weights(lm))
+    yield Engine(
+        lm,
+        generator,
+        versions,
+        change_updates if request.param == "lora" else lambda: change_weights(lm),
+    )
     generator.close()
 
 
@@ -151,7 +171,9 @@ def test_weights_that_change_within_responses(engine, monkeypatch):
     assert all(list(one.versions) == sorted(one.versions) for one in found)
     across, new = ([one for one in found if (one.versions[0] == version)] for version in (0, 1))
     assert (len(across), len(new)) == (AT_ONCE, 2)
-    assert all(set(one.versions) == {0, 1} for one in across) and all(set(one.versions) == {1} for one in new)
+    assert all(set(one.versions) == {0, 1} for one in across) and all(
+        set(one.versions) == {1} for one in new
+    )
 
     assert max(engine.gaps(0, across)) < TOLERANCE
     assert max(engine.gaps(1, across, weights=0)) > 10 * TOLERANCE, "the weights did not change"
@@ -191,12 +213,18 @@ def test_a_greedy_response_in_parts_is_that_in_one(engine):
         assert len(set(one.tokens[:8])) > 4, "the penalty changes nothing"
     parts, lengths = unbegun(PROMPTS, 1, 3), []
     for _ in range(2):
-        parts = engine.go_on(parts, PlannedUpdates("go on", engine.once_drawing("stop", 2)), params, pace=SLOW)
+        parts = engine.go_on(
+            parts, PlannedUpdates("go on", engine.once_drawing("stop", 2)), params, pace=SLOW
+        )
         lengths.append([len(one.tokens) for one in parts])
     assert all(0 < first < second for first, second in zip(*lengths, strict=True))
     found = engine.go_on(parts, PlannedUpdates(), params)
     for one, other in zip(found, whole, strict=True):
-        assert (one.tokens, one.versions, one.finish_reason) == (other.tokens, other.versions, other.finish_reason)
+        assert (one.tokens, one.versions, one.finish_reason) == (
+            other.tokens,
+            other.versions,
+            other.finish_reason,
+        )
         assert one.log_probs == pytest.approx(other.log_probs, abs=TOLERANCE)
 
 
@@ -210,7 +238,9 @@ def test_a_greedy_response_in_parts_is_that_in_one(engine):
     ],
     indirect=["made"],
 )
-def test_killed_in_the_middle_it_begins_again_with_the_present_weights(engine, monkeypatch, caplog, name, command):
+def test_killed_in_the_middle_it_begins_again_with_the_present_weights(
+    engine, monkeypatch, caplog, name, command
+):
     """In the first such command from the pause on."""
     call, seen = process.EngineProcess.call, []
 
@@ -232,7 +262,9 @@ def test_killed_in_the_middle_it_begins_again_with_the_present_weights(engine, m
 
 
 def test_two_ranks_that_share_matrices_are_told_alike(tmp_path):
-    tiny_llama_folder(tmp_path / "model", vocab_size=32, layers=2, max_positions=128, logit_scale=2.0, **SHAPE)
+    tiny_llama_folder(
+        tmp_path / "model", vocab_size=32, layers=2, max_positions=128, logit_scale=2.0, **SHAPE
+    )
     run_ranks(RANKS, 2, tmp_path, timeout=500)
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
     assert first == second
@@ -241,4 +273,7 @@ def test_two_ranks_that_share_matrices_are_told_alike(tmp_path):
     assert all(set(one["versions"]) == {0, 1} for one in first["found"])
     for one, before in zip(first["found"], first["partial"], strict=True):
         count = len(before["tokens"])
-        assert one["tokens"][:count] == before["tokens"] and one["versions"][:count] == before["versions"]
+        assert (
+            one["tokens"][:count] == before["tokens"]
+            and one["versions"][:count] == before["versions"]
+        )

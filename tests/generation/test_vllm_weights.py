@@ -73,9 +73,20 @@ FAMILIES = [
 @pytest.mark.parametrize(("family", "tied", "dtype"), FAMILIES)
 def test_log_probs_are_those_of_transformers(tmp_path, mesh, family, tied, dtype):
     """Before an update and after it, with weights in many buckets, by names that transformers reads."""
-    keys: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 61}
+    keys: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 61,
+    }
     # A window is none in transformers' default for Mistral alone.
-    keys |= {"sliding_window": None} if family == "mistral" else {"head_dim": 64} if family == "qwen3" else {}
+    keys |= (
+        {"sliding_window": None}
+        if family == "mistral"
+        else {"head_dim": 64}
+        if family == "qwen3"
+        else {}
+    )
     folder = tiny_family_folder(tmp_path / "model", family, tie_word_embeddings=tied, **keys)
     precision = "bf16" if dtype == torch.bfloat16 else "32"
     lm, generator = engine_generator(tmp_path, mesh, f"trainer.precision={precision}", dtype=dtype)
@@ -85,7 +96,10 @@ def test_log_probs_are_those_of_transformers(tmp_path, mesh, family, tied, dtype
         exported = export_hf_folder(lm, folder, tmp_path / f"exported_{update}")
         assert gap_to_transformers(exported, found) < (TOLERANCE if dtype == torch.float32 else 0.1)
         change_weights(lm)
-    assert gap_to_transformers(exported, found) < gap_to_transformers(tmp_path / "exported_0", found) / 2
+    assert (
+        gap_to_transformers(exported, found)
+        < gap_to_transformers(tmp_path / "exported_0", found) / 2
+    )
     generator.close()
 
 
@@ -95,7 +109,9 @@ def gap_to_transformers(folder: Path, found) -> float:
         [*PROMPTS[row // NUM_SAMPLES].tokens, *found.tokens[row, :length].tolist()]
         for row, length in enumerate(found.lengths.tolist())
     ]
-    sequences = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    sequences = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(row) for row in rows], batch_first=True
+    )
     prompts = torch.tensor([len(prompt.tokens) for prompt in PROMPTS for _ in range(NUM_SAMPLES)])
     width = found.tokens.shape[1]
     with torch.no_grad():

@@ -63,7 +63,9 @@ class TestChecksum:
     def test_any_bit_counts(self, size, data):
         tensor = random_tensor(size)
         changed = tensor.clone()
-        changed.view(torch.int32)[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 30))
+        changed.view(torch.int32)[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(
+            st.integers(0, 30)
+        )
         assert checksum(changed) != checksum(tensor)
 
     @given(st.sampled_from(SIZES[1:]), st.data())
@@ -109,7 +111,10 @@ class TestBuckets:
         expected = {name: view.clone() for name, view in sent.views.items()}
         sent.buffer.zero_()  # as the next bucket would
         assert list(found) == list(NAMES)
-        assert all(found[name].dtype == dtype and torch.equal(found[name], expected[name]) for name in NAMES)
+        assert all(
+            found[name].dtype == dtype and torch.equal(found[name], expected[name])
+            for name in NAMES
+        )
 
     def test_another_process_reads_them(self):
         sent = Sent()
@@ -125,9 +130,13 @@ class TestBuckets:
             timeout=60,
             cwd=PACKAGE_PARENT,
         )
-        assert json.loads(done.stdout) == [[name, view.tolist()] for name, view in sent.views.items()], done.stderr
+        assert json.loads(done.stdout) == [
+            [name, view.tolist()] for name, view in sent.views.items()
+        ], done.stderr
 
-    @pytest.mark.parametrize(("name", "place"), [("a.weight", 14), ("b.weight", 64), ("c.bias", 130)])
+    @pytest.mark.parametrize(
+        ("name", "place"), [("a.weight", 14), ("b.weight", 64), ("c.bias", 130)]
+    )
     def test_a_changed_tensor_is_named(self, name, place):
         sent = Sent()
         sent.buffer[place] += 1e-7

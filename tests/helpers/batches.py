@@ -96,7 +96,9 @@ def actor_of(
         tokens_per_micro_batch=tokens_per_micro_batch,
         shared_prefix=mesh.cp_size == 1 if shared_prefix is None else shared_prefix,
     )
-    return MegatronGPTReinforceActorModel(lm, tokenizer, NativeGenerator(lm, tokenizer), settings, **options)
+    return MegatronGPTReinforceActorModel(
+        lm, tokenizer, NativeGenerator(lm, tokenizer), settings, **options
+    )
 
 
 def gradient_of(actor: MegatronGPTReinforceActorModel) -> Tensor:
@@ -106,7 +108,9 @@ def gradient_of(actor: MegatronGPTReinforceActorModel) -> Tensor:
     """
     gradients = {name: parameter.main_grad for name, parameter in parameters_of(actor.lm).items()}  # type: ignore
     tensors = dict(hf_tensors(actor.lm, gradients))
-    return actor.mesh.from_model_parallel_rank_0(flat(tensors) if actor.mesh.is_model_parallel_rank_0 else None)  # type: ignore[arg-type]
+    return actor.mesh.from_model_parallel_rank_0(
+        flat(tensors) if actor.mesh.is_model_parallel_rank_0 else None
+    )  # type: ignore[arg-type]
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:

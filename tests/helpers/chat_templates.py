@@ -13,8 +13,13 @@ from reinforce_rl.data.rendering import TemplateOptions
 from reinforce_rl.data.tokenizer import load_tokenizer
 
 # The GPU image's transformers, 5.17, has no such argument.
-CAN_SANITIZE = "sanitize_control_tokens" in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-needs_sanitize = pytest.mark.skipif(not CAN_SANITIZE, reason="this transformers cannot sanitize control tokens")
+CAN_SANITIZE = (
+    "sanitize_control_tokens"
+    in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+)
+needs_sanitize = pytest.mark.skipif(
+    not CAN_SANITIZE, reason="this transformers cannot sanitize control tokens"
+)
 SANITIZED_OR_NOT = [TemplateOptions()]
 if CAN_SANITIZE:
     SANITIZED_OR_NOT.append(TemplateOptions(sanitize_control_tokens=True))
@@ -179,7 +184,9 @@ TEMPLATES = {
 def write_chat_tokenizer(folder: Path, template: str | None, **special_tokens: str):
     """Write a character-level tokenizer with these control tokens and return it, loaded."""
     tokenizer = load_tokenizer(write_tiny_tokenizer(folder, 160))
-    tokenizer.add_special_tokens({"additional_special_tokens": list(CONTROL_TOKENS), **special_tokens})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": list(CONTROL_TOKENS), **special_tokens}
+    )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return load_tokenizer(folder)

@@ -46,7 +46,10 @@ class Run:
     ):
         self.mesh = mesh
         self.lm = megatron_model(
-            model_folder, mesh, options.pop("dtype", torch.float32), options.pop("model", DEFAULT_OPTIONS)
+            model_folder,
+            mesh,
+            options.pop("dtype", torch.float32),
+            options.pop("model", DEFAULT_OPTIONS),
         )
         updates = options.pop("updates", None)
         if updates is not None:
@@ -72,18 +75,25 @@ class Run:
 
     def step(self, sequences: Tensor) -> tuple[float, float]:
         """Train on [n, 12] tokens; return this rank's loss before the step and the gradient norm."""
-        lengths = torch.tensor([5, 3]).repeat(len(sequences) // 2), torch.tensor([7, 6]).repeat(len(sequences) // 2)
+        lengths = (
+            torch.tensor([5, 3]).repeat(len(sequences) // 2),
+            torch.tensor([7, 6]).repeat(len(sequences) // 2),
+        )
 
         def hidden_of(model: Any, layout: PaddedSequences) -> Tensor:
             return layout.hidden(model)
 
         def loss_of(hidden: Tensor, layout: PaddedSequences) -> tuple[Tensor, float]:
-            scores = response_scores(layout, hidden, self.lm, temperature=1.0, width=7, chunk_tokens=4)
+            scores = response_scores(
+                layout, hidden, self.lm, temperature=1.0, width=7, chunk_tokens=4
+            )
             loss = -scores.log_probs.sum()
             return loss, loss.item()
 
         layouts = [PaddedSequences(self.lm, sequences, *lengths)]
-        found = accumulate_gradients(self.ddp, layouts, hidden_of, loss_of, lambda layout: layout.stage_shape)
+        found = accumulate_gradients(
+            self.ddp, layouts, hidden_of, loss_of, lambda layout: layout.stage_shape
+        )
         (loss,) = self.mesh.from_last_stage(found)
         return loss, self.optimizer.step().grad_norm
 

@@ -21,7 +21,11 @@ def classifier_folder(folder: Path, family: str, num_labels: int, **keys: Any) -
     """Write a model whose heads and vocabulary need padding at TP=2. Five labels get HelpSteer's names."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    names = HELPSTEER if num_labels == len(HELPSTEER) else tuple(f"LABEL_{i}" for i in range(num_labels))
+    names = (
+        HELPSTEER
+        if num_labels == len(HELPSTEER)
+        else tuple(f"LABEL_{i}" for i in range(num_labels))
+    )
     values = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 36,

@@ -12,7 +12,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from reinforce_rl.algorithm.advantages import ADVANTAGE_ESTIMATORS, RewardGroups, assign_credit, whiten
+from reinforce_rl.algorithm.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    RewardGroups,
+    assign_credit,
+    whiten,
+)
 from reinforce_rl.algorithm.kl import reduce_over_tokens, token_kl
 from reinforce_rl.algorithm.loss import Denominators, LossInputs, LossSettings, policy_loss
 
@@ -88,7 +93,9 @@ class Options:
 
     @property
     def loss_settings(self) -> LossSettings:
-        return replace(self.loss, kl_estimator=self.kl_estimator, kl_loss_weights=self.kl_loss_weights)
+        return replace(
+            self.loss, kl_estimator=self.kl_estimator, kl_loss_weights=self.kl_loss_weights
+        )
 
 
 def make_world(reward_mean: float = 0.7) -> World:
@@ -133,7 +140,12 @@ def advantages(world: World, options: Options, drawn: Tensor) -> tuple[Tensor, T
 
 
 def expected_gradient(
-    world: World, options: Options, samples: int, *, behaviour: Tensor | None = None, as_old: bool = False
+    world: World,
+    options: Options,
+    samples: int,
+    *,
+    behaviour: Tensor | None = None,
+    as_old: bool = False,
 ) -> Tensor:
     """Return the objective's expected gradient over all tuples.
 
@@ -162,9 +174,13 @@ def expected_gradient(
                 generator_log_probs=None if as_old else drawn_with,
                 reference_log_probs=world.reference[rows],
             )
-            denominators = Denominators(float(counts.sum()), float(mask[counts].sum()), float(MAX_LENGTH))
+            denominators = Denominators(
+                float(counts.sum()), float(mask[counts].sum()), float(MAX_LENGTH)
+            )
             in_loss = BETA if options.kl_placement == "loss" else 0.0
-            loss, _ = policy_loss(log_probs[rows], None, inputs, denominators, options.loss_settings, in_loss)
+            loss, _ = policy_loss(
+                log_probs[rows], None, inputs, denominators, options.loss_settings, in_loss
+            )
             total = total - probability[rows].prod() * loss
     (gradient,) = torch.autograd.grad(total, world.parameters)
     return gradient
@@ -176,7 +192,9 @@ def gradient_variance(world: World, options: Options, samples: int) -> float:
     rows = torch.eye(NUM_SEQUENCES * MAX_LENGTH, dtype=torch.float64)
     scores = torch.stack(
         [
-            torch.autograd.grad(log_probs, world.parameters, row.view_as(log_probs), retain_graph=True)[0]
+            torch.autograd.grad(
+                log_probs, world.parameters, row.view_as(log_probs), retain_graph=True
+            )[0]
             for row in rows
         ]
     ).view(NUM_SEQUENCES, MAX_LENGTH, -1)

@@ -18,7 +18,9 @@ def environment(name: str, folder: Path) -> Path:
     """Make one of tools/make_environment.py, if missing; without a network skip the test, except in CI."""
     command = [sys.executable, ROOT / "tools" / "make_environment.py", name, folder]
     with FileLock(folder.with_name(folder.name + ".lock")):  # tests run in several processes
-        done = subprocess.run(command, timeout=SECONDS, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            command, timeout=SECONDS, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
     if done.returncode:
         assert not os.environ.get("CI"), done.stdout
         pytest.skip(f"{name} cannot be installed, which fails where CI is set: {done.stdout}")

@@ -44,7 +44,10 @@ def check_fault(faults: list[str], key: str, *values: Any) -> None:
     """Assert that one of the faults of a configuration has this key and names each of the values."""
     same_key = [fault for fault in faults if getattr(fault, "key", "") == key]
     assert same_key, (key, [(getattr(fault, "key", ""), fault) for fault in faults])
-    assert any(all(str(value) in fault for value in values) for fault in same_key), (values, same_key)
+    assert any(all(str(value) in fault for value in values) for fault in same_key), (
+        values,
+        same_key,
+    )
 
 
 @contextmanager

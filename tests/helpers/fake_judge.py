@@ -10,7 +10,9 @@ from typing import Any
 from aiohttp import web
 
 TIMEOUT_SECONDS = 30.0
-Reply = Callable[[str], Any]  # of the user's message: text, (status, JSON), bytes as they stand, or seconds to wait
+Reply = Callable[
+    [str], Any
+]  # of the user's message: text, (status, JSON), bytes as they stand, or seconds to wait
 
 
 class FakeJudge:
@@ -26,7 +28,9 @@ class FakeJudge:
 
     def __enter__(self) -> FakeJudge:
         self._thread.start()
-        self.url = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(TIMEOUT_SECONDS)
+        self.url = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(
+            TIMEOUT_SECONDS
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,4 +61,6 @@ class FakeJudge:
             return web.Response(body=reply, content_type="application/json")
         if isinstance(reply, tuple):
             return web.json_response(reply[1], status=reply[0])
-        return web.json_response({"choices": [{"message": {"role": "assistant", "content": reply}}]})
+        return web.json_response(
+            {"choices": [{"message": {"role": "assistant", "content": reply}}]}
+        )

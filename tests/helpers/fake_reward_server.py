@@ -20,7 +20,9 @@ def describe(**changes):
     from reinforce_rl.data.tokenizer import TokenizerInfo
     from reinforce_rl.rewards.wire import ServerInfo
 
-    tokenizer = TokenizerInfo(vocab_size=128, vocab_sha256="a" * 64, eos_id=2, chat_template_sha256=None)
+    tokenizer = TokenizerInfo(
+        vocab_size=128, vocab_sha256="a" * 64, eos_id=2, chat_template_sha256=None
+    )
     values = {
         "name": "reward_model",
         "max_batch_size": 8,
@@ -85,12 +87,18 @@ class FakeRewardServer:
             digest = id = ""
 
             def do_GET(self) -> None:
-                self._send(200, {"name": "triton", "extensions": [], "text": "a small sample was scored"})
+                self._send(
+                    200, {"name": "triton", "extensions": [], "text": "a small sample was scored"}
+                )
 
             def do_POST(self) -> None:
                 request = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 self.digest = hashlib.sha256(request).hexdigest()
-                values = json.loads(request[: int(self.headers.get("Inference-Header-Content-Length", len(request)))])
+                values = json.loads(
+                    request[
+                        : int(self.headers.get("Inference-Header-Content-Length", len(request)))
+                    ]
+                )
                 self.id = values.get("id", "")
                 if "reward_server_info" in self.path:
                     self._send(200, {"outputs": [{"name": "info", "data": [fake.info.to_json()]}]})
@@ -107,17 +115,25 @@ class FakeRewardServer:
             def _score(self, request: bytes, score: Callable[[list[int]], float]) -> tuple:
                 from reinforce_rl.rewards.base import STATUS_INTERNAL, STATUS_OK
 
-                sequences = sequences_of(request, int(self.headers["Inference-Header-Content-Length"]))
+                sequences = sequences_of(
+                    request, int(self.headers["Inference-Header-Content-Length"])
+                )
                 fake.requests.append(sequences)
                 rewards = [score(sequence) for sequence in sequences]
-                return answer(rewards, [STATUS_INTERNAL if math.isnan(reward) else STATUS_OK for reward in rewards])
+                return answer(
+                    rewards,
+                    [STATUS_INTERNAL if math.isnan(reward) else STATUS_OK for reward in rewards],
+                )
 
             def _send(self, code: int, body: dict, headers: dict[str, str] | None = None) -> None:
                 data = json.dumps({"id": self.id, **body}).encode()
                 self.send_response(code)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
-                echoed = {"X-Request-ID": self.headers.get("X-Request-ID", ""), "X-Request-Digest": self.digest}
+                echoed = {
+                    "X-Request-ID": self.headers.get("X-Request-ID", ""),
+                    "X-Request-Digest": self.digest,
+                }
                 for key, value in {**echoed, **(headers or {})}.items():
                     self.send_header(key, value)
                 self.end_headers()
@@ -144,7 +160,9 @@ class FakeRewardServer:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    ports = [argument.split("=")[1] for argument in sys.argv if argument.startswith("inference.port=")]
+    ports = [
+        argument.split("=")[1] for argument in sys.argv if argument.startswith("inference.port=")
+    ]
     print("fake reward server is starting", flush=True)
     if "fail" in sys.argv:
         print("the fake reward server was told to fail", flush=True)

@@ -139,8 +139,15 @@ def srun(home: Path, arguments: list[str]) -> int:
         for number in range(int(options["ntasks"])):
             place = {"PROCID": number, "LOCALID": number % each, "NODEID": number // each}
             place["STEP_NUM_NODES"] = int(options["nodes"])
-            environment = {**os.environ, **{f"SLURM_{key}": str(value) for key, value in place.items()}}
-            tasks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
+            environment = {
+                **os.environ,
+                **{f"SLURM_{key}": str(value) for key, value in place.items()},
+            }
+            tasks.append(
+                subprocess.Popen(
+                    command, env=environment, stdout=log, stderr=log, start_new_session=True
+                )
+            )
         pids = home / f"step-{name}"
         pids.write_text(" ".join(str(task.pid) for task in tasks))
         deadline: float | None = None
@@ -154,7 +161,11 @@ def srun(home: Path, arguments: list[str]) -> int:
         pids.unlink()
     for number, task in enumerate(tasks):
         if task.returncode:
-            how = "Killed" if task.returncode in (-9, 137) else f"Exited with exit code {task.returncode}"
+            how = (
+                "Killed"
+                if task.returncode in (-9, 137)
+                else f"Exited with exit code {task.returncode}"
+            )
             print(f"srun: error: node{number // each}: task {number}: {how}", file=sys.stderr)
     return 143 if any(task.returncode for task in tasks) else 0
 

@@ -60,7 +60,10 @@ class FakeTriton:
                 if fake.dead:
                     self.close_connection = True
                     return
-                outputs = [{"name": "rewards", "data": [len(body)]}, {"name": "status", "data": [fake.status]}]
+                outputs = [
+                    {"name": "rewards", "data": [len(body)]},
+                    {"name": "status", "data": [fake.status]},
+                ]
                 answer = {"outputs": outputs} if fake.code == 200 else {"error": fake.error}
                 self._send(fake.code, json.dumps(answer).encode())
 
@@ -101,12 +104,21 @@ class FrontBeforeFake:
     def __init__(self, folder: Path, *, ready: bool = True, **limits):
         self.backend = FakeTriton()
         self.progress = Progress(folder / "progress", create=True)
-        own = {"max_request_bytes": 10_000, "max_sequence_length": 64, "canary": CANARY, "backend": self.backend.path}
+        own = {
+            "max_request_bytes": 10_000,
+            "max_sequence_length": 64,
+            "canary": CANARY,
+            "backend": self.backend.path,
+        }
         own |= {key: limits.pop(key) for key in list(limits) if key in FrontSettings.model_fields}
-        inference = InferenceConfig(name="rm", max_batch_size=8, **{"canary_seconds": 0.5, **limits})
+        inference = InferenceConfig(
+            name="rm", max_batch_size=8, **{"canary_seconds": 0.5, **limits}
+        )
         settings = FrontSettings(inference=inference, **own)
         self.port = free_port("127.0.0.1")
-        self.process = FrontProcess(open_port("127.0.0.1", self.port), settings, folder / "progress")
+        self.process = FrontProcess(
+            open_port("127.0.0.1", self.port), settings, folder / "progress"
+        )
         self.process.wait_until_up()
         if ready:
             self.process.set_state(READY)

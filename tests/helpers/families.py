@@ -49,14 +49,20 @@ YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddin
 PADDED = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36, "vocab_size": 61}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", {"rope_scaling": LLAMA3_ROPE}),
-    "llama_bias": ("llama", {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": False}),
+    "llama_bias": (
+        "llama",
+        {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    ),
     "llama_bias_padded": ("llama", {"attention_bias": True, **PADDED}),
     "mistral": ("mistral", {"sliding_window": None, "tie_word_embeddings": False, "head_dim": 16}),
     "mistral_window": ("mistral", {"sliding_window": 7, "vocab_size": 63}),
     "qwen2": ("qwen2", {"num_key_value_heads": 1}),
     "qwen2_padded": ("qwen2", {**PADDED, "tie_word_embeddings": False}),
     "qwen2_yarn": ("qwen2", {"rope_scaling": YARN_ROPE}),
-    "qwen2_window": ("qwen2", {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0}),
+    "qwen2_window": (
+        "qwen2",
+        {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0},
+    ),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3_padded": ("qwen3", {**PADDED, "head_dim": 8, "tie_word_embeddings": False}),
 }
@@ -98,7 +104,9 @@ def computed_here(folder: Path, mesh: Mesh, out: Path) -> dict[str, Any]:
     params = SamplingParams(max_length=NEW_TOKENS, use_greedy=True, stop_token_ids=(2,))
     engine = NativeGenerator(exact, load_tokenizer(folder))
     made = engine.generate(prompts, 1, params, seed=0)
-    found["responses"] = [row[:n] for row, n in zip(made.tokens.tolist(), made.lengths.tolist(), strict=True)]
+    found["responses"] = [
+        row[:n] for row, n in zip(made.tokens.tolist(), made.lengths.tolist(), strict=True)
+    ]
     alone = [engine.generate([prompt], 1, params, seed=0) for prompt in prompts]
     found["responses_alone"] = [one.tokens[0].tolist() for one in alone]
     found["drawn"] = drawn_here(engine, prompts)
@@ -111,7 +119,9 @@ def computed_here(folder: Path, mesh: Mesh, out: Path) -> dict[str, Any]:
     def loss_of(model: Any, batch: Tensor) -> Tensor:
         hidden = model(batch[:, :-1])
         logits = lm.logits(hidden.reshape(-1, hidden.shape[-1]))
-        return tensor_parallel.vocab_parallel_cross_entropy(logits[:, None], batch[:, 1:].reshape(-1, 1)).mean()
+        return tensor_parallel.vocab_parallel_cross_entropy(
+            logits[:, None], batch[:, 1:].reshape(-1, 1)
+        ).mean()
 
     accumulate_gradients(ddp, [tokens], loss_of)
     gradients: dict[str, Any] = {
@@ -132,7 +142,12 @@ def trained_sequences(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def weights_of_scores() -> tuple[Tensor, Tensor]:
     """Return what log-probs and entropies are multiplied by, in a loss that each token has its own part in."""
-    both = torch.randn(2, len(TRAINED_RESPONSES), max(TRAINED_RESPONSES), generator=torch.Generator().manual_seed(3))
+    both = torch.randn(
+        2,
+        len(TRAINED_RESPONSES),
+        max(TRAINED_RESPONSES),
+        generator=torch.Generator().manual_seed(3),
+    )
     return both[0].double(), both[1].double()
 
 
@@ -141,16 +156,23 @@ def scored_here(folder: Path, mesh: Mesh) -> dict[str, Any]:
     lm = megatron_model(folder, mesh, torch.float64)
     batch = trained_sequences(lm.architecture.vocab_size)
     of_log_probs, of_entropies = weights_of_scores()
-    layouts = {"padded": PaddedSequences(lm, *batch), "packed": PackedGroups(lm, *batch, torch.tensor(GROUPS))}
+    layouts = {
+        "padded": PaddedSequences(lm, *batch),
+        "packed": PackedGroups(lm, *batch, torch.tensor(GROUPS)),
+    }
     found: dict[str, Any] = {}
     for name, layout in layouts.items():
         hidden = layout.hidden(lm)
         width = max(TRAINED_RESPONSES)
-        scores = response_scores(layout, hidden, lm, TEMPERATURE, width, chunk_tokens=7, with_entropy=True)
+        scores = response_scores(
+            layout, hidden, lm, TEMPERATURE, width, chunk_tokens=7, with_entropy=True
+        )
         assert scores.entropy is not None
         found[name] = {"log_probs": scores.log_probs.detach(), "entropy": scores.entropy.detach()}
         (of_log_probs * scores.log_probs + of_entropies * scores.entropy).sum().backward()
-    gradients: dict[str, Any] = {name: parameter.grad for name, parameter in parameters_of(lm).items()}
+    gradients: dict[str, Any] = {
+        name: parameter.grad for name, parameter in parameters_of(lm).items()
+    }
     for name, gradient in gradients.items():
         # Each rank has the part of its own heads; the end of an accumulation adds them up.
         if "q_layernorm" in name or "k_layernorm" in name:
@@ -176,7 +198,12 @@ def drawn_here(engine: NativeGenerator, prompts: list[Prompt]) -> dict[str, Any]
     params = SamplingParams(max_length=NEW_TOKENS, temperature=TEMPERATURE, stop_token_ids=(2,))
     made = engine.generate(prompts, 2, params, seed=5)
     sequences, lengths = join_prompts_and_responses(made.repeat_to_samples(prompts), made, pad_id=0)
-    return {"log_probs": made.log_probs, "sequences": sequences, "prompts": lengths, "responses": made.lengths}
+    return {
+        "log_probs": made.log_probs,
+        "sequences": sequences,
+        "prompts": lengths,
+        "responses": made.lengths,
+    }
 
 
 def computed_by_transformers(folder: Path) -> dict[str, Any]:
@@ -188,7 +215,9 @@ def computed_by_transformers(folder: Path) -> dict[str, Any]:
     logits = model(tokens[:, :-1]).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     found["gradient"] = {name: parameter.grad for name, parameter in model.named_parameters()}
-    found["norm"] = float(torch.stack([gradient.norm() for gradient in found["gradient"].values()]).norm())
+    found["norm"] = float(
+        torch.stack([gradient.norm() for gradient in found["gradient"].values()]).norm()
+    )
 
     found["scores"] = scored_by_transformers(folder)
 

@@ -18,10 +18,14 @@ DROP = "drop"  # the request is not passed on, and the connection is reset
 SILENCE = "silence"  # the request is not passed on, and nobody ever answers
 DELAY = "delay"  # the answer comes late
 TRICKLE = "trickle"  # the answer comes byte by byte
-TRUNCATE_REQUEST = "truncate_request"  # the first half of the request arrives, then the connection ends
+TRUNCATE_REQUEST = (
+    "truncate_request"  # the first half of the request arrives, then the connection ends
+)
 TRUNCATE = "truncate"  # the first half of the answer arrives, then the connection ends
 DUPLICATE = "duplicate"  # the request arrives twice, and the answer too
-DUPLICATE_BYTES = "duplicate_bytes"  # the first half of the answer arrives twice before the second one
+DUPLICATE_BYTES = (
+    "duplicate_bytes"  # the first half of the answer arrives twice before the second one
+)
 GARBAGE = "garbage"  # the answer is not HTTP
 CUT_BODY = "cut_body"  # the answer's headers and half of its body arrive, then the connection ends
 UNDELIMITED = "undelimited"  # the same, of an answer that does not say how long it is
@@ -45,9 +49,37 @@ FAR_AWAY = "far_away"  # 503, and Retry-After: 1e9
 # What is none of this proxy's business, and an answer all the same.
 HARMLESS = (DELAY, DUPLICATE, GZIP, CONTINUE)
 ALL = (
-    *(DROP, SILENCE, TRICKLE, TRUNCATE_REQUEST, TRUNCATE, DUPLICATE_BYTES, GARBAGE, CUT_BODY, UNDELIMITED),
-    *(CHANGE_REQUEST, WRONG_ID, WRONG_DIGEST, NO_DIGEST, LONG_HEADER, NEGATIVE_LENGTH, HUGE_LENGTH, NO_JSON_LENGTH),
-    *(NEGATIVE_JSON, GZIP_BOMB, CONTINUES, REDIRECT, OTHERS_REFUSAL, DEEP_ERROR, FAR_AWAY, *HARMLESS),
+    *(
+        DROP,
+        SILENCE,
+        TRICKLE,
+        TRUNCATE_REQUEST,
+        TRUNCATE,
+        DUPLICATE_BYTES,
+        GARBAGE,
+        CUT_BODY,
+        UNDELIMITED,
+    ),
+    *(
+        CHANGE_REQUEST,
+        WRONG_ID,
+        WRONG_DIGEST,
+        NO_DIGEST,
+        LONG_HEADER,
+        NEGATIVE_LENGTH,
+        HUGE_LENGTH,
+        NO_JSON_LENGTH,
+    ),
+    *(
+        NEGATIVE_JSON,
+        GZIP_BOMB,
+        CONTINUES,
+        REDIRECT,
+        OTHERS_REFUSAL,
+        DEEP_ERROR,
+        FAR_AWAY,
+        *HARMLESS,
+    ),
 )
 REPLAY = "replay"  # the request is not passed on, and the last answer to another one is given; not without one
 
@@ -64,7 +96,13 @@ class FaultyProxy:
         path: substring of the paths to disturb.
     """
 
-    def __init__(self, port: int, faults: Iterable[str | None] = (), late_seconds: float = 0.5, path: bytes = INFER):
+    def __init__(
+        self,
+        port: int,
+        faults: Iterable[str | None] = (),
+        late_seconds: float = 0.5,
+        path: bytes = INFER,
+    ):
         self.upstream = port
         self.path = path
         self.late_seconds = late_seconds
@@ -162,7 +200,11 @@ class FaultyProxy:
         elif fault == DUPLICATE_BYTES:
             answer = answer[:middle] + answer
         if fault in (TRICKLE, CONTINUES):
-            pieces = [bytes([byte]) for byte in answer] if fault == TRICKLE else [_CONTINUE] * 100 + [answer]
+            pieces = (
+                [bytes([byte]) for byte in answer]
+                if fault == TRICKLE
+                else [_CONTINUE] * 100 + [answer]
+            )
             for piece in pieces:
                 client.sendall(piece)
                 time.sleep(self.late_seconds / len(pieces))
@@ -197,14 +239,18 @@ def _changed(answer: bytes, fault: str | None) -> bytes:
     if fault == CUT_BODY:
         return answer[: -len(body) // 2]
     if fault in (UNDELIMITED, HUGE_LENGTH, NEGATIVE_LENGTH):
-        length = {HUGE_LENGTH: b"\r\nContent-Length: %d" % 10**15, NEGATIVE_LENGTH: b"\r\nContent-Length: -5"}
+        length = {
+            HUGE_LENGTH: b"\r\nContent-Length: %d" % 10**15,
+            NEGATIVE_LENGTH: b"\r\nContent-Length: -5",
+        }
         head = re.sub(rb"(?i)\r\ncontent-length:[^\r]*", length.get(fault, b""), head)
         return head + b"\r\n\r\n" + (body[: len(body) // 2] if fault == UNDELIMITED else body)
     if fault in (NO_JSON_LENGTH, NEGATIVE_JSON):
         head = re.sub(rb"(?i)\r\ninference-header-content-length:[^\r]*", b"", head)
         return (
             head
-            + b"\r\nInference-Header-Content-Length: %b\r\n\r\n" % (b"12x" if fault == NO_JSON_LENGTH else b"-5")
+            + b"\r\nInference-Header-Content-Length: %b\r\n\r\n"
+            % (b"12x" if fault == NO_JSON_LENGTH else b"-5")
             + body
         )
     if fault == WRONG_ID:
@@ -217,7 +263,9 @@ def _changed(answer: bytes, fault: str | None) -> bytes:
         return head + b"\r\nX-Long: " + b"x" * (1 << 20) + b"\r\n\r\n" + body
     if fault in (GZIP, GZIP_BOMB):
         body = _bomb() if fault == GZIP_BOMB else gzip.compress(body)
-        head = re.sub(rb"(?i)\r\ncontent-length:[^\r]*", b"\r\nContent-Length: %d" % len(body), head)
+        head = re.sub(
+            rb"(?i)\r\ncontent-length:[^\r]*", b"\r\nContent-Length: %d" % len(body), head
+        )
         return head + b"\r\nContent-Encoding: gzip\r\n\r\n" + body
     if fault == CONTINUE:
         return _CONTINUE + answer
@@ -227,7 +275,9 @@ def _changed(answer: bytes, fault: str | None) -> bytes:
         refusal = b'{"error": "a shape of another request"}'
         return b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(refusal) + refusal
     if fault == DEEP_ERROR:
-        return b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 100000\r\n\r\n" + b"[" * 100_000
+        return (
+            b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 100000\r\n\r\n" + b"[" * 100_000
+        )
     if fault == FAR_AWAY:
         return b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1e9\r\nContent-Length: 0\r\n\r\n"
     return answer

@@ -27,7 +27,21 @@ def flash_on_cpu(calls: list[tuple[int, ...]] | None = None) -> Iterator[None]:
     """
     library = Library("aten", "IMPL")
 
-    def of_sequences(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout, causal, _, *, scale=None, **sides):
+    def of_sequences(
+        q,
+        k,
+        v,
+        starts_q,
+        starts_k,
+        longest_q,
+        longest_k,
+        dropout,
+        causal,
+        _,
+        *,
+        scale=None,
+        **sides,
+    ):
         _check(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout)
         if calls is not None:
             calls.append((len(starts_q) - 1, len(q), len(k)))
@@ -51,13 +65,17 @@ def flash_on_cpu(calls: list[tuple[int, ...]] | None = None) -> Iterator[None]:
         assert dropout == 0
         _check_heads(*(part.transpose(1, 2) for part in (q, k, v)))
         assert q.shape[2] <= k.shape[2]
-        out = torch.stack([_attended(*each, _sides(causal), scale)[0] for each in zip(q, k, v, strict=True)])
+        out = torch.stack(
+            [_attended(*each, _sides(causal), scale)[0] for each in zip(q, k, v, strict=True)]
+        )
         nothing = torch.zeros(0)
         return out, nothing, None, None, q.shape[2], k.shape[2], nothing, nothing, nothing
 
     def dense_backward(grad, q, k, v, *rest, scale=None):
         causal = rest[7]
-        parts = [_gradients(*each, _sides(causal), scale) for each in zip(grad, q, k, v, strict=True)]
+        parts = [
+            _gradients(*each, _sides(causal), scale) for each in zip(grad, q, k, v, strict=True)
+        ]
         return tuple(torch.stack(each) for each in zip(*parts, strict=True))
 
     library.impl("_flash_attention_forward", of_sequences, "CPU")
@@ -73,18 +91,28 @@ def flash_on_cpu(calls: list[tuple[int, ...]] | None = None) -> Iterator[None]:
         library._destroy()
 
 
-def _sides(causal: bool, window_size_left: int | None = None, window_size_right: int | None = None) -> tuple[int, int]:
+def _sides(
+    causal: bool, window_size_left: int | None = None, window_size_right: int | None = None
+) -> tuple[int, int]:
     left, right = (-1 if size is None else size for size in (window_size_left, window_size_right))
     return left, 0 if causal else right
 
 
 def _sequences(starts_q: Tensor, starts_k: Tensor) -> Iterator[tuple[slice, slice]]:
-    ends = zip(starts_q.tolist(), starts_q[1:].tolist(), starts_k.tolist(), starts_k[1:].tolist(), strict=False)
+    ends = zip(
+        starts_q.tolist(),
+        starts_q[1:].tolist(),
+        starts_k.tolist(),
+        starts_k[1:].tolist(),
+        strict=False,
+    )
     for start_q, end_q, start_k, end_k in ends:
         yield slice(start_q, end_q), slice(start_k, end_k)
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, sides: tuple[int, int], scale: float | None) -> tuple[Tensor, ...]:
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, sides: tuple[int, int], scale: float | None
+) -> tuple[Tensor, ...]:
     """Return the output and what its gradient needs.
 
     Args:
@@ -110,7 +138,9 @@ def _gradients(
     of_scores = weights * (grad @ values.transpose(1, 2) - (grad * out).sum(-1, keepdim=True))
     of_scores = of_scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     of_keys, of_values = of_scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ grad
-    return of_scores @ keys, *(part.unflatten(0, (len(k), -1)).sum(1) for part in (of_keys, of_values))
+    return of_scores @ keys, *(
+        part.unflatten(0, (len(k), -1)).sum(1) for part in (of_keys, of_values)
+    )
 
 
 def _check(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout) -> None:
@@ -160,7 +190,9 @@ def emulated_varlen_attention(
     first, count = starts[sequence][:, None], used[sequence][:, None].clamp(max=most[1])
     seen = (tokens >= first) & (tokens < first + count)  # [q, k]
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = torch.einsum("qgd,kgd->gqk", query.to(wide), key.to(wide)).masked_fill(~seen, float("-inf"))
+    scores = torch.einsum("qgd,kgd->gqk", query.to(wide), key.to(wide)).masked_fill(
+        ~seen, float("-inf")
+    )
     log_sum = scores.logsumexp(dim=-1).masked_fill(of_none, float("nan"))
     out = torch.einsum("gqk,kgd->qgd", scores.softmax(dim=-1), value.to(wide)).to(query.dtype)
     return out.masked_fill(of_none[:, None, None], float("nan")), log_sum

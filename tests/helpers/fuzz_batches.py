@@ -21,7 +21,17 @@ from reinforce_rl.rewards.wire import TEXT_OPTIONAL
 
 FORMS = ("tokens", "sentences", "text")
 ODD_IDS = (-1, VOCAB_SIZE, 2**31, 2**63 - 1, -(2**63), TOKEN_NAN, TOKEN_RAISE)
-ODD_BYTES = (b"", b"\xff\xfe", b"\xed\xa0\x80", b"\x00", b"a" * 5000, "ü😀".encode(), b"\xf0\x9f", b"{}", b"[]")
+ODD_BYTES = (
+    b"",
+    b"\xff\xfe",
+    b"\xed\xa0\x80",
+    b"\x00",
+    b"a" * 5000,
+    "ü😀".encode(),
+    b"\xf0\x9f",
+    b"{}",
+    b"[]",
+)
 LONE = "\ud800"
 ODD_VALUES = (
     None,
@@ -70,8 +80,16 @@ class Draft:
 
     def write(self) -> WireRequest:
         header, tail = [], b""
-        known = [value for tensor in self.tensors if isinstance(tensor.get("data"), list) for value in tensor["data"]]
-        if not all(isinstance(value, bytes) or (type(value) is int and abs(value) < 2**63) for value in known):
+        known = [
+            value
+            for tensor in self.tensors
+            if isinstance(tensor.get("data"), list)
+            for value in tensor["data"]
+        ]
+        if not all(
+            isinstance(value, bytes) or (type(value) is int and abs(value) < 2**63)
+            for value in known
+        ):
             self.binary = False
         for tensor in self.tensors:
             entry = dict(tensor)
@@ -84,7 +102,9 @@ class Draft:
             else:
                 entry.pop("raw", None)
                 if isinstance(data, list):
-                    entry["data"] = [x.decode("utf-8", "replace") if isinstance(x, bytes) else x for x in data]
+                    entry["data"] = [
+                        x.decode("utf-8", "replace") if isinstance(x, bytes) else x for x in data
+                    ]
             header.append(entry)
         text = json.dumps({"inputs": header, **self.rest}).encode()
         return WireRequest(text + tail, {HEADER_LENGTH: str(len(text))} if self.binary else {})
@@ -131,22 +151,33 @@ class BatchFuzzer:
         """Return the invalid request followed by `good` valid ones."""
         form, width = self._rng.choice(self._forms), self._rng.randint(1, MAX_LENGTH)
         optional = self._rng.sample(sorted(TEXT_OPTIONAL), self._rng.randint(0, len(TEXT_OPTIONAL)))
-        return [self._wrong(form, width, optional), *(self._right(form, width, optional) for _ in range(good))]
+        return [
+            self._wrong(form, width, optional),
+            *(self._right(form, width, optional) for _ in range(good)),
+        ]
 
     def _right(self, form: str, width: int, optional: list[str]) -> WireRequest:
         draft, sequences = self._draft(form, width, optional, self._rng.choice((1, 1, 2)))
         scores = np.asarray([self._score(sequence) for sequence in sequences], np.float32)
         return replace(draft.write(), scores=scores)
 
-    def _draft(self, form: str, width: int, optional: list[str], count: int) -> tuple[Draft, list[list[int]]]:
+    def _draft(
+        self, form: str, width: int, optional: list[str], count: int
+    ) -> tuple[Draft, list[list[int]]]:
         rng = self._rng
         binary = rng.random() < 0.7
         if form == "tokens":
-            sequences = [[rng.randrange(100) for _ in range(rng.randint(1, width))] for _ in range(count)]
+            sequences = [
+                [rng.randrange(100) for _ in range(rng.randint(1, width))] for _ in range(count)
+            ]
             rows = [sequence + [0] * (width - len(sequence)) for sequence in sequences]
             lengths = [[len(sequence)] for sequence in sequences]
-            return Draft([int_tensor("tokens", rows), int_tensor("sequence_lengths", lengths)], binary), sequences
-        texts = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 8))) for _ in range(count)]
+            return Draft(
+                [int_tensor("tokens", rows), int_tensor("sequence_lengths", lengths)], binary
+            ), sequences
+        texts = [
+            "".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 8))) for _ in range(count)
+        ]
         if form == "sentences":
             draft = Draft([text_tensor("sentences", [text.encode() for text in texts])], binary)
             return draft, [self._encode(text) for text in texts]
@@ -162,14 +193,21 @@ class BatchFuzzer:
         if "finished" not in optional:
             finished = [1] * count
         rendered = [
-            f"U: hi<eos>A: {text}" + ("<eos>" if end else "") for text, end in zip(texts, finished, strict=True)
+            f"U: hi<eos>A: {text}" + ("<eos>" if end else "")
+            for text, end in zip(texts, finished, strict=True)
         ]
         kept = [tensors[name] for name in ("prompts", "responses", *optional)]
         return Draft(kept, binary), [self._encode(text) for text in rendered]
 
     def _wrong(self, form: str, width: int, optional: list[str]) -> WireRequest:
         draft, _ = self._draft(form, width, optional, self._rng.choice((1, 2, 3)))
-        kinds = [self._odd_value, self._odd_value, self._odd_value, self._odd_element, self._odd_lengths]
+        kinds = [
+            self._odd_value,
+            self._odd_value,
+            self._odd_value,
+            self._odd_element,
+            self._odd_lengths,
+        ]
         kinds += [self._odd_shape, self._odd_key, self._odd_set, self._odd_rest, self._odd_body]
         kind = self._rng.choice(kinds)
         written = kind(draft)
@@ -180,11 +218,15 @@ class BatchFuzzer:
         rng, tensor = self._rng, self._rng.choice(draft.tensors)
         place = rng.randrange(len(tensor["data"]))
         if tensor["datatype"] == "INT64":
-            tensor["data"][place] = rng.choice((*ODD_IDS, TOKEN_NAN, TOKEN_RAISE, 0, MAX_LENGTH + 1))
+            tensor["data"][place] = rng.choice(
+                (*ODD_IDS, TOKEN_NAN, TOKEN_RAISE, 0, MAX_LENGTH + 1)
+            )
         elif tensor["name"] == "messages" and rng.random() < 0.8:
             tensor["data"][place] = self._messages()
         elif tensor["name"] == "metadata" and rng.random() < 0.8:
-            record = rng.choice((rng.choice(ODD_VALUES), {rng.choice(ODD_KEYS): rng.choice(ODD_VALUES)}))
+            record = rng.choice(
+                (rng.choice(ODD_VALUES), {rng.choice(ODD_KEYS): rng.choice(ODD_VALUES)})
+            )
             tensor["data"][place] = self._json(record)
         else:
             tensor["data"][place] = rng.choice((*ODD_BYTES, rng.randbytes(rng.randrange(40))))
@@ -197,7 +239,9 @@ class BatchFuzzer:
             message[rng.choice(ODD_KEYS)] = rng.choice(ODD_VALUES)
         if rng.random() < 0.2:
             message.pop(rng.choice(("role", "content")), None)
-        whole = [message] if rng.random() < 0.9 else rng.choice((message, [*ODD_VALUES], [message, 5]))
+        whole = (
+            [message] if rng.random() < 0.9 else rng.choice((message, [*ODD_VALUES], [message, 5]))
+        )
         return self._json(whole)
 
     def _json(self, value: Any) -> bytes:
@@ -206,7 +250,9 @@ class BatchFuzzer:
             depth = rng.choice((30, 100, 490, 700, 900, 960, 990, 1100, 50_000))
             opening, ending = rng.choice((("[", "]"), ('{"a":', "}")))
             core = opening * depth + "1" + ending * depth
-            return rng.choice((core, f'{{"a": {core}}}', f'[{{"role": "user", "content": {core}}}]')).encode()
+            return rng.choice(
+                (core, f'{{"a": {core}}}', f'[{{"role": "user", "content": {core}}}]')
+            ).encode()
         raw = json.dumps(value).encode()
         if rng.random() < 0.2:
             raw = raw[: rng.randrange(len(raw) + 1)]
@@ -220,7 +266,9 @@ class BatchFuzzer:
         draft.binary = False
         place = rng.randrange(len(tensor["data"]))
         if rng.random() < 0.8:
-            tensor["data"][place] = rng.choice((*WRONG_VALUES, 1.0, 1e300, -(2**63) - 1, False, LONE))
+            tensor["data"][place] = rng.choice(
+                (*WRONG_VALUES, 1.0, 1e300, -(2**63) - 1, False, LONE)
+            )
         elif rng.random() < 0.5:
             del tensor["data"][place]
         else:
@@ -251,22 +299,33 @@ class BatchFuzzer:
             )
         elif choice == 1:  # as many in all, none, or no column
             for one in draft.tensors:
-                one["shape"], one["data"] = rng.choice(([0, one["shape"][1]], [one["shape"][0], 0])), []
+                one["shape"], one["data"] = (
+                    rng.choice(([0, one["shape"][1]], [one["shape"][0], 0])),
+                    [],
+                )
         else:
             tensor["datatype"] = rng.choice(DATATYPES)
         return draft.write()
 
     def _odd_key(self, draft: Draft) -> WireRequest:
         rng, tensor = self._rng, self._rng.choice(draft.tensors)
-        tensor[rng.choice(("name", "datatype", "shape", "data", "parameters", LONE))] = rng.choice(WRONG_VALUES)
+        tensor[rng.choice(("name", "datatype", "shape", "data", "parameters", LONE))] = rng.choice(
+            WRONG_VALUES
+        )
         return draft.write()
 
     def _odd_set(self, draft: Draft) -> WireRequest:
         """Return a missing, duplicate or unknown input, or two forms."""
         rng, choice = self._rng, self._rng.randrange(4)
         count = draft.tensors[0]["shape"][0]
-        others = [int_tensor("tokens", [[1, 2]] * count), int_tensor("sequence_lengths", [[2]] * count)]
-        others += [text_tensor(name, [b"a"] * count) for name in ("sentences", "prompts", "responses", "unknown")]
+        others = [
+            int_tensor("tokens", [[1, 2]] * count),
+            int_tensor("sequence_lengths", [[2]] * count),
+        ]
+        others += [
+            text_tensor(name, [b"a"] * count)
+            for name in ("sentences", "prompts", "responses", "unknown")
+        ]
         if choice == 0:
             draft.tensors.pop(rng.randrange(len(draft.tensors)))
         elif choice == 1:
@@ -295,7 +354,9 @@ class BatchFuzzer:
             {LONE: LONE},
             {"x": 1e308, "y": 2**64, "z": "\u0000"},
         )
-        draft.rest = {rng.choice(("id", "outputs", "parameters", "model_name", LONE)): rng.choice(values)}
+        draft.rest = {
+            rng.choice(("id", "outputs", "parameters", "model_name", LONE)): rng.choice(values)
+        }
         return draft.write()
 
     def _odd_body(self, draft: Draft) -> WireRequest:

@@ -9,8 +9,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
-WRONG_VALUES = (None, True, -1, 0, 2**40, 2**63, 10**400, 1.5, "1", "", [], {}, [[]], [None], "\udfff", "ü" * 9)
-DATATYPES = ("INT64", "INT32", "FP32", "FP64", "BYTES", "BOOL", "UINT8", "FP16", "BF16", "INT65", "", "int64")
+WRONG_VALUES = (
+    None,
+    True,
+    -1,
+    0,
+    2**40,
+    2**63,
+    10**400,
+    1.5,
+    "1",
+    "",
+    [],
+    {},
+    [[]],
+    [None],
+    "\udfff",
+    "ü" * 9,
+)
+DATATYPES = (
+    "INT64",
+    "INT32",
+    "FP32",
+    "FP64",
+    "BYTES",
+    "BOOL",
+    "UINT8",
+    "FP16",
+    "BF16",
+    "INT65",
+    "",
+    "int64",
+)
 SHAPES = (
     [],
     [0],
@@ -50,7 +80,8 @@ def fuzzed_requests(
     rng = random.Random(seed)
     for index in range(count):
         sequences = [
-            [rng.randrange(100) for _ in range(rng.randint(1, max_length))] for _ in range(rng.randint(1, max_samples))
+            [rng.randrange(100) for _ in range(rng.randint(1, max_length))]
+            for _ in range(rng.randint(1, max_samples))
         ]
         if index % 4 == 0:
             make = rng.choice((_in_json, _in_binary))
@@ -130,13 +161,19 @@ def _wrong_binary(rng: random.Random, sequences: list[list[int]], _: int) -> Fuz
     tensor = rng.choice(request["inputs"])
     choice = rng.randrange(5)
     if choice == 0:
-        tensor["parameters"]["binary_data_size"] = rng.choice((0, -8, 7, 2**40, 2**63, "8", None, [8]))
+        tensor["parameters"]["binary_data_size"] = rng.choice(
+            (0, -8, 7, 2**40, 2**63, "8", None, [8])
+        )
     elif choice == 1:
         tensor["shape"] = rng.choice(SHAPES)
     elif choice == 2:
         tensor["datatype"] = rng.choice(DATATYPES)
     elif choice == 3:
-        tail = tail[: rng.randrange(len(tail))] if rng.random() < 0.5 else tail + b"x" * rng.randint(1, 99)
+        tail = (
+            tail[: rng.randrange(len(tail))]
+            if rng.random() < 0.5
+            else tail + b"x" * rng.randint(1, 99)
+        )
     else:
         tensor["data"] = [1]
     text = json.dumps(request).encode()
@@ -147,7 +184,9 @@ def _wrong_header(rng: random.Random, sequences: list[list[int]], _: int) -> Fuz
     """Return a wrong JSON length or content type."""
     body, headers = rng.choice((_in_json, _in_binary))(_tensors(sequences))
     if rng.random() < 0.8:
-        lie = rng.choice(("-1", "0", "1", str(len(body)), str(len(body) + 1), "9" * 25, "x", "1.5", " ", "0x10"))
+        lie = rng.choice(
+            ("-1", "0", "1", str(len(body)), str(len(body) + 1), "9" * 25, "x", "1.5", " ", "0x10")
+        )
         headers = {**headers, HEADER_LENGTH: lie}
     else:
         headers = {**headers, "Content-Encoding": rng.choice(("gzip", "deflate", "br", "x"))}
@@ -172,13 +211,18 @@ def _wrong_json(rng: random.Random, sequences: list[list[int]], _: int) -> Fuzze
     elif choice == 4:
         body = json.dumps(rng.choice(WRONG_VALUES)).encode()
     else:
-        body = body.replace(b"[", rng.choice((b"[NaN, ", b"[Infinity, ", b"[-Infinity, ", b"[1e999, ")), 2)
+        body = body.replace(
+            b"[", rng.choice((b"[NaN, ", b"[Infinity, ", b"[-Infinity, ", b"[1e999, ")), 2
+        )
     return FuzzedRequest(body, {})
 
 
 def _wrong_text(rng: random.Random, sequences: list[list[int]], _: int) -> FuzzedRequest:
     """Return sentences that are not UTF-8, empty, too long or have wrong lengths."""
-    texts = [rng.choice((b"", b"\xff\xfe", b"a" * 50, b"\xed\xa0\x80", b"\x00", "ü😀".encode())) for _ in sequences]
+    texts = [
+        rng.choice((b"", b"\xff\xfe", b"a" * 50, b"\xed\xa0\x80", b"\x00", "ü😀".encode()))
+        for _ in sequences
+    ]
     tail = b"".join(struct.pack("<I", len(text)) + text for text in texts)
     if rng.random() < 0.4:
         place = rng.randrange(len(tail))
@@ -204,7 +248,9 @@ def _wrong_set(rng: random.Random, sequences: list[list[int]], _: int) -> Fuzzed
     elif choice == 2:
         tensors = tensors * rng.choice((2, 20))
     elif choice == 3:
-        tensors.append({"name": "sentences", "datatype": "BYTES", "shape": [len(sequences), 1], "data": ["a"]})
+        tensors.append(
+            {"name": "sentences", "datatype": "BYTES", "shape": [len(sequences), 1], "data": ["a"]}
+        )
     request = {"inputs": tensors}
     if choice == 4:
         key = rng.choice(("id", "outputs", "parameters"))
@@ -225,7 +271,9 @@ def _wrong_set(rng: random.Random, sequences: list[list[int]], _: int) -> Fuzzed
 def _wrong_length(rng: random.Random, sequences: list[list[int]], _: int) -> FuzzedRequest:
     """Return a Content-Length of a gigabyte, or one never reached."""
     body, headers = _in_binary(_tensors(sequences))
-    return FuzzedRequest(body, headers, claimed=rng.choice((10**9, 2**62, len(body) + rng.randint(1, 100))))
+    return FuzzedRequest(
+        body, headers, claimed=rng.choice((10**9, 2**62, len(body) + rng.randint(1, 100)))
+    )
 
 
 _WRONG = (

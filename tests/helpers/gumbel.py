@@ -13,6 +13,8 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     return _negative_noise(keys, buffers[0], buffers[1]).neg_()
 
 
-def noise_keys(seed: int, prompt_ids: np.ndarray, sample_ids: np.ndarray, num_positions: int) -> Tensor:
+def noise_keys(
+    seed: int, prompt_ids: np.ndarray, sample_ids: np.ndarray, num_positions: int
+) -> Tensor:
     """Return a key per (seed, prompt, sample, position) as two int32: int64 [R] to [R, num_positions, 2]."""
     return position_keys(sample_seeds(seed, prompt_ids, sample_ids), num_positions)

@@ -18,4 +18,6 @@ def call(
     headers: Mapping[str, str] | None = None,
 ) -> HttpAnswer:
     """Send a GET, or a POST if there is a body."""
-    return wait_for(exchange(url_of(Address(host, port), path), timeout, body=body, headers=headers))
+    return wait_for(
+        exchange(url_of(Address(host, port), path), timeout, body=body, headers=headers)
+    )

@@ -53,7 +53,9 @@ class Layout:
             yield mesh
 
 
-FULL = ModelOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+FULL = ModelOptions(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+)
 BLOCK = ModelOptions(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
 SELECTIVE = ModelOptions(recompute_granularity="selective")
 DISTRIBUTED = OptimConfig(distributed=True, overlap_grad_sync=True)
@@ -68,7 +70,9 @@ LAYOUTS = {
     "TP2 SP full recompute": Layout(tp=2, sp=True, model=FULL),
     "PP2 block recompute": Layout(pp=2, model=BLOCK),
     "CP2 selective recompute": Layout(cp=2, model=SELECTIVE),
-    "PP2 uneven": Layout(pp=2, model=ModelOptions(overrides={"num_layers_in_first_pipeline_stage": 3})),
+    "PP2 uneven": Layout(
+        pp=2, model=ModelOptions(overrides={"num_layers_in_first_pipeline_stage": 3})
+    ),
     "TP2 DP2": Layout(tp=2, dp=2),
     "TP2 PP2 SP": Layout(tp=2, pp=2, sp=True),
     "TP2 PP2": Layout(tp=2, pp=2),
@@ -91,12 +95,21 @@ BF16_LAYOUTS = {
 LORA = LoraSettings(rank=3, alpha=7.0, targets=PROJECTIONS, seed=5)
 LORA_LAYOUTS = {
     f"{name} LoRA": replace(LAYOUTS[name], updates=LORA)
-    for name in ("TP2 SP", "PP2", "CP2", "DP2 distributed optimizer", "TP2 PP2 SP", "PP2 DP2 distributed optimizer")
+    for name in (
+        "TP2 SP",
+        "PP2",
+        "CP2",
+        "DP2 distributed optimizer",
+        "TP2 PP2 SP",
+        "PP2 DP2 distributed optimizer",
+    )
 }
 ALL_LAYOUTS = LAYOUTS | BF16_LAYOUTS | LORA_LAYOUTS
 
 
-def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = None) -> dict[str, Any]:
+def computed(
+    layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = None
+) -> dict[str, Any]:
     """Compute everything that must not depend on the layout; a collective call.
 
     `out` is the export folder of the trained policy, if any.
@@ -124,7 +137,9 @@ def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = 
     optimizer = ActorOptimizer(*build_optimizer(actor.ddp, **SETTINGS))
     for step in range(NUM_STEPS):
         share = actor.get_loss_and_metrics(mine, sequences(NUM_VALID))
-        found["losses"].append(float(mesh.sum_over_dp(torch.tensor(share.loss, dtype=torch.float64))))
+        found["losses"].append(
+            float(mesh.sum_over_dp(torch.tensor(share.loss, dtype=torch.float64)))
+        )
         # With the distributed optimizer no rank has the whole gradient, and what is frozen has none: compare steps.
         if step == 0 and not layout.optim.distributed and layout.updates is None:
             found["gradient"] = gradient_of(actor)
@@ -141,7 +156,10 @@ def generated(
     actor: MegatronGPTReinforceActorModel, params: SamplingParams, cache_tokens: int | None = None
 ) -> dict[str, Any]:
     """Generate three samples of four prompts, split over the data-parallel ranks."""
-    prompts = [Prompt(i, "", tuple(row[: 2 + 2 * i])) for i, row in enumerate(random_tokens(61, 4, 9).tolist())]
+    prompts = [
+        Prompt(i, "", tuple(row[: 2 + 2 * i]))
+        for i, row in enumerate(random_tokens(61, 4, 9).tolist())
+    ]
     per_rank = len(prompts) // actor.mesh.dp_size
     own = prompts[actor.mesh.dp_rank * per_rank : (actor.mesh.dp_rank + 1) * per_rank]
     generator = NativeGenerator(actor.lm, actor.tokenizer, cache_tokens)
@@ -162,4 +180,6 @@ def over_dp(actor: MegatronGPTReinforceActorModel, values: torch.Tensor) -> torc
 def weights(actor: MegatronGPTReinforceActorModel) -> torch.Tensor:
     merged = None if lora_settings_of(actor.lm) is None else MergedWeights(actor.lm)
     tensors: Any = dict(hf_tensors(actor.lm, merged))
-    return actor.mesh.from_model_parallel_rank_0(flat(tensors) if actor.mesh.is_model_parallel_rank_0 else None)
+    return actor.mesh.from_model_parallel_rank_0(
+        flat(tensors) if actor.mesh.is_model_parallel_rank_0 else None
+    )

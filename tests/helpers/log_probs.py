@@ -61,7 +61,9 @@ def head_inputs(
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
-def full_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def full_log_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Return log-probs of the targets and entropies, both [n]."""
     table = torch.log_softmax(hidden @ weight.t() / temperature, dim=-1)
     return table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(dim=-1)
@@ -71,11 +73,15 @@ def scores_and_gradients(folder: str | Path, mesh: Mesh) -> dict[str, Tensor]:
     """Return `log_probs` and `entropy` [4, 7] and float64 gradients by Hugging Face name; a collective call."""
     lm = megatron_model(folder, mesh, torch.float64)
     batch = padded_sequences(PROMPT_LENGTHS, RESPONSE_LENGTHS, lm.architecture.vocab_size)
-    scores = response_log_probs(lm, lm, *batch, temperature=0.7, width=7, chunk_tokens=5, with_entropy=True)
+    scores = response_log_probs(
+        lm, lm, *batch, temperature=0.7, width=7, chunk_tokens=5, with_entropy=True
+    )
     assert scores.entropy is not None
     for_log_probs, for_entropy = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
     (for_log_probs * scores.log_probs + for_entropy * scores.entropy).sum().backward()
     # The mapping to Hugging Face's layout is linear, so it maps gradients too; the first rank alone gets it.
-    gradients = dict(hf_tensors(lm, {name: parameter.grad for name, parameter in parameters_of(lm).items()}))
+    gradients = dict(
+        hf_tensors(lm, {name: parameter.grad for name, parameter in parameters_of(lm).items()})
+    )
     gradients = mesh.from_model_parallel_rank_0(gradients)
     return {"log_probs": scores.log_probs.detach(), "entropy": scores.entropy.detach(), **gradients}

@@ -45,18 +45,26 @@ def case_folder(root: Path, name: str) -> Path:
     return family_folder(root, name)
 
 
-def random_updates(folder: Path, settings: LoraSettings, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def random_updates(
+    folder: Path, settings: LoraSettings, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """Return A and B under PEFT's names, large enough to change every logit."""
     generator = torch.Generator().manual_seed(3)
-    rows = [m for row in lora_map(Architecture.from_folder(folder), 1, settings) for m in (row.a, row.b)]
+    rows = [
+        m for row in lora_map(Architecture.from_folder(folder), 1, settings) for m in (row.a, row.b)
+    ]
     return {row.hf: 0.15 * torch.randn(row.shape, generator=generator).to(dtype) for row in rows}
 
 
 @torch.no_grad()
 def load_updates(lm: CausalLM, values: dict[str, Tensor]) -> None:
     own = parameters_of(lm)
-    for row in (row for row in adapter_rows(lm) if row.megatron in own):  # the others are another stage's
-        row.place(own[row.megatron], lm.mesh.tp_rank).copy_(row.part_in(values[row.hf], lm.mesh.tp_rank))
+    for row in (
+        row for row in adapter_rows(lm) if row.megatron in own
+    ):  # the others are another stage's
+        row.place(own[row.megatron], lm.mesh.tp_rank).copy_(
+            row.part_in(values[row.hf], lm.mesh.tp_rank)
+        )
 
 
 def whole_updates(lm: CausalLM, values: dict[str, Any] | None = None) -> dict[str, Tensor]:
@@ -64,7 +72,9 @@ def whole_updates(lm: CausalLM, values: dict[str, Any] | None = None) -> dict[st
     return dict(hf_tensors(lm, values, rows=adapter_rows(lm)))  # type: ignore[arg-type]
 
 
-def lora_model(folder: Path, mesh: Mesh, settings: LoraSettings, dtype: torch.dtype = torch.float32) -> CausalLM:
+def lora_model(
+    folder: Path, mesh: Mesh, settings: LoraSettings, dtype: torch.dtype = torch.float32
+) -> CausalLM:
     lm = megatron_model(folder, mesh, dtype)
     add_lora(lm, settings)
     load_updates(lm, random_updates(folder, settings, dtype))
@@ -83,7 +93,9 @@ def computed_here(folder: Path, mesh: Mesh, settings: LoraSettings, out: Path) -
     def loss_of(model: Any, lm: CausalLM) -> Tensor:
         hidden = model(tokens[:, :-1])
         logits = lm.logits(hidden.reshape(-1, hidden.shape[-1]))
-        return tensor_parallel.vocab_parallel_cross_entropy(logits[:, None], tokens[:, 1:].reshape(-1, 1)).mean()
+        return tensor_parallel.vocab_parallel_cross_entropy(
+            logits[:, None], tokens[:, 1:].reshape(-1, 1)
+        ).mean()
 
     found["logits"] = all_logits(exact, tokens)
     # megatron's cross entropy is of float32 only, so the gradient is of the log-probs of the same tokens.
@@ -100,7 +112,9 @@ def computed_here(folder: Path, mesh: Mesh, settings: LoraSettings, out: Path) -
     before = {name: p.detach().clone() for name, p in lm.named_parameters()}
     accumulate_gradients(ddp, [None], lambda model, _: loss_of(model, lm))
     found["norm"] = ActorOptimizer(*parts).step().grad_norm
-    found["changed"] = [name for name, p in lm.named_parameters() if not torch.equal(p, before[name])]
+    found["changed"] = [
+        name for name, p in lm.named_parameters() if not torch.equal(p, before[name])
+    ]
     found["after"] = whole_updates(lm)
     found["logits after"] = all_logits(lm, tokens)
     export_hf_folder(lm, folder, out / "merged", values=MergedWeights(lm))
@@ -114,7 +128,9 @@ def loss_in_float64(lm: CausalLM, tokens: Tensor) -> Tensor:
 
     ones = torch.ones(len(tokens), dtype=torch.long)
     width = tokens.shape[1] - 1
-    scores = response_log_probs(lm, lm, tokens, ones, ones * width, temperature=1.0, width=width, chunk_tokens=50)
+    scores = response_log_probs(
+        lm, lm, tokens, ones, ones * width, temperature=1.0, width=width, chunk_tokens=50
+    )
     return -scores.log_probs.mean()
 
 
@@ -122,8 +138,14 @@ def peft_model(folder: Path, settings: LoraSettings, dtype: torch.dtype) -> Any:
     """Return PEFT's model with `random_updates`."""
     from peft import LoraConfig, get_peft_model
 
-    values = {k: v for k, v in peft_config(settings, folder).items() if k not in ("peft_type", "inference_mode")}
-    model = get_peft_model(transformers_model(folder, dtype), LoraConfig(**values), autocast_adapter_dtype=False)
+    values = {
+        k: v
+        for k, v in peft_config(settings, folder).items()
+        if k not in ("peft_type", "inference_mode")
+    }
+    model = get_peft_model(
+        transformers_model(folder, dtype), LoraConfig(**values), autocast_adapter_dtype=False
+    )
     own = peft_parameters(model)
     updates = random_updates(folder, settings, dtype)
     assert own.keys() == updates.keys()

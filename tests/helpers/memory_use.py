@@ -29,14 +29,32 @@ from reinforce_rl.preflight.memory import RankMemory
 from reinforce_rl.preflight.plan import layout_of, plan_batches, plan_memory, read_inputs
 from reinforce_rl.trainer.build import build_actor
 
-TP2, PP2, CP2 = (f"model.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline", "context"))
+TP2, PP2, CP2 = (
+    f"model.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline", "context")
+)
 CP2 = "model.context_parallel_size=2"
-SP, DISTRIBUTED, BF16 = "model.sequence_parallel=true", "model.optim.distributed=true", "trainer.precision=bf16"
+SP, DISTRIBUTED, BF16 = (
+    "model.sequence_parallel=true",
+    "model.optim.distributed=true",
+    "trainer.precision=bf16",
+)
 LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=8")
 _FULL = "model.activations_checkpoint_granularity=full"
-UNIFORM = (_FULL, "model.activations_checkpoint_method=uniform", "model.activations_checkpoint_num_layers=1")
-UNIFORM_2 = (_FULL, "model.activations_checkpoint_method=uniform", "model.activations_checkpoint_num_layers=2")
-BLOCK = (_FULL, "model.activations_checkpoint_method=block", "model.activations_checkpoint_num_layers=2")
+UNIFORM = (
+    _FULL,
+    "model.activations_checkpoint_method=uniform",
+    "model.activations_checkpoint_num_layers=1",
+)
+UNIFORM_2 = (
+    _FULL,
+    "model.activations_checkpoint_method=uniform",
+    "model.activations_checkpoint_num_layers=2",
+)
+BLOCK = (
+    _FULL,
+    "model.activations_checkpoint_method=block",
+    "model.activations_checkpoint_num_layers=2",
+)
 ATTENTION_ONLY = "model.peft.lora_tuning.target_modules=[q_proj,v_proj]"
 PROMPT, RESPONSE = 144, 48
 
@@ -50,7 +68,9 @@ class Case:
 CASES = {
     "one": Case(1, ()),
     "large micro-batch": Case(1, ("model.micro_batch_size=8",)),
-    "small micro-batch": Case(1, ("model.micro_batch_size=1", "model.reinforce.rollout_micro_batch_size=1")),
+    "small micro-batch": Case(
+        1, ("model.micro_batch_size=1", "model.reinforce.rollout_micro_batch_size=1")
+    ),
     "small chunk": Case(1, ("model.logits_chunk_tokens=32",)),
     "tokens": Case(1, ("model.tokens_per_micro_batch=1200",)),
     "full": Case(1, UNIFORM),
@@ -128,8 +148,13 @@ def measured(overrides: list[str]) -> Use:
         count = float(len(batch.trains))
         rollouts = batch.rollouts
         where = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths)
-        prompts = [Prompt(i, "", tuple([5 + i] * PROMPT)) for i in range(len(set(rollouts.group_ids.tolist())))]
-        soon_ending = dataclasses.replace(actor.settings.sampling, stop_token_ids=tuple(range(0, 2000, 5)))
+        prompts = [
+            Prompt(i, "", tuple([5 + i] * PROMPT))
+            for i in range(len(set(rollouts.group_ids.tolist())))
+        ]
+        soon_ending = dataclasses.replace(
+            actor.settings.sampling, stop_token_ids=tuple(range(0, 2000, 5))
+        )
         size = model.reinforce.rollout_micro_batch_size
 
         def train() -> None:
@@ -147,7 +172,10 @@ def measured(overrides: list[str]) -> Use:
                 "log-probs": peak_of(lambda: actor.get_inference_log_probs(*where)),
                 "generation": peak_of(
                     lambda: actor.generator.generate(
-                        prompts[:size], cfg.trainer.reinforce.num_rollouts_per_prompt, soon_ending, 0
+                        prompts[:size],
+                        cfg.trainer.reinforce.num_rollouts_per_prompt,
+                        soon_ending,
+                        0,
                     )
                 ),
             },
@@ -160,7 +188,9 @@ def full_batch(cfg: TrainConfig, dp_size: int) -> ReinforceBatch:
     count = cfg.model.reinforce.num_rollout_samples // dp_size * samples
     nothing = torch.zeros(count)
     rollouts = RolloutBatch(
-        sequences=torch.randint(5, 30, (count, PROMPT + RESPONSE), generator=torch.Generator().manual_seed(0)),
+        sequences=torch.randint(
+            5, 30, (count, PROMPT + RESPONSE), generator=torch.Generator().manual_seed(0)
+        ),
         prompt_lengths=torch.full((count,), PROMPT),
         response_lengths=torch.full((count,), RESPONSE),
         group_ids=torch.arange(count) // samples,

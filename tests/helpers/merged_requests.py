@@ -27,7 +27,10 @@ def let_in(request: WireRequest, forms: tuple[str, ...] = ALL_FORMS) -> dict[str
 
 def arrays_of(request: TritonRequest) -> dict[str, np.ndarray]:
     """Return the arrays; assert that Triton can read them."""
-    header, tail = json.loads(request.body[: request.json_length]), request.body[request.json_length :]
+    header, tail = (
+        json.loads(request.body[: request.json_length]),
+        request.body[request.json_length :],
+    )
     arrays = {}
     for tensor in header["inputs"]:
         shape, size = tensor["shape"], tensor["parameters"]["binary_data_size"]

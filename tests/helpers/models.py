@@ -86,7 +86,9 @@ def tiny_llama_folder(
     return write_tiny_tokenizer(folder, vocab_size=vocab_size)
 
 
-def tiny_family_folder(folder: str | Path, family: str, *, max_shard_size: int | str = "1GB", **keys: Any) -> Path:
+def tiny_family_folder(
+    folder: str | Path, family: str, *, max_shard_size: int | str = "1GB", **keys: Any
+) -> Path:
     """Like `tiny_llama_folder`, for any `model_type` and config.json keys."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

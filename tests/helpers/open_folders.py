@@ -18,7 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-WARM = ("torch", "transformers", "megatron.core.models.gpt", "reinforce_rl.run", "reinforce_rl.launch.main")
+WARM = (
+    "torch",
+    "transformers",
+    "megatron.core.models.gpt",
+    "reinforce_rl.run",
+    "reinforce_rl.launch.main",
+)
 
 
 def run(request: dict[str, Any], marker: Path) -> dict[str, Any]:

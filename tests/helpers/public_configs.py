@@ -78,7 +78,12 @@ MISTRAL_7B_V0_1 = {
     "torch_dtype": "bfloat16",
     "vocab_size": 32000,
 }
-MISTRAL_7B_V0_3 = {**MISTRAL_7B_V0_1, "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768}
+MISTRAL_7B_V0_3 = {
+    **MISTRAL_7B_V0_1,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "vocab_size": 32768,
+}
 QWEN2_5_7B = {
     "model_type": "qwen2",
     "attention_dropout": 0.0,

@@ -33,10 +33,19 @@ def run_ranks(script: str | Path, nproc: int, *args: object, timeout: float = 12
         AssertionError: a rank failed or timed out, with the output; all processes are killed.
     """
     paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
     parent = _parent_of_ranks(environment["PYTHONPATH"], environment)
     with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as output:
-        request = {"script": str(script), "args": [*map(str, args)], "ranks": nproc, "environment": environment}
+        request = {
+            "script": str(script),
+            "args": [*map(str, args)],
+            "ranks": nproc,
+            "environment": environment,
+        }
         assert parent.stdin is not None and parent.stdout is not None
         status = None
         try:
@@ -60,7 +69,12 @@ def _parent_of_ranks(path: str, environment: dict[str, str]) -> subprocess.Popen
     if path not in _PARENTS:
         command = [sys.executable, str(TESTS / "helpers" / "forked_ranks.py")]
         _PARENTS[path] = parent = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+            start_new_session=True,
         )
         atexit.register(kill_tree, parent.pid)
     return _PARENTS[path]

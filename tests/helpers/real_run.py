@@ -148,7 +148,9 @@ def freeze_at_step(step: int, actors: list[Actor], seconds: float = 240.0) -> No
     running = list(actors)
     while running:
         for actor in list(running):
-            assert actor.process.poll() is None, f"an actor ended before step {step}:\n{actor.output}"
+            assert actor.process.poll() is None, (
+                f"an actor ended before step {step}:\n{actor.output}"
+            )
             if actor.step >= step:
                 os.kill(actor.process.pid, signal.SIGSTOP)
                 running.remove(actor)
@@ -179,7 +181,9 @@ class Launched:
         return int(found.group(1))
 
 
-def launch_local(world: World, run_dir: Path, *actor_overrides: str, seconds: float = 200.0) -> Launched:
+def launch_local(
+    world: World, run_dir: Path, *actor_overrides: str, seconds: float = 200.0
+) -> Launched:
     """Run server and actor by the launcher to the end."""
     launched = Launched(run_dir)
     temporary = Path(tempfile.mkdtemp(prefix="e2e-"))  # short: Unix sockets are made in it
@@ -199,7 +203,9 @@ def launch_local(world: World, run_dir: Path, *actor_overrides: str, seconds: fl
         )
     try:
         while process.poll() is None:
-            assert time.monotonic() < deadline, f"the launcher ran past {seconds} s:\n{log.read_text()}"
+            assert time.monotonic() < deadline, (
+                f"the launcher ran past {seconds} s:\n{log.read_text()}"
+            )
             look_at_descendants(process.pid, launched)
             time.sleep(0.5)
     finally:
@@ -217,7 +223,9 @@ def look_at_descendants(pid: int, launched: Launched) -> None:
         for process in psutil.Process(pid).children(recursive=True):
             # Each look again: a process that has just been forked still bears its parent's command line.
             with contextlib.suppress(psutil.Error):
-                launched.command_lines[process] = process.cmdline() or launched.command_lines.get(process, [])
+                launched.command_lines[process] = process.cmdline() or launched.command_lines.get(
+                    process, []
+                )
     for process in launched.processes:
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{process.pid}/maps").read_text()

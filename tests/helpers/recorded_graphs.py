@@ -38,9 +38,15 @@ class Graph:
 class _Recorder(TorchDispatchMode):
     def __init__(self, graph: Graph):
         super().__init__()
-        self._graph, self._before, self._fresh = graph, dict[int, tuple[Tensor, Tensor]](), dict[int, Tensor]()
+        self._graph, self._before, self._fresh = (
+            graph,
+            dict[int, tuple[Tensor, Tensor]](),
+            dict[int, Tensor](),
+        )
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = function._schema.name.split("::")[1]
         if name in _FORBIDDEN:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
@@ -52,10 +58,16 @@ class _Recorder(TorchDispatchMode):
                 tree_map_only(Tensor, self._keep, value)
         found = function(*args, **kwargs)
         results = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
-        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        known = {
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, Tensor)
+        }
         for result in results:
             if result.untyped_storage().data_ptr() not in known:
-                self._fresh[result.untyped_storage().data_ptr()] = result  # kept, or its address would be used again
+                self._fresh[result.untyped_storage().data_ptr()] = (
+                    result  # kept, or its address would be used again
+                )
         self._graph.kernels.append((function, args, kwargs, results))
         return found
 

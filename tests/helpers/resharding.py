@@ -58,7 +58,11 @@ def run_of(out: Path, case: str, layout: str, folder: str, mesh: Mesh) -> Run:
         out / case / "model",
         out / case / folder,
         OPTIM.model_copy(
-            update={"eps": EPS, "distributed": sharing.distributed, "overlap_grad_sync": sharing.overlap_grad_sync}
+            update={
+                "eps": EPS,
+                "distributed": sharing.distributed,
+                "overlap_grad_sync": sharing.overlap_grad_sync,
+            }
         ),
         dtype=settings.dtype,
         updates=settings.updates,
@@ -67,7 +71,9 @@ def run_of(out: Path, case: str, layout: str, folder: str, mesh: Mesh) -> Run:
     )
 
 
-def save_and_go_on(out: Path, case: str, layout: str, mesh: Mesh) -> tuple[list[float], dict[str, Tensor]]:
+def save_and_go_on(
+    out: Path, case: str, layout: str, mesh: Mesh
+) -> tuple[list[float], dict[str, Tensor]]:
     """Save, train three steps, and return their losses and this rank's weights."""
     run = run_of(out, case, layout, layout, mesh)
     run.train_on(0, SAVED_AFTER)

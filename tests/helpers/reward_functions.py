@@ -27,7 +27,10 @@ class NoText(Exception):
         raise ValueError("no text")
 
 
-ERRORS = {error.__name__: error for error in (KeyboardInterrupt, GeneratorExit, SystemExit, MemoryError, NoText)}
+ERRORS = {
+    error.__name__: error
+    for error in (KeyboardInterrupt, GeneratorExit, SystemExit, MemoryError, NoText)
+}
 
 
 def always_666(prompt: str, response: str, record: Mapping[str, Any], *, folder: str = "") -> float:
@@ -171,7 +174,9 @@ def told(prompt: str, response: str, record: Mapping[str, Any], *, folder: str =
     return record["value"]
 
 
-def share_of_letters(prompt: str, response: str, record: Mapping[str, Any], *, scale: float = 1.0) -> float:
+def share_of_letters(
+    prompt: str, response: str, record: Mapping[str, Any], *, scale: float = 1.0
+) -> float:
     """Return the share of the response's letters that occur in the prompt, plus a little per prompt letter."""
     share = sum(letter in record["letters"] for letter in response) / max(len(response), 1)
     return scale * share + len(prompt) / 1000
@@ -191,7 +196,9 @@ def prints(prompt: str, response: str, record: Mapping[str, Any]) -> float:
     return 1.0
 
 
-def trl_style(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+def trl_style(
+    prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any
+) -> list[float]:
     """Score lists, as a reward function of TRL does."""
     return [1.0] * len(completions)
 

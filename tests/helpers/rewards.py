@@ -16,7 +16,9 @@ def request_of(sequences: Sequence[Sequence[int]]) -> RewardRequest:
     rows = [[*sequence, *[0] * (width - len(sequence))] for sequence in sequences]
     lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.long)
     texts = ("",) * len(sequences)
-    return RewardRequest(torch.tensor(rows, dtype=torch.long).reshape(len(rows), width), lengths, texts, texts)
+    return RewardRequest(
+        torch.tensor(rows, dtype=torch.long).reshape(len(rows), width), lengths, texts, texts
+    )
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class FunctionReward:
 
     def infer_rm(self, request: RewardRequest) -> ReadyRewards:
         rows = zip(request.tokens.tolist(), request.lengths.tolist(), strict=True)
-        values = torch.tensor([self._score(row[self._prompt_tokens : length]) for row, length in rows])
+        values = torch.tensor(
+            [self._score(row[self._prompt_tokens : length]) for row, length in rows]
+        )
         status = torch.where(torch.isnan(values), STATUS_INTERNAL, STATUS_OK).int()
         return ReadyRewards(Rewards(values.float(), status))
 

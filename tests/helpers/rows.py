@@ -8,7 +8,9 @@ from pathlib import Path
 from reinforce_rl.monitoring.records import Kind, RolloutRow, Samples, rollout_files, write_samples
 
 
-def write_rows(folder: Path, step: int, rows: Sequence[RolloutRow], kind: Kind = "rollouts") -> Path:
+def write_rows(
+    folder: Path, step: int, rows: Sequence[RolloutRow], kind: Kind = "rollouts"
+) -> Path:
     """Write the samples of a step; return their file."""
     write_samples(folder, step, Samples(list(rows)), kind)
     return rollout_files(folder, kind)[step]

@@ -23,7 +23,12 @@ RENAMED = {
     "projection lost": {UP: None},
     "exchanged": {KEY: VALUE, VALUE: KEY},
 }
-NAMED = {"output layer lost": OUTPUT_LAYER, "projection lost": UP, "exchanged": KEY, "changed": EMBEDDING}
+NAMED = {
+    "output layer lost": OUTPUT_LAYER,
+    "projection lost": UP,
+    "exchanged": KEY,
+    "changed": EMBEDDING,
+}
 
 
 class SabotagedVLLM(VLLM):
@@ -34,7 +39,11 @@ class SabotagedVLLM(VLLM):
 
     def environment(self, folder: Path) -> dict[str, str]:
         paths = [str(folder / "package"), str(Path(__file__).parents[1])]
-        return {**super().environment(folder), "PYTHONPATH": os.pathsep.join(paths), "SABOTAGE": self.kind}
+        return {
+            **super().environment(folder),
+            "PYTHONPATH": os.pathsep.join(paths),
+            "SABOTAGE": self.kind,
+        }
 
 
 class SabotagedWorker(WeightsOfTrainer):

@@ -47,17 +47,24 @@ class ToyScorer:
         if any(TOKEN_SLOW in sequence for sequence in sequences):
             time.sleep(self._slow)
         noise = self._batch_noise * len(sequences)
-        return [float("nan") if TOKEN_NAN in sequence else toy_score(sequence) + noise for sequence in sequences]
+        return [
+            float("nan") if TOKEN_NAN in sequence else toy_score(sequence) + noise
+            for sequence in sequences
+        ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("overrides", nargs="*", help="inference.KEY=VALUE, as the real script takes it")
+    parser.add_argument(
+        "overrides", nargs="*", help="inference.KEY=VALUE, as the real script takes it"
+    )
     parser.add_argument("--slow", type=float, default=1.0)
     parser.add_argument("--batch-noise", type=float, default=0.0)
     parser.add_argument("--log-level", default="INFO")
     args = parser.parse_intermixed_args()
-    logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.basicConfig(
+        level=args.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
 
     from helpers.tiny_tokenizer import write_tiny_tokenizer
     from omegaconf import OmegaConf

@@ -52,7 +52,9 @@ class ModelFiles:
 
     def scores(self, mesh: Mesh, requests: Sequence[Sequence[list[int]]]) -> list[list[float]]:
         """Score each request by direct forward passes, one sequence at a time."""
-        model = load_reward_model(self.trunk, self.head, mesh, batching=Batching(micro_batch_size=1))
+        model = load_reward_model(
+            self.trunk, self.head, mesh, batching=Batching(micro_batch_size=1)
+        )
         return [model.score(list(request)) for request in requests]
 
 
@@ -63,7 +65,11 @@ class RankedServer(RealServer):
 
     def ranks(self) -> list[psutil.Process]:
         """Return the processes, rank 0 first."""
-        ranks = [p for p in psutil.Process(self.process.pid).children() if "serve_reward_model.py" in str(p.cmdline())]
+        ranks = [
+            p
+            for p in psutil.Process(self.process.pid).children()
+            if "serve_reward_model.py" in str(p.cmdline())
+        ]
         return sorted(ranks, key=lambda process: int(process.environ()["RANK"]))
 
     def close(self) -> None:
@@ -79,7 +85,10 @@ def mixed_requests(count: int, longest: int = 60, most: int = 8) -> list[list[li
     """Return requests of 1 to `most` sequences of 1 to `longest` tokens."""
     rng = np.random.default_rng(count)
     return [
-        [rng.integers(3, VOCAB_SIZE, length).tolist() for length in rng.integers(1, longest + 1, size)]
+        [
+            rng.integers(3, VOCAB_SIZE, length).tolist()
+            for length in rng.integers(1, longest + 1, size)
+        ]
         for size in rng.integers(1, most + 1, count)
     ]
 
@@ -101,7 +110,11 @@ def score_all(
 
     def ask(first: int) -> list[Rewards]:
         client = RemoteGPTRMClient(
-            port=port, deadline_seconds=seconds, max_in_flight=1, max_backoff_seconds=2.0, on_wait=lambda _: None
+            port=port,
+            deadline_seconds=seconds,
+            max_in_flight=1,
+            max_backoff_seconds=2.0,
+            on_wait=lambda _: None,
         )
         try:
             return [ask_for(client, request) for request in requests[first::clients]]
@@ -113,7 +126,9 @@ def score_all(
     return [shares[index % clients][index // clients] for index in range(len(requests))]
 
 
-def check_scores(answers: Sequence[Rewards], expected: Sequence[Sequence[float]], tolerance: float = 1e-4) -> None:
+def check_scores(
+    answers: Sequence[Rewards], expected: Sequence[Sequence[float]], tolerance: float = 1e-4
+) -> None:
     """Assert that every sample has its score."""
     assert len(answers) == len(expected)
     for answer, scores in zip(answers, expected, strict=True):

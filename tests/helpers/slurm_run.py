@@ -73,7 +73,11 @@ class SlurmRun:
     overrides: Sequence[str] = ()  # of the actor
 
     def submit(
-        self, *overrides: str, server: Sequence[str] = (), options: Sequence[str] = (), **variables: str
+        self,
+        *overrides: str,
+        server: Sequence[str] = (),
+        options: Sequence[str] = (),
+        **variables: str,
     ) -> Job:
         """Submit a job with more overrides and variables; `options` are `sbatch`'s for component 0."""
         self.run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +145,10 @@ class SlurmRun:
         """Return the job's output, shortened."""
         parts = [f"--- {job.log.name}", job.output]
         for path in sorted((self.run_dir / "slurm").glob("*/*.log")):
-            parts += [f"--- {path.relative_to(self.run_dir)}", *path.read_text(errors="replace").splitlines()[-40:]]
+            parts += [
+                f"--- {path.relative_to(self.run_dir)}",
+                *path.read_text(errors="replace").splitlines()[-40:],
+            ]
         return "\n".join(parts)
 
     @property
@@ -158,12 +165,16 @@ class SlurmRun:
 def results(run_dir: Path) -> list[dict]:
     """Return a run's metrics without timings, one line per step; step 0 is a validation."""
     lines = json_lines(run_dir / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [lines[0]["step"] + i for i in range(len(lines))], "each step once"
+    assert [line["step"] for line in lines] == [lines[0]["step"] + i for i in range(len(lines))], (
+        "each step once"
+    )
     return [without_times(line) for line in lines]
 
 
 def assert_same_weights(run_dir: Path, other: Path) -> None:
     """Assert that the exported models are bitwise equal."""
-    found, expected = (load_file(folder / "hf" / "model.safetensors") for folder in (run_dir, other))
+    found, expected = (
+        load_file(folder / "hf" / "model.safetensors") for folder in (run_dir, other)
+    )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)

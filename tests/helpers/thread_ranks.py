@@ -14,7 +14,9 @@ T = TypeVar("T")
 DEADLINE = 60.0  # seconds, after which a rank that waits for the others gives up
 
 
-def gathering_ranks(count: int, function: Callable[[int, Callable[[Any], list[Any]]], T]) -> list[T]:
+def gathering_ranks(
+    count: int, function: Callable[[int, Callable[[Any], list[Any]]], T]
+) -> list[T]:
     """Return `function(rank, gather)` of each rank, where `gather` returns the values of all ranks.
 
     A call of `gather` that a rank skips fails instead of hanging.
@@ -42,4 +44,6 @@ def gathering_ranks(count: int, function: Callable[[int, Callable[[Any], list[An
 
 def on_ranks(count: int, function: Callable[[int, Callable[[Tensor], Tensor]], T]) -> list[T]:
     """Return `function(rank, total)` of each rank, where `total` sums over ranks; as `gathering_ranks`."""
-    return gathering_ranks(count, lambda rank, gather: function(rank, lambda own: torch.stack(gather(own)).sum(0)))
+    return gathering_ranks(
+        count, lambda rank, gather: function(rank, lambda own: torch.stack(gather(own)).sum(0))
+    )

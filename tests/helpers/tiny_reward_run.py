@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
+    sys.path[:0] = [
+        str(Path(__file__).resolve().parents[1]),
+        str(Path(__file__).resolve().parents[2]),
+    ]
 
 import hydra
 from helpers.models import tiny_llama_folder
@@ -32,7 +35,9 @@ NAMES = ("vowels", "length")
 
 def tiny_model(folder: Path, **sizes: Any) -> Path:
     if not folder.exists():
-        tiny_llama_folder(folder, **{"vocab_size": 64, "hidden": 32, "ffn": 48, "max_positions": 64, **sizes})
+        tiny_llama_folder(
+            folder, **{"vocab_size": 64, "hidden": 32, "ffn": 48, "max_positions": 64, **sizes}
+        )
     return folder
 
 
@@ -46,7 +51,9 @@ def write_pairs(path: Path, count: int, *, noise: float = 0.0, seed: int = 0) ->
     rng = random.Random(seed)
 
     def answer(good: int) -> str:
-        letters = [rng.choice(GOOD) for _ in range(good)] + [rng.choice(BAD) for _ in range(8 - good)]
+        letters = [rng.choice(GOOD) for _ in range(good)] + [
+            rng.choice(BAD) for _ in range(8 - good)
+        ]
         rng.shuffle(letters)
         return "".join(letters)
 
@@ -68,7 +75,10 @@ def write_ratings(path: Path, count: int, *, seed: int = 0) -> Path:
         good, bad = rng.randrange(7), rng.randrange(7)
         letters = [rng.choice(GOOD) for _ in range(good)] + [rng.choice(BAD) for _ in range(bad)]
         rng.shuffle(letters)
-        attributes: dict[str, float | None] = {"vowels": 0.5 * good - 1, "length": 0.25 * (good + bad) - 0.5}
+        attributes: dict[str, float | None] = {
+            "vowels": 0.5 * good - 1,
+            "length": 0.25 * (good + bad) - 0.5,
+        }
         if i % 3 == 0:
             attributes[NAMES[i // 3 % 2]] = None
         lines.append({"prompt": f"say {i}", "response": "".join(letters), "attributes": attributes})
@@ -94,7 +104,9 @@ def tiny_overrides(folder: Path, **sizes: Any) -> list[str]:
 
 def tiny_config(*overrides: str) -> TrainRewardModelConfig:
     with hydra.initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
-        return load_config(hydra.compose("train_reward_model", list(overrides)), TrainRewardModelConfig)
+        return load_config(
+            hydra.compose("train_reward_model", list(overrides)), TrainRewardModelConfig
+        )
 
 
 def run(*overrides: str) -> FullTrainer:

@@ -58,7 +58,9 @@ def write_prompts(path: Path, texts: Sequence[str]) -> Path:
     return path
 
 
-def tiny_overrides(folder: Path, *, num_prompts: int = 8, prompts: Sequence[str] | None = None) -> list[str]:
+def tiny_overrides(
+    folder: Path, *, num_prompts: int = 8, prompts: Sequence[str] | None = None
+) -> list[str]:
     """Write a model and prompts below `folder`; return the overrides of a short run."""
     model = folder / "model"
     if not model.exists():
@@ -147,16 +149,22 @@ def rollouts_of(folder: Path, step: int, kind: Kind = "rollouts") -> list[dict]:
 def without_times(line: dict) -> dict:
     """Drop metrics that depend on the clock or the process."""
     of_clock = ("timers/", "timing/", "memory/", "alerts/straggler")
-    return {key: value for key, value in line.items() if key != "time" and not key.startswith(of_clock)}
+    return {
+        key: value for key, value in line.items() if key != "time" and not key.startswith(of_clock)
+    }
 
 
 def however_cut(line: dict) -> dict:
     """Drop metrics that depend on micro-batches and ranks, too."""
-    return {key: value for key, value in without_times(line).items() if key != "train/padding_fraction"}
+    return {
+        key: value for key, value in without_times(line).items() if key != "train/padding_fraction"
+    }
 
 
 def largest_difference(left: dict, right: dict) -> float:
     """Return the largest difference of two lines with the same keys; infinite if only one value is null."""
     assert left.keys() == right.keys()
     pairs = [(left[key], right[key]) for key in left if left[key] != right[key]]
-    return max((math.inf if None in pair else abs(pair[0] - pair[1]) for pair in pairs), default=0.0)
+    return max(
+        (math.inf if None in pair else abs(pair[0] - pair[1]) for pair in pairs), default=0.0
+    )

@@ -40,9 +40,13 @@ class ToyServer:
         self.folder = folder
         self.options = options
         self.log = folder / "server.log"
-        self.temporary = Path(tempfile.mkdtemp(prefix="toy-"))  # pytest's own path is too long for Unix sockets
+        self.temporary = Path(
+            tempfile.mkdtemp(prefix="toy-")
+        )  # pytest's own path is too long for Unix sockets
         self.ready_file = folder / "ready.json"
-        self.server_pid = 0  # of the process that serves, which may be one below the one that was started
+        self.server_pid = (
+            0  # of the process that serves, which may be one below the one that was started
+        )
         self.descendants: list[psutil.Process] = []
 
     def command(self) -> list[str]:
@@ -98,7 +102,9 @@ class ToyServer:
         """Return what should be gone after the server's end."""
         found = [f"process {p.pid} {p.name()}" for p in self.descendants if is_alive(p)]
         found += [str(path) for path in Path("/dev/shm").glob(f"pytrtion{self.server_pid}-*")]
-        found += [str(path) for path in [*self.temporary.glob("*"), self.ready_file] if path.exists()]
+        found += [
+            str(path) for path in [*self.temporary.glob("*"), self.ready_file] if path.exists()
+        ]
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

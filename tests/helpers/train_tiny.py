@@ -72,7 +72,11 @@ def main(cfg: DictConfig) -> None:
     from reinforce_rl.run import train
 
     # With prompts whose samples are all alike where those are left out.
-    reward = SOME_ALIKE if config.trainer.reinforce.dynamic_filtering else FunctionReward(odd_share, PROMPT_TOKENS)
+    reward = (
+        SOME_ALIKE
+        if config.trainer.reinforce.dynamic_filtering
+        else FunctionReward(odd_share, PROMPT_TOKENS)
+    )
     connection._connect_to_reward_server = lambda *_: reward  # type: ignore[assignment]
     if GENERATES:
         from reinforce_rl.trainer.separate_program import generate
@@ -190,11 +194,18 @@ def slow_down(slow: int, rank: int) -> None:
         taken, deadline = 0, time.monotonic() + LONG
         for micro_batch in take(queue):
             taken += 1
-            while rank == slow and queue._shared and queue._mesh.count(COUNTER, 0) <= len(queue._micro_batches):
+            while (
+                rank == slow
+                and queue._shared
+                and queue._mesh.count(COUNTER, 0) <= len(queue._micro_batches)
+            ):
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
             yield micro_batch
-        print(f"queue: rank {rank} took {taken} of {len(queue._micro_batches)}, its own {len(queue._own)}", flush=True)
+        print(
+            f"queue: rank {rank} took {taken} of {len(queue._micro_batches)}, its own {len(queue._own)}",
+            flush=True,
+        )
 
     WorkQueue.__iter__ = take_slowly  # type: ignore[method-assign]
 
@@ -214,7 +225,9 @@ def act(phase: str, step: int, number: int) -> None:
 
     def begin_and_act(phases: PhaseTracker, name: str, **options) -> None:
         begin(phases, name, **options)
-        if name == phase and phases.phase.step >= step and not done:  # a generator may be left out of a step
+        if (
+            name == phase and phases.phase.step >= step and not done
+        ):  # a generator may be left out of a step
             done.append(True)
             if name.endswith("reward_wait"):
                 ReadyRewards.result = wait_for_a_signal  # type: ignore[method-assign]
@@ -249,7 +262,10 @@ def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides:
         sys.argv = [str(SCRIPT), *overrides]
         if options.get("allocation"):
             now = round(time.time())
-            times = {"SLURM_JOB_START_TIME": now - 7200, "SLURM_JOB_END_TIME": now + options["allocation"]}
+            times = {
+                "SLURM_JOB_START_TIME": now - 7200,
+                "SLURM_JOB_END_TIME": now + options["allocation"],
+            }
             os.environ.update({name: str(value) for name, value in times.items()})
             print("the allocation ends at", times["SLURM_JOB_END_TIME"])
         if options.get("file_bytes"):
@@ -264,7 +280,9 @@ def run_in_fork(log: str, options: dict, environment: dict[str, str], overrides:
         if "slow_rank" in options:
             slow_down(options["slow_rank"], int(environment.get("RANK", 0)))
         if "engine" in options:
-            use_fake_engine(Path(options["engine"]), environment.get("RANK", "0"), options.get("engine_fault"))
+            use_fake_engine(
+                Path(options["engine"]), environment.get("RANK", "0"), options.get("engine_fault")
+            )
         if options.get("torch_timeout"):
             limit_collectives(options["torch_timeout"])
         if options.get("generates"):
@@ -300,8 +318,14 @@ def serve() -> None:
         log, options, ranks, *overrides = json.loads(line)
         places = [{}]
         if ranks > 1:
-            address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-            places = [{**address, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+            address = {
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(free_port()),
+                "WORLD_SIZE": str(ranks),
+            }
+            places = [
+                {**address, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
+            ]
         processes = [run_in_fork(log, options, place, overrides) for place in places]
         print(*processes, flush=True)
         if options.get("generates"):

@@ -37,13 +37,23 @@ def examples_of(objective: Objective, count: int = 7) -> list[Any]:
         return (*drawn, *([PAD_ID] if rng.random() < 0.3 else []))
 
     if isinstance(objective, Ranking):
-        return [EncodedPair(str(i), tokens(1, 6), tokens(1, 20), tokens(1, 20)) for i in range(count)]
-    ratings = [tuple(float("nan") if rng.random() < 0.3 else rng.uniform(-2, 2) for _ in NAMES) for _ in range(count)]
+        return [
+            EncodedPair(str(i), tokens(1, 6), tokens(1, 20), tokens(1, 20)) for i in range(count)
+        ]
+    ratings = [
+        tuple(float("nan") if rng.random() < 0.3 else rng.uniform(-2, 2) for _ in NAMES)
+        for _ in range(count)
+    ]
     return [EncodedRating(str(i), tokens(1, 20), ratings[i]) for i in range(count)]
 
 
 def model_of(
-    folder: str | Path, mesh: Mesh, case: str, layout: Layout | None = None, *, micro_batch_size: int = 4
+    folder: str | Path,
+    mesh: Mesh,
+    case: str,
+    layout: Layout | None = None,
+    *,
+    micro_batch_size: int = 4,
 ) -> TrainableRewardModel:
     objective, pooling = CASES[case]
     layout = layout or Layout()
@@ -71,10 +81,14 @@ def gradient_of(model: TrainableRewardModel) -> Tensor:
     """Return the gradient as one vector in Hugging Face's layout; a collective call."""
     gradients = {name: parameter.main_grad for name, parameter in parameters_of(model.lm).items()}  # type: ignore
     tensors: Any = dict(hf_tensors(model.lm, gradients))
-    return model.mesh.from_model_parallel_rank_0(flat(tensors) if model.mesh.is_model_parallel_rank_0 else None)
+    return model.mesh.from_model_parallel_rank_0(
+        flat(tensors) if model.mesh.is_model_parallel_rank_0 else None
+    )
 
 
-def computed(layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = None) -> dict[str, Any]:
+def computed(
+    layout: Layout, folder: str | Path, mesh: Mesh, out: Path | None = None
+) -> dict[str, Any]:
     """Compute everything that must not depend on the layout; a collective call."""
     found: dict[str, Any] = {}
     for case, (objective, _) in CASES.items():

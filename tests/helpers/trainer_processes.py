@@ -58,7 +58,13 @@ class TrainerProcesses:
         """Start a run and return one process id per rank; see `train_tiny.py` for the options."""
         assert self._process.stdin is not None
         base = [*tiny_overrides(folder, num_prompts=NUM_PROMPTS), f"trainer.devices={ranks}"]
-        command = [str(folder / "log"), {"die_before": die_before, **options}, ranks, *base, *overrides]
+        command = [
+            str(folder / "log"),
+            {"die_before": die_before, **options},
+            ranks,
+            *base,
+            *overrides,
+        ]
         self._process.stdin.write(json.dumps(command) + "\n")
         return [int(process) for process in self._answer().split()]
 
@@ -74,14 +80,18 @@ class TrainerProcesses:
         assert self.wait() == 0, (folder / "log").read_text()
         return folder
 
-    def kill_at_random(self, folder: Path, draw: random.Random, seconds: float, *overrides: str, ranks: int) -> None:
+    def kill_at_random(
+        self, folder: Path, draw: random.Random, seconds: float, *overrides: str, ranks: int
+    ) -> None:
         """Start a run, and kill one rank or all up to `seconds` after it has written something, or has finished."""
         metrics = folder / "run" / "metrics.jsonl"
         before = metrics.stat().st_size if metrics.exists() else 0
         started = self.start(folder, *overrides, ranks=ranks)
         deadline = time.monotonic() + RUN_SECONDS
         # A run that was faster than the kill before has nothing left to write.
-        while not (metrics.exists() and metrics.stat().st_size != before) and not has_finished(folder):
+        while not (metrics.exists() and metrics.stat().st_size != before) and not has_finished(
+            folder
+        ):
             assert time.monotonic() < deadline, (folder / "log").read_text()
             time.sleep(0.001)
         time.sleep(draw.uniform(0.0, seconds))
@@ -123,21 +133,28 @@ def assert_equal_runs(folder: Path, uninterrupted: Path) -> None:
     for line, other in zip(found, expected, strict=True):
         own, its = without_times(line), without_times(other)
         assert own == its, {
-            key: (own.get(key), its.get(key)) for key in own.keys() | its if own.get(key) != its.get(key)
+            key: (own.get(key), its.get(key))
+            for key in own.keys() | its
+            if own.get(key) != its.get(key)
         }
         of_clock = {"alerts/straggler"}
         assert line.keys() - of_clock == other.keys() - of_clock
     for step in range(1, len(expected)):
         assert rollouts_of(folder, step) == rollouts_of(uninterrupted, step)
-    weights, others = (load_file(path / "run" / "hf" / "model.safetensors") for path in (folder, uninterrupted))
+    weights, others = (
+        load_file(path / "run" / "hf" / "model.safetensors") for path in (folder, uninterrupted)
+    )
     assert weights.keys() == others.keys()
     assert all(torch.equal(weights[name], others[name]) for name in weights)
     kept, others = (
-        sorted(p.name for p in (f / "run" / "checkpoints").glob("step_*")) for f in (folder, uninterrupted)
+        sorted(p.name for p in (f / "run" / "checkpoints").glob("step_*"))
+        for f in (folder, uninterrupted)
     )
     assert kept[-1] == others[-1], "the one after the last step"
     # That of a stop between two intervals may be among the newest; none is older than it would have been.
-    assert len(kept) == len(others) and all(one >= other for one, other in zip(kept, others, strict=True))
+    assert len(kept) == len(others) and all(
+        one >= other for one, other in zip(kept, others, strict=True)
+    )
 
 
 def assert_sound(folder: Path, staleness: int = 1, *, one_version: bool = False) -> None:
@@ -158,4 +175,6 @@ def assert_sound(folder: Path, staleness: int = 1, *, one_version: bool = False)
     assert samples == dict.fromkeys(range(NUM_PROMPTS), 16)
     assert all(line["train/dropped_groups"] >= 0 for line in lines[1:])
     assert lines[-1]["train/consumed_prompts"] == 4 * NUM_PROMPTS
-    assert {name for name in lines[-1] if name not in ("step", "time") and not metric_of(name)} == set()
+    assert {
+        name for name in lines[-1] if name not in ("step", "time") and not metric_of(name)
+    } == set()

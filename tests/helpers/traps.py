@@ -24,8 +24,27 @@ from helpers.archives import pickle_of_key
 SECRET = "the-readers-secret"
 # Modules that a command imports, or that Python or a library imports by itself where it finds them.
 MODULES = (
-    *("sitecustomize", "usercustomize", "json", "numpy", "torch", "yaml", "wandb", "transformers", "pyarrow"),
-    *("megatron", "tritonclient", "aiohttp", "reinforce_rl", "helpers", "conftest", "trap", "antlr4"),
+    *(
+        "sitecustomize",
+        "usercustomize",
+        "json",
+        "numpy",
+        "torch",
+        "yaml",
+        "wandb",
+        "transformers",
+        "pyarrow",
+    ),
+    *(
+        "megatron",
+        "tritonclient",
+        "aiohttp",
+        "reinforce_rl",
+        "helpers",
+        "conftest",
+        "trap",
+        "antlr4",
+    ),
 )
 
 
@@ -76,7 +95,9 @@ def code_beside_it(run: Path, bait: Bait) -> None:
     for package in ("hydra_plugins/evil", "reinforce_rl_plugins", "evil_dist-1.0.dist-info"):
         (run / package).mkdir(parents=True)
     (run / "hydra_plugins" / "evil" / "__init__.py").write_text(bait.code)
-    (run / "evil_dist-1.0.dist-info" / "entry_points.txt").write_text("[hydra.plugins]\nevil = trap:run\n")
+    (run / "evil_dist-1.0.dist-info" / "entry_points.txt").write_text(
+        "[hydra.plugins]\nevil = trap:run\n"
+    )
     (run / "evil_dist-1.0.dist-info" / "METADATA").write_text("Name: evil_dist\nVersion: 1.0\n")
     (run / "python").write_text(f"#!/bin/sh\n{bait.shell}\n")
     (run / "python").chmod(0o755)
@@ -164,7 +185,10 @@ def pickle_without_end(run: Path, bait: Bait) -> None:
         manifest_file = checkpoint / "manifest.json"
         manifest = json.loads(manifest_file.read_text())
         (checkpoint / "model" / ".metadata").write_bytes(data)
-        manifest["files"]["model/.metadata"] = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+        manifest["files"]["model/.metadata"] = {
+            "bytes": len(data),
+            "crc32": f"{zlib.crc32(data):08x}",
+        }
         manifest_file.write_text(json.dumps(manifest))
 
 
@@ -172,7 +196,11 @@ def sparse_files(run: Path, bait: Bait) -> None:
     """Files of one line that is larger than the memory, and take no space on the disk."""
     for path in (run / "rollouts").glob("*.parquet"):
         path.rename(path.with_suffix(".jsonl"))
-    for path in (run / "metrics.jsonl", run / "config_history.jsonl", *(run / "rollouts").iterdir()):
+    for path in (
+        run / "metrics.jsonl",
+        run / "config_history.jsonl",
+        *(run / "rollouts").iterdir(),
+    ):
         os.truncate(path, 3 << 30)
 
 
@@ -203,9 +231,13 @@ def terminal_controls(run: Path, bait: Bait) -> None:
     """Ring, clear the screen, set the title, and turn text around, in each place that is printed."""
     hostile = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil"
     status = json.loads((run / "status.json").read_text())
-    (run / "status.json").write_text(json.dumps({**status, "reason": hostile, "alerts": {hostile: hostile}}))
+    (run / "status.json").write_text(
+        json.dumps({**status, "reason": hostile, "alerts": {hostile: hostile}})
+    )
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    (run / "metrics.jsonl").write_text("".join(json.dumps({**line, hostile: 1.0}) + "\n" for line in lines))
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps({**line, hostile: 1.0}) + "\n" for line in lines)
+    )
     store(run, {"exp_manager": {"name": hostile}})
 
 
@@ -251,7 +283,9 @@ links_outside = _replace_files(lambda path, bait: path.symlink_to(bait.secret_fi
 circles = _replace_files(lambda path, bait: path.symlink_to(path.name))
 folders = _replace_files(lambda path, bait: path.mkdir())
 deep = _replace_files(lambda path, bait: path.write_text("[" * 100_000 + "]" * 100_000))
-deep_objects = _replace_files(lambda path, bait: path.write_text('{"step":' * 100_000 + "1" + "}" * 100_000))
+deep_objects = _replace_files(
+    lambda path, bait: path.write_text('{"step":' * 100_000 + "1" + "}" * 100_000)
+)
 odd_values = _replace_files(
     lambda path, bait: path.write_text(
         '{"step": "many", "pid": -1, "time": Infinity, "state": "running", "max_steps": NaN, "reason": "\\ud800", '
@@ -328,14 +362,18 @@ def _merged(tree: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     merged = dict(tree)
     for key, value in settings.items():
         inner = merged.get(key)
-        merged[key] = _merged(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
+        merged[key] = (
+            _merged(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
+        )
     return merged
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     pairs: list[tuple[str, Any]] = []
     for key, value in tree.items():
-        pairs += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+        pairs += (
+            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+        )
     return pairs
 
 
@@ -391,12 +429,16 @@ def template_compares_without_end(model: Path, bait: Bait) -> None:
     double = "{% set ns.NAME = (ns.NAME, ns.NAME) %}"
     doubles = double.replace("NAME", "a") + double.replace("NAME", "b")
     start = "{% set ns = namespace(a=1, b=1) %}{% for i in range(60) %}"
-    (model / "chat_template.jinja").write_text(start + doubles + "{% endfor %}{{ ns.a == ns.b }}{{ {ns.a: 1} }}")
+    (model / "chat_template.jinja").write_text(
+        start + doubles + "{% endfor %}{{ ns.a == ns.b }}{{ {ns.a: 1} }}"
+    )
 
 
 def growing_tokenizer(model: Path, bait: Bait) -> None:
     double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-    _change_json(model / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [double] * 40})
+    _change_json(
+        model / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [double] * 40}
+    )
 
 
 def model_fifo(model: Path, bait: Bait) -> None:
@@ -426,7 +468,9 @@ def _replace_model_files(model: Path, make: Callable[[Path], object]) -> None:
 def index_leads_out(model: Path, bait: Bait) -> None:
     (model / "model.safetensors").unlink()
     weights = {"model.embed_tokens.weight": f"../../../../../../..{bait.secret_file}"}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weights})
+    )
 
 
 MODEL_TRAPS: dict[str, Trap] = {

@@ -21,7 +21,11 @@ def parts_of(message: str) -> list[str]:
 
 def answers(said: str) -> list[str]:
     """Messages of the page that are in what a program said, word for word."""
-    return [one for one in messages() if re.search(".*?".join(map(re.escape, one.split("…"))), said, re.DOTALL)]
+    return [
+        one
+        for one in messages()
+        if re.search(".*?".join(map(re.escape, one.split("…"))), said, re.DOTALL)
+    ]
 
 
 def texts_of(path: Path) -> str:
@@ -31,7 +35,9 @@ def texts_of(path: Path) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             inner |= {id(value) for value in node.values}
-            found.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))  # type: ignore
+            found.append(
+                "".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
+            )  # type: ignore
         elif isinstance(node, ast.Expr):
             inner.add(id(node.value))
     found += [

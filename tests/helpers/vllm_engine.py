@@ -43,13 +43,22 @@ SMALL_BUCKET = 16384  # bytes; the setting's minimum is a megabyte
 
 
 def vllm_overrides() -> list[str]:
-    return ["generation=vllm", f"engine.python={engine_environment()}", "engine.weight_bucket_megabytes=1"]
+    return [
+        "generation=vllm",
+        f"engine.python={engine_environment()}",
+        "engine.weight_bucket_megabytes=1",
+    ]
 
 
 def vllm_model(folder: Path, **keys: Any) -> Path:
     """Write the model of a run in `folder`."""
     return tiny_llama_folder(
-        folder / "model", vocab_size=32, layers=2, max_positions=16, logit_scale=2.0, **{**SHAPE, **keys}
+        folder / "model",
+        vocab_size=32,
+        layers=2,
+        max_positions=16,
+        logit_scale=2.0,
+        **{**SHAPE, **keys},
     )
 
 
@@ -92,8 +101,12 @@ def log_prob_gap(lm: CausalLM, found: Completions) -> float:
     largest = 0.0
     for row, length in enumerate(found.lengths.tolist()):
         prompt, response = PROMPTS[row // NUM_SAMPLES].tokens, found.tokens[row, :length]
-        logits = all_logits(lm, torch.cat([torch.tensor(prompt), response])[None])[0, len(prompt) - 1 : -1]
-        own = torch.log_softmax(logits.float() / PARAMS.temperature, -1).gather(1, response[:, None])[:, 0]
+        logits = all_logits(lm, torch.cat([torch.tensor(prompt), response])[None])[
+            0, len(prompt) - 1 : -1
+        ]
+        own = torch.log_softmax(logits.float() / PARAMS.temperature, -1).gather(
+            1, response[:, None]
+        )[:, 0]
         largest = max(largest, float((own - found.log_probs[row, :length]).abs().max()))
     return largest
 
@@ -118,8 +131,16 @@ def processes_of(generator: EngineGenerator) -> dict[str, psutil.Process]:
 def processes_below(host: psutil.Process) -> dict[str, psutil.Process]:
     core = next((one for one in host.children() if _is_of_vllm(one)), None)
     workers = [] if core is None else [one for one in core.children() if _is_of_vllm(one)]
-    names = [f"Worker {i}" for i in range(len(workers))] if len(workers) > 1 else ["Worker"] * len(workers)
-    return {"host": host, **({} if core is None else {"EngineCore": core}), **dict(zip(names, workers, strict=True))}
+    names = (
+        [f"Worker {i}" for i in range(len(workers))]
+        if len(workers) > 1
+        else ["Worker"] * len(workers)
+    )
+    return {
+        "host": host,
+        **({} if core is None else {"EngineCore": core}),
+        **dict(zip(names, workers, strict=True)),
+    }
 
 
 def _is_of_vllm(process: psutil.Process) -> bool:

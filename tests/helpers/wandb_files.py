@@ -47,7 +47,8 @@ def history(path: Path) -> dict[int, dict]:
     for record in read_offline_file(path):
         if record.WhichOneof("record_type") == "history":
             items = {
-                item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+                item.key or ".".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
             }
             steps.setdefault(items["_step"], {}).update(items)
     return steps

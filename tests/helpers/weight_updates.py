@@ -23,7 +23,10 @@ class PlannedUpdates:
     """
 
     def __init__(
-        self, *actions: Action | Callable[[], Action], load: Callable[[], object] = lambda: None, version: int = 0
+        self,
+        *actions: Action | Callable[[], Action],
+        load: Callable[[], object] = lambda: None,
+        version: int = 0,
     ):
         self._actions, self._load, self.version = list(actions), load, version
         self.running: list[int] = []  # what `next_action` was told
@@ -48,15 +51,21 @@ class Versions:
         self._kept[version] = [parameter.detach().clone() for parameter in self._lm.parameters()]
 
     @torch.no_grad()
-    def gaps(self, version: int, responses: Sequence[PartialResponse], temperature: float = 1.0) -> list[list[float]]:
+    def gaps(
+        self, version: int, responses: Sequence[PartialResponse], temperature: float = 1.0
+    ) -> list[list[float]]:
         """Return how far each token's log-prob is from that under the weights of a version."""
         present = [parameter.detach().clone() for parameter in self._lm.parameters()]
         self.restore(version)
         found = []
         for response in responses:
             prompt, tokens = response.prompt.tokens, torch.tensor(response.tokens)
-            logits = all_logits(self._lm, torch.tensor([*prompt, *response.tokens])[None])[0, len(prompt) - 1 : -1]
-            own = torch.log_softmax(logits.float() / temperature, -1).gather(1, tokens[:, None])[:, 0]
+            logits = all_logits(self._lm, torch.tensor([*prompt, *response.tokens])[None])[
+                0, len(prompt) - 1 : -1
+            ]
+            own = torch.log_softmax(logits.float() / temperature, -1).gather(1, tokens[:, None])[
+                :, 0
+            ]
             found.append((own - torch.tensor(response.log_probs)).abs().tolist())
         self._put(present)
         return found

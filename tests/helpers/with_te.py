@@ -25,7 +25,14 @@ TE_LAYOUTS = {
     1: {"TE": with_te(Layout())},
     2: {
         f"TE {name}": with_te(LAYOUTS[name])
-        for name in ("TP2", "TP2 SP full recompute", "CP2", "PP2", "DP2 distributed optimizer", "TP2 SP LoRA")
+        for name in (
+            "TP2",
+            "TP2 SP full recompute",
+            "CP2",
+            "PP2",
+            "DP2 distributed optimizer",
+            "TP2 SP LoRA",
+        )
     },
 }
 # Checkpoints: what is saved with Transformer Engine and loaded without it, and the reverse.
@@ -35,5 +42,7 @@ SAVED = {1: "TE", 2: "TE TP2 SP full recompute"}
 
 def run_with_fake(monkeypatch, ranks: int, out: Path, *families: str) -> None:
     """Run the rank script with the fake Transformer Engine importable."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(FAKE), os.environ.get("PYTHONPATH")))))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, (str(FAKE), os.environ.get("PYTHONPATH"))))
+    )
     run_ranks(SCRIPT, ranks, out, *families, timeout=280)

@@ -69,7 +69,12 @@ def script(folder: Path, model: Path, text: str) -> subprocess.CompletedProcess[
     (folder / "my_run.py").write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "my_run.py"], cwd=folder, capture_output=True, text=True, timeout=200, env=environment
+        [sys.executable, "my_run.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
     )
 
 
@@ -95,10 +100,15 @@ def test_a_script_without_a_guard(tmp_path: Path, model: Path) -> None:
 @pytest.mark.slow
 def test_a_script_whose_function_uses_what_stands_beside_it(tmp_path: Path, model: Path) -> None:
     function = FUNCTION.replace('re.findall("[aeiou]", response)', "VOWELS.findall(response)")
-    function = function.replace("import Mapping\n", 'import Mapping\nVOWELS = re.compile("[aeiou]")\n')
+    function = function.replace(
+        "import Mapping\n", 'import Mapping\nVOWELS = re.compile("[aeiou]")\n'
+    )
     call = CALL % (three_letters(4), SETTINGS)
     guarded = "".join(f"    {line}\n" for line in call.strip().splitlines())
-    check(tmp_path, script(tmp_path, model, f"{HEAD}{function}\nif __name__ == '__main__':\n{guarded}"))
+    check(
+        tmp_path,
+        script(tmp_path, model, f"{HEAD}{function}\nif __name__ == '__main__':\n{guarded}"),
+    )
     (tmp_path / "other").mkdir()
     bare = script(tmp_path / "other", model, HEAD + function + call)
     assert bare.returncode == 1
@@ -116,7 +126,10 @@ def named(function: Any) -> None:
 
 def test_a_function_of_a_module_goes_by_its_name(tmp_path: Path) -> None:
     assert _by_name(named, tmp_path, {}) == (f"{__name__}.named", {})
-    assert _by_name(functools.partial(named, limit=3), tmp_path, {}) == (f"{__name__}.named", {"limit": 3})
+    assert _by_name(functools.partial(named, limit=3), tmp_path, {}) == (
+        f"{__name__}.named",
+        {"limit": 3},
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,7 +154,9 @@ def test_mistakes_are_told_before_a_model_is_loaded(tmp_path: Path, model: Path)
         reinforce_rl.train("some/model", ["a"], "json.dumps", tmp_path)
     values = ("torchrun --nproc-per-node 2 ", "reinforce-rl train")
     with raises_error("api.ranks.one_process", *values):
-        reinforce_rl.train(model, ["a"], "json.dumps", tmp_path, **SETTINGS, **{"trainer.devices": 2})
+        reinforce_rl.train(
+            model, ["a"], "json.dumps", tmp_path, **SETTINGS, **{"trainer.devices": 2}
+        )
     with raises_error("config.group.not_a_choice", "algorithm is 'grop'", "grpo"):
         reinforce_rl.train(model, ["a"], "json.dumps", tmp_path, algorithm="grop")
     assert list(tmp_path.iterdir()) == []
@@ -179,7 +194,9 @@ def test_another_call_with_the_folder_of_a_run_is_refused_and_writes_nothing(
         assert re.search(changes, str(error.value))
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with other:
-        (tmp_path / "status.json").write_text(json.dumps(asdict(Status("running", step=1, pid=other.pid))))
+        (tmp_path / "status.json").write_text(
+            json.dumps(asdict(Status("running", step=1, pid=other.pid)))
+        )
         before = files()
         with raises_error("run.folder.in_use", tmp_path, other.pid):
             again(1.0, ["a", "e"], **more)

@@ -36,7 +36,9 @@ def test_a_package_that_is_missing_is_said(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize(("cuda", "words"), [(None, "a CPU build"), ("12.8", "built for CUDA 12.8")])
+@pytest.mark.parametrize(
+    ("cuda", "words"), [(None, "a CPU build"), ("12.8", "built for CUDA 12.8")]
+)
 def test_without_a_gpu_the_build_of_torch_is_said(monkeypatch, cuda, words):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert f"GPUs: none that torch can use ({words})" in lines()

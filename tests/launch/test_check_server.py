@@ -79,7 +79,12 @@ def test_nobody_and_somebody_else():
         threading.Thread(target=foreign.serve_forever, args=(0.05,), daemon=True).start()
         port = foreign.server_address[1]
         for _ in range(2):
-            check_error(fault(port), "check_server.server.other_program", f"http://127.0.0.1:{port} ", "HTTP 200")
+            check_error(
+                fault(port),
+                "check_server.server.other_program",
+                f"http://127.0.0.1:{port} ",
+                "HTTP 200",
+            )
         foreign.shutdown()
     with listen("::1", 0) as silent:
         port = silent.getsockname()[1]
@@ -90,7 +95,9 @@ def test_nobody_and_somebody_else():
         check_server("http://no-such-host.invalid:5555", None, lambda line: None)
 
 
-@pytest.mark.parametrize("url", ["https://a:1", "http://", "http://a:99999", "http://a:1/path", "ftp://a"])
+@pytest.mark.parametrize(
+    "url", ["https://a:1", "http://", "http://a:99999", "http://a:1/path", "ftp://a"]
+)
 def test_what_is_no_address(url):
     with raises_error("check_server.address.invalid", f"'{url}'", "http://HOST:PORT"):
         check_server(url, None, lambda line: None)

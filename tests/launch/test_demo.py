@@ -23,7 +23,9 @@ from reinforce_rl.rewards.functions import instructions
 SCRIPT = Path(__file__).parents[2] / "examples" / "demo" / "run_demo.py"
 
 
-def run_demo(out: Path, steps: str, *overrides: str, seconds: float) -> subprocess.CompletedProcess[str]:
+def run_demo(
+    out: Path, steps: str, *overrides: str, seconds: float
+) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "DEMO_STEPS": steps}
     return subprocess.run(
         [sys.executable, str(SCRIPT), "--out", str(out), *overrides],
@@ -73,14 +75,17 @@ def write_validation(out: Path, step: int, responses: list[str]) -> None:
 
 def test_answers_before_and_after_stand_side_by_side_with_what_the_check_says(tmp_path, capsys):
     asked = tmp_path / "asked.jsonl"
-    asked.write_text("".join(json.dumps({**RECORD, "prompt": f"Why tea? {i}"}) + "\n" for i in range(4)))
+    asked.write_text(
+        "".join(json.dumps({**RECORD, "prompt": f"Why tea? {i}"}) + "\n" for i in range(4))
+    )
     good = '{"tip": "Hot [bold]tea"}'  # no markup
     write_validation(tmp_path, 0, ["Tea is", good, "", "{"])
     write_validation(tmp_path, 9, [good, good, "no", good])
     print_answers(tmp_path, asked)
     said = capsys.readouterr().out
     assert (
-        "exactly as asked: 25.0% -> 75.0%: +50.0% ± 28.9% on the same 4 prompts (p = 0.182): indistinguishable" in said
+        "exactly as asked: 25.0% -> 75.0%: +50.0% ± 28.9% on the same 4 prompts (p = 0.182): indistinguishable"
+        in said
     )
     assert (said.count("✓"), said.count("✗"), said.count("[bold]")) == (3, 3, 3)
     assert [said.count(f"Why tea? {i}") for i in range(4)] == [1, 1, 1, 0]
@@ -97,7 +102,9 @@ def test_answers_to_other_prompts_are_not_checked(tmp_path, capsys):
 
 def test_the_demos_prompts_are_what_their_script_writes(tmp_path):
     folder = SCRIPT.parent
-    subprocess.run([sys.executable, str(folder / "make_prompts.py"), str(tmp_path)], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, str(folder / "make_prompts.py"), str(tmp_path)], check=True, timeout=60
+    )
     keywords = []
     for name in ("train", "validation"):
         file = f"prompts_{name}.jsonl"
@@ -105,8 +112,13 @@ def test_the_demos_prompts_are_what_their_script_writes(tmp_path):
         records = json_lines(folder / file)
         keywords.append({record["keyword"] for record in records})
         for record in records:
-            answer = {key: f"{record['keyword']} {word} it" for key, word in zip(record["keys"], "ab", strict=False)}
-            long = json.dumps({**answer, record["keys"][0]: f"{record['keyword']} one two three four"})
+            answer = {
+                key: f"{record['keyword']} {word} it"
+                for key, word in zip(record["keys"], "ab", strict=False)
+            }
+            long = json.dumps(
+                {**answer, record["keys"][0]: f"{record['keyword']} one two three four"}
+            )
             assert instructions("", long, record, partial=False) == 1.0, record
     assert not keywords[0] & keywords[1]
 
@@ -117,7 +129,11 @@ def test_two_steps_of_the_real_demo(tmp_path):
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
     smollm2_folder()
     out = tmp_path / "demo"
-    few = ["model.reinforce.num_val_samples=4", "model.reinforce.num_rollout_samples=2", "model.seed=3"]
+    few = [
+        "model.reinforce.num_val_samples=4",
+        "model.reinforce.num_rollout_samples=2",
+        "model.seed=3",
+    ]
     try:
         done = run_demo(out, "2", *few, seconds=850)
         assert done.returncode == 0, done.stdout
@@ -130,16 +146,28 @@ def test_two_steps_of_the_real_demo(tmp_path):
         assert (out / "hf" / "tokenizer_config.json").is_file()
         assert list((out / "checkpoints").iterdir())
         assert (out / "logs" / "server.log").is_file()
-        held_out = re.search(r"answered exactly as asked: .* -> .* on the same 4 prompts", done.stdout)
+        held_out = re.search(
+            r"answered exactly as asked: .* -> .* on the same 4 prompts", done.stdout
+        )
         assert held_out, done.stdout
         server = json_lines(out / "metrics.jsonl")[-1]
         names = ("reward_model", "instructions", "accuracy")
-        assert all(f"{part}/rewards_{name}" in server for part in ("train", "val") for name in names)
+        assert all(
+            f"{part}/rewards_{name}" in server for part in ("train", "val") for name in names
+        )
         total = 0.1 * server["val/rewards_reward_model"] + server["val/rewards_instructions"]
-        assert server["val/rewards"] == pytest.approx(total + server["val/rewards_accuracy"], abs=1e-5)
-        last_lines = done.stdout[done.stdout.index("\nValidation reward, first and last") :].strip().splitlines()
+        assert server["val/rewards"] == pytest.approx(
+            total + server["val/rewards_accuracy"], abs=1e-5
+        )
+        last_lines = (
+            done.stdout[done.stdout.index("\nValidation reward, first and last") :]
+            .strip()
+            .splitlines()
+        )
         for name in ("report.html", "rollouts", "checkpoints", "hf"):
             assert any(line.endswith(str(out / name)) for line in last_lines), done.stdout
         assert "minutes" in last_lines[-1]
     finally:
-        shutil.rmtree(out, ignore_errors=True)  # gigabytes, which pytest would keep for three sessions
+        shutil.rmtree(
+            out, ignore_errors=True
+        )  # gigabytes, which pytest would keep for three sessions

@@ -38,13 +38,23 @@ def test_every_key_of_the_yaml_has_its_line(name: str) -> None:
 
     plain = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / f"{name}.yaml"))
     assert isinstance(plain, dict)
-    expected = leaves({key: value for key, value in plain.items() if key not in ("defaults", "hydra")})
-    lines = [line.split("  (")[0] for line in shown(name).splitlines() if "; default " in line or "; required" in line]
+    expected = leaves(
+        {key: value for key, value in plain.items() if key not in ("defaults", "hydra")}
+    )
+    lines = [
+        line.split("  (")[0]
+        for line in shown(name).splitlines()
+        if "; default " in line or "; required" in line
+    ]
     assert set(lines) == expected and len(lines) == len(expected)
 
 
 def test_a_line_has_sentence_type_unit_bound_and_default_and_is_not_cut() -> None:
-    line = next(line for line in shown("train_reinforce_actor").splitlines() if "rollouts_per_prompt" in line)
+    line = next(
+        line
+        for line in shown("train_reinforce_actor").splitlines()
+        if "rollouts_per_prompt" in line
+    )
     assert line == (
         "trainer.reinforce.num_rollouts_per_prompt  (int, samples, at least 1; default 4)  samples of each prompt "
         "(G); at least 2 for estimators that compare samples"
@@ -55,7 +65,9 @@ def test_a_line_has_sentence_type_unit_bound_and_default_and_is_not_cut() -> Non
 
 def test_a_group_and_a_word() -> None:
     group = shown("train_reinforce_actor", "model.optim.sched").splitlines()
-    assert {line.split(".")[:3] == ["model", "optim", "sched"] for line in group} == {True} and len(group) == 4
+    assert {line.split(".")[:3] == ["model", "optim", "sched"] for line in group} == {True} and len(
+        group
+    ) == 4
     assert shown("train_reinforce_actor", "model.optim.lr").count("\n") == 1
     found = shown("train_reinforce_actor", "TEMPERATURE").splitlines()
     assert all("temperature" in line.lower() for line in found) and len(found) >= 2
@@ -78,7 +90,11 @@ def test_the_script_and_the_command_say_the_same_but_for_their_name(tmp_path: Pa
     script = str(ROOT / "examples" / "serve_reward_model.py")
     said = [
         subprocess.run(
-            [sys.executable, *program, "--help"], capture_output=True, text=True, timeout=60, env=environment
+            [sys.executable, *program, "--help"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment,
         ).stdout
         for program in ([script], ["-m", "reinforce_rl", "serve"])
     ]

@@ -62,10 +62,21 @@ class Launched:
         actor.write_text(actor_code)
         self.run_dir = folder / "run"
         self.pids = folder / "pids"
-        own = ["--run-dir", str(self.run_dir), "--server-script", str(server), "--actor-script", str(actor)]
+        own = [
+            "--run-dir",
+            str(self.run_dir),
+            "--server-script",
+            str(server),
+            "--actor-script",
+            str(actor),
+        ]
         command = [sys.executable, str(LAUNCHER), *own, "--grace-seconds", "15", *arguments]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
 
     @property
@@ -110,8 +121,12 @@ def gone(processes: list[psutil.Process], seconds: float = 20.0) -> list[psutil.
 def test_the_real_server_and_an_actor_that_scores(start, host):
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
     server_args = ["inference.max_batch_size=4", f"inference.host={host}"]
-    launched = start(TOY_SERVER, SCORING_ACTOR, "--server-args", *server_args, "--actor-args", "extra=yes")
-    assert wait_for(lambda: launched.log.exists() and "ready at http" in launched.log.read_text(), 90)
+    launched = start(
+        TOY_SERVER, SCORING_ACTOR, "--server-args", *server_args, "--actor-args", "extra=yes"
+    )
+    assert wait_for(
+        lambda: launched.log.exists() and "ready at http" in launched.log.read_text(), 90
+    )
     seen = psutil.Process(launched.process.pid).children(recursive=True)
     code, output = launched.finish()
     assert code == 7, output
@@ -126,7 +141,9 @@ def test_the_real_server_and_an_actor_that_scores(start, host):
 
 
 def test_a_server_that_dies_at_the_start_is_shown_with_its_last_lines(start):
-    launched = start(FAKE_SERVER, WAITING_ACTOR, "--server-args", "fail", "--actor-args", "pids=unused")
+    launched = start(
+        FAKE_SERVER, WAITING_ACTOR, "--server-args", "fail", "--actor-args", "pids=unused"
+    )
     code, output = launched.finish()
     assert code == 1
     assert printed_keys(output) == ["launch.server.ended"]
@@ -176,7 +193,14 @@ def test_a_server_of_somebody_else_on_the_port_does_not_pass_for_ours(start):
 
 
 def test_faults_of_the_actors_configuration_come_before_the_server_starts(tmp_path):
-    command = [sys.executable, str(LAUNCHER), "--run-dir", str(tmp_path), "--actor-args", "trainer.devces=2"]
+    command = [
+        sys.executable,
+        str(LAUNCHER),
+        "--run-dir",
+        str(tmp_path),
+        "--actor-args",
+        "trainer.devces=2",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
     assert "config.key.unknown" in printed_keys(done.stderr)
@@ -228,7 +252,12 @@ def test_port_and_token_go_to_both_sides_unless_the_user_chose(tmp_path):
     port = free_port()
     chosen = make_plan(tmp_path, [f"inference.port={port}", "inference.name=rm"], [], **scripts)
     assert chosen.address.port == port
-    assert chosen.server[1:] == ("s", f"inference.port={port}", "inference.name=rm", "inference.host=127.0.0.1")
+    assert chosen.server[1:] == (
+        "s",
+        f"inference.port={port}",
+        "inference.name=rm",
+        "inference.host=127.0.0.1",
+    )
     assert f"remote_rm.reward_model.port={port}" in chosen.actor
     assert "remote_rm.reward_model.name=rm" in chosen.actor
     token_file = tmp_path / "token"

@@ -25,9 +25,19 @@ ANSWER = "K\u00e4se f\u00fcr \u65e5\u672c \u2013 5\u00a0\u20ac"
 
 def run(folder: Path, *words: object, variables: dict[str, str] | None = None) -> str:
     """Return what `python WORDS` prints in that locale; it must end well."""
-    environment = {**os.environ, **ASCII, "PYTHONPATH": str(ROOT), "COLUMNS": "160", **(variables or {})}
+    environment = {
+        **os.environ,
+        **ASCII,
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "160",
+        **(variables or {}),
+    }
     done = subprocess.run(
-        [sys.executable, *map(str, words)], capture_output=True, timeout=240, cwd=folder, env=environment
+        [sys.executable, *map(str, words)],
+        capture_output=True,
+        timeout=240,
+        cwd=folder,
+        env=environment,
     )
     said = (done.stdout + done.stderr).decode("utf-8")
     assert done.returncode == 0, said
@@ -58,7 +68,9 @@ def a_run(folder: Path) -> Path:
         reward=1.0,
     )
     write_rows(path, 1, [row])
-    (path / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "train/rewards": 1.0}\n', encoding="utf-8")
+    (path / "metrics.jsonl").write_text(
+        '{"step": 1, "time": 1.0, "train/rewards": 1.0}\n', encoding="utf-8"
+    )
     return path
 
 
@@ -80,10 +92,16 @@ def test_a_report_is_written(folder):
 
 
 def test_data_is_prepared(folder):
-    pairs = [{"prompt": f"{ANSWER} {i}", "chosen": "\u00e4", "rejected": "\u00fc"} for i in range(8)]
+    pairs = [
+        {"prompt": f"{ANSWER} {i}", "chosen": "\u00e4", "rejected": "\u00fc"} for i in range(8)
+    ]
     parquet.write_table(pa.Table.from_pylist(pairs), folder / "p\u00e4\u00e4re.parquet")
     command(folder, "prepare", "p\u00e4\u00e4re.parquet", "--output", "d\u00e4ten")
-    lines = [line for path in sorted(folder.rglob("*.jsonl")) for line in path.read_text("utf-8").splitlines()]
+    lines = [
+        line
+        for path in sorted(folder.rglob("*.jsonl"))
+        for line in path.read_text("utf-8").splitlines()
+    ]
     assert len(lines) == 8
     assert all(ANSWER in line for line in lines)
 
@@ -91,7 +109,9 @@ def test_data_is_prepared(folder):
 def test_a_fault_is_printed_with_its_name(tmp_path):
     environment = {**os.environ, **ASCII, "PYTHONPATH": str(ROOT)}
     words = ["-m", "reinforce_rl", "train", "pretrained_checkpoint.restore_from_path=/n\u00f6"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, timeout=120, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, timeout=120, cwd=tmp_path, env=environment
+    )
     assert done.returncode == 1
     said = done.stderr.decode("utf-8")
     assert "config.restore_from_path.no_model" in printed_keys(said)
@@ -110,8 +130,14 @@ def test_the_library_reads_records_in_a_program_of_its_own(folder):
 def test_a_run_from_the_first_step_to_its_evaluation(folder):
     data = folder / "pr\u00f6mpts.parquet"
     parquet.write_table(pa.table({"prompt": ["eta", "tao", "\u00e4"] * 3}), data)
-    (folder / "bel\u00f6hnung.py").write_text("def f(prompt, response, record):\n    return len(response)\n", "utf-8")
-    settings = [*tiny_overrides(folder), f"model.data.data_prefix.train={data}", "trainer.reinforce.max_steps=1"]
+    (folder / "bel\u00f6hnung.py").write_text(
+        "def f(prompt, response, record):\n    return len(response)\n", "utf-8"
+    )
+    settings = [
+        *tiny_overrides(folder),
+        f"model.data.data_prefix.train={data}",
+        "trainer.reinforce.max_steps=1",
+    ]
     rewards = ["reward=function", "reward_function.name=bel\u00f6hnung.f"]
     command(folder, "train", *settings, *rewards)
     path = folder / "run"
@@ -121,7 +147,9 @@ def test_a_run_from_the_first_step_to_its_evaluation(folder):
     command(folder, "replay", path, "trainer.reinforce.initial_policy_kl_penalty=0.2")
     short = "model.reinforce.length_params.max_length=5"
     command(folder, "eval", folder / "model", "--data", data, "--reward", "bel\u00f6hnung.f", short)
-    command(folder, "convert", "to-hf", path / "checkpoints", "hf-\u00f6", "--model", folder / "model")
+    command(
+        folder, "convert", "to-hf", path / "checkpoints", "hf-\u00f6", "--model", folder / "model"
+    )
     assert (folder / "hf-\u00f6" / "config.json").is_file()
 
 

@@ -65,7 +65,9 @@ def process_as_before(monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("process_as_before")
-def test_the_current_folder_is_imported_from_for_code_of_ones_own(tmp_path, monkeypatch, words, expected):
+def test_the_current_folder_is_imported_from_for_code_of_ones_own(
+    tmp_path, monkeypatch, words, expected
+):
     monkeypatch.setattr(main, "limit_memory", lambda fraction: None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -108,9 +110,13 @@ def test_help_names_every_command_and_loads_no_heavy_library(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert set(COMMANDS.commands) <= set(re.findall(r"[\w-]+", done.stdout))
     code = "import sys, reinforce_rl.launch.main; print(*{m.split('.')[0] for m in sys.modules})"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
     assert {"typer", "reinforce_rl"} <= set(loaded.stdout.split())
-    assert {"torch", "transformers", "megatron", "hydra", "aiohttp"} & set(loaded.stdout.split()) == set()
+    assert {"torch", "transformers", "megatron", "hydra", "aiohttp"} & set(
+        loaded.stdout.split()
+    ) == set()
 
 
 def test_the_version(tmp_path: Path) -> None:
@@ -118,8 +124,14 @@ def test_the_version(tmp_path: Path) -> None:
 
 
 def test_the_page_names_every_command() -> None:
-    rows = [line.split("|")[1] for line in (ROOT / "docs" / "cli.md").read_text("utf-8").splitlines() if "|" in line]
-    assert set(COMMANDS.commands) <= {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
+    rows = [
+        line.split("|")[1]
+        for line in (ROOT / "docs" / "cli.md").read_text("utf-8").splitlines()
+        if "|" in line
+    ]
+    assert set(COMMANDS.commands) <= {
+        name for row in rows for name in re.findall(r"`([\w-]+)`", row)
+    }
 
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS.commands)))
@@ -150,14 +162,34 @@ def test_a_mistake_of_an_own_command_is_one_message(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: ") and "in.jsonl:1: " in done.stderr
     assert printed_keys(done.stderr) == ["data.line.not_json"]
-    both = command(tmp_path, "prepare", "in.jsonl", "--output", "o", "--num-validation=1", "--validation-fraction=.5")
+    both = command(
+        tmp_path,
+        "prepare",
+        "in.jsonl",
+        "--output",
+        "o",
+        "--num-validation=1",
+        "--validation-fraction=.5",
+    )
     assert both.returncode == 2 and "not allowed with" in both.stderr
 
 
 def test_hydras_own_options_and_yaml_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "long.yaml").write_text("defaults: [train_reinforce_actor]\nmodel: {optim: {lr: 3.0e-5}}\n")
-    words = ["train", "--config-dir", "mine", "--config-name", "long", "--cfg", "job", "--package", "model.optim"]
+    (tmp_path / "mine" / "long.yaml").write_text(
+        "defaults: [train_reinforce_actor]\nmodel: {optim: {lr: 3.0e-5}}\n"
+    )
+    words = [
+        "train",
+        "--config-dir",
+        "mine",
+        "--config-name",
+        "long",
+        "--cfg",
+        "job",
+        "--package",
+        "model.optim",
+    ]
     done = command(tmp_path, *words, "model.optim.weight_decay=0.5")
     assert done.returncode == 0, done.stderr
     assert "lr: 3.0e-05" in done.stdout and "weight_decay: 0.5" in done.stdout
@@ -183,7 +215,9 @@ def test_hydras_own_options_and_yaml_of_ones_own(tmp_path: Path) -> None:
         (["--config-dir=mine", "--config-name=wrong"], ["model.optim.lrr"]),
     ],
 )
-def test_mistakes_with_a_yaml_of_ones_own(tmp_path: Path, words: list[str], said: list[str]) -> None:
+def test_mistakes_with_a_yaml_of_ones_own(
+    tmp_path: Path, words: list[str], said: list[str]
+) -> None:
     (tmp_path / "mine").mkdir()
     head = "defaults: [train_reinforce_actor]\n"
     texts = {
@@ -215,7 +249,9 @@ def test_a_shell_completes_commands_options_and_keys() -> None:
     assert complete("reinforce-rl tr") == ["train", "train-rm"]
     assert complete("reinforce-rl prepare --num") == ["--num-validation"]
     keys = complete("reinforce-rl train trainer.devices=2 model.optim.s")
-    assert "model.optim.sched.min_lr=" in keys and all(key.startswith("model.optim.s") for key in keys)
+    assert "model.optim.sched.min_lr=" in keys and all(
+        key.startswith("model.optim.s") for key in keys
+    )
     assert "reward_model.head_path=" in complete("reinforce-rl serve reward_model.h")
 
 
@@ -231,7 +267,9 @@ def test_preflight_is_train_without_a_run(tmp_path: Path) -> None:
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "reinforce_rl", "train", "--cfg", "job"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         said = process.stderr.read()

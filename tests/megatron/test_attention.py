@@ -29,8 +29,14 @@ KERNELS = {"flash": flash_on_cpu, "cpu": contextlib.nullcontext}
 def drawn(batch: int, queries: int, keys: int) -> list[torch.Tensor]:
     """Query, key and value, with gradient."""
     generator = torch.Generator().manual_seed(batch + 100 * queries + keys)
-    shapes = [(batch, heads, length, SIZE) for heads, length in ((HEADS, queries), (GROUPS, keys), (GROUPS, keys))]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    shapes = [
+        (batch, heads, length, SIZE)
+        for heads, length in ((HEADS, queries), (GROUPS, keys), (GROUPS, keys))
+    ]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in shapes
+    ]
 
 
 def one_by_one(query, key, value, positions, window, scale):
@@ -53,9 +59,14 @@ def one_by_one(query, key, value, positions, window, scale):
 
 def assert_same(found, expected, inputs):
     """Values and gradients of a sum with unequal weights."""
-    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0), dtype=expected.dtype)
+    weights = torch.randn(
+        expected.shape, generator=torch.Generator().manual_seed(0), dtype=expected.dtype
+    )
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
-    gradients = [torch.autograd.grad((out * weights).sum(), inputs, retain_graph=True) for out in (found, expected)]
+    gradients = [
+        torch.autograd.grad((out * weights).sum(), inputs, retain_graph=True)
+        for out in (found, expected)
+    ]
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
 
@@ -103,7 +114,9 @@ def test_shares_of_context_parallel_ranks(size, chunk, window, kernel, monkeypat
         calls = []
         with flash_on_cpu(calls) if kernel == "flash" else contextlib.nullcontext():
             found = causal_attention_of_share(*shares, 0.3, window, group)
-            assert_same(found, one_by_one(query[:, :, own], key, value, own.tolist(), window, 0.3), inputs)
+            assert_same(
+                found, one_by_one(query[:, :, own], key, value, own.tolist(), window, 0.3), inputs
+            )
 
 
 def test_what_flash_attention_takes():
@@ -138,6 +151,8 @@ def test_chunks_and_padding_are_counted_without_the_positions(size):
     for length in (2 * size, 8 * size):
         for rank in range(size):
             share = zigzag_positions(length, size, rank)
-            assert chunk_ends(length, size, rank) == tuple(int(chunk[-1]) + 1 for chunk in share.chunk(2))
+            assert chunk_ends(length, size, rank) == tuple(
+                int(chunk[-1]) + 1 for chunk in share.chunk(2)
+            )
             for bound in range(length + 3):
                 assert positions_below(bound, length, size, rank) == int((share < bound).sum())

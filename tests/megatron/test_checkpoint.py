@@ -79,7 +79,9 @@ def test_goes_on_bit_for_bit(form, mesh, models, tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_seconds_of_a_save_are_told_once_it_is_complete(mesh, models, tmp_path, asynchronous, monkeypatch):
+def test_the_seconds_of_a_save_are_told_once_it_is_complete(
+    mesh, models, tmp_path, asynchronous, monkeypatch
+):
     """Of a background one what it takes, and not what the training does before it looks."""
     told: list[float] = []
     run = Run(mesh, models[0], tmp_path, asynchronous=asynchronous, on_saved=told.append)
@@ -98,7 +100,9 @@ def test_the_seconds_of_a_save_are_told_once_it_is_complete(mesh, models, tmp_pa
         run.checkpointer.finish()
     took = time.monotonic() - began - (3.0 if asynchronous else 0.0)
     assert not run.checkpointer.is_writing and len(told) == 1
-    assert 0.3 < told[0] - 100.0 < (2.5 if asynchronous else took), "with what training had waited before"
+    assert 0.3 < told[0] - 100.0 < (2.5 if asynchronous else took), (
+        "with what training had waited before"
+    )
 
 
 def test_the_size_of_a_checkpoint_is_about_what_is_foretold(mesh, models, tmp_path):
@@ -133,12 +137,19 @@ def test_changed_settings_have_an_effect(mesh, models, tmp_path):
     other.checkpointer.restore(latest_checkpoint(tmp_path))
     other.train(1)
     group = other.optimizer._optimizer.param_groups[0]
-    assert group["lr"] == pytest.approx(5e-3 * (20 - 4) / (20 - 2))  # linear, after 2 steps of warm-up
+    assert group["lr"] == pytest.approx(
+        5e-3 * (20 - 4) / (20 - 2)
+    )  # linear, after 2 steps of warm-up
     assert group["betas"] == (0.8, 0.9)
-    assert sorted({g["weight_decay"] for g in other.optimizer._optimizer.param_groups}) == [0.0, 0.3]
+    assert sorted({g["weight_decay"] for g in other.optimizer._optimizer.param_groups}) == [
+        0.0,
+        0.3,
+    ]
 
 
-@pytest.mark.parametrize("forms", [("plain", "shared"), ("shared", "plain"), ("bf16", "bf16 shared")])
+@pytest.mark.parametrize(
+    "forms", [("plain", "shared"), ("shared", "plain"), ("bf16", "bf16 shared")]
+)
 def test_the_optimizer_may_become_a_shared_one_and_back(forms, mesh, models, tmp_path):
     def restored(folder: Path, form: str, into: Path) -> Run:
         run = Run(mesh, models[1], into, **FORMS[form])
@@ -176,7 +187,8 @@ def test_states_that_were_moved_are_those_that_are_saved(form, mesh, models, tmp
                 run.optimizer._on_gpu = True
                 with run.optimizer.offloaded():
                     assert not any(
-                        state.untyped_storage().nbytes() for state in large_states(run.optimizer._optimizer)
+                        state.untyped_storage().nbytes()
+                        for state in large_states(run.optimizer._optimizer)
                     )
                 run.optimizer._on_gpu = False
         run.checkpointer.save(2, {"step": 2})
@@ -277,7 +289,12 @@ def test_keep_last_and_leftovers(mesh, models, tmp_path):
     (tmp_path / "notes").mkdir()
     for step in (1, 2, 3):
         run.checkpointer.save(step, {"step": step})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "notes", "step_00000002", "step_00000003"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "latest",
+        "notes",
+        "step_00000002",
+        "step_00000003",
+    ]
     assert latest_checkpoint(tmp_path).trainer_state == {"step": 3}
 
 
@@ -403,7 +420,10 @@ class TestDamagedCheckpoint:
         path.write_bytes(packed)
         manifest = path.parents[1] / "manifest.json"
         entries = json.loads(manifest.read_text())
-        entries["files"]["rng/rank_00000.pt"] = {"bytes": len(packed), "crc32": f"{zlib.crc32(packed):08x}"}
+        entries["files"]["rng/rank_00000.pt"] = {
+            "bytes": len(packed),
+            "crc32": f"{zlib.crc32(packed):08x}",
+        }
         manifest.write_text(json.dumps(entries))
         with raises_error("checkpoint.archive.compressed", "step_00000001", "rank_00000.pt"):
             run.checkpointer.restore(latest_checkpoint(tmp_path))
@@ -425,7 +445,9 @@ class TestDamagedCheckpoint:
         (tmp_path / "latest").write_text("step_00000001\n")  # what the message says
         run.checkpointer.restore(latest_checkpoint(tmp_path))
 
-    @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text('{"files": {"a": 1}}')])
+    @pytest.mark.parametrize(
+        "damage", [Path.unlink, lambda path: path.write_text('{"files": {"a": 1}}')]
+    )
     def test_damaged_manifest(self, damage, run, tmp_path):
         manifest = tmp_path / "step_00000001" / "manifest.json"
         damage(manifest)
@@ -467,7 +489,15 @@ def test_a_run_whose_steps_were_all_skipped(form, mesh, models, tmp_path):
 def test_keep(mesh, models, tmp_path):
     """The best ones stay besides the newest; those that are no longer among them go."""
     run = Run(mesh, models[0], tmp_path, keep_last=2)
-    for step, best in ((1, [1]), (2, [1]), (3, [1]), (4, [1, 4]), (5, [1, 4]), (6, [4, 6]), (7, [4, 6])):
+    for step, best in (
+        (1, [1]),
+        (2, [1]),
+        (3, [1]),
+        (4, [1, 4]),
+        (5, [1, 4]),
+        (6, [4, 6]),
+        (7, [4, 6]),
+    ):
         run.checkpointer.save(step, {"step": step}, keep=best)
     assert sorted(p.name[-1] for p in tmp_path.glob("step_*")) == ["4", "6", "7"]
     assert run.checkpointer.holds(4)

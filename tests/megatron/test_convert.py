@@ -41,7 +41,10 @@ def folders(root):
 @pytest.fixture(scope="module")
 def checkpoints(folders, mesh, root):
     """Written by one rank."""
-    return {name: to_megatron(folder, root / f"{name}.megatron", mesh) for name, folder in folders.items()}
+    return {
+        name: to_megatron(folder, root / f"{name}.megatron", mesh)
+        for name, folder in folders.items()
+    }
 
 
 def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -76,7 +79,9 @@ def test_one_rank(name, folders, checkpoints, mesh, tmp_path):
     assert_same_weights(back, folders[name])
     for file in ("tokenizer.json", "generation_config.json"):
         assert (back / file).read_bytes() == (folders[name] / file).read_bytes()
-    assert json.loads((back / "config.json").read_text()) == json.loads((folders[name] / "config.json").read_text())
+    assert json.loads((back / "config.json").read_text()) == json.loads(
+        (folders[name] / "config.json").read_text()
+    )
 
 
 def test_the_script_on_two_ranks_to_one(folders, mesh, tmp_path):
@@ -117,7 +122,10 @@ def test_checkpoint_of_a_run(given, folders, mesh, tmp_path):
     ddp = wrap_data_parallel(lm)
     optim = OptimConfig(lr=1e-3, weight_decay=0.0, betas=[0.9, 0.95])
     Checkpointer(
-        tmp_path / "run/checkpoints", mesh, ddp, *build_optimizer(ddp, optim, clip_grad=0.0, total_steps=10)
+        tmp_path / "run/checkpoints",
+        mesh,
+        ddp,
+        *build_optimizer(ddp, optim, clip_grad=0.0, total_steps=10),
     ).save(3, {"step": 3})
     with raises_error("convert.model.not_given", "step_00000003", "config.json", "--model"):
         to_hf(tmp_path / given, tmp_path / "out", mesh)
@@ -136,7 +144,13 @@ def test_checkpoint_of_a_run(given, folders, mesh, tmp_path):
     ],
 )
 def test_weights_of_another_model(keys, named, checkpoints, mesh, tmp_path):
-    values = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36, "vocab_size": 61, **keys}
+    values = {
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "hidden_size": 36,
+        "vocab_size": 61,
+        **keys,
+    }
     other = tiny_family_folder(tmp_path / "other", "qwen2", tie_word_embeddings=False, **values)
     with raises_error("checkpoint.weights.another_model", *named):
         to_hf(checkpoints["qwen2_padded"], tmp_path / "out", mesh, model=other)

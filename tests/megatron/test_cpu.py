@@ -49,7 +49,11 @@ def test_megatron_sees_a_facade_and_nobody_else_does():
 
     import reinforce_rl.megatron.model.model as ours
 
-    rebound = [m for name, m in sys.modules.items() if name.startswith("megatron.core") and hasattr(m, "torch")]
+    rebound = [
+        m
+        for name, m in sys.modules.items()
+        if name.startswith("megatron.core") and hasattr(m, "torch")
+    ]
     assert len(rebound) > 30
     assert all(module.torch is not torch for module in rebound)
     assert transformers.modeling_utils.torch is torch
@@ -69,7 +73,9 @@ def test_modules_imported_later_get_the_facade_too():
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "1"), ("8", "8")])
-def test_kernels_start_in_the_order_of_their_launches_unless_the_user_says_otherwise(given, expected, monkeypatch):
+def test_kernels_start_in_the_order_of_their_launches_unless_the_user_says_otherwise(
+    given, expected, monkeypatch
+):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if given is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
@@ -79,7 +85,9 @@ def test_kernels_start_in_the_order_of_their_launches_unless_the_user_says_other
         "torch.cuda.is_available = lambda: print(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS')) or False\n"
         "import reinforce_rl.megatron"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True
+    )
     assert done.stdout.split()[0] == expected
 
 
@@ -107,7 +115,9 @@ def test_the_facade_forwards_everything_but_cuda():
     assert facade.Tensor is torch.Tensor
     assert facade.cuda.current_device() == torch.device("cpu")
     assert facade.zeros(2, device="cuda").device.type == "cpu"
-    assert facade.empty(2, device=facade.cuda.current_device(), dtype=torch.int32).dtype == torch.int32
+    assert (
+        facade.empty(2, device=facade.cuda.current_device(), dtype=torch.int32).dtype == torch.int32
+    )
     with pytest.raises(AttributeError):
         _ = facade.no_such_name
 
@@ -126,7 +136,9 @@ def test_rng_tracker_forks_the_cpu_generator(mesh):
 
 
 def test_nothing_is_patched_where_cuda_is_present():
-    run = subprocess.run([sys.executable, "-c", WITH_CUDA], capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", WITH_CUDA], capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "untouched"
 
@@ -146,7 +158,9 @@ def test_torch_does_not_warn_of_the_collectives_that_megatron_calls(tmp_path):
     assert (done.returncode, warned) == (0, []), done.stderr
 
 
-RECOMPUTED = ModelOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+RECOMPUTED = ModelOptions(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+)
 MICRO_BATCHES = [([3, 5], [4, 2]), ([6], [1]), ([2, 2], [3, 7])]
 
 
@@ -157,7 +171,9 @@ def accumulated(folder, mesh, options=None, dtype=torch.float32, **settings):
 
     def loss_of(model, lengths):
         layout = PaddedSequences(lm, *padded_sequences(*lengths, lm.architecture.vocab_size))
-        scores = response_scores(layout, layout.hidden(model), lm, 1.3, 8, chunk_tokens=3, with_entropy=True)
+        scores = response_scores(
+            layout, layout.hidden(model), lm, 1.3, 8, chunk_tokens=3, with_entropy=True
+        )
         return scores.log_probs.sum() + 0.3 * scores.entropy.sum()
 
     for _ in range(2):  # the second one must forget the first
@@ -175,7 +191,9 @@ def test_gradients_are_those_of_autograd(tied, overlap, options, tmp_path, mesh)
     assert found.keys() == plain.keys()
     for name, gradient in plain.items():
         assert gradient.abs().max() > 1e-3
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max())
+        )
     # The rest of a layer is two vectors.
     assert all(p.grad_added_to_main_grad == (p.dim() == 2) for p in ddp.parameters())
 
@@ -188,7 +206,9 @@ def test_it_can_be_switched_off_and_is_for_float32_alone(settings, tmp_path, mes
 
 def test_what_is_never_touched_is_never_added(tmp_path, mesh, monkeypatch):
     """The tensor that stands for a gradient holds whatever was in its memory."""
-    monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: torch.full_like(x, float("nan"), **kwargs))
+    monkeypatch.setattr(
+        torch, "empty_like", lambda x, **kwargs: torch.full_like(x, float("nan"), **kwargs)
+    )
     real = torch.empty
 
     def nan(*args, **kwargs):

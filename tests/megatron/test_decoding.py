@@ -31,7 +31,9 @@ class Layer:
         """[h, d] of response token `written`."""
         parts = zip(self.of_prompts, self.of_rows, strict=True)
         q, k, v = (
-            torch.cat((before[prompt, :, : LENGTHS[prompt]], own[row, :, : written + 1]), dim=1)[None]
+            torch.cat((before[prompt, :, : LENGTHS[prompt]], own[row, :, : written + 1]), dim=1)[
+                None
+            ]
             for before, own in parts
         )
         return causal_attention(q, k, v, None, window)[0, :, -1]
@@ -42,7 +44,11 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
     """Five rows of three prompts at different positions; rows end, others move, new ones begin in used places."""
     prompt_of = [0, 1, 0, 2, 1, 2, 0]
     layers = [Layer(3, len(prompt_of), seed) for seed in (0, 1)]
-    cache = KVCache(CacheSizes(range(3, 5), 3, max(LENGTHS), 5, RESPONSE, GROUPS, SIZE, torch.float64, "cpu", window))
+    cache = KVCache(
+        CacheSizes(
+            range(3, 5), 3, max(LENGTHS), 5, RESPONSE, GROUPS, SIZE, torch.float64, "cpu", window
+        )
+    )
     for slots, prompts in (([2, 0], [0, 1]), ([1], [2])):
         cache.read(slots)
         for number, layer in enumerate(layers, 3):
@@ -51,7 +57,11 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
             torch.testing.assert_close(cache.attend(number, q, k, v, None), expected)
     slot_of = {0: 2, 1: 0, 2: 1}
     running = [(0, 0), (1, 0), (2, 0)]  # (row, tokens stored)
-    events = {1: ([0, 1, 2], [3, 4]), 3: ([4, 1, 2], []), 4: ([0, 1, 2], [5, 6])}  # step: (order, newcomers)
+    events = {
+        1: ([0, 1, 2], [3, 4]),
+        3: ([4, 1, 2], []),
+        4: ([0, 1, 2], [5, 6]),
+    }  # step: (order, newcomers)
     for step in range(7):
         if step in events:
             order, new = events[step]
@@ -60,13 +70,17 @@ def test_every_token_sees_its_prompt_and_its_own_response(window):
         rows = [row for row, _ in running]
         written = torch.tensor([count for _, count in running])
         cache.place([slot_of[prompt_of[row]] for row in rows])
-        cache.at(torch.tensor([LENGTHS[prompt_of[row]] for row in rows]), written, int(written.max()) + 1)
+        cache.at(
+            torch.tensor([LENGTHS[prompt_of[row]] for row in rows]), written, int(written.max()) + 1
+        )
         for number, layer in enumerate(layers, 3):
             q, k, v = (part[rows, :, written][:, :, None] for part in layer.of_rows)
             found = cache.attend(number, q, k, v, None)
             assert found.shape == (len(rows), HEADS, 1, SIZE)
             for place, (row, count) in enumerate(running):
-                torch.testing.assert_close(found[place, :, 0], layer.expected(prompt_of[row], row, count, window))
+                torch.testing.assert_close(
+                    found[place, :, 0], layer.expected(prompt_of[row], row, count, window)
+                )
         running = [(row, count + 1) for row, count in running if count + 1 < RESPONSE]
         if len(running) < len(rows):
             cache.keep([i for i, count in enumerate(written.tolist()) if count + 1 < RESPONSE])
@@ -114,7 +128,9 @@ def sequences(count: int, length: int, seed: int, dtype: torch.dtype) -> list[to
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-6), (torch.bfloat16, 0.03)])
 def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
     """Two layers; rows of three prompts in lanes of any order, at different positions, beside rows of nobody."""
-    cache = FlashCache(CacheSizes(range(3, 5), 3, max(LENGTHS), ROWS, RESPONSE, GROUPS, SIZE, dtype, "cpu"))
+    cache = FlashCache(
+        CacheSizes(range(3, 5), 3, max(LENGTHS), ROWS, RESPONSE, GROUPS, SIZE, dtype, "cpu")
+    )
     prompts = [sequences(3, max(LENGTHS), seed, dtype) for seed in (0, 1)]
     rows = [sequences(ROWS, RESPONSE, seed, dtype) for seed in (2, 3)]
     slots = [2, 0, 1]  # of the prompts
@@ -122,7 +138,9 @@ def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
         cache.read([slots[i] for i in some], [LENGTHS[i] for i in some])
         for layer, parts in enumerate(prompts, 3):
             q, k, v = (part[some] for part in parts)
-            torch.testing.assert_close(cache.attend(layer, q, k, v, 0.7), causal_attention(q, k, v, 0.7))
+            torch.testing.assert_close(
+                cache.attend(layer, q, k, v, 0.7), causal_attention(q, k, v, 0.7)
+            )
     prompt_of, lanes = [1, 2, 2, 0, 0], [3, 0, 4, 1, 2]
     written = [0, 0, 0, 0, 0]
     for step in range(RESPONSE):
@@ -135,17 +153,24 @@ def test_flash_every_token_sees_its_prompt_and_its_own_response(dtype, error):
         cache.at(torch.tensor(starts), torch.tensor(stored), firsts, 2)
         for number, (before, own) in enumerate(zip(prompts, rows, strict=True)):
             q, k, v = (part[going, :, [written[row] for row in going]][:, :, None] for part in own)
-            q, k, v = (torch.cat((part, torch.randn_like(part[:1]).repeat(2, 1, 1, 1))) for part in (q, k, v))
+            q, k, v = (
+                torch.cat((part, torch.randn_like(part[:1]).repeat(2, 1, 1, 1)))
+                for part in (q, k, v)
+            )
             found = cache.attend(3 + number, q, k, v, 0.7)
             assert found.shape == q.shape and found.dtype == dtype and not found.isnan().any()
             for place, row in enumerate(going):
                 prompt, count = prompt_of[row], written[row]
                 whole = [
-                    torch.cat((a[prompt, :, : LENGTHS[prompt]], b[row, :, : count + 1]), dim=1)[None].double()
+                    torch.cat((a[prompt, :, : LENGTHS[prompt]], b[row, :, : count + 1]), dim=1)[
+                        None
+                    ].double()
                     for a, b in zip(before, own, strict=True)
                 ]
                 expected = causal_attention(whole[0], whole[1], whole[2], 0.7)[0, :, -1]
-                torch.testing.assert_close(found[place, :, 0].double(), expected, atol=error, rtol=error)
+                torch.testing.assert_close(
+                    found[place, :, 0].double(), expected, atol=error, rtol=error
+                )
         for row in going:
             written[row] += 1
     assert max(written) > min(written) > 4
@@ -156,7 +181,11 @@ def test_a_prompt_is_stored_once_and_nothing_is_copied_to_read_it():
     cache = FlashCache(CacheSizes(range(4), 2, 100, 8, 10, GROUPS, SIZE, torch.bfloat16, "cpu"))
     assert cache._pool.numel() == (2 * 100 + 8 * 10 + 1) * 4 * 2 * GROUPS * SIZE
     _, keys, values = cache._layers[1]
-    assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() == cache._pool.data_ptr()
+    assert (
+        keys.untyped_storage().data_ptr()
+        == values.untyped_storage().data_ptr()
+        == cache._pool.data_ptr()
+    )
 
 
 def test_torchs_operator_takes_what_it_is_given():
@@ -164,6 +193,8 @@ def test_torchs_operator_takes_what_it_is_given():
     pool = torch.empty(50, GROUPS, 2, SIZE, dtype=torch.bfloat16, device="meta")
     query = torch.empty(12, GROUPS, SIZE, dtype=torch.bfloat16, device="meta")
     starts, used = (torch.empty(n, dtype=torch.int32, device="meta") for n in (5, 4))
-    out, log_sum = varlen_attention(query, pool[:, :, 0], pool[:, :, 1], starts, starts, used, (3, 20))
+    out, log_sum = varlen_attention(
+        query, pool[:, :, 0], pool[:, :, 1], starts, starts, used, (3, 20)
+    )
     assert out.shape == query.shape and out.dtype == query.dtype
     assert log_sum.shape == (GROUPS, 12) and log_sum.dtype == torch.float32

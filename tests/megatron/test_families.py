@@ -69,7 +69,9 @@ def test_two_ranks(name, folders, expected, on_two_ranks):
     assert_scored_alike(found, expected[name], folders[name])
     assert_same_weights(on_two_ranks / name, folders[name])
     again = transformers_model(on_two_ranks / name)
-    assert torch.equal(transformers_logits(again, tokens_of(again.config.vocab_size)), expected[name]["logits"])
+    assert torch.equal(
+        transformers_logits(again, tokens_of(again.config.vocab_size)), expected[name]["logits"]
+    )
 
 
 def assert_equal(found: dict, expected: dict) -> None:
@@ -91,11 +93,15 @@ def assert_scored_alike(found: dict, expected: dict, folder: Path) -> None:
     assert theirs["log_probs"].std() > 0.5
     for layout in ("padded", "packed"):
         for name in ("log_probs", "entropy"):
-            torch.testing.assert_close(ours[layout][name].float(), theirs[name].float(), atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                ours[layout][name].float(), theirs[name].float(), atol=1e-5, rtol=0
+            )
     assert ours["gradient"].keys() == theirs["gradient"].keys()
     for key, gradient in theirs["gradient"].items():
         both_layouts = 2 * gradient
-        torch.testing.assert_close(ours["gradient"][key], both_layouts, atol=1e-4, rtol=1e-4, msg=key)
+        torch.testing.assert_close(
+            ours["gradient"][key], both_layouts, atol=1e-4, rtol=1e-4, msg=key
+        )
     drawn = found["drawn"]
     of_tokens = brute_force_log_probs(
         transformers_model(folder, torch.float64),
@@ -118,7 +124,11 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 @models_on_two_ranks
@@ -127,4 +137,7 @@ def test_files_keep_to_their_size(name, on_two_ranks):
     assert len(files) > 2
     for file in files:
         tensors = load_file(file)
-        assert sum(tensor.nbytes for tensor in tensors.values()) <= MAX_SHARD_BYTES or len(tensors) == 1
+        assert (
+            sum(tensor.nbytes for tensor in tensors.values()) <= MAX_SHARD_BYTES
+            or len(tensors) == 1
+        )

@@ -12,7 +12,13 @@ import pytest
 import torch
 from helpers.errors import check_error, raises_error
 from helpers.models import smollm2_folder, tiny_llama_folder
-from helpers.policies import all_logits, megatron_model, random_tokens, transformers_logits, transformers_model
+from helpers.policies import (
+    all_logits,
+    megatron_model,
+    random_tokens,
+    transformers_logits,
+    transformers_model,
+)
 from helpers.ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -46,7 +52,9 @@ SHAPES = {
     "several files": {"max_shard_size": "20KB"},
 }
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
-TEXT = "The tide comes in twice a day because the Moon pulls at the sea, and the Earth turns below it."
+TEXT = (
+    "The tide comes in twice a day because the Moon pulls at the sea, and the Earth turns below it."
+)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -68,7 +76,9 @@ def test_logits_equal_transformers_both_ways(shape, mesh, tmp_path):
 
 def test_the_scaling_of_llama3_changes_the_frequencies(mesh, tmp_path):
     plain = megatron_model(tiny_llama_folder(tmp_path / "plain"), mesh)
-    scaled = megatron_model(tiny_llama_folder(tmp_path / "scaled", rope_scaling=LLAMA3_SCALING), mesh)
+    scaled = megatron_model(
+        tiny_llama_folder(tmp_path / "scaled", rope_scaling=LLAMA3_SCALING), mesh
+    )
     tokens = random_tokens(64, 1, 100)
     assert (all_logits(plain, tokens) - all_logits(scaled, tokens)).abs().max() > 0.01
 
@@ -79,7 +89,11 @@ def test_config_of_older_and_newer_transformers_is_read_alike(mesh, tmp_path):
     tokens = random_tokens(64, 2, 100)
     expected = all_logits(megatron_model(folder, mesh), tokens)
     values = json.loads((folder / "config.json").read_text())
-    common = {key: value for key, value in values.items() if not key.startswith("rope_") and "dtype" not in key}
+    common = {
+        key: value
+        for key, value in values.items()
+        if not key.startswith("rope_") and "dtype" not in key
+    }
     theta = 10_000.0  # transformers' own, which the helper leaves as it is
     older = {"rope_theta": theta, "rope_scaling": LLAMA3_SCALING, "torch_dtype": "float32"}
     newer = {"rope_parameters": {**LLAMA3_SCALING, "rope_theta": theta}, "dtype": "float32"}
@@ -100,8 +114,14 @@ def test_exported_folder_has_the_tokenizer_and_replaces_an_older_one(mesh, tmp_p
     assert not (out / "stale.safetensors").exists()
     assert not (out / "trainer_state.json").exists()
     assert (out / "model.safetensors").stat().st_mode & 0o444 == 0o444
-    assert AutoTokenizer.from_pretrained(out).get_vocab() == AutoTokenizer.from_pretrained(folder).get_vocab()
-    assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(folder).chat_template
+    assert (
+        AutoTokenizer.from_pretrained(out).get_vocab()
+        == AutoTokenizer.from_pretrained(folder).get_vocab()
+    )
+    assert (
+        AutoTokenizer.from_pretrained(out).chat_template
+        == AutoTokenizer.from_pretrained(folder).chat_template
+    )
 
 
 def test_an_export_has_every_template_and_leaves_folders_alone(mesh, tmp_path):
@@ -128,7 +148,11 @@ def test_export_of_a_bf16_checkpoint_trained_in_fp32_loads_as_fp32(mesh, tmp_pat
     lm = megatron_model(folder, mesh)
     config = json.loads((folder / "config.json").read_text())
     del config["dtype"]
-    for keys in ({"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, {"torch_dtype": "bfloat16", "dtype": "bfloat16"}):
+    for keys in (
+        {"dtype": "bfloat16"},
+        {"torch_dtype": "bfloat16"},
+        {"torch_dtype": "bfloat16", "dtype": "bfloat16"},
+    ):
         (folder / "config.json").write_text(json.dumps({**config, **keys}))
         out = export_hf_folder(lm, folder, tmp_path / "out")
         assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.float32
@@ -147,7 +171,9 @@ def test_export_of_a_bf16_checkpoint_trained_in_fp32_loads_as_fp32(mesh, tmp_pat
         (2, {"eos_token_id": [2, 999]}, [2, 999]),
     ],
 )
-def test_export_ends_in_generate_where_training_ended(configured, generation, expected, mesh, tmp_path):
+def test_export_ends_in_generate_where_training_ended(
+    configured, generation, expected, mesh, tmp_path
+):
     """The tokenizer's end token is 2; training ends responses at all that the folder names."""
     from transformers import AutoModelForCausalLM
 
@@ -156,10 +182,14 @@ def test_export_ends_in_generate_where_training_ended(configured, generation, ex
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": configured}))
     (folder / "generation_config.json").unlink()
     if generation is not None:
-        (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, **generation}))
+        (folder / "generation_config.json").write_text(
+            json.dumps({"do_sample": True, **generation})
+        )
     out = export_hf_folder(megatron_model(folder, mesh), folder, tmp_path / "out")
     exported = AutoModelForCausalLM.from_pretrained(out).generation_config
-    ids = [token for token in torch.tensor(exported.eos_token_id).reshape(-1).tolist() if token < 64]
+    ids = [
+        token for token in torch.tensor(exported.eos_token_id).reshape(-1).tolist() if token < 64
+    ]
     assert ids == [token for token in torch.tensor(expected).reshape(-1).tolist() if token < 64]
     assert exported.pad_token_id in (0, None)
     assert exported.temperature == (generation or {}).get("temperature", exported.temperature)
@@ -171,7 +201,9 @@ def test_export_to_a_full_disk_is_an_error_and_leaves_the_old_folder(mesh, tmp_p
     out = export_hf_folder(lm, folder, tmp_path / "out")
     before = (out / "model.safetensors").read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))  # the weights have more bytes, the config fewer
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (30_000, limits[1])
+    )  # the weights have more bytes, the config fewer
     try:
         with raises_error("model.folder.not_written", out):
             export_hf_folder(lm, folder, out)
@@ -240,7 +272,9 @@ def test_pickled_weights_are_refused_with_advice(mesh, tmp_path):
         megatron_model(folder, mesh)
 
 
-@pytest.mark.parametrize("name", ["qweight", "weight_scale", "weight_scale_inv", "scales", "weight.absmax", "SCB"])
+@pytest.mark.parametrize(
+    "name", ["qweight", "weight_scale", "weight_scale_inv", "scales", "weight.absmax", "SCB"]
+)
 def test_quantised_tensors_are_refused_in_one_sentence(name, mesh, tmp_path):
     folder = tiny_llama_folder(tmp_path)
     module = "model.layers.0.self_attn.q_proj"
@@ -281,7 +315,9 @@ def test_all_faults_of_a_folder_in_one_message(mesh, tmp_path):
 def test_output_layer_that_is_stored_although_tied(mesh, tmp_path):
     folder = tiny_llama_folder(tmp_path)
     expected = all_logits(megatron_model(folder, mesh), random_tokens(64, 1, 10))
-    edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING].clone()}))
+    edit_tensors(
+        folder, lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING].clone()})
+    )
     assert torch.equal(all_logits(megatron_model(folder, mesh), random_tokens(64, 1, 10)), expected)
     edit_tensors(folder, lambda tensors: tensors["lm_head.weight"][5, 5].add_(1))
     values = ("tie_word_embeddings", "lm_head.weight", EMBEDDING)
@@ -299,7 +335,11 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
@@ -327,7 +367,10 @@ class TestMemory:
             with LiveBytes() as seen:
                 export_hf_folder(lm, folder, tmp_path / "out", max_shard_bytes=max_bytes)
             assert max_bytes / 2 < seen.peak <= max_bytes + largest
-            assert max(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")) < max_bytes + 4096
+            assert (
+                max(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+                < max_bytes + 4096
+            )
 
     def test_load_holds_one_tensor(self, folder, mesh, monkeypatch):
         lm = megatron_model(folder, mesh)
@@ -432,7 +475,9 @@ def two_ranks(tmp_path_factory):
         folders.append(smollm2_folder())
     out = root / "out"
     out.mkdir()
-    run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py", 2, out, "weights", *folders)
+    run_ranks(
+        Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py", 2, out, "weights", *folders
+    )
     return {folder.name: (folder, out) for folder in folders}
 
 
@@ -440,7 +485,9 @@ def two_ranks(tmp_path_factory):
 def test_small_models_on_two_ranks(name, two_ranks):
     folder, out = two_ranks[name]
     logits = torch.load(out / f"{name}.pt")
-    expected = transformers_logits(transformers_model(folder), random_tokens(logits.shape[-1], 2, 40))
+    expected = transformers_logits(
+        transformers_model(folder), random_tokens(logits.shape[-1], 2, 40)
+    )
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
     assert_same_weights(out / name, folder)
 

@@ -27,7 +27,14 @@ MOMENTS = 40
 
 # On the way out of a `with`, these give back what the whole process shares; an interrupt there leaves it taken. A lock
 # of pytest's log handler made the next thread that logged wait forever; gradients switched off failed other files.
-SHARED = ("logging", "contextlib", "threading", "warnings", "torch.autograd.grad_mode", "torch.utils._contextlib")
+SHARED = (
+    "logging",
+    "contextlib",
+    "threading",
+    "warnings",
+    "torch.autograd.grad_mode",
+    "torch.utils._contextlib",
+)
 
 
 def is_moment(frame: Any, event: str) -> bool:
@@ -94,7 +101,9 @@ def test_within_a_save(run):
         run.train(1)
         save = partial(run.checkpointer.save, step + 1, {"step": step + 1})
         found = interrupt_at(1 + number * calls // MOMENTS, save)
-        assert found is None or type(found) is KeyboardInterrupt, f"call {number * calls // MOMENTS}: {found!r}"
+        assert found is None or type(found) is KeyboardInterrupt, (
+            f"call {number * calls // MOMENTS}: {found!r}"
+        )
         interrupted += found is not None
         run.checkpointer._running = None  # of a process that has ended
         named = latest_checkpoint(folder)
@@ -114,7 +123,9 @@ def test_within_a_load(run):
     for number in range(MOMENTS):
         found = interrupt_at(1 + number * calls // MOMENTS, lambda: run.checkpointer.restore(named))
         # None: it struck within a finalizer, from which Python lets nothing out.
-        assert found is None or type(found) is KeyboardInterrupt, f"call {number * calls // MOMENTS}: {found!r}"
+        assert found is None or type(found) is KeyboardInterrupt, (
+            f"call {number * calls // MOMENTS}: {found!r}"
+        )
         interrupted += found is not None
     assert interrupted > MOMENTS * 0.8
 

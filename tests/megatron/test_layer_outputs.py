@@ -42,19 +42,32 @@ TOKENS = (5, 9, 13, 7, 30, 22, 17)
     ("disturb", "said"),
     [
         (nothing, "no layer differs by more than 0.001: look at the final norm, the output layer"),
-        (louder_values, "they part in layer 3, by more than 0.001; look at the first token too: V, O, MLP"),
-        (other_mlp, "they part in layer 2, by more than 0.001; look at the first token too: V, O, MLP"),
-        (other_queries, "they part in layer 4, by more than 0.001; look at RoPE, window, scale, Q, K"),
+        (
+            louder_values,
+            "they part in layer 3, by more than 0.001; look at the first token too: V, O, MLP",
+        ),
+        (
+            other_mlp,
+            "they part in layer 2, by more than 0.001; look at the first token too: V, O, MLP",
+        ),
+        (
+            other_queries,
+            "they part in layer 4, by more than 0.001; look at RoPE, window, scale, Q, K",
+        ),
     ],
 )
 def test_the_layer_that_was_disturbed_is_named(four_layers, mesh, disturb, said):
     own = layer_outputs(megatron_model(four_layers, mesh), TOKENS)
-    assert [tuple(one.shape) for one in own] == [(7, 32)] * 4 and {one.dtype for one in own} == {torch.float32}
+    assert [tuple(one.shape) for one in own] == [(7, 32)] * 4 and {one.dtype for one in own} == {
+        torch.float32
+    }
     other = LayersOfTransformers(four_layers, disturb).layer_outputs(TOKENS)
     lines = layer_table(own, other, ROUNDING["32"]).splitlines()
     assert len(lines) == 6 and lines[-1].startswith(said)
     for number, (a, b, line) in enumerate(zip(own, other, lines[1:], strict=False), 1):
-        gaps = [math.dist(x, y) / math.hypot(*x) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
+        gaps = [
+            math.dist(x, y) / math.hypot(*x) for x, y in zip(a.tolist(), b.tolist(), strict=True)
+        ]
         mean, largest, token = line.split()[1:]
         assert line.split()[0] == str(number)
         assert token == f"({gaps.index(max(gaps))})" or max(gaps) < 1e-5
@@ -71,7 +84,9 @@ def test_the_layer_that_was_disturbed_is_named(four_layers, mesh, disturb, said)
         pytest.param(2, 2, True, marks=pytest.mark.slow),
     ],
 )
-def test_a_model_that_is_shared_shows_the_same_layers(four_layers, mesh, tmp_path, tensor, pipeline, shares):
+def test_a_model_that_is_shared_shows_the_same_layers(
+    four_layers, mesh, tmp_path, tensor, pipeline, shares
+):
     """Stages have some of them each; sequence parallelism splits their positions, of which 7 is no multiple."""
     script = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "layer_outputs.py"
     out = tmp_path / "found.pt"

@@ -10,7 +10,9 @@ from reinforce_rl.megatron.model.layers import rms_norm, swiglu
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(len(shape))).requires_grad_()
+    return torch.randn(
+        shape, dtype=dtype, generator=torch.Generator().manual_seed(len(shape))
+    ).requires_grad_()
 
 
 def swiglu_formula(x):
@@ -22,19 +24,26 @@ def swiglu_formula(x):
 def test_gradients_are_those_of_finite_differences(shape):
     assert torch.autograd.gradcheck(swiglu, (random(*shape),))
     if len(shape) > 1:
-        assert torch.autograd.gradcheck(lambda x, weight: rms_norm(x, weight, 1e-5), (random(*shape), random(8)))
+        assert torch.autograd.gradcheck(
+            lambda x, weight: rms_norm(x, weight, 1e-5), (random(*shape), random(8))
+        )
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1.0])
 def test_values_are_the_formulas(eps):
     x, weight = random(4, 3, 8), random(8)
-    torch.testing.assert_close(rms_norm(x, weight, eps), F.rms_norm(x, (8,), weight, eps), atol=1e-14, rtol=0)
+    torch.testing.assert_close(
+        rms_norm(x, weight, eps), F.rms_norm(x, (8,), weight, eps), atol=1e-14, rtol=0
+    )
     torch.testing.assert_close(swiglu(x), swiglu_formula(x), atol=0, rtol=0)
 
 
 def test_bf16_rounds_once():
     """As torch's own, the norm of a bf16 tensor is computed in float32."""
-    x, weight = random(16, 256, dtype=torch.float32).bfloat16(), random(256, dtype=torch.float32).bfloat16()
+    x, weight = (
+        random(16, 256, dtype=torch.float32).bfloat16(),
+        random(256, dtype=torch.float32).bfloat16(),
+    )
     exact = F.rms_norm(x.double(), (256,), weight.double(), 1e-5)
     found = rms_norm(x, weight, 1e-5)
     assert found.dtype == torch.bfloat16
@@ -46,7 +55,9 @@ def test_what_is_frozen_has_no_gradient(frozen):
     tensors = {"x": random(4, 8), "weight": random(8)}
     tensors[frozen] = tensors[frozen].detach()
     rms_norm(tensors["x"], tensors["weight"], 1e-5).sum().backward()
-    assert {name: value.grad is None for name, value in tensors.items()} == {n: n == frozen for n in tensors}
+    assert {name: value.grad is None for name, value in tensors.items()} == {
+        n: n == frozen for n in tensors
+    }
 
 
 def test_less_is_kept_for_the_backward_pass():
@@ -58,7 +69,11 @@ def test_less_is_kept_for_the_backward_pass():
         ("its formula", swiglu_formula),
     ):
         x, sizes = random(32, 64), {}
-        pack = lambda t, sizes=sizes: sizes.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()})  # noqa: E731
+
+        def pack(t, sizes=sizes):
+            storage = t.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             held = function(x)  # noqa: F841
         sizes.pop(x.untyped_storage().data_ptr(), None)

@@ -74,7 +74,10 @@ def test_equal_to_log_softmax_of_transformers(temperature, lm, theirs, batch):
 
 
 def test_entropy_only_where_it_is_asked_for(lm, batch):
-    assert response_log_probs(lm, lm, *batch, temperature=1.0, width=7, chunk_tokens=CHUNK).entropy is None
+    assert (
+        response_log_probs(lm, lm, *batch, temperature=1.0, width=7, chunk_tokens=CHUNK).entropy
+        is None
+    )
 
 
 def test_temperature_changes_them(lm, batch):
@@ -90,7 +93,9 @@ def test_independent_of_padding_and_of_the_rest_of_the_batch(lm, batch):
         # What stands behind a sequence's end is never read.
         for row in range(len(sequences)):
             wider[row, prompts[row] + responses[row] :] = 17
-        torch.testing.assert_close(log_probs_of(lm, wider, prompts, responses), together, atol=2e-6, rtol=0)
+        torch.testing.assert_close(
+            log_probs_of(lm, wider, prompts, responses), together, atol=2e-6, rtol=0
+        )
         for row in range(len(sequences)):
             one = slice(row, row + 1)
             alone = log_probs_of(lm, sequences[one], prompts[one], responses[one])
@@ -102,7 +107,9 @@ def test_gradient_equals_plain_torch(lm, theirs, batch):
 
     for_log_probs, for_entropy = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
     lm.zero_grad()
-    scores = response_log_probs(lm, lm, *batch, temperature=0.7, width=7, chunk_tokens=CHUNK, with_entropy=True)
+    scores = response_log_probs(
+        lm, lm, *batch, temperature=0.7, width=7, chunk_tokens=CHUNK, with_entropy=True
+    )
     assert scores.entropy is not None
     (for_log_probs * scores.log_probs + for_entropy * scores.entropy).sum().backward()
     theirs.zero_grad()
@@ -111,7 +118,9 @@ def test_gradient_equals_plain_torch(lm, theirs, batch):
     (for_log_probs * log_probs + for_entropy * entropies).sum().backward()
     expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     # The mapping of weights is linear, so it maps gradients too.
-    found = dict(hf_tensors(lm, {name: parameter.grad for name, parameter in parameters_of(lm).items()}))
+    found = dict(
+        hf_tensors(lm, {name: parameter.grad for name, parameter in parameters_of(lm).items()})
+    )
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-5, msg=name)
@@ -120,7 +129,15 @@ def test_gradient_equals_plain_torch(lm, theirs, batch):
 def test_nothing_but_empty_responses_keeps_the_graph(lm):
     sequences, prompts = torch.full((2, 3), 5), torch.tensor([3, 2])
     scores = response_log_probs(
-        lm, lm, sequences, prompts, torch.zeros(2).long(), temperature=1.0, width=4, chunk_tokens=2, with_entropy=True
+        lm,
+        lm,
+        sequences,
+        prompts,
+        torch.zeros(2).long(),
+        temperature=1.0,
+        width=4,
+        chunk_tokens=2,
+        with_entropy=True,
     )
     assert scores.entropy is not None
     for out in (scores.log_probs, scores.entropy):
@@ -133,7 +150,9 @@ def test_nothing_but_empty_responses_keeps_the_graph(lm):
 
 def test_single_token_prompt_without_response(lm):
     one = torch.ones(1).long()
-    scores = response_log_probs(lm, lm, one[:, None], one, one - 1, temperature=1.0, width=0, chunk_tokens=1)
+    scores = response_log_probs(
+        lm, lm, one[:, None], one, one - 1, temperature=1.0, width=0, chunk_tokens=1
+    )
     assert scores.log_probs.shape == (1, 0)
 
 
@@ -141,7 +160,9 @@ def test_bfloat16_model_gives_float32_softmax(folder, mesh, batch):
     """Logits have the model's precision; what follows has not: a bfloat16 log-prob would be off by 1e-2."""
     lm = megatron_model(folder, mesh, torch.bfloat16)
     with torch.no_grad():
-        scores = response_log_probs(lm, lm, *batch, temperature=0.7, width=7, chunk_tokens=CHUNK, with_entropy=True)
+        scores = response_log_probs(
+            lm, lm, *batch, temperature=0.7, width=7, chunk_tokens=CHUNK, with_entropy=True
+        )
         sequences, prompts, responses = batch
         table = torch.log_softmax(lm.logits(lm(sequences[:, :-1]).flatten(0, 1)) / 0.7, dim=-1)
     table = table.view(*sequences[:, :-1].shape, -1)
@@ -151,7 +172,9 @@ def test_bfloat16_model_gives_float32_softmax(folder, mesh, batch):
         for t in range(int(responses[row])):
             at = int(prompts[row]) + t
             expected = table[row, at - 1]
-            torch.testing.assert_close(scores.log_probs[row, t], expected[sequences[row, at]], atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                scores.log_probs[row, t], expected[sequences[row, at]], atol=1e-5, rtol=0
+            )
             entropy = torch.special.entr(expected.exp()).sum()
             torch.testing.assert_close(scores.entropy[row, t], entropy, atol=1e-5, rtol=0)
 
@@ -176,7 +199,9 @@ def test_two_tensor_parallel_ranks(two_ranks, mesh):
     for folder in folders:
         found = torch.load(out / f"{folder.name}.pt")
         model = transformers_model(folder)
-        batch = padded_sequences(PROMPT_LENGTHS, RESPONSE_LENGTHS, vocab_size=model.config.vocab_size)
+        batch = padded_sequences(
+            PROMPT_LENGTHS, RESPONSE_LENGTHS, vocab_size=model.config.vocab_size
+        )
         with torch.no_grad():
             expected = brute_force_log_probs(model, *batch, temperature=0.7, width=7)
         torch.testing.assert_close(found["log_probs"].float(), expected, atol=1e-5, rtol=0)
@@ -188,7 +213,14 @@ def test_two_tensor_parallel_ranks(two_ranks, mesh):
 
 def log_probs_of(lm, sequences, prompt_lengths, response_lengths, temperature=0.7):
     return response_log_probs(
-        lm, lm, sequences, prompt_lengths, response_lengths, temperature=temperature, width=7, chunk_tokens=CHUNK
+        lm,
+        lm,
+        sequences,
+        prompt_lengths,
+        response_lengths,
+        temperature=temperature,
+        width=7,
+        chunk_tokens=CHUNK,
     ).log_probs
 
 
@@ -205,12 +237,20 @@ def inputs():
 @pytest.mark.parametrize("chunk_tokens", [1, 3, POSITIONS, POSITIONS + 5])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("loss", [LOG_PROBS, ENTROPY, BOTH], ids=["log_probs", "entropy", "both"])
-def test_values_and_gradients_are_those_of_whole_logits(loss, temperature, chunk_tokens, shard, inputs):
+def test_values_and_gradients_are_those_of_whole_logits(
+    loss, temperature, chunk_tokens, shard, inputs
+):
     hidden, weight, targets = inputs
-    weights = torch.randn(2, POSITIONS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(
+        2, POSITIONS, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
 
     def gradients(outputs):
-        terms = [factor * (w * out).sum() for factor, w, out in zip(loss, weights, outputs, strict=True) if factor]
+        terms = [
+            factor * (w * out).sum()
+            for factor, w, out in zip(loss, weights, outputs, strict=True)
+            if factor
+        ]
         return torch.autograd.grad(torch.stack(terms).sum(), (hidden, weight))
 
     found = scores_of(inputs, shard, temperature, chunk_tokens)
@@ -226,7 +266,13 @@ def test_gradcheck(with_entropy, shard, inputs):
 
     def outputs(hidden, weight) -> tuple[torch.Tensor, ...]:
         found = chunked_log_probs(
-            hidden, weight, targets, shard, temperature=0.6, chunk_tokens=3, with_entropy=with_entropy
+            hidden,
+            weight,
+            targets,
+            shard,
+            temperature=0.6,
+            chunk_tokens=3,
+            with_entropy=with_entropy,
         )
         return tuple(out for out in found if out is not None)
 
@@ -264,7 +310,9 @@ def test_extreme_logits_stay_finite(scale, shard, inputs):
 def test_only_one_input_needs_a_gradient(shard, inputs):
     hidden, weight, targets = inputs
     options = {"temperature": 1.0, "chunk_tokens": 3, "with_entropy": False}
-    both = torch.autograd.grad(chunked_log_probs(hidden, weight, targets, shard, **options)[0].sum(), (hidden, weight))
+    both = torch.autograd.grad(
+        chunked_log_probs(hidden, weight, targets, shard, **options)[0].sum(), (hidden, weight)
+    )
     frozen = chunked_log_probs(hidden, weight.detach(), targets, shard, **options)[0].sum()
     assert torch.equal(torch.autograd.grad(frozen, hidden)[0], both[0])
     frozen = chunked_log_probs(hidden.detach(), weight, targets, shard, **options)[0].sum()
@@ -293,13 +341,17 @@ class TestBFloat16:
         table = torch.log_softmax((hidden @ weight[:TOKENS].t()).double() / 0.7, dim=-1)
         expected = table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(dim=-1)
         assert {out.dtype for out in found} == {torch.float32}
-        torch.testing.assert_close([out.double() for out in found], list(expected), atol=2e-6, rtol=0)
+        torch.testing.assert_close(
+            [out.double() for out in found], list(expected), atol=2e-6, rtol=0
+        )
 
     def test_weight_gradient_is_rounded_once(self, shard, inputs):
         """64 chunks added up in bfloat16 would lose what is below 1/256 of the sum."""
         hidden, weight, targets = inputs
         exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-        expected = torch.autograd.grad(full_log_probs(exact[0], exact[1][:TOKENS], targets, 0.7)[0].sum(), exact)
+        expected = torch.autograd.grad(
+            full_log_probs(exact[0], exact[1][:TOKENS], targets, 0.7)[0].sum(), exact
+        )
         found, _ = scores_of(inputs, shard, 0.7, chunk_tokens=1)
         gradients = torch.autograd.grad(found.sum(), (hidden, weight))
         assert {gradient.dtype for gradient in gradients} == {torch.bfloat16}
@@ -325,7 +377,9 @@ class TestMemory:
         terms = [factor * out.sum() for factor, out in zip(loss, outputs, strict=True) if factor]
         torch.stack(terms).sum().backward()
 
-    @pytest.mark.parametrize("loss", [LOG_PROBS, ENTROPY, BOTH], ids=["log_probs", "entropy", "both"])
+    @pytest.mark.parametrize(
+        "loss", [LOG_PROBS, ENTROPY, BOTH], ids=["log_probs", "entropy", "both"]
+    )
     def test_no_tensor_is_larger_than_the_logits_of_a_chunk(self, loss, inputs, shard):
         with LargestTensor() as made:
             self.run(inputs, shard, loss)
@@ -334,12 +388,16 @@ class TestMemory:
             full_log_probs(inputs[0], inputs[1], inputs[2], 0.6)
         assert made.numel == self.POSITIONS * self.TOKENS
 
-    @pytest.mark.parametrize("loss", [LOG_PROBS, ENTROPY, BOTH], ids=["log_probs", "entropy", "both"])
+    @pytest.mark.parametrize(
+        "loss", [LOG_PROBS, ENTROPY, BOTH], ids=["log_probs", "entropy", "both"]
+    )
     def test_nothing_saved_has_a_vocabulary_dimension_but_the_weight(self, loss, inputs, shard):
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             self.run(inputs, shard, loss)
-        sizes = {tuple(tensor.shape) for tensor in saved if tensor.data_ptr() != inputs[1].data_ptr()}
+        sizes = {
+            tuple(tensor.shape) for tensor in saved if tensor.data_ptr() != inputs[1].data_ptr()
+        }
         assert sizes == {tuple(inputs[0].shape), (self.POSITIONS,)}
 
 
@@ -370,7 +428,13 @@ def scores_of(inputs, shard, temperature, chunk_tokens=3) -> tuple[torch.Tensor,
     """Log-probs and entropies."""
     hidden, weight, targets = inputs
     log_probs, entropy = chunked_log_probs(
-        hidden, weight, targets, shard, temperature=temperature, chunk_tokens=chunk_tokens, with_entropy=True
+        hidden,
+        weight,
+        targets,
+        shard,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        with_entropy=True,
     )
     assert entropy is not None
     return log_probs, entropy

@@ -61,21 +61,32 @@ def by_peft(folders):
 
 @pytest.fixture(scope="module")
 def one_rank(folders, mesh, root):
-    return {name: computed_here(folders[name], mesh, CASES[name], root / "one" / name) for name in CASES}
+    return {
+        name: computed_here(folders[name], mesh, CASES[name], root / "one" / name) for name in CASES
+    }
 
 
 @pytest.fixture(scope="module")
 def two_ranks(folders, root):
     out = root / "two"
     out.mkdir()
-    run_ranks(Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py", 2, out, "lora_cases", root, timeout=240)
+    run_ranks(
+        Path(__file__).parents[1] / "helpers/rank_scripts/tp2.py",
+        2,
+        out,
+        "lora_cases",
+        root,
+        timeout=240,
+    )
     return {name: torch.load(out / f"{name}.pt") for name in CASES}
 
 
 @pytest.fixture(params=["one", "two"])
 def found(request):
     """(name of the folder, results) of each number of ranks."""
-    return request.param, request.getfixturevalue(f"{request.param}_rank{'s' if request.param == 'two' else ''}")
+    return request.param, request.getfixturevalue(
+        f"{request.param}_rank{'s' if request.param == 'two' else ''}"
+    )
 
 
 @every_case
@@ -96,7 +107,9 @@ def test_equals_peft(name, found, by_peft):
 def test_the_updates_change_the_logits(name, folders, by_peft):
     """Else the test above would say nothing."""
     base = transformers_model(folders[name], torch.float64)
-    difference = transformers_logits(base, tokens_of(base.config.vocab_size)) - by_peft[name]["logits"]
+    difference = (
+        transformers_logits(base, tokens_of(base.config.vocab_size)) - by_peft[name]["logits"]
+    )
     assert difference.abs().mean() > 0.2
 
 
@@ -117,7 +130,9 @@ def test_two_ranks_start_and_step_as_one(name, one_rank, two_ranks):
         assert bool(value.any()) == ("lora_A" in key)
     assert two_ranks[name]["loss"] == pytest.approx(one_rank[name]["loss"], rel=1e-12)
     for key, gradient in one_rank[name]["gradient"].items():
-        torch.testing.assert_close(two_ranks[name]["gradient"][key], gradient, atol=1e-12, rtol=1e-9, msg=key)
+        torch.testing.assert_close(
+            two_ranks[name]["gradient"][key], gradient, atol=1e-12, rtol=1e-9, msg=key
+        )
     for key, value in one_rank[name]["after"].items():
         torch.testing.assert_close(two_ranks[name]["after"][key], value, atol=1e-5, rtol=0, msg=key)
 
@@ -143,7 +158,9 @@ def test_merged_folder_differs_in_its_targets_only(name, found, folders, root):
     merged = load_file(root / found[0] / name / "merged" / "model.safetensors")
     assert merged.keys() == base.keys()
     changed = {key for key in base if not torch.equal(base[key], merged[key])}
-    targets = {row.base.hf for row in lora_map(Architecture.from_folder(folders[name]), 1, CASES[name])}
+    targets = {
+        row.base.hf for row in lora_map(Architecture.from_folder(folders[name]), 1, CASES[name])
+    }
     assert changed == targets
 
 
@@ -181,9 +198,16 @@ def test_generation_uses_the_updates(folders, mesh, tmp_path):
         return NativeGenerator(model, tokenizer).generate(asked, 1, params, seed=0).tokens.tolist()
 
     merged = transformers_model(tmp_path / "merged", torch.float64)
-    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": NEW_TOKENS}
+    options = {
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "max_new_tokens": NEW_TOKENS,
+    }
     expected = [
-        merged.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **options)[0, len(p) :].tolist()
+        merged.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **options)[
+            0, len(p) :
+        ].tolist()
         for p in prompts
     ]
     assert responses(lm) == expected
@@ -225,8 +249,12 @@ def wide_architecture() -> Architecture:
 
 
 def test_layers_and_projections_start_differently(one_rank):
-    matrices = [value for key, value in one_rank["llama_bias_padded"]["initial"].items() if "lora_A" in key]
-    assert len({float(matrix.sum()) for matrix in matrices}) == len(matrices) == 2 * len(PROJECTIONS)
+    matrices = [
+        value for key, value in one_rank["llama_bias_padded"]["initial"].items() if "lora_A" in key
+    ]
+    assert (
+        len({float(matrix.sum()) for matrix in matrices}) == len(matrices) == 2 * len(PROJECTIONS)
+    )
 
 
 def test_recomputed_layers_have_the_same_gradients(folders, mesh):

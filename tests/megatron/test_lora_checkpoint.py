@@ -12,7 +12,14 @@ from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
 from helpers.policies import megatron_model
 from helpers.ranks import run_ranks
-from helpers.tiny_run import largest_difference, metrics_of, tiny_config, tiny_overrides, tiny_trainer, without_times
+from helpers.tiny_run import (
+    largest_difference,
+    metrics_of,
+    tiny_config,
+    tiny_overrides,
+    tiny_trainer,
+    without_times,
+)
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
 
@@ -26,7 +33,11 @@ RECOMPUTED = (
     "model.activations_checkpoint_method=uniform",
     "model.activations_checkpoint_num_layers=1",
 )
-LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4", "model.peft.lora_tuning.alpha=8")
+LORA = (
+    "model.peft.peft_scheme=lora",
+    "model.peft.lora_tuning.adapter_dim=4",
+    "model.peft.lora_tuning.alpha=8",
+)
 CHANGED = "resume_with_changes=true"  # which does not help
 LONG = (
     *LORA,
@@ -77,7 +88,10 @@ def test_checkpoint_holds_the_updates_alone(whole_run):
     assert all("lora_A" in name or "lora_B" in name for name in stored)
     updates = sum(p.numel() for p in parameters(trainer, trained=True).values())
     # Themselves and Adam's two moments of them.
-    assert sum(tensor.local_shape[0] * tensor.local_shape[1] for tensor in stored.values()) == 3 * updates
+    assert (
+        sum(tensor.local_shape[0] * tensor.local_shape[1] for tensor in stored.values())
+        == 3 * updates
+    )
 
 
 def test_goes_on_bit_for_bit(whole_run, mesh, tmp_path):
@@ -99,7 +113,11 @@ def short_run(mesh, tmp_path_factory):
 @pytest.mark.parametrize(
     ("overrides", "kind", "values"),
     [
-        ([], "another_scheme", ["holds LoRA updates only", "has all weights", "model.peft.peft_scheme"]),
+        (
+            [],
+            "another_scheme",
+            ["holds LoRA updates only", "has all weights", "model.peft.peft_scheme"],
+        ),
         (
             [*LORA, "model.peft.lora_tuning.alpha=9"],
             "other_updates",
@@ -127,8 +145,12 @@ def test_another_shape_is_refused(short_run, mesh, overrides, kind, values):
 
 
 def test_another_base_is_refused(short_run, mesh, tmp_path):
-    other = tiny_llama_folder(tmp_path / "other", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16, seed=1)
-    config = tiny_config(short_run, *LORA, f"pretrained_checkpoint.restore_from_path={other}", CHANGED)
+    other = tiny_llama_folder(
+        tmp_path / "other", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16, seed=1
+    )
+    config = tiny_config(
+        short_run, *LORA, f"pretrained_checkpoint.restore_from_path={other}", CHANGED
+    )
     key = "pretrained_checkpoint.restore_from_path"
     with raises_error("lora.checkpoint.other_updates", key), tiny_trainer(config, mesh):
         pass
@@ -137,7 +159,9 @@ def test_another_base_is_refused(short_run, mesh, tmp_path):
 def test_a_checkpoint_of_all_weights_is_refused(mesh, tmp_path):
     run(tmp_path, mesh, "trainer.reinforce.max_steps=1")
     with (
-        raises_error("lora.checkpoint.another_scheme", "holds all weights", "has LoRA updates only"),
+        raises_error(
+            "lora.checkpoint.another_scheme", "holds all weights", "has LoRA updates only"
+        ),
         tiny_trainer(tiny_config(tmp_path, *LORA, CHANGED), mesh),
     ):
         pass
@@ -158,10 +182,16 @@ def test_a_checkpoint_of_all_weights_is_refused(mesh, tmp_path):
 )
 def test_two_ranks_equal_one(layout, mesh, tmp_path):
     short = [*LORA, "trainer.reinforce.max_steps=3", "trainer.reinforce.max_epochs=2"]
-    more = ["trainer.devices=2", *layout, "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true"]
+    more = [
+        "trainer.devices=2",
+        *layout,
+        "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
+    ]
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
-        tiny_llama_folder(folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16)
+        tiny_llama_folder(
+            folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16
+        )
     run_ranks(DRIVER, 2, *tiny_overrides(two), *short, *more, timeout=240)
     trainer = run(one, mesh, *short)
     for lines in zip(metrics_of(two), metrics_of(one), strict=True):
@@ -184,13 +214,18 @@ def test_fingerprint(tmp_path):
     many = HFFolder(tiny_llama_folder(tmp_path / "many", max_shard_size="20KB"))
     assert len({entry.name for entry in many.folder.glob("*.safetensors")}) > 1
     assert one.fingerprint() == many.fingerprint()
-    others = [tiny_llama_folder(tmp_path / "seed", seed=1), tiny_llama_folder(tmp_path / "wide", ffn=96)]
+    others = [
+        tiny_llama_folder(tmp_path / "seed", seed=1),
+        tiny_llama_folder(tmp_path / "wide", ffn=96),
+    ]
     assert len({one.fingerprint(), *(HFFolder(folder).fingerprint() for folder in others)}) == 3
 
 
 def test_exports_at_the_end(whole_run, tmp_path):
     folder, trainer = whole_run
-    merged = load_file(trainer.model.export(folder / "model", tmp_path / "hf") / "model.safetensors")
+    merged = load_file(
+        trainer.model.export(folder / "model", tmp_path / "hf") / "model.safetensors"
+    )
     adapter = trainer.model.export_adapter(folder / "model", tmp_path / "adapter")
     values = load_file(adapter / "adapter_model.safetensors")
     config = json.loads((adapter / "adapter_config.json").read_text())
@@ -198,7 +233,9 @@ def test_exports_at_the_end(whole_run, tmp_path):
     name = "model.layers.0.mlp.down_proj"
     a, b = (values[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
     update = config["lora_alpha"] / config["r"] * b @ a
-    torch.testing.assert_close(merged[f"{name}.weight"], base[f"{name}.weight"] + update, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        merged[f"{name}.weight"], base[f"{name}.weight"] + update, atol=1e-6, rtol=0
+    )
     assert update.abs().max() > 1e-2
     assert config["base_model_name_or_path"] == str(folder / "model")
 
@@ -206,11 +243,18 @@ def test_exports_at_the_end(whole_run, tmp_path):
 def test_a_checkpoint_as_a_hugging_face_folder(whole_run, mesh, tmp_path):
     """`convert_checkpoint.py to-hf` merges what the run itself would."""
     folder, trainer = whole_run
-    expected = load_file(trainer.model.export(folder / "model", tmp_path / "hf") / "model.safetensors")
-    found = load_file(to_hf(folder / "run", tmp_path / "again", mesh, model=folder / "model") / "model.safetensors")
+    expected = load_file(
+        trainer.model.export(folder / "model", tmp_path / "hf") / "model.safetensors"
+    )
+    found = load_file(
+        to_hf(folder / "run", tmp_path / "again", mesh, model=folder / "model")
+        / "model.safetensors"
+    )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    other = tiny_llama_folder(tmp_path / "other", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16, seed=1)
+    other = tiny_llama_folder(
+        tmp_path / "other", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=16, seed=1
+    )
     key = "pretrained_checkpoint.restore_from_path"
     with raises_error("lora.checkpoint.other_updates", key):
         to_hf(folder / "run", tmp_path / "wrong", mesh, model=other)

@@ -129,5 +129,11 @@ def test_four_ranks_in_several_layouts():
         "4 ranks: 1 data x 2 pipeline x 1 context x 2 tensor parallel\n  data 0: stage 0 [0 1], stage 1 [2 3]"
         in output
     )
-    assert "4 ranks: 1 data x 2 pipeline x 2 context x 1 tensor parallel\n  data 0: stage 0 [0 | 1]" in output
-    assert "4 ranks: 2 data x 2 pipeline x 1 context x 1 tensor parallel\n  data 0: stage 0 [0], stage 1 [2]" in output
+    assert (
+        "4 ranks: 1 data x 2 pipeline x 2 context x 1 tensor parallel\n  data 0: stage 0 [0 | 1]"
+        in output
+    )
+    assert (
+        "4 ranks: 2 data x 2 pipeline x 1 context x 1 tensor parallel\n  data 0: stage 0 [0], stage 1 [2]"
+        in output
+    )

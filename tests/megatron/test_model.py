@@ -66,7 +66,9 @@ def test_values_that_megatron_refuses(overrides, folder, mesh):
 def test_what_is_computed_again(options, runs, folder, mesh, monkeypatch):
     lm, seen = megatron_model(folder, mesh, options=options).train(), []
     forward = CoreAttention.forward
-    monkeypatch.setattr(CoreAttention, "forward", lambda *a, **k: seen.append(0) or forward(*a, **k))
+    monkeypatch.setattr(
+        CoreAttention, "forward", lambda *a, **k: seen.append(0) or forward(*a, **k)
+    )
     lm(random_tokens(64, 2, 6)).sum().backward()
     assert len(seen) == runs
     seen.clear()

@@ -24,7 +24,9 @@ from reinforce_rl.megatron.optimizer import (
 )
 
 LR, MIN_LR, WEIGHT_DECAY, TOTAL_STEPS = 1e-3, 1e-4, 0.1, 10
-OPTIM = OptimConfig(lr=LR, weight_decay=WEIGHT_DECAY, betas=[0.9, 0.95], sched=ScheduleConfig(min_lr=MIN_LR))
+OPTIM = OptimConfig(
+    lr=LR, weight_decay=WEIGHT_DECAY, betas=[0.9, 0.95], sched=ScheduleConfig(min_lr=MIN_LR)
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,9 @@ def folder(tmp_path_factory):
 
 def wrapped(folder, mesh, optim=OPTIM, clip_grad=0.0):
     ddp = wrap_data_parallel(megatron_model(folder, mesh))
-    return ddp, ActorOptimizer(*build_optimizer(ddp, optim, clip_grad=clip_grad, total_steps=TOTAL_STEPS))
+    return ddp, ActorOptimizer(
+        *build_optimizer(ddp, optim, clip_grad=clip_grad, total_steps=TOTAL_STEPS)
+    )
 
 
 def weighted_sum(ddp, weight):
@@ -59,7 +63,9 @@ def formula(schedule: ScheduleConfig, k: int) -> float:
 @pytest.mark.parametrize("name", ("constant", "linear", "CosineAnnealing"))
 @pytest.mark.parametrize(("warmup", "constant"), [(0, 0), (3, 0), (3, 2), (1, 9), (10, 0)])
 def test_every_step_of_a_schedule(name, warmup, constant, folder, mesh):
-    schedule = ScheduleConfig(name=name, warmup_steps=warmup, constant_steps=constant, min_lr=MIN_LR)
+    schedule = ScheduleConfig(
+        name=name, warmup_steps=warmup, constant_steps=constant, min_lr=MIN_LR
+    )
     ddp, optimizer = wrapped(folder, mesh, OptimConfig(lr=LR, sched=schedule))
     for k in range(1, 13):  # past the end too
         accumulate_gradients(ddp, [1e-3], weighted_sum)
@@ -135,7 +141,12 @@ def test_gradient_that_is_not_finite_changes_nothing(bad, folder, mesh):
 
 KINDS = pytest.mark.parametrize(
     ("dtype", "distributed"),
-    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)],
+    [
+        (torch.float32, False),
+        (torch.float32, True),
+        (torch.bfloat16, False),
+        (torch.bfloat16, True),
+    ],
     ids=["fp32", "fp32 shared", "bf16", "bf16 shared"],
 )
 VALUES = (1.0, 0.5, -1.0, 30.0)
@@ -160,7 +171,9 @@ def as_on_a_gpu(optimizer: ActorOptimizer, block_bytes: int = 10_000) -> ActorOp
 
 
 @KINDS
-def test_moments_that_are_there_before_the_first_step_change_nothing(dtype, distributed, folder, mesh):
+def test_moments_that_are_there_before_the_first_step_change_nothing(
+    dtype, distributed, folder, mesh
+):
     """An engine on the same GPU sizes its cache by what is free before that step."""
     found = []
     for early in (False, True):
@@ -178,7 +191,9 @@ def test_moments_that_are_there_before_the_first_step_change_nothing(dtype, dist
 
 
 @KINDS
-def test_a_step_takes_one_norm_and_is_megatrons_to_the_last_bit(dtype, distributed, folder, mesh, monkeypatch):
+def test_a_step_takes_one_norm_and_is_megatrons_to_the_last_bit(
+    dtype, distributed, folder, mesh, monkeypatch
+):
     ddp, megatron, scheduler, _ = of_kind(folder, mesh, dtype, distributed)
     norms = []
     for value in VALUES:  # megatron's own step, which takes the norm again
@@ -216,7 +231,9 @@ def test_the_step_of_a_gpu_is_that_of_a_cpu(dtype, distributed, folder, mesh):
 
 
 @KINDS
-def test_offloading_frees_all_but_the_weights_and_brings_it_back_bit_for_bit(dtype, distributed, folder, mesh):
+def test_offloading_frees_all_but_the_weights_and_brings_it_back_bit_for_bit(
+    dtype, distributed, folder, mesh
+):
     plain = of_kind(folder, mesh, dtype, distributed)
     away = of_kind(folder, mesh, dtype, distributed)
     optimizer = as_on_a_gpu(away[3])
@@ -239,7 +256,9 @@ def test_offloading_frees_all_but_the_weights_and_brings_it_back_bit_for_bit(dty
     assert weight_bytes == elements * dtype.itemsize
     with pytest.raises(RuntimeError, match="lost"), optimizer.offloaded():
         raise RuntimeError("lost")
-    assert all(tensor.untyped_storage().nbytes() for tensor in large_states(away[1])), "an error brings them back too"
+    assert all(tensor.untyped_storage().nbytes() for tensor in large_states(away[1])), (
+        "an error brings them back too"
+    )
 
 
 def test_nothing_is_moved_on_a_cpu(folder, mesh, monkeypatch):
@@ -254,15 +273,21 @@ def test_nothing_is_moved_on_a_cpu(folder, mesh, monkeypatch):
 def test_fused_adam_makes_the_steps_of_the_plain_one(folder, mesh):
     weights = []
     for fused in (False, True):
-        ddp, optimizer = wrapped(folder, mesh, OPTIM.model_copy(update={"fused": fused}), clip_grad=1.0)
-        inner = [group for part in inner_optimizers(optimizer._optimizer) for group in part.param_groups]
+        ddp, optimizer = wrapped(
+            folder, mesh, OPTIM.model_copy(update={"fused": fused}), clip_grad=1.0
+        )
+        inner = [
+            group for part in inner_optimizers(optimizer._optimizer) for group in part.param_groups
+        ]
         assert [group["fused"] for group in inner] == [fused] * len(inner)
         for k in range(1, 6):
             accumulate_gradients(ddp, [1e-3 * k, -2e-3], weighted_sum)
             optimizer.step()
         weights.append(torch.cat([p.detach().flatten() for p in ddp.parameters()]))
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-7)
-    assert not torch.equal(weights[1], torch.cat([p.flatten() for p in megatron_model(folder, mesh).parameters()]))
+    assert not torch.equal(
+        weights[1], torch.cat([p.flatten() for p in megatron_model(folder, mesh).parameters()])
+    )
 
 
 @pytest.mark.parametrize("shape", [(7,), (1,), (3, 5), (5, 1), (1, 6), (2, 3, 4)])
@@ -270,9 +295,14 @@ def test_rectangles_are_the_range_in_order(shape):
     whole = torch.arange(torch.Size(shape).numel())
     for start, end in itertools.combinations_with_replacement(range(len(whole) + 1), 2):
         found = rectangles(shape, start, end)
-        cut = [whole.view(shape)[tuple(map(slice, at, map(sum, zip(at, size, strict=True))))] for at, size in found]
+        cut = [
+            whole.view(shape)[tuple(map(slice, at, map(sum, zip(at, size, strict=True))))]
+            for at, size in found
+        ]
         assert [part.shape for part in cut] == [torch.Size(size) for _, size in found]
-        assert torch.equal(torch.cat([whole[:0], *(part.flatten() for part in cut)]), whole[start:end])
+        assert torch.equal(
+            torch.cat([whole[:0], *(part.flatten() for part in cut)]), whole[start:end]
+        )
         assert len(found) <= 2 * len(shape) - 1
     assert rectangles(shape, 5, 3) == []
 
@@ -295,7 +325,9 @@ def test_every_byte_comes_back_to_the_same_tensor_and_its_views(block_bytes):
         tensors[1].add_(1)  # the second time other bytes go there and back
         before[1].add_(1)
     needed = sum(tensor.nbytes for tensor in tensors)
-    assert len(copies._blocks) == -(-needed // block_bytes), "no more host memory than is needed, and none twice"
+    assert len(copies._blocks) == -(-needed // block_bytes), (
+        "no more host memory than is needed, and none twice"
+    )
 
 
 def test_a_part_of_a_storage_is_refused():

@@ -34,7 +34,9 @@ def test_its_key_would_be_hashed_for_ever() -> None:
 
 
 @pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize("value", [doubled(1, 60), [doubled("a", 60)], {"a": doubled((), 60)}, nested_index(60)])
+@pytest.mark.parametrize(
+    "value", [doubled(1, 60), [doubled("a", 60)], {"a": doubled((), 60)}, nested_index(60)]
+)
 def test_values_that_hold_each_other_are_refused(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     assert len(data) < 30_000
@@ -161,7 +163,14 @@ def test_a_class_that_the_caller_names_may_be_a_key() -> None:
         list(range(100_000)),
         {str(index): (index, index) for index in range(10_000)},
         {index for index in range(10_000)},
-        [("a", b"b", 1.5, None, True, 2**63 - 1, -1), frozenset((1, 2)), bytearray(b"x"), {}, (), []],
+        [
+            ("a", b"b", 1.5, None, True, 2**63 - 1, -1),
+            frozenset((1, 2)),
+            bytearray(b"x"),
+            {},
+            (),
+            [],
+        ],
         [
             [ChunkStorageMetadata(torch.Size([i, 0]), torch.Size([8, 64])), MetadataIndex("a", [i])]
             for i in range(2000)
@@ -195,7 +204,9 @@ def test_what_no_checkpoint_needs_is_refused(data: bytes, key: str, value: objec
         check_pickle_size(data)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80\x04", b"\x80\x04s.", b"\x80\x04h\x05.", b"\x80\x04u.", b"\x80\x04\x85."])
+@pytest.mark.parametrize(
+    "data", [b"", b"\x80\x04", b"\x80\x04s.", b"\x80\x04h\x05.", b"\x80\x04u.", b"\x80\x04\x85."]
+)
 def test_a_damaged_one_is_refused(data: bytes) -> None:
     with raises_error("checkpoint.pickle.damaged"):
         check_pickle_size(data)

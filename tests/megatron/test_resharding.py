@@ -32,7 +32,12 @@ SHARED = "DP2 distributed optimizer"
 ON_TWO = ("TP2 SP", "PP2", "PP2 uneven", "CP2", "DP2", SHARED, "CP2 distributed optimizer")
 ON_FOUR = ("TP2 PP2 SP", "PP2 DP2 distributed optimizer", "PP4", "CP2 DP2")
 # Each kind of layout to another kind, the shared optimizer to the plain one and back.
-QUICK = {"TP2 SP": [ONE, "PP2 uneven"], "PP2 uneven": [SHARED], "CP2": ["TP2 SP"], SHARED: [SHARED, "TP2 SP"]}
+QUICK = {
+    "TP2 SP": [ONE, "PP2 uneven"],
+    "PP2 uneven": [SHARED],
+    "CP2": ["TP2 SP"],
+    SHARED: [SHARED, "TP2 SP"],
+}
 
 
 def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]) -> None:
@@ -41,7 +46,12 @@ def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]
     for case in cases:
         write_model(out, case)
         uninterrupted[case], _ = save_and_go_on(out, case, ONE, mesh)
-    plan = {"cases": cases, "saves": layouts, "loads": loads, "full_disk": SHARED if SHARED in layouts else None}
+    plan = {
+        "cases": cases,
+        "saves": layouts,
+        "loads": loads,
+        "full_disk": SHARED if SHARED in layouts else None,
+    }
     run_ranks(SCRIPT, LAYOUTS[layouts[0]].ranks, out, json.dumps(plan), timeout=600)
     for case in cases:
         if case == "bf16":
@@ -52,11 +62,15 @@ def run_and_check(mesh, out: Path, cases: list[str], loads: dict[str, list[str]]
         assert losses[f"{ONE} to {ONE}"] == uninterrupted[case]
         exact = CASES[case].dtype == torch.float32
         for runs, found in losses.items():
-            assert found == pytest.approx(uninterrupted[case], rel=1e-5 if exact else 2e-2, abs=0.0), (case, runs)
+            assert found == pytest.approx(
+                uninterrupted[case], rel=1e-5 if exact else 2e-2, abs=0.0
+            ), (case, runs)
         for source in (*layouts, ONE):
             saved = stored_tensors(out / case / source)
             kinds = ("exp_avg.", "exp_avg_sq.", *(() if exact else ("fp32_param.",)))
-            assert all(any(name.startswith(f"optimizer.state.{kind}") for name in saved) for kind in kinds)
+            assert all(
+                any(name.startswith(f"optimizer.state.{kind}") for name in saved) for kind in kinds
+            )
             for target in (*layouts, ONE):
                 if f"{source} to {target}" not in losses:
                     continue
@@ -74,13 +88,19 @@ def check_main_weights(mesh, out: Path, layouts: list[str]) -> None:
 
     def main_weights(folder: str) -> dict[str, torch.Tensor]:
         stored = stored_tensors(out / "bf16" / folder)
-        return {name: tensor for name, tensor in stored.items() if name.startswith("optimizer.state.fp32_param.")}
+        return {
+            name: tensor
+            for name, tensor in stored.items()
+            if name.startswith("optimizer.state.fp32_param.")
+        }
 
     start, one = main_weights("start"), main_weights(ONE)
     moved = torch.stack([(one[name] - start[name]).norm() for name in one]).norm()
     for layout in layouts:
         other = main_weights(layout)
-        pairs = [(one[name], other[name][tuple(map(slice, one[name].shape))]) for name in one]  # less the padding
+        pairs = [
+            (one[name], other[name][tuple(map(slice, one[name].shape))]) for name in one
+        ]  # less the padding
         distance = torch.stack([(a - b).norm() for a, b in pairs]).norm()
         assert float(distance / moved) < 5e-2, layout
 
@@ -118,7 +138,9 @@ def test_a_smaller_vocabulary_is_no_padding(more, fits, mesh, tmp_path, monkeypa
     }
     embeddings = next(key for key in stored if "word_embeddings" in key)
     stored[embeddings].global_shape = (vocabulary + more, *stored[embeddings].global_shape[1:])
-    monkeypatch.setattr(checkpoint_files.dist_checkpointing, "load_tensors_metadata", lambda folder: stored)
+    monkeypatch.setattr(
+        checkpoint_files.dist_checkpointing, "load_tensors_metadata", lambda folder: stored
+    )
     refused = raises_error("checkpoint.weights.another_model", embeddings)
     with contextlib.nullcontext() if fits else refused:
         checkpoint_files.allow_other_padding(lm, state, tmp_path)

@@ -9,14 +9,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.classifiers import FAMILIES, HELPSTEER, classifier_folder, sequences_to_score, transformers_scores
+from helpers.classifiers import (
+    FAMILIES,
+    HELPSTEER,
+    classifier_folder,
+    sequences_to_score,
+    transformers_scores,
+)
 from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
 from helpers.ranks import run_ranks
 
 from reinforce_rl.megatron.hf_folder import HFFolder
 from reinforce_rl.megatron.model.reward_head import RewardHead, counted_lengths, pool
-from reinforce_rl.reward_model.scorer import Batching, Merging, load_reward_model, reward_model_identity
+from reinforce_rl.reward_model.scorer import (
+    Batching,
+    Merging,
+    load_reward_model,
+    reward_model_identity,
+)
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/classifiers.py"
 KINDS = list(itertools.product(FAMILIES, (1, 5)))
@@ -30,7 +41,10 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folders):
-    return {kind: transformers_scores(folder, sequences_to_score(), padded=True) for kind, folder in folders.items()}
+    return {
+        kind: transformers_scores(folder, sequences_to_score(), padded=True)
+        for kind, folder in folders.items()
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -42,14 +56,19 @@ def test_a_classifier_scores_as_in_transformers(kind, folders, expected, mesh):
     torch.testing.assert_close(scores, expected[kind], atol=1e-5, rtol=0)
     alone = transformers_scores(folders[kind], sequences_to_score(), padded=False)
     torch.testing.assert_close(scores, alone, atol=1e-5, rtol=0)
-    torch.testing.assert_close(torch.tensor(found.rewards), expected[kind].mean(1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(found.rewards), expected[kind].mean(1), atol=1e-5, rtol=0
+    )
     assert model.score(sequences_to_score()) == found.rewards
     assert model.attributes == (HELPSTEER if kind[1] == 5 else ())
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_trunk_in_bf16_has_a_head_in_fp32_and_another_identity(kind, folders, expected, mesh):
-    exact, model = (load_reward_model(folders[kind], None, mesh, dtype=t) for t in (torch.float32, torch.bfloat16))
+    exact, model = (
+        load_reward_model(folders[kind], None, mesh, dtype=t)
+        for t in (torch.float32, torch.bfloat16)
+    )
     assert {p.dtype for p in model._lm.parameters()} == {torch.bfloat16}
     assert model._weight.dtype == torch.float32
     scores = torch.tensor(model.score_attributes(sequences_to_score()).attributes)
@@ -63,7 +82,11 @@ def test_a_trunk_in_bf16_has_a_head_in_fp32_and_another_identity(kind, folders, 
 
 @pytest.mark.parametrize(
     "layout",
-    [(2, 1, 1), pytest.param((1, 2, 1), marks=pytest.mark.slow), pytest.param((1, 1, 2), marks=pytest.mark.slow)],
+    [
+        (2, 1, 1),
+        pytest.param((1, 2, 1), marks=pytest.mark.slow),
+        pytest.param((1, 1, 2), marks=pytest.mark.slow),
+    ],
     ids=["TP2", "PP2", "CP2"],
 )
 def test_classifiers_on_two_ranks(layout, folders, expected, tmp_path):
@@ -96,7 +119,9 @@ def test_shares_of_positions_add_up(pooling):
     expected = torch.stack([row.mean(0) if pooling == "mean" else row[-1] for row in rows])
     torch.testing.assert_close(whole, expected)
     parts = [torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])]
-    torch.testing.assert_close(sum(pool(hidden[:, part], lengths, pooling, part) for part in parts), whole)
+    torch.testing.assert_close(
+        sum(pool(hidden[:, part], lengths, pooling, part) for part in parts), whole
+    )
 
 
 def test_a_folder_without_a_head_says_what_to_give(tmp_path, mesh):
@@ -133,7 +158,12 @@ def test_a_head_of_attributes_survives_its_file(tmp_path):
     head.save(tmp_path / "head.safetensors")
     again = RewardHead.load(tmp_path / "head.safetensors")
     assert torch.equal(again.weight, head.weight) and torch.equal(again.bias, head.bias)
-    assert (again.pooling, again.attributes, again.mean, again.deviation) == ("mean", ("kind", "brief"), 0.25, 1.5)
+    assert (again.pooling, again.attributes, again.mean, again.deviation) == (
+        "mean",
+        ("kind", "brief"),
+        0.25,
+        1.5,
+    )
     with raises_error("reward_model.head.other_shapes", "(2, 6)", "3 names"):
         RewardHead(torch.randn(2, 6), torch.randn(2), "mean", ("a", "b", "c"))
 
@@ -148,9 +178,15 @@ def test_merging():
     scores = torch.tensor([[1.0, 2.0, 3.0], [0.0, -1.0, 4.0]])
     names = ("a", "b", "c")
     assert Merging.from_names(names, None)(scores).tolist() == pytest.approx([2.0, 1.0])
-    assert Merging.from_names(names, {"c": 0.5, "a": -1})(scores).tolist() == pytest.approx([0.5, 2.0])
-    assert Merging.from_names(names, {"c": 0.5, "a": -1}, 0.5, 2.0)(scores).tolist() == pytest.approx([0.0, 0.75])
-    assert Merging.from_names((), None, 1.0, 0.5)(scores[:, :1]).tolist() == pytest.approx([0.0, -2.0])
+    assert Merging.from_names(names, {"c": 0.5, "a": -1})(scores).tolist() == pytest.approx(
+        [0.5, 2.0]
+    )
+    assert Merging.from_names(names, {"c": 0.5, "a": -1}, 0.5, 2.0)(
+        scores
+    ).tolist() == pytest.approx([0.0, 0.75])
+    assert Merging.from_names((), None, 1.0, 0.5)(scores[:, :1]).tolist() == pytest.approx(
+        [0.0, -2.0]
+    )
 
 
 def test_merging_refuses_names_that_the_head_lacks():

@@ -14,9 +14,13 @@ from reinforce_rl.megatron.schedule import _Ahead
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/stage_shapes.py"
 
 
-@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["PP2", "TP2 PP2 SP"])
+@pytest.mark.parametrize(
+    "tp_size", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["PP2", "TP2 PP2 SP"]
+)
 def test_stages_send_each_other_hidden_states_only(tp_size, tmp_path):
-    folder = tiny_llama_folder(tmp_path, vocab_size=VOCAB_SIZE, heads=9, groups=3, hidden=36, layers=4, seed=5)
+    folder = tiny_llama_folder(
+        tmp_path, vocab_size=VOCAB_SIZE, heads=9, groups=3, hidden=36, layers=4, seed=5
+    )
     output = run_ranks(SCRIPT, 2 * tp_size, folder, tp_size, timeout=240)
     assert output.count("all checks passed") == 2 * tp_size
 
@@ -37,4 +41,7 @@ def test_shapes_come_in_the_order_of_one_forward_one_backward():
     assert ahead.next_gradient_shape() == (3, 1, 8)
     assert (ahead.next_shape(), next(ahead)) == ((2, 1, 8), 2)
     assert [ahead.next_gradient_shape() for _ in range(2)] == [(1, 1, 8), (2, 1, 8)]
-    assert (next(ahead), ahead.next_gradient_shape()) == (5, (5, 1, 8))  # a first stage asks for no forward shape
+    assert (next(ahead), ahead.next_gradient_shape()) == (
+        5,
+        (5, 1, 8),
+    )  # a first stage asks for no forward shape

@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reinforce_rl.megatron.model.log_probs import response_scores
-from reinforce_rl.megatron.model.sequences import PackedGroups, PaddedSequences, _Repeated, _spans, _UnpaddedAttention
+from reinforce_rl.megatron.model.sequences import (
+    PackedGroups,
+    PaddedSequences,
+    _Repeated,
+    _spans,
+    _UnpaddedAttention,
+)
 
 PAD = 2
 FAMILIES = ("llama", "mistral_window", "qwen3")
@@ -25,7 +31,11 @@ KERNELS = {"flash": flash_on_cpu, "padded": contextlib.nullcontext}
 def models(tmp_path_factory, mesh):
     """float64: grouped keys; a window of 7 tokens; norms of queries and keys."""
     root = tmp_path_factory.mktemp("models")
-    folders = {"llama": tiny_llama_folder(root / "llama", vocab_size=63, heads=6, groups=2, hidden=48, tied=False)}
+    folders = {
+        "llama": tiny_llama_folder(
+            root / "llama", vocab_size=63, heads=6, groups=2, hidden=48, tied=False
+        )
+    }
     folders |= {name: family_folder(root / name, name) for name in FAMILIES[1:]}
     return {name: megatron_model(folder, mesh, torch.float64) for name, folder in folders.items()}
 
@@ -52,10 +62,16 @@ def batch_of(groups: list[tuple[int, list[int]]], order: list[int] | None = None
 def scored(lm, layout, width):
     """Log-probs, entropies, and the gradient of a sum of log-probs with unequal weights."""
     lm.zero_grad()
-    scores = response_scores(layout, layout.hidden(lm), lm, 0.7, width, chunk_tokens=5, with_entropy=True)
-    weights = torch.randn(scores.log_probs.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    scores = response_scores(
+        layout, layout.hidden(lm), lm, 0.7, width, chunk_tokens=5, with_entropy=True
+    )
+    weights = torch.randn(
+        scores.log_probs.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     (scores.log_probs * weights).sum().backward()
-    gradient = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in lm.parameters()])
+    gradient = torch.cat(
+        [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in lm.parameters()]
+    )
     return scores.log_probs.detach(), scores.entropy.detach(), gradient
 
 
@@ -86,7 +102,9 @@ def test_equal_to_padded_sequences(name, family, kernel, models):
 @settings(deadline=None, max_examples=40)
 @given(
     st.lists(
-        st.tuples(st.integers(1, 11), st.lists(st.integers(0, 9), min_size=1, max_size=4)), min_size=1, max_size=4
+        st.tuples(st.integers(1, 11), st.lists(st.integers(0, 9), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=4,
     )
 )
 def test_log_probs_of_any_groups(models, groups):
@@ -95,8 +113,14 @@ def test_log_probs_of_any_groups(models, groups):
     found = []
     for make in (flash_on_cpu, contextlib.nullcontext, None):
         with torch.no_grad(), make() if make else contextlib.nullcontext():
-            layout = PackedGroups(lm, *where, group_ids) if make else PaddedSequences(lm, *where, pad_id=PAD)
-            found.append(response_scores(layout, layout.hidden(lm), lm, 1.0, width, chunk_tokens=5).log_probs)
+            layout = (
+                PackedGroups(lm, *where, group_ids)
+                if make
+                else PaddedSequences(lm, *where, pad_id=PAD)
+            )
+            found.append(
+                response_scores(layout, layout.hidden(lm), lm, 1.0, width, chunk_tokens=5).log_probs
+            )
     for packed in found[:2]:
         torch.testing.assert_close(packed, found[2], atol=1e-11, rtol=0)
 
@@ -121,7 +145,10 @@ def test_the_flash_kernel_gets_no_padding(models):
     prompts, kept = [4, 9, 1, 12], [[4, 1, 7], [2, 6, 0], [5, 3], [29]]
     queries = sum(prompts) + sum(map(sum, kept))
     keys = sum(prompts) + sum(
-        count + prompt for prompt, each in zip(prompts, kept, strict=True) for count in each if count
+        count + prompt
+        for prompt, each in zip(prompts, kept, strict=True)
+        for count in each
+        if count
     )
     assert calls == [(4 + 8, queries, keys)] * len(lm.decoder.layers)
 
@@ -133,7 +160,9 @@ def test_padding_at_the_end_of_a_row_is_a_sequence_of_its_own():
     query, key, value = torch.randn(3, 12, 1, 2, 8, dtype=torch.float64)
     with flash_on_cpu():
         whole = _UnpaddedAttention(spans, None, torch.device("cpu"))(query, key, value, None)
-        cut = _UnpaddedAttention(spans[:-1], None, torch.device("cpu"))(query[:10], key[:10], value[:10], None)
+        cut = _UnpaddedAttention(spans[:-1], None, torch.device("cpu"))(
+            query[:10], key[:10], value[:10], None
+        )
     torch.testing.assert_close(whole[:10], cut)
     assert whole.isfinite().all()
 
@@ -141,7 +170,9 @@ def test_padding_at_the_end_of_a_row_is_a_sequence_of_its_own():
 def test_a_prompts_gradient_is_added_up_in_float32():
     """That of a hundred responses to it; in bf16 each addition would round."""
     rows = torch.zeros(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    _Repeated.apply(rows, torch.zeros(100, dtype=torch.long)).backward(torch.full((100, 1, 1), 1.0078125).bfloat16())
+    _Repeated.apply(rows, torch.zeros(100, dtype=torch.long)).backward(
+        torch.full((100, 1, 1), 1.0078125).bfloat16()
+    )
     assert float(rows.grad) == float(torch.tensor(100.78125).bfloat16())
 
 
@@ -153,7 +184,9 @@ def test_responses_do_not_see_each_other(models):
     with torch.no_grad():
         for tokens in (sequences, other):
             layout = PackedGroups(lm, tokens, *lengths, group_ids)
-            found.append(response_scores(layout, layout.hidden(lm), lm, 1.0, 30, chunk_tokens=64).log_probs)
+            found.append(
+                response_scores(layout, layout.hidden(lm), lm, 1.0, 30, chunk_tokens=64).log_probs
+            )
     rest = [row for row in range(len(sequences)) if row != 1]
     assert torch.equal(found[0][rest], found[1][rest])
     assert not torch.equal(found[0][1], found[1][1])

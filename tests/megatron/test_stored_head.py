@@ -56,7 +56,9 @@ def expected_scores(folder: Path, module: nn.Module) -> torch.Tensor:
     from transformers import AutoModel
 
     trunk = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    rows = [trunk(torch.tensor([tokens])).last_hidden_state[0, -1] for tokens in sequences_to_score()]
+    rows = [
+        trunk(torch.tensor([tokens])).last_hidden_state[0, -1] for tokens in sequences_to_score()
+    ]
     return module(torch.stack(rows))
 
 
@@ -84,10 +86,14 @@ def test_a_linear_head_of_another_name(name, folder, mesh):
 
 def test_a_language_model_with_a_value_head(mesh, tmp_path):
     """TRL saves the output layer too, and a head with a bias."""
-    folder = tiny_llama_folder(tmp_path, hidden=HIDDEN, heads=9, groups=3, vocab_size=61, tied=False)
+    folder = tiny_llama_folder(
+        tmp_path, hidden=HIDDEN, heads=9, groups=3, vocab_size=61, tied=False
+    )
     module = nn.Linear(HIDDEN, 1)
     write_head(folder, "v_head.summary", module)
-    scores = load_reward_model(folder, None, mesh, head_name="v_head.summary").score(sequences_to_score())
+    scores = load_reward_model(folder, None, mesh, head_name="v_head.summary").score(
+        sequences_to_score()
+    )
     expected = expected_scores(folder, module)[:, 0]
     torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-5, rtol=0, check_dtype=False)
 
@@ -105,22 +111,32 @@ def test_two_heads_are_a_choice(folder, mesh):
     score = load_file(folder / "model.safetensors")["score.weight"]
     write_head(folder, "value_head", module, value_head_prefix="value_head", num_labels=1)
     tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "score.weight": score}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {**tensors, "score.weight": score}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
     choices = ("reward_model.head_name=score", "reward_model.head_name=value_head")
     with raises_error("reward_model.head.two_heads", *choices):
         load_reward_model(folder, None, mesh)
     scores = {}
     for name in ("score", "value_head"):
-        scores[name] = load_reward_model(folder, None, mesh, head_name=name).score(sequences_to_score())
+        scores[name] = load_reward_model(folder, None, mesh, head_name=name).score(
+            sequences_to_score()
+        )
     expected = expected_scores(folder, module)[:, 0]
-    torch.testing.assert_close(torch.tensor(scores["value_head"]), expected, atol=1e-5, rtol=0, check_dtype=False)
+    torch.testing.assert_close(
+        torch.tensor(scores["value_head"]), expected, atol=1e-5, rtol=0, check_dtype=False
+    )
     assert scores["score"] != scores["value_head"]
 
 
 def test_a_bias_that_transformers_leaves_out_is_a_choice(folder, mesh):
     tensors = load_file(folder / "model.safetensors")
     without = load_reward_model(folder, None, mesh).score(sequences_to_score())
-    save_file({**tensors, "score.bias": torch.tensor([0.5])}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {**tensors, "score.bias": torch.tensor([0.5])},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     values = ("score.bias", "reward_model.head_name=score")
     with raises_error("reward_model.head.bias_of_score", *values):
         load_reward_model(folder, None, mesh)
@@ -151,9 +167,13 @@ class TestTwoLayers:
         for name in ("v_head", "v_head.0.weight"):
             with raises_error("reward_model.head.activation_not_set", choices):
                 load_reward_model(folder, None, mesh, head_name=name)
-        model = load_reward_model(folder, None, mesh, head_name="v_head", head_activation=activation)
+        model = load_reward_model(
+            folder, None, mesh, head_name="v_head", head_activation=activation
+        )
         scores = torch.tensor(model.score(sequences_to_score()))
-        torch.testing.assert_close(scores, expected_scores(folder, head)[:, 0], atol=1e-5, rtol=0, check_dtype=False)
+        torch.testing.assert_close(
+            scores, expected_scores(folder, head)[:, 0], atol=1e-5, rtol=0, check_dtype=False
+        )
 
     def test_an_activation_for_one_layer_is_refused(self, folder, mesh):
         with raises_error("reward_model.head.one_layer", "reward_model.head_activation", "tanh"):
@@ -162,7 +182,9 @@ class TestTwoLayers:
     @pytest.mark.parametrize(
         "module",
         [
-            nn.Sequential(nn.Linear(HIDDEN, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 1)),
+            nn.Sequential(
+                nn.Linear(HIDDEN, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 1)
+            ),
             nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 1)),
             nn.ModuleDict({"dense": nn.Linear(HIDDEN, HIDDEN), "out_proj": nn.Linear(HIDDEN, 1)}),
             nn.Sequential(nn.Linear(HIDDEN, 20), nn.ReLU(), nn.Linear(21, 1)),
@@ -220,11 +242,15 @@ class TestLabelsWithoutNames:
             merging = Merging.from_names(names, weights)
             model = load_reward_model(folder, None, mesh, merging=merging)
             by_weights[tuple(weights)] = torch.tensor(model.score(sequences_to_score()))
-        scores = load_reward_model(folder, None, mesh, merging=merging).score_attributes(sequences_to_score())
+        scores = load_reward_model(folder, None, mesh, merging=merging).score_attributes(
+            sequences_to_score()
+        )
         columns = torch.tensor(scores.attributes).T
         torch.testing.assert_close(by_weights["LABEL_0",], columns[0], check_dtype=False)
         torch.testing.assert_close(by_weights["LABEL_1",], columns[1], check_dtype=False)
-        torch.testing.assert_close(by_weights["LABEL_1", "LABEL_0"], columns[1] - columns[0], check_dtype=False)
+        torch.testing.assert_close(
+            by_weights["LABEL_1", "LABEL_0"], columns[1] - columns[0], check_dtype=False
+        )
 
     def test_names_mean_what_they_say(self):
         assert Merging.from_names(("safety", "LABEL_1"), None).weights == (0.5, 0.5)
@@ -233,7 +259,12 @@ class TestLabelsWithoutNames:
 
 @pytest.mark.parametrize(
     ("config", "is_said"),
-    [({"mean": 0.5, "std": 2.0}, True), ({"mean": 0, "std": 1}, False), ({}, False), ({"mean": None}, False)],
+    [
+        ({"mean": 0.5, "std": 2.0}, True),
+        ({"mean": 0, "std": 1}, False),
+        ({}, False),
+        ({"mean": None}, False),
+    ],
 )
 def test_moments_that_openrlhf_would_apply_are_said(config, is_said, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))

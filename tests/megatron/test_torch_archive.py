@@ -30,7 +30,8 @@ def saved(value: Any = STATE, **options: Any) -> bytes:
 
 
 def repacked(
-    change: Callable[[zipfile.ZipFile, zipfile.ZipInfo, bytes], None], kind: int = zipfile.ZIP_STORED
+    change: Callable[[zipfile.ZipFile, zipfile.ZipInfo, bytes], None],
+    kind: int = zipfile.ZIP_STORED,
 ) -> bytes:
     """A saved state, each entry of which `change` writes into another archive."""
     target = io.BytesIO()
@@ -206,7 +207,9 @@ def test_a_hostile_archive_is_refused(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("name", ["deflated", "two directories"])
 def test_torch_would_unpack_it(name: str) -> None:
     content = HOSTILE[name][0]
-    assert torch.equal(torch.load(io.BytesIO(content), weights_only=True)["tensor"], STATE["tensor"])
+    assert torch.equal(
+        torch.load(io.BytesIO(content), weights_only=True)["tensor"], STATE["tensor"]
+    )
 
 
 def test_torch_would_read_what_is_in_front() -> None:
@@ -236,7 +239,12 @@ def test_torch_would_hash_the_key() -> None:
 
 def test_what_torch_saves_passes(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
-    for value in (STATE, STATE["tensor"].bfloat16(), [torch.Size([2]), torch.ones(2, dtype=torch.bool)], {}):
+    for value in (
+        STATE,
+        STATE["tensor"].bfloat16(),
+        [torch.Size([2]), torch.ones(2, dtype=torch.bool)],
+        {},
+    ):
         path.write_bytes(saved(value))
         check_torch_file(path, within=tmp_path)
     (tmp_path / "inner").mkdir()

@@ -38,8 +38,12 @@ def without(out, mesh):
     found = {}
     for name in FAMILIES:
         family, keys = MODELS[name]
-        folder = tiny_family_folder(out / name / "model", family, **{**keys, "num_hidden_layers": 4})
-        found[name] = {updates: computed(Layout(updates=updates), folder, mesh) for updates in (None, LORA)}
+        folder = tiny_family_folder(
+            out / name / "model", family, **{**keys, "num_hidden_layers": 4}
+        )
+        found[name] = {
+            updates: computed(Layout(updates=updates), folder, mesh) for updates in (None, LORA)
+        }
     return found
 
 
@@ -56,12 +60,16 @@ def losses(out, mesh):
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_same_numbers_kernels_and_checkpoints(ranks, out, without, losses, mesh, monkeypatch):
     run_with_fake(monkeypatch, ranks, out, *FAMILIES)
-    runs = [(FAMILIES[0], name) for name in TE_LAYOUTS[ranks]] + [(name, SAVED[ranks]) for name in FAMILIES[1:]]
+    runs = [(FAMILIES[0], name) for name in TE_LAYOUTS[ranks]] + [
+        (name, SAVED[ranks]) for name in FAMILIES[1:]
+    ]
     for family, name in runs:
         found = torch.load(out / family / f"{name}.pt")
         check_numbers(found, without[family][TE_LAYOUTS[ranks][name].updates], f"{family}, {name}")
         exported = transformers_model(out / family / name)
-        assert torch.equal(flat(dict(exported.named_parameters())), found["weights"]), f"{family}, {name}"
+        assert torch.equal(flat(dict(exported.named_parameters())), found["weights"]), (
+            f"{family}, {name}"
+        )
     saved = SAVED[ranks]
     found = json.loads((out / f"{saved}.json").read_text())
     check_kernels(found, recomputed=ranks == 2)
@@ -71,13 +79,17 @@ def test_the_same_numbers_kernels_and_checkpoints(ranks, out, without, losses, m
         close = pytest.approx(expected, rel=1e-5 if SETTINGS[case].dtype == torch.float32 else 2e-2)
         assert found["losses"][case] == {"saved": close, "loaded": close}, case
         assert back == close, case
-        assert stored_tensors(out / case / saved).keys() == stored_tensors(out / case / ONE).keys(), case
+        assert (
+            stored_tensors(out / case / saved).keys() == stored_tensors(out / case / ONE).keys()
+        ), case
 
 
 def check_numbers(found, one, who):
     for kind in ("greedy", "sampled"):
         assert found[kind]["tokens"] == one[kind]["tokens"], who
-        torch.testing.assert_close(found[kind]["log_probs"], one[kind]["log_probs"], atol=1e-5, rtol=0, msg=who)
+        torch.testing.assert_close(
+            found[kind]["log_probs"], one[kind]["log_probs"], atol=1e-5, rtol=0, msg=who
+        )
     for kind in ("log_probs", "reference_log_probs"):
         torch.testing.assert_close(found[kind], one[kind], atol=1e-5, rtol=0, msg=who)
     assert torch.equal(found["weights_before"], one["weights_before"]), who

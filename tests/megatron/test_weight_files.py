@@ -11,7 +11,13 @@ import pytest
 import torch
 from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
-from helpers.policies import all_logits, megatron_model, random_tokens, transformers_logits, transformers_model
+from helpers.policies import (
+    all_logits,
+    megatron_model,
+    random_tokens,
+    transformers_logits,
+    transformers_model,
+)
 from safetensors.torch import load_file, save_file
 
 from reinforce_rl.config.model_folder import no_model
@@ -29,7 +35,9 @@ NORM = "model.norm.weight"
 def assert_read_as_by_transformers(folder: Path, mesh) -> None:
     tokens = random_tokens(64, 2, 20)
     expected = transformers_logits(transformers_model(folder), tokens)
-    torch.testing.assert_close(all_logits(megatron_model(folder, mesh), tokens), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        all_logits(megatron_model(folder, mesh), tokens), expected, atol=1e-5, rtol=0
+    )
 
 
 @pytest.fixture
@@ -50,7 +58,9 @@ def test_saved_twice_is_read_as_by_transformers_and_said(saved_twice, mesh, capl
     with caplog.at_level(logging.WARNING):
         assert_read_as_by_transformers(saved_twice, mesh)
         HFFolder(saved_twice)
-    warnings = [record.getMessage() for record in caplog.records if str(saved_twice) in record.getMessage()]
+    warnings = [
+        record.getMessage() for record in caplog.records if str(saved_twice) in record.getMessage()
+    ]
     assert len(warnings) == 1, "once, however often the folder is opened"
     assert INDEX in warnings[0]
     assert "model.safetensors, which is read" in warnings[0]
@@ -103,7 +113,9 @@ def test_the_file_that_the_config_names_comes_first(mesh, tmp_path):
     other = tiny_llama_folder(tmp_path / "other", seed=1)
     shutil.copyfile(other / "model.safetensors", folder / "step2.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": "step2.safetensors"}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "transformers_weights": "step2.safetensors"})
+    )
     assert_read_as_by_transformers(folder, mesh)
     exported = export_hf_folder(megatron_model(folder, mesh), folder, tmp_path / "exported")
     assert_read_as_by_transformers(exported, mesh)
@@ -180,7 +192,9 @@ class TestAdapters:
         from peft import LoraConfig, get_peft_model
 
         folder = tiny_llama_folder(tmp_path / "model")
-        model = get_peft_model(transformers_model(folder), LoraConfig(r=2, target_modules=["q_proj"]))
+        model = get_peft_model(
+            transformers_model(folder), LoraConfig(r=2, target_modules=["q_proj"])
+        )
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.ones_(parameter)
@@ -193,7 +207,9 @@ class TestAdapters:
         tokens = random_tokens(64, 1, 10)
         together = transformers_logits(transformers_model(with_adapter), tokens)
         (with_adapter / "adapter_config.json").rename(tmp_path / "away.json")
-        assert not torch.equal(transformers_logits(transformers_model(with_adapter), tokens), together)
+        assert not torch.equal(
+            transformers_logits(transformers_model(with_adapter), tokens), together
+        )
         (tmp_path / "away.json").rename(with_adapter / "adapter_config.json")
         values = (with_adapter, "adapter_config.json", "merge_and_unload")
         with raises_error("model.folder.adapter", *values):
@@ -217,19 +233,23 @@ def test_a_folder_of_the_bare_decoder_has_other_names(tied, max_shard_size, mesh
         save_file(tensors, path, metadata={"format": "pt"})
     if (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_text())
-        index["weight_map"] = {name.removeprefix("model."): file for name, file in index["weight_map"].items()}
+        index["weight_map"] = {
+            name.removeprefix("model."): file for name, file in index["weight_map"].items()
+        }
         (folder / INDEX).write_text(json.dumps(index))
     assert_read_as_by_transformers(folder, mesh)
 
 
 @pytest.mark.parametrize(
-    "prefix", ["_orig_mod.model.", "module.model.", "base_model.model.model.", "model.language_model."]
+    "prefix",
+    ["_orig_mod.model.", "module.model.", "base_model.model.model.", "model.language_model."],
 )
 def test_other_prefixes_are_refused_in_one_sentence(prefix, mesh, tmp_path):
     """transformers leaves such tensors out, and draws the weights at random."""
     folder = tiny_llama_folder(tmp_path)
     tensors = {
-        name.replace("model.", prefix, 1): value for name, value in load_file(folder / "model.safetensors").items()
+        name.replace("model.", prefix, 1): value
+        for name, value in load_file(folder / "model.safetensors").items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     values = (folder, f" {prefix}embed_tokens.weight ", EMBEDDING, "save_pretrained")

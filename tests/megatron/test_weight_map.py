@@ -52,10 +52,15 @@ def test_every_element_has_one_place_and_comes_back(shape):
     assert len({name for name, _ in by_parameter}) == len(by_parameter)  # neighbours
     for _, rows in by_parameter:
         sources = [
-            torch.arange(1, torch.Size(row.shape).numel() + 1).view(row.shape) + 1000 * i for i, row in enumerate(rows)
+            torch.arange(1, torch.Size(row.shape).numel() + 1).view(row.shape) + 1000 * i
+            for i, row in enumerate(rows)
         ]
-        parameters = [torch.zeros(local_shape(rows, arch, tp_size), dtype=torch.long) for _ in range(tp_size)]
-        for rank, (row, source) in itertools.product(range(tp_size), zip(rows, sources, strict=True)):
+        parameters = [
+            torch.zeros(local_shape(rows, arch, tp_size), dtype=torch.long) for _ in range(tp_size)
+        ]
+        for rank, (row, source) in itertools.product(
+            range(tp_size), zip(rows, sources, strict=True)
+        ):
             start, end = row.part(rank)
             if start < end:
                 part = source.narrow(row.axis, start, end - start)
@@ -76,8 +81,16 @@ def test_every_element_has_one_place_and_comes_back(shape):
 
 def test_groups_are_interleaved_as_megatron_has_them():
     """6 query heads in 3 groups on two ranks, one row a head: q q k v of each group, and a group of zeros."""
-    raw = {"model_type": "llama", "vocab_size": 4, "hidden_size": 1, "num_hidden_layers": 1, "intermediate_size": 2}
-    arch = Architecture.from_hf({**raw, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 2})
+    raw = {
+        "model_type": "llama",
+        "vocab_size": 4,
+        "hidden_size": 1,
+        "num_hidden_layers": 1,
+        "intermediate_size": 2,
+    }
+    arch = Architecture.from_hf(
+        {**raw, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 2}
+    )
     arch = dataclasses.replace(arch, head_size=1)  # no model has this; a row is then a head
     rows = {row.hf.split(".")[-2]: row for row in weight_map(arch, 2) if "proj" in row.hf}
     sources = {"q_proj": [1, 2, 3, 4, 5, 6], "k_proj": [10, 20, 30], "v_proj": [100, 200, 300]}
@@ -86,7 +99,9 @@ def test_groups_are_interleaved_as_megatron_has_them():
         parameter = torch.zeros(8, 1, dtype=torch.long)
         for name, values in sources.items():
             start, end = rows[name].part(rank)
-            rows[name].place(parameter, rank).copy_(rows[name].like_place(torch.tensor(values)[start:end, None]))
+            rows[name].place(parameter, rank).copy_(
+                rows[name].like_place(torch.tensor(values)[start:end, None])
+            )
         found.append(parameter[:, 0].tolist())
     assert found == [[1, 2, 10, 100, 3, 4, 20, 200], [5, 6, 30, 300, 0, 0, 0, 0]]
     gate, up = rows["gate_proj"], rows["up_proj"]

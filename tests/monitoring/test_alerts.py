@@ -61,11 +61,22 @@ def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
             "skipped_step": 0.0,
         }
         line = {f"train/{name}": value for name, value in numbers.items()}
-        line |= {"timing/x/max": 1.1, "timing/x/median": 1.0, "timing/x/rank": 1, "timers/step_time": 2.0}
-        yield {"step": step, **line, **({"val/rewards": 1.4 * done + draw(0, 0.05)} if step % 10 == 0 else {})}
+        line |= {
+            "timing/x/max": 1.1,
+            "timing/x/median": 1.0,
+            "timing/x/rank": 1,
+            "timers/step_time": 2.0,
+        }
+        yield {
+            "step": step,
+            **line,
+            **({"val/rewards": 1.4 * done + draw(0, 0.05)} if step % 10 == 0 else {}),
+        }
 
 
-Change = Callable[[int, dict[str, Any]], Mapping[str, Any]]  # (steps since the fault began, from 0), a line
+Change = Callable[
+    [int, dict[str, Any]], Mapping[str, Any]
+]  # (steps since the fault began, from 0), a line
 
 
 def becomes(**values: float | None) -> Change:
@@ -81,8 +92,16 @@ FAULTS: list[tuple[str, Change, int]] = [
     ("unscored_length", becomes(fraction_of_samples_scored=0.97, unscored_longer=0.95), 3),
     ("constant_reward", becomes(rewards=0.5, reward_deviation=1e-9), 3),
     ("no_spread", becomes(fraction_of_groups_without_spread=1.0), 3),
-    ("no_spread", becomes(fraction_of_groups_without_spread=0.96, rewards=0.2, reward_deviation=0.4), 3),
-    ("solved", becomes(fraction_of_groups_without_spread=0.96, rewards=3.0, reward_deviation=0.4), 3),
+    (
+        "no_spread",
+        becomes(fraction_of_groups_without_spread=0.96, rewards=0.2, reward_deviation=0.4),
+        3,
+    ),
+    (
+        "solved",
+        becomes(fraction_of_groups_without_spread=0.96, rewards=3.0, reward_deviation=0.4),
+        3,
+    ),
     ("zero_gradient", becomes(grad_norm=0.0), 2),
     ("changed_scorer", becomes(rewards=4.0), 1),
     ("changed_scorer", becomes(rewards=0.0, reward_deviation=0.0), 1),
@@ -92,7 +111,11 @@ FAULTS: list[tuple[str, Change, int]] = [
     ("entropy", lambda i, line: {"train/entropy_sampled": 5.0}, 2),
     ("entropy", lambda i, line: {"train/entropy": 2.0 if line["step"] < START else 0.1}, 2),
     ("cut", lambda i, line: {"train/fraction_of_samples_properly_ended": 0.95 - 0.05 * i}, 10),
-    ("length", lambda i, line: {"train/response_lengths": 100 + 10 * i, "train/rewards": 0.3 + 0.1 * i}, 9),
+    (
+        "length",
+        lambda i, line: {"train/response_lengths": 100 + 10 * i, "train/rewards": 0.3 + 0.1 * i},
+        9,
+    ),
     (
         "length",
         lambda i, line: {
@@ -109,7 +132,10 @@ FAULTS: list[tuple[str, Change, int]] = [
     ("gradient_spikes", lambda i, line: {"train/grad_norm": 30.0 if i % 2 == 0 else 1.0}, 7),
     (
         "overfitting",
-        lambda i, line: {"train/rewards": 0.3 + 0.1 * i} | ({"val/rewards": -0.6} if "val/rewards" in line else {}),
+        lambda i, line: (
+            {"train/rewards": 0.3 + 0.1 * i}
+            | ({"val/rewards": -0.6} if "val/rewards" in line else {})
+        ),
         11,
     ),
     ("prompts_repeated", becomes(prompts_repeated=0.1), 1),
@@ -133,10 +159,16 @@ def test_a_healthy_run_is_met_with_silence(seed):
     assert said(AlertRules(), healthy(200, seed)) == []
 
 
-@pytest.mark.parametrize(("name", "change", "within"), FAULTS, ids=[f"{i}-{f[0]}" for i, f in enumerate(FAULTS)])
+@pytest.mark.parametrize(
+    ("name", "change", "within"), FAULTS, ids=[f"{i}-{f[0]}" for i, f in enumerate(FAULTS)]
+)
 def test_each_fault_is_said_once_and_in_time(name, change, within):
     alert_rules = AlertRules()
-    found = [step for kind, step in said(alert_rules, with_fault(change, START + within + 20)) if kind == name]
+    found = [
+        step
+        for kind, step in said(alert_rules, with_fault(change, START + within + 20))
+        if kind == name
+    ]
     assert len(found) == 1 and START <= found[0] < START + within
     (alert,) = [alert for alert in alert_rules.alerts if alert.kind == name]
     assert f"docs/alerts.md#{name}" in alert.text and "nan" not in alert.text
@@ -153,7 +185,10 @@ def test_what_is_gone_for_a_while_may_be_said_again():
     steps = [20, 22, 22 + QUIET - 1, 50]
     lines = [line | {"train/skipped_step": float(line["step"] in steps)} for line in healthy(60)]
     assert said(alert_rules, iter(lines)) == [("skipped", 20), ("skipped", 50)]
-    assert [(alert.first, alert.last, alert.count) for alert in alert_rules.alerts] == [(20, 26, 3), (50, 50, 1)]
+    assert [(alert.first, alert.last, alert.count) for alert in alert_rules.alerts] == [
+        (20, 26, 3),
+        (50, 50, 1),
+    ]
 
 
 def test_what_is_off_is_not_said():
@@ -176,37 +211,64 @@ def test_a_step_costs_nothing_measurable():
 
 
 def row(prompt: int, sample: int, response: str, reward: float = 0.0, text: str = "") -> RolloutRow:
-    return RolloutRow(1, prompt, sample, text or f"prompt {prompt}", response, reward, "stop", len(response.split()))
+    return RolloutRow(
+        1,
+        prompt,
+        sample,
+        text or f"prompt {prompt}",
+        response,
+        reward,
+        "stop",
+        len(response.split()),
+    )
 
 
 def test_metrics_of_texts():
     assert text_metrics(["a b c d", "e f g h"])["repetition"] == 0.0
     assert text_metrics(["a b c a b c a b c", "d e f"])["repetition"] == pytest.approx(4 / 8)
-    assert text_metrics(["", "a"])["repetition"] == 0.0 and math.isnan(text_metrics([""])["compression"])
-    prose, again = "".join(map(chr, random.Random(0).choices(range(97, 123), k=400))), "very good " * 40
+    assert text_metrics(["", "a"])["repetition"] == 0.0 and math.isnan(
+        text_metrics([""])["compression"]
+    )
+    prose, again = (
+        "".join(map(chr, random.Random(0).choices(range(97, 123), k=400))),
+        "very good " * 40,
+    )
     assert text_metrics([again])["compression"] < 0.2 < text_metrics([prose])["compression"]
     assert text_metrics(["\ud800 lone"])["compression"] > 0
 
 
 def test_failures_by_length():
     rows = [row(0, i, "a " * (i + 1), math.nan if i > 2 else 1.0) for i in range(4)]
-    assert longer_if_unscored(rows) == 1.0 and longer_if_unscored([*rows, row(0, 4, "a", math.nan)]) == 3.5 / 6
+    assert (
+        longer_if_unscored(rows) == 1.0
+        and longer_if_unscored([*rows, row(0, 4, "a", math.nan)]) == 3.5 / 6
+    )
     assert math.isnan(longer_if_unscored(rows[:3])) and math.isnan(longer_if_unscored(rows[3:]))
 
 
 def test_the_correlation_is_that_within_groups():
     rows = [row(p, i, "a " * (i + 1 + 9 * p), -5.0 * p + i) for p in (0, 1) for i in range(3)]
     assert length_reward_correlation(rows) == pytest.approx(1.0)
-    assert math.isnan(length_reward_correlation(rows[:1])) and math.isnan(length_reward_correlation([]))
+    assert math.isnan(length_reward_correlation(rows[:1])) and math.isnan(
+        length_reward_correlation([])
+    )
 
 
 def test_prompts_that_are_repeated():
     """By the data alone, so that a resumed run says the same."""
-    repeated = repeated_texts(["once", "twice", "also held out", "twice"], ["held out", "also held out"])
+    repeated = repeated_texts(
+        ["once", "twice", "also held out", "twice"], ["held out", "also held out"]
+    )
     assert repeated == {"twice", "also held out"}
     of = lambda *rows: sample_metrics(rows, repeated)["prompts_repeated"]  # noqa: E731
-    assert of(row(0, 0, "x", text="once"), row(0, 1, "x", text="once"), row(1, 0, "x", text="other")) == 0.0
-    assert of(row(0, 0, "x", text="once"), row(1, 0, "x", text="twice"), row(1, 1, "x", text="twice")) == 0.5
+    assert (
+        of(row(0, 0, "x", text="once"), row(0, 1, "x", text="once"), row(1, 0, "x", text="other"))
+        == 0.0
+    )
+    assert (
+        of(row(0, 0, "x", text="once"), row(1, 0, "x", text="twice"), row(1, 1, "x", text="twice"))
+        == 0.5
+    )
     assert of(row(2, 0, "x", text="also held out")) == 1.0 and sample_metrics([]) == {}
 
 
@@ -227,11 +289,18 @@ def test_it_speaks_in_terminal_status_metrics_and_loggers(tmp_path, capsys):
         found = read_status(tmp_path)
         assert found and set(found.alerts) == ({"skipped"} if step in (3, 4) else set())
     assert calls == [("skipped", 3)]
-    assert capsys.readouterr().out.count("warning: step 3: the gradient was not finite: the optimizer step was") == 1
+    assert (
+        capsys.readouterr().out.count(
+            "warning: step 3: the gradient was not finite: the optimizer step was"
+        )
+        == 1
+    )
     lines = RunFolder(tmp_path).lines
     assert [line["step"] for line in lines] == [*range(1, 10)]
     assert [line["step"] for line in lines if line.get("alerts/skipped") == 1] == [3, 4]
-    assert [(alert.kind, alert.first, alert.last) for alert in RunFolder(tmp_path).alerts()] == [("skipped", 3, 4)]
+    assert [(alert.kind, alert.first, alert.last) for alert in RunFolder(tmp_path).alerts()] == [
+        ("skipped", 3, 4)
+    ]
 
 
 def test_unknown_rules_are_faults():
@@ -263,15 +332,25 @@ class TestARun:
         place = f"step 5 of {trainer.max_steps}"
         check_error(raised.value, "run.stop.by_alert", "constant_reward", place)
         assert "warning: step 5: the rewards of all samples" in capsys.readouterr().out
-        assert [line["step"] for line in metrics_of(tmp_path) if "alerts/constant_reward" in line] == [5]
+        assert [
+            line["step"] for line in metrics_of(tmp_path) if "alerts/constant_reward" in line
+        ] == [5]
         with tiny_trainer(config, mesh, lambda ids: 0.0) as trainer:
-            assert trainer.step == 5 and all((a == b).all() for a, b in zip(weights(trainer), last, strict=True))
+            assert trainer.step == 5 and all(
+                (a == b).all() for a, b in zip(weights(trainer), last, strict=True)
+            )
             trainer.fit()
         assert metrics_of(tmp_path)[-1]["step"] == trainer.max_steps
 
     def test_a_run_logs_what_the_rules_read(self, tmp_path, mesh):
         lines = run(tmp_path, mesh, f"{RL}.max_steps=1")
-        read = {"repetition", "compression", "entropy_sampled", "prompts_repeated", "length_reward_correlation"}
+        read = {
+            "repetition",
+            "compression",
+            "entropy_sampled",
+            "prompts_repeated",
+            "length_reward_correlation",
+        }
         assert {f"train/{name}" for name in read} <= lines[-1].keys()
         assert 0 < lines[-1]["train/entropy_sampled"] < math.log(32) + 0.5
         assert json.dumps(lines[-1])
@@ -283,7 +362,9 @@ def steps_of(rule: str, lines: Iterable[Mapping[str, float | None]]) -> list[int
     base = {"rewards": 1.0, "reward_deviation": 0.5}
     found = []
     for step, values in enumerate(lines, 1):
-        line = {"step": step} | {f"train/{name}": value for name, value in {**base, **values}.items()}
+        line = {"step": step} | {
+            f"train/{name}": value for name, value in {**base, **values}.items()
+        }
         found += [step for alert in alert_rules.look(line) if alert.kind == rule]
     return found
 
@@ -343,7 +424,13 @@ class TestThresholds:
 
     @pytest.mark.parametrize(
         ("first", "now", "speaks"),
-        [(1.0, 0.76, False), (1.0, 0.74, True), (0.7, 0.51, False), (0.7, 0.49, True), (0.95, 0.69, True)],
+        [
+            (1.0, 0.76, False),
+            (1.0, 0.74, True),
+            (0.7, 0.51, False),
+            (0.7, 0.49, True),
+            (0.95, 0.69, True),
+        ],
     )
     def test_responses_that_are_cut(self, first, now, speaks):
         """More than half of them, or a quarter more than at first."""
@@ -360,13 +447,21 @@ class TestThresholds:
 
     @pytest.mark.parametrize(
         ("before", "now", "speaks"),
-        [(1.0, 10.9, False), (1.0, 11.1, True), (10.0, 49.0, False), (10.0, 51.0, True), (0.01, 5.0, False)],
+        [
+            (1.0, 10.9, False),
+            (1.0, 11.1, True),
+            (10.0, 49.0, False),
+            (10.0, 51.0, True),
+            (0.01, 5.0, False),
+        ],
     )
     def test_a_kl_that_leaps_by_5_times_and_by_10_nats(self, before, now, speaks):
         lines = [{"init_policy_kl": before}] * 13 + [{"init_policy_kl": now}] * 3
         assert bool(steps_of("kl", lines)) is speaks
 
-    @pytest.mark.parametrize(("now", "speaks"), [(0.21, False), (0.19, True), (1.99, False), (2.01, True)])
+    @pytest.mark.parametrize(
+        ("now", "speaks"), [(0.21, False), (0.19, True), (1.99, False), (2.01, True)]
+    )
     def test_an_entropy_of_a_fifth_or_twice_the_first(self, now, speaks):
         lines = [{"entropy": 1.0}] * 3 + [{"entropy": now}] * 3
         assert bool(steps_of("entropy", lines)) is speaks
@@ -394,7 +489,12 @@ class TestThresholds:
 
     @pytest.mark.parametrize(
         ("first", "now", "speaks"),
-        [(0.001, 0.0099, False), (0.001, 0.0101, True), (0.004, 0.019, False), (0.004, 0.021, True)],
+        [
+            (0.001, 0.0099, False),
+            (0.001, 0.0101, True),
+            (0.004, 0.019, False),
+            (0.004, 0.021, True),
+        ],
     )
     def test_a_gap_that_grows(self, first, now, speaks):
         """By 5 times, and to more than 0.01 nats."""

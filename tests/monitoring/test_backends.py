@@ -19,7 +19,12 @@ from helpers.wandb_files import history, offline_files, read_offline_file
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.rules import find_faults
 from reinforce_rl.monitoring import backends
-from reinforce_rl.monitoring.backends import MlflowLogger, SwanlabLogger, TensorboardLogger, WandbLogger
+from reinforce_rl.monitoring.backends import (
+    MlflowLogger,
+    SwanlabLogger,
+    TensorboardLogger,
+    WandbLogger,
+)
 from reinforce_rl.monitoring.loggers import MetricLogger
 
 RL, MANAGER = "trainer.reinforce", "exp_manager"
@@ -41,7 +46,9 @@ def quiet(monkeypatch, tmp_path):
 
 def config_of(folder: Path, **manager) -> TrainConfig:
     wandb = {"project": "aligning", "name": "first", "mode": "offline"}
-    return TrainConfig(exp_manager={"explicit_log_dir": str(folder), "wandb_logger_kwargs": wandb, **manager})  # type: ignore[arg-type]
+    return TrainConfig(
+        exp_manager={"explicit_log_dir": str(folder), "wandb_logger_kwargs": wandb, **manager}
+    )  # type: ignore[arg-type]
 
 
 def log_two_steps(logger: MetricLogger) -> None:
@@ -56,9 +63,13 @@ def log_two_steps(logger: MetricLogger) -> None:
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Every (step, value) by name, with nothing that the reader would tidy away."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False)
+    events = accumulator.EventAccumulator(
+        str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False
+    )
     events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
 
 
 def test_numbers_read_back(tmp_path):
@@ -66,13 +77,20 @@ def test_numbers_read_back(tmp_path):
     logger = TensorboardLogger(tmp_path)
     assert isinstance(logger, MetricLogger)
     for step in (0, 1):
-        logger.log_metrics({"rewards": step + 0.5, "grad_norm": math.nan, "lr": math.inf}, step, "train/")
+        logger.log_metrics(
+            {"rewards": step + 0.5, "grad_norm": math.nan, "lr": math.inf}, step, "train/"
+        )
         logger.log_metrics({"rewards": 0.25}, step, "val/")
         logger.log_table("validation", [{"prompt": "a"}], step)
         logger.commit(step)
-        assert len(scalars(tmp_path)["train/rewards"]) == step + 1, "it can be watched while the run goes on"
+        assert len(scalars(tmp_path)["train/rewards"]) == step + 1, (
+            "it can be watched while the run goes on"
+        )
     logger.finalize()
-    assert scalars(tmp_path) == {"train/rewards": [(0, 0.5), (1, 1.5)], "val/rewards": [(0, 0.25), (1, 0.25)]}
+    assert scalars(tmp_path) == {
+        "train/rewards": [(0, 0.5), (1, 1.5)],
+        "val/rewards": [(0, 0.25), (1, 0.25)],
+    }
 
 
 def test_a_run_that_goes_on_shows_each_number_once(tmp_path):
@@ -88,7 +106,12 @@ def test_a_run_that_goes_on_shows_each_number_once(tmp_path):
         logger.finalize()
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train/rewards")] == [(1, 1.0), (2, 1.0), (3, 9.0), (4, 9.0)]
+    assert [(e.step, e.value) for e in events.Scalars("train/rewards")] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 9.0),
+        (4, 9.0),
+    ]
     assert {event.step for event in events.Tensors("validation/text_summary")} == {1, 2, 3, 4}
     text = events.Tensors("validation/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "    because | <b>" in text and "reward 0.5" in text
@@ -133,7 +156,10 @@ def test_an_offline_wandb_run_reads_back_and_resumes_under_its_id(tmp_path):
 
     tables = sorted(path.parent.glob("files/media/table/*.table.json"))
     assert len(tables) == 2
-    assert json.loads(tables[0].read_text())["data"] == [["why?", "because | <b>", 0.5], ["so", "", None]]
+    assert json.loads(tables[0].read_text())["data"] == [
+        ["why?", "because | <b>", 0.5],
+        ["so", "", None],
+    ]
 
     resumed = WandbLogger(config_of(tmp_path / "again"), "abcd1234")
     resumed.log_metrics({"rewards": 0.3}, 3, "train/")
@@ -141,7 +167,9 @@ def test_an_offline_wandb_run_reads_back_and_resumes_under_its_id(tmp_path):
     resumed.finalize("failed")
     (path,) = offline_files(tmp_path / "again")
     assert "abcd1234" in path.name and history(path)[3]["train/rewards"] == 0.3
-    assert [r.exit.exit_code for r in read_offline_file(path) if r.WhichOneof("record_type") == "exit"] == [1]
+    assert [
+        r.exit.exit_code for r in read_offline_file(path) if r.WhichOneof("record_type") == "exit"
+    ] == [1]
 
 
 @pytest.mark.slow
@@ -158,7 +186,9 @@ def test_a_wandb_server_that_hangs_does_not_delay_the_exit(tmp_path, monkeypatch
         print(time.time())
     """
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts nothing, so that no request is answered
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as server:  # accepts nothing, so that no request is answered
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         command = [sys.executable, "-c", code, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
@@ -173,8 +203,14 @@ def test_swanlab_keeps_numbers_tables_and_alerts_for_a_later_sync(tmp_path):
     logger.finalize("failed")
     (folder,) = (tmp_path / "swanlog").glob("run-*-abcd1234")
     written = (folder / "run-abcd1234.swanlab").read_bytes()
-    assert b"train/rewards" in written and b"val/rewards" in written and b"train/grad_norm" not in written
-    tables = [json.loads(path.read_text()) for path in sorted((folder / "media" / "echarts").iterdir())]
+    assert (
+        b"train/rewards" in written
+        and b"val/rewards" in written
+        and b"train/grad_norm" not in written
+    )
+    tables = [
+        json.loads(path.read_text()) for path in sorted((folder / "media" / "echarts").iterdir())
+    ]
     assert len(tables) == 2 and "because | <b>" in json.dumps(tables[0])
     assert [path.read_text() for path in (folder / "media" / "text").iterdir()] == ["time is up"]
     assert "max_steps" in (folder / "files" / "config.yaml").read_text()
@@ -194,7 +230,11 @@ def test_mlflow_keeps_a_run_in_files_and_goes_on_with_it(tmp_path):
     assert [(point.step, point.value) for point in past] == [(1, 0.1), (2, 0.2)] * 2
     assert "train/grad_norm" not in found.data.metrics
     folder = Path(found.info.artifact_uri.removeprefix("file://"))
-    assert json.loads((folder / "validation" / "step_00002.json").read_text())["data"][1] == ["so", "", None]
+    assert json.loads((folder / "validation" / "step_00002.json").read_text())["data"][1] == [
+        "so",
+        "",
+        None,
+    ]
     assert (folder / "alerts" / "step_00002 stopped.txt").read_text() == "INFO: time is up\n"
     assert "max_steps: -1" in (folder / "config.yaml").read_text()
 
@@ -205,7 +245,9 @@ def test_other_runs_are_not_continued(tmp_path):
         MlflowLogger(config_of(tmp_path), run_id).finalize()
     client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
     place = client.get_experiment_by_name("reinforce_rl")
-    assert {run.data.tags["reinforce_rl.run_id"] for run in client.search_runs([place.experiment_id])} == {
+    assert {
+        run.data.tags["reinforce_rl.run_id"] for run in client.search_runs([place.experiment_id])
+    } == {
         "abcd1234",
         "abcd1235",
     }
@@ -244,7 +286,11 @@ def test_wandb_takes_its_own_variables_where_the_configuration_is_silent(tmp_pat
 
 def test_the_configuration_beats_wandbs_variables(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
-    for name, value in {"WANDB_PROJECT": "other", "WANDB_MODE": "online", "WANDB_NAME": "other"}.items():
+    for name, value in {
+        "WANDB_PROJECT": "other",
+        "WANDB_MODE": "online",
+        "WANDB_NAME": "other",
+    }.items():
         monkeypatch.setenv(name, value)
     WandbLogger(config_of(tmp_path), "abcd1234").finalize()
     run = wandb_run(tmp_path)
@@ -322,7 +368,11 @@ def test_the_configuration_beats_mlflows_variables(tmp_path, monkeypatch):
 def test_faults_of_loggers_are_found_before_a_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "swanlab", None)
     manager = {"loggers": ["wand", "swanlab"], "create_tensorboard_logger": True}
-    faults = [fault for fault in find_faults(config_of(tmp_path, **manager)) if "exp_manager.loggers" in fault]
+    faults = [
+        fault
+        for fault in find_faults(config_of(tmp_path, **manager))
+        if "exp_manager.loggers" in fault
+    ]
     unknown, not_installed = faults
     names = "tensorboard, wandb, swanlab, mlflow"
     check_fault([unknown], "config.loggers.unknown", "'wand'", names)
@@ -333,11 +383,15 @@ def test_faults_of_loggers_are_found_before_a_run(tmp_path, monkeypatch):
 def test_names_and_switches_are_one_list(tmp_path):
     manager = config_of(tmp_path, loggers=["mlflow", "wandb"], create_wandb_logger=True).exp_manager
     assert manager.used_loggers == ["mlflow", "wandb"]
-    assert config_of(tmp_path, create_tensorboard_logger=True).exp_manager.used_loggers == ["tensorboard"]
+    assert config_of(tmp_path, create_tensorboard_logger=True).exp_manager.used_loggers == [
+        "tensorboard"
+    ]
 
 
 class TestRuns:
-    def test_loggers_that_fail_change_nothing_and_say_so_once(self, tmp_path, mesh, monkeypatch, capsys):
+    def test_loggers_that_fail_change_nothing_and_say_so_once(
+        self, tmp_path, mesh, monkeypatch, capsys
+    ):
         class Broken(MetricLogger):
             def __init__(self, *_):
                 raise ConnectionError("no route to host")
@@ -369,10 +423,16 @@ class TestRuns:
 
     def test_a_resumed_run_goes_on_under_its_id_with_samples_and_alerts(self, tmp_path, mesh):
         mlflow = pytest.importorskip("mlflow")
-        keys = (f"{MANAGER}.loggers=[mlflow]", f"{MANAGER}.sample_table_interval=2", f"{RL}.max_epochs=2")
+        keys = (
+            f"{MANAGER}.loggers=[mlflow]",
+            f"{MANAGER}.sample_table_interval=2",
+            f"{RL}.max_epochs=2",
+        )
         alike = lambda ids: 0.5  # noqa: E731  every group without spread: an alert
         run(tmp_path, mesh, *keys, f"{RL}.max_steps=1", rm=alike)
-        lines = {line["step"]: line for line in run(tmp_path, mesh, *keys, f"{RL}.max_steps=3", rm=alike)}
+        lines = {
+            line["step"]: line for line in run(tmp_path, mesh, *keys, f"{RL}.max_steps=3", rm=alike)
+        }
         assert metrics_of(tmp_path) == list(lines.values())
         client = mlflow.MlflowClient((tmp_path / "run" / "mlruns").as_uri())
         (found,) = client.search_runs([client.get_experiment_by_name("reinforce_rl").experiment_id])
@@ -381,9 +441,14 @@ class TestRuns:
             s: lines[s]["train/response_lengths"] for s in (1, 2, 3)
         }
         folder = Path(found.info.artifact_uri.removeprefix("file://"))
-        assert sorted(path.name for path in (folder / "rollouts").iterdir()) == ["step_00001.json", "step_00003.json"]
+        assert sorted(path.name for path in (folder / "rollouts").iterdir()) == [
+            "step_00001.json",
+            "step_00003.json",
+        ]
         alerts = sorted(path.name for path in (folder / "alerts").glob("*no_spread*"))
-        assert alerts == ["step_00003 no_spread.txt"], "once, in the third such step over both starts"
+        assert alerts == ["step_00003 no_spread.txt"], (
+            "once, in the third such step over both starts"
+        )
 
     def test_a_resumed_run_compares_with_its_first_step(self, tmp_path, mesh):
         mlflow = pytest.importorskip("mlflow")
@@ -393,7 +458,9 @@ class TestRuns:
         client = mlflow.MlflowClient((tmp_path / "run" / "mlruns").as_uri())
         (found,) = client.search_runs([client.get_experiment_by_name("reinforce_rl").experiment_id])
         alerts = Path(found.info.artifact_uri.removeprefix("file://")) / "alerts"
-        names = sorted(path.name for path in alerts.iterdir() if path.stem.endswith(("no_spread", "solved")))
+        names = sorted(
+            path.name for path in alerts.iterdir() if path.stem.endswith(("no_spread", "solved"))
+        )
         assert names == ["step_00004 solved.txt"], "the third such step"
 
     def test_an_error_is_an_alert(self, tmp_path, mesh):

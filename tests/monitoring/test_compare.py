@@ -24,7 +24,14 @@ REWARDS = [0.1, 0.9, 0.4, -0.3]
 
 
 def make_run(
-    folder, lr: float, gains: list[float], validated=(0, 4), prompts=range(4), file="p", seed=1234, reward=NAN
+    folder,
+    lr: float,
+    gains: list[float],
+    validated=(0, 4),
+    prompts=range(4),
+    file="p",
+    seed=1234,
+    reward=NAN,
 ):
     folder.mkdir(parents=True)
     cfg = TrainConfig()
@@ -35,7 +42,9 @@ def make_run(
     for step in range(5):
         if step in validated:
             rewards = [reward + step * gain for reward, gain in zip(REWARDS, gains, strict=True)]
-            rows = [RolloutRow(step, i, 0, f"{file}{i}", "r", rewards[i], "stop", 3) for i in prompts]
+            rows = [
+                RolloutRow(step, i, 0, f"{file}{i}", "r", rewards[i], "stop", 3) for i in prompts
+            ]
             write_rows(folder, step, rows, "validation")
             found = reward + step / 10 if reward == reward else 9.0 if step == 2 else step * lr
             logger.log_metrics({"rewards": found}, step, "val/")
@@ -53,7 +62,9 @@ def test_settings_metrics_and_the_paired_difference(tmp_path):
     make_run(tmp_path / "a", 1.0, [0.0] * 4)
     make_run(tmp_path / "b", 2.0, [0.1, 0.2, 0.3, 0.0], validated=(0, 2, 4))
     metrics, paired, settings = tables({name: RunFolder(tmp_path / name) for name in "ab"})
-    assert [row for row in settings["rows"] if row[0] != LOG_DIR] == [["model.optim.lr", "1.0", "2.0"]]
+    assert [row for row in settings["rows"] if row[0] != LOG_DIR] == [
+        ["model.optim.lr", "1.0", "2.0"]
+    ]
     assert cells(metrics, "training reward, last 10 steps") == ["2.000", "4.000"]
     assert cells(metrics, "validation reward, last") == ["4.000", "8.000"]
     assert cells(metrics, "validation reward, best") == ["4.000 (step 4)", "9.000 (step 2)"]
@@ -71,9 +82,12 @@ def test_settings_metrics_and_the_paired_difference(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("validated", "at", "difference"), [((0, 2), "step 2", "+0.200"), ((0, 3), "step 3 against 4", "+0.300")]
+    ("validated", "at", "difference"),
+    [((0, 2), "step 2", "+0.200"), ((0, 3), "step 3 against 4", "+0.300")],
 )
-def test_runs_of_other_lengths_are_compared_at_the_last_step_in_common(tmp_path, validated, at, difference):
+def test_runs_of_other_lengths_are_compared_at_the_last_step_in_common(
+    tmp_path, validated, at, difference
+):
     make_run(tmp_path / "a", 1.0, [0.0] * 4, validated=(0, 2, 4) if at == "step 2" else (0, 4))
     make_run(tmp_path / "b", 1.0, [0.1] * 4, validated=validated)
     _, paired, settings = tables({name: RunFolder(tmp_path / name) for name in "ab"})
@@ -102,16 +116,23 @@ def test_prompts_of_other_texts_are_not_paired(tmp_path):
         ["b - a", "-", "0", "step 4; left out: 4 of 4 prompts, whose texts differ"],
         ["c - a", "+0.400 ± 0.000", "3", "step 4; left out: 1 of 4 prompts, whose texts differ"],
     ]
-    assert "all differences are equal" in paired["rows"][1][-1] and "not scored" not in paired["rows"][1][-1]
+    assert (
+        "all differences are equal" in paired["rows"][1][-1]
+        and "not scored" not in paired["rows"][1][-1]
+    )
 
 
-def make_sides(tmp_path, first: dict[int, float], last: dict[int, float], validated=(0, 2, 4)) -> dict[str, RunFolder]:
+def make_sides(
+    tmp_path, first: dict[int, float], last: dict[int, float], validated=(0, 2, 4)
+) -> dict[str, RunFolder]:
     """Runs by seed of two learning rates, with their validation reward before the first step."""
     found = {}
     for side, lr, seeds in (("a", 1.0, first), ("b", 2.0, last)):
         for seed, reward in seeds.items():
             folder = tmp_path / f"{side}{seed}"
-            found[folder.name] = RunFolder(make_run(folder, lr, [0.1] * 4, validated, seed=seed, reward=reward))
+            found[folder.name] = RunFolder(
+                make_run(folder, lr, [0.1] * 4, validated, seed=seed, reward=reward)
+            )
     return found
 
 
@@ -132,13 +153,17 @@ def test_seeds_are_the_unit_where_runs_differ_in_nothing_else(tmp_path):
         f"0.600 -> 0.750: +0.150 ± {error:.3f} on the same 3 seeds (p = 0.095): indistinguishable from noise; "
         f"this many seeds can detect gains of {(4.3027 + 1.0607) * error:.3f} or more; detecting 0.150 needs about 5"
     )
-    assert [row[0] for row in paired["rows"]] == ["b1 - a1", "b2 - a2", "b3 - a3"], "prompts are paired within a seed"
+    assert [row[0] for row in paired["rows"]] == ["b1 - a1", "b2 - a2", "b3 - a3"], (
+        "prompts are paired within a seed"
+    )
     assert "One run a side" not in paired["note"]
 
 
 def test_other_seeds_are_compared_without_pairs_and_runs_of_one_seed_count_once(tmp_path):
     runs = make_sides(tmp_path, {1: 0.1, 2: 0.3}, {2: 0.7, 3: 0.8, 4: 0.9})
-    runs["a2-again"] = RunFolder(make_run(tmp_path / "a2-again", 1.0, [0.1] * 4, (0, 4), seed=2, reward=0.5))
+    runs["a2-again"] = RunFolder(
+        make_run(tmp_path / "a2-again", 1.0, [0.1] * 4, (0, 4), seed=2, reward=0.5)
+    )
     (row,) = tables(runs)[1]["rows"]
     assert row[0] == "b2 and 2 more - a1 and 2 more"
     # seeds of 0.1 and (0.3 + 0.5) / 2 at the start
@@ -148,7 +173,9 @@ def test_other_seeds_are_compared_without_pairs_and_runs_of_one_seed_count_once(
 def test_one_seed_on_a_side_and_no_step_in_common(tmp_path):
     runs = make_sides(tmp_path, {1: 0.1}, {1: 0.3, 2: 0.4})
     (row,) = tables(runs)[1]["rows"]
-    assert row[-1] == "0.500 -> 0.750: +0.250 over 1 and 2 seeds: this says nothing about other seeds"
+    assert (
+        row[-1] == "0.500 -> 0.750: +0.250 over 1 and 2 seeds: this says nothing about other seeds"
+    )
     runs |= make_sides(tmp_path / "more", {}, {5: 0.1}, validated=(0, 3))
     (row,) = tables(runs)[1]["rows"]
     assert row[1:] == ["-", "- to -", "no step in common", "no seed was scored on both sides"]
@@ -160,12 +187,22 @@ def test_sides_that_are_named_may_have_equal_settings(tmp_path, monkeypatch):
     make_sides(tmp_path / "new", {1: 0.6, 2: 0.7, 3: 0.7}, {})
     old, new = ([folder / name for name in runs] for folder in (tmp_path, tmp_path / "new"))
     monkeypatch.setenv("COLUMNS", "400")  # no line is folded
-    words = ["compare", *map(str, new), "--against", *map(str, old), "--html", str(tmp_path / "a.html")]
+    words = [
+        "compare",
+        *map(str, new),
+        "--against",
+        *map(str, old),
+        "--html",
+        str(tmp_path / "a.html"),
+    ]
     said = CliRunner().invoke(app, words)
     assert said.exit_code == 0, said.output
-    assert "new/a1 and 2 more - a1 and 2 more" in said.output and said.output == compare(new, against=old)
+    assert "new/a1 and 2 more - a1 and 2 more" in said.output and said.output == compare(
+        new, against=old
+    )
     assert (
-        "0.600 -> 1.067: +0.467 ± 0.033 on the same 3 seeds (p = 0.005): a real gain at the 5 % level" in said.output
+        "0.600 -> 1.067: +0.467 ± 0.033 on the same 3 seeds (p = 0.005): a real gain at the 5 % level"
+        in said.output
     )
     assert (tmp_path / "a.html").is_file()
     alone = tables({name: RunFolder(path) for name, path in zip(runs, old, strict=True)})
@@ -179,7 +216,11 @@ def test_runs_without_a_configuration_are_sides_of_their_own(tmp_path):
     runs = make_sides(tmp_path, {1: 0.1, 2: 0.3}, {})
     for run in runs.values():
         (run.path / "config.yaml").unlink()
-    assert [table["title"] for table in tables(runs)] == ["Metrics", "Difference over prompts", "Settings that differ"]
+    assert [table["title"] for table in tables(runs)] == [
+        "Metrics",
+        "Difference over prompts",
+        "Settings that differ",
+    ]
     assert len(tables(runs, 1)[1]["rows"]) == 1
 
 

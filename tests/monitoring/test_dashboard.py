@@ -61,16 +61,35 @@ def log_step(folder: Path, step: int, gain: float = 1.0, *, validates: bool = Fa
     def row(prompt: int, sample: int, **more: Any) -> RolloutRow:
         text = f"answer {prompt} of step {step} {EVIL}"
         return RolloutRow(
-            step, prompt, sample, f"question {prompt}?", text, more.pop("reward"), "stop", 5 + prompt, **more
+            step,
+            prompt,
+            sample,
+            f"question {prompt}?",
+            text,
+            more.pop("reward"),
+            "stop",
+            5 + prompt,
+            **more,
         )
 
     if validates:
-        write_rows(folder, step, [row(i, 0, reward=gain * step / 10 + i) for i in range(6)], "validation")
+        write_rows(
+            folder, step, [row(i, 0, reward=gain * step / 10 + i) for i in range(6)], "validation"
+        )
         logger.log_metrics({"rewards": gain * step / 10, "reward_deviation": 1.0}, step, "val/")
     if step:
-        rows = [row(i, j, reward=0.1 * j, kl=1.0 - i, advantage=j - 1.0) for i in range(30) for j in range(3)]
+        rows = [
+            row(i, j, reward=0.1 * j, kl=1.0 - i, advantage=j - 1.0)
+            for i in range(30)
+            for j in range(3)
+        ]
         write_samples(folder, step, Samples(rows, tokens_of(rows) if step % 2 else None))
-        metrics = {"rewards": gain * step / 10, "init_policy_kl": step / 5, "grad_norm": 1.0, "reward_deviation": 1.0}
+        metrics = {
+            "rewards": gain * step / 10,
+            "init_policy_kl": step / 5,
+            "grad_norm": 1.0,
+            "reward_deviation": 1.0,
+        }
         logger.log_metrics({**metrics, "skipped_step": float(step == 7)}, step, "train/")
         logger.log_metrics({"generate": 2.0, "train_time": 1.0, "step_time": 4.0}, step, "timers/")
         logger.log_metrics({"generate": 2.0}, step, "memory/")
@@ -82,7 +101,10 @@ def tokens_of(rows: list[RolloutRow]) -> TokenColumns:
     lengths = np.array([row.response_length for row in rows])
     ids = np.concatenate([np.arange(length) % 3 for length in lengths])
     policy = np.full(len(ids), -1.0)
-    values = {"policy_log_probs": policy, "generator_log_probs": policy - np.array([0.0, 0.5, -0.25])[ids]}
+    values = {
+        "policy_log_probs": policy,
+        "generator_log_probs": policy - np.array([0.0, 0.5, -0.25])[ids],
+    }
     values |= {"prompt_tokens": np.zeros(len(rows), int), "response_tokens": ids}
     texts = {0: "an", 1: "<b>", 2: "swer"}
     return TokenColumns({"prompt": np.ones(len(rows), int), "response": lengths}, values, texts)
@@ -91,7 +113,10 @@ def tokens_of(rows: list[RolloutRow]) -> TokenColumns:
 @contextlib.contextmanager
 def dashboard(folder: Path) -> Iterator[int]:
     """A dashboard in a thread of its own, on a free port."""
-    loop, runner = asyncio.new_event_loop(), web.AppRunner(Dashboard(folder).application(), shutdown_timeout=1.0)
+    loop, runner = (
+        asyncio.new_event_loop(),
+        web.AppRunner(Dashboard(folder).application(), shutdown_timeout=1.0),
+    )
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
@@ -123,7 +148,9 @@ def port(results) -> Iterator[int]:
         yield found
 
 
-def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, Any, http.client.HTTPResponse]:
+def ask(
+    port: int, path: str, method: str = "GET", **headers: str
+) -> tuple[int, Any, http.client.HTTPResponse]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
@@ -136,7 +163,9 @@ def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int,
 class TestServer:
     def test_runs_and_one_of_them(self, port):
         _, found, _ = ask(port, "/api/runs")
-        assert [run["name"] for run in found["runs"]] == ["grid/lr <script>", "first"], "the newest first"
+        assert [run["name"] for run in found["runs"]] == ["grid/lr <script>", "first"], (
+            "the newest first"
+        )
         assert {(run["state"], run["step"], run["reward"]) for run in found["runs"]} == {
             ("finished", 20, 2.0),
             ("finished", 20, 4.0),
@@ -198,8 +227,22 @@ class TestServer:
 
     @pytest.mark.parametrize(
         ("host", "status"),
-        [("localhost", 200), ("LOCALHOST:80", 200), ("127.0.0.1:1", 200), ("[::1]:1", 200), ("10.1.2.3", 200)]
-        + [(name, 421) for name in ("evil.example", "localhost.evil.example:6060", "127.0.0.1.evil.example", "")],
+        [
+            ("localhost", 200),
+            ("LOCALHOST:80", 200),
+            ("127.0.0.1:1", 200),
+            ("[::1]:1", 200),
+            ("10.1.2.3", 200),
+        ]
+        + [
+            (name, 421)
+            for name in (
+                "evil.example",
+                "localhost.evil.example:6060",
+                "127.0.0.1.evil.example",
+                "",
+            )
+        ],
     )
     def test_another_name_of_this_address_is_refused(self, port, host, status):
         assert ask(port, "/api/runs", Host=host)[0] == status
@@ -232,7 +275,8 @@ class TestServer:
                 process.kill()
 
     @pytest.mark.parametrize(
-        ("host", "shown"), [("::1", "[::1]"), ("::", "[::1]"), ("0.0.0.0", "127.0.0.1"), ("localhost", "localhost")]
+        ("host", "shown"),
+        [("::1", "[::1]"), ("::", "[::1]"), ("0.0.0.0", "127.0.0.1"), ("localhost", "localhost")],
     )
     def test_the_address_that_it_prints_is_its_own(self, tmp_path, host, shown):
         make_run(tmp_path / "good", steps=1)
@@ -304,7 +348,9 @@ def until(is_so) -> None:
 
 def test_every_control_of_one_run(browser, port):
     with opened(browser, f"http://127.0.0.1:{port}/#run=first") as page:
-        assert page.text_content("#title") == "first" and "+2.000 ± 0.000" in page.text_content("#verdict")
+        assert page.text_content("#title") == "first" and "+2.000 ± 0.000" in page.text_content(
+            "#verdict"
+        )
         assert "gradient was not finite" in page.text_content("#alerts")
         training, validation = lines(page, "Reward")
         assert (training["name"], training["x"]) == ("training", list(range(1, 21)))
@@ -336,13 +382,19 @@ def test_every_control_of_one_run(browser, port):
         # Samples: validation with before and after; then a group; then search, sort, one prompt over steps.
         assert page.input_value("#kind") == "validation" and page.input_value("#step") == "20"
         pair = page.locator("#rows .sample").first
-        assert f"answer 0 of step 0 {EVIL}" in pair.inner_text() and f"answer 0 of step 20 {EVIL}" in pair.inner_text()
+        assert (
+            f"answer 0 of step 0 {EVIL}" in pair.inner_text()
+            and f"answer 0 of step 20 {EVIL}" in pair.inner_text()
+        )
         page.click("#previous")
         expect(page.locator("#rows")).to_contain_text("after, step 10")
         page.select_option("#kind", "rollouts")
         expect(page.locator("#samples-count")).to_contain_text("90 of 90")
         group = page.locator("#rows .sample").first
-        assert group.locator(".text:not(.prompt)").count() == 3 and "advantage -1" in group.inner_text()
+        assert (
+            group.locator(".text:not(.prompt)").count() == 3
+            and "advantage -1" in group.inner_text()
+        )
         expect(page.locator("#rows .sample")).to_have_count(20)
         page.click("#more-rows")
         expect(page.locator("#rows .sample")).to_have_count(30)
@@ -360,8 +412,14 @@ def test_every_control_of_one_run(browser, port):
         expect(page.locator("#scale")).to_contain_text("+0.5")
         tokens = page.locator("#rows .text:not(.prompt)").first.locator(".token")
         expect(tokens).to_have_text((["an", "<b>", "swer"] * 12)[:34])
-        shades = [tokens.nth(i).evaluate("one => getComputedStyle(one).backgroundColor") for i in range(3)]
-        assert shades == ["rgba(214, 96, 22, 0)", "rgba(20, 120, 200, 0.75)", "rgba(214, 96, 22, 0.376)"]
+        shades = [
+            tokens.nth(i).evaluate("one => getComputedStyle(one).backgroundColor") for i in range(3)
+        ]
+        assert shades == [
+            "rgba(214, 96, 22, 0)",
+            "rgba(20, 120, 200, 0.75)",
+            "rgba(214, 96, 22, 0.376)",
+        ]
         assert "generator log probs -1.5" in (tokens.nth(1).get_attribute("title") or "")
         page.fill("#search", "ANSWER 17")
         page.select_option("#colour", "")
@@ -370,7 +428,9 @@ def test_every_control_of_one_run(browser, port):
         page.click('#rows button:has-text("over steps") >> nth=0')
         expect(page.locator("#rows")).to_contain_text("step 1")
         expect(page.locator("#samples-count")).to_contain_text("60 of 60")
-        assert "search=ANSWER+17" in page.url and "prompt=17" in page.url, "the address can be shared"
+        assert "search=ANSWER+17" in page.url and "prompt=17" in page.url, (
+            "the address can be shared"
+        )
         page.reload()
         page.wait_for_selector("body[data-ready]")
         assert page.input_value("#search") == "ANSWER 17"
@@ -383,7 +443,9 @@ def test_runs_overlaid_by_the_keyboard(browser, port):
         page.keyboard.press("Space")
         expect(page.locator("#comparison")).to_contain_text("Paired")
         assert {line["name"] for line in lines(page, "Reward")} == {
-            f"{name}, {kind}" for name in ("first", "grid/lr &lt;script&gt;") for kind in ("training", "validation")
+            f"{name}, {kind}"
+            for name in ("first", "grid/lr &lt;script&gt;")
+            for kind in ("training", "validation")
         }
         table = page.inner_text("#comparison")
         assert "+2.000 ± 0.000" in table and "1e-05" in table and "trainer.devices" not in table
@@ -391,7 +453,9 @@ def test_runs_overlaid_by_the_keyboard(browser, port):
         assert page.locator("#runs li").count() == 1
         page.focus("#theme")
         page.keyboard.press("Enter")
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(245, 246, 248)"
+        assert (
+            page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(245, 246, 248)"
+        )
 
 
 def test_the_page_follows_runs_that_appear_grow_and_go(browser, tmp_path):
@@ -425,5 +489,7 @@ def test_a_frozen_comparison(browser, results, tmp_path):
     runs = [results / "first", *(results / "grid").iterdir()]
     compare(runs, tmp_path / "both.html")
     with opened(browser, (tmp_path / "both.html").as_uri(), offline=True) as page:
-        assert page.text_content("#title") == "2 runs" and "+2.000 ± 0.000" in page.inner_text("#comparison")
+        assert page.text_content("#title") == "2 runs" and "+2.000 ± 0.000" in page.inner_text(
+            "#comparison"
+        )
         assert len(lines(page, "Reward")) == 4

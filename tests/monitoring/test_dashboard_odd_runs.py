@@ -51,7 +51,14 @@ def with_status(text: str) -> Callable[[Path], None]:
 
 def with_value(key: str, value: str) -> Callable[[Path], None]:
     """A status of a run that goes on with one value, given as JSON, replaced."""
-    status = {"state": "running", "step": 1, "max_steps": 2, "pid": 1, "host": socket.gethostname(), "time": 1.0}
+    status = {
+        "state": "running",
+        "step": 1,
+        "max_steps": 2,
+        "pid": 1,
+        "host": socket.gethostname(),
+        "time": 1.0,
+    }
 
     def make(folder: Path) -> None:
         text = json.dumps(status | {key: "VALUE"}).replace('"VALUE"', value)
@@ -93,7 +100,10 @@ ODD = {
     "alerts that are no texts": (with_value("alerts", '{"kl": {}}'), "alerts=a JSON dict"),
     "unknown key": (with_value("more", "1"), "unknown key 'more'"),
     "list as status": (with_status("[]"), "a JSON list"),
-    "status not UTF-8": (lambda folder: (folder / "status.json").write_bytes(b'{"reason": "\xff"}'), "status.json"),
+    "status not UTF-8": (
+        lambda folder: (folder / "status.json").write_bytes(b'{"reason": "\xff"}'),
+        "status.json",
+    ),
     "large status": (with_status('{"reason": "%s"}' % ("x" * (1 << 20))), "at most 1048576"),
     "fifo as status": (with_fifo("status.json"), "a fifo"),
     "fifo as metrics": (with_fifo("metrics.jsonl"), "a fifo"),
@@ -101,12 +111,21 @@ ODD = {
     "device as metrics": (with_link("metrics.jsonl", "/dev/zero"), "/dev/zero"),
     "metrics elsewhere": (with_link("metrics.jsonl", "/etc/passwd"), "/etc/passwd"),
     "status elsewhere": (with_link("status.json", "/etc/passwd"), "/etc/passwd"),
-    "deep line": (with_lines(f'{{"step": 1, "x": {DEEP[:10]}{DEEP[-10:]}}}\n'), "'x' = a JSON list"),
-    "very deep line": (with_lines(f'{{"step": 1, "x": {DEEP[:9_000]}{DEEP[-9_000:]}}}\n'), "nested"),
+    "deep line": (
+        with_lines(f'{{"step": 1, "x": {DEEP[:10]}{DEEP[-10:]}}}\n'),
+        "'x' = a JSON list",
+    ),
+    "very deep line": (
+        with_lines(f'{{"step": 1, "x": {DEEP[:9_000]}{DEEP[-9_000:]}}}\n'),
+        "nested",
+    ),
     "text as step of a line": (with_lines('{"step": "two"}\n'), "step='two'"),
     "infinite step of a line": (with_lines('{"step": Infinity}\n'), "step=inf"),
     "large step of a line": (with_lines('{"step": 9007199254740992}\n'), "step=9007199254740992"),
-    "text as metric": (with_lines('{"step": 1, "train/rewards": "high"}\n'), "'train/rewards' = 'high'"),
+    "text as metric": (
+        with_lines('{"step": 1, "train/rewards": "high"}\n'),
+        "'train/rewards' = 'high'",
+    ),
     "metric of 400 digits": (with_lines(f'{{"step": 1, "x": {HUGE}}}\n'), "digits"),
 }
 
@@ -149,7 +168,10 @@ def test_an_odd_run_is_a_row_with_a_sentence(odd_port, name):
 def test_nan_and_infinity_in_metrics_are_gaps_of_a_curve(tmp_path):
     (tmp_path / "run").mkdir()
     values = ["NaN", "Infinity", "-Infinity", "null", "1e999", "2.5"]
-    lines = [f'{{"step": {i}, "time": {value}, "train/rewards": {value}}}\n' for i, value in enumerate(values)]
+    lines = [
+        f'{{"step": {i}, "time": {value}, "train/rewards": {value}}}\n'
+        for i, value in enumerate(values)
+    ]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines))
     with dashboard(tmp_path) as port:
         assert ask(port, "/api/runs")[1]["runs"][0]["reward"] == 2.5
@@ -177,7 +199,9 @@ def test_links_within_the_folder_only(tmp_path):
     (tmp_path / "results" / "out").symlink_to(tmp_path / "elsewhere" / "run")
     (tmp_path / "results" / "above").symlink_to(tmp_path / "elsewhere")
     part = good_run(tmp_path / "results" / "part")
-    write_rows(tmp_path / "elsewhere" / "run", 1, [RolloutRow(1, 0, 0, "secret", "r", 1.0, "stop", 2)])
+    write_rows(
+        tmp_path / "elsewhere" / "run", 1, [RolloutRow(1, 0, 0, "secret", "r", 1.0, "stop", 2)]
+    )
     (part / "rollouts").symlink_to(tmp_path / "elsewhere" / "run" / "rollouts")
     with dashboard(tmp_path / "results") as port:
         rows = {row["name"]: row for row in ask(port, "/api/runs")[1]["runs"]}
@@ -195,7 +219,8 @@ def test_links_within_the_folder_only(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["config_history.jsonl", "config.yaml", "evaluation.json", "profile/top_operations.json"]
+    "name",
+    ["config_history.jsonl", "config.yaml", "evaluation.json", "profile/top_operations.json"],
 )
 def test_a_fifo_in_place_of_any_file_that_is_read(tmp_path, name):
     run = good_run(tmp_path / "run")
@@ -237,7 +262,9 @@ RunFolder.refresh = hang
 dashboard._ANSWER_SECONDS = 1.0
 dashboard.serve(sys.argv[1], port=0)
 """
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             port = int(process.stdout.readline().split("; ")[0].rpartition(":")[2])
@@ -325,7 +352,9 @@ def test_a_reader_s_fault_is_said_until_the_file_is_mended(tmp_path):
 def test_a_status_that_cannot_be_read_is_none_to_launchers(tmp_path):
     status = StatusFile(tmp_path, enabled=True)
     status.progress(3, 10, {"kl": "grows"})
-    assert read_status(tmp_path) == run_status(tmp_path) and run_status(tmp_path).alerts == {"kl": "grows"}
+    assert read_status(tmp_path) == run_status(tmp_path) and run_status(tmp_path).alerts == {
+        "kl": "grows"
+    }
     (tmp_path / "status.json").write_text('{"step": "two"}')
     assert read_status(tmp_path) is None
     shown = run_status(tmp_path)

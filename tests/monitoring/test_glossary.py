@@ -31,7 +31,9 @@ class TwoSources(FunctionReward):
     def infer_rm(self, request):
         future = super().infer_rm(request)
         values = future.rewards.values
-        return dataclasses.replace(future, rewards=dataclasses.replace(future.rewards, by_source={"length": values}))
+        return dataclasses.replace(
+            future, rewards=dataclasses.replace(future.rewards, by_source={"length": values})
+        )
 
 
 def names_in(path: Path) -> set[str]:
@@ -44,7 +46,11 @@ def written(tmp_path_factory, mesh) -> set[str]:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "plain").mkdir()
     test = write_prompts(folder / "test.jsonl", three_letters(2))
-    plain = (f"{RL}.max_steps=1", f"{RL}.val_check_interval=1", f"model.data.data_prefix.test={test}")
+    plain = (
+        f"{RL}.max_steps=1",
+        f"{RL}.val_check_interval=1",
+        f"model.data.data_prefix.test={test}",
+    )
     run(folder / "plain", mesh, *plain, rm=TwoSources(odd_share, PROMPT_TOKENS))
     for name, options in (("off_policy", OFF_POLICY), ("filtered", FILTERED)):
         (folder / name).mkdir()
@@ -94,7 +100,9 @@ def test_no_entry_is_dead(written):
 
 
 def test_every_entry_says_something():
-    assert [metric for metric in METRICS.values() if len(metric.meaning) < 10 or len(metric.look) < 1] == []
+    assert [
+        metric for metric in METRICS.values() if len(metric.meaning) < 10 or len(metric.look) < 1
+    ] == []
 
 
 @pytest.mark.parametrize(

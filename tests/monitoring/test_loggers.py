@@ -14,7 +14,13 @@ from helpers.errors import raises_error
 from helpers.full_disk import files_of_at_most
 
 from reinforce_rl.monitoring import loggers
-from reinforce_rl.monitoring.loggers import Detached, JsonlLogger, Loggers, MetricLogger, read_metrics
+from reinforce_rl.monitoring.loggers import (
+    Detached,
+    JsonlLogger,
+    Loggers,
+    MetricLogger,
+    read_metrics,
+)
 
 
 def log_step(logger: MetricLogger, step: int, reward: float = 0.5) -> None:
@@ -40,7 +46,13 @@ def test_calls_of_one_step_become_one_line_with_step_first(tmp_path):
 
 def test_numbers_of_every_kind_and_not_finite_ones(tmp_path):
     logger = JsonlLogger(tmp_path / "m.jsonl")
-    values = {"nan": math.nan, "inf": -math.inf, "tensor": torch.tensor(0.25), "numpy": np.float32(0.1), "count": 7}
+    values = {
+        "nan": math.nan,
+        "inf": -math.inf,
+        "tensor": torch.tensor(0.25),
+        "numpy": np.float32(0.1),
+        "count": 7,
+    }
     logger.log_metrics(values, 1)  # type: ignore[arg-type]
     logger.log_metrics({"tensor_nan": torch.tensor(math.nan)}, 1)  # type: ignore[dict-item]
     logger.commit(1)
@@ -71,12 +83,16 @@ def test_resume_drops_later_steps_and_a_torn_line(tmp_path):
         file.write('{"step": 8, "train/rew')  # what SIGKILL leaves
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7]
     resumed = JsonlLogger(path, resume_step=4)
-    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7], "the start may still be refused"
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7], (
+        "the start may still be refused"
+    )
     resumed.begin()
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
     for step in range(5, 9):
         log_step(resumed, step, step / 10)
-    assert [(line["step"], line["train/rewards"]) for line in read_metrics(path)] == [(s, s / 10) for s in range(1, 9)]
+    assert [(line["step"], line["train/rewards"]) for line in read_metrics(path)] == [
+        (s, s / 10) for s in range(1, 9)
+    ]
     assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"], "no temporary file is left"
 
 
@@ -125,7 +141,10 @@ def test_a_line_that_finds_no_space_leaves_none_of_itself(tmp_path):
     logger.commit(1)
     before = path.read_bytes()
     logger.log_metrics({"a" * 500: 2.0}, 2)
-    with files_of_at_most(len(before) + 100), pytest.raises(OSError, match=r"metrics\.jsonl") as caught:
+    with (
+        files_of_at_most(len(before) + 100),
+        pytest.raises(OSError, match=r"metrics\.jsonl") as caught,
+    ):
         logger.commit(2)
     assert caught.value.errno == errno.EFBIG
     assert path.read_bytes() == before
@@ -237,7 +256,11 @@ class TestDetached:
             logger.commit(step)
         logger.finalize()
         assert len(told) == 1
-        assert "logger wandb: failed" in told[0] and str(error) in told[0] and "metrics.jsonl" in told[0]
+        assert (
+            "logger wandb: failed" in told[0]
+            and str(error) in told[0]
+            and "metrics.jsonl" in told[0]
+        )
 
     def test_a_back_end_that_fails_is_asked_again_and_told_once(self):
         class Flaky(Recorder):
@@ -276,7 +299,9 @@ class TestDetached:
             logger.commit(step)
         logger.finalize()
         assert len(told) == 1
-        assert ("left behind" if where == "finalize" else "does not keep up: 3 calls wait") in told[0]
+        assert ("left behind" if where == "finalize" else "does not keep up: 3 calls wait") in told[
+            0
+        ]
         freed.set()
 
     def test_a_long_call_is_told_before_the_queue_is_full(self, monkeypatch):

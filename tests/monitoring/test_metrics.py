@@ -96,7 +96,9 @@ def trained(rollouts: RolloutBatch) -> ReinforceBatch:
     )
 
 
-BATCH = scored([1.0, 3.0, NAN, 5.0, 5.0, 9.0], [4, 4, 4, 7, 7, 7], [True, True, False, True, True, False])
+BATCH = scored(
+    [1.0, 3.0, NAN, 5.0, 5.0, 9.0], [4, 4, 4, 7, 7, 7], [True, True, False, True, True, False]
+)
 
 
 class TestRolloutMeans:
@@ -125,27 +127,44 @@ class TestReinforceMeans:
         for name, factor in (("init_policy_kl", 1), ("rewards_with_kl", 2), ("baseline", 3)):
             assert found[name] == pytest.approx(factor * statistics.mean(valid)), name
         assert found["advantage_mean"] == pytest.approx(statistics.mean(i - 2 for i in trains))
-        assert found["advantage_deviation"] == pytest.approx(statistics.stdev(i - 2 for i in trains))
-        assert found["advantage_magnitude"] == pytest.approx(statistics.mean(abs(i - 2) for i in valid))
+        assert found["advantage_deviation"] == pytest.approx(
+            statistics.stdev(i - 2 for i in trains)
+        )
+        assert found["advantage_magnitude"] == pytest.approx(
+            statistics.mean(abs(i - 2) for i in valid)
+        )
         assert found["fraction_of_samples_trained"] == 0.5
-        assert found["reward_group_deviation"] == pytest.approx(statistics.mean([math.sqrt(2), 0.0]))
+        assert found["reward_group_deviation"] == pytest.approx(
+            statistics.mean([math.sqrt(2), 0.0])
+        )
         assert found["fraction_of_groups_without_spread"] == 0.5
 
     def test_every_estimate_of_the_kl(self):
         found = reduce_metrics(reinforce_means(trained(BATCH)), alone)
         assert BATCH.log_probs is not None and BATCH.init_log_probs is not None
         for name in KL_ESTIMATORS:
-            values = sequence_kl(BATCH.log_probs, BATCH.init_log_probs, BATCH.response_mask, estimator=name)
+            values = sequence_kl(
+                BATCH.log_probs, BATCH.init_log_probs, BATCH.response_mask, estimator=name
+            )
             assert found[f"kl_{name}"] == pytest.approx(values[BATCH.valid].mean().item())
-        without = reduce_metrics(reinforce_means(trained(replace(BATCH, init_log_probs=None))), alone)
+        without = reduce_metrics(
+            reinforce_means(trained(replace(BATCH, init_log_probs=None))), alone
+        )
         assert not any(name.startswith("kl_") for name in without)
 
 
 class TestGroupSpread:
     @settings(deadline=None, max_examples=50)
-    @given(st.lists(st.tuples(st.sampled_from([0.0, 1.0, 2.5, -7.0]), st.integers(-2, 2), st.booleans()), max_size=10))
+    @given(
+        st.lists(
+            st.tuples(st.sampled_from([0.0, 1.0, 2.5, -7.0]), st.integers(-2, 2), st.booleans()),
+            max_size=10,
+        )
+    )
     def test_by_brute_force(self, rows):
-        groups = {group: [r for r, other, ok in rows if ok and other == group] for _, group, _ in rows}
+        groups = {
+            group: [r for r, other, ok in rows if ok and other == group] for _, group, _ in rows
+        }
         members = [rewards for _, rewards in sorted(groups.items()) if len(rewards) > 1]
         spread, has_none = group_spread(
             torch.tensor([r if ok else NAN for r, _, ok in rows]),
@@ -158,7 +177,10 @@ class TestGroupSpread:
 
 class TestTakeMeans:
     @settings(deadline=None, max_examples=15)
-    @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.booleans()), max_size=12), st.integers(0, 99))
+    @given(
+        st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.booleans()), max_size=12),
+        st.integers(0, 99),
+    )
     def test_the_ranks_layout_does_not_matter(self, rows, seed):
         """One to four ranks, whole groups on each, some with nothing."""
         rows = sorted(rows, key=lambda row: row[0])
@@ -193,16 +215,27 @@ class TestTakeMeans:
                 assert means == pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True)
 
     def test_a_deviation_over_ranks_is_not_the_mean_of_theirs(self):
-        parts: list[Statistics] = [{"x": RunningMoments.of(torch.full((2,), value))} for value in (0.0, 10.0)]
-        assert reduce_metrics(parts[0], lambda _: parts)["x"] == pytest.approx(statistics.stdev([0, 0, 10, 10]))
+        parts: list[Statistics] = [
+            {"x": RunningMoments.of(torch.full((2,), value))} for value in (0.0, 10.0)
+        ]
+        assert reduce_metrics(parts[0], lambda _: parts)["x"] == pytest.approx(
+            statistics.stdev([0, 0, 10, 10])
+        )
 
     def test_ranks_count_by_their_samples(self):
-        parts: list[Statistics] = [{"x": Mean(3.0, 3.0)}, {"x": Mean(0.0, 0.0)}, {"x": Mean(5.0, 1.0)}]
+        parts: list[Statistics] = [
+            {"x": Mean(3.0, 3.0)},
+            {"x": Mean(0.0, 0.0)},
+            {"x": Mean(5.0, 1.0)},
+        ]
         assert reduce_metrics(parts[0], lambda _: parts) == {"x": 2.0}
 
     def test_a_name_that_a_rank_lacks_is_of_the_others(self):
         parts = [{}, {"x": Mean(4.0, 2.0), "y": RunningMoments.of(torch.tensor([1.0, 3.0]))}]
-        assert reduce_metrics(parts[0], lambda _: parts) == {"x": 2.0, "y": pytest.approx(math.sqrt(2))}
+        assert reduce_metrics(parts[0], lambda _: parts) == {
+            "x": 2.0,
+            "y": pytest.approx(math.sqrt(2)),
+        }
 
     def test_nothing_counted_is_nan(self):
         found = reduce_metrics({"x": Mean(0.0, 0.0), "y": RunningMoments()}, alone)
@@ -238,7 +271,10 @@ class TestGapQuantiles:
     def test_what_is_not_finite_is_the_largest(self):
         found = gap_quantiles(torch.tensor([1.0, -math.nan, 2.0]), lambda own: own)
         assert found["generator_gap_median"] == 2.0 and math.isnan(found["generator_gap_max"])
-        assert gap_quantiles(torch.tensor([-math.inf]), lambda own: own)["generator_gap_max"] == math.inf
+        assert (
+            gap_quantiles(torch.tensor([-math.inf]), lambda own: own)["generator_gap_max"]
+            == math.inf
+        )
 
     def test_without_tokens_there_are_none(self):
         assert gap_quantiles(torch.zeros(0), lambda own: own) == {}
@@ -291,7 +327,9 @@ class TestTrainedTokens:
             def metrics(rank: int, gather) -> dict[str, float]:
                 batch = self.batch(shares[rank])
                 if not shares[rank]:
-                    unknown = replace(batch.rollouts, generator_log_probs=None, weight_versions=None)
+                    unknown = replace(
+                        batch.rollouts, generator_log_probs=None, weight_versions=None
+                    )
                     batch = replace(batch, rollouts=unknown)
                 return trained_token_metrics(
                     batch,
@@ -307,7 +345,9 @@ class TestTrainedTokens:
         assert whole["entropy_sampled"] == pytest.approx((1.5 + 1.5 + 2.0 + 2.25 + 2.25) / 5)
         assert whole["generator_gap_max"] == 1.25
         assert [name for name in whole if "age" in name] == (
-            [] if version is None else ["generator_gap_age_1", "generator_gap_age_2", "generator_gap_age_4"]
+            []
+            if version is None
+            else ["generator_gap_age_1", "generator_gap_age_2", "generator_gap_age_4"]
         )
         for found in run([[0, 1, 2], [], [3, 4, 5]]):
             assert found == pytest.approx(whole)
@@ -316,8 +356,22 @@ class TestTrainedTokens:
 class TestUpdateMetrics:
     UPDATES = (OptimizerUpdate(1.0, 0.1, False), OptimizerUpdate(3.0, 0.2, True))
     SUMS = (
-        {"loss": 1.0, "tokens": 4.0, "clipped": 1.0, "weights": 4.0, "squares": 5.0, "entropy": 8.0},
-        {"loss": 2.0, "tokens": 6.0, "clipped": 4.0, "weights": 8.0, "squares": 11.0, "generator_gap": 3.0},
+        {
+            "loss": 1.0,
+            "tokens": 4.0,
+            "clipped": 1.0,
+            "weights": 4.0,
+            "squares": 5.0,
+            "entropy": 8.0,
+        },
+        {
+            "loss": 2.0,
+            "tokens": 6.0,
+            "clipped": 4.0,
+            "weights": 8.0,
+            "squares": 11.0,
+            "generator_gap": 3.0,
+        },
         {"loss": 3.0},  # a rank that had nothing to train on
     )
 
@@ -364,15 +418,21 @@ class TestUpdateMetrics:
         assert update_metrics(sums, self.UPDATES[:1], alone)["effective_sample_size"] == 0.0
 
     def test_without_a_token_there_are_no_shares(self):
-        found = update_metrics({"loss": 0.0, "tokens": 0.0, "entropy": 0.0}, self.UPDATES[:1], alone)
+        found = update_metrics(
+            {"loss": 0.0, "tokens": 0.0, "entropy": 0.0}, self.UPDATES[:1], alone
+        )
         assert "clip_fraction" not in found and math.isnan(found["entropy"])
 
 
 def test_what_is_told_of_the_slowest_rank(tmp_path):
-    ranks = [RankSeconds(f"node{rank // 2}", {"generate": 2.1, "train_time": 1.0}) for rank in range(6)]
+    ranks = [
+        RankSeconds(f"node{rank // 2}", {"generate": 2.1, "train_time": 1.0}) for rank in range(6)
+    ]
     ranks[5] = RankSeconds("node2", {"generate": 3.2, "train_time": 1.1})
     found = slowest_of_phases(ranks)
-    assert str(found[0]) == ("generate 3.2 s on rank 5 (node2), median 2.1 s (1.5x), slowest node node2, 2.7 s a rank")
+    assert str(found[0]) == (
+        "generate 3.2 s on rank 5 (node2), median 2.1 s (1.5x), slowest node node2, 2.7 s a rank"
+    )
     assert timing_metrics(found) == {
         "generate/max": 3.2,
         "generate/median": 2.1,
@@ -386,7 +446,9 @@ def test_what_is_told_of_the_slowest_rank(tmp_path):
     assert told(tmp_path, 1.0, {1: ranks}, 1.0) == [f"straggler: {found[0]}; {found[1]}"]
 
 
-def told(folder: Path, factor: float, ranks: dict[int, list[RankSeconds]], step_seconds: float) -> list[str]:
+def told(
+    folder: Path, factor: float, ranks: dict[int, list[RankSeconds]], step_seconds: float
+) -> list[str]:
     """What a log says of the ranks of each step."""
     progress = TrainingProgress(99, console=Console(file=io.StringIO()))
     monitor = RunMonitor(folder, Loggers(), progress, straggler_factor=factor)
@@ -401,15 +463,23 @@ def test_the_slowest_rank_by_brute_force():
         count = draw.randint(2, 9)
         hosts = [f"h{draw.randint(0, 2)}" for _ in range(count)]
         seconds = [round(draw.uniform(0, 4), 3) for _ in range(count)]
-        (found,) = slowest_of_phases([RankSeconds(h, {"p": s}) for h, s in zip(hosts, seconds, strict=True)])
+        (found,) = slowest_of_phases(
+            [RankSeconds(h, {"p": s}) for h, s in zip(hosts, seconds, strict=True)]
+        )
         most = seconds.index(max(seconds))
         assert (found.seconds, found.rank, found.host) == (seconds[most], most, hosts[most])
         assert found.median == sorted(seconds)[(count - 1) // 2]
         if len(set(hosts)) == 1:
             assert found.node is None
             continue
-        means = {h: statistics.fmean(s for s, of in zip(seconds, hosts, strict=True) if of == h) for h in hosts}
-        assert found.node_seconds == max(means.values()) and means[str(found.node)] == found.node_seconds
+        means = {
+            h: statistics.fmean(s for s, of in zip(seconds, hosts, strict=True) if of == h)
+            for h in hosts
+        }
+        assert (
+            found.node_seconds == max(means.values())
+            and means[str(found.node)] == found.node_seconds
+        )
 
 
 def test_noise_is_no_straggler_and_two_ranks_are_compared_with_the_faster_one():
@@ -425,19 +495,26 @@ def test_noise_is_no_straggler_and_two_ranks_are_compared_with_the_faster_one():
 
 def test_only_ranks_that_ask_wait_for_rewards():
     seconds = {"generate": 1.0, "reward_wait": 0.0}
-    assert of_this_rank(seconds, asks_for_rewards=False) == RankSeconds(socket.gethostname(), {"generate": 1.0})
+    assert of_this_rank(seconds, asks_for_rewards=False) == RankSeconds(
+        socket.gethostname(), {"generate": 1.0}
+    )
     asking = RankSeconds("a", {"generate": 1.0, "reward_wait": 2.0})
-    found = {s.phase: s for s in slowest_of_phases([asking, of_this_rank(seconds, asks_for_rewards=False)])}
+    found = {
+        s.phase: s
+        for s in slowest_of_phases([asking, of_this_rank(seconds, asks_for_rewards=False)])
+    }
     assert found["reward_wait"].median == 2.0
 
 
 def test_what_stays_the_same_is_said_again_after_a_while(tmp_path):
-    slow, other = ([RankSeconds("a", {"p": s}) for s in seconds] for seconds in ((1.0, 3.0), (3.0, 1.0)))
+    slow, other = (
+        [RankSeconds("a", {"p": s}) for s in seconds] for seconds in ((1.0, 3.0), (3.0, 1.0))
+    )
     steps = dict.fromkeys(range(1, 2 * REPEAT_STEPS), slow) | {5: other, 6: []}
     said = told(tmp_path, 1.5, steps, 4.0)
-    assert [line.split(" (")[0] for line in said] == [f"straggler: p 3.0 s on rank {rank}" for rank in (1, 0, 1)], (
-        "at step 1, 5 and 11"
-    )
+    assert [line.split(" (")[0] for line in said] == [
+        f"straggler: p 3.0 s on rank {rank}" for rank in (1, 0, 1)
+    ], "at step 1, 5 and 11"
 
 
 def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):
@@ -457,7 +534,11 @@ def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError), meter.measuring():
         raise RuntimeError
     assert meter.seconds == 0.0 and threading.active_count() == before
-    assert Path(dist.distributed_c10d.__file__).parts[-3:] == ("torch", "distributed", "distributed_c10d.py")
+    assert Path(dist.distributed_c10d.__file__).parts[-3:] == (
+        "torch",
+        "distributed",
+        "distributed_c10d.py",
+    )
 
 
 @pytest.mark.parametrize(
@@ -465,20 +546,32 @@ def test_only_waits_in_collectives_are_measured(monkeypatch, tmp_path):
     [
         (2, 1, 1),
         pytest.param(4, 1, 2, marks=pytest.mark.slow),
-        pytest.param(4, 2, 3, marks=pytest.mark.slow),  # whose neighbour waits for it within each pass
+        pytest.param(
+            4, 2, 3, marks=pytest.mark.slow
+        ),  # whose neighbour waits for it within each pass
     ],
 )
 def test_a_slow_rank_is_named(tmp_path, ranks, tensor, slow):
-    base = [*tiny_overrides(tmp_path), f"model.tensor_model_parallel_size={tensor}", f"trainer.devices={ranks}"]
+    base = [
+        *tiny_overrides(tmp_path),
+        f"model.tensor_model_parallel_size={tensor}",
+        f"trainer.devices={ranks}",
+    ]
     output = run_ranks(SLOW_RANK, ranks, tmp_path, slow, *base, timeout=280)
     lines = metrics_of(tmp_path / "slow")
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
         for phase in ("generate", "train_time"):
             assert line[f"timing/{phase}/rank"] == slow
-            assert line[f"timing/{phase}/max"] >= 1.0  # of 2 s; what was seen of waiting is a sample
+            assert (
+                line[f"timing/{phase}/max"] >= 1.0
+            )  # of 2 s; what was seen of waiting is a sample
             assert line[f"timing/{phase}/max"] > line[f"timing/{phase}/median"] + 0.4
-    named = f"generate {lines[0]['timing/generate/max']:.1f} s on rank {slow} ({socket.gethostname()})"
+    named = (
+        f"generate {lines[0]['timing/generate/max']:.1f} s on rank {slow} ({socket.gethostname()})"
+    )
     assert f"straggler: {named}, median " in output
     plain = metrics_of(tmp_path / "plain")
-    assert [without_times(line) for line in plain] == [without_times(line) for line in lines], "numbers are the same"
+    assert [without_times(line) for line in plain] == [without_times(line) for line in lines], (
+        "numbers are the same"
+    )

@@ -160,7 +160,9 @@ def test_a_value_of_another_type(run: Path, name: str) -> None:
         ("model.seed", [], "a JSON list", "run.config.seed_no_number"),
     ],
 )
-def test_settings_that_are_used_say_what_is_wrong(run: Path, setting: str, odd: Any, shown: str, key: str) -> None:
+def test_settings_that_are_used_say_what_is_wrong(
+    run: Path, setting: str, odd: Any, shown: str, key: str
+) -> None:
     section, _, name = setting.partition(".")
     write(run, "config.yaml", {section: {name: odd}})
     with raises_error(key, run / "config.yaml", setting, shown):

@@ -14,14 +14,26 @@ NAN = math.nan
 
 
 def row(prompt_id: int = 0, reward: float = 0.5, sample_id: int = 0) -> RolloutRow:
-    return RolloutRow(12, prompt_id, sample_id, f"prompt {prompt_id}", "response", reward, "stop", 3)
+    return RolloutRow(
+        12, prompt_id, sample_id, f"prompt {prompt_id}", "response", reward, "stop", 3
+    )
 
 
 def test_by_hand():
     before = [row(0, 0.0), row(1, 1.0), row(2, 2.0), row(3, 5.0)]
-    after = [row(3, 5.0), row(2, 4.0), row(1, 2.0), row(0, 1.0)]  # another order: pairs go by prompt
+    after = [
+        row(3, 5.0),
+        row(2, 4.0),
+        row(1, 2.0),
+        row(0, 1.0),
+    ]  # another order: pairs go by prompt
     found = compare_validation(before, after)
-    assert (found.n, found.mean_before, found.mean_after, found.mean_difference) == (4, 2.0, 3.0, 1.0)
+    assert (found.n, found.mean_before, found.mean_after, found.mean_difference) == (
+        4,
+        2.0,
+        3.0,
+        1.0,
+    )
     # differences 1, 1, 2, 0: variance 2 / 3, over 4 prompts
     error = math.sqrt(2 / 3 / 4)
     assert (found.standard_error, found.degrees) == (pytest.approx(error), 3)
@@ -48,7 +60,9 @@ def test_several_samples_of_a_prompt_count_once():
     before = [row(0, 0.0), row(0, 2.0, 1), row(1, 0.0), row(1, NAN, 1), row(2, 0.0)]
     found = compare_validation(before, [row(0, 4.0), row(1, 0.0), row(2, 1.0)])
     assert (found.n, found.left_out, found.mean_difference) == (2, 1, 2.0)
-    many = compare_validation([row(i, 0.0, j) for i in range(3) for j in range(50)], [row(i, i) for i in range(3)])
+    many = compare_validation(
+        [row(i, 0.0, j) for i in range(3) for j in range(50)], [row(i, i) for i in range(3)]
+    )
     assert (many.n, many.standard_error) == (3, pytest.approx(1 / math.sqrt(3)))
 
 
@@ -59,7 +73,14 @@ def test_infinite_rewards_are_left_out_as_nan_is():
 
 def test_one_prompt_and_none():
     one = compare_validation([row(reward=0.25)], [row(reward=0.5)])
-    assert one.sentence() == "0.250 -> 0.500: +0.250 on one prompt: this says nothing about other prompts"
+    assert (
+        one.sentence()
+        == "0.250 -> 0.500: +0.250 on one prompt: this says nothing about other prompts"
+    )
     assert math.isnan(one.p) and math.isnan(one.smallest_gain) and math.isnan(one.interval[0])
     none = compare_validation([], [row()])
-    assert (none.n, none.sentence(), none.change()) == (0, "no prompt was scored on both sides", "-")
+    assert (none.n, none.sentence(), none.change()) == (
+        0,
+        "no prompt was scored on both sides",
+        "-",
+    )

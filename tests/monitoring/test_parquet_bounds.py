@@ -61,14 +61,18 @@ def test_values_and_types_are_those_of_pyarrow() -> None:
     [
         repeated("x" * 1_000_000, 1000),
         in_lists(repeated("x" * 1000, 1_000_000), 1000),
-        pa.MapArray.from_arrays(pa.array([0, 1000], pa.int32()), repeated("x" * 1_000_000, 1000), [1.0] * 1000),
+        pa.MapArray.from_arrays(
+            pa.array([0, 1000], pa.int32()), repeated("x" * 1_000_000, 1000), [1.0] * 1000
+        ),
         pa.StructArray.from_arrays([repeated("x" * 1_000_000, 1000)], ["a"]),
     ],
     ids=["text", "list", "map", "struct"],
 )
 def test_a_small_file_of_much_text_is_refused(values: pa.Array) -> None:
     file = stored(pa.table({"column": values}), store_schema=False)
-    assert not pa.types.is_dictionary(pq.read_schema(file).field(0).type), "pyarrow would read each text"
+    assert not pa.types.is_dictionary(pq.read_schema(file).field(0).type), (
+        "pyarrow would read each text"
+    )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with raises_error("parquet.values.too_large", 268435456) as caught:
         read_bounded_table(file, None, None)
@@ -86,7 +90,9 @@ def test_a_small_file_of_much_text_is_refused(values: pa.Array) -> None:
     ],
     ids=["integers", "booleans", "fixed length", "floats"],
 )
-def test_the_size_of_values_without_text(monkeypatch: pytest.MonkeyPatch, values: pa.Array, size: int) -> None:
+def test_the_size_of_values_without_text(
+    monkeypatch: pytest.MonkeyPatch, values: pa.Array, size: int
+) -> None:
     monkeypatch.setattr(parquet_bounds, "BYTES_RATIO", 0)
     monkeypatch.setattr(parquet_bounds, "MIN_BYTES", size)
     table = pa.table({"column": values})
@@ -122,7 +128,10 @@ def test_columns_that_are_not_read_do_not_count(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_rows_and_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(read_bounded_table(stored(pa.table({"a": pa.nulls(MAX_ROWS, pa.bool_())})), None, None)) == MAX_ROWS
+    assert (
+        len(read_bounded_table(stored(pa.table({"a": pa.nulls(MAX_ROWS, pa.bool_())})), None, None))
+        == MAX_ROWS
+    )
     with raises_error("parquet.rows.too_many", 262_145, 262_144):
         read_bounded_table(stored(pa.table({"a": pa.nulls(MAX_ROWS + 1, pa.bool_())})), None, None)
     file = stored(pa.table({"a": range(1001)}), row_group_size=1)
@@ -145,7 +154,9 @@ def test_different_texts_are_not_read_first(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_texts_of_an_extension_type_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet_bounds, "MIN_BYTES", 1_000_000)
-    texts = pa.ExtensionArray.from_storage(pa.json_(pa.string()), pa.array(['"' + "x" * 10_000 + '"'] * 200))
+    texts = pa.ExtensionArray.from_storage(
+        pa.json_(pa.string()), pa.array(['"' + "x" * 10_000 + '"'] * 200)
+    )
     with raises_error("parquet.values.too_large", 1_000_000) as caught:
         read_bounded_table(stored(pa.table({"a": texts})), None, None)
     assert re.search(r"\b20[0-9]{5}\b", str(caught.value)), "the size of the values"

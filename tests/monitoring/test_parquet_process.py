@@ -21,7 +21,13 @@ from helpers.rows import write_rows
 
 from reinforce_rl.monitoring import parquet_process, records
 from reinforce_rl.monitoring.parquet_process import read_in_child
-from reinforce_rl.monitoring.records import RolloutRow, Samples, TokenColumns, read_rows, write_samples
+from reinforce_rl.monitoring.records import (
+    RolloutRow,
+    Samples,
+    TokenColumns,
+    read_rows,
+    write_samples,
+)
 
 # Reads a file with each of the named bytes changed, and prints how often that worked and did not.
 FLIPS = """
@@ -50,7 +56,9 @@ print(counts["read"], counts["refused"])
 
 
 def row(number: int = 0) -> RolloutRow:
-    return RolloutRow(1, number, 0, f"prompt {number}", "a response", 1.0, "stop", 3, source_rewards={"a": 1.0})
+    return RolloutRow(
+        1, number, 0, f"prompt {number}", "a response", 1.0, "stop", 3, source_rewards={"a": 1.0}
+    )
 
 
 def write_with_tokens(folder: Path) -> Path:
@@ -62,7 +70,9 @@ def write_with_tokens(folder: Path) -> Path:
     }
     lengths = {"prompt": np.full(4, 2), "response": np.full(4, 3)}
     texts = {0: "a", 1: "b", 2: "c"}
-    write_samples(folder, 1, Samples([row(i) for i in range(4)], TokenColumns(lengths, values, texts)))
+    write_samples(
+        folder, 1, Samples([row(i) for i in range(4)], TokenColumns(lengths, values, texts))
+    )
     return folder / "rollouts" / "step_00001.parquet"
 
 
@@ -102,12 +112,16 @@ def stuck(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_that_takes_too_long(stuck: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_takes_too_long(
+    stuck: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(parquet_process, "READ_SECONDS", 1)
     with raises_error("parquet.file.takes_too_long", "1 s"):
         read_in_child(stuck, None, None)
     monkeypatch.undo()
-    assert read_rows(write_rows(tmp_path, 1, [row()])) == [row()], "the next file has another reader"
+    assert read_rows(write_rows(tmp_path, 1, [row()])) == [row()], (
+        "the next file has another reader"
+    )
 
 
 def test_a_reader_that_is_killed(stuck: Path) -> None:
@@ -142,7 +156,9 @@ def test_readers_are_used_again_and_limited(tmp_path: Path) -> None:
     assert reader not in parquet_process._waiting
 
 
-def test_a_relative_path_is_of_the_folder_of_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_of_the_folder_of_whoever_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A notebook may change its folder while a reader is kept."""
     path = write_rows(tmp_path, 1, [row()])
     read_rows(path)

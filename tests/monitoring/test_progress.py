@@ -38,7 +38,9 @@ class Flushed(io.StringIO):
 
 
 def terminal() -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=100, height=40, color_system="truecolor")
+    return Console(
+        file=io.StringIO(), force_terminal=True, width=100, height=40, color_system="truecolor"
+    )
 
 
 def text_of(console: Console) -> str:
@@ -76,7 +78,9 @@ def test_notes_and_validation_in_a_log_file():
 
 def test_a_wait_in_a_log_file_is_told_at_growing_intervals(monkeypatch):
     seconds, file = [0.0], Flushed()
-    monkeypatch.setattr("reinforce_rl.monitoring.progress.time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    monkeypatch.setattr(
+        "reinforce_rl.monitoring.progress.time", SimpleNamespace(monotonic=lambda: seconds[0])
+    )
     with TrainingProgress(40, console=Console(file=file)) as progress:
         for phase in ("reward_wait", "generate"):
             start = seconds[0]
@@ -85,7 +89,9 @@ def test_a_wait_in_a_log_file_is_told_at_growing_intervals(monkeypatch):
                 seconds[0] += 5
                 progress.note(f"{phase} {seconds[0] - start:.0f}", transient=True)
     told = [line.split() for line in file.seen.splitlines()]
-    assert told == [[phase, n] for phase in ("reward_wait", "generate") for n in ("5", "15", "45", "135", "405")]
+    assert told == [
+        [phase, n] for phase in ("reward_wait", "generate") for n in ("5", "15", "45", "135", "405")
+    ]
 
 
 def test_other_ranks_show_nothing():
@@ -111,7 +117,15 @@ def test_a_terminal_shows_the_phase_the_numbers_and_the_wait():
         progress._live.refresh()
         progress.note("[bold]kept[/bold] as it is")
     shown = text_of(console)
-    for expected in ("step 2/40", "-0.250", "-0.375", "-0.500", "25%", "6.5 s a step", "generate 3.0"):
+    for expected in (
+        "step 2/40",
+        "-0.250",
+        "-0.375",
+        "-0.500",
+        "25%",
+        "6.5 s a step",
+        "generate 3.0",
+    ):
         assert expected in shown
     assert "waiting for [server], 3 s of 600 s" in shown
     assert "[bold]kept[/bold] as it is" in shown
@@ -147,7 +161,8 @@ def test_time_left_uses_the_whole_time_of_the_last_steps(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(7, "0:07"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03"), (float("nan"), "-")]
+    ("seconds", "text"),
+    [(7, "0:07"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03"), (float("nan"), "-")],
 )
 def test_clock(seconds, text):
     assert clock(seconds) == text

@@ -62,7 +62,9 @@ def batch_of(seed: int = 0) -> ReinforceBatch:
         sequences[i, : len(ids)] = torch.tensor(ids)
 
     def per_token() -> torch.Tensor:
-        return torch.randn(4, max(LENGTHS), generator=draw)  # not 0 on padding: it must not be recorded
+        return torch.randn(
+            4, max(LENGTHS), generator=draw
+        )  # not 0 on padding: it must not be recorded
 
     rollouts = RolloutBatch(
         sequences=sequences,
@@ -86,14 +88,19 @@ def batch_of(seed: int = 0) -> ReinforceBatch:
 
 def samples_of(batch: ReinforceBatch, tokenizer, prompts=PROMPTS) -> Samples:
     rows = sample_rows(3, prompts, batch.rollouts, tokenizer, batch)
-    return Samples(rows, token_columns(batch.rollouts, kl_estimator="k1", advantages=batch.advantages))
+    return Samples(
+        rows, token_columns(batch.rollouts, kl_estimator="k1", advantages=batch.advantages)
+    )
 
 
 def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
     batch = batch_of()
     path = tmp_path / "rollouts" / "step_00003.parquet"
     write_records(path, join_samples([samples_of(batch, tokenizer)], tokenizer))
-    rows, kl = read_rows(path), token_kl(batch.rollouts.log_probs, batch.rollouts.init_log_probs, torch.ones(4, 5) > 0)
+    rows, kl = (
+        read_rows(path),
+        token_kl(batch.rollouts.log_probs, batch.rollouts.init_log_probs, torch.ones(4, 5) > 0),
+    )
     for i, row in enumerate(rows):
         prompt, length = PROMPTS[i // 2], LENGTHS[i]
         found = read_tokens(path)[i]
@@ -112,11 +119,20 @@ def test_each_value_is_that_of_the_batch(tmp_path, tokenizer):
         }.items():
             assert values is not None and getattr(found, name) == values[i, :length].tolist(), name
     assert [row.score_fault for row in rows] == [None, "took longer than 3 s", None, None]
-    assert math.isnan(rows[1].reward) and rows[0].source_rewards == {"short": 1.0} and rows[0].set_name == "train"
-    assert [row.shaped_reward for row in rows][::2] == [3.0, 5.0] and math.isnan(rows[3].shaped_reward)
+    assert (
+        math.isnan(rows[1].reward)
+        and rows[0].source_rewards == {"short": 1.0}
+        and rows[0].set_name == "train"
+    )
+    assert [row.shaped_reward for row in rows][::2] == [3.0, 5.0] and math.isnan(
+        rows[3].shaped_reward
+    )
     assert [row.kl for row in rows] == [0.0, 1.0, 2.0, 3.0] and rows[2].baseline == 4.0
     assert [row.record for row in rows] == ['{"limit": 80, "answer": "ü"}'] * 2 + ["{}"] * 2
-    assert RunFolder(tmp_path).tokens(3, [7]).keys() == {(7, 0), (7, 1)} and RunFolder(tmp_path).tokens(3, [5]) == {}
+    assert (
+        RunFolder(tmp_path).tokens(3, [7]).keys() == {(7, 0), (7, 1)}
+        and RunFolder(tmp_path).tokens(3, [5]) == {}
+    )
 
 
 def test_the_worst_tokens_by_brute_force(tmp_path, tokenizer):
@@ -135,7 +151,11 @@ def test_the_worst_tokens_by_brute_force(tmp_path, tokenizer):
             expected.append((PROMPTS[i // 2].id, i % 2, t, repr(texts[t]), repr(before), *pair))
     expected = [one for one in expected if not math.isnan(one[5])]
     expected.sort(key=lambda one: -abs(one[5] - one[6]))
-    assert len(expected) == 5 and worst_tokens(path, 9) == expected and worst_tokens(path, 2) == expected[:2]
+    assert (
+        len(expected) == 5
+        and worst_tokens(path, 9) == expected
+        and worst_tokens(path, 2) == expected[:2]
+    )
     limit = abs(expected[3][5] - expected[3][6])
     assert worst_tokens(path, 9, above=limit) == expected[:3]
 
@@ -143,10 +163,17 @@ def test_the_worst_tokens_by_brute_force(tmp_path, tokenizer):
 def test_without_log_probs_no_token_is_the_worst(tmp_path, tokenizer):
     batch = batch_of()
     path = tmp_path / "step_00003.parquet"
-    for changes in ({"generator_log_probs": None}, {"log_probs": None}, {"valid": torch.zeros(4).bool()}):
+    for changes in (
+        {"generator_log_probs": None},
+        {"log_probs": None},
+        {"valid": torch.zeros(4).bool()},
+    ):
         rollouts = dataclasses.replace(batch.rollouts, **changes)
         write_records(
-            path, join_samples([samples_of(dataclasses.replace(batch, rollouts=rollouts), tokenizer)], tokenizer)
+            path,
+            join_samples(
+                [samples_of(dataclasses.replace(batch, rollouts=rollouts), tokenizer)], tokenizer
+            ),
         )
         assert worst_tokens(path) == []
     write_records(path, Samples(sample_rows(3, PROMPTS, batch.rollouts, tokenizer, batch)))
@@ -161,16 +188,24 @@ def test_ranks_together_record_what_one_does(tmp_path, tokenizer, split):
     for rows in (torch.arange(split), torch.arange(split, 4), torch.arange(0)):
         own = batch.rollouts.select(rows)
         if not len(rows):
-            own = dataclasses.replace(own, log_probs=None, init_log_probs=None, generator_log_probs=None)
+            own = dataclasses.replace(
+                own, log_probs=None, init_log_probs=None, generator_log_probs=None
+            )
         vectors = (batch.kl, batch.rewards_with_kl, batch.baseline)
         each = [values[rows] for values in vectors]
         part = ReinforceBatch(
-            own, *each, batch.advantages[rows, : own.width], batch.trains[rows], batch.shaped_rewards[rows]
+            own,
+            *each,
+            batch.advantages[rows, : own.width],
+            batch.trains[rows],
+            batch.shaped_rewards[rows],
         )
         parts.append(samples_of(part, tokenizer))
     write_records(tmp_path / "one.parquet", join_samples([samples_of(batch, tokenizer)], tokenizer))
     write_records(tmp_path / "three.parquet", join_samples(parts, tokenizer))
-    one, three = (read_table(tmp_path / name).to_pydict() for name in ("one.parquet", "three.parquet"))
+    one, three = (
+        read_table(tmp_path / name).to_pydict() for name in ("one.parquet", "three.parquet")
+    )
     # The mean over a response's tokens is summed over another width.
     assert one.pop("advantage") == pytest.approx(three.pop("advantage"), abs=1e-6)
     assert one == three
@@ -185,7 +220,12 @@ def test_what_was_not_computed_is_null(tmp_path, tokenizer):
     write_records(path, join_samples([Samples(rows, token_columns(batch))], tokenizer))
     found = read_tokens(path)[2]
     assert len(found.generator_log_probs or []) == 2
-    assert (found.policy_log_probs, found.reference_log_probs, found.token_kl, found.token_advantages) == (None,) * 4
+    assert (
+        found.policy_log_probs,
+        found.reference_log_probs,
+        found.token_kl,
+        found.token_advantages,
+    ) == (None,) * 4
     write_records(path, join_samples([Samples(rows)], tokenizer))
     assert read_tokens(path) == [] and math.isnan(read_rows(path)[0].kl)
     empty = samples_of(dataclasses.replace(batch_of(), rollouts=batch), tokenizer).rows[1:2]
@@ -193,7 +233,10 @@ def test_what_was_not_computed_is_null(tmp_path, tokenizer):
     write_records(path, join_samples([Samples(empty, token_columns(none))], tokenizer))
     assert read_tokens(path)[0].response_tokens == read_tokens(path)[0].token_texts == []
     write_records(path, Samples([]))
-    assert read_rows(path) == [] and read_table(path).column_names == [*SAMPLE_COLUMNS, *TOKEN_COLUMNS]
+    assert read_rows(path) == [] and read_table(path).column_names == [
+        *SAMPLE_COLUMNS,
+        *TOKEN_COLUMNS,
+    ]
 
 
 def test_values_that_are_not_finite_and_odd_texts_come_back(tmp_path, tokenizer):
@@ -231,7 +274,9 @@ def test_damage_and_other_versions_are_named(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(records, "VERSION", 3)
     write_records(path, join_samples([samples_of(batch_of(), tokenizer)], tokenizer))
     monkeypatch.undo()
-    with raises_error("samples.file.other_version", path, "version 3", f"version {records.VERSION}"):
+    with raises_error(
+        "samples.file.other_version", path, "version 3", f"version {records.VERSION}"
+    ):
         read_rows(path)
     whole = path.read_bytes()
     for data in (b"", b"PAR1", whole[: len(whole) // 2], b"x" * 1000):
@@ -250,7 +295,9 @@ def test_the_view_prints_a_sample_a_line(tmp_path, tokenizer):
     write_samples(tmp_path, 3, samples)
     write_rows(tmp_path, 12, samples.rows[:1])
     run = RunFolder(tmp_path)
-    assert [json.loads(line) for line in run.sample_lines(3)] == [row.as_json() for row in samples.rows]
+    assert [json.loads(line) for line in run.sample_lines(3)] == [
+        row.as_json() for row in samples.rows
+    ]
     assert len(list(run.sample_lines())) == len(list(run.sample_lines(tokens=True))) == 1
     lines = [json.loads(line) for line in run.sample_lines(3, tokens=True)]
     assert lines[0]["policy_log_probs"][0] is None and len(lines[3]["token_kl"]) == 5
@@ -272,16 +319,26 @@ def test_a_space_that_sentencepiece_drops_from_a_first_token_is_kept():
 
 def test_the_columns_are_those_of_the_page():
     page = (Path(__file__).parents[2] / "docs" / "records.md").read_text(encoding="utf-8")
-    rows = [tuple(re.split(r" *\| *", line)[1:3]) for line in page.splitlines() if line.startswith("| `")]
+    rows = [
+        tuple(re.split(r" *\| *", line)[1:3])
+        for line in page.splitlines()
+        if line.startswith("| `")
+    ]
     types = column_types(RolloutRow) | column_types(SampleTokens)
     expected = [(f"`{name}`", str(kind).replace("item: ", "")) for name, kind in types.items()]
     assert rows[: len(expected)] == expected
 
 
 def test_a_row_as_json_has_no_nan():
-    row = RolloutRow(1, 0, 0, "p", "r", math.nan, "stop", 1, source_rewards={"a": math.nan, "b": 1.0})
+    row = RolloutRow(
+        1, 0, 0, "p", "r", math.nan, "stop", 1, source_rewards={"a": math.nan, "b": 1.0}
+    )
     found = json.loads(json.dumps(row.as_json(), allow_nan=False))
-    assert found["reward"] is None and found["source_rewards"] == {"a": None, "b": 1.0} and np.isnan(row.kl)
+    assert (
+        found["reward"] is None
+        and found["source_rewards"] == {"a": None, "b": 1.0}
+        and np.isnan(row.kl)
+    )
 
 
 def row(prompt_id: int = 0, reward: float = 0.5, **changes) -> RolloutRow:
@@ -300,10 +357,29 @@ def row(prompt_id: int = 0, reward: float = 0.5, **changes) -> RolloutRow:
 
 def test_rows_come_back_as_they_were(tmp_path):
     rows = [
-        row(1, 0.1 + 0.2, kl=1.5, reward_with_kl=0.2, baseline=-0.1, advantage=0.3, sample_id=1, shaped_reward=1 / 3),
-        row(2, response='line one\nline "two" \u2028 separated \x85 测试 \\', finish_reason="length", valid=False),
         row(
-            3, math.nan, response="", response_length=0, source_rewards={"a/b": 0.25, "ü": math.nan}, score_fault="no"
+            1,
+            0.1 + 0.2,
+            kl=1.5,
+            reward_with_kl=0.2,
+            baseline=-0.1,
+            advantage=0.3,
+            sample_id=1,
+            shaped_reward=1 / 3,
+        ),
+        row(
+            2,
+            response='line one\nline "two" \u2028 separated \x85 测试 \\',
+            finish_reason="length",
+            valid=False,
+        ),
+        row(
+            3,
+            math.nan,
+            response="",
+            response_length=0,
+            source_rewards={"a/b": 0.25, "ü": math.nan},
+            score_fault="no",
         ),
     ]
     path = write_rows(tmp_path, 12, rows)
@@ -375,7 +451,9 @@ def test_a_file_of_an_earlier_version_names_both_versions(tmp_path):
     path = tmp_path / "rollouts" / "step_00001.parquet"
     write_records(path, Samples([row()], None))
     table = pq.read_table(path)
-    earlier = table.replace_schema_metadata({records.FORMAT: json.dumps({"version": records.VERSION - 1})})
+    earlier = table.replace_schema_metadata(
+        {records.FORMAT: json.dumps({"version": records.VERSION - 1})}
+    )
     pq.write_table(earlier, path)
     versions = (f"version {records.VERSION - 1};", f"version {records.VERSION}.")
     with raises_error("samples.file.other_version", path, *versions):

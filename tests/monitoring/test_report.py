@@ -66,8 +66,12 @@ class Scripts(HTMLParser):
 def read(path: Path) -> dict[str, Any]:
     """The data of the only run of a page, with its samples."""
     page = Scripts(path.read_text(encoding="utf-8"))
-    assert page.found.keys() == {"data", "plotly", "page"}, "a response cannot open or close a script"
-    assert not [one for one in page.addresses if one and not one.startswith(("#", "data:"))], "nothing from elsewhere"
+    assert page.found.keys() == {"data", "plotly", "page"}, (
+        "a response cannot open or close a script"
+    )
+    assert not [one for one in page.addresses if one and not one.startswith(("#", "data:"))], (
+        "nothing from elsewhere"
+    )
     assert b"Plotly" in zlib.decompress(base64.b64decode(page.found["plotly"]))
     data = json.loads(page.found["data"])
     (name,) = data["runs"]
@@ -101,12 +105,24 @@ def make_run(folder: Path, steps: int, gain: float = 1.0) -> Path:
         if step in (0, steps):
             rewards = [-1 + gain * step / steps + noise.gauss(0, 0.1) for _ in range(16)]
             rewards[3] = math.nan
-            write_rows(folder, step, [sample(step, i, reward) for i, reward in enumerate(rewards)], "validation")
+            write_rows(
+                folder,
+                step,
+                [sample(step, i, reward) for i, reward in enumerate(rewards)],
+                "validation",
+            )
             logger.log_metrics({"rewards": rewards[0], "response_lengths": 17.5}, step, "val/")
         if step:
-            numbers = {"rewards": -1 + step / steps, "init_policy_kl": step / 10, "grad_norm": math.nan, "lr": 1e-5}
+            numbers = {
+                "rewards": -1 + step / steps,
+                "init_policy_kl": step / 10,
+                "grad_norm": math.nan,
+                "lr": 1e-5,
+            }
             logger.log_metrics(numbers, step, "train/")
-            logger.log_metrics({"generate": 2.0, "train_time": 1.0, "step_time": 4.0}, step, "timers/")
+            logger.log_metrics(
+                {"generate": 2.0, "train_time": 1.0, "step_time": 4.0}, step, "timers/"
+            )
             rows = [sample(step, i, i / 10, kl=1.0, advantage=0.5, valid=i != 1) for i in range(8)]
             write_rows(folder, step, [*rows, sample(step, 9, math.nan, valid=False)])
         logger.commit(step)
@@ -120,8 +136,13 @@ def test_a_whole_run(tmp_path, steps):
     path = write_report(make_run(tmp_path / "seed-1", steps))
     assert path == tmp_path / "seed-1" / "report.html"
     page = read(path)
-    assert page["name"] == "seed-1" and page["verdict"].startswith("Validation reward, first and last: -1.0")
-    assert "on the same 15 prompts (p < 0.001): a real gain at the 5 % level; this many prompts" in page["verdict"]
+    assert page["name"] == "seed-1" and page["verdict"].startswith(
+        "Validation reward, first and last: -1.0"
+    )
+    assert (
+        "on the same 15 prompts (p < 0.001): a real gain at the 5 % level; this many prompts"
+        in page["verdict"]
+    )
     assert page["verdict"].endswith("or more; 1 left out, not scored on both sides.")
     titles = {chart["title"]: [name for name, _ in chart["lines"]] for chart in page["charts"]}
     assert titles["Reward"] == ["training", "validation"] and titles["Step time by phase"] == [
@@ -134,9 +155,14 @@ def test_a_whole_run(tmp_path, steps):
     assert line(page, "timers/rest of the step") == [(step, 1.0) for step in range(1, steps + 1)]
     assert [step for step, _ in line(page, "val/rewards")] == [0, steps]
     first, last = page["samples"]["validation"].values()
-    assert last[0]["response"] == f"response 0 of step {steps} {EVIL}" and first[3]["reward"] is None
+    assert (
+        last[0]["response"] == f"response 0 of step {steps} {EVIL}" and first[3]["reward"] is None
+    )
     settings = {key: value for key, value, _ in page["config"]["settings"]}
-    assert settings["model.pretrained"] == '"${oc.env:NOT_SET}/model"' and settings["trainer.devices"] == "2"
+    assert (
+        settings["model.pretrained"] == '"${oc.env:NOT_SET}/model"'
+        and settings["trainer.devices"] == "2"
+    )
 
 
 def test_a_long_run_stays_small_and_keeps_its_ends_its_spikes_and_its_validations(tmp_path):
@@ -155,7 +181,9 @@ def test_a_long_run_stays_small_and_keeps_its_ends_its_spikes_and_its_validation
     rewards = line(page, "train/rewards")
     assert len(rewards) <= MAX_POINTS and rewards[-1][0] == 10_000
     for (before, _), (step, value) in itertools.pairwise(rewards):
-        assert value == pytest.approx((before + 1 + step) / 2, rel=1e-4), "the mean of the bin's steps"
+        assert value == pytest.approx((before + 1 + step) / 2, rel=1e-4), (
+            "the mean of the bin's steps"
+        )
     assert max(value for _, value in line(page, "train/grad_norm")) == 50.0
     assert line(page, "val/rewards") == [(step, step / 10) for step in range(0, 10_001, 2000)]
     assert list(page["samples"]["rollouts"]) == ["1", "11", "21", "30", "40"]
@@ -237,7 +265,9 @@ def test_a_run_says_after_each_validation_whether_its_reward_has_moved(tmp_path,
 def test_every_row_of_two_validations_is_tested(tmp_path):
     for step in (0, 2):
         rows = [
-            sample(step, i, 0.5, source_rewards={"tests": i / 4 * step}, response_length=10 + i * step)
+            sample(
+                step, i, 0.5, source_rewards={"tests": i / 4 * step}, response_length=10 + i * step
+            )
             for i in range(4)
         ]
         write_rows(tmp_path, step, rows, "validation")
@@ -261,7 +291,11 @@ def test_the_top_operations_of_a_profile(tmp_path):
     operation = {"name": "aten::<mm>", "calls": 7, "self_seconds": 1.25, "share": 0.5}
     step = {"rank": 0, "device": "cpu", "seconds": 2.5, "trace": "step_00003/rank_0.trace.json.gz"}
     StatusFile(tmp_path, enabled=True).begin()
-    path.write_text(json.dumps({"steps": [{**step, "step": i, "operations": [operation] * 30} for i in range(5)]}))
+    path.write_text(
+        json.dumps(
+            {"steps": [{**step, "step": i, "operations": [operation] * 30} for i in range(5)]}
+        )
+    )
     tables = read(write_report(tmp_path))["tables"][1:]
     assert [table["title"][:7] for table in tables] == ["Step 2:", "Step 3:", "Step 4:"]
     assert tables[0]["rows"] == [["aten::<mm>", "7", "1.250", "50.0%"]] * 12
@@ -293,10 +327,17 @@ def test_the_printed_summary(tmp_path):
         lines[0],
     )
     kl = next(line for line in lines if "KL, nats" in line)
-    assert re.search(r"0\.550 +-> +1\.550 +\+1\.000 +\(training, first and last 10 steps, not paired\)", kl)
-    assert re.search(r"Reward +-.* \+1\.0\d\d ± 0\.0\d\d, p < 0\.001 +\(validation, the same 15 prompts\)", lines[1])
+    assert re.search(
+        r"0\.550 +-> +1\.550 +\+1\.000 +\(training, first and last 10 steps, not paired\)", kl
+    )
+    assert re.search(
+        r"Reward +-.* \+1\.0\d\d ± 0\.0\d\d, p < 0\.001 +\(validation, the same 15 prompts\)",
+        lines[1],
+    )
     lengths = next(line for line in lines if "length, tokens" in line)
-    assert re.search(r"17\.5 -> +17\.5 +\+0\.0 ± 0\.0 +\(validation, the same 16 prompts\)", lengths)
+    assert re.search(
+        r"17\.5 -> +17\.5 +\+0\.0 ± 0\.0 +\(validation, the same 16 prompts\)", lengths
+    )
     assert lines[-1].split() == ["checkpoint", str(tmp_path / "last")]
     assert lines[-2].split() == ["run", "folder", str(tmp_path)]
 
@@ -316,7 +357,10 @@ def test_the_page_of_a_reward_model(tmp_path):
         logger.log_metrics({"loss": loss}, step, "train/")
         logger.log_metrics({"loss": loss}, step, "val/")
         logger.commit(step)
-    assert overview(RunFolder(tmp_path))["verdict"] == "No evaluation has been made since the first step."
+    assert (
+        overview(RunFolder(tmp_path))["verdict"]
+        == "No evaluation has been made since the first step."
+    )
     metrics = {"accuracy": 0.75, "accuracy_standard_error": 0.05, "accuracy_of_longer_wins": 0.5}
     bins = [{"low": 0.5, "high": 0.55, "count": 8, "predicted": 0.52, "observed": 0.625}]
     best = {"step": 1, "evaluation": {"loss": 0.4, "metrics": metrics, "reliability": bins}}

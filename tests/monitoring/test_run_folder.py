@@ -64,7 +64,9 @@ def test_cut_anywhere_only_the_new_lines_are_read(tmp_path, monkeypatch):
     for end in [*sorted(random.Random(0).sample(range(len(whole)), 40)), len(whole)]:
         path.write_bytes(whole[:end])
         run.refresh()
-    assert run.lines == [json.loads(line) for line in whole.decode().splitlines()] and len(read) == 29
+    assert (
+        run.lines == [json.loads(line) for line in whole.decode().splitlines()] and len(read) == 29
+    )
 
 
 def test_a_rewritten_file_of_the_same_size_is_noticed(tmp_path):
@@ -103,7 +105,12 @@ def test_damage_is_named(tmp_path):
     with raises_error("run.folder.missing", tmp_path / "absent"):
         RunFolder(tmp_path / "absent")
     run = RunFolder(tmp_path)
-    assert run.lines == [] and run.alerts() == [] and run.validations is None and run.configuration().text == ""
+    assert (
+        run.lines == []
+        and run.alerts() == []
+        and run.validations is None
+        and run.configuration().text == ""
+    )
     assert run.state().state == "unknown"
     metrics = tmp_path / "metrics.jsonl"
     for bad, found in (("{", "JSON"), ('{"loss": 1}', "step=None")):
@@ -215,7 +222,9 @@ def test_settings_are_what_differs_from_the_defaults(tmp_path, schema):
     tree["of_a_later_version"] = {"colour": "red"}
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(tree)))
     found = RunFolder(tmp_path).configuration().settings
-    assert [(one.value, one.default) for one in found][1:] == [("red", None)] and found[0].value == 77
+    assert [(one.value, one.default) for one in found][1:] == [("red", None)] and found[
+        0
+    ].value == 77
     assert found[1].key == "of_a_later_version.colour" and found[0].default != 77
 
 
@@ -223,7 +232,9 @@ def test_an_alert_is_over_after_some_steps_without(tmp_path):
     logger = JsonlLogger(tmp_path / "metrics.jsonl")
     for step in range(1, 15):
         logger.log_metrics(
-            {"skipped_step": float(step in (2, 3, 6, 12)), "actor_loss": 0.1, "rewards": 1.0}, step, "train/"
+            {"skipped_step": float(step in (2, 3, 6, 12)), "actor_loss": 0.1, "rewards": 1.0},
+            step,
+            "train/",
         )
         logger.log_metrics({"rewards": 1.0}, step, "val/")
         logger.commit(step)
@@ -236,8 +247,15 @@ def test_an_alert_is_over_after_some_steps_without(tmp_path):
 
 
 def test_stragglers_are_those_of_the_run_s_own_factor(tmp_path):
-    timing = {"timing/x/max": 9.0, "timing/x/median": 2.0, "timing/x/rank": 3, "timers/step_time": 10.0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "train/rewards": 0.0, **timing}) + "\n")
+    timing = {
+        "timing/x/max": 9.0,
+        "timing/x/median": 2.0,
+        "timing/x/rank": 3,
+        "timers/step_time": 10.0,
+    }
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "train/rewards": 0.0, **timing}) + "\n"
+    )
     assert [alert.kind for alert in RunFolder(tmp_path).alerts()] == ["straggler"]
     (tmp_path / "config.yaml").write_text("trainer: {straggler_factor: 5.0}\n")
     assert RunFolder(tmp_path).alerts() == []
@@ -251,9 +269,16 @@ def test_a_run_whose_process_is_gone_is_lost(tmp_path):
     child.wait(timeout=60)
     record = json.loads((tmp_path / "status.json").read_text())
     (tmp_path / "status.json").write_text(json.dumps(record | {"pid": child.pid}))
-    assert RunFolder(tmp_path).state().state == "lost" and RunFolder(tmp_path).alerts()[0].kind == "lost"
-    (tmp_path / "status.json").write_text(json.dumps(record | {"host": "elsewhere", "pid": child.pid}))
-    assert RunFolder(tmp_path).state().state == "running", "another machine's processes are not known here"
+    assert (
+        RunFolder(tmp_path).state().state == "lost"
+        and RunFolder(tmp_path).alerts()[0].kind == "lost"
+    )
+    (tmp_path / "status.json").write_text(
+        json.dumps(record | {"host": "elsewhere", "pid": child.pid})
+    )
+    assert RunFolder(tmp_path).state().state == "running", (
+        "another machine's processes are not known here"
+    )
     status.end(1, "the disk is full")
     alert = RunFolder(tmp_path).alerts()[0]
     assert (alert.kind, alert.text, alert.last) == ("failed", "the disk is full", 3)

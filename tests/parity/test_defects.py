@@ -16,7 +16,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from helpers.batches import VOCAB_SIZE, actor_of, gradient_of, relative_difference, rows_of, sequences, whole_batch
+from helpers.batches import (
+    VOCAB_SIZE,
+    actor_of,
+    gradient_of,
+    relative_difference,
+    rows_of,
+    sequences,
+    whole_batch,
+)
 from helpers.errors import check_fault, raises_error
 from helpers.models import tiny_llama_folder
 from helpers.serve_toy_scorer import toy_score
@@ -86,7 +94,13 @@ def test_defect_01_a_data_parallel_rank_computes_its_share_only(tmp_path, mesh):
 def test_defect_02_every_prompt_once_an_epoch_through_resumes(tmp_path, mesh):
     """Ten prompts of four samples, four prompts a step, stopped after steps 1, 2 and 4."""
     for last in (1, 2, 4, -1):
-        run(tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.max_steps={last}", prompts=three_letters(10))
+        run(
+            tmp_path,
+            mesh,
+            f"{RL}.max_epochs=2",
+            f"{RL}.max_steps={last}",
+            prompts=three_letters(10),
+        )
     for steps in ((1, 2, 3), (4, 5, 6)):
         seen = Counter(row["prompt"] for step in steps for row in rollouts_of(tmp_path, step))
         assert seen == dict.fromkeys(three_letters(10), 4)
@@ -101,24 +115,38 @@ def test_defect_03_the_update_does_not_depend_on_micro_batches_and_padding(tmp_p
         "padded": [f"{RL}.rollout_batch_seq_length=16"],
     }.items():
         (tmp_path / name).mkdir()
-        with tiny_trainer(tiny_config(tmp_path / name, *keys, ONE_STEP, "model.optim.eps=1e-3"), mesh) as trainer:
+        with tiny_trainer(
+            tiny_config(tmp_path / name, *keys, ONE_STEP, "model.optim.eps=1e-3"), mesh
+        ) as trainer:
             trainer.fit()
             found.append((metrics_of(tmp_path / name)[0]["train/grad_norm"], weights(trainer)))
     for norm, values in found[1:]:
         assert norm == pytest.approx(found[0][0], rel=1e-5)
-        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(values, found[0][1], strict=True))
+        assert all(
+            torch.allclose(a, b, atol=1e-5) for a, b in zip(values, found[0][1], strict=True)
+        )
 
 
 def test_defect_04_no_beta_no_second_sample_and_empty_responses(tmp_path, mesh):
     (tmp_path / "no beta").mkdir()
     lines = run(tmp_path / "no beta", mesh, f"{RL}.initial_policy_kl_penalty=0")
-    assert all(line["train/grad_norm"] > 0 and abs(line["train/init_policy_kl"]) < 1e-6 for line in lines)
+    assert all(
+        line["train/grad_norm"] > 0 and abs(line["train/init_policy_kl"]) < 1e-6 for line in lines
+    )
 
     too_small = "config.num_rollouts_per_prompt.too_small_for_estimator"
     with raises_error(too_small, f"{RL}.num_rollouts_per_prompt is 1", 2):
         tiny_config(tmp_path, f"{RL}.num_rollouts_per_prompt=1")
-    alone = run(tmp_path, mesh, f"{RL}.num_rollouts_per_prompt=1", f"{RL}.advantage_estimator=none", ONE_STEP)
-    assert alone[0]["train/grad_norm"] > 0, "an estimator that needs no second sample trains on something"
+    alone = run(
+        tmp_path,
+        mesh,
+        f"{RL}.num_rollouts_per_prompt=1",
+        f"{RL}.advantage_estimator=none",
+        ONE_STEP,
+    )
+    assert alone[0]["train/grad_norm"] > 0, (
+        "an estimator that needs no second sample trains on something"
+    )
 
     class FirstIsEmpty:
         is_exact = False
@@ -131,7 +159,10 @@ def test_defect_04_no_beta_no_second_sample_and_empty_responses(tmp_path, mesh):
             lengths, tokens = found.lengths.clone(), found.tokens.clone()
             lengths[0], tokens[0] = 0, 0
             return replace(
-                found, lengths=lengths, tokens=tokens, finish_reasons=(FINISH_STOP, *found.finish_reasons[1:])
+                found,
+                lengths=lengths,
+                tokens=tokens,
+                finish_reasons=(FINISH_STOP, *found.finish_reasons[1:]),
             )
 
     (tmp_path / "empty").mkdir()
@@ -139,7 +170,9 @@ def test_defect_04_no_beta_no_second_sample_and_empty_responses(tmp_path, mesh):
         trainer.model.generator = FirstIsEmpty(trainer.model.generator)
         trainer.fit()
         assert all(bool(parameter.isfinite().all()) for parameter in weights(trainer))
-    assert all(value is not None for line in metrics_of(tmp_path / "empty") for value in line.values())
+    assert all(
+        value is not None for line in metrics_of(tmp_path / "empty") for value in line.values()
+    )
 
 
 def test_defect_05_leave_one_out_counts_valid_samples_only(tmp_path, mesh):
@@ -147,7 +180,9 @@ def test_defect_05_leave_one_out_counts_valid_samples_only(tmp_path, mesh):
     scores = iter([1.0, 2.0, 6.0, math.nan, math.nan, 5.0, math.nan, math.nan, *[1.0] * 100])
     run(tmp_path, mesh, f"{RL}.max_failed_fraction=1", ONE_STEP, rm=lambda ids: next(scores))
     first, second = list(of_prompts(rollouts_of(tmp_path, 1)).values())[:2]
-    assert [row["advantage"] for row in first] == pytest.approx([1 - 8 / 2, 2 - 7 / 2, 6 - 3 / 2, 0.0], abs=1e-6)
+    assert [row["advantage"] for row in first] == pytest.approx(
+        [1 - 8 / 2, 2 - 7 / 2, 6 - 3 / 2, 0.0], abs=1e-6
+    )
     assert [row["advantage"] for row in second] == [0.0] * 4
 
 
@@ -156,7 +191,9 @@ def test_defect_06_equal_prompts_are_two_groups(tmp_path, mesh):
     groups = of_prompts(rollouts_of(tmp_path, 1))
     equal = [rows for rows in groups.values() if rows[0]["prompt"] == "eta"]
     assert len(equal) == 2 and [len(rows) for rows in groups.values()] == [4] * 4
-    assert [row["response"] for row in equal[0]] != [row["response"] for row in equal[1]], "each with its own noise"
+    assert [row["response"] for row in equal[0]] != [row["response"] for row in equal[1]], (
+        "each with its own noise"
+    )
     for rows in equal:
         for row in rows:
             others = sum(other["reward_with_kl"] for other in rows if other is not row) / 3
@@ -170,14 +207,22 @@ def test_defect_07_never_silently_off_policy(tmp_path, mesh):
         with raises_error("config.importance_ratio.missing_off_policy", f"{RL}.importance_ratio"):
             tiny_config(tmp_path, *keys)
     (tmp_path / "ratio").mkdir()
-    (line,) = run(tmp_path / "ratio", mesh, ONE_STEP, f"{RL}.reinforce_epochs=2", f"{RL}.importance_ratio=sequence")
+    (line,) = run(
+        tmp_path / "ratio",
+        mesh,
+        ONE_STEP,
+        f"{RL}.reinforce_epochs=2",
+        f"{RL}.importance_ratio=sequence",
+    )
     assert line["train/optimizer_steps"] == 2 and line["train/effective_sample_size"] < 1
 
 
 def test_defect_08_log_probs_are_of_the_distribution_that_was_sampled_from(tmp_path, mesh):
     # Else the trainer takes the generator's log-probs for its own, and they equal themselves.
     own = f"{RL}.generator_log_probs=false"
-    with tiny_trainer(tiny_config(tmp_path, f"{ROLLOUT}.sampling_params.temperature=0.5", own), mesh) as trainer:
+    with tiny_trainer(
+        tiny_config(tmp_path, f"{ROLLOUT}.sampling_params.temperature=0.5", own), mesh
+    ) as trainer:
         batch, _, _ = trainer.generate_rollouts()
     assert batch.log_probs is not None and batch.generator_log_probs is not None
     assert batch.log_probs is not batch.generator_log_probs
@@ -201,7 +246,10 @@ def test_defect_09_state_is_in_a_file_and_a_resume_is_bit_exact(tmp_path, mesh):
     (folder / "latest").write_text("step_00000000")
     parts = run(tmp_path, mesh, *keys)
     assert [without_times(line) for line in parts] == [without_times(line) for line in whole]
-    assert all(rollouts_of(tmp_path, step) == rollouts_of(tmp_path / "whole", step) for step in (1, 2, 3, 4))
+    assert all(
+        rollouts_of(tmp_path, step) == rollouts_of(tmp_path / "whole", step)
+        for step in (1, 2, 3, 4)
+    )
 
 
 def test_defect_10_validation_has_its_own_set_and_sampling(tmp_path, mesh):
@@ -212,7 +260,14 @@ def test_defect_10_validation_has_its_own_set_and_sampling(tmp_path, mesh):
         "two": [f"{ROLLOUT}.sampling_params.temperature=3", f"{RL}.num_rollouts_per_prompt=6"],
     }.items():
         (tmp_path / name).mkdir()
-        run(tmp_path / name, mesh, *keys, ONE_STEP, f"{RL}.val_check_interval=1", "model.optim.lr=1e-12")
+        run(
+            tmp_path / name,
+            mesh,
+            *keys,
+            ONE_STEP,
+            f"{RL}.val_check_interval=1",
+            "model.optim.lr=1e-12",
+        )
         found = [rollouts_of(tmp_path / name, step, "validation") for step in (0, 1)]
         answers += [[(row["prompt"], row["response"]) for row in rows] for rows in found]
     assert [prompt for prompt, _ in answers[0]] == three_letters(3)
@@ -220,7 +275,15 @@ def test_defect_10_validation_has_its_own_set_and_sampling(tmp_path, mesh):
 
 
 def test_defect_11_optional_back_ends_are_optional(tmp_path, mesh, monkeypatch):
-    for name in ("tensorrt_llm", "pytriton", "tritonclient", "wandb", "tensorboard", "flask", "apex"):
+    for name in (
+        "tensorrt_llm",
+        "pytriton",
+        "tritonclient",
+        "wandb",
+        "tensorboard",
+        "flask",
+        "apex",
+    ):
         monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
     assert len(run(tmp_path, mesh)) == 2
 
@@ -256,20 +319,28 @@ def test_defect_13_the_reward_server_outlives_bad_requests_and_ends_when_told(tm
     client = RemoteGPTRMClient(port=server.port, deadline_seconds=20, first_backoff_seconds=0.02)
     try:
         assert client.wait_until_ready(60).name == "reward_model"
-        other = TokenizerInfo.from_tokenizer(load_tokenizer(write_tiny_tokenizer(tmp_path / "other", vocab_size=64)))
+        other = TokenizerInfo.from_tokenizer(
+            load_tokenizer(write_tiny_tokenizer(tmp_path / "other", vocab_size=64))
+        )
         with pytest.raises(ConfigError, match="vocabulary size 64 here, 128 there"):
             client.check_compatible(other, 64, "tokens")
         tokens = torch.tensor([[5, 6, 7], [5, 999, 7], [8, 9, 0]])
         for _ in range(2):  # the bad one stalls nothing
-            found = client.infer_rm(RewardRequest(tokens, torch.tensor([3, 3, 2]), ("",) * 3, ("",) * 3)).result()
+            found = client.infer_rm(
+                RewardRequest(tokens, torch.tensor([3, 3, 2]), ("",) * 3, ("",) * 3)
+            ).result()
             assert found.status.tolist() == [STATUS_OK, STATUS_BAD_TOKEN, STATUS_OK]
-            assert found.values.tolist()[::2] == pytest.approx([toy_score([5, 6, 7]), toy_score([8, 9])])
+            assert found.values.tolist()[::2] == pytest.approx(
+                [toy_score([5, 6, 7]), toy_score([8, 9])]
+            )
             assert math.isnan(found.values[1])
         os.kill(server.process.pid, signal.SIGTERM)
         assert server.process.wait(60) == 0 and wait_for(lambda: not server.left_behind())
         late = RemoteGPTRMClient(port=server.port, deadline_seconds=1, first_backoff_seconds=0.02)
         with raises_error("reward_server.server.no_answer", "1 s"):
-            late.infer_rm(RewardRequest(tokens, torch.tensor([3, 3, 2]), ("",) * 3, ("",) * 3)).result()
+            late.infer_rm(
+                RewardRequest(tokens, torch.tensor([3, 3, 2]), ("",) * 3, ("",) * 3)
+            ).result()
         late.close()
     finally:
         client.close()
@@ -283,12 +354,18 @@ def test_defect_14_shares_are_fixed_and_ranks_may_be_idle(tmp_path, mesh):
     assert sorted(len(share) for share in shares[0][-1]) == [0, 0, 1, 1]
     assert sorted(prompt.id for step in shares[0] for prompt in chain(*step)) == list(range(10))
 
-    with tiny_trainer(tiny_config(tmp_path, "model.optim.weight_decay=0"), mesh) as trainer:  # a whole idle step
+    with tiny_trainer(
+        tiny_config(tmp_path, "model.optim.weight_decay=0"), mesh
+    ) as trainer:  # a whole idle step
         before = weights(trainer)
         batch = trainer.rollouts.score(trainer.rollouts.sample([], 4, step=1), "nothing")
         where = (batch.sequences, batch.prompt_lengths, batch.response_lengths)
         log_probs = trainer.model.get_inference_log_probs(*where)
-        batch = replace(batch, log_probs=log_probs, init_log_probs=trainer.model.get_init_policy_logprobs(*where))
+        batch = replace(
+            batch,
+            log_probs=log_probs,
+            init_log_probs=trainer.model.get_init_policy_logprobs(*where),
+        )
         data, _ = trainer.generate_reinforce_data(batch)
         assert trainer.run_training(data)["grad_norm"] == 0.0
         assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
@@ -305,13 +382,19 @@ def test_defect_15_the_schedule_is_as_long_as_the_run(tmp_path, mesh):
     assert lines[-1]["train/lr"] == pytest.approx(0.001) and lines[-2]["train/lr"] > 0.001
 
 
-def test_defect_16_the_time_counts_from_the_start_of_the_process_and_across_epochs(tmp_path, mesh, monkeypatch):
+def test_defect_16_the_time_counts_from_the_start_of_the_process_and_across_epochs(
+    tmp_path, mesh, monkeypatch
+):
     """12 s of imports and loading, 10 s a step. A fifth step does not fit: with a save and the margin it is 26.5 s."""
     started = psutil.Process().create_time()
-    assert RunTimer(3600.0, JobTimes()).seconds_left() == pytest.approx(started + 3600 - time.time(), abs=5)
+    assert RunTimer(3600.0, JobTimes()).seconds_left() == pytest.approx(
+        started + 3600 - time.time(), abs=5
+    )
     config = tiny_config(tmp_path, f"{RL}.max_epochs=9", "exp_manager.max_time_per_run='1:15'")
     with tiny_trainer(config, mesh) as trainer:
-        monkeypatch.setattr(run_timer, "time", SimpleNamespace(time=lambda: started + 12 + 10 * trainer.step))
+        monkeypatch.setattr(
+            run_timer, "time", SimpleNamespace(time=lambda: started + 12 + 10 * trainer.step)
+        )
         with raises_error("run.time.used_up") as error:
             trainer.fit()
     assert isinstance(error.value, StoppedEarly)
@@ -320,7 +403,9 @@ def test_defect_16_the_time_counts_from_the_start_of_the_process_and_across_epoc
 
 def test_defect_17_all_samples_of_a_prompt_are_one_call_and_one_prefill(tmp_path, mesh):
     prefills, calls = [], []
-    with tiny_trainer(tiny_config(tmp_path, ONE_STEP, f"{RL}.num_rollouts_per_prompt=5"), mesh, odd_share) as trainer:
+    with tiny_trainer(
+        tiny_config(tmp_path, ONE_STEP, f"{RL}.num_rollouts_per_prompt=5"), mesh, odd_share
+    ) as trainer:
         lm, engine = trainer.model.lm, trainer.model.generator
         forward, generate = lm.forward, engine.generate
 

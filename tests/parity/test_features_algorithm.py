@@ -49,7 +49,12 @@ def of_prompts(rows: list[dict]) -> dict[int, list[dict]]:
 
 def changed(before: list[torch.Tensor], after: list[torch.Tensor]) -> float:
     """The norm of the difference of all weights."""
-    return math.sqrt(sum(float((b.double() - a.double()).square().sum()) for a, b in zip(before, after, strict=True)))
+    return math.sqrt(
+        sum(
+            float((b.double() - a.double()).square().sum())
+            for a, b in zip(before, after, strict=True)
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +87,10 @@ class TestAlgorithm:
         keys = f"{RL}.use_absolute_kl={absolute}", f"{RL}.initial_policy_kl_penalty=0.3"
         run(tmp_path, mesh, *keys)
         rows = rollouts_of(tmp_path, 2)
-        assert all(r["reward_with_kl"] == pytest.approx(r["reward"] - 0.3 * r["kl"], abs=1e-6) for r in rows)
+        assert all(
+            r["reward_with_kl"] == pytest.approx(r["reward"] - 0.3 * r["kl"], abs=1e-6)
+            for r in rows
+        )
         assert any(row["kl"] < 0 for row in rows) != absolute and any(row["kl"] > 0 for row in rows)
 
     def test_feature_responses_that_did_not_terminate_are_dropped(self, tmp_path, mesh):
@@ -124,7 +132,13 @@ class TestAlgorithm:
         assert line["train/fraction_of_samples_valid"] == 0.75 and line["train/grad_norm"] > 0
 
     def test_feature_end_strings(self, tmp_path, mesh):
-        run(tmp_path, mesh, f"{SAMPLING}.end_strings=[e,t]", ONE_STEP, f"{ROLLOUT}.length_params.max_length=9")
+        run(
+            tmp_path,
+            mesh,
+            f"{SAMPLING}.end_strings=[e,t]",
+            ONE_STEP,
+            f"{ROLLOUT}.length_params.max_length=9",
+        )
         ended = [row for row in rollouts_of(tmp_path, 1) if set(row["response"]) & set("et")]
         assert ended
         for row in ended:
@@ -153,7 +167,13 @@ class TestAlgorithm:
         whole = run(tmp_path, mesh, "model.global_batch_size=16", "model.micro_batch_size=2")
         assert same_as(plain, whole) and [line["train/optimizer_steps"] for line in whole] == [1, 1]
         (tmp_path / "two").mkdir()
-        halves = run(tmp_path / "two", mesh, "model.global_batch_size=8", f"{RL}.importance_ratio=token", ONE_STEP)
+        halves = run(
+            tmp_path / "two",
+            mesh,
+            "model.global_batch_size=8",
+            f"{RL}.importance_ratio=token",
+            ONE_STEP,
+        )
         assert halves[0]["train/optimizer_steps"] == 2
 
     def test_feature_several_epochs_with_shuffling(self, tmp_path, mesh, plain):
@@ -195,7 +215,9 @@ class TestModel:
                 assert processes.wait() == 0, (tmp_path / name / "log").read_text()
         finally:
             processes.close()
-        one, *others = ([however_cut(line) for line in metrics_of(tmp_path / name)] for name in layouts)
+        one, *others = (
+            [however_cut(line) for line in metrics_of(tmp_path / name)] for name in layouts
+        )
         for other in others:
             assert max(map(largest_difference, one, other)) < SAME
 
@@ -205,23 +227,35 @@ class TestModel:
         processes, lines = TrainerProcesses(), []
         try:
             for name in ("false", "true"):
-                keys = [f"{RL}.generation_work_queue={name}", f"{ROLLOUT}.rollout_micro_batch_size=1"]
+                keys = [
+                    f"{RL}.generation_work_queue={name}",
+                    f"{ROLLOUT}.rollout_micro_batch_size=1",
+                ]
                 processes.start(tmp_path / name, ONE_STEP, *keys, ranks=2, slow_rank=0)
                 assert processes.wait() == 0, (tmp_path / name / "log").read_text()
                 lines.append([without_times(line) for line in metrics_of(tmp_path / name)])
         finally:
             processes.close()
         assert lines[0] == lines[1]
-        assert re.search(r"rank 1 took [34] of 4, its own 2", (tmp_path / "true" / "log").read_text())
+        assert re.search(
+            r"rank 1 took [34] of 4, its own 2", (tmp_path / "true" / "log").read_text()
+        )
 
     def test_feature_bf16(self, tmp_path, mesh):
         with tiny_trainer(tiny_config(tmp_path, "trainer.precision=bf16"), mesh) as trainer:
-            assert {parameter.dtype for parameter in trainer.model.lm.parameters()} == {torch.bfloat16}
+            assert {parameter.dtype for parameter in trainer.model.lm.parameters()} == {
+                torch.bfloat16
+            }
             trainer.fit()
             states = trainer.optimizer._optimizer.state_dict()
         lines = metrics_of(tmp_path)
-        assert all(math.isfinite(line["train/actor_loss"]) and line["train/grad_norm"] > 0 for line in lines)
-        assert {main.dtype for group in states["fp32_from_fp16_params"] for main in group} == {torch.float32}
+        assert all(
+            math.isfinite(line["train/actor_loss"]) and line["train/grad_norm"] > 0
+            for line in lines
+        )
+        assert {main.dtype for group in states["fp32_from_fp16_params"] for main in group} == {
+            torch.float32
+        }
 
     def test_feature_activation_checkpointing(self, tmp_path, mesh, plain):
         full = ["granularity=full", "method=uniform", "num_layers=1"]
@@ -232,10 +266,16 @@ class TestModel:
         assert same_as(plain, metrics_of(tmp_path))
 
     def test_feature_lora_with_the_adapter_off_reference(self, tmp_path, mesh):
-        config = tiny_config(tmp_path, "model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
+        config = tiny_config(
+            tmp_path, "model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"
+        )
         with tiny_trainer(config, mesh) as trainer:
             named = dict(trainer.model.lm.named_parameters())
-            frozen = {name: value.detach().clone() for name, value in named.items() if not value.requires_grad}
+            frozen = {
+                name: value.detach().clone()
+                for name, value in named.items()
+                if not value.requires_grad
+            }
             trainer.fit()
             assert frozen and all(torch.equal(named[name], value) for name, value in frozen.items())
         first, second = metrics_of(tmp_path)
@@ -246,7 +286,9 @@ class TestModel:
         lines = run(tmp_path, mesh, "model.reference_placement=device")
         assert same_as(plain, lines) and lines[1]["train/init_policy_kl"] != 0.0
 
-    def test_feature_adam_states_are_away_while_responses_are_generated(self, tmp_path, mesh, plain, monkeypatch):
+    def test_feature_adam_states_are_away_while_responses_are_generated(
+        self, tmp_path, mesh, plain, monkeypatch
+    ):
         log: list[str] = []
 
         @contextlib.contextmanager
@@ -256,9 +298,13 @@ class TestModel:
             log.append("back")
 
         monkeypatch.setattr(ActorOptimizer, "offloaded", offloaded)
-        with tiny_trainer(tiny_config(tmp_path, f"{ROLLOUT}.offload_adam_states=true"), mesh) as trainer:
+        with tiny_trainer(
+            tiny_config(tmp_path, f"{ROLLOUT}.offload_adam_states=true"), mesh
+        ) as trainer:
             generate = trainer.model.generator.generate
-            trainer.model.generator.generate = lambda *args: log.append("generate") or generate(*args)
+            trainer.model.generator.generate = lambda *args: (
+                log.append("generate") or generate(*args)
+            )
             trainer.fit()
         assert log == ["away", "generate", "generate", "back"] * 2
         assert same_as(plain, metrics_of(tmp_path))
@@ -266,15 +312,23 @@ class TestModel:
 
 class TestOptimizer:
     def test_feature_distributed_adam(self, tmp_path, mesh, plain):
-        lines = run(tmp_path, mesh, "model.optim.distributed=true", "model.optim.overlap_grad_sync=true")
+        lines = run(
+            tmp_path, mesh, "model.optim.distributed=true", "model.optim.overlap_grad_sync=true"
+        )
         assert same_as(plain, lines)
 
     @pytest.mark.parametrize("name", ["CosineAnnealing", "constant"])
     def test_feature_schedules(self, tmp_path, mesh, name):
         sched = [f"name={name}", "warmup_steps=2", "constant_steps=2", "min_lr=0.001"]
-        lines = run(tmp_path, mesh, f"{RL}.max_epochs=4", *(f"model.optim.sched.{key}" for key in sched))
+        lines = run(
+            tmp_path, mesh, f"{RL}.max_epochs=4", *(f"model.optim.sched.{key}" for key in sched)
+        )
         falling = [0.001 + 0.009 * (1 + math.cos(math.pi * i / 4)) / 2 for i in (1, 2, 3, 4)]
-        expected = [0.005, 0.01, *(falling + [0.001] * 2 if name == "CosineAnnealing" else [0.01] * 6)]
+        expected = [
+            0.005,
+            0.01,
+            *(falling + [0.001] * 2 if name == "CosineAnnealing" else [0.01] * 6),
+        ]
         assert [line["train/lr"] for line in lines] == pytest.approx(expected)
 
 
@@ -286,7 +340,8 @@ class TestGeneration:
         assert rollouts_of(tmp_path, 1) == rollouts_of(tmp_path / "again", 1)
         own = {(r["prompt_id"], r["sample_id"]): r["response"] for r in rollouts_of(tmp_path, 1)}
         other = {
-            (r["prompt_id"], r["sample_id"]): r["response"] for r in rollouts_of(plain, 1) + rollouts_of(plain, 2)
+            (r["prompt_id"], r["sample_id"]): r["response"]
+            for r in rollouts_of(plain, 1) + rollouts_of(plain, 2)
         }
         assert sum(own[key] != other[key] for key in own) > len(own) / 2
 
@@ -306,9 +361,15 @@ class TestGeneration:
         shares = []
         for penalty in (1, 100):
             (tmp_path / str(penalty)).mkdir()
-            keys = [f"{SAMPLING}.repetition_penalty={penalty}", f"{ROLLOUT}.length_params.max_length=10", BIASED]
+            keys = [
+                f"{SAMPLING}.repetition_penalty={penalty}",
+                f"{ROLLOUT}.length_params.max_length=10",
+                BIASED,
+            ]
             run(tmp_path / str(penalty), mesh, *keys, ONE_STEP)
-            texts = [row["prompt"] + row["response"] for row in rollouts_of(tmp_path / str(penalty), 1)]
+            texts = [
+                row["prompt"] + row["response"] for row in rollouts_of(tmp_path / str(penalty), 1)
+            ]
             shares.append(sum(len(text) - len(set(text)) for text in texts) / sum(map(len, texts)))
         assert shares[1] < 0.8 * shares[0]
 
@@ -317,7 +378,9 @@ class TestGeneration:
         lengths = Counter(row["response_length"] for row in rollouts_of(tmp_path, 1))
         assert max(lengths) == 2 < MAX_LENGTH
 
-    def test_feature_micro_batches_of_rollout_forward_and_validation(self, tmp_path, mesh, plain, monkeypatch):
+    def test_feature_micro_batches_of_rollout_forward_and_validation(
+        self, tmp_path, mesh, plain, monkeypatch
+    ):
         sizes: dict[str, list[int]] = {"rollout": [], "validation": [], "passes": []}
         cut = actor_model.packed_micro_batches
 
@@ -326,9 +389,16 @@ class TestGeneration:
             return cut(ids, prompts, responses, size, *rest)
 
         monkeypatch.setattr(actor_model, "packed_micro_batches", spy_cut)
-        keys = ["rollout_micro_batch_size=3", "forward_micro_batch_size=7", "val_rollout_micro_batch_size=2"]
+        keys = [
+            "rollout_micro_batch_size=3",
+            "forward_micro_batch_size=7",
+            "val_rollout_micro_batch_size=2",
+        ]
         config = tiny_config(
-            tmp_path, *(f"{ROLLOUT}.{key}" for key in keys), "model.micro_batch_size=6", f"{RL}.val_check_interval=9"
+            tmp_path,
+            *(f"{ROLLOUT}.{key}" for key in keys),
+            "model.micro_batch_size=6",
+            f"{RL}.val_check_interval=9",
         )
         with tiny_trainer(config, mesh) as trainer:
             infer = trainer.model.infer
@@ -342,13 +412,17 @@ class TestGeneration:
         assert sizes["rollout"] == [3, 1] * 2 and sizes["validation"] == [2, 1] * 2
         assert sizes["passes"] == [7, 6] * 2, "reference, update: the generator knows the policy's"
         losses = [line["train/actor_loss"] for line in metrics_of(tmp_path)[1:]]
-        assert losses == pytest.approx([line["train/actor_loss"] for line in metrics_of(plain)[:2]], abs=SAME)
+        assert losses == pytest.approx(
+            [line["train/actor_loss"] for line in metrics_of(plain)[:2]], abs=SAME
+        )
 
 
 class TestLoad:
     def test_feature_padding_to_a_fixed_length(self, tmp_path, mesh, plain):
         """Every pass without a cache has one shape, and no number changes."""
-        with tiny_trainer(tiny_config(tmp_path, f"{RL}.rollout_batch_seq_length=15"), mesh) as trainer:
+        with tiny_trainer(
+            tiny_config(tmp_path, f"{RL}.rollout_batch_seq_length=15"), mesh
+        ) as trainer:
             widths: set[int] = set()
             forward = trainer.model.lm.forward
 
@@ -370,7 +444,11 @@ class TestLoad:
         """Which positions a rank has depends on the padded length."""
         processes = TrainerProcesses()
         try:
-            keys = ["model.context_parallel_size=2", f"{RL}.rollout_batch_seq_length=15", f"{RL}.max_epochs=2"]
+            keys = [
+                "model.context_parallel_size=2",
+                f"{RL}.rollout_batch_seq_length=15",
+                f"{RL}.max_epochs=2",
+            ]
             processes.start(
                 tmp_path,
                 "trainer.devices=2",

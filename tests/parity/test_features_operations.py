@@ -52,7 +52,9 @@ ODD = FunctionReward(odd_share, PROMPT_TOKENS)
 
 
 def checkpoints(folder: Path) -> list[int]:
-    return sorted(int(path.name.split("_")[1]) for path in (folder / "run" / "checkpoints").glob("step_*"))
+    return sorted(
+        int(path.name.split("_")[1]) for path in (folder / "run" / "checkpoints").glob("step_*")
+    )
 
 
 class TestRewardClient:
@@ -93,7 +95,10 @@ class TestRewardClient:
 
                 setattr(model, name, spy)
             trainer.fit()
-        passes = ["get_init_policy_logprobs", "get_inference_log_probs"]  # the latter is the reference's too
+        passes = [
+            "get_init_policy_logprobs",
+            "get_inference_log_probs",
+        ]  # the latter is the reference's too
         assert log == ["infer", "ask", "infer", "ask", *passes, "wait", "wait"]
 
     def test_feature_server_on_another_host(self, tmp_path, mesh, server):
@@ -104,7 +109,9 @@ class TestRewardClient:
         assert rm.infer_rm(request).result().values.tolist() == [1.0, 2.0]
         rm.close()
         with raises_error("reward_server.server.no_answer", "127.0.0.2"):
-            self.connect(tmp_path, mesh, here, "reward_model.ip=127.0.0.2", "ready_timeout_seconds=0.2")
+            self.connect(
+                tmp_path, mesh, here, "reward_model.ip=127.0.0.2", "ready_timeout_seconds=0.2"
+            )
 
     def test_feature_waits_until_the_server_is_ready(self, tmp_path, mesh, server):
         port = free_port()
@@ -120,7 +127,9 @@ class TestRewardClient:
         thread = threading.Thread(target=start)
         thread.start()
         try:
-            self.connect(tmp_path, mesh, f"reward_model.port={port}", "ready_timeout_seconds=60").close()
+            self.connect(
+                tmp_path, mesh, f"reward_model.port={port}", "ready_timeout_seconds=60"
+            ).close()
         finally:
             thread.join()
             started[0].__exit__()
@@ -130,7 +139,9 @@ class TestRewardClient:
         shapes: list[tuple[int, ...]] = []
         send = triton.InferInput.set_data_from_numpy
         monkeypatch.setattr(
-            triton.InferInput, "set_data_from_numpy", lambda self, data: shapes.append(data.shape) or send(self, data)
+            triton.InferInput,
+            "set_data_from_numpy",
+            lambda self, data: shapes.append(data.shape) or send(self, data),
         )
         for options, width in (([], 3), (["pad_to_length=16"], 16)):
             shapes.clear()
@@ -159,9 +170,9 @@ class TestData:
         keys = [f"model.data.data_prefix.test={test}", f"{RL}.val_check_interval=1"]
         run(tmp_path, mesh, *keys, ONE_STEP)
         lines = run(tmp_path, mesh, *keys)
-        assert [name for line in lines for name in ("val/rewards", "test/rewards") if name in line] == (
-            ["val/rewards", "val/rewards", "test/rewards", "val/rewards", "test/rewards"]
-        )
+        assert [
+            name for line in lines for name in ("val/rewards", "test/rewards") if name in line
+        ] == (["val/rewards", "val/rewards", "test/rewards", "val/rewards", "test/rewards"])
         assert [line["step"] for line in lines] == [0, 1, 2]
         rows = rollouts_of(tmp_path, 2, "test")
         assert [row["prompt"] for row in rows] == ["sin", "tan"]
@@ -184,12 +195,16 @@ class TestData:
             draws += prompts.values()
         counts = Counter(draws)
         assert counts["sin"] == counts["tan"] == 9, "three quarters of 24 draws"
-        assert sorted(counts.values()) == [1] * 6 + [9] * 2, "one pass over the other file, in three epochs"
+        assert sorted(counts.values()) == [1] * 6 + [9] * 2, (
+            "one pass over the other file, in three epochs"
+        )
 
     @pytest.mark.parametrize("too_long", ["refuse", "skip"])
     def test_feature_limit_on_prompt_length(self, tmp_path, mesh, too_long):
         """16 tokens less 5 for the response."""
-        config = tiny_config(tmp_path, f"model.data.too_long={too_long}", prompts=["a" * 11, "a" * 12])
+        config = tiny_config(
+            tmp_path, f"model.data.too_long={too_long}", prompts=["a" * 11, "a" * 12]
+        )
         tokenizer = load_tokenizer(config.pretrained_checkpoint.restore_from_path)
         if too_long == "refuse":
             values = ("train.jsonl:2: ", "12 tokens", "11, ")
@@ -214,7 +229,9 @@ class FakeWandb(ModuleType):
     def init(self, **options):
         self.started = options
         log = lambda values, step: self.logged.setdefault(step, {}).update(values)  # noqa: E731
-        return SimpleNamespace(id="abc", log=log, finish=lambda exit_code: self.ended.append(exit_code))
+        return SimpleNamespace(
+            id="abc", log=log, finish=lambda exit_code: self.ended.append(exit_code)
+        )
 
     Settings = staticmethod(lambda **options: options)
     Table = staticmethod(lambda columns, data, allow_mixed_types: (columns, data))
@@ -222,14 +239,21 @@ class FakeWandb(ModuleType):
 
 class TestOperations:
     def test_feature_hydra_overrides(self, tmp_path):
-        config = load_config(compose(*tiny_overrides(tmp_path), "model.micro_batch_size=6", "algorithm=nemo_aligner"))
+        config = load_config(
+            compose(*tiny_overrides(tmp_path), "model.micro_batch_size=6", "algorithm=nemo_aligner")
+        )
         assert config.model.micro_batch_size == config.model.reinforce.forward_micro_batch_size == 6
-        assert config.trainer.reinforce.use_absolute_kl and config.trainer.reinforce.kl_reduction == "mean"
+        assert (
+            config.trainer.reinforce.use_absolute_kl
+            and config.trainer.reinforce.kl_reduction == "mean"
+        )
 
     def test_feature_wandb_with_sample_tables(self, tmp_path, mesh, monkeypatch):
         wandb = FakeWandb()
         monkeypatch.setitem(sys.modules, "wandb", wandb)
-        kwargs = [f"exp_manager.wandb_logger_kwargs.{key}" for key in ("project=aligning", "mode=offline")]
+        kwargs = [
+            f"exp_manager.wandb_logger_kwargs.{key}" for key in ("project=aligning", "mode=offline")
+        ]
         keys = [
             "exp_manager.create_wandb_logger=true",
             "exp_manager.name=first",
@@ -237,7 +261,11 @@ class TestOperations:
             f"{RL}.val_check_interval=1",
         ]
         lines = run(tmp_path, mesh, *keys)
-        assert [wandb.started[key] for key in ("project", "name", "mode")] == ["aligning", "first", "offline"]
+        assert [wandb.started[key] for key in ("project", "name", "mode")] == [
+            "aligning",
+            "first",
+            "offline",
+        ]
         assert wandb.ended == [0] and sorted(wandb.logged) == [0, 1, 2]
         assert wandb.logged[2]["train/rewards"] == lines[2]["train/rewards"]
         columns, data = wandb.logged[2]["validation"]
@@ -246,7 +274,11 @@ class TestOperations:
     def test_feature_tensorboard_without_doubled_steps(self, tmp_path, mesh):
         """A checkpoint of step 2, and step 3 already in the files when the run ends there; as TensorBoard shows it."""
         reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-        keys = ["exp_manager.create_tensorboard_logger=true", f"{RL}.max_epochs=2", f"{RL}.val_check_interval=2"]
+        keys = [
+            "exp_manager.create_tensorboard_logger=true",
+            f"{RL}.max_epochs=2",
+            f"{RL}.val_check_interval=2",
+        ]
         run(tmp_path, mesh, *keys, f"{RL}.max_steps=2")
         with tiny_trainer(tiny_config(tmp_path, *keys), mesh) as trainer:
             trainer.save = lambda **_: None  # type: ignore[method-assign]
@@ -257,11 +289,19 @@ class TestOperations:
         lines = run(tmp_path, mesh, *keys)
         events = reader.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
         events.Reload()
-        found = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+        found = {
+            tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]
+        }
         assert [e.step for e in events.Scalars("train/rewards")] == [1, 2, 3, 4]
         assert [e.step for e in events.Scalars("val/rewards")] == [0, 2, 4]
-        names = [name for name in lines[-1] if name not in ("step", "time") and lines[-1][name] is not None]
-        assert {name: found[name][4] for name in names} == pytest.approx({name: lines[-1][name] for name in names})
+        names = [
+            name
+            for name in lines[-1]
+            if name not in ("step", "time") and lines[-1][name] is not None
+        ]
+        assert {name: found[name][4] for name in names} == pytest.approx(
+            {name: lines[-1][name] for name in names}
+        )
 
     def test_feature_sample_tables_phase_timers_and_metrics_with_their_names(self, tmp_path, mesh):
         lines = run(tmp_path, mesh, f"{RL}.val_check_interval=2")
@@ -270,16 +310,23 @@ class TestOperations:
             "fraction_of_samples_properly_ended grad_norm lr"
         )
         timers = "generate logprobs init_logprobs reward_wait train_time"
-        names = [f"train/{name}" for name in metrics.split()] + [f"timers/{name}" for name in timers.split()]
+        names = [f"train/{name}" for name in metrics.split()] + [
+            f"timers/{name}" for name in timers.split()
+        ]
         for line in lines[1:]:
             assert [name for name in names if not math.isfinite(line[name])] == []
         rows, answered = rollouts_of(tmp_path, 2), rollouts_of(tmp_path, 2, "validation")
         assert len(rows) == 16 and len(answered) == 3
-        assert all({"prompt", "response", "reward", "finish_reason"} <= row.keys() for row in rows + answered)
+        assert all(
+            {"prompt", "response", "reward", "finish_reason"} <= row.keys()
+            for row in rows + answered
+        )
         # Which names a source of rewards must not have is written down where torch is not imported.
         from reinforce_rl.config.rules import REWARD_METRICS
 
-        assert {name[6:] for name in lines[1] if name.startswith("train/rewards_")} == set(REWARD_METRICS)
+        assert {name[6:] for name in lines[1] if name.startswith("train/rewards_")} == set(
+            REWARD_METRICS
+        )
 
     def test_feature_interval_top_k_last_and_final_checkpoints(self, tmp_path, mesh):
         """Ten steps; the validation of step 4 is the best."""
@@ -298,16 +345,20 @@ class TestOperations:
                     found = source.infer_rm(request).rewards
                     known = values.get(trainer.step) if len(request.lengths) == 3 else None
                     return ReadyRewards(
-                        found if known is None else dataclasses.replace(found, values=found.values * 0 + known)
+                        found
+                        if known is None
+                        else dataclasses.replace(found, values=found.values * 0 + known)
                     )
 
             assert evaluate is not None
             trainer.rollouts = dataclasses.replace(trainer.rollouts, rm=Validation())
             trainer.fit()
-        assert [line["val/rewards"] for line in metrics_of(tmp_path) if line["step"] in values] == list(
-            values.values()
+        assert [
+            line["val/rewards"] for line in metrics_of(tmp_path) if line["step"] in values
+        ] == list(values.values())
+        assert checkpoints(tmp_path) == [4, 9, 10], (
+            "the best, the last of the interval, the final one"
         )
-        assert checkpoints(tmp_path) == [4, 9, 10], "the best, the last of the interval, the final one"
 
     def test_feature_auto_resume(self, tmp_path, mesh):
         run(tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.max_steps=3")

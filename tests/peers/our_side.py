@@ -85,20 +85,32 @@ class GivenLogProbs:
             mask=rollouts.response_mask[rows],
             advantages=batch.advantages[rows],
             trains=batch.trains[rows],
-            old_log_probs=None if on_policy or rollouts.log_probs is None else rollouts.log_probs[rows],
-            generator_log_probs=None if rollouts.generator_log_probs is None else rollouts.generator_log_probs[rows],
-            reference_log_probs=None if rollouts.init_log_probs is None else rollouts.init_log_probs[rows],
+            old_log_probs=None
+            if on_policy or rollouts.log_probs is None
+            else rollouts.log_probs[rows],
+            generator_log_probs=None
+            if rollouts.generator_log_probs is None
+            else rollouts.generator_log_probs[rows],
+            reference_log_probs=None
+            if rollouts.init_log_probs is None
+            else rollouts.init_log_probs[rows],
         )
         leaf = self._batch.log_probs[rows].clone().requires_grad_()
         entropy = self._batch.entropy[rows]
         loss, sums = policy_loss(leaf, entropy, inputs, denominators, self._loss, kl_coefficient)
         (self.last_gradient,) = torch.autograd.grad(loss, leaf)
         self.last_loss = loss.detach()
-        return LossShare(float(self.last_loss), {name: float(value) for name, value in sums.items()})
+        return LossShare(
+            float(self.last_loss), {name: float(value) for name, value in sums.items()}
+        )
 
 
 def train(
-    config: TrainConfig, batch: Batch, *, scored: Tensor | None = None, truncated: Sequence[int] = ()
+    config: TrainConfig,
+    batch: Batch,
+    *,
+    scored: Tensor | None = None,
+    truncated: Sequence[int] = (),
 ) -> Trained:
     """One rollout batch through the trainer: advantages, then as many passes as the configuration says.
 
@@ -147,7 +159,12 @@ def train(
     )
     data, _ = trainer.generate_reinforce_data(rollouts)
     trainer.run_training(data)
-    return Trained(data.advantages, model.last_loss, model.last_gradient, trainer.state_dict()["kl_coefficient"])
+    return Trained(
+        data.advantages,
+        model.last_loss,
+        model.last_gradient,
+        trainer.state_dict()["kl_coefficient"],
+    )
 
 
 class _Loader:

@@ -9,7 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SHAPES = ((3, 2), (4, 3), (5, 4), (6, 5), (3, 5), (4, 2))  # prompts, samples of each; one batch of each
+SHAPES = (
+    (3, 2),
+    (4, 3),
+    (5, 4),
+    (6, 5),
+    (3, 5),
+    (4, 2),
+)  # prompts, samples of each; one batch of each
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,10 @@ def random_batch(seed: int) -> Batch:
     rewards[1] = 0.7 + 1e-5 * normal(samples)
     rewards[2] = -0.3
     lengths = torch.randint(1, width + 1, (count,), generator=generator)
-    lengths[0], lengths[1] = width, 1  # the batch is as wide as its longest, and one response is a single token
+    lengths[0], lengths[1] = (
+        width,
+        1,
+    )  # the batch is as wide as its longest, and one response is a single token
     old = -0.2 - normal(count, width).abs()
     scored = torch.ones(count, dtype=torch.bool)
     scored[samples - 1] = False  # one of the first group
@@ -72,5 +82,9 @@ def random_batch(seed: int) -> Batch:
 
 def write_batches(path: Path, batches: list[Batch]) -> None:
     """As numpy's archive, whose format is the same for the numpy of either side; keys are `<seed>/<field>`."""
-    arrays = {f"{i}/{f.name}": getattr(b, f.name).numpy() for i, b in enumerate(batches) for f in fields(Batch)}
+    arrays = {
+        f"{i}/{f.name}": getattr(b, f.name).numpy()
+        for i, b in enumerate(batches)
+        for f in fields(Batch)
+    }
     np.savez(path, **arrays)

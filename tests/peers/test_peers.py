@@ -46,12 +46,20 @@ PPO = {**OFF_POLICY, "importance_ratio": "token"}
 def settings(preset: str, *parts: dict[str, Any], **keys: Any) -> tuple[str, ...]:
     """A preset and what is asked of it besides, as overrides."""
     chosen = {key: value for part in (*parts, keys) for key, value in part.items()}
-    return (f"algorithm={preset}", *(f"trainer.reinforce.{key}={value}" for key, value in chosen.items()))
+    return (
+        f"algorithm={preset}",
+        *(f"trainer.reinforce.{key}={value}" for key, value in chosen.items()),
+    )
 
 
 def run(command: list[str], seconds: int) -> None:
     # Idle threads that spin cost a busy machine dearly, and no model hub is asked.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GOMP_SPINCOUNT": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
     done = subprocess.run(command, timeout=seconds, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
 
@@ -65,7 +73,9 @@ def peers_python() -> Path:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, prompts, and the random batches as both sides read them."""
     folder = tmp_path_factory.mktemp("peers")
-    tiny_llama_folder(folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16)
+    tiny_llama_folder(
+        folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16
+    )
     write_prompts(folder / "prompts.jsonl", ["a"])
     write_batches(folder / "inputs.npz", BATCHES)
     return folder
@@ -73,7 +83,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def numbers_of(peer: str, python: Path, folder: Path, *arguments: Path) -> PeerNumbers:
     outputs = folder / f"{peer}.npz"
-    run([str(python), "-W", "ignore", str(HERE / f"{peer}_side.py"), *map(str, arguments), str(outputs)], seconds=480)
+    run(
+        [
+            str(python),
+            "-W",
+            "ignore",
+            str(HERE / f"{peer}_side.py"),
+            *map(str, arguments),
+            str(outputs),
+        ],
+        seconds=480,
+    )
     with np.load(outputs) as archive:
         return {key: torch.from_numpy(archive[key]) for key in archive.files}
 
@@ -111,7 +131,9 @@ def assert_close(own: Tensor, theirs: Tensor, what: str) -> None:
     assert own.dtype == theirs.dtype == torch.float64
     assert own.shape == theirs.shape
     difference = float((own - theirs).abs().max())
-    assert difference < TOLERANCE, f"{what}: {difference:.2e} apart, expected less than {TOLERANCE:g}"
+    assert difference < TOLERANCE, (
+        f"{what}: {difference:.2e} apart, expected less than {TOLERANCE:g}"
+    )
 
 
 VERL_AGGREGATIONS = {
@@ -124,11 +146,16 @@ VERL_KL = {"kl": "k1", "abs": "absolute_k1", "mse": "k2", "low_var_kl": "k3"}
 VERL_ADVANTAGES = {
     "rloo": settings("rloo", NO_KL),
     "rloo_vectorized": settings("rloo", NO_KL),
-    **{f"rloo_with_kl/{theirs}": settings("rloo", KL, kl_estimator=own) for theirs, own in VERL_KL.items()},
+    **{
+        f"rloo_with_kl/{theirs}": settings("rloo", KL, kl_estimator=own)
+        for theirs, own in VERL_KL.items()
+    },
     "grpo": settings("grpo"),
     "dr_grpo": settings("dr_grpo"),
     "returns_to_go/1.0": settings("reinforce_plus_plus", KL, advantage_whitening="none"),
-    "returns_to_go/0.9": settings("reinforce_plus_plus", KL, advantage_whitening="none", discount_factor=0.9),
+    "returns_to_go/0.9": settings(
+        "reinforce_plus_plus", KL, advantage_whitening="none", discount_factor=0.9
+    ),
     "reinforce_plus_plus/1.0": settings("reinforce_plus_plus", KL),
     "reinforce_plus_plus/0.9": settings("reinforce_plus_plus", KL, discount_factor=0.9),
     "reinforce_plus_plus_baseline": settings(
@@ -149,17 +176,31 @@ VERL_LOSSES = {
         for theirs, own in VERL_AGGREGATIONS.items()
     },
     "gspo": settings(
-        "rloo", NO_KL, OFF_POLICY, importance_ratio="sequence_geometric", loss_aggregation="sequence_mean"
+        "rloo",
+        NO_KL,
+        OFF_POLICY,
+        importance_ratio="sequence_geometric",
+        loss_aggregation="sequence_mean",
     ),
     **{
         f"generator/{level}": settings(
-            "rloo", NO_KL, PPO, loss_aggregation="token_mean", generator_correction=level, generator_ratio_cap=1.3
+            "rloo",
+            NO_KL,
+            PPO,
+            loss_aggregation="token_mean",
+            generator_correction=level,
+            generator_ratio_cap=1.3,
         )
         for level in ("token", "sequence")
     },
     **{
         f"whole/{kl}/{theirs}": settings(
-            "rloo", KL_IN_LOSS, PPO, kl_estimator=estimator, loss_aggregation=own, entropy_bonus=0.01
+            "rloo",
+            KL_IN_LOSS,
+            PPO,
+            kl_estimator=estimator,
+            loss_aggregation=own,
+            entropy_bonus=0.01,
         )
         for kl, estimator in VERL_KL.items()
         for theirs, own in VERL_AGGREGATIONS.items()
@@ -200,13 +241,20 @@ TRL_LOSSES = {
     "grpo/sequence": settings("grpo", NO_KL, OFF_POLICY, importance_ratio="sequence_geometric"),
     "bnpo": settings("grpo", NO_KL, PPO, loss_aggregation="token_mean"),
     "dapo": settings("grpo", NO_KL, PPO, loss_aggregation="token_mean"),
-    "dapo/asymmetric": settings("grpo", NO_KL, PPO, loss_aggregation="token_mean", ratio_clip_high=0.28),
+    "dapo/asymmetric": settings(
+        "grpo", NO_KL, PPO, loss_aggregation="token_mean", ratio_clip_high=0.28
+    ),
     "dapo/entropy": settings("grpo", NO_KL, PPO, loss_aggregation="token_mean", entropy_bonus=0.01),
     "dr_grpo": settings("grpo", NO_KL, PPO, loss_aggregation="fixed_length"),
     "dr_grpo/no_scale": settings("dr_grpo", OFF_POLICY),
     **{
         f"dapo/{level}_truncate": settings(
-            "grpo", KL, PPO, loss_aggregation="token_mean", generator_correction=level, generator_ratio_cap=1.3
+            "grpo",
+            KL,
+            PPO,
+            loss_aggregation="token_mean",
+            generator_correction=level,
+            generator_ratio_cap=1.3,
         )
         for level in ("token", "sequence")
     },
@@ -227,7 +275,9 @@ class TestTrl:
     def test_samples_without_a_score(self, name: str, trl: PeerNumbers, ours: Ours):
         for i, batch in enumerate(BATCHES):
             own = ours(batch, *TRL_LOSSES[name], scored=batch.scored)
-            theirs = {key: trl[f"{i}/{name}/unscored/{key}"] for key in ("advantages", "loss", "gradient")}
+            theirs = {
+                key: trl[f"{i}/{name}/unscored/{key}"] for key in ("advantages", "loss", "gradient")
+            }
             expected = torch.where(batch.mask, theirs["advantages"][:, None], 0.0)
             assert_close(own.advantages, expected, f"advantages of batch {i}")
             # TRL's loss is a mean over the samples that have no score too; this project's is over those that count.
@@ -251,11 +301,20 @@ def test_nemo_aligner_by_hand(ours: Ours):
     # b2       -0.2                    0.2        -0.5   -0.502
     # b3       0.5  -0.5  0.1          cut at the length limit: out of loss and baseline
     differences = torch.tensor(
-        [[0.2, -0.4, 0], [0.1, 0, 0], [-0.3, 0.6, 0], [0.4, 0.4, 0], [-0.2, 0, 0], [0.5, -0.5, 0.1]],
+        [
+            [0.2, -0.4, 0],
+            [0.1, 0, 0],
+            [-0.3, 0.6, 0],
+            [0.4, 0.4, 0],
+            [-0.2, 0, 0],
+            [0.5, -0.5, 0.1],
+        ],
         dtype=torch.float64,
     )
     lengths = torch.tensor([2, 1, 3, 2, 1, 3])
-    log_probs = torch.tensor([-1.5, -2.5, -1.5, -1.0, -1.5, -0.5], dtype=torch.float64)[:, None].expand(6, 3)
+    log_probs = torch.tensor([-1.5, -2.5, -1.5, -1.0, -1.5, -0.5], dtype=torch.float64)[
+        :, None
+    ].expand(6, 3)
     batch = Batch(
         rewards=torch.tensor([1.0, 0.0, 2.0, 0.5, -0.5, 1.5], dtype=torch.float64),
         group_ids=torch.tensor([0, 0, 0, 1, 1, 1]),
@@ -272,7 +331,10 @@ def test_nemo_aligner_by_hand(ours: Ours):
     advantages = torch.tensor([-0.001, -1.498, 1.499, 0.998, -0.998, 0.0], dtype=torch.float64)
     assert_close(own.advantages, torch.where(batch.mask, advantages[:, None], 0.0), "advantages")
     # -A / (tokens of the response) / (6 responses), where the one that was cut counts; here the mean is over five.
-    per_token = torch.tensor([0.001 / 2, 1.498, -1.499 / 3, -0.998 / 2, 0.998, 0.0], dtype=torch.float64) / 6
+    per_token = (
+        torch.tensor([0.001 / 2, 1.498, -1.499 / 3, -0.998 / 2, 0.998, 0.0], dtype=torch.float64)
+        / 6
+    )
     assert_close(own.gradient * 5 / 6, torch.where(batch.mask, per_token[:, None], 0.0), "gradient")
     # -(A of a response) (l of each of its tokens): (-0.0015 - 3.745 + 2.2485 + 0.998 - 1.497) / 6.
     assert_close(own.loss * 5 / 6, torch.tensor(-1.997 / 6, dtype=torch.float64), "loss")

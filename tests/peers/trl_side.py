@@ -47,14 +47,22 @@ class FromInputs:
         if not isinstance(self, GRPOTrainer):
             return [PROMPT] * len(prompts), completions, texts
         rows = zip(self.batch["generator_log_probs"], lengths, strict=True)
-        sampler = [row[:length].tolist() for row, length in rows] if self.gives_sampler_log_probs else None
+        sampler = (
+            [row[:length].tolist() for row, length in rows]
+            if self.gives_sampler_log_probs
+            else None
+        )
         return [PROMPT] * len(prompts), completions, None, texts, sampler, {}, None, None
 
-    def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
+    def _calculate_rewards(
+        self, inputs: list, prompts: list, completions: list, completion_ids_list: list
+    ) -> Tensor:
         # TRL's own would round to float32. NaN is its mark of a sample that no reward function scored.
         return torch.where(self.scored, self.batch["rewards"], torch.nan)[:, None]
 
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> tuple[Tensor, Any, None]:
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, *args: Any, **options: Any
+    ) -> tuple[Tensor, Any, None]:
         if options.get("compute_entropy"):  # asked for by the loss alone
             return self.leaf, self.batch["entropy"], None
         name = "reference_log_probs" if model is self.ref_model else "old_log_probs"
@@ -69,7 +77,9 @@ class Grpo(FromInputs, GRPOTrainer):
     pass
 
 
-def trainer_of(kind: type, config: type, folder: str, batch: dict[str, Tensor], **settings: Any) -> Any:
+def trainer_of(
+    kind: type, config: type, folder: str, batch: dict[str, Tensor], **settings: Any
+) -> Any:
     count = len(batch["rewards"])
     arguments = config(
         output_dir=tempfile.gettempdir(),  # nothing is written there: nothing is trained
@@ -125,14 +135,19 @@ def grpo_of(folder: str, batch: dict[str, Tensor]) -> dict[str, dict[str, Tensor
     results["grpo/unscored"] = outputs_of(trainer("grpo"), scored=batch["scored"])
     results["grpo/on_policy"] = outputs_of(trainer("grpo", num_iterations=1))
     results["grpo/kl"] = outputs_of(trainer("grpo", beta=BETA))
-    results["grpo/weighted_kl"] = outputs_of(trainer("grpo", beta=BETA, num_iterations=1, use_bias_correction_kl=True))
+    results["grpo/weighted_kl"] = outputs_of(
+        trainer("grpo", beta=BETA, num_iterations=1, use_bias_correction_kl=True)
+    )
     results["grpo/sequence"] = outputs_of(trainer("grpo", importance_sampling_level="sequence"))
     results["dr_grpo/no_scale"] = outputs_of(trainer("dr_grpo", scale_rewards="none"))
     results["dapo/asymmetric"] = outputs_of(trainer("dapo", epsilon_high=0.28))
     results["dapo/entropy"] = outputs_of(trainer("dapo", entropy_coef=ENTROPY))
     for mode in ("token_truncate", "sequence_truncate"):
         corrected = trainer(
-            "dapo", beta=BETA, vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=GENERATOR_CAP
+            "dapo",
+            beta=BETA,
+            vllm_importance_sampling_mode=mode,
+            vllm_importance_sampling_clip_max=GENERATOR_CAP,
         )
         # Set after the constructor, which would start vLLM; the correction is TRL's.
         corrected.use_vllm = corrected.gives_sampler_log_probs = True
@@ -146,7 +161,9 @@ def main(inputs: str, folder: str, outputs: str) -> None:
         arrays = {key: torch.from_numpy(archive[key]) for key in archive.files}
     results = {}
     for i in sorted({key.split("/")[0] for key in arrays}):
-        batch = {key.split("/")[1]: value for key, value in arrays.items() if key.startswith(f"{i}/")}
+        batch = {
+            key.split("/")[1]: value for key, value in arrays.items() if key.startswith(f"{i}/")
+        }
         for name, values in {**rloo_of(folder, batch), **grpo_of(folder, batch)}.items():
             for quantity, value in values.items():
                 results[f"{i}/{name}/{quantity}"] = value.numpy()

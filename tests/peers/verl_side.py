@@ -25,7 +25,12 @@ FIXED_LENGTH = 12
 NO_DUAL_CLIP = 1e9  # verl cannot switch its dual clip off
 GENERATOR_CAP = 1.3
 ESTIMATORS = ("kl", "abs", "mse", "low_var_kl")
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 
 
 def actor_config(aggregation: str, **others: object) -> ActorConfig:
@@ -71,8 +76,12 @@ def advantages_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     # Each call its own rewards: verl's functions write into what they are given.
     results = {
         "rloo": core_algos.compute_rloo_outcome_advantage(token_rewards(batch), **common),
-        "rloo_vectorized": core_algos.compute_rloo_vectorized_outcome_advantage(token_rewards(batch), **common),
-        "grpo": core_algos.compute_grpo_outcome_advantage(token_rewards(batch), epsilon=GRPO_EPSILON, **common),
+        "rloo_vectorized": core_algos.compute_rloo_vectorized_outcome_advantage(
+            token_rewards(batch), **common
+        ),
+        "grpo": core_algos.compute_grpo_outcome_advantage(
+            token_rewards(batch), epsilon=GRPO_EPSILON, **common
+        ),
         "dr_grpo": core_algos.compute_grpo_outcome_advantage(
             token_rewards(batch), norm_adv_by_std_in_grpo=False, **common
         ),
@@ -89,7 +98,9 @@ def advantages_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         results[f"returns_to_go/{gamma}"] = (returns, returns)
     for estimator in ESTIMATORS:
         rewards, _ = with_kl(batch, estimator)
-        results[f"rloo_with_kl/{estimator}"] = core_algos.compute_rloo_outcome_advantage(rewards, **common)
+        results[f"rloo_with_kl/{estimator}"] = core_algos.compute_rloo_outcome_advantage(
+            rewards, **common
+        )
     return {name: values for name, (values, _) in results.items()}
 
 
@@ -110,7 +121,9 @@ def losses_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         leaf = batch["log_probs"].clone().requires_grad_()
         function = core_algos.get_policy_loss_fn(mode)
         config = actor_config(aggregation)
-        loss, _ = function(batch["old_log_probs"], leaf, advantages, mask, aggregation, config, weights)
+        loss, _ = function(
+            batch["old_log_probs"], leaf, advantages, mask, aggregation, config, weights
+        )
         record(name, loss, leaf)
 
     for aggregation in AGGREGATIONS:
@@ -127,25 +140,37 @@ def losses_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     for aggregation in AGGREGATIONS:
         leaf = batch["log_probs"].clone().requires_grad_()
         loss, _ = core_algos.compute_policy_loss_reinforce(
-            batch["generator_log_probs"], leaf, advantages, mask, aggregation, actor_config(aggregation)
+            batch["generator_log_probs"],
+            leaf,
+            advantages,
+            mask,
+            aggregation,
+            actor_config(aggregation),
         )
         record(f"reinforce/{aggregation}", loss, leaf)
     for estimator in ESTIMATORS:
         for aggregation in AGGREGATIONS:
             leaf = batch["log_probs"].clone().requires_grad_()
             record(
-                f"whole/{estimator}/{aggregation}", whole_loss(batch, advantages, leaf, estimator, aggregation), leaf
+                f"whole/{estimator}/{aggregation}",
+                whole_loss(batch, advantages, leaf, estimator, aggregation),
+                leaf,
             )
     return results
 
 
-def whole_loss(batch: dict[str, Tensor], advantages: Tensor, leaf: Tensor, estimator: str, aggregation: str) -> Tensor:
+def whole_loss(
+    batch: dict[str, Tensor], advantages: Tensor, leaf: Tensor, estimator: str, aggregation: str
+) -> Tensor:
     """verl's `ppo_loss`: the clipped policy term, the entropy and the KL, as its actor trains with."""
     lengths = batch["mask"].sum(-1).tolist()
 
     def packed(values: Tensor) -> Tensor:
         # One prompt token before each response; verl reads a response's values one position to the left.
-        rows = [torch.cat([row[:length], row.new_zeros(1)]) for row, length in zip(values, lengths, strict=True)]
+        rows = [
+            torch.cat([row[:length], row.new_zeros(1)])
+            for row, length in zip(values, lengths, strict=True)
+        ]
         return torch.cat(rows)
 
     rows = [torch.zeros(length, dtype=torch.long) for length in lengths]
@@ -166,7 +191,11 @@ def whole_loss(batch: dict[str, Tensor], advantages: Tensor, leaf: Tensor, estim
         batch_size=[len(lengths)],
     )
     config = actor_config(
-        aggregation, entropy_coeff=ENTROPY, use_kl_loss=True, kl_loss_coef=BETA, kl_loss_type=estimator
+        aggregation,
+        entropy_coeff=ENTROPY,
+        use_kl_loss=True,
+        kl_loss_coef=BETA,
+        kl_loss_type=estimator,
     )
     output = {"log_probs": packed(leaf), "entropy": packed(batch["entropy"])}
     return ppo_loss(config, output, data)[0]
@@ -178,9 +207,15 @@ def main(inputs: str, outputs: str) -> None:
         arrays = {key: torch.from_numpy(archive[key]) for key in archive.files}
     results = {}
     for i in sorted({key.split("/")[0] for key in arrays}):
-        batch = {key.split("/")[1]: value for key, value in arrays.items() if key.startswith(f"{i}/")}
+        batch = {
+            key.split("/")[1]: value for key, value in arrays.items() if key.startswith(f"{i}/")
+        }
         coefficient = torch.tensor(with_kl(batch, "kl")[1], dtype=torch.float64)
-        for name, value in {**advantages_of(batch), **losses_of(batch), "kl_coefficient": coefficient}.items():
+        for name, value in {
+            **advantages_of(batch),
+            **losses_of(batch),
+            "kl_coefficient": coefficient,
+        }.items():
             results[f"{i}/{name}"] = value.numpy()
     np.savez(outputs, **results)
 

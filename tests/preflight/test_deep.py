@@ -19,7 +19,9 @@ from reinforce_rl.preflight.run import preflight
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("files")
-    tiny_llama_folder(folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=64)
+    tiny_llama_folder(
+        folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=64
+    )
     write_prompts(folder / "train.jsonl", three_letters(8))
     return [
         f"pretrained_checkpoint.restore_from_path={folder / 'model'}",
@@ -66,7 +68,9 @@ def test_a_step_has_a_lower_bound_and_better_ones_are_tried(overrides, tmp_path,
     assert found["phases"][2]["parts"]["PCIe"] > 0
     assert all(phase["parts"]["matrix products"] > 0 for phase in found["phases"][:4])
     training = found["phases"][3]
-    kinds = {(one["kind"], one["group"], one["ranks"], one["nodes"]) for one in training["collectives"]}
+    kinds = {
+        (one["kind"], one["group"], one["ranks"], one["nodes"]) for one in training["collectives"]
+    }
     assert ("reduce_scatter", "data", 4, 1) in kinds
     for change in found["changes"]:
         assert change["fits"]
@@ -79,7 +83,9 @@ def test_a_gpu_too_small_and_a_machine_that_is_unknown_are_faults(overrides, tmp
     machine = tmp_path / "small.yaml"
     machine.write_text("base: h100\nname: tiny GPU\nmemory: 3.00001e9\n")
     with raises_error("preflight.memory.too_little", "needs 0.0 GB", "tiny GPU", "has only 0.0 GB"):
-        printed(*overrides, f"exp_manager.explicit_log_dir={tmp_path}", f"preflight_machine={machine}")
+        printed(
+            *overrides, f"exp_manager.explicit_log_dir={tmp_path}", f"preflight_machine={machine}"
+        )
     with raises_error("preflight.machine.unknown", "preflight_machine is 'h1000'"):
         printed(*overrides, f"exp_manager.explicit_log_dir={tmp_path}", "preflight_machine=h1000")
 
@@ -124,6 +130,9 @@ def test_without_a_clone_nothing_starts(place, overrides, tmp_path, monkeypatch)
     ],
 )
 def test_measured_depths_keep_the_share_of_recomputed_layers(method, number, layers, depths):
-    keys = {"model.activations_checkpoint_method": method, "model.activations_checkpoint_num_layers": number}
+    keys = {
+        "model.activations_checkpoint_method": method,
+        "model.activations_checkpoint_num_layers": number,
+    }
     cfg = deep.with_keys(TrainConfig(), keys)
     assert deep.depths_of(cfg, layers) == depths

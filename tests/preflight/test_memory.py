@@ -49,7 +49,12 @@ def compare(names, folder: Path, out: Path) -> None:
             for phase in of_stage.phases:
                 if phase.name not in found["phases"]:
                     continue  # the reference's pass is the policy's
-                there = found["weights"] + found["gradients"] + found["optimizer"] + found["phases"][phase.name]
+                there = (
+                    found["weights"]
+                    + found["gradients"]
+                    + found["optimizer"]
+                    + found["phases"][phase.name]
+                )
                 own = f"{phase.total / 1e6:.2f} MB said, {found['phases'][phase.name] / 1e6:.2f} found"
                 print(
                     f"{name}, rank {rank}, {phase.name}: {own}, ratio {phase.total / found['phases'][phase.name]:.3f}"

@@ -47,7 +47,11 @@ def test_batches_that_do_not_divide(overrides):
     assert plan.prompts_of_rank == Share(2, 3)
     assert plan.generation_calls == 2  # 2 + 1 prompts
     assert plan.forward_micro_batches == 2  # 12 sequences in sevens
-    assert (plan.prompts_of_update, plan.updates, plan.micro_batches) == (Share(5, 3), 1, 3)  # 12 in fives
+    assert (plan.prompts_of_update, plan.updates, plan.micro_batches) == (
+        Share(5, 3),
+        1,
+        3,
+    )  # 12 in fives
     assert (plan.longest_prompt, plan.longest) == (3, 8)
     assert (plan.validation, plan.validation_calls) == (3, 2)
     assert plan.epoch == [5, 3]
@@ -72,8 +76,15 @@ def test_several_optimizer_steps_on_a_batch(overrides):
     assert plan.validation is None
 
 
-SIZES = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16}
-ARCH = Architecture.from_hf({**SIZES, "model_type": "llama", "vocab_size": 10, "num_hidden_layers": 1})
+SIZES = {
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 16,
+}
+ARCH = Architecture.from_hf(
+    {**SIZES, "model_type": "llama", "vocab_size": 10, "num_hidden_layers": 1}
+)
 SHAPE = StageShape(1, True, True, ARCH, parameters=1000, trained=1000, largest=384)
 POLICY = Policy(4, Layout(1, 1, 1, 1), 1, "host", None, 0, 1, 64, False, fused_adam=True, gpu=True)
 
@@ -106,7 +117,11 @@ def test_a_sleeping_engine_may_keep_its_weights_in_host_memory():
     both = memory_of(engine_copies=True, offload_optimizer=True, reference="none")
     assert both.on_host == 4000 + 8000
     assert (
-        memory_of(engine_copies=True, reference="none", layout=dataclasses.replace(POLICY.layout, context=2)).on_host
+        memory_of(
+            engine_copies=True,
+            reference="none",
+            layout=dataclasses.replace(POLICY.layout, context=2),
+        ).on_host
         == 2000
     )
     assert memory_of(engine_copies=True, gpu=False).engine_on_host == 0
@@ -133,12 +148,16 @@ def test_which_engine_keeps_its_weights_there(tmp_path, overrides, copies):
 
 def test_what_moves_between_a_gpu_and_its_host():
     memory = memory_of(offload_optimizer=True)
-    assert phase_of(memory, "generation").moved == -8000 - 4000  # moments to the host, gradients nowhere
+    assert (
+        phase_of(memory, "generation").moved == -8000 - 4000
+    )  # moments to the host, gradients nowhere
     assert phase_of(memory, "reference log-probs").moved == 4000
     assert phase_of(memory, "log-probs").moved == 0
     assert memory.on_host == 4000 + 8000
     narrow = memory_of(offload_optimizer=True, weight_bytes=2, optimizer_shards=4)
-    assert phase_of(narrow, "generation").moved == -250 * 12 - 4000  # fp32 weights too, of a rank's share
+    assert (
+        phase_of(narrow, "generation").moved == -250 * 12 - 4000
+    )  # fp32 weights too, of a rank's share
     assert narrow.on_host == 2000 + 250 * 12
     on_cpu = memory_of(offload_optimizer=True, gpu=False)
     assert {phase.moved for phase in on_cpu.phases} == {0}
@@ -147,7 +166,10 @@ def test_what_moves_between_a_gpu_and_its_host():
 
 def test_a_fused_adam_has_no_temporaries():
     assert phase_of(memory_of(), "optimizer step").activations == 0
-    assert phase_of(memory_of(fused_adam=False, optimizer_shards=2), "optimizer step").activations == 500 * 4
+    assert (
+        phase_of(memory_of(fused_adam=False, optimizer_shards=2), "optimizer step").activations
+        == 500 * 4
+    )
 
 
 def test_the_cache_of_a_generation():
@@ -157,7 +179,9 @@ def test_the_cache_of_a_generation():
 
 def test_the_grid_of_many_ranks_is_cut():
     text = Layout(8, 4, 1, 32, True).grid()
-    assert text.splitlines()[0].startswith("1024 ranks: 32 data x 4 pipeline x 1 context x 8 tensor parallel with seq")
+    assert text.splitlines()[0].startswith(
+        "1024 ranks: 32 data x 4 pipeline x 1 context x 8 tensor parallel with seq"
+    )
     assert text.endswith("and 16 more")
     assert "stage 3 [768 769 770 771 772 773 774 775]" in text
 
@@ -172,10 +196,14 @@ def test_what_a_rank_holds_is_all_of_it():
     assert memory_of(reference="none").on_host == 0
 
 
-@pytest.mark.parametrize("changes", [{}, {"reference": "none"}, {"gpu": False}, {"offload_optimizer": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"reference": "none"}, {"gpu": False}, {"offload_optimizer": True}]
+)
 def test_the_peak_is_what_is_held_and_the_largest_phase(changes):
     memory = memory_of(**changes)
-    totals = [phase.activations + phase.logits + phase.cache + phase.moved for phase in memory.phases]
+    totals = [
+        phase.activations + phase.logits + phase.cache + phase.moved for phase in memory.phases
+    ]
     assert len(set(totals)) > 1
     assert [phase.total for phase in memory.phases] == totals
     assert memory.peak == memory.held + max(totals)
@@ -186,13 +214,24 @@ class TestDisk:
     """What a run writes at most at a time: bytes of 1,000 weights, of which 100 are trained in the second case."""
 
     def need(self, overrides, *more, parameters=1000, trained=1000, steps=100):
-        keys = ("trainer.reinforce.save_interval=10", "exp_manager.checkpoint_callback_params.keep_last=2", *more)
-        return plan.disk_need(load_config(compose(*overrides, *keys)), ModelSize(parameters, trained), steps)
+        keys = (
+            "trainer.reinforce.save_interval=10",
+            "exp_manager.checkpoint_callback_params.keep_last=2",
+            *more,
+        )
+        return plan.disk_need(
+            load_config(compose(*overrides, *keys)), ModelSize(parameters, trained), steps
+        )
 
-    def test_the_checkpoint_that_is_being_written_is_there_besides_those_that_are_kept(self, overrides):
+    def test_the_checkpoint_that_is_being_written_is_there_besides_those_that_are_kept(
+        self, overrides
+    ):
         found = self.need(overrides)
         assert found.checkpoints == 2 + 1
-        best = ("exp_manager.checkpoint_callback_params.keep_best=3", "trainer.reinforce.val_check_interval=5")
+        best = (
+            "exp_manager.checkpoint_callback_params.keep_best=3",
+            "trainer.reinforce.val_check_interval=5",
+        )
         assert self.need(overrides, *best).checkpoints == 2 + 3 + 1
 
     def test_no_more_checkpoints_than_the_run_saves(self, overrides):
@@ -213,11 +252,15 @@ class TestDisk:
         assert self.need(overrides, trained=100).export == 0
 
     def test_what_is_there_already_is_not_needed_again(self, overrides):
-        need = dataclasses.replace(self.need(overrides), checkpoint=10, checkpoints=3, export=5, records=7, held=12)
+        need = dataclasses.replace(
+            self.need(overrides), checkpoint=10, checkpoints=3, export=5, records=7, held=12
+        )
         assert need.needed == 30 - 12 + 5 + 7
         assert dataclasses.replace(need, held=50).needed == 5 + 7
 
     def test_a_disk_that_holds_it_exactly_is_large_enough(self, overrides):
-        need = dataclasses.replace(self.need(overrides), checkpoint=10, checkpoints=3, export=5, records=7, held=0)
+        need = dataclasses.replace(
+            self.need(overrides), checkpoint=10, checkpoints=3, export=5, records=7, held=0
+        )
         assert dataclasses.replace(need, free=35).fault is None
         assert dataclasses.replace(need, free=34).fault is not None

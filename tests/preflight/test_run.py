@@ -42,7 +42,9 @@ ON_1024 = (
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("files")
-    tiny_llama_folder(folder / "model", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=64)
+    tiny_llama_folder(
+        folder / "model", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=64
+    )
     write_tiny_tokenizer(folder / "large", vocab_size=32)
     (folder / "large" / "config.json").write_text(json.dumps(LLAMA_3_1_70B))
     write_prompts(folder / "train.jsonl", three_letters(8))
@@ -75,7 +77,13 @@ def faults_of(*overrides: str) -> list[str]:
 def test_the_plan_of_a_right_configuration(files):
     with FakeRewardServer() as server:
         text = printed(*right(files), f"remote_rm.reward_model.port={server.port}")
-    for words in ("8 prompts x 4 samples = 32 sequences", "1 step, the last of 8", "KV cache", "peak:", "No fault"):
+    for words in (
+        "8 prompts x 4 samples = 32 sequences",
+        "1 step, the last of 8",
+        "KV cache",
+        "peak:",
+        "No fault",
+    ):
         assert words in text
     assert f"server reward_model at localhost:{server.port}" in text and "rloo" in text
     assert "warning" not in text
@@ -83,7 +91,9 @@ def test_the_plan_of_a_right_configuration(files):
 
 
 def test_a_server_that_is_not_there_is_a_warning(files):
-    assert "warning: the reward server at localhost:1 " in printed(*right(files), "remote_rm.reward_model.port=1")
+    assert "warning: the reward server at localhost:1 " in printed(
+        *right(files), "remote_rm.reward_model.port=1"
+    )
 
 
 def test_replicas_that_are_away_or_unlike_are_warnings(files):
@@ -98,7 +108,9 @@ def test_replicas_that_are_away_or_unlike_are_warnings(files):
 def test_a_large_model_from_its_config_alone(files, monkeypatch):
     free = namedtuple("usage", "free")
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: free(10**14))
-    text = printed(*right(files), f"pretrained_checkpoint.restore_from_path={files / 'large'}", *ON_1024)
+    text = printed(
+        *right(files), f"pretrained_checkpoint.restore_from_path={files / 'large'}", *ON_1024
+    )
     assert "1024 ranks: 32 data x 4 pipeline x 1 context x 8 tensor parallel" in text
     assert "70,553,706,496 parameters" in text and "holds no safetensors" in text
     assert "4.54 GB" in text  # of weights: a last stage's 20 layers and head over 8 ranks, in bf16
@@ -108,7 +120,9 @@ def test_every_fault_is_in_one_message(files, tmp_path, monkeypatch):
     """One that the configuration alone shows, and those of model, tokenizer, prompts and disk."""
     model = shutil.copytree(files / "model", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 20, "intermediate_size": 33}))
+    (model / "config.json").write_text(
+        json.dumps({**config, "vocab_size": 20, "intermediate_size": 33})
+    )
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\nnot json\n')
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "e" * 60}) + "\n")
     overrides = [
@@ -151,15 +165,23 @@ def test_a_disk_that_is_too_small(files, monkeypatch):
 
 def test_a_disk_that_might_not_hold_all_records_is_no_fault():
     """Few runs come near this bound, and one that ends by its time not near its steps."""
-    need = plan.DiskNeed(ROOT, checkpoint=10, checkpoints=2, export=5, records=1000, held=0, free=100)
+    need = plan.DiskNeed(
+        ROOT, checkpoint=10, checkpoints=2, export=5, records=1000, held=0, free=100
+    )
     assert need.fault is None and "record_tokens_every" in str(need.warning)
-    assert replace(need, free=24).fault and replace(need, free=24).warning is replace(need, free=2000).warning is None
+    assert (
+        replace(need, free=24).fault
+        and replace(need, free=24).warning is replace(need, free=2000).warning is None
+    )
 
 
 def test_the_disk_holds_the_records_of_the_samples_too(files, monkeypatch):
     """100 steps of 8 x 4 responses of at most 32 tokens: 18 bytes a token, 2 without tokens, 20 kB a file."""
     sizes = ("trainer.reinforce.max_steps=100", "trainer.reinforce.max_epochs=1000")
-    sizes += ("model.reinforce.num_rollout_samples=8", "model.reinforce.length_params.max_length=32")
+    sizes += (
+        "model.reinforce.num_rollout_samples=8",
+        "model.reinforce.length_params.max_length=32",
+    )
     for every, mega in ((1, "3.84 MB"), (2, "3.02 MB"), (0, "2.20 MB")):
         text = printed(*right(files), *sizes, f"exp_manager.record_tokens_every={every}")
         assert f"at most {mega} to come" in text
@@ -176,7 +198,10 @@ def test_the_real_start_tells_the_same_faults_together(files, tmp_path):
     ]
     with pytest.raises(ConfigError) as raised:
         read_inputs(load_config(compose(*right(files), *overrides))).checked()
-    assert ["mamba" in raised.value.faults[0], "bad.jsonl:1" in raised.value.faults[1]] == [True, True]
+    assert ["mamba" in raised.value.faults[0], "bad.jsonl:1" in raised.value.faults[1]] == [
+        True,
+        True,
+    ]
 
 
 def test_faults_keep_their_keys_when_they_are_told_together():
@@ -190,7 +215,9 @@ def test_faults_keep_their_keys_when_they_are_told_together():
     assert len(faults) == 2
 
 
-@pytest.mark.parametrize(("more", "code"), [([], 0), (["trainer.devices=0"], 1)], ids=["right", "wrong"])
+@pytest.mark.parametrize(
+    ("more", "code"), [([], 0), (["trainer.devices=0"], 1)], ids=["right", "wrong"]
+)
 def test_the_script_starts_nothing(files, more, code):
     """Though two ranks are asked for; and its exit status says whether there is a fault."""
     script = ROOT / "examples" / "train_reinforce_actor.py"
@@ -202,7 +229,15 @@ def test_the_script_starts_nothing(files, more, code):
 
 
 def test_ranks_that_only_generate_are_no_part_of_the_layout(files):
-    apart = ("trainer.devices=4", "placement=disaggregated", "generation_ranks=2", "generation_tensor_parallel_size=2")
+    apart = (
+        "trainer.devices=4",
+        "placement=disaggregated",
+        "generation_ranks=2",
+        "generation_tensor_parallel_size=2",
+    )
     text = printed(*right(files), *apart)
     assert "2 ranks: 2 data x 1 pipeline x 1 context x 1 tensor parallel" in text
-    assert "2 more ranks generate, 2 with each copy of the model; their memory is not in this plan" in text
+    assert (
+        "2 more ranks generate, 2 with each copy of the model; their memory is not in this plan"
+        in text
+    )

@@ -9,7 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.classifiers import HELPSTEER, classifier_folder, sequences_to_score, transformers_scores
+from helpers.classifiers import (
+    HELPSTEER,
+    classifier_folder,
+    sequences_to_score,
+    transformers_scores,
+)
 from helpers.errors import raises_error
 from helpers.fake_reward_server import FakeRewardServer, answer, describe
 from helpers.rewards import request_of
@@ -46,7 +51,9 @@ class AttributeToy(ToyScorer):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    return load_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size=VOCAB_SIZE))
+    return load_tokenizer(
+        write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size=VOCAB_SIZE)
+    )
 
 
 def arrays_of(sequences: list[list[int]]) -> dict[str, np.ndarray]:
@@ -59,17 +66,27 @@ def arrays_of(sequences: list[list[int]]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_each_request_gets_its_own_attributes(tokenizer, deterministic):
     scorer = RequestScorer(AttributeToy(0.0, 0.0), tokenizer, deterministic=deterministic)
-    first, second = scorer([arrays_of([[1, 2, 3], [4, 5]]), arrays_of([[6], [TOKEN_NAN], [TOKEN_ODD_NAN, 7]])])
+    first, second = scorer(
+        [arrays_of([[1, 2, 3], [4, 5]]), arrays_of([[6], [TOKEN_NAN], [TOKEN_ODD_NAN, 7]])]
+    )
     assert first["attributes"].dtype == np.float32
-    np.testing.assert_allclose(first["attributes"], [[toy_score([1, 2, 3]), 3, 1], [toy_score([4, 5]), 2, 0]])
-    assert second["status"][:, 0].tolist() == [base.STATUS_OK, base.STATUS_NOT_FINITE, base.STATUS_NOT_FINITE]
+    np.testing.assert_allclose(
+        first["attributes"], [[toy_score([1, 2, 3]), 3, 1], [toy_score([4, 5]), 2, 0]]
+    )
+    assert second["status"][:, 0].tolist() == [
+        base.STATUS_OK,
+        base.STATUS_NOT_FINITE,
+        base.STATUS_NOT_FINITE,
+    ]
     np.testing.assert_allclose(second["attributes"][0], [toy_score([6]), 1, 1])
     assert np.isnan(second["attributes"][1:]).all() and np.isnan(second["rewards"][1:]).all()
 
 
 def test_a_model_that_raises_gives_no_attributes(tokenizer):
     (found,) = RequestScorer(AttributeToy(0.0, 0.0), tokenizer)([arrays_of([[TOKEN_RAISE]])])
-    assert np.isnan(found["attributes"]).all() and found["status"].tolist() == [[base.STATUS_INTERNAL]]
+    assert np.isnan(found["attributes"]).all() and found["status"].tolist() == [
+        [base.STATUS_INTERNAL]
+    ]
 
 
 def test_without_attributes_the_answer_is_as_before(tokenizer):
@@ -90,7 +107,9 @@ def test_the_client_hands_on_attributes_by_name():
         found = client.infer_rm(request_of([[1], [2]])).result()
         client.close()
     assert list(found.by_source) == ["kind", "brief"]
-    torch.testing.assert_close(found.by_source["brief"], torch.tensor([2.0, torch.nan]), equal_nan=True)
+    torch.testing.assert_close(
+        found.by_source["brief"], torch.tensor([2.0, torch.nan]), equal_nan=True
+    )
 
 
 def test_attributes_of_another_shape_are_no_answer():
@@ -124,7 +143,12 @@ class ServedModel(ToyServer):
 
     def command(self) -> list[str]:
         places = [f"inference.port={self.port}", f"inference.ready_file={self.ready_file}"]
-        return [sys.executable, str(ROOT / "examples/serve_reward_model.py"), *places, *self.options]
+        return [
+            sys.executable,
+            str(ROOT / "examples/serve_reward_model.py"),
+            *places,
+            *self.options,
+        ]
 
 
 def test_a_served_classifier_equals_transformers(tmp_path):
@@ -133,7 +157,11 @@ def test_a_served_classifier_equals_transformers(tmp_path):
     sequences = sequences_to_score()
     expected = transformers_scores(folder, sequences, padded=True)
     weights = ",".join(f"{name}:{weight}" for name, weight in WEIGHTS.items())
-    merging = [f"reward_model.attribute_weights={{{weights}}}", "reward_model.mean=0.25", "reward_model.deviation=2"]
+    merging = [
+        f"reward_model.attribute_weights={{{weights}}}",
+        "reward_model.mean=0.25",
+        "reward_model.deviation=2",
+    ]
     server = ServedModel(tmp_path, f"reward_model.restore_from_path={folder}", *merging).start()
     try:
         client = RemoteGPTRMClient(port=server.port, deadline_seconds=60)

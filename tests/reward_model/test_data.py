@@ -15,7 +15,12 @@ from helpers.errors import raises_error
 from helpers.models import smollm2_folder
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 
-from reinforce_rl.config.reward_model import FullConfig, PairFieldsConfig, PairsConfig, TrainRewardModelConfig
+from reinforce_rl.config.reward_model import (
+    FullConfig,
+    PairFieldsConfig,
+    PairsConfig,
+    TrainRewardModelConfig,
+)
 from reinforce_rl.data.batches import Completions, join_prompts_and_responses
 from reinforce_rl.data.conversation import Conversation
 from reinforce_rl.data.finish_reasons import FINISH_STOP
@@ -49,18 +54,24 @@ def tokenizer(tmp_path_factory):
 def pairs_of(path: Path, tokenizer, **data: Any):
     """What `read_examples` makes of a file of pairs."""
     data = {"max_length": 1000, **data}
-    return read_examples(TrainRewardModelConfig(data=PairsConfig(pairs_path=str(path), **data)), tokenizer)
+    return read_examples(
+        TrainRewardModelConfig(data=PairsConfig(pairs_path=str(path), **data)), tokenizer
+    )
 
 
 def ratings_of(path: Path, tokenizer, **data: Any):
     full = FullConfig(objective="regression", attributes=list(NAMES))
     data = {"max_length": 1000, **data}
-    cfg = TrainRewardModelConfig(mode="full", full=full, data=PairsConfig(ratings_path=str(path), **data), seed=1)
+    cfg = TrainRewardModelConfig(
+        mode="full", full=full, data=PairsConfig(ratings_path=str(path), **data), seed=1
+    )
     return read_examples(cfg, tokenizer)
 
 
 def write_lines(path: Path, *lines: object) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return path
 
 
@@ -88,7 +99,9 @@ def test_prompts_that_differ_in_case_and_space_are_one(tmp_path, tokenizer):
         {"messages": [{"role": "user", "content": "How are you?"}], "chosen": "e", "rejected": "f"},
     ]
     pairs, skipped, count = pairs_of(write_lines(tmp_path / "pairs.jsonl", *rows), tokenizer)
-    assert len({pair.prompt_key for pair in pairs}) == 1 and skipped == {} and count == len(pairs) == 3
+    assert (
+        len({pair.prompt_key for pair in pairs}) == 1 and skipped == {} and count == len(pairs) == 3
+    )
 
 
 def test_bad_lines_are_named_and_counted(tmp_path, tokenizer):
@@ -165,8 +178,13 @@ def test_an_answer_that_is_a_message_is_checked(tmp_path, tokenizer, answer, key
 
 def test_conversations_as_answers_are_the_same_pairs(tmp_path, tokenizer):
     prompt, turns = "What?", [{"role": "user", "content": "What?"}]
-    texts = write_lines(tmp_path / "texts.jsonl", *[{"prompt": prompt, "chosen": "a", "rejected": "b"}] * 3)
-    answers = {key: [{"role": "assistant", "content": text}] for key, text in (("chosen", "a"), ("rejected", "b"))}
+    texts = write_lines(
+        tmp_path / "texts.jsonl", *[{"prompt": prompt, "chosen": "a", "rejected": "b"}] * 3
+    )
+    answers = {
+        key: [{"role": "assistant", "content": text}]
+        for key, text in (("chosen", "a"), ("rejected", "b"))
+    }
     whole = {key: turns + answer for key, answer in answers.items()}
     lines = [{"prompt": prompt, **whole}, {"prompt": turns, **answers}, whole]
     found = pairs_of(write_lines(tmp_path / "lists.jsonl", *lines), tokenizer)
@@ -235,7 +253,9 @@ def test_pairs_that_do_not_fit_are_counted(tmp_path, tokenizer):
         {"prompt": "four", "chosen": "yes", "rejected": "no"},
         {"prompt": "five", "chosen": "yes", "rejected": "no"},
     )
-    found, skipped, count = pairs_of(path, tokenizer, max_pairs=2, single_turn_only=True, max_length=30)
+    found, skipped, count = pairs_of(
+        path, tokenizer, max_pairs=2, single_turn_only=True, max_length=30
+    )
     assert (len(found), count) == (2, 6)
     too_long = "63 to 63 tokens, above data.max_length=30; data.max_length=63 keeps all"
     assert skipped == {SKIP_SAME: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
@@ -256,7 +276,11 @@ def test_pairs_that_do_not_fit_are_counted(tmp_path, tokenizer):
 def test_attributes_in_an_object_or_as_keys_and_missing_ones(tmp_path, tokenizer):
     path = write_lines(
         tmp_path / "r.jsonl",
-        {"prompt": "a", "response": "b", "attributes": {"helpfulness": 4, "verbosity": 1.5, "other": "x"}},
+        {
+            "prompt": "a",
+            "response": "b",
+            "attributes": {"helpfulness": 4, "verbosity": 1.5, "other": "x"},
+        },
         {"prompt": "a", "response": "c", "helpfulness": 0, "verbosity": None, "complexity": 2},
         {"prompt": "a", "response": "d", "attributes": {}},
     )
@@ -283,7 +307,11 @@ def test_faulty_ratings_are_all_named(tmp_path, tokenizer):
         ratings_of(path, tokenizer)
     text = str(caught.value)
     assert "helpfulness is 'four', expected a finite number" in text
-    assert "verbosity is True" in text and "attributes is a list" in text and "expected response" in text
+    assert (
+        "verbosity is True" in text
+        and "attributes is a list" in text
+        and "expected response" in text
+    )
     assert "helpfulness is inf" in text and "line 1:" not in text
     assert f"{path}:7: the attribute helpfulness is 1000" in text
 
@@ -305,35 +333,46 @@ def test_ratings_that_are_left_out_are_counted(tmp_path, tokenizer):
         {"prompt": "p", "response": "long" * 30, **rated},
         {"messages": turns, "response": "fine", **rated},
     )
-    found, skipped, _ = ratings_of(path, tokenizer, max_pairs=3, single_turn_only=True, max_length=40)
+    found, skipped, _ = ratings_of(
+        path, tokenizer, max_pairs=3, single_turn_only=True, max_length=40
+    )
     too_long = "129 to 129 tokens, above data.max_length=40; data.max_length=129 keeps all"
     assert skipped == {SKIP_UNRATED: 1, too_long: 1, SKIP_MULTI_TURN: 1, SKIP_LIMIT: 1}
     assert len(found) == 3
     prompt = json.loads(found[0].prompt_key)[0][1]
-    assert list(found[0].tokens) == conversation(tokenizer, [{"role": "user", "content": prompt}], "fine")
+    assert list(found[0].tokens) == conversation(
+        tokenizer, [{"role": "user", "content": prompt}], "fine"
+    )
     with raises_error("reward_model.data.nothing_left", "7 rated answers"):
         ratings_of(path, tokenizer, max_length=2)
 
 
 def conversation(tokenizer, messages, answer: str, max_tokens: int | None = None) -> list[int]:
     message = {"role": "assistant", "content": answer.strip()}
-    return encode_conversation(ChatRenderer(tokenizer), Conversation(tuple(messages)), message, max_tokens)
+    return encode_conversation(
+        ChatRenderer(tokenizer), Conversation(tuple(messages)), message, max_tokens
+    )
 
 
 @pytest.fixture(scope="module")
 def chat_tokenizers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
-    return {name: write_chat_tokenizer(folder / name, template) for name, template in TEMPLATES.items()}
+    return {
+        name: write_chat_tokenizer(folder / name, template) for name, template in TEMPLATES.items()
+    }
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("form", ["prompt apart", "whole conversations"])
-def test_pairs_are_what_transformers_makes_of_the_conversations(tmp_path, chat_tokenizers, name, form):
+def test_pairs_are_what_transformers_makes_of_the_conversations(
+    tmp_path, chat_tokenizers, name, form
+):
     # TRL's RewardTrainer calls `apply_chat_template(prompt + chosen)` too (`trl/trainer/reward_trainer.py`).
     tokenizer = chat_tokenizers[name]
     prompt = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     answers = {
-        key: {"role": "assistant", "content": text} for key, text in (("chosen", "Hello. "), ("rejected", "No"))
+        key: {"role": "assistant", "content": text}
+        for key, text in (("chosen", "Hello. "), ("rejected", "No"))
     }
     line: dict[str, Any] = {key: [answer] for key, answer in answers.items()}
     if form == "prompt apart":
@@ -359,7 +398,9 @@ def test_pairs_have_the_roles_of_prompts(tmp_path, chat_tokenizers, role, form):
     if form == "whole conversations":
         line = {"chosen": [*prompt, chosen], "rejected": [*prompt, rejected]}
     (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", line), tokenizer)
-    assert [*pair.prompt, *pair.chosen] == tokenizer.apply_chat_template([*prompt, chosen], return_dict=False)
+    assert [*pair.prompt, *pair.chosen] == tokenizer.apply_chat_template(
+        [*prompt, chosen], return_dict=False
+    )
     line = {"prompt": [{**prompt[0], "role": "critic"}, prompt[1]], "chosen": "a", "rejected": "b"}
     values = ("bad.jsonl:1: prompt[0].role is 'critic'", "developer")
     with raises_error("data.message.unknown_role", *values):
@@ -370,14 +411,25 @@ def test_the_rest_of_a_conversation_follows_a_prompt_of_messages(tmp_path, chat_
     tokenizer = chat_tokenizers["qwen2.5"]
     prompt = [{"role": "user", "content": "Weather in Rome?"}]
     function = {"name": "weather", "arguments": '{"city": "Rome"}'}
-    asked = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    asked = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": function}],
+    }
     rest = [asked, {"role": "tool", "content": "sunny"}]
     chosen, rejected = ({"role": "assistant", "content": text} for text in ("Sunny.", "Rain."))
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
-    line = {"prompt": prompt, "chosen": [*rest, chosen], "rejected": [*rest, rejected], "tools": json.dumps([tool])}
+    line = {
+        "prompt": prompt,
+        "chosen": [*rest, chosen],
+        "rejected": [*rest, rejected],
+        "tools": json.dumps([tool]),
+    }
     (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", line), tokenizer)
     function["arguments"] = {"city": "Rome"}  # type: ignore[assignment]
-    expected = tokenizer.apply_chat_template([*prompt, *rest, chosen], tools=[tool], return_dict=False)
+    expected = tokenizer.apply_chat_template(
+        [*prompt, *rest, chosen], tools=[tool], return_dict=False
+    )
     assert [*pair.prompt, *pair.chosen] == expected
     called = {"prompt": prompt, "chosen": [asked], "rejected": [rejected], "tools": [tool]}
     (pair,), _, _ = pairs_of(write_lines(tmp_path / "pairs.jsonl", called), tokenizer)
@@ -392,7 +444,10 @@ def test_template_arguments_of_the_data_and_of_a_line(tmp_path, tokenizer):
     own = {**line, "chat_template_kwargs": {"mood": "merry"}}
     path = write_lines(tmp_path / "pairs.jsonl", line, own)
     pairs, _, _ = pairs_of(path, tokenizer, chat_template_kwargs={"mood": "sad"})
-    assert [tokenizer.decode([*pair.prompt, *pair.chosen]) for pair in pairs] == ["sad|p|a", "merry|p|a"]
+    assert [tokenizer.decode([*pair.prompt, *pair.chosen]) for pair in pairs] == [
+        "sad|p|a",
+        "merry|p|a",
+    ]
     with raises_error("chat_template.argument.not_read", "data.chat_template_kwargs.moody "):
         pairs_of(path, tokenizer, chat_template_kwargs={"moody": "sad"})
     bad = write_lines(tmp_path / "bad.jsonl", {**line, "chat_template_kwargs": [1]})
@@ -418,7 +473,9 @@ def test_the_reward_server_reads_what_training_reads(tmp_path, chat_tokenizers, 
 def test_the_reward_server_gives_the_template_a_records_tools_and_arguments(chat_tokenizers):
     tokenizer = chat_tokenizers["qwen2.5"]
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
-    sample = TextSample("", "Sunny.", {"tools": [tool], "chat_template_kwargs": {"x": 1}}, tuple(MESSAGES))
+    sample = TextSample(
+        "", "Sunny.", {"tools": [tool], "chat_template_kwargs": {"x": 1}}, tuple(MESSAGES)
+    )
     answer = {"role": "assistant", "content": "Sunny."}
     expected = tokenizer.apply_chat_template([*MESSAGES, answer], tools=[tool], return_dict=False)
     assert encode_sample(ChatRenderer(tokenizer), sample) == expected
@@ -428,8 +485,12 @@ def actor_sequence(tokenizer, folder: Path, prompt: str, response: list[int]) ->
     """What the actor reads and writes, made by the actor's own code."""
     file = folder / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": prompt}))
-    dataset = PromptDataset.from_files(tokenizer, file, max_prompt_tokens=None, apply_chat_template=True)
-    completions = Completions(torch.tensor([response]), torch.tensor([len(response)]), (FINISH_STOP,))
+    dataset = PromptDataset.from_files(
+        tokenizer, file, max_prompt_tokens=None, apply_chat_template=True
+    )
+    completions = Completions(
+        torch.tensor([response]), torch.tensor([len(response)]), (FINISH_STOP,)
+    )
     rows, _ = join_prompts_and_responses([dataset[0]], completions, pad_id=0)
     return rows[0].tolist()
 
@@ -457,7 +518,9 @@ def test_the_end_of_a_turn_counts_as_one_token_of_a_cut(chat_tokenizers):
 
 def test_an_empty_answer_is_the_end_of_the_turn_alone(chat_tokenizers):
     tokenizer = chat_tokenizers["qwen2.5"]
-    assert tokenizer.decode(conversation(tokenizer, MESSAGES, " \n")).endswith("assistant\n<|im_end|>\n")
+    assert tokenizer.decode(conversation(tokenizer, MESSAGES, " \n")).endswith(
+        "assistant\n<|im_end|>\n"
+    )
 
 
 def test_no_chat_template_and_refused_messages_are_named(tmp_path):
@@ -465,7 +528,9 @@ def test_no_chat_template_and_refused_messages_are_named(tmp_path):
     with raises_error("chat_template.template.missing", tmp_path / "plain") as caught:
         conversation(plain, MESSAGES, "a")
     assert isinstance(caught.value, ConfigError)
-    strict = load_tokenizer(write_tiny_tokenizer(tmp_path / "strict", chat_template="{{ raise_exception('no!') }}"))
+    strict = load_tokenizer(
+        write_tiny_tokenizer(tmp_path / "strict", chat_template="{{ raise_exception('no!') }}")
+    )
     with raises_error("chat_template.messages.refused", "no!"):
         conversation(strict, MESSAGES, "a")
 
@@ -476,4 +541,6 @@ def test_smollm2_form():
     assert ids == tokenizer.apply_chat_template(
         [*MESSAGES, {"role": "assistant", "content": "Hello."}], return_dict=False
     )
-    assert tokenizer.decode(ids).endswith("user\nhi there<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n")
+    assert tokenizer.decode(ids).endswith(
+        "user\nhi there<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
+    )

@@ -34,9 +34,15 @@ def test_cuts_of_one_pass_equal_passes_over_the_cut_sequences(pooling):
     def causal(tokens: torch.Tensor) -> torch.Tensor:
         return torch.cumsum(table[tokens], dim=1).sin()
 
-    sequences = [CutSequence((1, 2, 3, 4, 5), (5, 2)), CutSequence((6, 7), (2,)), CutSequence((8, 9, 10), (1, 3))]
+    sequences = [
+        CutSequence((1, 2, 3, 4, 5), (5, 2)),
+        CutSequence((6, 7), (2,)),
+        CutSequence((8, 9, 10), (1, 3)),
+    ]
     seen: list[int] = []
-    values = pooled_features(causal, sequences, pooling, micro_batch_size=2, on_progress=seen.append)
+    values = pooled_features(
+        causal, sequences, pooling, micro_batch_size=2, on_progress=seen.append
+    )
     assert sum(seen) == 10
     row = 0
     for sequence in sequences:
@@ -68,22 +74,32 @@ def test_synthetic_negatives_end_early_or_repeat():
     pairs = [EncodedPair(str(i), (9,), (10, 11, 12, 13, 2), (20, 21, 2)) for i in range(40)]
     cuts = CutsConfig(min_tokens=8, max_tokens=12)
     made = synthetic_negatives(pairs, 0.5, cuts, end=(2,), seed=0)
-    early, repeated = ([m.tokens for m in made if (m.tokens[-1] == 2) == is_early] for is_early in (True, False))
+    early, repeated = (
+        [m.tokens for m in made if (m.tokens[-1] == 2) == is_early] for is_early in (True, False)
+    )
     assert len(early) == len(repeated) == 20
     assert all(len(tokens) <= 4 and tokens.count(2) == 1 for tokens in early)
     assert (2,) in early
-    assert all(8 <= len(tokens) <= 12 and len(set(tokens)) <= 4 and 2 not in tokens for tokens in repeated)
+    assert all(
+        8 <= len(tokens) <= 12 and len(set(tokens)) <= 4 and 2 not in tokens for tokens in repeated
+    )
     assert sum(m.better for m in made) == 20
     assert made == synthetic_negatives(pairs, 0.5, cuts, end=(2,), seed=0)
 
 
-def made_features(pairs: int, width: int = 16, noise: float = 0.5, seed: int = 0) -> tuple[PairFeatures, torch.Tensor]:
+def made_features(
+    pairs: int, width: int = 16, noise: float = 0.5, seed: int = 0
+) -> tuple[PairFeatures, torch.Tensor]:
     """Pairs whose preference follows from a known direction, and that direction."""
     generator = torch.Generator().manual_seed(seed)
     direction = torch.randn(width, generator=generator, dtype=torch.float64)
     direction /= direction.norm()
-    first, second = (torch.randn(pairs, width, generator=generator, dtype=torch.float64) + 5 for _ in range(2))
-    margin = (first - second) @ direction + noise * torch.randn(pairs, generator=generator, dtype=torch.float64)
+    first, second = (
+        torch.randn(pairs, width, generator=generator, dtype=torch.float64) + 5 for _ in range(2)
+    )
+    margin = (first - second) @ direction + noise * torch.randn(
+        pairs, generator=generator, dtype=torch.float64
+    )
     better = (margin > 0)[:, None]
     chosen, rejected = torch.where(better, first, second), torch.where(better, second, first)
     return PairFeatures(chosen, rejected), direction
@@ -113,7 +129,9 @@ def test_standardising_keeps_the_log_odds():
     difference = (features.chosen - features.rejected).double()
     size = difference.square().sum(1).mean().sqrt()
     log_odds = difference @ (fit_direction(difference / size, 0.01) / size)
-    ours = (scores(trained.head, features.chosen) - scores(trained.head, features.rejected)) * trained.raw_std
+    ours = (
+        scores(trained.head, features.chosen) - scores(trained.head, features.rejected)
+    ) * trained.raw_std
     torch.testing.assert_close(ours, log_odds, atol=1e-4, rtol=1e-4)
 
 

@@ -61,7 +61,12 @@ def run_script(script: Path, *arguments: str, cwd: Path) -> subprocess.Completed
 
 def ranking_overrides(folder: Path, *, noise: float = 0.0) -> list[str]:
     pairs = write_pairs(folder / "pairs.jsonl", 320, noise=noise)
-    return [*tiny_overrides(folder), f"data.pairs_path={pairs}", "full.max_epochs=6", "num_threads=1"]
+    return [
+        *tiny_overrides(folder),
+        f"data.pairs_path={pairs}",
+        "full.max_epochs=6",
+        "num_threads=1",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +80,9 @@ def ranked(tmp_path_factory):
 def held_out_groups(overrides: list[str]) -> tuple[list[Any], list[tuple[int, ...]]]:
     """The held-out examples of a run, and their sequences."""
     cfg = tiny_config(*overrides)
-    objective: Objective = Ranking() if cfg.full.objective == "ranking" else Regression(cfg.full.attributes)
+    objective: Objective = (
+        Ranking() if cfg.full.objective == "ranking" else Regression(cfg.full.attributes)
+    )
     examples = load_examples(cfg, load_tokenizer(cfg.model.restore_from_path)).held_out
     return examples, [s for example in examples for s in objective.sequences_of(example)]
 
@@ -85,7 +92,9 @@ def transformers_scores(folder: Path, sequences: list[tuple[int, ...]]) -> torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    batch: Any = AutoTokenizer.from_pretrained(folder).pad({"input_ids": [list(s) for s in sequences]})
+    batch: Any = AutoTokenizer.from_pretrained(folder).pad(
+        {"input_ids": [list(s) for s in sequences]}
+    )
     rows = {name: torch.tensor(batch[name]) for name in ("input_ids", "attention_mask")}
     return model(**rows).logits
 
@@ -93,7 +102,10 @@ def transformers_scores(folder: Path, sequences: list[tuple[int, ...]]) -> torch
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     """Metrics without times."""
     lines = read_metrics(folder / "out/metrics.jsonl")
-    return [{k: v for k, v in line.items() if k != "time" and not k.startswith("timers/")} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k != "time" and not k.startswith("timers/")}
+        for line in lines
+    ]
 
 
 def test_held_out_pairs_are_learnt(ranked):
@@ -104,7 +116,9 @@ def test_held_out_pairs_are_learnt(ranked):
     assert values[0]["val/accuracy"] < 0.65
     assert values[30]["val/accuracy"] > 0.9 > 0.6 > values[30]["val/accuracy_of_longer_wins"]
     assert values[30]["val/loss"] < 0.3 < values[0]["val/loss"]
-    assert all(line["train/grad_norm"] > 0 and line["train/skipped_step"] == 0 for line in lines[1:])
+    assert all(
+        line["train/grad_norm"] > 0 and line["train/skipped_step"] == 0 for line in lines[1:]
+    )
 
 
 def test_the_exported_folder_is_the_best_model_for_transformers_and_for_the_server(ranked):
@@ -115,16 +129,24 @@ def test_the_exported_folder_is_the_best_model_for_transformers_and_for_the_serv
     found = Ranking().evaluate(scores.view(-1, 2, 1), examples)
     assert found.loss == pytest.approx(best.evaluation.loss, rel=1e-4)
     with parallel_mesh() as mesh:
-        served = load_reward_model(ranked / "out/model", None, mesh).score([list(s) for s in sequences])
+        served = load_reward_model(ranked / "out/model", None, mesh).score(
+            [list(s) for s in sequences]
+        )
     torch.testing.assert_close(torch.tensor(served), scores[:, 0], atol=1e-5, rtol=0)
     config = json.loads((ranked / "out/model/config.json").read_text())
-    assert config["architectures"] == ["LlamaForSequenceClassification"] and config["id2label"] == {"0": "reward"}
+    assert config["architectures"] == ["LlamaForSequenceClassification"] and config["id2label"] == {
+        "0": "reward"
+    }
 
 
 def test_the_report_has_the_evaluation(ranked):
     page = (ranked / "out/report.html").read_text()
     best = TypeAdapter(Best).validate_json((ranked / "out" / EVALUATION_FILE).read_bytes())
-    assert "Calibration" in page and "Predicted and observed" in page and "the longer answer wins" in page
+    assert (
+        "Calibration" in page
+        and "Predicted and observed" in page
+        and "the longer answer wins" in page
+    )
     assert f"{best.evaluation.loss:.4f}" in page
     (ranked / "out" / EVALUATION_FILE).rename(ranked / "kept.json")
     assert "No evaluation has been made" in write_report(ranked / "out").read_text()
@@ -141,8 +163,13 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
     run(*overrides)
     assert lines_of(tmp_path) == lines_of(ranked)
     weights, others = (load_file(f / "out/model/model.safetensors") for f in (tmp_path, ranked))
-    assert all(torch.equal(weights[name], others[name]) for name in others) and weights.keys() == others.keys()
-    assert (tmp_path / "out" / EVALUATION_FILE).read_text() == (ranked / "out" / EVALUATION_FILE).read_text()
+    assert (
+        all(torch.equal(weights[name], others[name]) for name in others)
+        and weights.keys() == others.keys()
+    )
+    assert (tmp_path / "out" / EVALUATION_FILE).read_text() == (
+        ranked / "out" / EVALUATION_FILE
+    ).read_text()
 
     again = run(*overrides)  # it is over: nothing is made again
     assert again.step == STEPS and lines_of(tmp_path) == lines_of(ranked)
@@ -157,7 +184,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranked, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [("data.held_out_fraction=0.4", r"data\.held_out_fraction: \S+ -> 0\.4"), ("seed=77", r"seed: \d+ -> 77")],
+    [
+        ("data.held_out_fraction=0.4", r"data\.held_out_fraction: \S+ -> 0\.4"),
+        ("seed=77", r"seed: \d+ -> 77"),
+    ],
 )
 def test_a_run_with_another_split_or_seed_is_refused(tmp_path, change, said):
     overrides = [*ranking_overrides(tmp_path), "full.max_steps=1"]
@@ -169,9 +199,17 @@ def test_a_run_with_another_split_or_seed_is_refused(tmp_path, change, said):
 
 def test_it_stops_early_and_keeps_the_best(tmp_path):
     """Half of the pairs are turned around, so that what is learnt beyond that is learnt by heart."""
-    overrides = [*ranking_overrides(tmp_path, noise=0.5), "full.val_check_interval=4", "full.patience=2"]
+    overrides = [
+        *ranking_overrides(tmp_path, noise=0.5),
+        "full.val_check_interval=4",
+        "full.patience=2",
+    ]
     trainer = run(*overrides, "full.keep_last=1")
-    losses = {line["step"]: line["val/loss"] for line in lines_of(tmp_path) if "val/loss" in line and line["step"]}
+    losses = {
+        line["step"]: line["val/loss"]
+        for line in lines_of(tmp_path)
+        if "val/loss" in line and line["step"]
+    }
     best_step = min(losses, key=lambda step: losses[step])
     assert trainer.best is not None and trainer.best.step == best_step
     assert trainer.stopped_early and trainer.step == best_step + 8 < 48
@@ -303,14 +341,25 @@ def test_faults_of_the_modes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [[], ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"], ["model.optim.distributed=true"]],
+    [
+        [],
+        ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"],
+        ["model.optim.distributed=true"],
+    ],
     ids=["DP2", "TP2 SP", "DP2 distributed optimizer"],
 )
 def test_the_script_on_two_ranks(layout, ranked, tmp_path):
-    overrides = [*ranking_overrides(tmp_path), f"full.max_steps={STEPS}", "trainer.devices=2", *layout]
+    overrides = [
+        *ranking_overrides(tmp_path),
+        f"full.max_steps={STEPS}",
+        "trainer.devices=2",
+        *layout,
+    ]
     done = run_script(SCRIPT, *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for line, other in zip(lines_of(tmp_path)[:6], lines_of(ranked)[:6], strict=True):  # rounding grows from then on
+    for line, other in zip(
+        lines_of(tmp_path)[:6], lines_of(ranked)[:6], strict=True
+    ):  # rounding grows from then on
         for key, value in other.items():
             assert line[key] == pytest.approx(value, rel=1e-2, abs=1e-3), (line["step"], key)
     assert lines_of(tmp_path)[-1]["val/accuracy"] > 0.9
@@ -318,12 +367,17 @@ def test_the_script_on_two_ranks(layout, ranked, tmp_path):
 
 @pytest.fixture(scope="module")
 def trunk(tmp_path_factory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("trunk") / "tiny-llama", vocab_size=128, max_positions=128)
+    return tiny_model(
+        tmp_path_factory.mktemp("trunk") / "tiny-llama", vocab_size=128, max_positions=128
+    )
 
 
 def test_a_head_from_one_split_of_a_folder(trunk, tmp_path):
     """Of several splits, one is to be chosen; the record of the data fits no single file."""
-    rows = [{"prompt": f"question {i}", "chosen": f"please {i}", "rejected": f"XX {i} ZZ"} for i in range(24)]
+    rows = [
+        {"prompt": f"question {i}", "chosen": f"please {i}", "rejected": f"XX {i} ZZ"}
+        for i in range(24)
+    ]
     folder = tmp_path / "pairs"
     folder.mkdir()
     for name, part in (("train-0", rows[:12]), ("train-1", rows[12:]), ("test-0", rows[:3])):
@@ -346,7 +400,8 @@ def test_a_head_from_one_split_of_a_folder(trunk, tmp_path):
 
 def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
     rows = [
-        {"prompt": f"question {i}", "chosen": f"please, {i} is fine", "rejected": f"XX {i} ZZ!!"} for i in range(24)
+        {"prompt": f"question {i}", "chosen": f"please, {i} is fine", "rejected": f"XX {i} ZZ!!"}
+        for i in range(24)
     ]
     pairs, out = write_lines(tmp_path / "pairs.jsonl", rows), tmp_path / "out"
     overrides = [
@@ -361,7 +416,11 @@ def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
     first = run_script(SCRIPT, *overrides, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert "24 pairs read, 24 used" in first.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["features.safetensors", "out", "pairs.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "features.safetensors",
+        "out",
+        "pairs.jsonl",
+    ]
     head = RewardHead.load(out / "head.safetensors")
     assert head.weight.shape == (32,)
     assert head.pooling == "last"
@@ -394,7 +453,9 @@ def test_the_script_from_pairs_to_a_head_that_scores(trunk, tmp_path, capsys):
         model = load_reward_model(trunk, out / "head.safetensors", mesh)
         tokenizer = load_tokenizer(trunk)
         samples = [TextSample("", text, {}, tuple(messages)) for text in texts]
-        good, bad = model.score([encode_sample(ChatRenderer(tokenizer), sample) for sample in samples])
+        good, bad = model.score(
+            [encode_sample(ChatRenderer(tokenizer), sample) for sample in samples]
+        )
     assert good > bad
 
 

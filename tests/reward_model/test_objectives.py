@@ -33,7 +33,8 @@ def doubles(count: int, seed: int) -> torch.Tensor:
 def test_bradley_terry_is_a_sum_over_pairs():
     chosen, rejected = 3 * doubles(50, 0), 3 * doubles(50, 1)
     expected = sum(
-        -math.log(1 / (1 + math.exp(-(c - r)))) for c, r in zip(chosen.tolist(), rejected.tolist(), strict=True)
+        -math.log(1 / (1 + math.exp(-(c - r))))
+        for c, r in zip(chosen.tolist(), rejected.tolist(), strict=True)
     )
     assert float(bradley_terry(chosen, rejected)) == pytest.approx(expected, rel=1e-12)
     parts = bradley_terry(chosen[:13], rejected[:13]) + bradley_terry(chosen[13:], rejected[13:])
@@ -64,20 +65,28 @@ def test_calibration_bin_by_bin():
     for chosen, rejected in pairs:
         confidence = 1 / (1 + math.exp(-abs(chosen - rejected)))
         right = 1.0 if chosen > rejected else 0.0 if chosen < rejected else 0.5
-        buckets.setdefault(min(int((confidence - 0.5) / 0.5 * NUM_BINS), NUM_BINS - 1), []).append((confidence, right))
+        buckets.setdefault(min(int((confidence - 0.5) / 0.5 * NUM_BINS), NUM_BINS - 1), []).append(
+            (confidence, right)
+        )
     assert [one.count for one in bins] == [len(buckets[i]) for i in sorted(buckets)]
     error = 0.0
     for i, one in zip(sorted(buckets), bins, strict=True):
-        predicted, observed = (sum(values) / len(values) for values in zip(*buckets[i], strict=True))
+        predicted, observed = (
+            sum(values) / len(values) for values in zip(*buckets[i], strict=True)
+        )
         assert (one.predicted, one.observed) == pytest.approx((predicted, observed))
-        assert one.low <= one.predicted <= one.high and one.high - one.low == pytest.approx(0.5 / NUM_BINS)
+        assert one.low <= one.predicted <= one.high and one.high - one.low == pytest.approx(
+            0.5 / NUM_BINS
+        )
         error += len(buckets[i]) / len(pairs) * abs(predicted - observed)
     assert found_error == pytest.approx(error)
 
 
 def test_a_calibrated_model_has_little_calibration_error():
     margins = 2 * doubles(20_000, 3)
-    chosen_first = torch.rand(20_000, generator=torch.Generator().manual_seed(4)) < torch.sigmoid(margins)
+    chosen_first = torch.rand(20_000, generator=torch.Generator().manual_seed(4)) < torch.sigmoid(
+        margins
+    )
     chosen, rejected = torch.where(chosen_first, margins, 0), torch.where(chosen_first, 0, margins)
     assert calibration(chosen, rejected)[0] < 0.01
     assert calibration(3 * chosen, 3 * rejected)[0] > 0.05  # overconfident
@@ -85,7 +94,10 @@ def test_a_calibrated_model_has_little_calibration_error():
 
 def test_ranks_share_ties():
     values = torch.tensor([3.0, 1.0, 3.0, -2.0, 3.0, 1.0])
-    expected = [sum(other < v for other in values) + (sum(other == v for other in values) + 1) / 2 for v in values]
+    expected = [
+        sum(other < v for other in values) + (sum(other == v for other in values) + 1) / 2
+        for v in values
+    ]
     assert ranks(values).tolist() == [float(rank) for rank in expected]
 
 
@@ -94,10 +106,14 @@ def test_correlations():
     pairs = list(zip(x.tolist(), y.tolist(), strict=True))
     mean_x, mean_y = sum(a for a, _ in pairs) / 40, sum(b for _, b in pairs) / 40
     covariance = sum((a - mean_x) * (b - mean_y) for a, b in pairs)
-    spread = math.sqrt(sum((a - mean_x) ** 2 for a, _ in pairs) * sum((b - mean_y) ** 2 for _, b in pairs))
+    spread = math.sqrt(
+        sum((a - mean_x) ** 2 for a, _ in pairs) * sum((b - mean_y) ** 2 for _, b in pairs)
+    )
     assert correlation(x, y) == pytest.approx(covariance / spread)
     # Without ties Spearman's is 1 - 6 sum d^2 / (n (n^2 - 1)).
-    differences = sum((a - b) ** 2 for a, b in zip(ranks(x).tolist(), ranks(y).tolist(), strict=True))
+    differences = sum(
+        (a - b) ** 2 for a, b in zip(ranks(x).tolist(), ranks(y).tolist(), strict=True)
+    )
     fit = attribute_fit(torch.cat((x, torch.ones(2))), torch.cat((y, torch.tensor([NAN, NAN]))))
     assert fit["spearman"] == pytest.approx(1 - 6 * differences / (40 * (40**2 - 1)))
     assert fit["pearson"] == pytest.approx(covariance / spread)

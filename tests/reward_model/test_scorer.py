@@ -13,7 +13,14 @@ from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.reward_head import RewardHead
 from reinforce_rl.reward_model.scorer import Batching, MegatronRewardModel, load_trunk, share
 
-CUTS = [Batching(1), Batching(5), Batching(64), Batching(8, 100), Batching(8, 100, 16), Batching(3, None, 7)]
+CUTS = [
+    Batching(1),
+    Batching(5),
+    Batching(64),
+    Batching(8, 100),
+    Batching(8, 100, 16),
+    Batching(3, None, 7),
+]
 
 
 def some_sequences(count: int, longest: int = 40) -> list[list[int]]:
@@ -34,7 +41,9 @@ def test_every_sequence_is_in_one_pass_unchanged(batching, count):
             assert len(one.rows) <= batching.micro_batch_size
         else:
             assert len(one.rows) == 1 or one.tokens.size <= batching.tokens_per_micro_batch
-        for row, tokens, length in zip(one.rows.tolist(), one.tokens.tolist(), one.lengths.tolist(), strict=True):
+        for row, tokens, length in zip(
+            one.rows.tolist(), one.tokens.tolist(), one.lengths.tolist(), strict=True
+        ):
             assert row not in found
             found[row] = tokens[:length]
             assert not any(tokens[length:])
@@ -42,7 +51,9 @@ def test_every_sequence_is_in_one_pass_unchanged(batching, count):
 
 
 def test_passes_hold_sequences_of_like_length():
-    widths = [(one.lengths.min(), one.lengths.max()) for one in Batching(4).plan(some_sequences(30))]
+    widths = [
+        (one.lengths.min(), one.lengths.max()) for one in Batching(4).plan(some_sequences(30))
+    ]
     assert all(this[0] >= following[1] for this, following in itertools.pairwise(widths))
 
 
@@ -59,7 +70,9 @@ def test_passes_are_dealt_once_and_evenly(blocks):
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_scores_do_not_depend_on_the_batching(pooling, tmp_path, mesh: Mesh):
     lm = load_trunk(tiny_llama_folder(tmp_path), mesh)
-    head = RewardHead(torch.randn(32, generator=torch.Generator().manual_seed(0)), torch.tensor(0.5), pooling)
+    head = RewardHead(
+        torch.randn(32, generator=torch.Generator().manual_seed(0)), torch.tensor(0.5), pooling
+    )
     sequences = some_sequences(30)
     expected = MegatronRewardModel(lm, head, batching=Batching(1)).score(sequences)
     assert np.std(expected) > 0.1

@@ -31,7 +31,10 @@ from reinforce_rl.megatron.optimizer import build_optimizer
 from reinforce_rl.reward_model.train_full import load_trainable
 
 SCRIPT = Path(__file__).parents[1] / "helpers/rank_scripts/trainable.py"
-ON_TWO_RANKS = ["TP2 SP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("PP2", "CP2", "DP2"))]
+ON_TWO_RANKS = [
+    "TP2 SP",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("PP2", "CP2", "DP2")),
+]
 SLOW_ON_TWO_RANKS = ("TP2", "TP2 SP full recompute")
 SLOW_ON_FOUR_RANKS = ("TP2 PP2 SP", "PP2 DP2", "TP2 CP2 SP", "CP2 DP2", "PP2 CP2")
 
@@ -54,7 +57,9 @@ def brute_force(folder: Path, case: str, examples: list[Any]) -> tuple[float, to
 
     objective, pooling = CASES[case]
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    model.model.embed_tokens.padding_idx = None  # transformers' own gives the padding token's embedding no gradient
+    model.model.embed_tokens.padding_idx = (
+        None  # transformers' own gives the padding token's embedding no gradient
+    )
     rows = []
     for example in examples:
         scores = []
@@ -62,7 +67,9 @@ def brute_force(folder: Path, case: str, examples: list[Any]) -> tuple[float, to
             if pooling == "last":
                 scores.append(model(torch.tensor([sequence])).logits[0])
             else:
-                scores.append(model.score(model.model(torch.tensor([sequence])).last_hidden_state[0].mean(0)))
+                scores.append(
+                    model.score(model.model(torch.tensor([sequence])).last_hidden_state[0].mean(0))
+                )
         rows.append(torch.stack(scores))
     scores = torch.stack(rows)
     if case == "ranking":
@@ -102,7 +109,9 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
             torch.testing.assert_close(found[name], value, atol=2e-5, rtol=1e-5, msg=name)
 
 
-def check_layouts(names: tuple[str, ...], ranks: int, folder: Path, expected: dict[str, Any], out: Path) -> None:
+def check_layouts(
+    names: tuple[str, ...], ranks: int, folder: Path, expected: dict[str, Any], out: Path
+) -> None:
     run_ranks(SCRIPT, ranks, out, folder, *names, timeout=300)
     for name in names:
         for rank in range(ranks):
@@ -134,7 +143,9 @@ def test_four_ranks(folder, expected, tmp_path):
 def test_a_checkpoint_of_two_ranks_goes_on_here(case, on_two_ranks, folder, mesh, expected):
     model = model_of(folder, mesh, case)
     saved = Checkpoint(on_two_ranks / f"{case}.checkpoints" / "step_00000002", {})
-    Checkpointer(saved.folder.parent, mesh, model.ddp, *build_optimizer(model.ddp, **SETTINGS)).restore(saved)
+    Checkpointer(
+        saved.folder.parent, mesh, model.ddp, *build_optimizer(model.ddp, **SETTINGS)
+    ).restore(saved)
     objective, _ = CASES[case]
     scores = model.scores([objective.sequences_of(example) for example in examples_of(objective)])
     torch.testing.assert_close(scores, expected[f"{case} scores after"], atol=2e-5, rtol=1e-5)
@@ -143,12 +154,16 @@ def test_a_checkpoint_of_two_ranks_goes_on_here(case, on_two_ranks, folder, mesh
 def test_a_folder_exported_by_two_ranks_scores_as_in_transformers(on_two_ranks, expected):
     from transformers import AutoModelForSequenceClassification
 
-    model = AutoModelForSequenceClassification.from_pretrained(on_two_ranks / "ranking", dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        on_two_ranks / "ranking", dtype=torch.float32
+    )
     objective, _ = CASES["ranking"]
     sequences = [s for example in examples_of(objective) for s in objective.sequences_of(example)]
     with torch.no_grad():
         found = torch.cat([model(torch.tensor([sequence])).logits for sequence in sequences])
-    torch.testing.assert_close(found.view(-1, 2, 1), expected["ranking scores after"], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        found.view(-1, 2, 1), expected["ranking scores after"], atol=2e-5, rtol=1e-5
+    )
 
 
 def test_a_model_that_its_weights_do_not_bear_out_is_not_built(folder, mesh, tmp_path):

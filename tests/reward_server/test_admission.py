@@ -7,12 +7,20 @@ import asyncio
 import pytest
 
 from reinforce_rl.config.rewards import InferenceConfig
-from reinforce_rl.reward_server.admission import BUFFERED_REQUESTS, Admission, FrontSettings, Refusal, check_length
+from reinforce_rl.reward_server.admission import (
+    BUFFERED_REQUESTS,
+    Admission,
+    FrontSettings,
+    Refusal,
+    check_length,
+)
 
 
 def admission_of(in_flight: int, queue: int) -> Admission:
     inference = InferenceConfig(max_in_flight=in_flight, max_queue=queue)
-    return Admission(FrontSettings(inference=inference, max_request_bytes=1000, max_sequence_length=1))
+    return Admission(
+        FrontSettings(inference=inference, max_request_bytes=1000, max_sequence_length=1)
+    )
 
 
 async def hold(admission: Admission, name: str, order: list[str], release: asyncio.Event) -> None:
@@ -86,7 +94,9 @@ def test_a_turn_that_comes_together_with_the_hang_up_is_passed_on():
 def test_a_drain_sends_those_that_wait_away_and_keeps_the_others():
     async def run() -> None:
         admission, order, release = admission_of(1, 5), [], asyncio.Event()
-        served, waiting = (asyncio.create_task(hold(admission, name, order, release)) for name in "ab")
+        served, waiting = (
+            asyncio.create_task(hold(admission, name, order, release)) for name in "ab"
+        )
         await settle()
         admission.drain()
         await settle()
@@ -125,7 +135,9 @@ def test_the_time_to_come_back_follows_the_queue(monkeypatch):
 
 
 def test_a_body_has_a_greatest_length():
-    limits = FrontSettings(inference=InferenceConfig(), max_request_bytes=10_000, max_sequence_length=1)
+    limits = FrontSettings(
+        inference=InferenceConfig(), max_request_bytes=10_000, max_sequence_length=1
+    )
     check_length(10_000, limits)
     check_length(None, limits)
     with pytest.raises(Refusal, match=r"10001 bytes.*at most 10000"):

@@ -47,7 +47,11 @@ def test_only_the_token_lets_in_and_health_is_open(start):
     front = start(token=TOKEN)
     right = {"Authorization": f"Bearer {TOKEN}"}
     for headers in ({}, {"Authorization": "Bearer wrong-wrong-wrong"}, {"Authorization": TOKEN}):
-        refused = [front.infer(BODY, **headers), front.get("/v2", **headers), front.get("/metrics", **headers)]
+        refused = [
+            front.infer(BODY, **headers),
+            front.get("/v2", **headers),
+            front.get("/metrics", **headers),
+        ]
         refused += [front.get("/v2/models/rm/ready", **headers)]
         assert [answer.code for answer in refused] == [401] * 4
         assert "Authorization: Bearer" in error_of(refused[0])
@@ -96,7 +100,10 @@ def test_sizes_are_capped_before_and_while_reading(start):
     for headers, sent in (
         ("Content-Length: 1000000000\r\n", b""),  # a claim is enough
         ("Content-Length: 1000000000\r\nExpect: 100-continue\r\n", b""),
-        ("Transfer-Encoding: chunked\r\n", b"4000\r\n" + b" " * 0x4000 + b"\r\n"),  # an endless one ends here
+        (
+            "Transfer-Encoding: chunked\r\n",
+            b"4000\r\n" + b" " * 0x4000 + b"\r\n",
+        ),  # an endless one ends here
     ):
         with socket.create_connection(("127.0.0.1", front.port), timeout=10) as connection:
             connection.sendall((head + headers + "\r\n").encode() + sent)
@@ -107,7 +114,9 @@ def test_sizes_are_capped_before_and_while_reading(start):
 
 def health_from(port: int, source: str) -> bytes:
     """The first line of the answer to somebody of another address."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10, source_address=(source, 0)) as connection:
+    with socket.create_connection(
+        ("127.0.0.1", port), timeout=10, source_address=(source, 0)
+    ) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         return connection.recv(1000).split(b"\r\n")[0]
 
@@ -119,7 +128,9 @@ def test_half_sent_headers_of_one_address_shut_nobody_out(start):
         front = start(idle_seconds=5.0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(usual, 2048), most))
-    connections = [socket.create_connection(("127.0.0.1", front.port), timeout=20) for _ in range(1100)]
+    connections = [
+        socket.create_connection(("127.0.0.1", front.port), timeout=20) for _ in range(1100)
+    ]
     try:
         for connection in connections:
             connection.sendall(b"POST /v2/models/rm/infer HTTP/1.1\r\nHost: ")
@@ -140,7 +151,8 @@ def test_bodies_that_pause_take_no_place_and_no_memory(start):
     head = f"POST /v2/models/rm/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 20}\r\n\r\n{{"
     with contextlib.ExitStack() as stack:
         connections = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", front.port), timeout=20)) for _ in range(300)
+            stack.enter_context(socket.create_connection(("127.0.0.1", front.port), timeout=20))
+            for _ in range(300)
         ]
         for connection in connections:
             connection.sendall(head.encode())
@@ -181,13 +193,18 @@ def test_a_full_queue_is_busy_and_frees_itself(start):
 
 
 def canaries_of(front) -> int:
-    return sum(path.endswith("/infer") and b'"data": [0]' in body for path, body in front.backend.seen)
+    return sum(
+        path.endswith("/infer") and b'"data": [0]' in body for path, body in front.backend.seen
+    )
 
 
 def test_a_client_that_hangs_up_frees_its_place(start):
     front = start(max_in_flight=1, max_queue=0)
     front.backend.go.clear()
-    request = b"POST /v2/models/rm/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
+    request = (
+        b"POST /v2/models/rm/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+        + BODY
+    )
     with socket.create_connection(("127.0.0.1", front.port)) as connection:
         connection.sendall(request)
         assert wait_for(lambda: front.health()[1]["in_flight"] == 1)
@@ -292,10 +309,13 @@ def test_a_drain_finishes_what_is_in_flight_and_refuses_the_rest(start):
 def test_requests_have_ids_and_metrics(start, caplog, capfd):
     caplog.set_level(logging.INFO)
     front = start()
-    assert front.infer(infer_body([1, 2], [3, 4]), X_Request_ID="run-rank3-call7").headers["x-request-id"] == (
-        "run-rank3-call7"
-    )
-    made = [front.infer(BODY, **{"X-Request-ID": bad}).headers["x-request-id"] for bad in ("", "a b", "x" * 129)]
+    assert front.infer(infer_body([1, 2], [3, 4]), X_Request_ID="run-rank3-call7").headers[
+        "x-request-id"
+    ] == ("run-rank3-call7")
+    made = [
+        front.infer(BODY, **{"X-Request-ID": bad}).headers["x-request-id"]
+        for bad in ("", "a b", "x" * 129)
+    ]
     assert len(set(made)) == 3 and all(len(one) == 16 for one in made)
     front.infer(b"{")
     front.progress.count(4, {0: 5, 3: 2, 8: 3, 9: 4}, 11, 0.02)
@@ -326,7 +346,11 @@ def test_nothing_of_a_request_is_logged(start, caplog, capfd):
     secret = "xylophone"
     front = start()
     front.infer(infer_body([1]).replace(b'"tokens"', b'"%s"' % secret.encode()))
-    for body in (secret.encode(), b'{"%s": ' % secret.encode(), b'{"inputs": [{"name": "%s"}]}' % secret.encode()):
+    for body in (
+        secret.encode(),
+        b'{"%s": ' % secret.encode(),
+        b'{"inputs": [{"name": "%s"}]}' % secret.encode(),
+    ):
         front.infer(body, X_Request_ID=f"{secret} {secret}")
     front.get(f"/{secret}")
     for raw in (
@@ -352,7 +376,10 @@ def test_nothing_of_an_error_inside_is_shown(start, capfd):
     """PyTriton answers with a traceback, which may quote a sample; what Triton itself says is in the log."""
     front = start()
     front.backend.code = 500
-    for answer in (front.infer(BODY), call("127.0.0.1", front.port, INFO, 30.0, body=b'{"inputs": []}')):
+    for answer in (
+        front.infer(BODY),
+        call("127.0.0.1", front.port, INFO, 30.0, body=b'{"inputs": []}'),
+    ):
         assert (answer.code, answer.body) == (
             500,
             b'{"error": "the model\'s side failed; the reward server\'s log says why"}',

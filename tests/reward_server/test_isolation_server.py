@@ -26,7 +26,9 @@ DELAY = 30.0  # milliseconds in which eight requests come, to be merged
 
 @pytest.fixture(scope="module")
 def encode(tmp_path_factory):
-    tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size=VOCAB_SIZE))
+    tokenizer = load_tokenizer(
+        write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size=VOCAB_SIZE)
+    )
     return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -34,7 +36,9 @@ def encode(tmp_path_factory):
 def server(tmp_path_factory):
     """All requests of a batch share one call of the model: the mode in which a bad one is the nearest to others."""
     options = ["deterministic=false", f"max_queue_delay_ms={DELAY}", "max_batch_size=64"]
-    server = ToyServer(tmp_path_factory.mktemp("server"), *(f"inference.{option}" for option in options)).start()
+    server = ToyServer(
+        tmp_path_factory.mktemp("server"), *(f"inference.{option}" for option in options)
+    ).start()
     yield server
     server.close()
 
@@ -45,9 +49,13 @@ async def send(session: ClientSession, port: int, request: WireRequest) -> tuple
         return answer.status, await answer.read()
 
 
-async def send_batches(port: int, batches: list[list[WireRequest]]) -> list[list[tuple[int, bytes]]]:
+async def send_batches(
+    port: int, batches: list[list[WireRequest]]
+) -> list[list[tuple[int, bytes]]]:
     async with ClientSession(timeout=ClientTimeout(120)) as session:
-        return [await asyncio.gather(*(send(session, port, one) for one in batch)) for batch in batches]
+        return [
+            await asyncio.gather(*(send(session, port, one) for one in batch)) for batch in batches
+        ]
 
 
 def outputs_of(body: bytes) -> dict[str, list]:
@@ -69,7 +77,10 @@ def merged_requests(server: ToyServer) -> tuple[float, float]:
     return tuple(float(one.group(1)) if one else 0.0 for one in found)
 
 
-REQUESTS_AND_BATCHES = (r'reward_server_requests_total\{code="200"\}', "reward_server_model_batches_total")
+REQUESTS_AND_BATCHES = (
+    r'reward_server_requests_total\{code="200"\}',
+    "reward_server_model_batches_total",
+)
 
 
 def texts(**columns: list[bytes]) -> list[dict]:
@@ -88,7 +99,10 @@ ROW = [int_tensor("tokens", [[5, 6]]), int_tensor("sequence_lengths", [[2]])]
 
 
 def said(**message: object) -> list[dict]:
-    return [*HI, *texts(messages=[json.dumps([{"role": "user", "content": "hi", **message}]).encode()])]
+    return [
+        *HI,
+        *texts(messages=[json.dumps([{"role": "user", "content": "hi", **message}]).encode()]),
+    ]
 
 
 KNOWN = {
@@ -97,7 +111,10 @@ KNOWN = {
     "a sentence's length": (Draft(lie(texts(sentences=[b"hi"]), LONG), True), 400),
     "half a surrogate pair": (Draft(said(content="\ud800"), True), [9]),
     "tool_calls": (Draft(said(tool_calls=5), True), [9]),
-    "half a pair, plainly": (Draft([{**texts(sentences=[b""])[0], "data": ["\ud800"]}], False), [5]),
+    "half a pair, plainly": (
+        Draft([{**texts(sentences=[b""])[0], "data": ["\ud800"]}], False),
+        [5],
+    ),
     "no width": (Draft([int_tensor("tokens", [[]]), ROW[1]], True), 400),
     "no width in JSON": (Draft([int_tensor("tokens", [[]]), ROW[1]], False), 400),
     "no samples": (Draft([{**one, "shape": [0, 1], "data": []} for one in ROW], False), 400),
@@ -130,7 +147,9 @@ KNOWN = {
 def test_a_bad_request_is_refused_and_its_neighbours_are_scored(server, encode, draft, expected):
     bad = draft.write()
     bad = WireRequest(bad.body.replace(b'"HUGE"', b"1e999"), bad.headers)
-    form = "sentences" if b"sentences" in bad.body else "text" if b"prompts" in bad.body else "tokens"
+    form = (
+        "sentences" if b"sentences" in bad.body else "text" if b"prompts" in bad.body else "tokens"
+    )
     optional = ["messages"] if b"messages" in bad.body else []
     fuzzer = BatchFuzzer(1, encode)
     good = [fuzzer._right(form, 2, optional) for _ in range(7)]
@@ -163,7 +182,9 @@ def fuzz(server: ToyServer, encode, rounds: int, seed: int) -> None:
         for request, answer in zip(batch[1:], answers[1:], strict=True):
             check_right(request, answer, batch[0])
     requests, batches = np.subtract(merged_requests(server), before)
-    print(f"seed {seed}: bad answers by code {dict(codes)}, {requests / batches:.1f} requests in a batch")
+    print(
+        f"seed {seed}: bad answers by code {dict(codes)}, {requests / batches:.1f} requests in a batch"
+    )
     assert codes[400] > rounds / 10 and codes[200] > rounds / 10
     assert requests / batches > 3  # they were merged indeed
 

@@ -16,7 +16,9 @@ from reinforce_rl.reward_server.triton import keep_private
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can attack the server as another user")
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can attack the server as another user"
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +35,17 @@ def pids_of(server: ToyServer) -> list[int]:
 def ports_of(server: ToyServer) -> list[int]:
     """On which a process of the server listens, but for the front door's."""
     found = [one for process in server.descendants for one in process.net_connections("tcp")]
-    return [one.laddr.port for one in found if one.status == psutil.CONN_LISTEN and one.laddr.port != server.port]
+    return [
+        one.laddr.port
+        for one in found
+        if one.status == psutil.CONN_LISTEN and one.laddr.port != server.port
+    ]
 
 
 def sockets_of(server: ToyServer) -> list[str]:
-    return [str(path) for path in server.temporary.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
+    return [
+        str(path) for path in server.temporary.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)
+    ]
 
 
 def test_another_user_cannot_run_code_in_the_server(server, tmp_path):
@@ -77,13 +85,19 @@ def test_no_secret_is_in_the_log_or_in_tritonserver(tmp_path, monkeypatch):
     try:
         assert "HARMLESS_VARIABLE" in server.log.read_text(), "so that the test can fail"
         assert secret not in server.log.read_text()
-        assert not {"REINFORCE_REWARD_TOKEN", "WANDB_API_KEY"} & server.tritonserver.environ().keys()
+        assert (
+            not {"REINFORCE_REWARD_TOKEN", "WANDB_API_KEY"} & server.tritonserver.environ().keys()
+        )
     finally:
         server.close()
 
 
 def test_a_healthy_server_logs_no_error(server):
-    assert [line for line in server.log.read_text().splitlines() if line.startswith(("E1", "E0", "W1", "W0"))] == []
+    assert [
+        line
+        for line in server.log.read_text().splitlines()
+        if line.startswith(("E1", "E0", "W1", "W0"))
+    ] == []
     assert "\x1b[" not in server.log.read_text()
 
 

@@ -18,7 +18,14 @@ from helpers.errors import check_fault
 from helpers.http_call import call
 from helpers.models import smollm2_folder
 from helpers.real_run import RealServer
-from helpers.server_load import CLIENTS, ModelFiles, RankedServer, check_scores, mixed_requests, score_all
+from helpers.server_load import (
+    CLIENTS,
+    ModelFiles,
+    RankedServer,
+    check_scores,
+    mixed_requests,
+    score_all,
+)
 from helpers.toy_server import ToyServer, is_alive, wait_for
 from omegaconf import OmegaConf
 
@@ -32,7 +39,9 @@ from reinforce_rl.rewards.transport import FailedAttempt
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
-pytestmark = pytest.mark.timeout(1500)  # on a busy machine; everything that is waited for has a deadline of its own
+pytestmark = pytest.mark.timeout(
+    1500
+)  # on a busy machine; everything that is waited for has a deadline of its own
 
 QUICK_REQUESTS = 300
 LOAD_SECONDS = 240.0
@@ -52,7 +61,11 @@ def start(files, tmp_path) -> Iterator[Callable[..., ToyServer]]:
     started: list[ToyServer] = []
 
     def start_one(*overrides: str, port: int | None = None) -> ToyServer:
-        kind = RankedServer if any(override.startswith("devices=") for override in overrides) else RealServer
+        kind = (
+            RankedServer
+            if any(override.startswith("devices=") for override in overrides)
+            else RealServer
+        )
         folder = tmp_path / f"server{len(started)}"
         folder.mkdir()
         started.append(kind(folder, *files.overrides, *overrides, port=port).start())
@@ -82,7 +95,9 @@ def health_until_the_end(server: ToyServer, seconds: float) -> list[dict[str, An
 
 
 @pytest.mark.slow
-def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_next_server(start, files, mesh):
+def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_next_server(
+    start, files, mesh
+):
     server = start(*TENSOR_PARALLEL, "inference.rank_timeout_seconds=20")
     requests = mixed_requests(QUICK_REQUESTS)
     expected = files.scores(mesh, requests)
@@ -91,7 +106,13 @@ def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_n
     load = threading.Thread(
         daemon=True,
         target=lambda: answers.extend(
-            score_all(server.port, requests, clients=CLIENTS, seconds=LOAD_SECONDS, on_answer=progress.release)
+            score_all(
+                server.port,
+                requests,
+                clients=CLIENTS,
+                seconds=LOAD_SECONDS,
+                on_answer=progress.release,
+            )
         ),
     )
     load.start()
@@ -102,17 +123,26 @@ def test_a_killed_rank_under_load_is_named_and_every_request_ends_right_on_the_n
     health = health_until_the_end(server, 60)
     log = check_end(server, 60)
     assert [(one["state"], one["healthy"]) for one in health[-1:]] == [("failed", False)]
-    assert health[-1]["text"].startswith(f"rank 1 (host {os.uname().nodename}, process {follower.pid}) died")
-    assert f"event=rank_lost reason=rank 1 (host {os.uname().nodename}, process {follower.pid}) died" in log
+    assert health[-1]["text"].startswith(
+        f"rank 1 (host {os.uname().nodename}, process {follower.pid}) died"
+    )
+    assert (
+        f"event=rank_lost reason=rank 1 (host {os.uname().nodename}, process {follower.pid}) died"
+        in log
+    )
     assert f"error: rank 1 (host {os.uname().nodename}, process {follower.pid}) died" in log
     # On one rank now; to its clients it is the same server.
-    after = start("inference.max_queue_delay_ms=5", "inference.tokens_per_micro_batch=128", port=server.port)
+    after = start(
+        "inference.max_queue_delay_ms=5", "inference.tokens_per_micro_batch=128", port=server.port
+    )
     load.join(LOAD_SECONDS)
     check_scores(answers, expected)
     some = requests[:64]
     alone = score_all(after.port, some, clients=1, seconds=LOAD_SECONDS)
     together = score_all(after.port, some, clients=8, seconds=LOAD_SECONDS)
-    assert [answer.values.tolist() for answer in together] == [answer.values.tolist() for answer in alone]
+    assert [answer.values.tolist() for answer in together] == [
+        answer.values.tolist() for answer in alone
+    ]
     os.kill(after.process.pid, signal.SIGTERM)
     assert after.process.wait(60) == 0
 
@@ -205,7 +235,9 @@ IMPOSSIBLE = [
 ]
 
 
-@pytest.mark.parametrize("impossible", IMPOSSIBLE, ids=[" ".join(each.overrides) for each in IMPOSSIBLE])
+@pytest.mark.parametrize(
+    "impossible", IMPOSSIBLE, ids=[" ".join(each.overrides) for each in IMPOSSIBLE]
+)
 def test_impossible_settings_are_named(files, monkeypatch, impossible):
     monkeypatch.setenv("WORLD_SIZE", "2")
     plain = OmegaConf.load(CONF_FOLDER / "serve_reward_model.yaml")
@@ -217,13 +249,19 @@ def test_impossible_settings_are_named(files, monkeypatch, impossible):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [TENSOR_PARALLEL, PIPELINE, DATA_PARALLEL], ids=["tp2", "pp2", "dp2"])
-def test_deterministic_scores_of_several_ranks_do_not_depend_on_other_clients(start, files, mesh, layout):
+@pytest.mark.parametrize(
+    "layout", [TENSOR_PARALLEL, PIPELINE, DATA_PARALLEL], ids=["tp2", "pp2", "dp2"]
+)
+def test_deterministic_scores_of_several_ranks_do_not_depend_on_other_clients(
+    start, files, mesh, layout
+):
     server = start(*layout, "inference.max_queue_delay_ms=5")
     requests = mixed_requests(80, most=20)
     alone = score_all(server.port, requests, clients=1, seconds=LOAD_SECONDS)
     together = score_all(server.port, requests, clients=8, seconds=LOAD_SECONDS)
-    assert [answer.values.tolist() for answer in together] == [answer.values.tolist() for answer in alone]
+    assert [answer.values.tolist() for answer in together] == [
+        answer.values.tolist() for answer in alone
+    ]
     check_scores(alone, files.scores(mesh, requests))
     server.process.terminate()  # the launcher, which passes it on to the ranks
     assert server.process.wait(60) == EXIT_FINISHED
@@ -259,7 +297,9 @@ def test_requests_of_smollm2(mesh, tmp_path):
     files = ModelFiles(tmp_path, smollm2_folder())
     weight = torch.randn(576, generator=torch.Generator().manual_seed(0)) / 24
     RewardHead(weight, torch.tensor(0.5), "mean").save(files.head)
-    server = RealServer(tmp_path, *files.overrides, "inference.max_in_flight=8", "inference.max_queue=20").start()
+    server = RealServer(
+        tmp_path, *files.overrides, "inference.max_in_flight=8", "inference.max_queue=20"
+    ).start()
     try:
         requests = mixed_requests(CLIENTS, most=2)
         answers = score_all(server.port, requests, clients=CLIENTS, seconds=SMOLLM2_SECONDS)
@@ -271,13 +311,18 @@ def test_requests_of_smollm2(mesh, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [TENSOR_PARALLEL, PIPELINE, DATA_PARALLEL], ids=["tp2", "pp2", "dp2"])
+@pytest.mark.parametrize(
+    "layout", [TENSOR_PARALLEL, PIPELINE, DATA_PARALLEL], ids=["tp2", "pp2", "dp2"]
+)
 def test_a_stopped_rank_is_named_and_ended(start, layout):
     server = start(*layout, "inference.rank_timeout_seconds=10")
     _, follower = server.ranks()
     follower.suspend()
     log = check_end(server, 90)  # torchrun gives a rank 30 s between SIGTERM and SIGKILL
-    assert f"rank 1 (host {os.uname().nodename}, process {follower.pid}) hangs: it gave no sign of life" in log
+    assert (
+        f"rank 1 (host {os.uname().nodename}, process {follower.pid}) hangs: it gave no sign of life"
+        in log
+    )
 
 
 @pytest.mark.slow
@@ -292,7 +337,9 @@ def test_a_lost_rank_0_takes_the_others_along(start, files, mesh, how):
     assert not is_alive(follower)
     server.start()
     requests = mixed_requests(10)
-    check_scores(score_all(server.port, requests, clients=4, seconds=60), files.scores(mesh, requests))
+    check_scores(
+        score_all(server.port, requests, clients=4, seconds=60), files.scores(mesh, requests)
+    )
 
 
 @pytest.mark.slow

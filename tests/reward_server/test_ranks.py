@@ -44,7 +44,11 @@ class SumModel:
         self.hang = threading.Event()
 
     def score_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
-        tokens = [row[:n].tolist() for one in micro_batches for row, n in zip(one.tokens, one.lengths, strict=True)]
+        tokens = [
+            row[:n].tolist()
+            for one in micro_batches
+            for row, n in zip(one.tokens, one.lengths, strict=True)
+        ]
         self.seen += tokens
         if self._me.rank == self._only or self._only < 0:
             if any(FAIL in row for row in tokens):
@@ -62,14 +66,27 @@ class SumModel:
 class Group:
     """Ranks as threads of this process."""
 
-    def __init__(self, blocks: Sequence[int], rank_timeout: float = 2.0, call_timeout: float = 30.0, **model: Any):
-        members = [Member(r, b, b not in blocks[r + 1 :], f"host{r}", 1000 + r) for r, b in enumerate(blocks)]
+    def __init__(
+        self,
+        blocks: Sequence[int],
+        rank_timeout: float = 2.0,
+        call_timeout: float = 30.0,
+        **model: Any,
+    ):
+        members = [
+            Member(r, b, b not in blocks[r + 1 :], f"host{r}", 1000 + r)
+            for r, b in enumerate(blocks)
+        ]
         self.models = [SumModel(member, **model) for member in members]
         self.ends: dict[int, str] = {}
         self.links: dict[int, Links] = {}
         self.links[0], invitation = Links.listen("127.0.0.1")
         self.threads = [
-            threading.Thread(target=self._follow, args=(invitation, members[0], member, rank_timeout), daemon=True)
+            threading.Thread(
+                target=self._follow,
+                args=(invitation, members[0], member, rank_timeout),
+                daemon=True,
+            )
             for member in members[1:]
         ]
         for thread in self.threads:
@@ -85,7 +102,9 @@ class Group:
             call_timeout=call_timeout,
         )
 
-    def _follow(self, invitation: Invitation, leader: Member, me: Member, rank_timeout: float) -> None:
+    def _follow(
+        self, invitation: Invitation, leader: Member, me: Member, rank_timeout: float
+    ) -> None:
         links = self.links[me.rank] = connect(invitation, me, 10)
         end = self.ends.setdefault
         follow(
@@ -156,7 +175,9 @@ def test_every_sequence_goes_to_one_block_and_comes_back_in_its_place(group_of, 
 def test_scores_of_several_columns_come_back_whole(group_of):
     sequences = some_sequences(9)
     found = group_of(0, 1, 0, 1, columns=3).scorer.score_attributes(sequences)
-    assert found.attributes == [[sum(sequence) * (1 + column) for column in range(3)] for sequence in sequences]
+    assert found.attributes == [
+        [sum(sequence) * (1 + column) for column in range(3)] for sequence in sequences
+    ]
     assert found.rewards == pytest.approx([2 * sum(sequence) for sequence in sequences])
 
 
@@ -182,7 +203,10 @@ def test_calls_from_many_threads_do_not_mix(group_of):
 def test_a_block_that_raises_fails_the_call_and_not_the_next(group_of, only):
     """A block waits for nobody outside, so another may go on for longer than silence is suffered."""
     group = group_of(0, 1, only=only, rank_timeout=0.5)
-    scorer, sequences = group.scorer, [[FAIL, 1], [FAIL, 2], [FAIL, 3], [FAIL, 4]]  # for both blocks
+    scorer, sequences = (
+        group.scorer,
+        [[FAIL, 1], [FAIL, 2], [FAIL, 3], [FAIL, 4]],
+    )  # for both blocks
     if only < 0:
         values = ["rank 0 (host host0, ", "MemoryError: no room", "rank 1"]
         with raises_error("serve.rank.failed", *values):
@@ -285,7 +309,9 @@ def test_what_comes_with_a_hello_is_not_held_back(monkeypatch):
     accept(links, 1, 10)
     links._early = [(1, [memoryview(b"loaded")])]  # as `accept` leaves it
     waits: list[float] = []
-    monkeypatch.setattr(links._poller, "poll", lambda milliseconds: waits.append(milliseconds) or [])
+    monkeypatch.setattr(
+        links._poller, "poll", lambda milliseconds: waits.append(milliseconds) or []
+    )
     assert [(rank, bytes(kind)) for rank, (kind,) in links.poll(60.0)] == [(1, b"loaded")]
     assert waits[0] <= 1
     other.close()
@@ -327,16 +353,23 @@ def check_layouts(folder: Path, mesh, num_ranks: int, *layouts: str) -> None:
     run_ranks(SCRIPT, num_ranks, folder, *layouts, timeout=240)
     for pooling in POOLINGS:
         one_by_one = load_reward_model(
-            folder / "trunk", folder / f"{pooling}.safetensors", mesh, batching=Batching(micro_batch_size=1)
+            folder / "trunk",
+            folder / f"{pooling}.safetensors",
+            mesh,
+            batching=Batching(micro_batch_size=1),
         )
         expected = one_by_one.score(sequences)
         assert np.std(expected) > 0.1
         for layout in layouts:
-            found = json.loads((folder / f"scores_{layout.replace(' ', '_')}_{pooling}.json").read_text())
+            found = json.loads(
+                (folder / f"scores_{layout.replace(' ', '_')}_{pooling}.json").read_text()
+            )
             np.testing.assert_allclose(found["first"], expected, atol=1e-5, err_msg=layout)
             assert found["second"] == found["first"]
             # All ranks raise; whose word comes first is chance.
-            assert re.search(r"rank \d \(host .*failed \(MemoryError: no memory for this one\)", found["error"])
+            assert re.search(
+                r"rank \d \(host .*failed \(MemoryError: no memory for this one\)", found["error"]
+            )
 
 
 def test_two_ranks_score_as_one_does_and_survive_a_failed_call(folder, mesh):

@@ -15,7 +15,9 @@ from reinforce_rl.reward_server.request import read_request
 
 triton = pytest.importorskip("tritonclient.http")
 
-LIMITS = FrontSettings(inference=InferenceConfig(max_batch_size=8), max_request_bytes=10_000, max_sequence_length=64)
+LIMITS = FrontSettings(
+    inference=InferenceConfig(max_batch_size=8), max_request_bytes=10_000, max_sequence_length=64
+)
 
 
 def body_of(*inputs: dict, **rest) -> bytes:
@@ -31,7 +33,12 @@ def output_with(parameter: str) -> dict:
 
 
 def binary(shape, size: int, name="tokens", datatype="INT64") -> dict:
-    return {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": size}}
+    return {
+        "name": name,
+        "datatype": datatype,
+        "shape": shape,
+        "parameters": {"binary_data_size": size},
+    }
 
 
 def samples_of(body: bytes, header: str | None) -> int:
@@ -58,7 +65,10 @@ def with_tail(tensors: list[dict], tail: bytes) -> tuple[bytes, str]:
 
 
 def test_what_tritonclient_sends_is_let_through():
-    inputs = [triton.InferInput("tokens", [3, 5], "INT64"), triton.InferInput("sequence_lengths", [3, 1], "INT64")]
+    inputs = [
+        triton.InferInput("tokens", [3, 5], "INT64"),
+        triton.InferInput("sequence_lengths", [3, 1], "INT64"),
+    ]
     inputs[0].set_data_from_numpy(np.ones((3, 5), np.int64))
     inputs[1].set_data_from_numpy(np.ones((3, 1), np.int64))
     body, json_size = triton.InferenceServerClient.generate_request_body(inputs)
@@ -67,7 +77,9 @@ def test_what_tritonclient_sends_is_let_through():
     for as_binary in (True, False):
         inputs[0].set_data_from_numpy(np.array([["a"], ["bc"]], object), binary_data=as_binary)
         outputs = [triton.InferRequestedOutput("rewards", binary_data=as_binary)]
-        body, json_size = triton.InferenceServerClient.generate_request_body(inputs, outputs=outputs, request_id="7")
+        body, json_size = triton.InferenceServerClient.generate_request_body(
+            inputs, outputs=outputs, request_id="7"
+        )
         assert samples_of(body, None if json_size is None else str(json_size)) == 2
 
 
@@ -75,19 +87,31 @@ def test_what_tritonclient_sends_is_let_through():
 def test_json_data_may_be_flat_or_nested(data):
     body = body_of(tensor([2, 2], data), lengths(2))
     assert samples_of(body, None) == 2
-    assert arrays_of(read_request(body, None, LIMITS, ALL_FORMS))["tokens"].tolist() == [[1, 2], [3, 4]]
+    assert arrays_of(read_request(body, None, LIMITS, ALL_FORMS))["tokens"].tolist() == [
+        [1, 2],
+        [3, 4],
+    ]
 
 
 def test_a_model_without_inputs_has_no_samples():
     assert read_request(body_of(), None, LIMITS, ()).samples == 0
-    with pytest.raises(Refusal, match=r"this model reads no input; this request holds \['sequence_lengths'\]"):
+    with pytest.raises(
+        Refusal, match=r"this model reads no input; this request holds \['sequence_lengths'\]"
+    ):
         read_request(body_of(lengths(1)), None, LIMITS, ())
 
 
 def test_what_is_asked_of_the_answer_is_passed_on_and_nothing_else():
     output = {"name": "rewards", "parameters": {"binary_data": True, "more": 1}}
-    rest = {"id": "7", "outputs": [output], "parameters": {"timeout": -1, "binary_data_output": False}, "more": [{}]}
-    request = read_request(body_of(tensor([1, 1], [1]), lengths(1), **rest), None, LIMITS, ALL_FORMS)
+    rest = {
+        "id": "7",
+        "outputs": [output],
+        "parameters": {"timeout": -1, "binary_data_output": False},
+        "more": [{}],
+    }
+    request = read_request(
+        body_of(tensor([1, 1], [1]), lengths(1), **rest), None, LIMITS, ALL_FORMS
+    )
     found = json.loads(request.body[: request.json_length])
     assert [tensor["name"] for tensor in found.pop("inputs")] == ["tokens", "sequence_lengths"]
     assert found == {
@@ -123,10 +147,18 @@ def test_texts_are_written_as_they_were_and_half_a_pair_as_bytes_that_are_no_tex
         (body_of(tensor([1, 1], [True])), "no whole number"),
         (body_of(tensor([1, 1], [2**63])), "64 bits cannot"),
         (body_of(tensor([1, 1], [-(10**400)])), "64 bits cannot"),
-        (body_of(tensor([1, 1], [1]).copy() | {"data": [10**9]}).replace(b"1000000000", b"1e999"), "no whole number"),
+        (
+            body_of(tensor([1, 1], [1]).copy() | {"data": [10**9]}).replace(
+                b"1000000000", b"1e999"
+            ),
+            "no whole number",
+        ),
         (body_of(tensor([1, 1], [7], "sentences", "BYTES")), "no text"),
         (body_of(tensor([1, 1], [1])), "this request holds ['tokens']"),
-        (body_of(tensor([1, 1], [1]), lengths(1), tensor([1, 1], ["a"], "sentences", "BYTES")), "this request holds"),
+        (
+            body_of(tensor([1, 1], [1]), lengths(1), tensor([1, 1], ["a"], "sentences", "BYTES")),
+            "this request holds",
+        ),
         (body_of(tensor([2, 1], [1, 2]), lengths(1)), "different numbers of samples: [1, 2]"),
         (body_of(lengths(1), lengths(1)), "there twice"),
         (body_of(tensor([1, 1], [1], "x")), "'x' is unknown"),
@@ -134,21 +166,41 @@ def test_texts_are_written_as_they_were_and_half_a_pair_as_bytes_that_are_no_tex
         (body_of(tensor([1, 1], [1]), lengths(1), id="\ud800"), "'id'"),
         (body_of(tensor([1, 1], [1]), lengths(1), id=5), "'id'"),
         (body_of(tensor([1, 1], [1]), lengths(1), parameters=5), "'parameters'"),
-        (body_of(tensor([1, 1], [1]), lengths(1), parameters={"binary_data_output": 1}), "neither true nor false"),
-        (body_of(tensor([1, 1], [1]), lengths(1), outputs=[{"name": "x"}]), "the output 'x' is unknown"),
+        (
+            body_of(tensor([1, 1], [1]), lengths(1), parameters={"binary_data_output": 1}),
+            "neither true nor false",
+        ),
+        (
+            body_of(tensor([1, 1], [1]), lengths(1), outputs=[{"name": "x"}]),
+            "the output 'x' is unknown",
+        ),
         (body_of(tensor([1, 1], 5)), "is no list"),
         (body_of(tensor([1, 1], [1], datatype="INT65")), "the datatype of 'tokens' is not INT64"),
         (body_of(tensor([1, 1], [1], parameters={"shared_memory_region": "x"})), "shared memory"),
-        (body_of(tensor([1, 1], [1]), lengths(1), outputs=[output_with("shared_memory_region")]), "shared"),
-        (body_of(tensor([1, 1], [1]), lengths(1), outputs=[output_with("classification")]), "classification"),
+        (
+            body_of(tensor([1, 1], [1]), lengths(1), outputs=[output_with("shared_memory_region")]),
+            "shared",
+        ),
+        (
+            body_of(tensor([1, 1], [1]), lengths(1), outputs=[output_with("classification")]),
+            "classification",
+        ),
         (body_of(tensor([1, 1], [1], parameters={"binary_data_size": 8})), "'data' besides"),
         (body_of(*[tensor([1, 1], [1])] * 17), "at most 16"),
-        (b'{"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1, 1], "data": [NaN]}]}', "no whole number"),
+        (
+            b'{"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1, 1], "data": [NaN]}]}',
+            "no whole number",
+        ),
         (b'{"inputs": []', "no JSON object"),
         (b"\xff\xfe{}", "no JSON object in UTF-8"),
         (b"[]", "no JSON object"),
         (b"[" * 100_000, "no JSON object"),
-        (b'{"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [' + b"9" * 5000 + b"]}]}", "digits"),
+        (
+            b'{"inputs": [{"name": "tokens", "datatype": "INT64", "shape": ['
+            + b"9" * 5000
+            + b"]}]}",
+            "digits",
+        ),
     ],
 )
 def test_what_is_refused(body, text):
@@ -160,7 +212,9 @@ def test_binary_sizes_must_fit_shape_and_body():
     body, header = with_tail([binary([2, 1], 16), binary([2, 1], 16, "sequence_lengths")], tail)
     assert samples_of(body, header) == 2
     assert "needs 16 bytes" in refused(*with_tail([binary([2, 1], 8)], b"x" * 8))
-    assert "differs from the bytes after the JSON object by 1" in refused(*with_tail([binary([2, 1], 16)], b"x" * 15))
+    assert "differs from the bytes after the JSON object by 1" in refused(
+        *with_tail([binary([2, 1], 16)], b"x" * 15)
+    )
     assert "differs" in refused(*with_tail([binary([2, 1], 16)], b"x" * 17))
     assert "number of 0 or more" in refused(*with_tail([binary([2, 1], -16)], b""))
 

@@ -40,7 +40,9 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    folder = write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size=VOCAB_SIZE, chat_template=TEMPLATE)
+    folder = write_tiny_tokenizer(
+        tmp_path_factory.mktemp("tokenizer"), vocab_size=VOCAB_SIZE, chat_template=TEMPLATE
+    )
     return load_tokenizer(folder)
 
 
@@ -60,7 +62,10 @@ class RaisingScorer(ToyScorer):
 
 
 def request_of(*rows: list[int]) -> dict[str, np.ndarray]:
-    return {"tokens": np.array(rows, np.int64), "sequence_lengths": np.array([[len(row)] for row in rows], np.int64)}
+    return {
+        "tokens": np.array(rows, np.int64),
+        "sequence_lengths": np.array([[len(row)] for row in rows], np.int64),
+    }
 
 
 def assert_right(answer: dict[str, np.ndarray], scores: np.ndarray, what: object) -> None:
@@ -112,7 +117,9 @@ def test_one_bad_request_among_seven_good_ten_thousand_times(tokenizer, determin
     fuzz_model(tokenizer, deterministic, 10_000, seed)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, MemoryError, RecursionError, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "error", [RuntimeError, MemoryError, RecursionError, SystemExit, KeyboardInterrupt]
+)
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_sample_at_which_a_model_raises_fails_alone(tokenizer, deterministic, error):
     model = RaisingScorer(error)
@@ -124,7 +131,9 @@ def test_the_sample_at_which_a_model_raises_fails_alone(tokenizer, deterministic
     assert [row for row, status in enumerate(left["status"][:, 0]) if status] == [20]
     assert left["status"][20, 0] == base.STATUS_INTERNAL and np.isnan(left["rewards"][20, 0])
     others = [row for row in range(32) if row != 20]
-    np.testing.assert_allclose(left["rewards"][others, 0], [toy_score(rows[row]) for row in others], rtol=1e-6)
+    np.testing.assert_allclose(
+        left["rewards"][others, 0], [toy_score(rows[row]) for row in others], rtol=1e-6
+    )
     assert model.calls < 2 + 2 * 6 + 2  # by halves, and not one by one
     done = scorer.progress.read()
     assert (done.requests, done.samples, done.failed) == (2, 33, 1)
@@ -140,10 +149,15 @@ def test_the_sample_at_which_a_model_raises_fails_alone(tokenizer, deterministic
         ({"more": [[[[]]]] * 99}, base.STATUS_OK),
     ],
 )
-def test_a_message_that_the_template_or_the_tokenizer_cannot_read_fails_alone(tokenizer, message, status):
+def test_a_message_that_the_template_or_the_tokenizer_cannot_read_fails_alone(
+    tokenizer, message, status
+):
     scorer = RequestScorer(ToyScorer(0.0, 0.0), tokenizer)
     hi = {"role": "user", "content": "hi"}
-    samples = [TextSample("hi", "yes", {}, (hi,)), TextSample("hi", "yes", {}, ({**hi, **message},))]
+    samples = [
+        TextSample("hi", "yes", {}, (hi,)),
+        TextSample("hi", "yes", {}, ({**hi, **message},)),
+    ]
     alone, both = scorer([text_arrays(samples[:1]), text_arrays(samples)])
     assert both["status"][:, 0].tolist() == [base.STATUS_OK, status]
     assert both["rewards"][0] == alone["rewards"][0]
@@ -152,12 +166,17 @@ def test_a_message_that_the_template_or_the_tokenizer_cannot_read_fails_alone(to
 def test_a_request_of_no_form_fails_alone_among_others_and_raises_alone(tokenizer):
     """The front door lets none in; here each is read by itself all the same."""
     scorer = RequestScorer(ToyScorer(0.0, 0.0), tokenizer)
-    odd = [{"tokens": np.ones((2, 3), np.int64)}, {**request_of([1]), "sentences": np.array([[b"a"]], object)}]
+    odd = [
+        {"tokens": np.ones((2, 3), np.int64)},
+        {**request_of([1]), "sentences": np.array([[b"a"]], object)},
+    ]
     first, good, last = scorer([odd[0], request_of([7, 8]), odd[1]])
     assert_right(good, np.array([toy_score([7, 8])], np.float32), "")
     assert first["status"].tolist() == [[base.STATUS_INTERNAL]] * 2
     assert last["status"].tolist() == [[base.STATUS_INTERNAL]] and np.isnan(last["rewards"]).all()
-    with pytest.raises(ValueError, match=r"this model reads tokens or text; this request holds \['tokens'\]"):
+    with pytest.raises(
+        ValueError, match=r"this model reads tokens or text; this request holds \['tokens'\]"
+    ):
         scorer(odd[:1])
 
 
@@ -218,7 +237,9 @@ def test_metadata_that_is_nested_deeply_never_reaches_the_processes(functions):
     pid = functions._host.process.pid if functions._host else None
     for depth in (10, 62, 100, 500, 900, 960, 990):
         arrays = text_arrays([TextSample("p", "abc"), TextSample("p", "ab")])
-        arrays[wire.METADATA][0, 0] = json.dumps({"a": 0}).replace("0", "[" * depth + "]" * depth).encode()
+        arrays[wire.METADATA][0, 0] = (
+            json.dumps({"a": 0}).replace("0", "[" * depth + "]" * depth).encode()
+        )
         (answer,) = scorer([arrays])
         expected = base.STATUS_OK if depth < 64 else base.STATUS_BAD_PROMPT
         assert answer["status"][:, 0].tolist() == [expected, base.STATUS_OK], depth
@@ -245,7 +266,9 @@ def test_a_lost_rank_is_an_error_of_the_request_and_no_status(tokenizer, determi
             raise RankLostError("rank 1 died")
 
     with pytest.raises(RankLostError, match="rank 1 died"):
-        RequestScorer(Lost(0.0, 0.0), tokenizer, deterministic=deterministic)([request_of([1]), request_of([2])])
+        RequestScorer(Lost(0.0, 0.0), tokenizer, deterministic=deterministic)(
+            [request_of([1]), request_of([2])]
+        )
 
 
 @pytest.mark.parametrize(
@@ -255,7 +278,9 @@ def test_a_lost_rank_is_an_error_of_the_request_and_no_status(tokenizer, determi
         *((scores, base.STATUS_INTERNAL) for scores in ([], [1.0, 2.0])),
     ],
 )
-def test_scores_that_float32_cannot_hold_or_of_another_number_are_refused(tokenizer, scores, status):
+def test_scores_that_float32_cannot_hold_or_of_another_number_are_refused(
+    tokenizer, scores, status
+):
     class Wrong(ToyScorer):
         def score(self, sequences):
             return scores
@@ -266,10 +291,14 @@ def test_scores_that_float32_cannot_hold_or_of_another_number_are_refused(tokeni
 
 
 def test_a_description_survives_its_json_and_other_versions_are_refused(tokenizer):
-    info = ServerInfo("rm", 8, 32, 128, TokenizerInfo.from_tokenizer(tokenizer), True, False, {"pooling": "mean"})
+    info = ServerInfo(
+        "rm", 8, 32, 128, TokenizerInfo.from_tokenizer(tokenizer), True, False, {"pooling": "mean"}
+    )
     assert ServerInfo.from_json(info.to_json()) == info
     with pytest.raises(ValueError, match=f"this client version {PROTOCOL_VERSION}:"):
-        ServerInfo.from_json(info.to_json().replace(f'"protocol": {PROTOCOL_VERSION}', '"protocol": 99'))
+        ServerInfo.from_json(
+            info.to_json().replace(f'"protocol": {PROTOCOL_VERSION}', '"protocol": 99')
+        )
     for text in ("[]", "{}", f'{{"protocol": {PROTOCOL_VERSION}}}', "no json"):
         with pytest.raises(ValueError):
             ServerInfo.from_json(text)
@@ -287,7 +316,11 @@ class LengthPool(FunctionPool):
             on_sample()
         lengths = np.array([len(sample.response) for sample in samples], np.float32)
         status = np.where(lengths == 0, base.STATUS_TIMED_OUT, base.STATUS_OK).astype(np.int32)
-        faults = {row: f"{function}: exceeded" for row, sample in enumerate(samples) if not sample.response}
+        faults = {
+            row: f"{function}: exceeded"
+            for row, sample in enumerate(samples)
+            if not sample.response
+        }
         scores = Scores(np.where(lengths == 0, np.nan, lengths).astype(np.float32), status, faults)
         pending = PendingScores(function, scores, 0, on_sample)
         pending.future.set_result(scores)
@@ -305,7 +338,11 @@ def test_merged_requests_are_asked_together_and_a_bad_sample_is_left_out(pool):
     second = text_arrays([TextSample("", "a")])
     first[wire.METADATA][2, 0] = b"{"
     left, right = scorer([first, second])
-    assert left["status"].tolist() == [[base.STATUS_OK], [base.STATUS_TIMED_OUT], [base.STATUS_BAD_PROMPT]]
+    assert left["status"].tolist() == [
+        [base.STATUS_OK],
+        [base.STATUS_TIMED_OUT],
+        [base.STATUS_BAD_PROMPT],
+    ]
     assert left["rewards"][0, 0] == 3 and all(math.isnan(value) for value in left["rewards"][1:, 0])
     assert (right["status"].tolist(), right["rewards"].tolist()) == ([[0]], [[1.0]])
     assert pool.asked == [("f", 2), ("f", 1)]
@@ -316,7 +353,9 @@ def test_merged_requests_are_asked_together_and_a_bad_sample_is_left_out(pool):
 
 def test_the_canary_does_not_reach_the_function(pool):
     scorer = FunctionRequestScorer(FunctionScorer(pool, {"f": 1.0}))
-    canary = {one["name"]: np.array([[one["data"][0].encode()]], object) for one in scorer.canary_inputs()}
+    canary = {
+        one["name"]: np.array([[one["data"][0].encode()]], object) for one in scorer.canary_inputs()
+    }
     scorer([canary])
     assert pool.asked == [(PING, 1)]
 
@@ -342,7 +381,9 @@ def test_tokens_are_refused(pool):
         FunctionRequestScorer(FunctionScorer(pool, {"f": 1.0}))([tokens])
 
 
-@pytest.mark.parametrize("record", [{"reinforce_rl_canary": True}, {"canary": True}, {"canary": 32 * "0"}])
+@pytest.mark.parametrize(
+    "record", [{"reinforce_rl_canary": True}, {"canary": True}, {"canary": 32 * "0"}]
+)
 def test_no_sample_of_a_client_passes_for_the_canary(pool, record):
     scorer = FunctionRequestScorer(FunctionScorer(pool, {"f": 1.0}))
     scorer([text_arrays([TextSample("", "abc", record=record)])])
@@ -382,10 +423,14 @@ def test_functions_beside_a_model_are_a_weighted_sum_and_each_score_is_sent(pool
     for row in (0, 1):
         score, size = toy_score(rows[row]), float(len(samples[row].response))
         np.testing.assert_allclose(answer["rewards"][row], [2.0 * score - 0.5 * size], rtol=1e-5)
-        np.testing.assert_allclose(answer["attributes"][row], [score, len(rows[row]) % 2 == 0, size, size], rtol=1e-5)
+        np.testing.assert_allclose(
+            answer["attributes"][row], [score, len(rows[row]) % 2 == 0, size, size], rtol=1e-5
+        )
     assert np.isnan(answer["rewards"][2:]).all() and np.isnan(answer["attributes"][2:]).all()
     assert scorer.input_forms == (wire.TEXT_FORM,)
-    canary = {one["name"]: np.array([[one["data"][0].encode()]], object) for one in scorer.canary_inputs()}
+    canary = {
+        one["name"]: np.array([[one["data"][0].encode()]], object) for one in scorer.canary_inputs()
+    }
     pool.asked.clear()
     scorer([canary])
     assert pool.asked == [(PING, 1), (PING, 1)]

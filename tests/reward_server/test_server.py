@@ -19,7 +19,14 @@ import psutil
 import pytest
 from helpers.errors import check_fault, raises_error
 from helpers.fuzz_batches import int_tensor
-from helpers.serve_toy_scorer import MAX_LENGTH, TOKEN_NAN, TOKEN_RAISE, TOKEN_SLOW, VOCAB_SIZE, ToyScorer
+from helpers.serve_toy_scorer import (
+    MAX_LENGTH,
+    TOKEN_NAN,
+    TOKEN_RAISE,
+    TOKEN_SLOW,
+    VOCAB_SIZE,
+    ToyScorer,
+)
 from helpers.tiny_tokenizer import write_tiny_tokenizer
 from helpers.toy_server import ToyServer, wait_for
 
@@ -42,12 +49,20 @@ SECRET = "xylophone"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    return load_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size=VOCAB_SIZE))
+    return load_tokenizer(
+        write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), vocab_size=VOCAB_SIZE)
+    )
 
 
 @pytest.fixture(scope="module")
 def shared_server(tmp_path_factory):
-    options = ["--batch-noise", str(NOISE), "inference.max_queue_delay_ms=50.0", "--slow", str(SLOW_SECONDS)]
+    options = [
+        "--batch-noise",
+        str(NOISE),
+        "inference.max_queue_delay_ms=50.0",
+        "--slow",
+        str(SLOW_SECONDS),
+    ]
     server = ToyServer(tmp_path_factory.mktemp("server"), *options).start()
     yield server
     server.close()
@@ -72,7 +87,17 @@ def padded(sequences: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 def curl(server: ToyServer, inputs: list[dict], model: str = "reward_model") -> tuple[int, dict]:
     url = f"http://127.0.0.1:{server.port}/v2/models/{model}/infer"
-    command = ["curl", "-sS", "-m", "30", "-w", "\n%{http_code}", "-d", json.dumps({"inputs": inputs}), url]
+    command = [
+        "curl",
+        "-sS",
+        "-m",
+        "30",
+        "-w",
+        "\n%{http_code}",
+        "-d",
+        json.dumps({"inputs": inputs}),
+        url,
+    ]
     output = subprocess.run(command, capture_output=True, text=True, timeout=40, check=True).stdout
     body, code = output.rsplit("\n", 1)
     return int(code), json.loads(body)
@@ -91,7 +116,11 @@ def outputs_of(body: dict) -> tuple[list[float], list[int]]:
     outputs = {output["name"]: output for output in body["outputs"]}
     assert outputs["rewards"]["datatype"] == "FP32"
     assert outputs["status"]["datatype"] == "INT32"
-    assert outputs["rewards"]["shape"] == outputs["status"]["shape"] == [len(outputs["status"]["data"]), 1]
+    assert (
+        outputs["rewards"]["shape"]
+        == outputs["status"]["shape"]
+        == [len(outputs["status"]["data"]), 1]
+    )
     return outputs["rewards"]["data"], outputs["status"]["data"]
 
 
@@ -134,7 +163,9 @@ def test_tritonclient_agrees_with_the_scorer_in_both_forms(server, tokenizer):
     texts = ["hello", "a cat sat"]
     sequences = tokenizer(texts)["input_ids"]
     by_tokens, status = infer_sequences(server, sequences)
-    by_text, text_status = infer(server, sentences=np.array([[text.encode()] for text in texts], object))
+    by_text, text_status = infer(
+        server, sentences=np.array([[text.encode()] for text in texts], object)
+    )
     assert status.tolist() == text_status.tolist() == [0, 0]
     assert by_tokens.tolist() == by_text.tolist() == direct(sequences)
 
@@ -156,7 +187,13 @@ def test_each_bad_token_sample_fails_alone(server):
     tokens[7, 0] = TOKEN_NAN
     lengths = np.array([[4], [0], [MAX_LENGTH + 1], [4], [4], [width + 1], [-1], [4]])
     rewards, status = infer(server, tokens=tokens, sequence_lengths=lengths)
-    expected = [base.STATUS_OK, base.STATUS_EMPTY, base.STATUS_TOO_LONG, base.STATUS_BAD_TOKEN, base.STATUS_BAD_TOKEN]
+    expected = [
+        base.STATUS_OK,
+        base.STATUS_EMPTY,
+        base.STATUS_TOO_LONG,
+        base.STATUS_BAD_TOKEN,
+        base.STATUS_BAD_TOKEN,
+    ]
     expected += [base.STATUS_BAD_LENGTH, base.STATUS_BAD_LENGTH, base.STATUS_NOT_FINITE]
     assert status.tolist() == expected
     assert rewards[0] == direct([[1] * 4, [TOKEN_NAN, 1, 1, 1]])[0]
@@ -166,7 +203,12 @@ def test_each_bad_token_sample_fails_alone(server):
 def test_each_bad_text_fails_alone(server, tokenizer):
     texts = [b"good", b"", b"\xff\xfe", b"x" * (MAX_LENGTH + 1)]
     rewards, status = infer(server, sentences=np.array([[text] for text in texts], object))
-    assert status.tolist() == [base.STATUS_OK, base.STATUS_EMPTY, base.STATUS_BAD_TEXT, base.STATUS_TOO_LONG]
+    assert status.tolist() == [
+        base.STATUS_OK,
+        base.STATUS_EMPTY,
+        base.STATUS_BAD_TEXT,
+        base.STATUS_TOO_LONG,
+    ]
     assert rewards[0] == direct([tokenizer("good")["input_ids"]])[0]
     assert np.isnan(rewards[1:]).all()
 
@@ -183,7 +225,10 @@ def test_a_model_that_raises_gives_a_status_and_goes_on(server):
     [
         (json_inputs(*padded([[1, 2]]), datatype="INT32"), "the datatype of 'tokens' is not INT64"),
         (json_inputs(*padded([[1, 2]]))[:1], "this request holds ['tokens']"),
-        (json_inputs(*padded([[1, 2]])) + sentence_inputs(["a"]), "this model reads tokens or text"),
+        (
+            json_inputs(*padded([[1, 2]])) + sentence_inputs(["a"]),
+            "this model reads tokens or text",
+        ),
         (json_inputs(*padded([[1, 2]] * 9)), "<= 8"),
         ([], "this request holds []"),
     ],
@@ -202,7 +247,9 @@ def test_scores_do_not_depend_on_other_clients(server):
     requests = [rng.integers(0, 100, (1 + i % 4, 6)).tolist() for i in range(24)]
     alone = [infer_sequences(server, request)[0].tolist() for request in requests]
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda request: infer_sequences(server, request)[0].tolist(), requests))
+        together = list(
+            pool.map(lambda request: infer_sequences(server, request)[0].tolist(), requests)
+        )
     assert together == alone == [direct(request) for request in requests]
 
 
@@ -216,7 +263,12 @@ def test_the_server_describes_itself(server, tokenizer):
 
 
 def test_only_the_front_door_listens_and_on_the_loopback(server):
-    listening = [c.laddr for p in server.descendants for c in p.net_connections("tcp") if c.status == "LISTEN"]
+    listening = [
+        c.laddr
+        for p in server.descendants
+        for c in p.net_connections("tcp")
+        if c.status == "LISTEN"
+    ]
     assert [(address.ip, address.port) for address in listening] == [("127.0.0.1", server.port)]
 
 
@@ -262,7 +314,9 @@ def test_sigterm_lets_calls_finish_and_leaves_nothing(server):
     curl(server, sentence_inputs([SECRET]))
     curl(server, sentence_inputs([SECRET * 9]))  # a bad one is logged
     answers = []
-    call = threading.Thread(target=lambda: answers.append(infer_sequences(server, [[TOKEN_SLOW, 1]])))
+    call = threading.Thread(
+        target=lambda: answers.append(infer_sequences(server, [[TOKEN_SLOW, 1]]))
+    )
     with socket.create_connection(("127.0.0.1", server.port)) as idle:
         idle.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"200" in idle.recv(1000)

@@ -64,7 +64,9 @@ def server(shared_server):
 
 @pytest.fixture
 def client(server):
-    client = RemoteGPTRMClient(port=server.port, token=TOKEN, caller="run-rank2", deadline_seconds=60.0)
+    client = RemoteGPTRMClient(
+        port=server.port, token=TOKEN, caller="run-rank2", deadline_seconds=60.0
+    )
     yield client
     client.close()
 
@@ -130,7 +132,10 @@ def test_tritonclient_and_our_client_get_in_with_the_token(server, client):
         assert other.is_model_ready("reward_model", headers=headers)
         assert not other.is_model_ready("reward_model")
         assert other.get_model_metadata("reward_model", headers=headers)["name"] == "reward_model"
-        inputs = [triton.InferInput("tokens", [1, 2], "INT64"), triton.InferInput("sequence_lengths", [1, 1], "INT64")]
+        inputs = [
+            triton.InferInput("tokens", [1, 2], "INT64"),
+            triton.InferInput("sequence_lengths", [1, 1], "INT64"),
+        ]
         for one, array in zip(inputs, ([[1, 2]], [[2]]), strict=True):
             one.set_data_from_numpy(np.array(array, np.int64))
         answer = other.infer("reward_model", inputs, headers=headers)
@@ -177,20 +182,41 @@ def test_a_request_of_a_gigabyte_is_refused_before_it_is_read(server, client):
     values = ["run-rank2-call0", "HTTP 413", "max_request_bytes"]
     with raises_error("reward_server.request.refused", *values):
         client.infer_rm(request_of([1] * 20_000)).result()
-    answer = call("127.0.0.1", server.port, "/v2/models/reward_model/infer", 60.0, body=bytes(10**9), headers=BEARER)
+    answer = call(
+        "127.0.0.1",
+        server.port,
+        "/v2/models/reward_model/infer",
+        60.0,
+        body=bytes(10**9),
+        headers=BEARER,
+    )
     assert answer.code == 413
 
 
 def test_nothing_of_a_request_is_in_the_logs_and_ids_are(server, client, caplog):
     caplog.set_level(logging.INFO)
     client.infer_rm(request_of(SECRET_IDS)).result()
-    texts = {"name": "sentences", "datatype": "BYTES", "shape": [2, 1], "data": ["xylophone", "xylophone" * 9]}
+    texts = {
+        "name": "sentences",
+        "datatype": "BYTES",
+        "shape": [2, 1],
+        "data": ["xylophone", "xylophone" * 9],
+    }
     body = json.dumps({"inputs": [texts]})
     headers = {**BEARER, "X-Request-ID": "mine"}
     path = "/v2/models/reward_model/infer"
-    assert call("127.0.0.1", server.port, path, 60.0, body=body.encode(), headers=headers).code == 200
-    for wrong in (body.replace("sentences", "xylophone"), body[:-9], body.replace('"BYTES"', '"xylophone"')):
-        assert call("127.0.0.1", server.port, path, 60.0, body=wrong.encode(), headers=headers).code >= 400
+    assert (
+        call("127.0.0.1", server.port, path, 60.0, body=body.encode(), headers=headers).code == 200
+    )
+    for wrong in (
+        body.replace("sentences", "xylophone"),
+        body[:-9],
+        body.replace('"BYTES"', '"xylophone"'),
+    ):
+        assert (
+            call("127.0.0.1", server.port, path, 60.0, body=wrong.encode(), headers=headers).code
+            >= 400
+        )
     assert wait_for(lambda: server.log.read_text().count("id=mine ") == 4)
     log = server.log.read_text()
     assert "id=run-rank2-call0-" in log
@@ -221,7 +247,9 @@ class Fuzzer:
         if request.sequences is not None:
             assert answer.status == 200, (request, body)
             outputs = {output["name"]: output["data"] for output in self._json_of(answer, body)}
-            expected = np.asarray([toy_score(sequence) for sequence in request.sequences], np.float32)
+            expected = np.asarray(
+                [toy_score(sequence) for sequence in request.sequences], np.float32
+            )
             assert outputs["status"] == [0] * len(expected)
             np.testing.assert_allclose(outputs["rewards"], expected, rtol=1e-6)
 
@@ -256,7 +284,10 @@ def fuzz(server: ToyServer, count: int, seed: int) -> Counter[int]:
 def assert_well(server: ToyServer, pids: set[int]) -> None:
     assert server.process.poll() is None
     assert {process.pid for process in server.descendants if process.is_running()} == pids
-    assert wait_for(lambda: json.loads(call("127.0.0.1", server.port, "/health", 60.0).body)["in_flight"] == 0, 30)
+    assert wait_for(
+        lambda: json.loads(call("127.0.0.1", server.port, "/health", 60.0).body)["in_flight"] == 0,
+        30,
+    )
     answer = call("127.0.0.1", server.port, "/health", 60.0)
     assert answer.code == 200, answer.body
 
@@ -287,7 +318,18 @@ def test_apache_bench_is_a_client(server, tmp_path):
     body = tmp_path / "body.json"
     body.write_bytes(infer_body([1, 2, 3]))
     url = f"http://127.0.0.1:{server.port}/v2/models/reward_model/infer"
-    command = ["ab", "-n", "2000", "-c", "16", "-k", "-s", "60", "-H", f"Authorization: Bearer {TOKEN}"]
+    command = [
+        "ab",
+        "-n",
+        "2000",
+        "-c",
+        "16",
+        "-k",
+        "-s",
+        "60",
+        "-H",
+        f"Authorization: Bearer {TOKEN}",
+    ]
     command += ["-T", "application/json", "-p", str(body), url]
     output = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
     print(output)
@@ -305,7 +347,9 @@ def test_a_stuck_model_ends_the_server_and_leaves_nothing(tmp_path):
         client.close()
         assert server.process.wait(60) == 1
         assert wait_for(lambda: not server.left_behind()), server.left_behind()
-        said = re.search(r"error: the model has been in one call for (\d+) s (.*)", server.log.read_text())
+        said = re.search(
+            r"error: the model has been in one call for (\d+) s (.*)", server.log.read_text()
+        )
         assert said and int(said.group(1)) in range(4, 60)
         assert said.group(2).startswith("(inference.stuck_seconds is 2)")
     finally:
@@ -334,7 +378,9 @@ def test_a_killed_server_takes_its_front_door_along(server, hangs):
 
 def with_argument(text: str) -> Callable[[ToyServer], psutil.Process]:
     return lambda server: next(
-        p for p in server.descendants if is_alive(p) and any(text in argument for argument in p.cmdline())
+        p
+        for p in server.descendants
+        if is_alive(p) and any(text in argument for argument in p.cmdline())
     )
 
 
@@ -343,7 +389,9 @@ def manager_of(stub: str) -> Callable[[ToyServer], psutil.Process]:
     return lambda server: next(
         p
         for p in server.descendants
-        if is_alive(p) and "multiprocessing.spawn" in str(p.cmdline()) and stub in str(p.parents()[0].cmdline())
+        if is_alive(p)
+        and "multiprocessing.spawn" in str(p.cmdline())
+        and stub in str(p.parents()[0].cmdline())
     )
 
 
@@ -375,7 +423,9 @@ def check_that_it_ends_by_name(folder, which: str, stuck_seconds: float, seconds
             code = server.process.poll()
         assert code == (-signal.SIGKILL if which == "main" else 1), (code, texts)
         assert which == "front" or texts
-        error = next(line for line in server.log.read_text().splitlines() if line.startswith("error: "))
+        error = next(
+            line for line in server.log.read_text().splitlines() if line.startswith("error: ")
+        )
         assert f"process {victim.pid}" in error and "inference.stuck_seconds" in error
         assert wait_for(lambda: not server.left_behind()), server.left_behind()
     finally:
@@ -399,7 +449,9 @@ def test_a_lost_reaper_is_replaced_and_the_next_one_cleans_up(tmp_path, how):
     try:
         first = find_reaper(server)
         getattr(first, how)()
-        assert wait_for(lambda: f"event=reaper_replaced process={first.pid}" in server.log.read_text(), 15)
+        assert wait_for(
+            lambda: f"event=reaper_replaced process={first.pid}" in server.log.read_text(), 15
+        )
 
         def is_replaced() -> bool:
             server.descendants = psutil.Process(server.server_pid).children(recursive=True)

@@ -59,7 +59,12 @@ def make_client():
     clients = []
 
     def make(port: int, **options) -> RemoteGPTRMClient:
-        options = {"first_backoff_seconds": 0.02, "max_backoff_seconds": 0.3, "deadline_seconds": 30.0, **options}
+        options = {
+            "first_backoff_seconds": 0.02,
+            "max_backoff_seconds": 0.3,
+            "deadline_seconds": 30.0,
+            **options,
+        }
         clients.append(RemoteGPTRMClient(port=port, **options))
         return clients[-1]
 
@@ -71,7 +76,9 @@ def make_client():
 # With a real server.
 
 
-@pytest.mark.parametrize("options", [{}, {"pad_to_length": 24, "pad_id": 99}], ids=["plain", "padded"])
+@pytest.mark.parametrize(
+    "options", [{}, {"pad_to_length": 24, "pad_id": 99}], ids=["plain", "padded"]
+)
 def test_large_batches_are_split_and_joined_in_order(server, make_client, options):
     rng = random.Random(1)
     # Three requests of at most 8.
@@ -89,7 +96,11 @@ def test_a_proxy_of_the_environment_is_not_asked(server, make_client, monkeypatc
             monkeypatch.setenv(name, f"http://127.0.0.1:{nobody.getsockname()[1]}")
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("NO_PROXY", raising=False)
-        rewards = make_client(server.port, attempt_timeout_seconds=1.0).infer_rm(request_of([[5, 6]])).result()
+        rewards = (
+            make_client(server.port, attempt_timeout_seconds=1.0)
+            .infer_rm(request_of([[5, 6]]))
+            .result()
+        )
     assert rewards.values.tolist() == toy_scores([[5, 6]])
 
 
@@ -97,14 +108,22 @@ def test_a_proxy_of_the_environment_is_not_asked(server, make_client, monkeypatc
 def test_a_fault_of_the_network_between_is_borne(server, make_client, fault):
     sequences = [[row + 4, 2 * row + 4] for row in range(19)]
     with FaultyProxy(server.port, [fault] * 2) as proxy:
-        rewards = make_client(proxy.port, attempt_timeout_seconds=1.0).infer_rm(request_of(sequences)).result()
+        rewards = (
+            make_client(proxy.port, attempt_timeout_seconds=1.0)
+            .infer_rm(request_of(sequences))
+            .result()
+        )
         assert proxy.happened == [fault] * 2
     assert rewards.status.tolist() == [0] * 19
     assert rewards.values.tolist() == toy_scores(sequences)
 
 
 def test_failed_samples_are_nan_and_keep_their_status(server, make_client):
-    rewards = make_client(server.port).infer_rm(request_of([[1, 2], [], [TOKEN_NAN], [VOCAB_SIZE], [3]])).result()
+    rewards = (
+        make_client(server.port)
+        .infer_rm(request_of([[1, 2], [], [TOKEN_NAN], [VOCAB_SIZE], [3]]))
+        .result()
+    )
     assert rewards.status.tolist() == [
         base.STATUS_OK,
         base.STATUS_EMPTY,
@@ -126,7 +145,9 @@ def test_infer_rm_returns_at_once_and_several_can_be_under_way(server, make_clie
     client = make_client(server.port)
     futures = [client.infer_rm(request_of([[TOKEN_SLOW, i]])) for i in range(2)]
     assert not futures[0].done()
-    assert [f.result().values.tolist() for f in futures] == [toy_scores([[TOKEN_SLOW, i]]) for i in range(2)]
+    assert [f.result().values.tolist() for f in futures] == [
+        toy_scores([[TOKEN_SLOW, i]]) for i in range(2)
+    ]
 
 
 def test_conversations_go_as_texts_and_plain_prompts_as_tokens(server, make_client, tmp_path):
@@ -143,7 +164,9 @@ def test_conversations_go_as_texts_and_plain_prompts_as_tokens(server, make_clie
     rendered = {row: "U: hi<eos>A: " + request.responses[row] + "<eos>" for row in (0, 5)}
     rendered[2] = "U: hi<eos>A: c"  # cut
     sequences = [
-        tokenizer(rendered[row], add_special_tokens=False)["input_ids"] if row in rendered else [7, row]
+        tokenizer(rendered[row], add_special_tokens=False)["input_ids"]
+        if row in rendered
+        else [7, row]
         for row in range(6)
     ]
     client = make_client(server.port)
@@ -152,11 +175,17 @@ def test_conversations_go_as_texts_and_plain_prompts_as_tokens(server, make_clie
     assert client.infer_rm(request).result().values.tolist() == pytest.approx(toy_scores(sequences))
     assert client.check_compatible(info, VOCAB_SIZE, "tokens") == "tokens"
     as_tokens = client.infer_rm(request).result().values.tolist()
-    assert as_tokens == toy_scores([[7, row] for row in range(6)]), "the policy's own, where it is asked for"
+    assert as_tokens == toy_scores([[7, row] for row in range(6)]), (
+        "the policy's own, where it is asked for"
+    )
 
 
-def test_the_handshake_accepts_the_same_tokenizer_and_names_every_difference(server, make_client, tmp_path):
-    same = TokenizerInfo.from_tokenizer(load_tokenizer(write_tiny_tokenizer(tmp_path / "same", vocab_size=VOCAB_SIZE)))
+def test_the_handshake_accepts_the_same_tokenizer_and_names_every_difference(
+    server, make_client, tmp_path
+):
+    same = TokenizerInfo.from_tokenizer(
+        load_tokenizer(write_tiny_tokenizer(tmp_path / "same", vocab_size=VOCAB_SIZE))
+    )
     other = TokenizerInfo.from_tokenizer(
         load_tokenizer(write_tiny_tokenizer(tmp_path / "other", vocab_size=VOCAB_SIZE - 30))
     )
@@ -179,7 +208,9 @@ def test_a_wrong_model_name_is_told_the_right_one(server, make_client):
 
 def test_a_kill_during_a_call_and_a_restart_give_the_right_scores(server, make_client):
     said = []
-    client = make_client(server.port, deadline_seconds=400.0, on_wait=said.append, wait_report_seconds=0.5)
+    client = make_client(
+        server.port, deadline_seconds=400.0, on_wait=said.append, wait_report_seconds=0.5
+    )
     client.wait_until_ready()
     sequences = [[TOKEN_SLOW, 5], [7, 8, 9]]
     future = client.infer_rm(request_of(sequences))
@@ -204,7 +235,9 @@ def test_a_dead_tritonserver_ends_the_server_with_an_error_and_leaves_nothing(se
         future.result()
     assert re.search("refused|HTTP 502", str(caught.value))
     assert server.process.wait(30) == 1
-    assert "died" in server.log.read_text()  # not as its last line: an interpreter that ends may warn after it
+    assert (
+        "died" in server.log.read_text()
+    )  # not as its last line: an interpreter that ends may warn after it
     assert wait_for(lambda: not server.left_behind()), server.left_behind()
 
 
@@ -239,10 +272,14 @@ for row in found:
     try:
         command = [sys.executable, "-c", script, str(server.port)]
         paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
-        output = subprocess.check_output(command, env={**os.environ, "PYTHONPATH": paths}, timeout=900, text=True)
+        output = subprocess.check_output(
+            command, env={**os.environ, "PYTHONPATH": paths}, timeout=900, text=True
+        )
     finally:
         server.close()
-    memory, threads, tasks, files = zip(*([int(n) for n in line.split()] for line in output.splitlines()), strict=True)
+    memory, threads, tasks, files = zip(
+        *([int(n) for n in line.split()] for line in output.splitlines()), strict=True
+    )
     assert memory[-1] - memory[0] < 4e6, memory
     assert max(threads) - threads[0] <= 0, threads
     assert max(tasks) == 1, tasks
@@ -262,14 +299,19 @@ def test_past_the_deadline_is_an_error_that_says_what_to_check(make_client):
     with raises_error("reward_server.server.no_answer", place, "connection refused", what_to_check):
         client.infer_rm(request_of([[1]])).result()
     assert time.monotonic() - start > 0.9
-    assert said[0] == f"reward server 127.0.0.1:{port} does not answer (connection refused); retrying, 0 s of 1 s"
+    assert (
+        said[0]
+        == f"reward server 127.0.0.1:{port} does not answer (connection refused); retrying, 0 s of 1 s"
+    )
     assert 2 <= len(said) <= 5  # at most every 0.3 s
 
 
 def test_a_server_that_takes_its_time_is_said_to_be_scoring(make_client):
     said = []
     with FakeRewardServer(score=sum) as server:
-        client = make_client(server.port, deadline_seconds=60.0, on_wait=said.append, wait_report_seconds=0.1)
+        client = make_client(
+            server.port, deadline_seconds=60.0, on_wait=said.append, wait_report_seconds=0.1
+        )
         client.wait_until_ready()
         server.gate.clear()
         future = client.infer_rm(request_of([[1], [2]]))
@@ -333,7 +375,9 @@ def test_a_busy_server_says_when_to_come_back(make_client):
     """The client waits as long as that, longer than its own pause would be, and keeps the request's id."""
     busy = (503, {"error": "busy"}, {"Retry-After": "1"})
     with FakeRewardServer([busy, answer([1.5], [0])]) as fake:
-        client = make_client(fake.port, token="t" * 20, caller="run-rank1", max_backoff_seconds=0.05)
+        client = make_client(
+            fake.port, token="t" * 20, caller="run-rank1", max_backoff_seconds=0.05
+        )
         start = time.monotonic()
         assert client.infer_rm(request_of([[1]])).result().values.tolist() == [1.5]
         assert time.monotonic() - start >= 1.0
@@ -432,7 +476,9 @@ def test_jitter_leaves_the_random_state_of_the_trainer_alone(make_client):
 
 def test_a_request_whose_shapes_do_not_fit_is_refused(make_client):
     with pytest.raises(ValueError, match=r"expected \[N, S\] and \[N\]"):
-        make_client(1).infer_rm(RewardRequest(torch.zeros(2, 3, dtype=torch.long), torch.zeros(3), ("",), ("",)))
+        make_client(1).infer_rm(
+            RewardRequest(torch.zeros(2, 3, dtype=torch.long), torch.zeros(3), ("",), ("",))
+        )
 
 
 class TestDeadlines:
@@ -449,7 +495,9 @@ class TestDeadlines:
         given: list[float] = []
         left = list(outcomes)
 
-        async def infer(model: object, arrays: object, attributes: int, seconds: float, request_id: str) -> object:
+        async def infer(
+            model: object, arrays: object, attributes: int, seconds: float, request_id: str
+        ) -> object:
             given.append(seconds)
             outcome = left.pop(0)
             if isinstance(outcome, Exception):
@@ -468,12 +516,16 @@ class TestDeadlines:
 
     def test_an_attempt_takes_no_longer_than_its_call_has_left(self, make_client, monkeypatch):
         call = self.call(seconds=100.0, elapsed=97.0)
-        (seconds,) = self.attempts(make_client, monkeypatch, call, ["scores"], attempt_timeout_seconds=60.0)
+        (seconds,) = self.attempts(
+            make_client, monkeypatch, call, ["scores"], attempt_timeout_seconds=60.0
+        )
         assert 2.0 < seconds <= 3.0
 
     def test_nor_than_an_attempt_may_take(self, make_client, monkeypatch):
         call = self.call(seconds=100.0, elapsed=0.0)
-        (seconds,) = self.attempts(make_client, monkeypatch, call, ["scores"], attempt_timeout_seconds=60.0)
+        (seconds,) = self.attempts(
+            make_client, monkeypatch, call, ["scores"], attempt_timeout_seconds=60.0
+        )
         assert seconds == 60.0
 
     def test_attempts_that_time_out_get_longer_and_others_do_not(self, make_client, monkeypatch):
@@ -517,10 +569,14 @@ class TestDeadlines:
         async def described(call: Call) -> tuple[object, None]:
             return info, None
 
-        async def scored(arrays: dict[str, np.ndarray], attributes: int, call: Call) -> tuple[np.ndarray, ...]:
+        async def scored(
+            arrays: dict[str, np.ndarray], attributes: int, call: Call
+        ) -> tuple[np.ndarray, ...]:
             count = len(next(iter(arrays.values())))
             is_text = "tokens" not in "".join(arrays)
-            values = np.full(count, 100.0 if is_text else 0.0, np.float32) + np.arange(count, dtype=np.float32)
+            values = np.full(count, 100.0 if is_text else 0.0, np.float32) + np.arange(
+                count, dtype=np.float32
+            )
             return values, np.zeros(count, np.int32), np.zeros((count, 0), np.float32)
 
         monkeypatch.setattr(client._replicas, "describe", described)

@@ -48,13 +48,18 @@ def run_alone(*lines: str, **options) -> subprocess.CompletedProcess[str]:
 
 def owner_code(*lines: str) -> str:
     """Return a program of these lines, which may use `sample` and `started`; its argument is the tests' folder."""
-    head = "import sys; sys.path.insert(0, sys.argv[1])", "from rewards.test_function_isolation import sample, started"
+    head = (
+        "import sys; sys.path.insert(0, sys.argv[1])",
+        "from rewards.test_function_isolation import sample, started",
+    )
     return "\n".join([*head, *lines])
 
 
 def bubblewrap_or_host(pool: FunctionPool) -> psutil.Process:
     """What the pool has started."""
-    (found,) = [p for p in psutil.Process().children() if pool._host and p.pid == pool._host.process.pid]
+    (found,) = [
+        p for p in psutil.Process().children() if pool._host and p.pid == pool._host.process.pid
+    ]
     return found
 
 
@@ -67,21 +72,34 @@ def pool():
 
 STATE = ["code", "float", "isfinite", "worker", "modules", "alarm"]
 ERRORS = ["KeyboardInterrupt", "GeneratorExit", "SystemExit", "MemoryError", "NoText"]
-ENDS = {"exit 0": "exit code 0", "exit 7": "exit code 7", "segfault": "signal 11", "group": "signal 9"}
+ENDS = {
+    "exit 0": "exit code 0",
+    "exit 7": "exit code 7",
+    "segfault": "signal 11",
+    "group": "signal 9",
+}
 
 
-@pytest.mark.parametrize("bad", [*STATE, *ERRORS, *ENDS, "memory", "close all", "garbage", "fork", "child"])
+@pytest.mark.parametrize(
+    "bad", [*STATE, *ERRORS, *ENDS, "memory", "close all", "garbage", "fork", "child"]
+)
 def test_whatever_one_sample_does_the_others_have_their_scores(pool, bad):
-    scores = pool.submit("f", [sample("", 0.5), sample(bad), *(sample("", 2.0 + i) for i in range(6))]).result()
+    scores = pool.submit(
+        "f", [sample("", 0.5), sample(bad), *(sample("", 2.0 + i) for i in range(6))]
+    ).result()
     assert scores.values[[0, *range(2, 8)]].tolist() == [0.5, *(2.0 + i for i in range(6))]
     assert scores.status[[0, *range(2, 8)]].tolist() == [base.STATUS_OK] * 7
-    assert (scores.status[1] == base.STATUS_OK) != (scores.values[1] != scores.values[1]), "failed samples have NaN"
+    assert (scores.status[1] == base.STATUS_OK) != (scores.values[1] != scores.values[1]), (
+        "failed samples have NaN"
+    )
     if bad in (*ERRORS, *ENDS, "memory"):
         assert scores.status[1] == base.STATUS_INTERNAL
 
 
 def test_flags_of_the_output_are_not_those_of_later_samples(pool):
-    assert pool.submit("f", [sample("nonblocking"), sample("is blocking")]).result().values[1] == 1.0
+    assert (
+        pool.submit("f", [sample("nonblocking"), sample("is blocking")]).result().values[1] == 1.0
+    )
 
 
 @pytest.mark.parametrize("key", ["status", "value"])
@@ -111,7 +129,9 @@ def test_a_module_that_keeps_a_file_open_is_refused(tmp_path, monkeypatch):
     (tmp_path / "keeps_a_file.py").write_text(code.format(str(tmp_path / "table.txt")))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
-    pool = FunctionPool({"f": FunctionSpec("reward_function", "keeps_a_file.f")}, RewardFunctionConfig())
+    pool = FunctionPool(
+        {"f": FunctionSpec("reward_function", "keeps_a_file.f")}, RewardFunctionConfig()
+    )
     table = (tmp_path / "table.txt").resolve()
     with raises_error("reward_function.module.keeps_file_open", "keeps_a_file.f", table):
         pool.start()
@@ -137,21 +157,28 @@ def test_a_process_that_ended_is_no_time_out(pool, end):
 
 
 def test_a_file_cannot_fill_the_disk(pool, tmp_path):
-    assert pool.submit("f", [sample("file", folder=str(tmp_path))]).result().status[0] == base.STATUS_INTERNAL
+    assert (
+        pool.submit("f", [sample("file", folder=str(tmp_path))]).result().status[0]
+        == base.STATUS_INTERNAL
+    )
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [0]
 
 
 def test_what_a_sample_started_ends_with_it(pool):
     pool.submit("f", [sample("child")]).result()
     time.sleep(0.1)
-    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "6543"]]
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "6543"]
+    ]
 
 
 def test_a_record_that_is_nested_too_deeply_fails_alone(pool):
     deep: list = []
     for _ in range(5000):
         deep = [deep]
-    scores = pool.submit("f", [sample("", 1.0), sample("", 2.0, deep=deep), sample("", 3.0)]).result()
+    scores = pool.submit(
+        "f", [sample("", 1.0), sample("", 2.0, deep=deep), sample("", 3.0)]
+    ).result()
     assert scores.status.tolist() == [base.STATUS_OK, base.STATUS_BAD_PROMPT, base.STATUS_OK]
     assert scores.values[[0, 2]].tolist() == [1.0, 3.0]
 
@@ -192,7 +219,9 @@ def test_which_variables_a_function_sees(monkeypatch):
     for name, value in {**given, **secret}.items():
         monkeypatch.setenv(name, value)
     with started("sees") as pool:
-        scores = pool.submit("f", [sample(f"variable {name}") for name in [*given, *secret]]).result()
+        scores = pool.submit(
+            "f", [sample(f"variable {name}") for name in [*given, *secret]]
+        ).result()
     assert scores.values.tolist() == [1.0] * len(given) + [0.0] * len(secret)
 
 
@@ -246,7 +275,9 @@ class TestSandbox:
         assert dict(zip(kinds, scores.values.tolist(), strict=True)) == kinds
 
     @pytest.mark.parametrize("folder", ["/", "/tmp", "/dev"])
-    def test_a_current_folder_that_holds_the_whole_machine_is_not_shown(self, folder, monkeypatch, tmp_path):
+    def test_a_current_folder_that_holds_the_whole_machine_is_not_shown(
+        self, folder, monkeypatch, tmp_path
+    ):
         (tmp_path / "secret").write_text("token")
         monkeypatch.chdir(folder)
         kinds = {
@@ -277,8 +308,15 @@ class TestSandbox:
     def test_the_same_without_a_sandbox_is_reached(self, tmp_path):
         """So that the other test can fail."""
         with started("sees") as pool, socket.create_server(("127.0.0.1", 0)) as server:
-            kinds = [f"port {server.getsockname()[1]}", f"process {os.getpid()}", f"writes {tmp_path}/written"]
-            assert pool.submit("f", [sample(kind) for kind in kinds]).result().values.tolist() == [1.0] * 3
+            kinds = [
+                f"port {server.getsockname()[1]}",
+                f"process {os.getpid()}",
+                f"writes {tmp_path}/written",
+            ]
+            assert (
+                pool.submit("f", [sample(kind) for kind in kinds]).result().values.tolist()
+                == [1.0] * 3
+            )
 
     def test_scores_and_failures_are_those_without_it(self):
         kinds = ["", "code", "", "exit 7", "segfault", "memory", "KeyboardInterrupt", "host", ""]
@@ -292,7 +330,9 @@ class TestSandbox:
         pool = FunctionPool({"f": spec}, RewardFunctionConfig(sandbox=True))
         pool.start()
         try:
-            samples = [TextSample("", "the answer is 72", {"answer": text}) for text in ("72", "73")]
+            samples = [
+                TextSample("", "the answer is 72", {"answer": text}) for text in ("72", "73")
+            ]
             assert pool.submit("f", samples).result().values.tolist() == [1.0, 0.0]
         finally:
             pool.close()
@@ -315,11 +355,15 @@ class TestSandbox:
             "    print('ready', flush=True)",
             "    pending.result()",
         )
-        owner = subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).parents[1])], stdout=subprocess.PIPE)
+        owner = subprocess.Popen(
+            [sys.executable, "-c", code, str(Path(__file__).parents[1])], stdout=subprocess.PIPE
+        )
         try:
             assert owner.stdout is not None and owner.stdout.readline() == b"ready\n"
             running = psutil.Process(owner.pid)
-            assert wait_for(lambda: len(running.children(recursive=True)) == 4, 60), "bubblewrap, host, two samples"
+            assert wait_for(lambda: len(running.children(recursive=True)) == 4, 60), (
+                "bubblewrap, host, two samples"
+            )
             processes = running.children(recursive=True)
         finally:
             owner.kill()
@@ -333,7 +377,9 @@ def test_a_sandbox_that_cannot_be_made_ends_the_start(monkeypatch, tmp_path):
     with raises_error("reward_function.sandbox.no_bubblewrap", setting, "'bwrap'"):
         started("sees", sandbox=True).__enter__()
     program = tmp_path / "bwrap"
-    program.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('bwrap: No permissions to create new namespace')\n")
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.exit('bwrap: No permissions to create new namespace')\n"
+    )
     program.chmod(0o755)
     said = "bwrap: No permissions to create"
     with raises_error("reward_function.sandbox.not_working", setting, said):

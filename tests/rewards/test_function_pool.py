@@ -24,7 +24,13 @@ from reinforce_rl.config.rewards import RewardFunctionConfig
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.rewards import base
 from reinforce_rl.rewards.base import FunctionSpec, TextSample
-from reinforce_rl.rewards.function_pool import FORK_SECONDS, PING, SLACK_SECONDS, FunctionPool, _Host
+from reinforce_rl.rewards.function_pool import (
+    FORK_SECONDS,
+    PING,
+    SLACK_SECONDS,
+    FunctionPool,
+    _Host,
+)
 
 TOLD = "helpers.reward_functions.told"
 TESTS = Path(__file__).parents[1]
@@ -52,7 +58,11 @@ def pool(folder):
 
 def processes() -> list[psutil.Process]:
     """Hosts of this process, and their workers."""
-    hosts = [p for p in psutil.Process().children() if "reinforce_rl.rewards.function_host" in p.cmdline()]
+    hosts = [
+        p
+        for p in psutil.Process().children()
+        if "reinforce_rl.rewards.function_host" in p.cmdline()
+    ]
     return [*hosts, *(child for host in hosts for child in host.children(recursive=True))]
 
 
@@ -79,17 +89,28 @@ def test_every_failure_has_its_status_and_the_others_their_rewards(pool, caplog)
         scores = pool.submit("told", mixed).result()
     expected = [*kinds.values(), *values.values()]
     assert scores.status[0::2].tolist() == expected
-    assert np.isnan(scores.values[0::2]).tolist() == [code != base.STATUS_OK for code in scores.status[0::2]]
+    assert np.isnan(scores.values[0::2]).tolist() == [
+        code != base.STATUS_OK for code in scores.status[0::2]
+    ]
     assert scores.status[1::2].tolist() == [base.STATUS_OK] * len(good)
     assert scores.values[1::2].tolist() == [0.5 + i for i in range(len(good))]
     assert re.fullmatch(rf"{TOLD}: ValueError at /.*/reward_functions\.py:\d+", scores.faults[10])
     defined = r" \(defined at /.*/reward_functions\.py:\d+\)"
     assert re.fullmatch(rf"{TOLD}: returned nan{defined}", scores.faults[12])
-    assert re.fullmatch(rf"{TOLD}: returned a NoneType; expected a number{defined}", scores.faults[16])
-    used = {row: re.match(r"it used (\d) s of CPU and was in state ([RSD])$", scores.texts[row]) for row in (0, 2)}
+    assert re.fullmatch(
+        rf"{TOLD}: returned a NoneType; expected a number{defined}", scores.faults[16]
+    )
+    used = {
+        row: re.match(r"it used (\d) s of CPU and was in state ([RSD])$", scores.texts[row])
+        for row in (0, 2)
+    }
     assert used[0] and used[0].groups() == ("0", "S")
-    assert used[2] and used[2][1] in "012"  # 0 where a busy machine has given it less than half a second
-    assert "secret" not in caplog.text and "function_failed" not in caplog.text  # whoever asked tells, or logs
+    assert (
+        used[2] and used[2][1] in "012"
+    )  # 0 where a busy machine has given it less than half a second
+    assert (
+        "secret" not in caplog.text and "function_failed" not in caplog.text
+    )  # whoever asked tells, or logs
 
 
 def test_the_texts_of_errors_are_apart(pool):
@@ -98,7 +119,9 @@ def test_the_texts_of_errors_are_apart(pool):
 
 
 def test_workers_are_light_have_one_thread_and_are_replaced(pool, folder):
-    scores = pool.submit("told", [sample("heavy"), sample("threads")] + [sample("pid")] * 50).result()
+    scores = pool.submit(
+        "told", [sample("heavy"), sample("threads")] + [sample("pid")] * 50
+    ).result()
     assert scores.values[:2].tolist() == [0.0, 1.0]
     before = {int(path.name) for path in folder.iterdir()}
     pool.submit("told", [sample("loop")] * 2).result()
@@ -178,7 +201,9 @@ def test_workers_die_with_their_owner_however_it_ends(number, tmp_path):
 
 def test_workers_die_with_a_killed_host(tmp_path):
     spec = FunctionSpec("reward_function", TOLD, {"folder": str(tmp_path)})
-    pool = FunctionPool({"f": spec}, RewardFunctionConfig(num_workers=1, sample_timeout_seconds=600.0))
+    pool = FunctionPool(
+        {"f": spec}, RewardFunctionConfig(num_workers=1, sample_timeout_seconds=600.0)
+    )
     before = {process.pid for process in processes()}
     pool.start()
     try:
@@ -218,7 +243,15 @@ class TestDeadlines:
 
     @pytest.mark.parametrize(
         ("samples", "workers", "in_flight", "rounds"),
-        [(1, 1, 0, 1), (4, 1, 0, 4), (4, 2, 0, 2), (5, 2, 0, 3), (1, 8, 0, 1), (1000, 8, 0, 125), (1, 2, 6, 4)],
+        [
+            (1, 1, 0, 1),
+            (4, 1, 0, 4),
+            (4, 2, 0, 2),
+            (5, 2, 0, 3),
+            (1, 8, 0, 1),
+            (1000, 8, 0, 125),
+            (1, 2, 6, 4),
+        ],
     )
     def test_a_request_has_time_for_all_rounds(self, samples, workers, in_flight, rounds):
         """Less, and a large batch would time out although every sample keeps to its limit of 3 s."""
@@ -261,7 +294,9 @@ def test_what_a_sample_s_program_prints_is_shown_on_a_terminal(tmp_path):
     path = os.pathsep.join([str(tmp_path), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1"}
     try:
-        done = subprocess.run([sys.executable, "-c", program], stderr=end, timeout=120, env=environment, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", program], stderr=end, timeout=120, env=environment, check=False
+        )
         printed = os.read(terminal, 1 << 16).decode()
     finally:
         os.close(end)

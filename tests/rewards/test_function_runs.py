@@ -13,7 +13,14 @@ import torch
 from helpers import reward_functions
 from helpers.errors import check_error, raises_error
 from helpers.real_run import RealServer
-from helpers.tiny_run import compose, rollouts_of, three_letters, tiny_overrides, tiny_trainer, weights
+from helpers.tiny_run import (
+    compose,
+    rollouts_of,
+    three_letters,
+    tiny_overrides,
+    tiny_trainer,
+    weights,
+)
 
 from reinforce_rl.config.actor import TrainConfig
 from reinforce_rl.config.load import load_config
@@ -39,7 +46,11 @@ def function_config(folder: Path, *overrides: str) -> TrainConfig:
     """Of two steps; each prompt's line has the letters that the function asks for, and is rendered as messages."""
     options = tiny_overrides(folder)
     lines = [
-        {"messages": [{"role": "user", "content": text[:1]}], "letters": LETTERS[i % len(LETTERS)], "number": i}
+        {
+            "messages": [{"role": "user", "content": text[:1]}],
+            "letters": LETTERS[i % len(LETTERS)],
+            "number": i,
+        }
         for i, text in enumerate(three_letters(8))
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -64,10 +75,14 @@ class Remembering:
 
 def connect(cfg: TrainConfig, mesh) -> RewardSource:
     tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
-    return connect_to_reward_servers(cfg, mesh, tokenizer, SilentMonitor(cfg.exp_manager.explicit_log_dir))
+    return connect_to_reward_servers(
+        cfg, mesh, tokenizer, SilentMonitor(cfg.exp_manager.explicit_log_dir)
+    )
 
 
-def run(folder: Path, mesh, *overrides: str) -> tuple[list[float], list[torch.Tensor], list[RewardRequest]]:
+def run(
+    folder: Path, mesh, *overrides: str
+) -> tuple[list[float], list[torch.Tensor], list[RewardRequest]]:
     """Rewards of both steps, the weights at the end, and what was asked."""
     folder.mkdir()
     cfg = function_config(folder, *overrides)
@@ -105,7 +120,8 @@ def test_a_run_asks_the_function_with_the_prompts_own_fields(in_trainer):
     samples = [sample for request in requests for sample in request.samples]
     assert len(rewards) == len(samples) == 2 * 4 * 4
     expected = [
-        2.0 * sum(s.response.count(x) for x in s.record["letters"]) / max(len(s.response), 1) + len(s.prompt) / 1000
+        2.0 * sum(s.response.count(x) for x in s.record["letters"]) / max(len(s.response), 1)
+        + len(s.prompt) / 1000
         for s in samples
     ]
     assert rewards == pytest.approx(expected, abs=1e-6)
@@ -135,12 +151,22 @@ def test_the_served_functions_answers(server):
     assert len(info.details["source_sha256"]) == 64
 
     def ask(*columns: tuple[str, list[str]]) -> dict:
-        inputs = [{"name": n, "datatype": "BYTES", "shape": [len(data), 1], "data": data} for n, data in columns]
+        inputs = [
+            {"name": n, "datatype": "BYTES", "shape": [len(data), 1], "data": data}
+            for n, data in columns
+        ]
         return transport.infer_json(model, inputs, 30.0)
 
     metadata = [json.dumps({"letters": "e"}), "{}", "{", json.dumps({"letters": "e"})]
-    answer = ask(("prompts", ["abc"] * 4), ("responses", ["eeoo"] * 3 + [""]), ("metadata", metadata))
-    assert answer["status"] == [base.STATUS_OK, base.STATUS_INTERNAL, base.STATUS_BAD_PROMPT, base.STATUS_OK]
+    answer = ask(
+        ("prompts", ["abc"] * 4), ("responses", ["eeoo"] * 3 + [""]), ("metadata", metadata)
+    )
+    assert answer["status"] == [
+        base.STATUS_OK,
+        base.STATUS_INTERNAL,
+        base.STATUS_BAD_PROMPT,
+        base.STATUS_OK,
+    ]
     assert [answer["rewards"][0], answer["rewards"][3]] == pytest.approx([2 * 0.5 + 0.003, 0.003])
     assert all(math.isnan(answer["rewards"][row]) for row in (1, 2))
     with raises_error("reward_server.answer.not_proper", "HTTP 400"):
@@ -160,14 +186,22 @@ def test_a_request_larger_than_the_servers_limit_is_split(server):
 def request_of(prompts: list[str], responses: list[str], records: list[dict]) -> RewardRequest:
     tokens = torch.zeros((len(prompts), 1), dtype=torch.long)
     return RewardRequest(
-        tokens, torch.ones(len(prompts), dtype=torch.long), tuple(prompts), tuple(responses), metadata=tuple(records)
+        tokens,
+        torch.ones(len(prompts), dtype=torch.long),
+        tuple(prompts),
+        tuple(responses),
+        metadata=tuple(records),
     )
 
 
 def test_several_functions_are_a_weighted_sum(tmp_path, mesh):
     more = "+reward_function.more_functions.told"
     cfg = function_config(
-        tmp_path, *FUNCTION, "reward_function.weight=0.5", f"{more}.name={TOLD}", f"{more}.weight=-3"
+        tmp_path,
+        *FUNCTION,
+        "reward_function.weight=0.5",
+        f"{more}.name={TOLD}",
+        f"{more}.weight=-3",
     )
     source = connect(cfg, mesh)
     try:
@@ -182,7 +216,9 @@ def test_several_functions_are_a_weighted_sum(tmp_path, mesh):
     assert found.by_source["share_of_letters"].tolist() == [2.0, 2.0, 0.0]
 
 
-@pytest.mark.parametrize("more", [[], [f"+reward_function.more_functions.told.name={TOLD}"]], ids=["one", "several"])
+@pytest.mark.parametrize(
+    "more", [[], [f"+reward_function.more_functions.told.name={TOLD}"]], ids=["one", "several"]
+)
 def test_a_function_that_raises_is_named_with_its_line(tmp_path, mesh, more):
     name = "helpers.reward_functions.share_of_letters"
     cfg = function_config(tmp_path, *FUNCTION, *more)
@@ -197,7 +233,10 @@ def test_a_function_that_raises_is_named_with_its_line(tmp_path, mesh, more):
         if '["letters"]' in text
     )
     try:
-        with tiny_trainer(cfg, mesh, source) as trainer, pytest.raises(TooManyFailedRewardsError) as caught:
+        with (
+            tiny_trainer(cfg, mesh, source) as trainer,
+            pytest.raises(TooManyFailedRewardsError) as caught,
+        ):
             trainer.fit()
     finally:
         source.close()
@@ -225,7 +264,9 @@ def test_only_the_rank_that_asks_starts_processes(tmp_path):
 
 def test_an_unknown_function_ends_the_start(tmp_path, mesh):
     cfg = function_config(tmp_path, "reward=function", f"reward_function.name={SHARE}s")
-    with raises_error("reward_function.name.unknown", "reward_function.name", f"{SHARE}s", f"{SHARE}?"):
+    with raises_error(
+        "reward_function.name.unknown", "reward_function.name", f"{SHARE}s", f"{SHARE}?"
+    ):
         connect(cfg, mesh)
 
 

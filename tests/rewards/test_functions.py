@@ -70,15 +70,22 @@ def test_matches(response, kwargs, reward):
     assert matches("", response, {}, **kwargs) == reward
 
 
-@pytest.mark.parametrize(("count", "reward"), [(0, 0.0), (5, 0.0), (8, 0.6), (10, 1.0), (12, 0.6), (20, 0.0)])
+@pytest.mark.parametrize(
+    ("count", "reward"), [(0, 0.0), (5, 0.0), (8, 0.6), (10, 1.0), (12, 0.6), (20, 0.0)]
+)
 def test_length_is_a_triangle(count, reward):
     assert length("", "word " * count, {}, target=10, tolerance=5) == pytest.approx(reward)
-    assert length("", "w" * count, {}, target=10, tolerance=5, unit="characters") == pytest.approx(reward)
+    assert length("", "w" * count, {}, target=10, tolerance=5, unit="characters") == pytest.approx(
+        reward
+    )
 
 
 def test_vader_tells_good_from_bad():
     pytest.importorskip("vaderSentiment", reason="an optional extra")
-    good, bad = (vader("", text, {}) for text in ("I love this, it is wonderful!", "I hate this, it is awful."))
+    good, bad = (
+        vader("", text, {})
+        for text in ("I love this, it is wonderful!", "I hate this, it is awful.")
+    )
     assert -1 <= bad < -0.5 < 0.5 < good <= 1
     assert vader("", "", {}) == 0.0
 
@@ -157,7 +164,11 @@ def test_a_module_that_raises_or_lacks_a_library_is_told(tmp_path, monkeypatch):
 
 
 def test_all_that_is_provided_is_named():
-    own = {name for name, value in vars(functions).items() if getattr(value, "__module__", "") == PROVIDED}
+    own = {
+        name
+        for name, value in vars(functions).items()
+        if getattr(value, "__module__", "") == PROVIDED
+    }
     assert {name for name in own if not name.startswith("_")} == set(PROVIDED_FUNCTIONS)
 
 
@@ -172,7 +183,10 @@ ASKED = {"keys": ["tip", "why"], "min_words": 5, "max_words": 9, "keyword": "tea
         ('{"tip": "Drink tea.", "why": "drink TEA. "}', (1, 1, 0, 1, 0, 1)),  # the same said twice
         ('{"tip": "tea tea tea", "why": "tea tea"}', (1, 1, 1, 1, 0, 1)),
         ('{"tip": "Drink steam and teapots now.", "why": "It is good"}', (1, 1, 1, 1, 1, 0)),
-        ('{"tip": "Drink warm tea.", "why": "One two three four five six seven"}', (1, 1, 1, 0, 1, 1)),
+        (
+            '{"tip": "Drink warm tea.", "why": "One two three four five six seven"}',
+            (1, 1, 1, 0, 1, 1),
+        ),
         ('{"tip": "Drink tea warm or cold."}', (1, 0.5, 0, 1, 1, 1)),
         ('{"tip": "Drink tea", "why": "It is good", "more": ""}', (1, 1, 0, 1, 1, 1)),
         ('{"tip": "Drink tea", "why": ["It is good"]}', (1, 1, 0, 1, 1, 1)),
@@ -189,7 +203,9 @@ def test_instructions_give_credit_for_each_step_and_success_for_all(response, re
 
 
 def test_a_whole_solution_of_the_hubs_gsm8k_is_its_answer():
-    record = {"answer": "She sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = 72.\n#### 72"}
+    record = {
+        "answer": "She sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = 72.\n#### 72"
+    }
     assert [gsm8k("", response, record) for response in ("#### 72", "#### 48")] == [1.0, 0.0]
 
 

@@ -19,27 +19,48 @@ from reinforce_rl.rewards.base import FunctionSpec, TextSample
 from reinforce_rl.rewards.client import RemoteGPTRMClient
 from reinforce_rl.rewards.function_host import LoadFault, load_function
 from reinforce_rl.rewards.function_pool import PROXY_VARIABLES, FunctionPool, Scores
-from reinforce_rl.rewards.judge import Judge, JudgeError, llm_judge, preferences, question_of, score_in
+from reinforce_rl.rewards.judge import (
+    Judge,
+    JudgeError,
+    llm_judge,
+    preferences,
+    question_of,
+    score_in,
+)
 
 NAME = "reinforce_rl.rewards.judge.llm_judge"
 ONCE = {"retries": 0, "timeout": 10.0}
 
 
-def score_of(judge: FakeJudge, response: str = "Paris.", record: dict | None = None, **settings) -> float:
-    return llm_judge("Capital of France?", response, record or {}, url=judge.url, model="m", **{**ONCE, **settings})
+def score_of(
+    judge: FakeJudge, response: str = "Paris.", record: dict | None = None, **settings
+) -> float:
+    return llm_judge(
+        "Capital of France?",
+        response,
+        record or {},
+        url=judge.url,
+        model="m",
+        **{**ONCE, **settings},
+    )
 
 
 def test_the_score_of_the_answer_is_the_reward_and_the_question_has_no_chat_template() -> None:
     with FakeJudge(lambda text: "It is right.\nScore: 9") as judge:
         assert score_of(judge) == 9.0
         messages = [{"role": "user", "content": "Capital?"}]
-        assert score_of(judge, record={"messages": messages}, options={"max_tokens": None, "seed": 3}) == 9.0
+        assert (
+            score_of(judge, record={"messages": messages}, options={"max_tokens": None, "seed": 3})
+            == 9.0
+        )
     first, second = judge.asked
     assert first["model"] == "m" and first["temperature"] == 0.0
     text = first["messages"][0]["content"]
     assert "Capital of France?" in text and "Paris." in text and "1 (worst) to 10\n(best)" in text
     assert "[Question]\nCapital?\n" in second["messages"][0]["content"]
-    assert second["seed"] == 3 and "max_tokens" not in second, "options take the place of the defaults"
+    assert second["seed"] == 3 and "max_tokens" not in second, (
+        "options take the place of the defaults"
+    )
 
 
 def part(text: str) -> dict[str, str]:
@@ -73,7 +94,10 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
             'user: Rain?\n\nassistant: {"name": "weather", "arguments": {"city": "Köln"}}\n\ntool: no',
         ),
         (
-            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL]}],
+            [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL]},
+            ],
             'user: a\n\nassistant: Let me look.\n{"name": "weather", "arguments": {"city": "Köln"}}',
         ),
         ([], "the rendered prompt"),
@@ -83,7 +107,12 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
 def test_the_question_of_openais_messages(messages, question) -> None:
     assert question_of("the rendered prompt", {"messages": messages}) == question
     with FakeJudge(lambda text: "Score: 5") as judge:
-        assert llm_judge("the rendered prompt", "x", {"messages": messages}, url=judge.url, model="m", **ONCE) == 5.0
+        assert (
+            llm_judge(
+                "the rendered prompt", "x", {"messages": messages}, url=judge.url, model="m", **ONCE
+            )
+            == 5.0
+        )
     assert f"[Question]\n{question}\n" in judge.asked[0]["messages"][0]["content"]
 
 
@@ -100,7 +129,9 @@ def test_a_judge_outside_is_asked_through_the_proxy(variable, monkeypatch, no_pr
         monkeypatch.setenv(variable, proxy.url.removesuffix("/v1"))
         outside = {"url": "http://judge.invalid:8000/v1", "model": "m", **ONCE}
         assert llm_judge("p", "r", {}, **outside) == 9.0
-        pool = FunctionPool({"f": FunctionSpec("reward_function", NAME, outside)}, RewardFunctionConfig())
+        pool = FunctionPool(
+            {"f": FunctionSpec("reward_function", NAME, outside)}, RewardFunctionConfig()
+        )
         with contextlib.closing(pool):
             pool.start()
             assert pool.submit("f", [TextSample("p", "r", {})]).result().values.tolist() == [9.0]
@@ -132,7 +163,9 @@ def test_the_proxy_of_a_server(monkeypatch, no_proxies) -> None:
 def test_a_proxy_that_is_none_for_http_is_named_before_the_run(monkeypatch, no_proxies) -> None:
     monkeypatch.setenv("ALL_PROXY", "socks5://user:hidden@proxy.invalid:1080")
     judge = Judge("http://judge.invalid:8000/v1", "m", retries=0)
-    with pytest.raises(ValueError, match=r"ALL_PROXY .*socks5://.*judge\.invalid.*NO_PROXY") as caught:
+    with pytest.raises(
+        ValueError, match=r"ALL_PROXY .*socks5://.*judge\.invalid.*NO_PROXY"
+    ) as caught:
         judge.check()
     assert "hidden" not in str(caught.value)
     with pytest.raises(JudgeError, match="ALL_PROXY"):
@@ -142,7 +175,9 @@ def test_a_proxy_that_is_none_for_http_is_named_before_the_run(monkeypatch, no_p
 
 def test_the_password_of_a_proxy_is_sent_to_it_alone(monkeypatch, no_proxies) -> None:
     with FakeJudge(lambda text: "Score: 9") as proxy:
-        monkeypatch.setenv("HTTP_PROXY", proxy.url.removesuffix("/v1").replace("//", "//user:word@"))
+        monkeypatch.setenv(
+            "HTTP_PROXY", proxy.url.removesuffix("/v1").replace("//", "//user:word@")
+        )
         assert llm_judge("p", "r", {}, url="http://judge.invalid:8000/v1", model="m", **ONCE) == 9.0
     assert proxy.headers[0]["Proxy-Authorization"] == "Basic dXNlcjp3b3Jk"
     assert proxy.keys == [None]
@@ -166,7 +201,10 @@ def test_a_template_of_ones_own_has_fields_of_the_prompts_line(tmp_path) -> None
     file = tmp_path / "template.txt"
     file.write_text("Is $response equal to $answer? It costs $$5. {json} $low-$high")
     with FakeJudge(lambda text: "0.5") as judge:
-        assert score_of(judge, record={"answer": 72}, template_file=str(file), low=0.0, high=1.0) == 0.5
+        assert (
+            score_of(judge, record={"answer": 72}, template_file=str(file), low=0.0, high=1.0)
+            == 0.5
+        )
         with pytest.raises(JudgeError, match=r"asks for \$answer, which the prompt's line has not"):
             score_of(judge, template_file=str(file))
     assert [body["messages"][0]["content"] for body in judge.asked] == [
@@ -267,7 +305,10 @@ def test_another_attempt_is_made_where_it_may_succeed() -> None:
 def pool_scores(samples: list[TextSample], seconds: float, **kwargs) -> Scores:
     spec = FunctionSpec("reward_function", NAME, {"model": "m", **kwargs})
     pool = FunctionPool(
-        {"judge": spec}, RewardFunctionConfig(num_workers=4, sample_timeout_seconds=seconds, environment=["JUDGE_KEY"])
+        {"judge": spec},
+        RewardFunctionConfig(
+            num_workers=4, sample_timeout_seconds=seconds, environment=["JUDGE_KEY"]
+        ),
     )
     pool.start()
     try:
@@ -276,19 +317,31 @@ def pool_scores(samples: list[TextSample], seconds: float, **kwargs) -> Scores:
         pool.close()
 
 
-def test_in_the_processes_of_reward_functions_a_failed_judgement_fails_its_own_sample(monkeypatch) -> None:
+def test_in_the_processes_of_reward_functions_a_failed_judgement_fails_its_own_sample(
+    monkeypatch,
+) -> None:
     monkeypatch.setenv("JUDGE_KEY", "key-123")
 
     def reply(text: str):
-        return {"right": "Score: 10", "wrong": "Score: 1", "slow": 60.0}.get(text.split()[-1], "no idea")
+        return {"right": "Score: 10", "wrong": "Score: 1", "slow": 60.0}.get(
+            text.split()[-1], "no idea"
+        )
 
     prompt = ({"role": "user", "content": "What?"},)
-    samples = [TextSample("<user>What?", word, messages=prompt) for word in ("right", "rubbish", "slow", "wrong")]
+    samples = [
+        TextSample("<user>What?", word, messages=prompt)
+        for word in ("right", "rubbish", "slow", "wrong")
+    ]
     with FakeJudge(reply) as judge:
         found = pool_scores(samples, 4.0, url=judge.url, api_key_variable="JUDGE_KEY", retries=0)
     assert found.values.tolist()[::3] == [10.0, 1.0]
     assert all(value != value for value in found.values[1:3]), "never 0"
-    assert found.status.tolist() == [base.STATUS_OK, base.STATUS_INTERNAL, base.STATUS_TIMED_OUT, base.STATUS_OK]
+    assert found.status.tolist() == [
+        base.STATUS_OK,
+        base.STATUS_INTERNAL,
+        base.STATUS_TIMED_OUT,
+        base.STATUS_OK,
+    ]
     assert "JudgeError: the judge's answer holds no score at" in found.faults[1]
     assert set(judge.keys) == {"Bearer key-123"}
     assert all("[Question]\nWhat?\n" in body["messages"][0]["content"] for body in judge.asked)
@@ -297,25 +350,37 @@ def test_in_the_processes_of_reward_functions_a_failed_judgement_fails_its_own_s
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"url": "localhost:8000"}, "expected the base of an OpenAI API, such as http://HOST:8000/v1"),
+        (
+            {"url": "localhost:8000"},
+            "expected the base of an OpenAI API, such as http://HOST:8000/v1",
+        ),
         ({"low": 3.0, "high": 3.0}, "the former below the latter"),
         ({"low": float("nan")}, "the former below the latter"),
         ({"template_file": "Is it good?"}, r"expected \$response in it"),
         ({"template_file": "$response for $ 5"}, "Invalid placeholder"),
         ({"template_file": None}, "cannot be used: .*No such file"),
-        ({"api_key_variable": "OTHER_KEY"}, "not set here; set it, and name it in reward_function.environment"),
+        (
+            {"api_key_variable": "OTHER_KEY"},
+            "not set here; set it, and name it in reward_function.environment",
+        ),
         ({"timeout": 0.0}, "expected above 0"),
         ({"timout": 1.0}, "unexpected keyword argument 'timout'"),
     ],
 )
-def test_settings_that_cannot_work_end_the_run_at_its_start(settings: dict, words: str, tmp_path: Path) -> None:
+def test_settings_that_cannot_work_end_the_run_at_its_start(
+    settings: dict, words: str, tmp_path: Path
+) -> None:
     if "template_file" in settings:
         file = tmp_path / "template.txt"
         if settings["template_file"] is not None:
             file.write_text(settings["template_file"])
         settings = {"template_file": str(file)}
     with pytest.raises(LoadFault, match=words):
-        load_function(FunctionSpec("reward_function", NAME, {"url": "http://h:1/v1", "model": "m", **settings}))
+        load_function(
+            FunctionSpec(
+                "reward_function", NAME, {"url": "http://h:1/v1", "model": "m", **settings}
+            )
+        )
 
 
 def test_the_base_of_the_api_is_understood_as_openais_clients_do() -> None:
@@ -327,7 +392,9 @@ def test_the_base_of_the_api_is_understood_as_openais_clients_do() -> None:
 
 def test_a_preference_is_asked_in_both_orders_and_disagreement_is_a_tie() -> None:
     def reply(text: str) -> object:
-        first, question = (text.partition(f"[{part}]\n")[2].partition("\n")[0] for part in ("Answer A", "Question"))
+        first, question = (
+            text.partition(f"[{part}]\n")[2].partition("\n")[0] for part in ("Answer A", "Question")
+        )
         if question != "clear":
             return {"biased": "[[A]]", "broken": "neither", "alike": "[[C]]"}[question]
         return "[[A]]" if first == "good" else "Not [[A]], but [[B]]"

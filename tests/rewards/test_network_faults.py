@@ -18,7 +18,15 @@ from helpers.errors import raises_error
 from helpers.fake_reward_server import FakeRewardServer, describe
 from helpers.faulty_proxy import FaultyProxy
 from helpers.rewards import request_of
-from helpers.tiny_run import PROMPT_TOKENS, metrics_of, odd_share, rollouts_of, run, tiny_overrides, without_times
+from helpers.tiny_run import (
+    PROMPT_TOKENS,
+    metrics_of,
+    odd_share,
+    rollouts_of,
+    run,
+    tiny_overrides,
+    without_times,
+)
 from helpers.toy_server import wait_for
 
 from reinforce_rl.errors import RewardServerError
@@ -29,7 +37,11 @@ from reinforce_rl.utils.net import Address
 
 pytest.importorskip("tritonclient.http")
 
-QUICK: Any = {"first_backoff_seconds": 0.02, "max_backoff_seconds": 0.2, "attempt_timeout_seconds": 0.5}
+QUICK: Any = {
+    "first_backoff_seconds": 0.02,
+    "max_backoff_seconds": 0.2,
+    "attempt_timeout_seconds": 0.5,
+}
 INFO = b"/models/reward_server_info"
 REQUEST = request_of([[5, 6, 7], [8, 9]])
 SCORES = [18.0, 17.0]
@@ -81,7 +93,9 @@ def outcome(fault: str) -> tuple[int, list[str], list[str], str]:
     with (
         FakeRewardServer(score=sum) as server,
         FaultyProxy(server.port, itertools.repeat(fault), late_seconds=60.0) as proxy,
-        connected(proxy.port, deadline_seconds=seconds, on_wait=said.append, wait_report_seconds=0.01) as client,
+        connected(
+            proxy.port, deadline_seconds=seconds, on_wait=said.append, wait_report_seconds=0.01
+        ) as client,
     ):
         try:
             text = f"scores {client.infer_rm(REQUEST).result().values.tolist()}"
@@ -113,7 +127,10 @@ def test_late_doubled_and_compressed_answers_are_answers():
     with FakeRewardServer(score=sum) as server:
         for fault in faulty_proxy.HARMLESS:
             faults = itertools.repeat(fault)
-            with FaultyProxy(server.port, faults, late_seconds=0.2) as proxy, connected(proxy.port) as client:
+            with (
+                FaultyProxy(server.port, faults, late_seconds=0.2) as proxy,
+                connected(proxy.port) as client,
+            ):
                 for _ in range(2):
                     assert client.infer_rm(REQUEST).result().values.tolist() == SCORES
                 assert proxy.happened == [fault] * 2
@@ -129,7 +146,10 @@ def test_the_answer_to_another_request_is_never_a_reward(replays):
         FaultyProxy(server.port, faults) as proxy,
         connected(proxy.port) as client,
     ):
-        assert client.infer_rm(request_of([[50, 60], [70, 80]])).result().values.tolist() == [110.0, 150.0]
+        assert client.infer_rm(request_of([[50, 60], [70, 80]])).result().values.tolist() == [
+            110.0,
+            150.0,
+        ]
         if replays == 2:
             assert client.infer_rm(REQUEST).result().values.tolist() == SCORES
         else:
@@ -142,7 +162,10 @@ def test_the_answer_to_another_request_is_never_a_reward(replays):
     [
         [faulty_proxy.CUT_BODY] * 5,  # a lost connection, however often
         [faulty_proxy.UNDELIMITED] * 5,
-        [faulty_proxy.TRICKLE, faulty_proxy.CONTINUES],  # each byte comes in time, the whole answer does not
+        [
+            faulty_proxy.TRICKLE,
+            faulty_proxy.CONTINUES,
+        ],  # each byte comes in time, the whole answer does not
         [faulty_proxy.FAR_AWAY] * 2,  # an absurd Retry-After
     ],
     ids=lambda faults: faults[0],
@@ -160,9 +183,19 @@ def test_a_fault_that_passes_costs_attempts_and_no_more(faults):
 @pytest.mark.parametrize(
     "fault",
     [
-        *(faulty_proxy.DROP, faulty_proxy.SILENCE, faulty_proxy.TRICKLE, faulty_proxy.TRUNCATE_REQUEST),
+        *(
+            faulty_proxy.DROP,
+            faulty_proxy.SILENCE,
+            faulty_proxy.TRICKLE,
+            faulty_proxy.TRUNCATE_REQUEST,
+        ),
         *(faulty_proxy.CUT_BODY, faulty_proxy.HUGE_LENGTH, faulty_proxy.FAR_AWAY),
-        *(faulty_proxy.CHANGE_REQUEST, faulty_proxy.WRONG_DIGEST, faulty_proxy.NO_DIGEST, *faulty_proxy.HARMLESS),
+        *(
+            faulty_proxy.CHANGE_REQUEST,
+            faulty_proxy.WRONG_DIGEST,
+            faulty_proxy.NO_DIGEST,
+            *faulty_proxy.HARMLESS,
+        ),
     ],
 )
 def test_the_request_for_the_description_bears_the_same(fault, monkeypatch):
@@ -239,12 +272,17 @@ def rows_of(folder: Path, steps: int) -> list[list[dict]]:
     return [rollouts_of(folder, step) for step in range(1, steps + 1)]
 
 
-def test_a_run_through_bad_networks_and_two_servers_equals_the_one_through_a_good_one(tmp_path, mesh):
+def test_a_run_through_bad_networks_and_two_servers_equals_the_one_through_a_good_one(
+    tmp_path, mesh
+):
     """Each step makes two requests, the first of two parts. Both networks fail in each way, and are cut."""
     steps, options = 6, ["trainer.reinforce.max_epochs=3"]
     for name in ("good", "bad"):
         (tmp_path / name).mkdir()
-    with FakeRewardServer(score=share_of_response) as first, FakeRewardServer(score=share_of_response) as second:
+    with (
+        FakeRewardServer(score=share_of_response) as first,
+        FakeRewardServer(score=share_of_response) as second,
+    ):
         client = RemoteGPTRMClient(port=first.port, deadline_seconds=60.0)
         try:
             run(tmp_path / "good", mesh, *options, rm=client)
@@ -263,7 +301,10 @@ def test_a_run_through_bad_networks_and_two_servers_equals_the_one_through_a_goo
             FaultyProxy(second.port, faults[second], late_seconds=0.1) as right,
         ):
             client = RemoteGPTRMClient(
-                port=left.port, replicas=[Address("127.0.0.1", right.port)], deadline_seconds=60.0, **QUICK
+                port=left.port,
+                replicas=[Address("127.0.0.1", right.port)],
+                deadline_seconds=60.0,
+                **QUICK,
             )
             rm = Disturbed(client, {3: [left], 5: [right], 8: [left, right]})
             try:
@@ -291,7 +332,10 @@ def test_a_sample_that_the_server_could_not_score_leaves_its_group(tmp_path, mes
     with FakeRewardServer(score=score) as server:
         client = RemoteGPTRMClient(port=server.port, max_in_flight=1)
         try:
-            options = ["trainer.reinforce.max_steps=1", "trainer.reinforce.initial_policy_kl_penalty=0"]
+            options = [
+                "trainer.reinforce.max_steps=1",
+                "trainer.reinforce.initial_policy_kl_penalty=0",
+            ]
             run(tmp_path, mesh, *options, rm=client)
         finally:
             client.close()

@@ -346,14 +346,18 @@ def test_a_solution_is_the_answer_that_it_marks():
     assert expected_number("She has 3 and 4.\n#### 7").value == 7
 
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "cases" / "30-numeric-answer" / "answers.jsonl"
+SHARED = (
+    Path(__file__).parents[2].parent / "shared" / "cases" / "30-numeric-answer" / "answers.jsonl"
+)
 
 
 def test_answers_that_were_reported():
     if not SHARED.is_file():
         pytest.skip(f"{SHARED} is not there")
     records = [json.loads(line) for line in SHARED.read_text("utf-8").splitlines()]
-    for record, decimal in zip(records, ["42", "42", "0.00001", "1" + "0" * 20, "0.00000025"], strict=False):
+    for record, decimal in zip(
+        records, ["42", "42", "0.00001", "1" + "0" * 20, "0.00000025"], strict=False
+    ):
         assert gsm8k("", decimal, record) == 1.0
         assert gsm8k("", "1", record) == 0.0
     for record in records[5:]:

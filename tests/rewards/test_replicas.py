@@ -34,10 +34,17 @@ def world():
     with ExitStack() as stack:
 
         def serve(port: int = 0, **options) -> FakeRewardServer:
-            return stack.enter_context(FakeRewardServer(port=port, **{"score": toy_score, **options}))
+            return stack.enter_context(
+                FakeRewardServer(port=port, **{"score": toy_score, **options})
+            )
 
         def connect(*ports: int, **options) -> RemoteGPTRMClient:
-            options = {"first_backoff_seconds": 0.02, "max_backoff_seconds": 0.2, "deadline_seconds": 30.0, **options}
+            options = {
+                "first_backoff_seconds": 0.02,
+                "max_backoff_seconds": 0.2,
+                "deadline_seconds": 30.0,
+                **options,
+            }
             places = [Address("127.0.0.1", port) for port in ports[1:]]
             client = RemoteGPTRMClient(port=ports[0], replicas=places, **options)
             stack.callback(client.close)
@@ -47,7 +54,8 @@ def world():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "host", "host:", ":5555", "host:0", "host:65536", "host:x", "http://host:1", "a@h:1"]
+    "text",
+    ["", "host", "host:", ":5555", "host:0", "host:65536", "host:x", "http://host:1", "a@h:1"],
 )
 def test_addresses_that_are_none(text):
     with pytest.raises(ValueError, match="no HOST:PORT"):
@@ -93,9 +101,9 @@ def test_the_least_busy_server_is_asked(world):
     assert busy.calls == 1
     for server in servers:
         server.gate.set()
-    assert [future.result().values.tolist() for future in futures] == [toy_scores(SEQUENCES[:8])] + [
-        toy_scores(SEQUENCES[:1])
-    ] * 4
+    assert [future.result().values.tolist() for future in futures] == [
+        toy_scores(SEQUENCES[:8])
+    ] + [toy_scores(SEQUENCES[:1])] * 4
 
 
 def test_the_first_request_of_many_clients_does_not_go_to_one_server(world):
@@ -118,7 +126,9 @@ def test_a_run_goes_on_while_one_lives_and_the_other_is_taken_back(world):
             client.infer_rm(request_of(SEQUENCES[:8])).result()
     start = time.monotonic()
     for _ in range(5):
-        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(SEQUENCES)
+        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(
+            SEQUENCES
+        )
     assert time.monotonic() - start < 15  # far from the deadline
     assert any(f"127.0.0.1:{port} does not answer" in text for text in client.missing())
     again = serve(port)
@@ -134,7 +144,9 @@ def test_a_busy_server_leaves_its_requests_to_the_other(world):
     client = connect(busy.port, other.port)
     client.wait_until_ready()
     for _ in range(4):
-        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(SEQUENCES)
+        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(
+            SEQUENCES
+        )
     assert 1 <= busy.calls <= 4  # once for each part that was under way at the time
 
 
@@ -162,7 +174,9 @@ def test_without_any_server_the_deadline_names_all(world):
         client.infer_rm(request_of([[5]])).result()
     for port in ports:
         assert f"127.0.0.1:{port} does not answer (connection refused)" in str(caught.value)
-        assert any(f"127.0.0.1:{port} does not answer (connection refused)" in text for text in said)
+        assert any(
+            f"127.0.0.1:{port} does not answer (connection refused)" in text for text in said
+        )
     assert said[-1].startswith("reward servers: ") and "; retrying, " in said[-1]
 
 
@@ -181,7 +195,9 @@ def test_one_may_be_down_at_the_start_and_is_checked_when_it_comes(world):
     up, port = serve(), free_port()
     client = connect(port, up.port)
     assert client.wait_until_ready().name == "reward_model"
-    assert client.missing() == [f"The reward server at 127.0.0.1:{port} does not answer (connection refused)."]
+    assert client.missing() == [
+        f"The reward server at 127.0.0.1:{port} does not answer (connection refused)."
+    ]
     late = serve(port)
     late.info = describe(details={"head_sha256": "other"})
     places = [f"127.0.0.1:{up.port}", f"127.0.0.1:{port}"]
@@ -222,7 +238,9 @@ def test_a_wrong_token_at_one_of_two_is_an_error_at_the_start_and_not_later(worl
     second.score, second.answers = None, [(401, {"error": "no"})]
     second.info = describe(name="other")
     for _ in range(4):
-        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(SEQUENCES)
+        assert client.infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(
+            SEQUENCES
+        )
     assert second.calls >= 1
     with raises_error("reward_server.model.other_name", "'other'", "'reward_model'"):
         connect(first.port, second.port).wait_until_ready()
@@ -263,9 +281,14 @@ def test_what_is_sent_stays_within_the_servers_limit(world):
     serve, connect = world
     server = serve()
     server.info = describe(max_batch_size=256, max_request_bytes=ENVELOPE_BYTES + 10 * 32)
-    assert connect(server.port).infer_rm(request_of(SEQUENCES)).result().values.tolist() == toy_scores(SEQUENCES)
+    assert connect(server.port).infer_rm(
+        request_of(SEQUENCES)
+    ).result().values.tolist() == toy_scores(SEQUENCES)
     assert [len(part) for part in server.requests] == [10] * 6
-    assert max(int(headers["Content-Length"]) for headers in server.headers) <= ENVELOPE_BYTES + 10 * 32
+    assert (
+        max(int(headers["Content-Length"]) for headers in server.headers)
+        <= ENVELOPE_BYTES + 10 * 32
+    )
 
 
 @pytest.fixture

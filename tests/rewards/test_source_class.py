@@ -17,7 +17,13 @@ from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.monitoring.run import SilentMonitor
 from reinforce_rl.preflight.report import _rewards
-from reinforce_rl.rewards.base import STATUS_OK, CompletedRewards, RewardRequest, Rewards, RewardSource
+from reinforce_rl.rewards.base import (
+    STATUS_OK,
+    CompletedRewards,
+    RewardRequest,
+    Rewards,
+    RewardSource,
+)
 from reinforce_rl.rewards.function_pool import function_faults
 from reinforce_rl.rewards.source_class import load_source_class
 from reinforce_rl.rewards.sources import connect_to_reward_servers, names_of_scores
@@ -78,7 +84,9 @@ def test_it_is_asked_alone(own_name: str, connect: Callable, tmp_path: Path) -> 
     assert Lengths.closed == 1
 
 
-def test_functions_are_added_to_its_scores(own_name: str, connect: Callable, tmp_path: Path) -> None:
+def test_functions_are_added_to_its_scores(
+    own_name: str, connect: Callable, tmp_path: Path
+) -> None:
     more = "+reward_function.more_functions.short"
     length = [f"{more}.name=reinforce_rl.rewards.functions.length", f"{more}.weight=10"]
     arguments = [f"{more}.kwargs.target=5", f"{more}.kwargs.tolerance=10"]
@@ -106,7 +114,9 @@ def test_a_class_alone_may_name_its_attributes_as_it_likes(own_name: str, tmp_pa
         ("json.dumps", "reward.class.no_source", "infer_rm"),
     ],
 )
-def test_what_is_no_source_is_refused_before_the_start(name: str, key: str, value: str, tmp_path: Path) -> None:
+def test_what_is_no_source_is_refused_before_the_start(
+    name: str, key: str, value: str, tmp_path: Path
+) -> None:
     with raises_error(key, f"reward is '{name}'", value):
         load_source_class(name)
     check_fault(function_faults(tiny_config(tmp_path, f"reward={name}")), key, name, value)
@@ -119,13 +129,17 @@ def test_a_fault_of_the_class_does_not_hide_one_of_a_function(tmp_path: Path) ->
     check_fault(faults, "reward_function.module.missing", "nowhere_either")
 
 
-@pytest.mark.parametrize("name", ["model", "my-module.Source", "a..B", ".Source", "Source.", "1a.B"])
+@pytest.mark.parametrize(
+    "name", ["model", "my-module.Source", "a..B", ".Source", "Source.", "1a.B"]
+)
 def test_another_word_is_refused(name: str, tmp_path: Path) -> None:
     with raises_error("config.reward.unknown", "reward", name, "server, function"):
         tiny_config(tmp_path, f"reward='{name}'")
 
 
-def test_reading_a_configuration_does_not_import_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_configuration_does_not_import_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "planted.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     cfg = tiny_config(tmp_path, "reward=planted.Source")

@@ -62,18 +62,26 @@ def servers(tmp_path):
         FakeRewardServer([answer([1.0, 2.0], [0, 0])]) as first,
         FakeRewardServer([answer([10.0, 20.0], [0, 0])]) as second,
     ):
-        first.info = second.info = describe(tokenizer=TokenizerInfo.from_tokenizer(tokenizer), vocab_size=VOCAB_SIZE)
+        first.info = second.info = describe(
+            tokenizer=TokenizerInfo.from_tokenizer(tokenizer), vocab_size=VOCAB_SIZE
+        )
         yield first, second
 
 
 def connect(cfg: TrainConfig, mesh) -> RewardSource:
     tokenizer = load_tokenizer(cfg.pretrained_checkpoint.restore_from_path)
-    return connect_to_reward_servers(cfg, mesh, tokenizer, SilentMonitor(cfg.exp_manager.explicit_log_dir))
+    return connect_to_reward_servers(
+        cfg, mesh, tokenizer, SilentMonitor(cfg.exp_manager.explicit_log_dir)
+    )
 
 
 def test_the_weighted_sum_of_two(tmp_path, mesh, servers, closed):
     first, second = servers
-    own = [f"{RM}.reward_model.port={first.port}", f"{RM}.reward_model.name=helpful", f"{RM}.reward_model.weight=0.5"]
+    own = [
+        f"{RM}.reward_model.port={first.port}",
+        f"{RM}.reward_model.name=helpful",
+        f"{RM}.reward_model.weight=0.5",
+    ]
     first.info = describe(name="helpful", tokenizer=first.info.tokenizer, vocab_size=VOCAB_SIZE)
     cfg = tiny_config(tmp_path, *own, f"{MORE}.port={second.port}", f"{MORE}.weight=-2")
     rm = connect(cfg, mesh)
@@ -108,7 +116,9 @@ def test_a_single_one(tmp_path, mesh, servers, closed):
 def test_a_second_one_with_another_tokenizer(tmp_path, mesh, servers, closed):
     first, second = servers
     second.info = describe(vocab_size=VOCAB_SIZE)
-    cfg = tiny_config(tmp_path, f"{RM}.reward_model.port={first.port}", f"{MORE}.port={second.port}")
+    cfg = tiny_config(
+        tmp_path, f"{RM}.reward_model.port={first.port}", f"{MORE}.port={second.port}"
+    )
     with raises_error("reward_server.tokens.differ", f":{second.port}"):
         connect(cfg, mesh)
     assert sorted(closed) == sorted([first.port, second.port])
@@ -118,14 +128,19 @@ def test_a_second_one_that_does_not_answer(tmp_path, mesh, servers, closed):
     first, _ = servers
     port = free_port()
     cfg = tiny_config(
-        tmp_path, f"{RM}.reward_model.port={first.port}", f"{MORE}.port={port}", f"{RM}.ready_timeout_seconds=0.2"
+        tmp_path,
+        f"{RM}.reward_model.port={first.port}",
+        f"{MORE}.port={port}",
+        f"{RM}.ready_timeout_seconds=0.2",
     )
     with raises_error("reward_server.server.no_answer", port):
         connect(cfg, mesh)
     assert sorted(closed) == sorted([first.port, port])
 
 
-def test_a_replica_that_is_down_is_noted_and_the_run_starts(tmp_path, mesh, servers, closed, monkeypatch):
+def test_a_replica_that_is_down_is_noted_and_the_run_starts(
+    tmp_path, mesh, servers, closed, monkeypatch
+):
     first, second = servers
     second.answers = first.answers
     down = free_port()
@@ -136,7 +151,10 @@ def test_a_replica_that_is_down_is_noted_and_the_run_starts(tmp_path, mesh, serv
     while not (first.calls and second.calls):
         assert rm.infer_rm(REQUEST).result().values.tolist() == [1.0, 2.0]
     rm.close()
-    assert any(f"The reward server at 127.0.0.1:{down} does not answer (connection refused)" in text for text in notes)
+    assert any(
+        f"The reward server at 127.0.0.1:{down} does not answer (connection refused)" in text
+        for text in notes
+    )
     assert sum("goes on with the others" in text for text in notes) == 1
 
 
@@ -147,9 +165,16 @@ BIASED = "model.reinforce.allow_biased_sampling=true"
 
 @pytest.mark.parametrize(
     ("max_length", "forms", "is_short"),
-    [(16, ("tokens",), False), (None, ("text",), False), (15, ("tokens",), True), (15, ("text", "tokens"), True)],
+    [
+        (16, ("tokens",), False),
+        (None, ("text",), False),
+        (15, ("tokens",), True),
+        (15, ("text", "tokens"), True),
+    ],
 )
-def test_a_shorter_context_is_said_at_the_start(tmp_path, mesh, servers, monkeypatch, max_length, forms, is_short):
+def test_a_shorter_context_is_said_at_the_start(
+    tmp_path, mesh, servers, monkeypatch, max_length, forms, is_short
+):
     first, _ = servers
     tokenizer = None if max_length is None else first.info.tokenizer
     first.info = replace(first.info, max_length=max_length, input_forms=forms, tokenizer=tokenizer)
@@ -160,7 +185,9 @@ def test_a_shorter_context_is_said_at_the_start(tmp_path, mesh, servers, monkeyp
     assert len(warnings) == is_short
     for text in warnings:
         assert f"127.0.0.1:{first.port}" in text or f"localhost:{first.port}" in text
-        assert "reads at most 15 tokens (reward_model.max_length" in text and f"16 ({LONGEST})" in text
+        assert (
+            "reads at most 15 tokens (reward_model.max_length" in text and f"16 ({LONGEST})" in text
+        )
         assert "trainer.reinforce.max_failed_fraction" in text
         assert ("tokens of the policy" in text) == ("text" in forms)
 
@@ -225,9 +252,13 @@ THREE = request_of([[0]] * 3)
 class Known:
     """Answers with what it was given, and writes down what is asked of it."""
 
-    def __init__(self, name: str, values: list[float], log: list[str], status: list[int] | None = None):
+    def __init__(
+        self, name: str, values: list[float], log: list[str], status: list[int] | None = None
+    ):
         self.name, self.log = name, log
-        self.rewards = Rewards(torch.tensor(values), torch.tensor(status or [STATUS_OK] * len(values)).int())
+        self.rewards = Rewards(
+            torch.tensor(values), torch.tensor(status or [STATUS_OK] * len(values)).int()
+        )
 
     def infer_rm(self, request: RewardRequest) -> Known:
         assert request is THREE
@@ -243,7 +274,9 @@ class Known:
 
 
 def combined(*sources: tuple[Known, float]) -> CombinedRewards:
-    return CombinedRewards([WeightedSource(source.name, source, weight) for source, weight in sources])
+    return CombinedRewards(
+        [WeightedSource(source.name, source, weight) for source, weight in sources]
+    )
 
 
 def test_the_weighted_sum_with_every_part_kept():
@@ -277,7 +310,9 @@ def test_a_sample_that_one_cannot_score_has_failed(weight, made_up):
     two = Known("two", [1.0, made_up, made_up], log, [STATUS_OK, STATUS_BAD_TEXT, STATUS_BAD_TEXT])
     found = combined((one, 1.0), (two, weight)).infer_rm(THREE).result()
     assert found.values[0] == 1.0 + weight and found.values[1:].isnan().all()
-    assert found.status.tolist() == [STATUS_OK, STATUS_BAD_TEXT, STATUS_EMPTY], "the first that failed says why"
+    assert found.status.tolist() == [STATUS_OK, STATUS_BAD_TEXT, STATUS_EMPTY], (
+        "the first that failed says why"
+    )
 
 
 def test_one_source_is_that_source():
@@ -293,7 +328,9 @@ def test_a_server_that_does_not_answer_is_not_left_out_of_the_sum():
             raise RewardServerError("no answer within 3 s")
 
     log: list[str] = []
-    future = combined((Known("one", [1.0] * 3, log), 1.0), (Silent("two", [], log), 1.0)).infer_rm(THREE)
+    future = combined((Known("one", [1.0] * 3, log), 1.0), (Silent("two", [], log), 1.0)).infer_rm(
+        THREE
+    )
     with pytest.raises(RewardServerError, match="no answer"):
         future.result()
 
@@ -306,7 +343,9 @@ def test_all_are_closed_also_after_one_that_cannot_be():
             super().close()
             raise OSError("cannot be closed")
 
-    rm = combined((Known("one", [], log), 1.0), (Stuck("two", [], log), 1.0), (Known("three", [], log), 1.0))
+    rm = combined(
+        (Known("one", [], log), 1.0), (Stuck("two", [], log), 1.0), (Known("three", [], log), 1.0)
+    )
     with pytest.raises(OSError, match="cannot be closed"):
         rm.close()
     assert log == ["close one", "close two", "close three"]

@@ -107,7 +107,10 @@ def test_a_description_comes_back_and_unknown_keys_are_left_out():
     [
         ("null", "no reward server's description"),
         ("[" * 100_000, "nested more than 100 levels deep"),
-        (description(details=json.loads("[" * 200 + "]" * 200)), "nested more than 100 levels deep"),
+        (
+            description(details=json.loads("[" * 200 + "]" * 200)),
+            "nested more than 100 levels deep",
+        ),
         (description(max_batch_size="8"), "max_batch_size"),
         (description(max_batch_size=True), "max_batch_size"),
         (description(max_batch_size=0), "max_batch_size is 0, expected at least 1"),
@@ -208,7 +211,9 @@ def test_the_handshake_refuses_what_the_server_cannot_read(info, asked, key, val
 
 
 def test_a_request_is_split_by_count_and_by_bytes():
-    arrays = request_arrays(request_of([[4] * 3] * 60), "tokens", None, 0)  # 3 tokens and a length: 32 bytes a sample
+    arrays = request_arrays(
+        request_of([[4] * 3] * 60), "tokens", None, 0
+    )  # 3 tokens and a length: 32 bytes a sample
     for info, sizes in (
         (describe(), [8] * 7 + [4]),
         (describe(max_request_bytes=ENVELOPE_BYTES + 5 * 32), [5] * 12),
@@ -237,7 +242,10 @@ def test_texts_are_split_by_their_own_lengths():
     ],
 )
 def test_whatever_failed_is_nan(rewards, status, values, codes):
-    outputs = {"rewards": np.array(rewards, np.float32)[:, None], "status": np.array(status, np.int32)[:, None]}
+    outputs = {
+        "rewards": np.array(rewards, np.float32)[:, None],
+        "status": np.array(status, np.int32)[:, None],
+    }
     found, found_codes, _ = wire.check_answer(outputs.get, 2, 0)
     assert [None if np.isnan(value) else value for value in found.tolist()] == values
     assert found_codes.tolist() == codes
@@ -262,26 +270,49 @@ def test_answers_outside_the_protocol_are_refused(rewards, status):
 def world(tmp_path_factory):
     """A reward model with its own tokenizer and template, and the folder of an actor's tokenizer."""
     folder = tmp_path_factory.mktemp("world")
-    tiny_llama_folder(folder / "trunk", vocab_size=96, layers=1, hidden=16, ffn=32, max_positions=64)
+    tiny_llama_folder(
+        folder / "trunk", vocab_size=96, layers=1, hidden=16, ffn=32, max_positions=64
+    )
     write_tiny_tokenizer(folder / "trunk", vocab_size=96, chat_template=OTHER_TEMPLATE)
     write_tiny_tokenizer(folder / "actor", vocab_size=48)
-    RewardHead(torch.randn(16, generator=torch.Generator().manual_seed(0)), torch.tensor(0.5), "mean").save(
-        folder / "head.safetensors"
-    )
+    RewardHead(
+        torch.randn(16, generator=torch.Generator().manual_seed(0)), torch.tensor(0.5), "mean"
+    ).save(folder / "head.safetensors")
     return folder
 
 
 def test_a_model_with_another_tokenizer_reads_its_own_template(world, mesh):
     theirs, ours = load_tokenizer(world / "trunk"), load_tokenizer(world / "actor")
     assert CHAT_TEMPLATE != OTHER_TEMPLATE
-    scorer = RequestScorer(load_reward_model(world / "trunk", world / "head.safetensors", mesh), theirs)
+    scorer = RequestScorer(
+        load_reward_model(world / "trunk", world / "head.safetensors", mesh), theirs
+    )
     assert scorer.input_forms == BOTH
-    info = describe(tokenizer=TokenizerInfo.from_tokenizer(theirs), vocab_size=96, input_forms=scorer.input_forms)
-    assert choose_form(info, "", TokenizerInfo.from_tokenizer(ours), len(ours), "auto") == wire.TEXT_FORM
+    info = describe(
+        tokenizer=TokenizerInfo.from_tokenizer(theirs),
+        vocab_size=96,
+        input_forms=scorer.input_forms,
+    )
+    assert (
+        choose_form(info, "", TokenizerInfo.from_tokenizer(ours), len(ours), "auto")
+        == wire.TEXT_FORM
+    )
 
     samples = [
-        TextSample(ours.apply_chat_template(MESSAGES, tokenize=False), "oh dear", {}, MESSAGES, finished=True),
-        TextSample(ours.apply_chat_template(MESSAGES, tokenize=False), "oh dear", {}, MESSAGES, finished=False),
+        TextSample(
+            ours.apply_chat_template(MESSAGES, tokenize=False),
+            "oh dear",
+            {},
+            MESSAGES,
+            finished=True,
+        ),
+        TextSample(
+            ours.apply_chat_template(MESSAGES, tokenize=False),
+            "oh dear",
+            {},
+            MESSAGES,
+            finished=False,
+        ),
         TextSample("tell me", " no ", {}),
         TextSample("", "", {}, ({"role": "tool", "content": "1"},)),
         TextSample("tell me", "no" * 100, {}),
@@ -292,7 +323,13 @@ def test_a_model_with_another_tokenizer_reads_its_own_template(world, mesh):
         "<bos>[user] tell me [assistant] no ",
     ]
     (answer,) = scorer([text_arrays(samples)])
-    assert answer["status"][:, 0].tolist() == [0, 0, 0, base.STATUS_BAD_PROMPT, base.STATUS_TOO_LONG]
+    assert answer["status"][:, 0].tolist() == [
+        0,
+        0,
+        0,
+        base.STATUS_BAD_PROMPT,
+        base.STATUS_TOO_LONG,
+    ]
     assert np.isnan(answer["rewards"][3:]).all()
 
     trunk = AutoModelForCausalLM.from_pretrained(world / "trunk").eval()
@@ -316,7 +353,9 @@ def tokens_of(text: str) -> list[str]:
 
 def test_without_a_template_there_are_no_texts(world, mesh, tmp_path):
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path, vocab_size=96, chat_template=None))
-    scorer = RequestScorer(load_reward_model(world / "trunk", world / "head.safetensors", mesh), tokenizer)
+    scorer = RequestScorer(
+        load_reward_model(world / "trunk", world / "head.safetensors", mesh), tokenizer
+    )
     assert scorer.input_forms == (wire.TOKENS_FORM,)
     with pytest.raises(ValueError, match=r"this model reads tokens; this request holds"):
         scorer([text_arrays(SAMPLES)])
@@ -353,7 +392,9 @@ def test_a_file_that_others_may_use_is_refused(token_file, mode):
         read_token(path, "the key")
 
 
-@pytest.mark.parametrize("text", ["", "short", "with a space in its middle", "ünicode-ünicode-ünicode"])
+@pytest.mark.parametrize(
+    "text", ["", "short", "with a space in its middle", "ünicode-ünicode-ünicode"]
+)
 def test_what_cannot_be_a_token_is_refused_and_not_shown(token_file, tmp_path, text):
     path = token_file(text)
     with raises_error("reward_server.token.invalid", path) as caught:
@@ -366,7 +407,16 @@ def test_what_cannot_be_a_token_is_refused_and_not_shown(token_file, tmp_path, t
 def test_only_the_token_opens():
     assert is_authorised(bearer(TOKEN)["Authorization"], TOKEN)
     assert is_authorised(f"bearer {TOKEN}", TOKEN)
-    wrong = [None, "", TOKEN, f"Basic {TOKEN}", "Bearer ", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer ü"]
+    wrong = [
+        None,
+        "",
+        TOKEN,
+        f"Basic {TOKEN}",
+        "Bearer ",
+        f"Bearer {TOKEN}x",
+        f"Bearer {TOKEN[:-1]}",
+        "Bearer ü",
+    ]
     assert not any(is_authorised(header, TOKEN) for header in wrong)
     assert is_authorised(None, None)
     assert bearer(None) == {}

@@ -13,7 +13,13 @@ import pytest
 import zmq
 from helpers.errors import check_error, raises_error
 
-from reinforce_rl.errors import EXIT_ERROR, EXIT_LOST_RANK, EXIT_STOPPED, LostRankError, StoppedEarly
+from reinforce_rl.errors import (
+    EXIT_ERROR,
+    EXIT_LOST_RANK,
+    EXIT_STOPPED,
+    LostRankError,
+    StoppedEarly,
+)
 from reinforce_rl.runtime import control
 from reinforce_rl.runtime.control import Report, Verdict, Watchdog, failed, hung, lost, waited_for
 from reinforce_rl.runtime.links import Invitation
@@ -116,7 +122,9 @@ def test_strangers_are_turned_away(make):
     first = Rank(0)
     invitation = first.watch.open("localhost")
     try:
-        with socket.create_connection((invitation.host, invitation.port), timeout=DEADLINE) as stranger:
+        with socket.create_connection(
+            (invitation.host, invitation.port), timeout=DEADLINE
+        ) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):
                 while stranger.recv(100):
@@ -170,7 +178,9 @@ def test_where_a_thread_is():
     assert watcher.look().still_since >= places[-1].still_since
 
 
-WAITS = Report(0, "a", "generate", 3, 17, in_collective=True, still=40.0, line="megatron/mesh.py:183")
+WAITS = Report(
+    0, "a", "generate", 3, 17, in_collective=True, still=40.0, line="megatron/mesh.py:183"
+)
 HANGS = Report(1, "b", "generate", 3, 17, line="generation/native/generator.py:95", still=41.0)
 
 
@@ -179,7 +189,9 @@ def test_a_rank_that_does_not_wait_hangs_once_nobody_moves():
     assert verdict is not None and verdict.exit_code == EXIT_LOST_RANK and not verdict.of_first
     error = verdict.error()
     assert isinstance(error, LostRankError)
-    check_error(error, "ranks.rank.hangs", "rank 1 (host b)", "phase generate of step 3", HANGS.line, "40 s")
+    check_error(
+        error, "ranks.rank.hangs", "rank 1 (host b)", "phase generate of step 3", HANGS.line, "40 s"
+    )
     assert hung([WAITS, replace(HANGS, still=29.0)], 30.0) is None
     assert hung([replace(WAITS, still=1.0), HANGS], 30.0) is None
 
@@ -205,7 +217,9 @@ def test_a_collective_that_timed_out_is_blamed_on_whom_it_waited_for():
     assert verdict is not None and verdict.exit_code == EXIT_LOST_RANK and not verdict.of_first
     assert verdict.text.startswith("rank 1 (host b) ")
     waiter = ("rank 0", "(Timed out waiting 60000ms for recv).")
-    check_error(verdict.error(), "ranks.rank.hangs", "phase generate of step 3", HANGS.line, *waiter)
+    check_error(
+        verdict.error(), "ranks.rank.hangs", "phase generate of step 3", HANGS.line, *waiter
+    )
     assert waited_for([gave_up, moves], {}) is None
     assert waited_for([gave_up, moves], {0: "Timed out", 1: "Timed out"}) is None
 

@@ -20,7 +20,9 @@ HOSTS = [
     "localhost",
     pytest.param(
         "0:0:0:0:0:0:0:1",  # as an address of another machine, since ::1 is taken for 127.0.0.1
-        marks=pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6"),
+        marks=pytest.mark.skipif(
+            not socket.has_dualstack_ipv6(), reason="this machine has no IPv6"
+        ),
     ),
 ]
 

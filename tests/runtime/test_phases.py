@@ -65,7 +65,9 @@ print(gc.isenabled())
 
 def test_looking_never_meets_a_garbage_collection():
     """Which deadlocks CPython 3.11 within `sys._current_frames`."""
-    result = subprocess.run([sys.executable, "-c", LOOKING], capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", LOOKING], capture_output=True, text=True, timeout=120
+    )
     assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
 
 

@@ -35,39 +35,66 @@ def test_a_run_and_its_resume_profile_the_chosen_steps_and_change_no_number(tmp_
     (tmp_path / "plain").mkdir()
     plain = run(tmp_path / "plain", mesh, f"{RL}.max_steps=2")
     (tmp_path / "profiled").mkdir()
-    run(tmp_path / "profiled", mesh, f"{RL}.max_steps=1", f"{PROFILE}.steps=[1]", f"{PROFILE}.shapes=true")
+    run(
+        tmp_path / "profiled",
+        mesh,
+        f"{RL}.max_steps=1",
+        f"{PROFILE}.steps=[1]",
+        f"{PROFILE}.shapes=true",
+    )
     profiled = run(
-        tmp_path / "profiled", mesh, f"{RL}.max_steps=2", f"{PROFILE}.steps=[1,2]", f"{PROFILE}.shapes=true"
+        tmp_path / "profiled",
+        mesh,
+        f"{RL}.max_steps=2",
+        f"{PROFILE}.steps=[1,2]",
+        f"{PROFILE}.shapes=true",
     )
     assert [without_times(line) for line in profiled] == [without_times(line) for line in plain]
 
     folder = tmp_path / "profiled" / "run" / "profile"
-    assert sorted(path.name for path in folder.iterdir()) == ["step_00001", "step_00002", "top_operations.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step_00001",
+        "step_00002",
+        "top_operations.json",
+    ]
     for step in (1, 2):
         made = folder / f"step_{step:05d}"
-        assert sorted(path.name for path in made.iterdir()) == ["rank_0.trace.json.gz", "rank_0.txt"]
+        assert sorted(path.name for path in made.iterdir()) == [
+            "rank_0.trace.json.gz",
+            "rank_0.txt",
+        ]
         events = events_of(made / "rank_0.trace.json.gz")
         names = {event.get("name") for event in events}
         assert {"phase: generate", "phase: reward_wait", "phase: train_time", "aten::mm"} <= names
         assert any(event.get("args", {}).get("Input Dims") for event in events)
     steps = top_of(folder)
-    assert [(step["step"], step["rank"], step["device"]) for step in steps] == [(1, 0, "cpu"), (2, 0, "cpu")]
+    assert [(step["step"], step["rank"], step["device"]) for step in steps] == [
+        (1, 0, "cpu"),
+        (2, 0, "cpu"),
+    ]
     for step in steps:
         assert (folder / step["trace"]).is_file()
         longest = step["operations"][0]["name"]
         assert longest[:40] in (folder / step["trace"]).with_name("rank_0.txt").read_text()
         shares = [operation["share"] for operation in step["operations"]]
         assert shares == sorted(shares, reverse=True) and 0.5 < sum(shares) <= 1.0 + 1e-9
-        assert all(one["self_seconds"] == pytest.approx(one["share"] * step["seconds"]) for one in step["operations"])
+        assert all(
+            one["self_seconds"] == pytest.approx(one["share"] * step["seconds"])
+            for one in step["operations"]
+        )
 
     tables = overview(RunFolder(tmp_path / "profiled" / "run"))["tables"]
     assert len(tables) == 3
-    assert [row[0] for row in tables[1]["rows"]] == [one["name"] for one in steps[0]["operations"][:12]]
+    assert [row[0] for row in tables[1]["rows"]] == [
+        one["name"] for one in steps[0]["operations"][:12]
+    ]
 
 
 class TestOfOneStep:
     def profile(self, folder: Path, told: list[str], **keys) -> StepProfiler:
-        profiler = StepProfiler(ProfileConfig(steps=[2], **keys), folder, 0, torch.device("cpu"), told.append)
+        profiler = StepProfiler(
+            ProfileConfig(steps=[2], **keys), folder, 0, torch.device("cpu"), told.append
+        )
         for step in (1, 2, 3):
             profiler.start(step)
             for _ in range(step):
@@ -130,13 +157,16 @@ class TestOfOneStep:
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize(
-        ("keys", "what"), [({"tool": "nsys"}, "NVTX ranges"), ({"memory": True}, "memory snapshots")]
+        ("keys", "what"),
+        [({"tool": "nsys"}, "NVTX ranges"), ({"memory": True}, "memory snapshots")],
     )
     def test_a_cpu_says_what_it_does_not_make(self, tmp_path, keys, what):
         told: list[str] = []
         self.profile(tmp_path, told, **keys)
         assert told[0] == f"profile: {what} need CUDA; none are made on a CPU"
-        assert any(tmp_path.iterdir()) is (keys.get("tool") != "nsys"), "nsys is the one that records"
+        assert any(tmp_path.iterdir()) is (keys.get("tool") != "nsys"), (
+            "nsys is the one that records"
+        )
 
     def test_other_ranks_are_left_out(self, tmp_path):
         self.profile(tmp_path, [], ranks=[1])
@@ -157,10 +187,18 @@ def test_faults_come_in_one_message(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_write_a_trace_each_and_one_table(tmp_path):
-    keys = [*tiny_overrides(tmp_path), f"{PROFILE}.steps=[1]", f"{RL}.max_steps=1", "trainer.devices=2"]
+    keys = [
+        *tiny_overrides(tmp_path),
+        f"{PROFILE}.steps=[1]",
+        f"{RL}.max_steps=1",
+        "trainer.devices=2",
+    ]
     run_ranks(SCRIPT, 2, tmp_path, "odd_share", *keys)
     folder = tmp_path / "run" / "profile"
     for rank in (0, 1):
-        names = {event.get("name") for event in events_of(folder / "step_00001" / f"rank_{rank}.trace.json.gz")}
+        names = {
+            event.get("name")
+            for event in events_of(folder / "step_00001" / f"rank_{rank}.trace.json.gz")
+        }
         assert "phase: train_time" in names
     assert [step["rank"] for step in top_of(folder)] == [0]

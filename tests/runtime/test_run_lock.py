@@ -57,7 +57,9 @@ except ConfigError as error:
 
 @contextlib.contextmanager
 def other_process(code: str) -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
         try:
             assert other.stdout is not None and other.stdout.readline()
             yield other

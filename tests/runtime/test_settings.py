@@ -35,7 +35,13 @@ from reinforce_rl.monitoring.report import write_report
 from reinforce_rl.runtime import settings as run_settings
 from reinforce_rl.runtime.control import RunControl
 from reinforce_rl.runtime.run_lock import LOCK_FILE
-from reinforce_rl.runtime.settings import check_changes, compare, freeze_template_date, may_start, record
+from reinforce_rl.runtime.settings import (
+    check_changes,
+    compare,
+    freeze_template_date,
+    may_start,
+    record,
+)
 from reinforce_rl.runtime.status import Status, StatusFile, read_status
 from reinforce_rl.runtime.stop import StopRequest
 
@@ -57,7 +63,9 @@ def set_today(monkeypatch):
     """Have the clock of a start stand on a day."""
 
     def set_day(day: str) -> None:
-        stopped = type("Stopped", (date,), {"today": classmethod(lambda cls: date.fromisoformat(day))})
+        stopped = type(
+            "Stopped", (date,), {"today": classmethod(lambda cls: date.fromisoformat(day))}
+        )
         monkeypatch.setattr("reinforce_rl.config.template.date", stopped)
 
     return set_day
@@ -70,8 +78,12 @@ class TestDateOfTemplates:
         tiny_overrides(folder)
         write_tiny_tokenizer(folder / "model", vocab_size=32, chat_template=template)
 
-    def test_a_resume_on_the_next_day_goes_on_with_the_first_days_prompts(self, tmp_path, mesh, set_today):
-        self.write_tokenizer(tmp_path, "{{ strftime_now('%a') }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    def test_a_resume_on_the_next_day_goes_on_with_the_first_days_prompts(
+        self, tmp_path, mesh, set_today
+    ):
+        self.write_tokenizer(
+            tmp_path, "{{ strftime_now('%a') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        )
         set_today("2024-02-05")
         run(tmp_path, mesh, *self.OVERRIDES, TWO_STEPS)
         assert config_yaml(tmp_path).model.data.chat_template_date == "2024-02-05"
@@ -89,11 +101,15 @@ class TestDateOfTemplates:
         joining = tiny_config(tmp_path, *self.OVERRIDES)
         freeze_template_date(joining, joins=True)
         assert joining.model.data.chat_template_date == "2024-02-05"
-        like = inference_config(tmp_path / "model", like=tmp_path / "run", folder=tmp_path / "eval", trust=True)
+        like = inference_config(
+            tmp_path / "model", like=tmp_path / "run", folder=tmp_path / "eval", trust=True
+        )
         assert like.model.data.chat_template_date == "2024-02-05"
 
     def test_another_date_is_another_run(self, tmp_path, mesh, set_today):
-        self.write_tokenizer(tmp_path, "{{ strftime_now('%a') }}{% for m in messages %}{{ m.content }}{% endfor %}")
+        self.write_tokenizer(
+            tmp_path, "{{ strftime_now('%a') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        )
         set_today("2024-02-05")
         run(tmp_path, mesh, *self.OVERRIDES, TWO_STEPS)
         change = 'chat_template_date: "2024-02-05" -> "2024-02-07"'
@@ -109,7 +125,10 @@ class TestDateOfTemplates:
 
 
 def history(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "run" / "config_history.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "run" / "config_history.jsonl").read_text().splitlines()
+    ]
 
 
 def config_yaml(folder: Path):
@@ -130,8 +149,13 @@ class TestOtherSettings:
             ("model.seed=7", "model.seed: 1234 -> 7"),
         ],
     )
-    def test_what_changes_the_meaning_is_refused_and_nothing_is_overwritten(self, begun, mesh, override, said):
-        files = [begun / "run" / name for name in ("config.yaml", "metrics.jsonl", "config_history.jsonl")]
+    def test_what_changes_the_meaning_is_refused_and_nothing_is_overwritten(
+        self, begun, mesh, override, said
+    ):
+        files = [
+            begun / "run" / name
+            for name in ("config.yaml", "metrics.jsonl", "config_history.jsonl")
+        ]
         before = [path.read_bytes() for path in files]
         named = (said, "resume_with_changes=true", "step 2")
         with raises_error("run.resume.other_settings", *named):
@@ -144,13 +168,20 @@ class TestOtherSettings:
             run(begun, mesh, *MORE, f"model.data.data_prefix.train={other}")
         (begun / "model").rename(begun / "elsewhere")
         with raises_error("run.resume.other_settings", "restore_from_path"):
-            run(begun, mesh, *MORE, f"pretrained_checkpoint.restore_from_path={begun / 'elsewhere'}")
+            run(
+                begun, mesh, *MORE, f"pretrained_checkpoint.restore_from_path={begun / 'elsewhere'}"
+            )
 
     def test_with_leave_it_goes_on_and_the_history_and_the_report_say_so(self, begun, mesh, capfd):
-        lines = run(begun, mesh, *MORE, f"{RL}.num_rollouts_per_prompt=2", "resume_with_changes=true")
+        lines = run(
+            begun, mesh, *MORE, f"{RL}.num_rollouts_per_prompt=2", "resume_with_changes=true"
+        )
         assert [line["step"] for line in lines] == [1, 2, 3, 4]
         assert "num_rollouts_per_prompt: 4 -> 2" in capfd.readouterr().out
-        found = [(line["step"], OmegaConf.create(line["config"]).trainer.reinforce) for line in history(begun)]
+        found = [
+            (line["step"], OmegaConf.create(line["config"]).trainer.reinforce)
+            for line in history(begun)
+        ]
         assert [(step, rl.num_rollouts_per_prompt) for step, rl in found] == [(0, 4), (2, 2)]
         page = write_report(begun / "run").read_text()
         assert "after step 2" in page and "num_rollouts_per_prompt: 4 -> 2" in page
@@ -169,13 +200,17 @@ class TestOtherSettings:
         assert [line["step"] for line in history(begun)] == [0, 2]
         assert config_yaml(begun).model.optim.lr == 0.5
 
-    def test_nothing_is_said_of_the_same_settings_and_of_where_the_server_is(self, begun, mesh, capfd):
+    def test_nothing_is_said_of_the_same_settings_and_of_where_the_server_is(
+        self, begun, mesh, capfd
+    ):
         run(begun, mesh, f"{RL}.max_epochs=3", TWO_STEPS, "remote_rm.reward_model.port=5999")
         said = capfd.readouterr().out
         assert "->" not in said
         assert len(history(begun)) == 1
 
-    def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_what_it_lacks(self, begun, mesh):
+    def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_what_it_lacks(
+        self, begun, mesh
+    ):
         (begun / "run" / "config_history.jsonl").unlink()
         old = config_yaml(begun)
         del old.trainer.reinforce["credit_assignment"]
@@ -191,7 +226,9 @@ class TestOtherSettings:
 
     def test_what_a_start_did_that_made_no_step_is_forgotten(self, begun):
         """And a rank that asks after the first one has recorded gets the same answer as before."""
-        changed = tiny_config(begun, *MORE, f"{RL}.num_rollouts_per_prompt=2", "resume_with_changes=true")
+        changed = tiny_config(
+            begun, *MORE, f"{RL}.num_rollouts_per_prompt=2", "resume_with_changes=true"
+        )
         expected = check_changes(changed)
         record(changed)
         assert check_changes(changed) == expected != {}
@@ -204,7 +241,10 @@ class TestOtherSettings:
     def test_going_back_to_an_older_checkpoint_goes_back_to_its_settings(self, begun, mesh):
         run(begun, mesh, *MORE, "model.optim.lr=0.5")
         (begun / "run" / "checkpoints" / "latest").write_text("step_00000002")
-        assert check_changes(tiny_config(begun, "model.optim.lr=0.5"))["model.optim.lr"] == "0.01 -> 0.5"
+        assert (
+            check_changes(tiny_config(begun, "model.optim.lr=0.5"))["model.optim.lr"]
+            == "0.01 -> 0.5"
+        )
 
     def test_a_new_run_in_the_same_folder_is_refused_without_a_trace(self, begun, mesh):
         before = (begun / "run" / "config.yaml").read_bytes()
@@ -214,13 +254,17 @@ class TestOtherSettings:
 
     def test_another_file_of_a_reward_function_is_told(self, tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(tmp_path)
-        (tmp_path / "my_own.py").write_text("def short(prompt, response, record):\n    return 1.0\n")
+        (tmp_path / "my_own.py").write_text(
+            "def short(prompt, response, record):\n    return 1.0\n"
+        )
         config = tiny_config(tmp_path, "reward=function", "reward_function.name=my_own.short")
         record(config)
         (tmp_path / "run" / "checkpoints").mkdir()
         (tmp_path / "run" / "checkpoints" / "latest").write_text("step_00000002")
         assert check_changes(config) == {}
-        (tmp_path / "my_own.py").write_text("def short(prompt, response, record):\n    return 2.0\n")
+        (tmp_path / "my_own.py").write_text(
+            "def short(prompt, response, record):\n    return 2.0\n"
+        )
         assert check_changes(config) == {"my_own.short": "its file was changed"}
         record(config)
         assert [line["step"] for line in history(tmp_path)] == [0, 2]
@@ -292,7 +336,9 @@ class TestOtherSettings:
 
     def test_every_pattern_names_keys_that_there_are(self):
         keys = dict(run_settings.flatten(TrainConfig().model_dump()))
-        alternatives = re.findall(r"[a-z_]{4,}", run_settings.MEANING.pattern + run_settings.SILENT.pattern)
+        alternatives = re.findall(
+            r"[a-z_]{4,}", run_settings.MEANING.pattern + run_settings.SILENT.pattern
+        )
         parts = {part for key in keys for part in key.split(".")}
         assert set(alternatives) - parts == set()
 
@@ -303,7 +349,10 @@ class TestFinished:
         folder = tmp_path_factory.mktemp("finished")
         processes = TrainerProcesses()
         try:
-            settings = [f"{RL}.max_steps=2", "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true"]
+            settings = [
+                f"{RL}.max_steps=2",
+                "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true",
+            ]
             processes.start(folder, *settings)
             assert processes.wait() == 0, (folder / "log").read_text()
         finally:
@@ -312,21 +361,40 @@ class TestFinished:
 
     def again(self, folder: Path, *overrides: str) -> tuple[int, str, float]:
         export = "exp_manager.checkpoint_callback_params.save_hf_on_train_end=true"
-        command = [*tiny_overrides(folder, num_prompts=10), export, "remote_rm.ready_timeout_seconds=1", *overrides]
+        command = [
+            *tiny_overrides(folder, num_prompts=10),
+            export,
+            "remote_rm.ready_timeout_seconds=1",
+            *overrides,
+        ]
         began = time.monotonic()
-        done = subprocess.run([sys.executable, str(SCRIPT), *command], capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), *command], capture_output=True, text=True, timeout=300
+        )
         return done.returncode, done.stdout + done.stderr, time.monotonic() - began
 
-    @pytest.mark.parametrize("overrides", [[TWO_STEPS], [f"{RL}.max_steps=1"], [TWO_STEPS, "trainer.devices=2"]])
+    @pytest.mark.parametrize(
+        "overrides", [[TWO_STEPS], [f"{RL}.max_steps=1"], [TWO_STEPS, "trainer.devices=2"]]
+    )
     def test_it_says_so_and_touches_nothing(self, finished, overrides):
-        files = {path: path.stat().st_mtime_ns for path in (finished / "run").rglob("*") if path.is_file()}
+        files = {
+            path: path.stat().st_mtime_ns
+            for path in (finished / "run").rglob("*")
+            if path.is_file()
+        }
         code, said, seconds = self.again(finished, *overrides)
         assert (code, said.count("\n")) == (0, 1), said
         assert "has finished, at step 2; raise trainer.reinforce.max_steps" in said
         assert seconds < 30, "imports of a busy machine; torch alone takes longer there"
-        assert {p: p.stat().st_mtime_ns for p in (finished / "run").rglob("*") if p.is_file()} == files
+        assert {
+            p: p.stat().st_mtime_ns for p in (finished / "run").rglob("*") if p.is_file()
+        } == files
         status = read_status(finished / "run")
-        assert status is not None and (status.state, status.step, status.max_steps) == ("finished", 2, 2)
+        assert status is not None and (status.state, status.step, status.max_steps) == (
+            "finished",
+            2,
+            2,
+        )
 
     def test_without_torch(self, finished):
         overrides = [*tiny_overrides(finished, num_prompts=10), TWO_STEPS]
@@ -363,7 +431,9 @@ class TestFinished:
         name = latest.read_text()
         latest.write_text("step_00000001")
         try:
-            assert may_start(load_config(compose(*tiny_overrides(finished, num_prompts=10), TWO_STEPS)))
+            assert may_start(
+                load_config(compose(*tiny_overrides(finished, num_prompts=10), TWO_STEPS))
+            )
         finally:
             latest.write_text(name)
 
@@ -380,7 +450,11 @@ def test_a_start_that_fails_leaves_the_step_in_the_status(begun, mesh):
 
 
 def files_of(run_folder: Path) -> dict[str, bytes]:
-    found = {str(path.relative_to(run_folder)): path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
+    found = {
+        str(path.relative_to(run_folder)): path.read_bytes()
+        for path in run_folder.rglob("*")
+        if path.is_file()
+    }
     return {name: content for name, content in found.items() if name != LOCK_FILE}
 
 
@@ -397,7 +471,9 @@ def test_a_start_that_is_refused_changes_no_file_of_the_run(begun, mesh, monkeyp
     def refuse(*_: object) -> NoReturn:
         raise ConfigError(["this part does not fit"])
 
-    monkeypatch.setattr(f"helpers.tiny_run.{'build_trainer' if is_late else 'build_datasets'}", refuse)
+    monkeypatch.setattr(
+        f"helpers.tiny_run.{'build_trainer' if is_late else 'build_datasets'}", refuse
+    )
     changed.append("reward=function")
     changed.append("reward_function.name=reinforce_rl.rewards.functions.instructions")
     control = RunControl(begun / "run", StopRequest())

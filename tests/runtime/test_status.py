@@ -21,7 +21,11 @@ def test_a_restarted_run_knows_how_long_a_save_took(tmp_path):
     first.progress(3, 9)
     first.end(EXIT_STOPPED, "the time is used up")
     found = read_status(tmp_path)
-    assert found is not None and (found.state, found.step, found.save_seconds) == ("stopped", 3, 12.5)
+    assert found is not None and (found.state, found.step, found.save_seconds) == (
+        "stopped",
+        3,
+        12.5,
+    )
 
     again = StatusFile(tmp_path, enabled=True)
     again.begin()

@@ -58,7 +58,9 @@ def test_a_second_signal_changes_nothing(monkeypatch):
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_second_signal_while_python_shuts_down_does_not_change_the_exit_code(number):
-    found = subprocess.run([sys.executable, "-c", PROGRAM, str(int(number))], capture_output=True, timeout=60)
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(int(number))], capture_output=True, timeout=60
+    )
     assert (found.returncode, found.stdout) == (EXIT_STOPPED, b"after the signal"), found.stderr
 
 
@@ -68,7 +70,9 @@ def test_the_time_counts_from_the_start_of_the_process():
     assert endless.seconds_left() == float("inf") and endless.time_budget().shortage is None
     assert RunTimer(age + 3600, JobTimes()).seconds_left() == pytest.approx(3600, abs=5)
     assert RunTimer(age + 3600, JobTimes()).time_budget().shortage is None
-    assert "counted from the process's start" in str(RunTimer(age / 2, JobTimes()).time_budget().shortage)
+    assert "counted from the process's start" in str(
+        RunTimer(age / 2, JobTimes()).time_budget().shortage
+    )
 
 
 class TestTheAllocation:
@@ -120,7 +124,9 @@ def test_before_anything_is_measured_a_step_is_begun_where_a_save_fits(clock):
     assert timer.time_budget(validation=True).shortage is None
     clock.now += 0.1
     budget = timer.time_budget(validation=True)
-    assert budget.shortage is not None and not budget.validates, "nobody knows how long a validation takes"
+    assert budget.shortage is not None and not budget.validates, (
+        "nobody knows how long a validation takes"
+    )
 
 
 def test_a_failed_validation_and_an_old_step_do_not_count(clock):
@@ -170,7 +176,9 @@ def test_a_run_ends_in_time_and_never_without_need(clock, seed):
         )
         left_before = timer.seconds_left()
         budget = timer.time_budget(**due)
-        if budget.validates and (due["validation"] or (budget.shortage is not None and val_interval > 0)):
+        if budget.validates and (
+            due["validation"] or (budget.shortage is not None and val_interval > 0)
+        ):
             with timer.validating():
                 takes(validation)
         if due["save"] and budget.shortage is None:
@@ -187,12 +195,21 @@ def test_a_run_ends_in_time_and_never_without_need(clock, seed):
     clock.now = max(clock.now, running)
     takes(save)
     # Only the first step, of which nothing was known, may have been too long.
-    assert clock.now <= limit or number == 1, (step, validation, save, val_interval, save_interval, background)
+    assert clock.now <= limit or number == 1, (
+        step,
+        validation,
+        save,
+        val_interval,
+        save_interval,
+        background,
+    )
 
 
 def test_the_time_budget_against_brute_force(clock):
     """Every combination of durations and of what is due: the sum of a plan's parts, one by one."""
-    for step, validation, save, left in itertools.product([1.0, 30.0], [2.0, 50.0], [0.5, 40.0], [30.0, 90.0, 200.0]):
+    for step, validation, save, left in itertools.product(
+        [1.0, 30.0], [2.0, 50.0], [0.5, 40.0], [30.0, 90.0, 200.0]
+    ):
         for now, after, saves, runs in itertools.product([False, True], repeat=4):
             clock.now = 0.0
             timer = RunTimer(10_000.0, JobTimes(0.0))
@@ -201,9 +218,21 @@ def test_the_time_budget_against_brute_force(clock):
                 clock.now += validation
             timer.begin_step()
             clock.now += step
-            plan = [save] * runs + [validation] * now + [save] * saves + [step] + [validation] * after + [save]
+            plan = (
+                [save] * runs
+                + [validation] * now
+                + [save] * saves
+                + [step]
+                + [validation] * after
+                + [save]
+            )
             end = [save] * runs + [validation, save]
-            due = {"validation": now, "validation_after": after, "save": saves, "running_save": runs}
+            due = {
+                "validation": now,
+                "validation_after": after,
+                "save": saves,
+                "running_save": runs,
+            }
             timer.time_budget(**due)
             clock.now = 10_000.0 - left
             budget = timer.time_budget(**due)

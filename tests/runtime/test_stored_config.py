@@ -143,6 +143,10 @@ def test_a_runs_own_configuration_is_read_whole():
 
 def test_a_stored_configuration_makes_hydra_read_nothing_else(tmp_path):
     (tmp_path / "other.yaml").write_text("model: {seed: 7}\n")
-    stored = {"defaults": ["other"], "hydra": {"searchpath": [f"file://{tmp_path}"]}, "reward": "function"}
+    stored = {
+        "defaults": ["other"],
+        "hydra": {"searchpath": [f"file://{tmp_path}"]},
+        "reward": "function",
+    }
     composed = compose_stored(stored, [])
     assert dict(composed) == {"reward": "function"}

@@ -54,7 +54,10 @@ def keys(*overrides: str, **parts: bool) -> list[str]:
             ["reward_function.more_functions.b.name", "remote_rm.reward_model.ip"],
         ),
         (
-            ["remote_rm.reward_model.token_file=/secret/token", "remote_rm.reward_model.replicas=['evil:1']"],
+            [
+                "remote_rm.reward_model.token_file=/secret/token",
+                "remote_rm.reward_model.replicas=['evil:1']",
+            ],
             [f"remote_rm.reward_model.{name}" for name in ("ip", "replicas", "token_file")],
         ),
         (
@@ -76,7 +79,12 @@ def keys(*overrides: str, **parts: bool) -> list[str]:
         ),
         # Not used: an engine's Python where there is no engine, a server where a function scores.
         (
-            ["reward=function", f"{FUNCTION}=a.b", "engine.python=/tmp/python", "remote_rm.reward_model.ip=evil"],
+            [
+                "reward=function",
+                f"{FUNCTION}=a.b",
+                "engine.python=/tmp/python",
+                "remote_rm.reward_model.ip=evil",
+            ],
             [FUNCTION],
         ),
     ],
@@ -134,7 +142,9 @@ class TestUse:
         monkeypatch.setattr(sys, "path", [*sys.path])
 
     def test_what_the_folder_alone_names_is_refused_all_in_one(self, tmp_path):
-        cfg = config("reward=function", f"{FUNCTION}=evil.f", "+remote_rm.more_reward_models.b.ip=evil")
+        cfg = config(
+            "reward=function", f"{FUNCTION}=evil.f", "+remote_rm.more_reward_models.b.ip=evil"
+        )
         before = [*sys.path]
         with pytest.raises(ConfigError) as error:
             require_trust(cfg, ["model.seed=3"], tmp_path, trust=False)
@@ -189,7 +199,9 @@ class TestUse:
 
     def test_trust_lists_all_of_it_first_and_finds_copied_functions(self, tmp_path):
         said: list[str] = []
-        cfg = config("reward=function", f"{FUNCTION}=evil.f", "generation=vllm", "engine.python=/tmp/python")
+        cfg = config(
+            "reward=function", f"{FUNCTION}=evil.f", "generation=vllm", "engine.python=/tmp/python"
+        )
         require_trust(cfg, [], tmp_path, trust=True, say=said.append)
         assert ["evil.f" in said[0], "/tmp/python" in said[1], len(said)] == [True, True, 2]
         assert str(tmp_path) in sys.path
@@ -206,12 +218,16 @@ PLUGIN = "raise SystemExit('a plugin of the folder ran')"
 
 
 @pytest.mark.parametrize("start", [".", "inside"])
-def test_a_folder_in_which_the_reader_starts_is_not_on_the_import_path(start, tmp_path, monkeypatch):
+def test_a_folder_in_which_the_reader_starts_is_not_on_the_import_path(
+    start, tmp_path, monkeypatch
+):
     plugin = tmp_path / "hydra_plugins" / "evil"
     plugin.mkdir(parents=True)
     (plugin / "__init__.py").write_text(PLUGIN)
     (tmp_path / "inside").mkdir()
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path), str(tmp_path / "inside"), str(tmp_path.parent)])
+    monkeypatch.setattr(
+        sys, "path", [*sys.path, str(tmp_path), str(tmp_path / "inside"), str(tmp_path.parent)]
+    )
     monkeypatch.chdir(tmp_path / start)
     sys.path.insert(0, "")
     remove_from_import_path(tmp_path)

@@ -19,7 +19,11 @@ _spec.loader.exec_module(config_docs)
 
 
 def test_the_files_are_as_generated():
-    stale = [str(path) for path, text in config_docs.generated().items() if path.read_text("utf-8") != text]
+    stale = [
+        str(path)
+        for path, text in config_docs.generated().items()
+        if path.read_text("utf-8") != text
+    ]
     assert stale == [], "run python tools/config_docs.py --write"
 
 

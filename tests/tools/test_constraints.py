@@ -41,11 +41,19 @@ def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-@pytest.mark.parametrize(("file", "python"), [(file, python) for file in FILES for python in FILES[file]])
+@pytest.mark.parametrize(
+    ("file", "python"), [(file, python) for file in FILES for python in FILES[file]]
+)
 def test_no_pin_contradicts_the_project(file, python):
     found, ranges = pins(file, python), project()
     extras = ranges["optional-dependencies"]
-    wanted = [*ranges["dependencies"], *extras["server"], *extras["tensorboard"], *extras["vader"], *extras["demo"]]
+    wanted = [
+        *ranges["dependencies"],
+        *extras["server"],
+        *extras["tensorboard"],
+        *extras["vader"],
+        *extras["demo"],
+    ]
     for line in wanted:
         requirement = Requirement(line)
         name = canonicalize_name(requirement.name)
@@ -74,11 +82,17 @@ def test_optional_ones_are_what_megatron_asks_for():
 def test_the_image_leaves_out_the_pins_of_what_its_base_has(tmp_path):
     """By the Dockerfile's own awk program: two constraints on one package cannot both hold."""
     dockerfile = (ROOT / "slurm/containers/gpu.Dockerfile").read_text(encoding="utf-8")
-    found = re.search(r"awk -F== '(.*?)' /tmp/base\.txt constraints/gpu\.txt", dockerfile, re.DOTALL)
+    found = re.search(
+        r"awk -F== '(.*?)' /tmp/base\.txt constraints/gpu\.txt", dockerfile, re.DOTALL
+    )
     assert found is not None
-    (tmp_path / "base.txt").write_text("Torch==2.9.0a0+nv25.10\nnetworkx==3.5\nimportlib-metadata==8.7.1\n")
+    (tmp_path / "base.txt").write_text(
+        "Torch==2.9.0a0+nv25.10\nnetworkx==3.5\nimportlib-metadata==8.7.1\n"
+    )
     program = found[1].replace("\\\n", "\n")
     files = [str(tmp_path / "base.txt"), str(ROOT / "constraints/gpu.txt")]
-    rest = subprocess.run(["awk", "-F==", program, *files], check=True, text=True, capture_output=True).stdout
+    rest = subprocess.run(
+        ["awk", "-F==", program, *files], check=True, text=True, capture_output=True
+    ).stdout
     kept = {canonicalize_name(line.split("==")[0]) for line in rest.splitlines() if line}
     assert kept == set(pins("gpu.txt", "3.12")) - {"torch", "networkx", "importlib-metadata"}

@@ -25,9 +25,20 @@ import docs_site  # noqa: E402
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder),
+    ]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
     return folder
 
@@ -41,7 +52,9 @@ def test_every_page_is_built_and_in_the_navigation(site):
     for page in (ROOT / "docs").rglob("*.md"):
         name = page.relative_to(ROOT / "docs").with_suffix(".html").as_posix()
         assert (site / name).is_file()
-    sections = re.findall(r"^## (.+)$", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
+    sections = re.findall(
+        r"^## (.+)$", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     tabs = re.findall(r'<a href="[^"]+" class="md-tabs__link">\s*([^<]+?)\s*<', home)
     assert tabs[1:] == sections
 
@@ -51,16 +64,21 @@ def test_nothing_is_loaded_from_another_host(site):
     assert len(pages) > 20
     for page in pages:
         loaded = re.findall(
-            r"<(?:script|img|link|iframe|source)\b[^>]*https?://[^>]*>", page.read_text(encoding="utf-8")
+            r"<(?:script|img|link|iframe|source)\b[^>]*https?://[^>]*>",
+            page.read_text(encoding="utf-8"),
         )
         assert [tag for tag in loaded if 'rel="canonical"' not in tag] == []
-        assert 'class="mermaid"' not in page.read_text(encoding="utf-8")  # for which the theme asks a CDN
+        assert 'class="mermaid"' not in page.read_text(
+            encoding="utf-8"
+        )  # for which the theme asks a CDN
 
 
 def test_links_out_of_docs_lead_to_the_repositorys_files(site):
     assert 'href="repository/CONTRIBUTING.html"' in text(site, "index.html")
     assert 'href="repository/CONTRIBUTING.html#an-estimator"' in text(site, "algorithms.html")
-    assert 'href="../algorithms.html#baselines-and-advantages"' in text(site, "repository/CONTRIBUTING.html")
+    assert 'href="../algorithms.html#baselines-and-advantages"' in text(
+        site, "repository/CONTRIBUTING.html"
+    )
     assert "leave_one_out" in text(site, "repository/reinforce_rl/algorithm/advantages.py.html")
     assert "advantages.py" not in text(site, "repository/reinforce_rl/config.html")
     assert "rules.py" in text(site, "repository/reinforce_rl/config.html")
@@ -74,10 +92,15 @@ def test_links_show_titles_and_code_stays_as_it_is():
 
 
 def test_a_drawing_has_each_part_once_and_each_arrow(site):
-    svg = docs_site.drawing("graph TD\n    a --> b\n    a --> c\n    b --> d\n    c --> d\n    a --> d\n")
+    svg = docs_site.drawing(
+        "graph TD\n    a --> b\n    a --> c\n    b --> d\n    c --> d\n    a --> d\n"
+    )
     assert re.findall(r">(\w+)</text>", svg) == ["a", "b", "c", "d"]
     assert svg.count("marker-end") == 5
-    spots = {name: (float(x), float(y)) for x, y, name in re.findall(r'<text x="(.+?)" y="(.+?)" .*?>(\w)<', svg)}
+    spots = {
+        name: (float(x), float(y))
+        for x, y, name in re.findall(r'<text x="(.+?)" y="(.+?)" .*?>(\w)<', svg)
+    }
     assert spots["b"][0] < spots["a"][0] == spots["d"][0] < spots["c"][0]
     assert spots["a"][1] < spots["b"][1] == spots["c"][1] < spots["d"][1]
     assert text(site, "architecture.html").count("marker-end") > 10
@@ -96,17 +119,27 @@ def test_search_finds_a_message_and_no_other_host_is_asked(site):
     from playwright.sync_api import sync_playwright
 
     if not Path(CHROMIUM).is_file():
-        pytest.fail("chromium is missing") if os.environ.get("CI") else pytest.skip(f"there is no {CHROMIUM}")
+        pytest.fail("chromium is missing") if os.environ.get("CI") else pytest.skip(
+            f"there is no {CHROMIUM}"
+        )
     asked, said = [], []
     handler = functools.partial(QuietHandler, directory=str(site))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, sync_playwright() as play:
+    with (
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,
+        sync_playwright() as play,
+    ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         home = f"http://127.0.0.1:{server.server_address[1]}/"
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--headless", "--no-sandbox", "--disable-gpu"])
+        browser = play.chromium.launch(
+            executable_path=CHROMIUM, args=["--headless", "--no-sandbox", "--disable-gpu"]
+        )
         page = browser.new_page()
         page.set_default_timeout(60_000)
         page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
+        page.on(
+            "console",
+            lambda message: said.append(message.text) if message.type == "error" else None,
+        )
         for name in ("architecture.html", "api.html", "index.html"):
             page.goto(home + name)
         page.fill("input[name=query]", "rewards other tokens than the actor writes")

@@ -24,7 +24,10 @@ raise ValueError("not ours")
 
 def test_keys_and_sentences_of_a_source():
     errors = list(error_keys.error_calls(SOURCE, "reinforce_rl/new/file.py"))
-    seen = {(error.place.rpartition(":")[2], error.key, error.is_computed, error.sentence) for error in errors}
+    seen = {
+        (error.place.rpartition(":")[2], error.key, error.is_computed, error.sentence)
+        for error in errors
+    }
     assert seen == {
         ("2", "data.line.not_json", False, "{path}, line {line}: no JSON\n{advice}"),
         ("3", "", False, "no key"),
@@ -62,7 +65,9 @@ def check(path):
 def test_a_key_that_is_passed_on_where_there_is_one_is_listed():
     source = 'raise CheckpointError(str(error), key=key_of(error, "checkpoint.file.not_readable"))'
     errors = list(error_keys.error_calls(source, "reinforce_rl/new/file.py"))
-    assert error_keys.listing(errors) == ("checkpoint.file.not_readable\tCheckpointError\t{str(error)}\n")
+    assert error_keys.listing(errors) == (
+        "checkpoint.file.not_readable\tCheckpointError\t{str(error)}\n"
+    )
 
 
 def test_a_class_that_makes_its_own_sentence_is_listed():
@@ -89,8 +94,12 @@ settings_fault(cfg, (name, "placement"), "expected 0")
 
 
 def test_a_key_has_two_parts():
-    errors = list(error_keys.error_calls('raise DataError("text", key="Data")', "reinforce_rl/new/file.py"))
-    assert error_keys.faults_of(errors) == ["reinforce_rl/new/file.py:1: the key 'Data' is not of the form area.kind"]
+    errors = list(
+        error_keys.error_calls('raise DataError("text", key="Data")', "reinforce_rl/new/file.py")
+    )
+    assert error_keys.faults_of(errors) == [
+        "reinforce_rl/new/file.py:1: the key 'Data' is not of the form area.kind"
+    ]
 
 
 def test_the_list_is_todays_and_every_error_has_a_key():

@@ -50,7 +50,11 @@ def test_functions():
 
 def test_fields_of_a_class_and_its_bases():
     found = tool._signature(ast.parse(SOURCE), "Args")["parameters"]
-    assert [(p["name"], p["default"]) for p in found] == [("model", None), ("size", "4"), ("tags", "list()")]
+    assert [(p["name"], p["default"]) for p in found] == [
+        ("model", None),
+        ("size", "4"),
+        ("tags", "list()"),
+    ]
 
 
 ENUMS = """
@@ -76,7 +80,10 @@ OldTag2 = make("x")
 
 def test_values_of_an_enum():
     assert tool._signature(ast.parse(ENUMS), "Policy")["values"] == {"FIRST": "first"}
-    assert tool._signature(ast.parse(ENUMS), "Tag")["values"] == {"KV": "kv_cache", "MODEL": "model"}
+    assert tool._signature(ast.parse(ENUMS), "Tag")["values"] == {
+        "KV": "kv_cache",
+        "MODEL": "model",
+    }
     assert "values" not in tool._signature(ast.parse(ENUMS), "Plain")
 
 
@@ -105,7 +112,9 @@ def write_tree(folder: Path, version: str, names: dict[str, list[str]]) -> Path:
             methods.setdefault(owner, []).extend([method] * bool(method))
         text = ""
         for owner, of_owner in methods.items():
-            bodies = [f"    def {method}(self, a): pass" for method in of_owner] or ["    size: int = 1"]
+            bodies = [f"    def {method}(self, a): pass" for method in of_owner] or [
+                "    size: int = 1"
+            ]
             text += "\n".join([f"class {owner}:", *bodies, ""])
         path = package / file
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +134,9 @@ def test_a_source_tree_is_read_where_its_version_has_the_names(tmp_path, version
     found = tool.extract(write_tree(tmp_path, version, files_of(version)))
     assert found["version"] == version
     is_new = version != "1.2.0"
-    wanted = {name for names in tool.WANTED.values() for name in names} | ({"SleepConfig"} if is_new else set())
+    wanted = {name for names in tool.WANTED.values() for name in names} | (
+        {"SleepConfig"} if is_new else set()
+    )
     assert found["signatures"].keys() == wanted
     folder = "executor/ray/gpu_worker.py" if is_new else "executor/ray_gpu_worker.py"
     assert found["signatures"]["RayGPUWorker.sleep"] == {
@@ -176,10 +187,19 @@ def test_check_compares_with_the_record_of_the_version(tmp_path, monkeypatch, ca
 
 
 def test_values_that_came_or_went_are_noticed():
-    before = {"signatures": {"Tag": {"parameters": [], "values": {"KV": "kv"}}, "A": {"parameters": []}}}
-    after = {"signatures": {"Tag": {"parameters": [], "values": {"KV": "cache"}}, "A": {"parameters": []}}}
+    before = {
+        "signatures": {"Tag": {"parameters": [], "values": {"KV": "kv"}}, "A": {"parameters": []}}
+    }
+    after = {
+        "signatures": {
+            "Tag": {"parameters": [], "values": {"KV": "cache"}},
+            "A": {"parameters": []},
+        }
+    }
     assert tool.differences(before, before) == []
-    assert tool.differences(before, after) == ["Tag: the values were {'KV': 'kv'}, are {'KV': 'cache'}"]
+    assert tool.differences(before, after) == [
+        "Tag: the values were {'KV': 'kv'}, are {'KV': 'cache'}"
+    ]
 
 
 def test_what_a_caller_would_notice():

@@ -64,7 +64,9 @@ def program(*words: str) -> subprocess.CompletedProcess[str]:
 class TestProgram:
     @pytest.mark.slow
     def test_runs_what_is_named_and_leaves_a_page(self, tmp_path):
-        done = program("--device", "cpu", "--only", "machine", "correctness", "ipc", "--out", str(tmp_path))
+        done = program(
+            "--device", "cpu", "--only", "machine", "correctness", "ipc", "--out", str(tmp_path)
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.splitlines()[-2:] == ["not run: ipc", "gpu_check: PASS"]
         whole = json.loads((tmp_path / "report.json").read_text())
@@ -80,7 +82,10 @@ class TestProgram:
     def test_a_machine_without_a_gpu_is_told_so(self):
         done = program()
         assert done.returncode == 2
-        assert done.stderr.startswith("error: torch finds no GPU here") and done.stderr.count("\n") == 1
+        assert (
+            done.stderr.startswith("error: torch finds no GPU here")
+            and done.stderr.count("\n") == 1
+        )
 
 
 CHILDREN = """
@@ -103,7 +108,17 @@ class TestRunner:
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
         def run(function: str, left: float = 100.0, seconds: float = 60.0, **more: Any) -> Finding:
-            check = Check(function, "", f"children:{function}", seconds, 1.0, (CPU,), (), {"HUE": "blue"}, **more)
+            check = Check(
+                function,
+                "",
+                f"children:{function}",
+                seconds,
+                1.0,
+                (CPU,),
+                (),
+                {"HUE": "blue"},
+                **more,
+            )
             return runner.run(check, CPU, tmp_path / "out" / function, left)
 
         return run
@@ -115,7 +130,10 @@ class TestRunner:
 
     def test_a_crash_is_a_fault_of_its_check_alone(self, run):
         found = run("crashes")
-        assert (found.verdict, found.sentence) == (FAIL, "ended with exit code 1: RuntimeError: no such kernel")
+        assert (found.verdict, found.sentence) == (
+            FAIL,
+            "ended with exit code 1: RuntimeError: no such kernel",
+        )
         assert run("dies").sentence.startswith("ended with exit code -6")
 
     def test_a_hang_ends_at_its_deadline_and_its_children_with_it(self, run, tmp_path):
@@ -123,20 +141,26 @@ class TestRunner:
         assert found.verdict == FAIL and found.sentence.startswith("no end within 4 s")
         with contextlib.suppress(psutil.NoSuchProcess):
             child = psutil.Process(int((tmp_path / "out/hangs/child").read_text()))
-            assert wait_for(lambda: not is_alive(child), seconds=10)  # SIGKILL takes a moment to arrive
+            assert wait_for(
+                lambda: not is_alive(child), seconds=10
+            )  # SIGKILL takes a moment to arrive
 
     def test_time_that_is_over_is_no_fault(self, run):
         assert (run("hangs", left=4.0).verdict, run("passes", left=0.5).verdict) == (SKIP, SKIP)
 
 
 def test_what_cannot_be_run_is_skipped_and_says_why(tmp_path):
-    found = runner.run(Check("a", "", "a:b", 9, needs=("no_such_module.part",)), CUDA, tmp_path / "a", 99)
+    found = runner.run(
+        Check("a", "", "a:b", 9, needs=("no_such_module.part",)), CUDA, tmp_path / "a", 99
+    )
     assert (found.verdict, found.sentence) == (SKIP, "not installed: no_such_module.part")
 
 
 def test_verdict():
     def of(*verdicts: str) -> str:
-        return report.verdict([Finding(verdict, "", name=str(n)) for n, verdict in enumerate(verdicts)])
+        return report.verdict(
+            [Finding(verdict, "", name=str(n)) for n, verdict in enumerate(verdicts)]
+        )
 
     assert of(PASS, SKIP) == PASS
     assert of(PASS, FAIL, FAIL) == "FAIL (1, 2)"
@@ -174,7 +198,9 @@ class TestCorrectness:
 class TestAttention:
     def test_a_missing_position_is_found(self, context, monkeypatch):
         def too_few(query: Any, key: Any, value: Any, mask: Any, scale: Any) -> torch.Tensor:
-            return whole(query, key, value, mask & ~torch.eye(mask.shape[-1], dtype=torch.bool)[-1], scale)
+            return whole(
+                query, key, value, mask & ~torch.eye(mask.shape[-1], dtype=torch.bool)[-1], scale
+            )
 
         whole = attention.masked_attention
         for dtype, limit in attention.TOLERANCES.items():
@@ -188,11 +214,15 @@ class TestAttention:
         monkeypatch.setattr(attention, "LENGTHS", (64,))
         monkeypatch.setattr(attention, "masked_attention", lambda *args: whole(*args) * math.nan)
         found = attention.check(context)
-        assert found.verdict == FAIL and "masked at 64 in float32: output is off by inf" in found.sentence
+        assert (
+            found.verdict == FAIL
+            and "masked at 64 in float32: output is off by inf" in found.sentence
+        )
 
 
 LINES = [
-    {"step": n, "time": n, "train/actor_loss": 1.0, "train/grad_norm": 2.0, "train/rewards": 0.0} for n in (1, 2, 3)
+    {"step": n, "time": n, "train/actor_loss": 1.0, "train/grad_norm": 2.0, "train/rewards": 0.0}
+    for n in (1, 2, 3)
 ]
 
 
@@ -201,11 +231,16 @@ class TestRuns:
     def test_a_run_that_is_killed_and_goes_on(self, context):
         runs = Runs(context, "tiny", 12, 4)
         straight = runs.run("straight", 9, saves=True)
-        killed_at = trainer.kill(runs.words("killed", 9, saves=True), context.folder / "killed", context)
+        killed_at = trainer.kill(
+            runs.words("killed", 9, saves=True), context.folder / "killed", context
+        )
         assert killed_at is not None and trainer.KILLED_AFTER <= killed_at < 9
         faults: list[str] = []
         resumed = runs.run("killed", 9, saves=True)
-        assert trainer.compared("resumed", straight, resumed, killed_at, faults) == "equal to the last digit"
+        assert (
+            trainer.compared("resumed", straight, resumed, killed_at, faults)
+            == "equal to the last digit"
+        )
         resumed[killed_at]["train/grad_norm"] *= 2
         trainer.compared("resumed", straight, resumed, killed_at, faults)
         assert len(faults) == 1 and "train/grad_norm differs by" in faults[0]
@@ -215,7 +250,10 @@ class TestRuns:
 
     def test_differences(self):
         assert largest_difference(LINES[0], {**LINES[0], "time": 7.0}) == (0.0, "")
-        assert largest_difference(LINES[0], {**LINES[0], "train/grad_norm": 2.5}) == (0.25, "train/grad_norm")
+        assert largest_difference(LINES[0], {**LINES[0], "train/grad_norm": 2.5}) == (
+            0.25,
+            "train/grad_norm",
+        )
         assert largest_difference(LINES[0], {**LINES[0], "train/new": 1.0})[0] == math.inf
         assert not_finite(LINES) == []
         assert not_finite([{**LINES[0], "train/rewards": None}]) == ["train/rewards at step 1"]
@@ -231,16 +269,33 @@ class TestRuns:
 
 class TestSwitches:
     def judged(self, on: dict[str, float], **more: Any) -> dict[str, Any]:
-        lines = [{**line, "timers/step_time": 2.0, "memory/train_time": 5.0, switches.GAP: 0.01} for line in LINES]
-        return switches.judge(switches.Switch("a", ["b=c"], **more), lines, [{**x, **on} for x in lines], CUDA)
+        lines = [
+            {**line, "timers/step_time": 2.0, "memory/train_time": 5.0, switches.GAP: 0.01}
+            for line in LINES
+        ]
+        return switches.judge(
+            switches.Switch("a", ["b=c"], **more), lines, [{**x, **on} for x in lines], CUDA
+        )
 
     def test_advice(self):
         assert self.judged({"timers/step_time": 1.0})["advice"] == "turn it on"
         assert self.judged({"timers/step_time": 2.0})["advice"] == "no gain"
-        assert self.judged({"timers/step_time": 2.0, "memory/train_time": 4.0})["advice"] == "turn it on"
-        assert self.judged({"timers/step_time": 1.0, "train/grad_norm": 2.5})["advice"] == "leave it off"
-        assert self.judged({"train/actor_loss": math.nan}, tolerance=math.inf)["advice"] == "leave it off"
-        assert self.judged({switches.GAP: 0.014, "train/rewards": 3.0}, affects="generation")["advice"] == "no gain"
+        assert (
+            self.judged({"timers/step_time": 2.0, "memory/train_time": 4.0})["advice"]
+            == "turn it on"
+        )
+        assert (
+            self.judged({"timers/step_time": 1.0, "train/grad_norm": 2.5})["advice"]
+            == "leave it off"
+        )
+        assert (
+            self.judged({"train/actor_loss": math.nan}, tolerance=math.inf)["advice"]
+            == "leave it off"
+        )
+        assert (
+            self.judged({switches.GAP: 0.014, "train/rewards": 3.0}, affects="generation")["advice"]
+            == "no gain"
+        )
         assert self.judged({switches.GAP: 0.5}, affects="generation")["advice"] == "leave it off"
 
     def test_on_fake_tensors_only_the_switches_themselves_run(self, tmp_path, monkeypatch):
@@ -289,9 +344,17 @@ def test_counts_of_a_profile():
     def event(name: str, device: DeviceType, annotation: bool = False) -> SimpleNamespace:
         return SimpleNamespace(name=name, device_type=device, is_user_annotation=annotation)
 
-    names = ("aten::mm", "cudaLaunchKernel", "cudaGraphLaunch", "cudaStreamSynchronize", "cudaMemcpyAsync")
+    names = (
+        "aten::mm",
+        "cudaLaunchKernel",
+        "cudaGraphLaunch",
+        "cudaStreamSynchronize",
+        "cudaMemcpyAsync",
+    )
     events = [event("gemm", DeviceType.CUDA), event("step", DeviceType.CUDA, True)]
-    assert counts.of_events([*events, *(event(name, DeviceType.CPU) for name in names)]) == counts.Counts(1, 2, 1)
+    assert counts.of_events(
+        [*events, *(event(name, DeviceType.CPU) for name in names)]
+    ) == counts.Counts(1, 2, 1)
     assert counts.Counts(12, 10, 3).each_of(4, counts.Counts(4, 2, 3)) == counts.Counts(2, 2, 0)
 
 

@@ -19,7 +19,15 @@ from gpu_checks.base import CPU, FAIL, PASS, SKIP, Context  # noqa: E402
 
 from reinforce_rl.generation.trtllm import adapter  # noqa: E402
 
-SMALL = {"vocab_size": 64, "layers": 2, "hidden": 32, "heads": 4, "groups": 2, "ffn": 64, "logit_scale": 2.0}
+SMALL = {
+    "vocab_size": 64,
+    "layers": 2,
+    "hidden": 32,
+    "heads": 4,
+    "groups": 2,
+    "ffn": 64,
+    "logit_scale": 2.0,
+}
 
 
 @pytest.fixture

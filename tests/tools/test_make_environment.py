@@ -40,8 +40,13 @@ def write_wheel(folder: Path, name: str, release: str) -> None:
         f"{name}-{release}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n",
         f"{name}-{release}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    digests = {path: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()) for path, text in files.items()}
-    record = "".join(f"{path},sha256={digest.decode().rstrip('=')},\n" for path, digest in digests.items())
+    digests = {
+        path: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())
+        for path, text in files.items()
+    }
+    record = "".join(
+        f"{path},sha256={digest.decode().rstrip('=')},\n" for path, digest in digests.items()
+    )
     with zipfile.ZipFile(folder / f"{name}-{release}-py3-none-any.whl", "w") as wheel:
         for path, text in {**files, f"{name}-{release}.dist-info/RECORD": record}.items():
             wheel.writestr(path, text)
@@ -101,7 +106,9 @@ def test_the_project_is_borrowed_from_and_cannot_be_imported(wanted, tmp_path):
     tool.make(wanted, tmp_path / "made")
     # The editable install has `reinforce_rl/conf` in its site-packages, a package without modules.
     code = "import filelock, importlib.util as u; print(filelock.__file__, u.find_spec('reinforce_rl.generation'))"
-    said = subprocess.check_output([tool.python_of(tmp_path / "made"), "-I", "-c", code], text=True).split()
+    said = subprocess.check_output(
+        [tool.python_of(tmp_path / "made"), "-I", "-c", code], text=True
+    ).split()
     assert not said[0].startswith(str(tmp_path)) and said[1] == "None"
 
 
@@ -116,7 +123,10 @@ def test_an_environment_that_does_not_work_is_not_left(wanted, tmp_path):
 
 
 def test_another_torch_is_refused_before_anything_is_installed(wanted, tmp_path):
-    with pytest.raises(SystemExit, match=rf"works with 1\.0 only, but .* has {re.escape(version('torch'))}: install"):
+    with pytest.raises(
+        SystemExit,
+        match=rf"works with 1\.0 only, but .* has {re.escape(version('torch'))}: install",
+    ):
         tool.make(dataclasses.replace(wanted, torch="1.0"), tmp_path / "made")
 
 
@@ -140,7 +150,10 @@ class TestInterpreters:
         tool.find_interpreter.cache_clear()
 
     def test_one_that_does_not_start_is_passed_over(self, tmp_path):
-        script(tmp_path / "first/python3.12", "echo 'pyenv: python3.12: command not found' >&2; exit 127")
+        script(
+            tmp_path / "first/python3.12",
+            "echo 'pyenv: python3.12: command not found' >&2; exit 127",
+        )
         works = script(tmp_path / "second/python3.12", "echo 3 12")
         assert tool.find_interpreter((3, 12)) == tool.Interpreter(works, (3, 12))
 
@@ -175,7 +188,9 @@ class TestInterpreters:
     def test_the_environment_is_made_by_it(self, wanted, tmp_path, monkeypatch):
         monkeypatch.setenv("IMAGE_PYTHON", sys.executable)
         version = sys.version_info[:2]
-        image = dataclasses.replace(wanted, check="import small_thing", borrows=False, python=version)
+        image = dataclasses.replace(
+            wanted, check="import small_thing", borrows=False, python=version
+        )
         tool.make(image, tmp_path / "made")
         assert release_in(tmp_path / "made") == "1.0"
         assert tool.is_complete(image, tmp_path / "made")
@@ -184,7 +199,9 @@ class TestInterpreters:
 def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     kept |= {"PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull, **environment}
-    return subprocess.run([SHELL, *map(str, arguments)], text=True, capture_output=True, timeout=60, env=kept)
+    return subprocess.run(
+        [SHELL, *map(str, arguments)], text=True, capture_output=True, timeout=60, env=kept
+    )
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
@@ -201,19 +218,26 @@ def test_the_script_names_the_command_and_why_it_failed(kind, tmp_path):
 def test_the_script_by_a_python_without_torch(tmp_path):
     venv.create(tmp_path / "bare", with_pip=False)
     done = shell(tmp_path / "made", PYTHON=str(tmp_path / "bare/bin/python"))
-    assert done.returncode == 1 and f"from {tmp_path}/bare/bin/python, which has none" in done.stderr
+    assert (
+        done.returncode == 1 and f"from {tmp_path}/bare/bin/python, which has none" in done.stderr
+    )
     assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("arguments", [("made", "tpu"), ("made", "cpu", "more")])
 def test_the_script_says_what_it_expects(arguments):
     done = shell(*arguments)
-    assert done.returncode == 2 and f"'{' '.join(arguments)}', expected [FOLDER] [cpu|gpu]" in done.stderr
+    assert (
+        done.returncode == 2
+        and f"'{' '.join(arguments)}', expected [FOLDER] [cpu|gpu]" in done.stderr
+    )
 
 
 def test_the_script_without_a_python(tmp_path):
     done = shell(tmp_path / "made", PYTHON=str(tmp_path / "python"))
-    assert done.returncode == 1 and f"no Python at {tmp_path}/python; run make install" in done.stderr
+    assert (
+        done.returncode == 1 and f"no Python at {tmp_path}/python; run make install" in done.stderr
+    )
 
 
 def requirements(name: str) -> list[Requirement]:
@@ -233,7 +257,10 @@ def test_pins_are_exact_and_each_package_has_one(name):
 
 def test_both_engines_are_the_same_release():
     releases = {
-        str(pin.specifier) for name in ("engine-cpu", "engine-gpu") for pin in requirements(name) if "vllm" in pin.name
+        str(pin.specifier)
+        for name in ("engine-cpu", "engine-gpu")
+        for pin in requirements(name)
+        if "vllm" in pin.name
     }
     assert len(releases) == 1
 
@@ -253,7 +280,9 @@ def test_each_pin_is_imported_or_wanted_and_goes_with_the_others():
     pins = [canonicalize_name(pin.name) for pin in requirements("engine-cpu")]
     wanted = tool.ENVIRONMENTS["engine-cpu"]
     code = f"{wanted.check}\nNAMES = {pins}\n{ASK}"
-    said = subprocess.check_output([engine_environment(), "-I", "-W", "ignore", "-c", code], text=True, timeout=600)
+    said = subprocess.check_output(
+        [engine_environment(), "-I", "-W", "ignore", "-c", code], text=True, timeout=600
+    )
     releases: dict[str, str] = {"torch": f"{wanted.torch}+cpu"}
     used: set[str] = set()
     lines: list[str] = []
@@ -264,7 +293,9 @@ def test_each_pin_is_imported_or_wanted_and_goes_with_the_others():
             used.add(canonicalize_name(name))
     for requirement in map(Requirement, lines):
         name = canonicalize_name(requirement.name)
-        if name in releases and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+        if name in releases and (
+            requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ):
             assert requirement.specifier.contains(releases[name]), requirement
             used.add(name)
     assert set(pins) <= used

@@ -26,20 +26,26 @@ def run(*arguments: object, check: bool = True) -> subprocess.CompletedProcess[s
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
 def test_all_that_is_missing_and_nothing_large(python):
     requirements = [
-        Requirement(line) for line in run("FOLDER", "--python", python, "--list").stdout.split("\n") if line
+        Requirement(line)
+        for line in run("FOLDER", "--python", python, "--list").stdout.split("\n")
+        if line
     ]
     names = {requirement.name for requirement in requirements}
     assert names >= MISSING
     assert not names & LARGE and not [name for name in names if name.startswith("nvidia")]
     # Of Python 3.10 alone, which is in no environment that was tested.
-    unpinned = {requirement.name for requirement in requirements if "==" not in str(requirement.specifier)}
+    unpinned = {
+        requirement.name for requirement in requirements if "==" not in str(requirement.specifier)
+    }
     assert unpinned == ({"async-timeout"} if python == "3.10" else set())
     versions = {requirement.name: str(requirement.specifier) for requirement in requirements}
     assert versions["multidict"] == ("==7.1.0" if python == "3.10" else "==7.2.1")
 
 
 def test_what_a_machine_has_is_left_out():
-    listed = run("FOLDER", "--without", "torch", "numpy", "transformers", "tritonclient", "--list").stdout
+    listed = run(
+        "FOLDER", "--without", "torch", "numpy", "transformers", "tritonclient", "--list"
+    ).stdout
     assert "tritonclient" not in listed
     assert "geventhttpclient" not in listed, "only tritonclient needs it"
     assert "aiohttp" in listed, "the project needs it too"
@@ -65,13 +71,31 @@ def test_the_folder_installs_without_an_index(tmp_path):
         pytest.skip(f"PyPI cannot be reached, which fails where CI is set: {made.stderr[-300:]}")
     wheels = {parse_wheel_filename(path.name)[0] for path in (tmp_path / "wheels").glob("*.whl")}
     assert wheels >= MISSING
-    where = ["--find-links", str(tmp_path / "wheels"), "-r", str(tmp_path / "wheels/requirements.txt")]
-    pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", str(tmp_path / "there")]
+    where = [
+        "--find-links",
+        str(tmp_path / "wheels"),
+        "-r",
+        str(tmp_path / "wheels/requirements.txt"),
+    ]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-index",
+        "--no-deps",
+        "--target",
+        str(tmp_path / "there"),
+    ]
     environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull}
-    subprocess.run([*pip, *where], check=True, timeout=280, env=environment, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*pip, *where], check=True, timeout=280, env=environment, stdout=subprocess.DEVNULL
+    )
     code = (
         f"import sys; sys.path[:0] = [{str(tmp_path / 'there')!r}]; import antlr4, hydra, omegaconf; "
         "print(*(module.__file__ for module in (antlr4, hydra, omegaconf)))"
     )
-    done = subprocess.run([sys.executable, "-I", "-c", code], check=True, text=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], check=True, text=True, capture_output=True
+    )
     assert all(path.startswith(str(tmp_path)) for path in done.stdout.split())

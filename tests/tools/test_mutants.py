@@ -71,7 +71,10 @@ def outcome_of(verdict: str, kind: str = "kl", survives: str = "") -> Outcome:
 
 def test_the_share_and_the_survivors_are_in_the_tables():
     outcomes = [outcome_of("killed")] * 7 + [outcome_of("killed by the deadline", "versions")]
-    outcomes += [outcome_of("survived", "versions", "no test can see it"), outcome_of("ended by signal 9")]
+    outcomes += [
+        outcome_of("survived", "versions", "no test can see it"),
+        outcome_of("ended by signal 9"),
+    ]
     assert mutants.share_killed(outcomes) == 0.8
     text = mutants.as_markdown(outcomes)
     assert "| kl | 8 | 7 | 0 |" in text

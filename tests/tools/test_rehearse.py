@@ -63,11 +63,18 @@ class TestVersions:
 
     @pytest.mark.parametrize(
         ("name", "version"),
-        [("Python", "3.11.7"), ("numpy", "2.4.1"), ("torch", "2.13.0+cpu"), ("transformers", "5.23.0")],
+        [
+            ("Python", "3.11.7"),
+            ("numpy", "2.4.1"),
+            ("torch", "2.13.0+cpu"),
+            ("transformers", "5.23.0"),
+        ],
     )
     def test_others_are_named(self, name, version):
         row = tool.environment_row({**VERSIONS, name: version}, PINS, 1.0)
-        assert f"not the image: {name} {version} for {({**PINS, 'Python': '3.12'})[name]}" in row.what
+        assert (
+            f"not the image: {name} {version} for {({**PINS, 'Python': '3.12'})[name]}" in row.what
+        )
 
     def test_the_pins_name_what_is_compared(self):
         pins = {pin.name for pin in tool.requirements_in(tool.IMAGE.pins)}
@@ -90,13 +97,17 @@ class TestCounts:
 
     def test_tests_by_their_report(self, tmp_path):
         report = tmp_path / "tests.xml"
-        report.write_text('<testsuites><testsuite tests="9" failures="2" errors="1" skipped="3"/></testsuites>')
+        report.write_text(
+            '<testsuites><testsuite tests="9" failures="2" errors="1" skipped="3"/></testsuites>'
+        )
         assert tool.count_tests(report) == tool.Counts(passed=3, failed=3, skipped=3)
 
 
 class TestSteps:
     def step(self, code: str, seconds: float = 60.0) -> tool.Step:
-        return tool.Step("a step", ["-c", code, "{out}/r.json"], seconds, "r.json", tool.count_checks)
+        return tool.Step(
+            "a step", ["-c", code, "{out}/r.json"], seconds, "r.json", tool.count_checks
+        )
 
     def test_counts_and_log(self, tmp_path):
         write = "import sys; print('hello'); open(sys.argv[1], 'w').write('{\"checks\": []}')"
@@ -106,7 +117,10 @@ class TestSteps:
 
     @pytest.mark.parametrize(
         ("code", "seconds", "end"),
-        [("raise SystemExit(3)", 60.0, "ended with 3"), ("import time; time.sleep(60)", 0.5, "no end within")],
+        [
+            ("raise SystemExit(3)", 60.0, "ended with 3"),
+            ("import time; time.sleep(60)", 0.5, "no end within"),
+        ],
     )
     def test_one_that_leaves_no_report_has_failed(self, tmp_path, code, seconds, end):
         row = tool.run_step(self.step(code, seconds), Path(sys.executable), tmp_path)

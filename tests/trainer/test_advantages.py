@@ -75,7 +75,10 @@ def test_elsewhere_the_kl_is_not_in_the_reward(placement):
 
 def test_a_beta_that_has_adapted_is_the_one_that_counts():
     cfg = ReinforceConfig(
-        initial_policy_kl_penalty=BETA, kl_target=1.0, advantage_estimator="none", kl_placement="advantage"
+        initial_policy_kl_penalty=BETA,
+        kl_target=1.0,
+        advantage_estimator="none",
+        kl_placement="advantage",
     )
     past = RunningBaselines(cfg)
     past.beta.value = 2.0
@@ -107,12 +110,16 @@ def test_whitening_counts_the_samples_that_train_alone():
     assert float(kept.std()) == pytest.approx(1.0, abs=1e-4)
 
 
-@pytest.mark.parametrize("shares", [[[0, 1, 2], [3, 4, 5, 6]], [[0, 1, 2, 3, 4], [5, 6]], [[0, 1, 2], [], ALL[3:]]])
+@pytest.mark.parametrize(
+    "shares", [[[0, 1, 2], [3, 4, 5, 6]], [[0, 1, 2, 3, 4], [5, 6]], [[0, 1, 2], [], ALL[3:]]]
+)
 def test_ranks_of_unequal_shares_have_their_own_rows(shares):
     """Groups lie on one rank each here; the mean of the batch is over all ranks."""
 
     def of_rank(rank: int, gather: Callable[[Any], list[Any]]) -> tuple[Tensor, Tensor]:
-        cfg = ReinforceConfig(initial_policy_kl_penalty=BETA, kl_estimator="k1", advantage_estimator="batch_mean")
+        cfg = ReinforceConfig(
+            initial_policy_kl_penalty=BETA, kl_estimator="k1", advantage_estimator="batch_mean"
+        )
         found = reinforce_batch(
             batch_of(shares[rank]),
             cfg,

@@ -18,7 +18,12 @@ from reinforce_rl.data.batches import Prompt
 from reinforce_rl.data.tokenizer import load_tokenizer
 from reinforce_rl.errors import ConfigError
 from reinforce_rl.preflight.plan import read_inputs
-from reinforce_rl.trainer.build import build_actor, check_vocabulary, logits_chunk_tokens, stop_token_ids
+from reinforce_rl.trainer.build import (
+    build_actor,
+    check_vocabulary,
+    logits_chunk_tokens,
+    stop_token_ids,
+)
 
 
 def actor_of(cfg: TrainConfig, mesh):
@@ -28,14 +33,22 @@ def actor_of(cfg: TrainConfig, mesh):
 def test_the_logits_of_fewer_tokens_at_a_time_on_a_cpu(tmp_path):
     model = tiny_config(tmp_path).model
     assert model.logits_chunk_tokens is None, "as shipped"
-    assert (logits_chunk_tokens(model, gpu=False), logits_chunk_tokens(model, gpu=True)) == (128, 1024)
+    assert (logits_chunk_tokens(model, gpu=False), logits_chunk_tokens(model, gpu=True)) == (
+        128,
+        1024,
+    )
     own = model.model_copy(update={"logits_chunk_tokens": 7})
     assert {logits_chunk_tokens(own, gpu=gpu) for gpu in (False, True)} == {7}
 
 
 def test_the_actor_has_them(tmp_path, mesh):
     assert actor_of(tiny_config(tmp_path), mesh).settings.logits_chunk_tokens == 128
-    assert actor_of(tiny_config(tmp_path, "model.logits_chunk_tokens=7"), mesh).settings.logits_chunk_tokens == 7
+    assert (
+        actor_of(
+            tiny_config(tmp_path, "model.logits_chunk_tokens=7"), mesh
+        ).settings.logits_chunk_tokens
+        == 7
+    )
 
 
 def test_a_model_that_its_weights_do_not_bear_out_is_not_built(tmp_path, mesh):
@@ -56,7 +69,11 @@ def test_transformer_engine_wants_a_gpu(tmp_path, mesh):
 
 @pytest.mark.parametrize(
     ("overrides", "shared"),
-    [([], True), (["model.shared_prefix=false"], False), (["trainer.reinforce.rollout_batch_seq_length=12"], False)],
+    [
+        ([], True),
+        (["model.shared_prefix=false"], False),
+        (["trainer.reinforce.rollout_batch_seq_length=12"], False),
+    ],
 )
 def test_groups_share_their_prompt_unless_rows_are_padded(tmp_path, mesh, overrides, shared):
     assert actor_of(tiny_config(tmp_path, *overrides), mesh).settings.shared_prefix is shared
@@ -64,13 +81,21 @@ def test_groups_share_their_prompt_unless_rows_are_padded(tmp_path, mesh, overri
 
 @pytest.mark.parametrize(("beta", "has_reference"), [(0.0, False), (0.05, True)])
 def test_a_reference_only_where_a_penalty_asks_for_it(tmp_path, mesh, beta, has_reference):
-    actor = actor_of(tiny_config(tmp_path, f"trainer.reinforce.initial_policy_kl_penalty={beta}"), mesh)
+    actor = actor_of(
+        tiny_config(tmp_path, f"trainer.reinforce.initial_policy_kl_penalty={beta}"), mesh
+    )
     row = (torch.tensor([[5, 6, 7, 8]]), torch.tensor([2]), torch.tensor([2]))
-    with contextlib.nullcontext() if has_reference else pytest.raises(RuntimeError, match="without a reference"):
+    with (
+        contextlib.nullcontext()
+        if has_reference
+        else pytest.raises(RuntimeError, match="without a reference")
+    ):
         assert actor.get_init_policy_logprobs(*row).shape == (1, 2)
 
 
-def test_every_end_of_the_folder_ends_a_response_and_a_difference_is_said_once(tmp_path, mesh, caplog):
+def test_every_end_of_the_folder_ends_a_response_and_a_difference_is_said_once(
+    tmp_path, mesh, caplog
+):
     cfg = tiny_config(tmp_path)
     folder = tmp_path / "model"
     config = json.loads((folder / "config.json").read_text())
@@ -79,7 +104,9 @@ def test_every_end_of_the_folder_ends_a_response_and_a_difference_is_said_once(t
     with caplog.at_level(logging.WARNING):
         settings = actor_of(cfg, mesh).settings
         assert stop_token_ids(folder, load_tokenizer(folder)) == (2, 9, 11, 12)
-    assert settings.sampling.stop_token_ids == settings.val_sampling.stop_token_ids == (2, 9, 11, 12)
+    assert (
+        settings.sampling.stop_token_ids == settings.val_sampling.stop_token_ids == (2, 9, 11, 12)
+    )
     assert [str(folder) in record.getMessage() for record in caplog.records] == [True]
 
 
@@ -89,7 +116,13 @@ def test_sampling_is_the_configurations_whatever_the_folder_says(tmp_path, mesh)
     plain = actor_of(cfg, mesh)
     prompts = [Prompt(0, "tea", (5, 6, 7))]
     expected = plain.infer(prompts, 4, seed=0)
-    of_folder = {"do_sample": False, "temperature": 0.1, "top_k": 1, "top_p": 0.1, "repetition_penalty": 9.0}
+    of_folder = {
+        "do_sample": False,
+        "temperature": 0.1,
+        "top_k": 1,
+        "top_p": 0.1,
+        "repetition_penalty": 9.0,
+    }
     path = tmp_path / "model" / "generation_config.json"
     path.write_text(json.dumps({**of_folder, "eos_token_id": 2}))
     actor = actor_of(cfg, mesh)
@@ -122,6 +155,8 @@ def test_tokens_without_an_embedding_are_refused_with_the_first_of_them(added, t
 
 
 def test_a_tokenizer_with_gaps_in_its_ids_is_measured_by_its_largest(tmp_path):
-    tokenizer = type("Gaps", (), {"get_vocab": lambda self: {"a": 0, "b": 40}, "__len__": lambda self: 2})()
+    tokenizer = type(
+        "Gaps", (), {"get_vocab": lambda self: {"a": 0, "b": 40}, "__len__": lambda self: 2}
+    )()
     with raises_error("tokenizer.tokens.without_embedding", "'b', id 40"):
         check_vocabulary(tokenizer, SimpleNamespace(vocab_size=32), tmp_path)

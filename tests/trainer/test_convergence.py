@@ -56,18 +56,28 @@ def kl(left: Tensor, right: Tensor) -> float:
     [
         pytest.param("native", 1.0, marks=pytest.mark.slow),
         ("native", 1.6),
-        pytest.param("vllm", 1.6, marks=[pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]),
+        pytest.param(
+            "vllm", 1.6, marks=[pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+        ),
     ],
 )
 def test_it_converges_to_the_closed_form(tmp_path, mesh: Mesh, generation, temperature):
     """pi_ref * exp(r / beta) / Z, which a wrong sign, beta, temperature or mask would miss."""
     shape, rate = (SHAPE, 0.003) if generation == "vllm" else ({}, 0.01)
     model = tiny_llama_folder(
-        tmp_path / "model", vocab_size=VOCABULARY, tied=False, layers=1, max_positions=8, logit_scale=0.6, **shape
+        tmp_path / "model",
+        vocab_size=VOCABULARY,
+        tied=False,
+        layers=1,
+        max_positions=8,
+        logit_scale=0.6,
+        **shape,
     )
     forget_stop_tokens(model)
     generator = torch.Generator().manual_seed(1)
-    rewards = {ids: torch.rand(len(RESPONSES), generator=generator) * 2 - 1 for ids in PROMPTS.values()}
+    rewards = {
+        ids: torch.rand(len(RESPONSES), generator=generator) * 2 - 1 for ids in PROMPTS.values()
+    }
 
     def score(sequence: list[int]) -> float:
         first, second = sequence[-LENGTH:]
@@ -107,7 +117,9 @@ def test_it_converges_to_the_closed_form(tmp_path, mesh: Mesh, generation, tempe
             return (at + sign * table.double() / beta).log_softmax(dim=0)
 
         distance = kl(policy, optimum())
-        assert distance < 0.01, f"{distance} from the optimum; the reference is {kl(reference, optimum())} from it"
+        assert distance < 0.01, (
+            f"{distance} from the optimum; the reference is {kl(reference, optimum())} from it"
+        )
         assert kl(optimum(), policy) < 0.01
         # What would pass must be able to fail: other optima are farther away than the bound.
         assert kl(reference, optimum()) > 0.1

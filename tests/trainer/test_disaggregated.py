@@ -20,13 +20,25 @@ from helpers.archives import compressed
 from helpers.errors import check_fault
 from helpers.models import tiny_llama_folder
 from helpers.tiny_run import largest_difference, metrics_of, rollouts_of, tiny_config, without_times
-from helpers.trainer_processes import NUM_PROMPTS, SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
+from helpers.trainer_processes import (
+    NUM_PROMPTS,
+    SETTINGS,
+    STEPS,
+    TrainerProcesses,
+    assert_equal_runs,
+)
 from helpers.vllm_engine import OF_RUNS, vllm_model, vllm_overrides
 from safetensors.torch import load_file
 
 from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.debugging.diff import diff
-from reinforce_rl.errors import EXIT_LOST_RANK, EXIT_STOPPED, CheckpointError, ConfigError, GenerationError
+from reinforce_rl.errors import (
+    EXIT_LOST_RANK,
+    EXIT_STOPPED,
+    CheckpointError,
+    ConfigError,
+    GenerationError,
+)
 from reinforce_rl.monitoring.glossary import metric_of
 from reinforce_rl.monitoring.records import read_tokens
 from reinforce_rl.rewards.base import STATUS_OK, Rewards
@@ -60,9 +72,13 @@ def finish(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: in
     return processes.finish(folder, *SETTINGS, *STATEFUL, *overrides, ranks=ranks)
 
 
-def finish_two_layers(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: int) -> Path:
+def finish_two_layers(
+    processes: TrainerProcesses, folder: Path, *overrides: str, ranks: int
+) -> Path:
     folder.mkdir(exist_ok=True)
-    tiny_llama_folder(folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16)
+    tiny_llama_folder(
+        folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16
+    )
     return finish(processes, folder, *overrides, ranks=ranks)
 
 
@@ -77,12 +93,17 @@ def assert_same_training(folder: Path, other: Path) -> None:
         assert without_times(line) == without_times(expected)
     for step in range(1, len(metrics_of(other))):  # filtering uses the prompts up sooner
         assert rollouts_of(folder, step) == rollouts_of(other, step)
-    found, others = (load_file(path / "run" / "hf" / "model.safetensors") for path in (folder, other))
+    found, others = (
+        load_file(path / "run" / "hf" / "model.safetensors") for path in (folder, other)
+    )
     assert all(torch.equal(found[name], others[name]) for name in others)
 
 
 LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
-FILTERING = ("trainer.reinforce.dynamic_filtering=true", "trainer.reinforce.max_resampling_rounds=1")
+FILTERING = (
+    "trainer.reinforce.dynamic_filtering=true",
+    "trainer.reinforce.max_resampling_rounds=1",
+)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +115,14 @@ FILTERING = ("trainer.reinforce.dynamic_filtering=true", "trainer.reinforce.max_
         pytest.param(1, 1, FILTERING, id="dynamic filtering", marks=SLOW),
     ],
 )
-def test_without_staleness_it_is_the_colocated_run_bit_for_bit(trainers, generators, overrides, processes, tmp_path):
+def test_without_staleness_it_is_the_colocated_run_bit_for_bit(
+    trainers, generators, overrides, processes, tmp_path
+):
     colocated = finish(processes, tmp_path / "colocated", *overrides, ranks=trainers)
     settings = ("placement=disaggregated", f"generation_ranks={generators}", "max_staleness=0")
-    apart = finish(processes, tmp_path / "apart", *overrides, *settings, ranks=trainers + generators)
+    apart = finish(
+        processes, tmp_path / "apart", *overrides, *settings, ranks=trainers + generators
+    )
     assert_same_training(apart, colocated)
     assert not diff(colocated / "run", apart / "run").exact
 
@@ -109,20 +134,42 @@ TRAINERS = {"TP2": (2, "tensor"), "PP2": (2, "pipeline"), "one": (1, "tensor")}
     ("trainers", "tensor"),
     [
         pytest.param("PP2", 2, id="PP2 to TP2", marks=SLOW),
-        *(pytest.param(*pair, id=f"{pair[0]} to TP{pair[1]}", marks=SLOW) for pair in [("TP2", 1), ("TP2", 2)]),
-        *(pytest.param(*pair, id=f"{pair[0]} to TP{pair[1]}", marks=SLOW) for pair in [("PP2", 1), ("one", 2)]),
+        *(
+            pytest.param(*pair, id=f"{pair[0]} to TP{pair[1]}", marks=SLOW)
+            for pair in [("TP2", 1), ("TP2", 2)]
+        ),
+        *(
+            pytest.param(*pair, id=f"{pair[0]} to TP{pair[1]}", marks=SLOW)
+            for pair in [("PP2", 1), ("one", 2)]
+        ),
     ],
 )
-@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=SLOW)], ids=["whole model", "LoRA"])
-def test_the_layouts_of_trainers_and_generators_change_no_number(trainers, tensor, lora, processes, tmp_path):
+@pytest.mark.parametrize(
+    "lora", [False, pytest.param(True, marks=SLOW)], ids=["whole model", "LoRA"]
+)
+def test_the_layouts_of_trainers_and_generators_change_no_number(
+    trainers, tensor, lora, processes, tmp_path
+):
     ranks, kind = TRAINERS[trainers]
     more = LORA if lora else ()
     expected = finish_two_layers(processes, tmp_path / "one", *more, ranks=1)
-    layout = (f"model.{kind}_model_parallel_size={ranks}", f"generation_tensor_parallel_size={tensor}")
-    settings = ("placement=disaggregated", f"generation_ranks={tensor}", "max_staleness=0", *layout, *more)
+    layout = (
+        f"model.{kind}_model_parallel_size={ranks}",
+        f"generation_tensor_parallel_size={tensor}",
+    )
+    settings = (
+        "placement=disaggregated",
+        f"generation_ranks={tensor}",
+        "max_staleness=0",
+        *layout,
+        *more,
+    )
     found = finish_two_layers(processes, tmp_path / "apart", *settings, ranks=ranks + tensor)
     for line, other in zip(metrics_of(found), metrics_of(expected), strict=True):
-        pair = [{key: value for key, value in without_times(m).items() if "padding" not in key} for m in (line, other)]
+        pair = [
+            {key: value for key, value in without_times(m).items() if "padding" not in key}
+            for m in (line, other)
+        ]
         assert largest_difference(*pair) < 1e-4, line["step"]
 
 
@@ -148,12 +195,19 @@ def test_each_token_is_of_the_version_that_its_step_asks_for(staleness, apart, p
         assert {version for one in tokens for version in one.weight_versions or []} == {expected}
         assert metrics_of(folder)[step]["train/staleness"] == step - 1 - expected
     assert {
-        name for name in metrics_of(folder)[STEPS] if name not in ("step", "time") and not metric_of(name)
+        name
+        for name in metrics_of(folder)[STEPS]
+        if name not in ("step", "time") and not metric_of(name)
     } == set()
     assert "timers/send_weights" in metrics_of(folder)[STEPS]
-    prompts = [Counter(row["prompt_id"] for row in rollouts_of(folder, step)) for step in range(1, STEPS + 1)]
+    prompts = [
+        Counter(row["prompt_id"] for row in rollouts_of(folder, step))
+        for step in range(1, STEPS + 1)
+    ]
     for epoch in range(4):
-        assert sum(prompts[3 * epoch : 3 * epoch + 3], Counter()) == dict.fromkeys(range(NUM_PROMPTS), 4)
+        assert sum(prompts[3 * epoch : 3 * epoch + 3], Counter()) == dict.fromkeys(
+            range(NUM_PROMPTS), 4
+        )
 
 
 def test_the_log_probs_of_older_weights_are_corrected(apart):
@@ -166,11 +220,15 @@ def test_the_log_probs_of_older_weights_are_corrected(apart):
     assert min(line["train/effective_sample_size"] for line in lines[2:]) < 0.999
 
 
-def test_neither_the_number_of_generators_nor_their_speed_changes_a_number(apart, processes, tmp_path):
+def test_neither_the_number_of_generators_nor_their_speed_changes_a_number(
+    apart, processes, tmp_path
+):
     assert_equal_runs(finish(processes, tmp_path, *TWO_GENERATORS, ranks=3), apart)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=SLOW, id="5-a"), pytest.param(5, marks=SLOW, id="5-b")])
+@pytest.mark.parametrize(
+    "kills", [2, pytest.param(5, marks=SLOW, id="5-a"), pytest.param(5, marks=SLOW, id="5-b")]
+)
 def test_killed_at_random_moments(kills, apart, processes, tmp_path):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed of the moments: {seed}")
@@ -191,7 +249,9 @@ def test_a_signal_saves_the_rollouts_under_way(rank, apart, processes, tmp_path)
     assert processes.statuses[0] == EXIT_STOPPED, said
     assert processes.statuses[1] in (0, EXIT_STOPPED), said
     newest = tmp_path / "run" / "checkpoints"
-    stored = torch.load(newest / (newest / "latest").read_text().strip() / "rollouts.pt", weights_only=True)
+    stored = torch.load(
+        newest / (newest / "latest").read_text().strip() / "rollouts.pt", weights_only=True
+    )
     assert [one["step"] for one in stored] == [stored[0]["version"] + 2]
     finish(processes, tmp_path, *APART)
     assert_same_training(tmp_path, apart)
@@ -209,7 +269,9 @@ def test_a_lost_rank_is_named_and_the_run_goes_on(rank, phase, number, apart, pr
     act = {"rank": rank, "phase": phase, "step": 4, "signal": number}
     limits = ("trainer.heartbeat_timeout_seconds=6", "trainer.collective_timeout_seconds=30")
     patience = 1 if number == signal.SIGSTOP else 40  # a stopped process cannot end itself
-    processes.start(tmp_path, *SETTINGS, *STATEFUL, *APART, *limits, ranks=2, patience=patience, act=act)
+    processes.start(
+        tmp_path, *SETTINGS, *STATEFUL, *APART, *limits, ranks=2, patience=patience, act=act
+    )
     processes.wait()
     said = (tmp_path / "log").read_text()
     assert processes.statuses[1 - rank] == EXIT_LOST_RANK, said
@@ -224,35 +286,59 @@ def test_a_lost_rank_is_named_and_the_run_goes_on(rank, phase, number, apart, pr
 def test_an_engine_generates(processes, tmp_path):
     """The real vLLM on the rank that generates: without staleness what it gives beside the trainer, bit for bit."""
     runs = {}
-    for name, ranks, more in [("colocated", 1, ()), ("apart", 2, (*APART, "max_staleness=0")), ("older", 2, APART)]:
+    for name, ranks, more in [
+        ("colocated", 1, ()),
+        ("apart", 2, (*APART, "max_staleness=0")),
+        ("older", 2, APART),
+    ]:
         folder = tmp_path / name
         folder.mkdir()
         vllm_model(folder)
         runs[name] = finish(processes, folder, *vllm_overrides(), *OF_RUNS, *more, ranks=ranks)
     assert all(line["train/generator_gap"] < 1e-5 for line in metrics_of(runs["apart"])[1:])
-    for line, expected in zip(metrics_of(runs["apart"]), metrics_of(runs["colocated"]), strict=True):
+    for line, expected in zip(
+        metrics_of(runs["apart"]), metrics_of(runs["colocated"]), strict=True
+    ):
         assert without_times(line) == without_times(expected)
     assert [line["train/staleness"] for line in metrics_of(runs["older"])[1:]] == [0.0, 1.0, 1.0]
 
 
-FUNCTION = ("reward=function", "+reward_function.kwargs.target=4", "+reward_function.kwargs.tolerance=4")
+FUNCTION = (
+    "reward=function",
+    "+reward_function.kwargs.target=4",
+    "+reward_function.kwargs.tolerance=4",
+)
 
 
 @pytest.mark.slow
 def test_the_generators_ask_for_the_rewards(processes, tmp_path):
     """A real reward function in processes of the rank that generates; then one that cannot be used there."""
-    own = (*FUNCTION, "reward_function.name=reinforce_rl.rewards.functions.length", "max_staleness=0")
+    own = (
+        *FUNCTION,
+        "reward_function.name=reinforce_rl.rewards.functions.length",
+        "max_staleness=0",
+    )
     unit = "+reward_function.kwargs.unit=characters"
     found = finish(processes, tmp_path / "apart", *APART, *own, unit)
     rows = rollouts_of(found, STEPS)
-    assert [row["reward"] for row in rows] == [max(0.0, 1 - abs(len(row["response"]) - 4) / 4) for row in rows]
+    assert [row["reward"] for row in rows] == [
+        max(0.0, 1 - abs(len(row["response"]) - 4) / 4) for row in rows
+    ]
     (tmp_path / "wrong").mkdir()
-    wrong = (*FUNCTION, "reward_function.name=reinforce_rl.rewards.functions.length", "+reward_function.kwargs.of=1")
+    wrong = (
+        *FUNCTION,
+        "reward_function.name=reinforce_rl.rewards.functions.length",
+        "+reward_function.kwargs.of=1",
+    )
     processes.start(tmp_path / "wrong", *SETTINGS, *APART, *wrong, ranks=2, patience=60)
     processes.wait()
     said = (tmp_path / "wrong" / "log").read_text()
     assert processes.statuses == [1, 0], said
-    assert "reward_function" in said and "unexpected keyword argument" in said and "Traceback" not in said
+    assert (
+        "reward_function" in said
+        and "unexpected keyword argument" in said
+        and "Traceback" not in said
+    )
 
 
 def test_a_generator_that_cannot_begin_ends_a_run_that_goes_on(processes, tmp_path):
@@ -269,7 +355,9 @@ def test_a_generator_that_cannot_begin_ends_a_run_that_goes_on(processes, tmp_pa
 
 
 def test_stored_rollouts_of_other_settings_are_not_trained_on(processes, tmp_path):
-    processes.start(tmp_path, *SETTINGS, *STATEFUL, *APART, die_before="rollouts/step_00005", ranks=2)
+    processes.start(
+        tmp_path, *SETTINGS, *STATEFUL, *APART, die_before="rollouts/step_00005", ranks=2
+    )
     processes.wait()
     finish(processes, tmp_path, *APART, "max_staleness=0", "resume_with_changes=true")
     lines = metrics_of(tmp_path)[1:]
@@ -292,21 +380,29 @@ def test_a_failed_generator_does_not_keep_the_last_step_from_being_saved():
     content = generators.state({4: Ticket([], 2, stored), 5: Ticket([[0]], 2), 6: Ticket([[1]], 2)})
     found = generators.restore(content)
     assert list(found) == [4] and found[4].version == 2
-    assert found[4].stored is not None and torch.equal(found[4].stored[7]["tokens"], stored[7]["tokens"])
+    assert found[4].stored is not None and torch.equal(
+        found[4].stored[7]["tokens"], stored[7]["tokens"]
+    )
 
 
 @pytest.mark.slow
 def test_slow_rewards_are_no_hang(processes, tmp_path):
     """12 samples of a second each in one process, where no rank may stand still for 5 s."""
     own = ("reward=function", "reward_function.name=helpers.reward_functions.takes_a_second")
-    limits = ("reward_function.num_workers=1", "trainer.collective_timeout_seconds=5", "trainer.reinforce.max_steps=2")
+    limits = (
+        "reward_function.num_workers=1",
+        "trainer.collective_timeout_seconds=5",
+        "trainer.reinforce.max_steps=2",
+    )
     finish(processes, tmp_path, *APART, *own, *limits)
     assert [line["step"] for line in metrics_of(tmp_path)] == [0, 1, 2]
 
 
 @pytest.mark.slow
 def test_a_colocated_run_goes_on_with_generators(processes, tmp_path):
-    processes.start(tmp_path, *SETTINGS, *STATEFUL, "trainer.reinforce.save_interval=1", die_before="step_00004")
+    processes.start(
+        tmp_path, *SETTINGS, *STATEFUL, "trainer.reinforce.save_interval=1", die_before="step_00004"
+    )
     assert processes.wait() == -signal.SIGKILL
     finish(processes, tmp_path, *APART, "resume_with_changes=true")
     ages = [line.get("train/staleness") for line in metrics_of(tmp_path)[1:]]
@@ -343,7 +439,12 @@ def test_a_colocated_run_goes_on_with_generators(processes, tmp_path):
             ["multiple of 2"],
         ),
         (
-            ["trainer.devices=4", *APART, "generation_ranks=3", "generation_tensor_parallel_size=3"],
+            [
+                "trainer.devices=4",
+                *APART,
+                "generation_ranks=3",
+                "generation_tensor_parallel_size=3",
+            ],
             "config.generation_tensor_parallel_size.not_a_divisor_of_feed_forward",
             ["generation_tensor_parallel_size", "32"],
         ),
@@ -399,7 +500,9 @@ class EngineThatFails:
         self.events.append("answers")
         if self.events.count("answers") == 2:
             raise GenerationError("out of memory")
-        return Completions(torch.ones(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long), ("stop",))
+        return Completions(
+            torch.ones(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long), ("stop",)
+        )
 
 
 def test_an_engine_that_failed_wakes_before_new_weights_count(monkeypatch):
@@ -446,14 +549,18 @@ class RecordedPool:
         return list(self.results.values())
 
 
-def generators_of(pool: RecordedPool, monkeypatch: pytest.MonkeyPatch, *, takes_finished: bool = False) -> Generators:
+def generators_of(
+    pool: RecordedPool, monkeypatch: pytest.MonkeyPatch, *, takes_finished: bool = False
+) -> Generators:
     """The trainers' side of generators, on one rank, two prompts in a micro-batch."""
 
     def cut(prompts: Sequence[Prompt], validation: bool) -> list[Sequence[Prompt]]:
         return [prompts[start : start + 2] for start in range(0, len(prompts), 2)]
 
     monkeypatch.setattr("reinforce_rl.trainer.disaggregated.send_weights", lambda lm, group: None)
-    mesh = SimpleNamespace(gather_over_dp=lambda value: [value], raise_on_all_ranks=contextlib.nullcontext, dp_rank=0)
+    mesh = SimpleNamespace(
+        gather_over_dp=lambda value: [value], raise_on_all_ranks=contextlib.nullcontext, dp_rank=0
+    )
     model: Any = SimpleNamespace(mesh=mesh, lm=None)
     return Generators(model, pool, cut, StopRequest(), takes_finished)  # type: ignore[arg-type]
 
@@ -487,7 +594,10 @@ class TestTickets:
         generators.publish(5)
         ticket = generators.submit(PROMPTS, 2, 1, 6, 3)
         assert ticket.version == 3
-        assert [(work.number, work.version, len(work.prompts)) for work in pool.submitted] == [(0, 3, 2), (1, 3, 1)]
+        assert [(work.number, work.version, len(work.prompts)) for work in pool.submitted] == [
+            (0, 3, 2),
+            (1, 3, 1),
+        ]
         assert pool.announced == [5]
 
     def test_after_a_resume_nothing_older_than_the_checkpoint_is_asked_for(self, monkeypatch):
@@ -500,7 +610,9 @@ class TestTickets:
         assert generators.submit(PROMPTS, 2, 1, 6, 3).version == 4
         assert generators.submit(PROMPTS, 2, 1, 7, 5).version == 5
 
-    def test_in_any_order_a_step_takes_newer_weights_and_a_validation_the_newest_alone(self, monkeypatch):
+    def test_in_any_order_a_step_takes_newer_weights_and_a_validation_the_newest_alone(
+        self, monkeypatch
+    ):
         pool = RecordedPool()
         generators = generators_of(pool, monkeypatch, takes_finished=True)
         generators.publish(4, as_oldest=True)
@@ -551,19 +663,29 @@ class TestTickets:
         results = result_of(0, 7), result_of(1, 8, statuses=statuses), result_of(2, 9)
         generators = generators_of(RecordedPool(*results), monkeypatch)
         generators.version = 9
-        content = generators.state({step: Ticket([[number]], 1) for number, step in enumerate((5, 6, 7))})
+        content = generators.state(
+            {step: Ticket([[number]], 1) for number, step in enumerate((5, 6, 7))}
+        )
         assert list(generators.restore(content)) == [5]
         one_step = generators.state({5: Ticket([[0, 1]], 1)})
         assert generators.restore(one_step) == {}, "a step is kept as a whole"
 
     def test_faults_stay_with_their_samples(self, monkeypatch):
         """A run in any order keeps results by prompt; its own pool leaves out failed ones, others may not."""
-        result = result_of(0, 7, 8, 9, statuses=[STATUS_OK, FAILED, STATUS_OK, STATUS_OK, FAILED, STATUS_OK])
+        result = result_of(
+            0, 7, 8, 9, statuses=[STATUS_OK, FAILED, STATUS_OK, STATUS_OK, FAILED, STATUS_OK]
+        )
         generators = generators_of(RecordedPool(result), monkeypatch, takes_finished=True)
         generators.restore(generators.state({}))
         pool = RecordedPool()
-        generators._give([Work(n, 1, 0, (prompt,), 2, 1, True) for n, prompt in enumerate(PROMPTS)], pool)  # type: ignore[arg-type]
+        generators._give(
+            [Work(n, 1, 0, (prompt,), 2, 1, True) for n, prompt in enumerate(PROMPTS)], pool
+        )  # type: ignore[arg-type]
         faults = [dict(one.rewards.faults) for _, one in pool.readmitted if one.rewards is not None]
         assert faults == [{1: "fault of row 1"}, {}, {0: "fault of row 4"}]
-        assert [(work.number, one.number) for work, one in pool.readmitted] == [(0, 0), (1, 1), (2, 2)]
+        assert [(work.number, one.number) for work, one in pool.readmitted] == [
+            (0, 0),
+            (1, 1),
+            (2, 2),
+        ]
         assert pool.submitted == []

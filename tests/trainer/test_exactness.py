@@ -32,7 +32,9 @@ def world() -> World:
 
 
 def bias(world: World, samples: int = 2, **options) -> float:
-    return relative_error(expected_gradient(world, Options(**options), samples), world.true_gradient)
+    return relative_error(
+        expected_gradient(world, Options(**options), samples), world.true_gradient
+    )
 
 
 def test_the_tree_has_a_dozen_sequences_of_unequal_length():
@@ -45,7 +47,11 @@ def test_the_tree_has_a_dozen_sequences_of_unequal_length():
 @pytest.mark.parametrize("credit", ["sequence", "token"])
 def test_exact_estimators_have_the_true_gradient(world, estimator, placement, credit):
     """Detached, summed k1 in the reward or the advantage, in the loss with prefix weights; by response or by token."""
-    options = {"advantage_estimator": estimator, "kl_placement": placement, "credit_assignment": credit}
+    options = {
+        "advantage_estimator": estimator,
+        "kl_placement": placement,
+        "credit_assignment": credit,
+    }
     assert bias(world, **options) < 1e-8
 
 
@@ -104,7 +110,9 @@ class TestOffPolicy:
     @pytest.fixture
     def behaviour(self) -> Tensor:
         generator = torch.Generator().manual_seed(5)
-        return TREE.log_probs(torch.randn(TREE.num_prefixes, 3, generator=generator, dtype=torch.float64))
+        return TREE.log_probs(
+            torch.randn(TREE.num_prefixes, 3, generator=generator, dtype=torch.float64)
+        )
 
     @pytest.mark.parametrize(
         ("settings", "exact"),
@@ -119,13 +127,17 @@ class TestOffPolicy:
         error = self.error(world, behaviour, LossSettings(**settings), as_old=False)
         assert error < 1e-8 if exact else error > 0.02
 
-    @pytest.mark.parametrize(("ratio", "exact"), [("sequence", True), ("token", False), ("sequence_geometric", False)])
+    @pytest.mark.parametrize(
+        ("ratio", "exact"), [("sequence", True), ("token", False), ("sequence_geometric", False)]
+    )
     def test_an_earlier_policy(self, world, behaviour, ratio, exact):
         """Unclipped, only the ratio of the whole response is exact; clipping biases it."""
         free = LossSettings(importance_ratio=ratio, ratio_clip_low=1.0, ratio_clip_high=1e9)
         error = self.error(world, behaviour, free, as_old=True)
         assert error < 1e-8 if exact else error > 0.02
-        assert self.error(world, behaviour, LossSettings(importance_ratio=ratio), as_old=True) > 0.02
+        assert (
+            self.error(world, behaviour, LossSettings(importance_ratio=ratio), as_old=True) > 0.02
+        )
 
     def error(self, world: World, behaviour: Tensor, loss: LossSettings, *, as_old: bool) -> float:
         # A KL would be that of the policy, which the samples of another one do not estimate.
@@ -143,7 +155,10 @@ class TestVariance:
         assert four <= two / 2
 
     def test_samples_without_a_baseline_are_independent(self, world):
-        one, two = (gradient_variance(world, Options(advantage_estimator="none"), samples) for samples in (1, 2))
+        one, two = (
+            gradient_variance(world, Options(advantage_estimator="none"), samples)
+            for samples in (1, 2)
+        )
         assert two == pytest.approx(one / 2, rel=1e-12)
 
     @pytest.mark.slow
@@ -154,4 +169,8 @@ class TestVariance:
             return gradient_variance(world, Options(), 4) / none
 
         assert ratio(3.0) < 0.3
-        assert min(ratio(mean / 10) for mean in range(-10, 11)) < 1 < max(ratio(mean / 10) for mean in range(-10, 11))
+        assert (
+            min(ratio(mean / 10) for mean in range(-10, 11))
+            < 1
+            < max(ratio(mean / 10) for mean in range(-10, 11))
+        )

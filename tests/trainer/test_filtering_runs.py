@@ -57,7 +57,9 @@ class Recorder(FunctionReward):
         for line in lines:
             end = 4 * line["train/consumed_prompts"]
             drawn: dict[str, set[float]] = {}
-            for prompt, reward in zip(self.prompts[start:end], self.rewards[start:end], strict=True):
+            for prompt, reward in zip(
+                self.prompts[start:end], self.rewards[start:end], strict=True
+            ):
                 drawn.setdefault(prompt, set()).add(reward)
             found.append(drawn)
             start = end
@@ -72,7 +74,9 @@ def test_steps_are_filled_with_groups_that_differ(rounds, tmp_path, mesh):
     lines = run(tmp_path, mesh, *FILTERING, bound, rm=recorder, prompts=PROMPTS)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     consumed = [0, *(line["train/consumed_prompts"] for line in lines)]
-    assert consumed[-1] == 2 * len(PROMPTS) and len(PROMPTS) in consumed, "an epoch's end is a step's end"
+    assert consumed[-1] == 2 * len(PROMPTS) and len(PROMPTS) in consumed, (
+        "an epoch's end is a step's end"
+    )
     filled = 0
     for step, (line, drawn) in enumerate(zip(lines, recorder.steps(lines), strict=True), 1):
         assert line["train/groups_drawn"] == consumed[step] - consumed[step - 1] == len(drawn)
@@ -84,12 +88,16 @@ def test_steps_are_filled_with_groups_that_differ(rounds, tmp_path, mesh):
         assert Counter(row["prompt"] for row in rows) == dict.fromkeys(differ[:WANTED], 4)
         assert all(row["valid"] for row in rows)
         # No batch was drawn once there were enough, and another one whenever there were not.
-        before_last = [len(drawn[p]) > 1 for p in list(drawn)[: WANTED * line["train/resampling_rounds"]]]
+        before_last = [
+            len(drawn[p]) > 1 for p in list(drawn)[: WANTED * line["train/resampling_rounds"]]
+        ]
         assert sum(before_last) < WANTED or not before_last
         ended = consumed[step] % len(PROMPTS) == 0
         assert len(differ) >= WANTED or ended or line["train/resampling_rounds"] == rounds
         filled += len(differ) >= WANTED
-    assert filled and any(line["train/groups_without_spread"] for line in lines), "else this test sees nothing"
+    assert filled and any(line["train/groups_without_spread"] for line in lines), (
+        "else this test sees nothing"
+    )
     for epoch in (0, 1):
         seen = recorder.prompts[epoch * 4 * len(PROMPTS) : (epoch + 1) * 4 * len(PROMPTS)]
         assert Counter(seen) == dict.fromkeys(PROMPTS, 4), "every prompt once an epoch"
@@ -101,21 +109,33 @@ def test_the_rewards_that_are_logged_are_those_of_all_that_were_drawn(tmp_path, 
     start = 0
     for line in lines:
         end = 4 * line["train/consumed_prompts"]
-        assert line["train/rewards"] == pytest.approx(sum(recorder.rewards[start:end]) / (end - start))
+        assert line["train/rewards"] == pytest.approx(
+            sum(recorder.rewards[start:end]) / (end - start)
+        )
         start = end
 
 
 def test_optimizer_steps_on_what_is_left(tmp_path, mesh):
-    options = [f"{RL}.importance_ratio=token", "model.global_batch_size=8", f"{RL}.max_resampling_rounds=0"]
+    options = [
+        f"{RL}.importance_ratio=token",
+        "model.global_batch_size=8",
+        f"{RL}.max_resampling_rounds=0",
+    ]
     lines = run(tmp_path, mesh, *FILTERING, *options, rm=SOME_ALIKE, prompts=PROMPTS)
     trained = [line["train/groups_trained"] for line in lines]
     assert len(set(trained)) > 1
-    assert [line["train/optimizer_steps"] for line in lines] == [max(-(-count // 2), 1) for count in trained]
+    assert [line["train/optimizer_steps"] for line in lines] == [
+        max(-(-count // 2), 1) for count in trained
+    ]
 
 
 def test_nothing_to_train_on(tmp_path, mesh):
     """The prompts are used up by two steps, long before the number of steps that was planned with."""
-    options = [f"{RL}.max_resampling_rounds=9", f"{RL}.val_check_interval=4", "model.optim.weight_decay=0"]
+    options = [
+        f"{RL}.max_resampling_rounds=9",
+        f"{RL}.val_check_interval=4",
+        "model.optim.weight_decay=0",
+    ]
     config = tiny_config(tmp_path, *FILTERING, *options, prompts=PROMPTS)
     with tiny_trainer(config, mesh, lambda ids: 0.25) as trainer:
         before = weights(trainer)
@@ -123,11 +143,17 @@ def test_nothing_to_train_on(tmp_path, mesh):
         assert trainer.max_steps == 10 and trainer.step == 2
         assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
     lines = metrics_of(tmp_path)
-    assert [line["step"] for line in lines if "val/rewards" in line] == [0, 2], "validated at the end too"
+    assert [line["step"] for line in lines if "val/rewards" in line] == [0, 2], (
+        "validated at the end too"
+    )
     for line in lines[1:]:
         counts = [line[f"train/groups_{name}"] for name in ("drawn", "without_spread", "trained")]
         assert counts == [18, 18, 0]
-        assert (line["train/rewards"], line["train/actor_loss"], line["train/grad_norm"]) == (0.25, 0.0, 0.0)
+        assert (line["train/rewards"], line["train/actor_loss"], line["train/grad_norm"]) == (
+            0.25,
+            0.0,
+            0.0,
+        )
         assert line["train/skipped_step"] == 0
     assert rollouts_of(tmp_path, 1) == []
 
@@ -137,8 +163,16 @@ def test_nothing_to_train_on(tmp_path, mesh):
     [
         [f"{RL}.advantage_estimator=raft", f"{RL}.initial_policy_kl_penalty=0"],
         [f"{RL}.advantage_whitening=token", f"{RL}.credit_assignment=token"],
-        [f"{RL}.reward_shaping.standardisation=running", f"{RL}.kl_target=0.1", f"{RL}.kl_placement=loss"],
-        [f"{RL}.importance_ratio=sequence", "model.global_batch_size=8", f"{RL}.reinforce_epochs=2"],
+        [
+            f"{RL}.reward_shaping.standardisation=running",
+            f"{RL}.kl_target=0.1",
+            f"{RL}.kl_placement=loss",
+        ],
+        [
+            f"{RL}.importance_ratio=sequence",
+            "model.global_batch_size=8",
+            f"{RL}.reinforce_epochs=2",
+        ],
     ],
     ids=["raft", "whitened token credit", "running moments", "several optimizer steps"],
 )
@@ -146,7 +180,11 @@ def test_nothing_to_train_on_with_other_options(options, tmp_path, mesh):
     lines = run(tmp_path, mesh, *FILTERING, *options, rm=lambda ids: 0.25)
     assert len(lines) == 2
     for line in lines:
-        assert (line["train/groups_trained"], line["train/actor_loss"], line["train/skipped_step"]) == (0, 0, 0)
+        assert (
+            line["train/groups_trained"],
+            line["train/actor_loss"],
+            line["train/skipped_step"],
+        ) == (0, 0, 0)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, mesh):
@@ -155,7 +193,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, mesh):
     whole = run(folders[0], mesh, *FILTERING, rm=SOME_ALIKE, prompts=PROMPTS)
     assert whole[1]["train/resampling_rounds"] > 0 and whole[1]["train/epoch"] == 0
     for steps in (2, 3, -1):
-        parts = run(folders[1], mesh, *FILTERING, f"{RL}.max_steps={steps}", rm=SOME_ALIKE, prompts=PROMPTS)
+        parts = run(
+            folders[1], mesh, *FILTERING, f"{RL}.max_steps={steps}", rm=SOME_ALIKE, prompts=PROMPTS
+        )
     assert list(map(without_times, parts)) == list(map(without_times, whole))
     for step in range(1, len(whole) + 1):
         assert rollouts_of(folders[1], step) == rollouts_of(folders[0], step)
@@ -163,7 +203,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, mesh):
 
 @pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path, mesh):
-    overrides = [*tiny_overrides(tmp_path, prompts=PROMPTS[:11]), *FILTERING, "model.optim.lr=0.001"]
+    overrides = [
+        *tiny_overrides(tmp_path, prompts=PROMPTS[:11]),
+        *FILTERING,
+        "model.optim.lr=0.001",
+    ]
     folders = tmp_path / "one", tmp_path / "two"
     places = [f"exp_manager.explicit_log_dir={folder / 'run'}" for folder in folders]
     with tiny_trainer(load_config(compose(*overrides, places[0])), mesh, SOME_ALIKE) as trainer:
@@ -174,7 +218,8 @@ def test_two_ranks_equal_one(tmp_path, mesh):
     for step, (line, other) in enumerate(zip(found, expected, strict=True), 1):
         assert largest_difference(line, other) < 1e-4
         one, two = (
-            {(r["prompt_id"], r["sample_id"]): r["response"] for r in rollouts_of(folder, step)} for folder in folders
+            {(r["prompt_id"], r["sample_id"]): r["response"] for r in rollouts_of(folder, step)}
+            for folder in folders
         )
         assert one == two
     for rank in (0, 1):

@@ -62,11 +62,18 @@ def test_every_prompt_once_an_epoch(mode, processes, tmp_path):
     [
         pytest.param(4, (*INFLIGHT, "generation_ranks=2", "max_staleness=2"), id="two and two"),
         pytest.param(
-            3, (*INFLIGHT, "generation_ranks=2", "generation_tensor_parallel_size=2"), id="TP2 generates", marks=SLOW
+            3,
+            (*INFLIGHT, "generation_ranks=2", "generation_tensor_parallel_size=2"),
+            id="TP2 generates",
+            marks=SLOW,
         ),
         pytest.param(
             3,
-            (*MODES["in flight, cache kept"], "generation_ranks=2", "generation_tensor_parallel_size=2"),
+            (
+                *MODES["in flight, cache kept"],
+                "generation_ranks=2",
+                "generation_tensor_parallel_size=2",
+            ),
             id="TP2 generates, cache kept",
             marks=SLOW,
         ),
@@ -90,10 +97,14 @@ def test_killed_at_random_moments(kills, processes, tmp_path):
 @pytest.mark.slow
 def test_a_signal_keeps_what_is_finished(processes, tmp_path):
     act = {"rank": 0, "phase": "train_time", "step": 5, "signal": signal.SIGTERM}
-    processes.start(tmp_path, *SETTINGS, *FINISHED, "max_staleness=2", ranks=2, patience=60, act=act)
+    processes.start(
+        tmp_path, *SETTINGS, *FINISHED, "max_staleness=2", ranks=2, patience=60, act=act
+    )
     processes.wait()
     assert processes.statuses[0] == EXIT_STOPPED, (tmp_path / "log").read_text()
-    assert_sound(finish(processes, tmp_path, *FINISHED, "max_staleness=2"), staleness=2, one_version=True)
+    assert_sound(
+        finish(processes, tmp_path, *FINISHED, "max_staleness=2"), staleness=2, one_version=True
+    )
 
 
 @pytest.mark.parametrize("other", ["colocated", pytest.param("in the prompts' order", marks=SLOW)])
@@ -102,7 +113,10 @@ def test_another_order_goes_on_with_the_prompts_under_way(other, processes, tmp_
     processes.wait()
     overrides, ranks = ((), 1) if other == "colocated" else (FINISHED[:2], 2)
     finish(processes, tmp_path, *overrides, "resume_with_changes=true", ranks=ranks)
-    drawn = sum((Counter(row["prompt_id"] for row in rollouts_of(tmp_path, step)) for step in range(1, 13)), Counter())
+    drawn = sum(
+        (Counter(row["prompt_id"] for row in rollouts_of(tmp_path, step)) for step in range(1, 13)),
+        Counter(),
+    )
     assert drawn == dict.fromkeys(range(NUM_PROMPTS), 16)
 
 
@@ -213,9 +227,17 @@ def test_prompts_under_way_are_drawn_once_by_filtering_too(filters):
         "cfg": SimpleNamespace(dynamic_filtering=filters, num_rollouts_per_prompt=2),
         "model": SimpleNamespace(settings=SimpleNamespace(seed=1)),
         "loader": SimpleNamespace(prompts_per_step=2, state_dict=dict, share=list),
-        "generators": SimpleNamespace(restore=lambda content: {}, submit=submit, takes_finished=False),
+        "generators": SimpleNamespace(
+            restore=lambda content: {}, submit=submit, takes_finished=False
+        ),
     }
-    parts |= {"rm": None, "batch_iterator_cls": None, "clock": None, "stop": StopRequest(), "staleness": 2}
+    parts |= {
+        "rm": None,
+        "batch_iterator_cls": None,
+        "clock": None,
+        "stop": StopRequest(),
+        "staleness": 2,
+    }
     maker = RolloutMaker(**parts)
     maker.load_state(4, b"", [3, 5, 7])
     assert [one.prompts for one in maker.ahead] == [[3, 5], [7]]
@@ -260,7 +282,10 @@ class TestWhatAStepTakes:
     def test_each_share_has_its_own(self):
         pool, _ = pool_of(WORKS, [result_of(WORKS[n], 3) for n in (4, 0, 2)])
         assert pool.take([([0, 1], 1), ([2, 3, 4], 3)], 3, stopped()) is None
-        assert numbers_of(pool.take([([0, 1], 1), ([2, 3, 4], 2)], 3, StopRequest())) == ([0, 2, 4], 0)
+        assert numbers_of(pool.take([([0, 1], 1), ([2, 3, 4], 2)], 3, StopRequest())) == (
+            [0, 2, 4],
+            0,
+        )
         assert numbers_of(pool.take([([0, 1], 1), ([], 0)], 3, StopRequest())) == ([0], 0)
 
     def test_a_prompt_of_two_epochs_is_taken_once(self):
@@ -303,7 +328,9 @@ class PlannedGenerator:
     def __init__(self, before: dict[int, Any]):
         self.before, self.calls, self.steps = before, 0, 0
 
-    def go_on(self, responses: list[PartialResponse], params: Any, updates: Any) -> list[PartialResponse]:
+    def go_on(
+        self, responses: list[PartialResponse], params: Any, updates: Any
+    ) -> list[PartialResponse]:
         from dataclasses import replace
 
         self.calls += 1
@@ -320,17 +347,27 @@ class PlannedGenerator:
                 if one.finish_reason is None:
                     versions = (*one.versions, updates.version)
                     ends = "stop" if len(versions) == (2 if one.prompt.id == 0 else 6) else None
-                    found[row] = replace(one, tokens=(*one.tokens, 5), versions=versions, finish_reason=ends)
+                    found[row] = replace(
+                        one, tokens=(*one.tokens, 5), versions=versions, finish_reason=ends
+                    )
         return found
 
 
-def rank_of(generator: PlannedGenerator, inflight: str | None, monkeypatch: pytest.MonkeyPatch) -> Any:
+def rank_of(
+    generator: PlannedGenerator, inflight: str | None, monkeypatch: pytest.MonkeyPatch
+) -> Any:
     """A generator's rank without connections and model, whose results are kept."""
     rank: Any = object.__new__(GeneratorRank)
-    mesh = SimpleNamespace(from_model_parallel_rank_0=lambda value: value, is_model_parallel_rank_0=True)
+    mesh = SimpleNamespace(
+        from_model_parallel_rank_0=lambda value: value, is_model_parallel_rank_0=True
+    )
     architecture = SimpleNamespace(vocab_size=10)
     rank._model = SimpleNamespace(
-        generator=generator, mesh=mesh, pad_id=0, settings=SimpleNamespace(sampling=None), lm=SimpleNamespace()
+        generator=generator,
+        mesh=mesh,
+        pad_id=0,
+        settings=SimpleNamespace(sampling=None),
+        lm=SimpleNamespace(),
     )
     rank._model.lm.architecture = architecture
     generator_context = SimpleNamespace(refit=lambda: None)
@@ -338,7 +375,12 @@ def rank_of(generator: PlannedGenerator, inflight: str | None, monkeypatch: pyte
     rank._changed, rank._staged, rank._inbox, rank._asked = threading.Condition(), {}, deque(), 0
     rank.version, rank._is_leader, rank._failure, rank._has_ended = 1, True, None, False
     rank._is_alone = True
-    rank._groups, rank._inflight, rank._awake, rank._links = 4, inflight, SimpleNamespace(close=lambda: None), Links()
+    rank._groups, rank._inflight, rank._awake, rank._links = (
+        4,
+        inflight,
+        SimpleNamespace(close=lambda: None),
+        Links(),
+    )
     rank._wake = lambda: None
     rank.results = []
     rank._deliver = lambda result, future: rank.results.append(result)
@@ -362,14 +404,18 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
 
     def test_they_wait(self, monkeypatch):
         """A group that is whole is given back all the same, once half of the responses have ended."""
-        rank = rank_of(PlannedGenerator({2: lambda: rank._staged.update({2: {}})}), None, monkeypatch)
+        rank = rank_of(
+            PlannedGenerator({2: lambda: rank._staged.update({2: {}})}), None, monkeypatch
+        )
         rank._lengthen(groups := groups_of(0, 7), 4)
         assert list(groups) == [1] and self.versions(rank.results[0]) == [[1] * 2] * 2
         rank._lengthen(groups, 4)
         assert not groups and self.versions(rank.results[1]) == [[1] * 6] * 2
 
     def test_the_call_ends_and_goes_on_with_them(self, monkeypatch):
-        rank = rank_of(PlannedGenerator({4: lambda: rank._staged.update({3: {}})}), "recompute", monkeypatch)
+        rank = rank_of(
+            PlannedGenerator({4: lambda: rank._staged.update({3: {}})}), "recompute", monkeypatch
+        )
         rank._lengthen(groups := groups_of(7, 8), 4)
         assert list(groups) == [0, 1] and not rank.results
         assert [len(one.tokens) for _, own in groups.values() for one in own] == [3] * 4
@@ -386,7 +432,11 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         assert not groups and self.versions(rank.results[0]) == [[1, 1, 1, 3, 3, 3]] * 2
 
     def test_prompts_that_come_are_drawn_beside_them(self, monkeypatch):
-        rank = rank_of(PlannedGenerator({4: lambda: rank._inbox.append(work_of(9, 9))}), "recompute", monkeypatch)
+        rank = rank_of(
+            PlannedGenerator({4: lambda: rank._inbox.append(work_of(9, 9))}),
+            "recompute",
+            monkeypatch,
+        )
         rank._lengthen(groups := groups_of(7), 4)
         assert list(groups) == [0] and [len(one.tokens) for one in groups[0][1]] == [3, 3]
 
@@ -394,7 +444,9 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         """While an engine falls asleep the next version may come, and the one before is dropped."""
         rank = rank_of(PlannedGenerator({}), "recompute", monkeypatch)
         rank._staged = {5: {}}
-        rank._awake = SimpleNamespace(close=lambda: (rank._staged.clear(), rank._staged.update({6: {}})))
+        rank._awake = SimpleNamespace(
+            close=lambda: (rank._staged.clear(), rank._staged.update({6: {}}))
+        )
         rank._advance(5)
         assert rank.version == 6 and not rank._staged
 
@@ -403,7 +455,9 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         rank = rank_of(PlannedGenerator({}), None, monkeypatch)
         rank._inbox.append(work_of(9, 9))
         assert rank._take(0, 0, waits=False) == [] and not rank._links.asked
-        assert [work.number for work in rank._take(2, 2, waits=False)] == [9] and rank._links.asked == [1]
+        assert [work.number for work in rank._take(2, 2, waits=False)] == [
+            9
+        ] and rank._links.asked == [1]
         assert not rank._inbox
 
     def test_those_that_are_on_their_way_come_along(self, monkeypatch):
@@ -422,7 +476,11 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
 
     def test_no_more_groups_than_there_is_room_for(self, monkeypatch):
         """At an update a generator asks for one more work, which may be a validation."""
-        rank = rank_of(PlannedGenerator({2: lambda: rank._inbox.append(work_of(9, 9))}), "recompute", monkeypatch)
+        rank = rank_of(
+            PlannedGenerator({2: lambda: rank._inbox.append(work_of(9, 9))}),
+            "recompute",
+            monkeypatch,
+        )
         rank._lengthen(groups := groups_of(7), 1)
         assert not groups, "the call was not stopped for it"
         rank._inbox.append(replace(work_of(8, 8), or_newer=False, step=0))
@@ -434,11 +492,15 @@ class TestWeightsThatComeWhileResponsesAreDrawn:
         rank = rank_of(PlannedGenerator({}), inflight, monkeypatch)
         rank._asked = 3
         rank._lengthen(groups_of(7), 4)
-        assert rank._links.asked == ([] if inflight else [-3]) and rank._asked == (3 if inflight else 0)
+        assert rank._links.asked == ([] if inflight else [-3]) and rank._asked == (
+            3 if inflight else 0
+        )
         rank._on_message(0, encode(Works((work_of(9, 9),))))  # it was on its way
         assert len(rank._inbox) == 1 and rank._asked == (2 if inflight else 0)
 
     def test_the_end_of_the_run_ends_the_call(self, monkeypatch):
-        rank = rank_of(PlannedGenerator({2: lambda: setattr(rank, "_has_ended", True)}), None, monkeypatch)
+        rank = rank_of(
+            PlannedGenerator({2: lambda: setattr(rank, "_has_ended", True)}), None, monkeypatch
+        )
         rank._lengthen(groups := groups_of(7), 4)
         assert [len(one.tokens) for one in groups[0][1]] == [1, 1] and not rank.results

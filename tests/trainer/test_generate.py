@@ -32,7 +32,9 @@ class Engine:
     def __init__(self, rank: Any) -> None:
         self.rank = rank
         self.weights = rank.loaded
-        self.before: dict[int, Callable[[], None]] = {}  # called before this token of the run, from 1
+        self.before: dict[
+            int, Callable[[], None]
+        ] = {}  # called before this token of the run, from 1
         self.drawn = 0
 
     def refit(self) -> None:
@@ -42,7 +44,9 @@ class Engine:
         tokens = torch.full((num_samples, 4), self.weights)
         return Completions(tokens, torch.full((num_samples,), 4), ("stop",) * num_samples)
 
-    def go_on(self, responses: list[PartialResponse], params: Any, updates: Any) -> list[PartialResponse]:
+    def go_on(
+        self, responses: list[PartialResponse], params: Any, updates: Any
+    ) -> list[PartialResponse]:
         rows = list(responses)
         while any(row.finish_reason is None for row in rows):
             self.drawn += 1
@@ -58,7 +62,9 @@ class Engine:
                     tokens = (*row.tokens, self.weights)
                     versions = (*row.versions, updates.version)
                     reason = "stop" if len(tokens) == 4 else None
-                    rows[place] = replace(row, tokens=tokens, versions=versions, finish_reason=reason)
+                    rows[place] = replace(
+                        row, tokens=tokens, versions=versions, finish_reason=reason
+                    )
         return rows
 
 
@@ -93,15 +99,21 @@ def rank_of(
     rank._phases = SimpleNamespace(begin=lambda *_, **__: None, step=0)
     rank._links = SimpleNamespace(send=lambda *_: None)
     engine = Engine(rank)
-    mesh = SimpleNamespace(from_model_parallel_rank_0=lambda value: value, is_model_parallel_rank_0=True)
+    mesh = SimpleNamespace(
+        from_model_parallel_rank_0=lambda value: value, is_model_parallel_rank_0=True
+    )
     lm = SimpleNamespace(architecture=SimpleNamespace(vocab_size=100))
     settings = SimpleNamespace(sampling=None)
-    rank._model = SimpleNamespace(generator=engine, infer=engine.infer, lm=lm, mesh=mesh, pad_id=99, settings=settings)
+    rank._model = SimpleNamespace(
+        generator=engine, infer=engine.infer, lm=lm, mesh=mesh, pad_id=99, settings=settings
+    )
     rank.engine = engine
     rank.results = []
     rank._deliver = lambda result, future: rank.results.append(result)
     rank._ask_for_scores = lambda work, made: None
-    monkeypatch.setattr(generate, "load_weights", lambda lm, weights: setattr(rank, "loaded", weights))
+    monkeypatch.setattr(
+        generate, "load_weights", lambda lm, weights: setattr(rank, "loaded", weights)
+    )
     return rank
 
 
@@ -137,7 +149,9 @@ class TestWorksInTheirOrder:
         assert_drawn_with(rank.results[0], 2, 2, 2, 2)
         assert rank._staged == {}, "older ones are never asked for again"
 
-    @pytest.mark.parametrize(("there", "wanted"), [({}, 1), ({1: 1}, 2)], ids=["none", "older ones"])
+    @pytest.mark.parametrize(
+        ("there", "wanted"), [({}, 1), ({1: 1}, 2)], ids=["none", "older ones"]
+    )
     def test_a_work_waits_for_its_weights_whatever_is_there(self, there, wanted, monkeypatch):
         rank = rank_of(monkeypatch)
         rank._staged = dict(there)
@@ -154,7 +168,9 @@ class TestWorksInTheirOrder:
         assert_drawn_with(rank.results[0], *[wanted] * 4)
 
 
-@pytest.mark.parametrize(("staleness", "kept"), [(0, [5]), (1, [4, 5]), (2, [3, 4, 5]), (9, [1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    ("staleness", "kept"), [(0, [5]), (1, [4, 5]), (2, [3, 4, 5]), (9, [1, 2, 3, 4, 5])]
+)
 def test_as_many_versions_are_kept_as_may_be_asked_for(staleness, kept, monkeypatch):
     """While nothing is drawn, weights 1 to 5 come: the newest, and `staleness` before it, may still be asked for."""
     rank = rank_of(monkeypatch, staleness=staleness)
@@ -168,7 +184,10 @@ def test_as_many_versions_are_kept_as_may_be_asked_for(staleness, kept, monkeypa
 
 class TestWhateverIsFinishedFirst:
     def groups(self, *works: Work) -> dict[int, Any]:
-        return {work.number: (work, [PartialResponse(PROMPT, sample) for sample in range(2)]) for work in works}
+        return {
+            work.number: (work, [PartialResponse(PROMPT, sample) for sample in range(2)])
+            for work in works
+        }
 
     def test_without_updates_in_flight_a_response_has_one_version(self, monkeypatch):
         rank = rank_of(monkeypatch, groups=2)
@@ -189,8 +208,12 @@ class TestWhateverIsFinishedFirst:
             rank._lengthen(groups, 2)
         assert_drawn_with(rank.results[0], 0, 0, 2, 2)
 
-    @pytest.mark.parametrize(("inflight", "expected"), [(None, [0, 0, 0, 0]), ("recompute", [0, 3, 3, 3])])
-    def test_the_newest_weights_are_taken_where_nothing_keeps_older_ones(self, inflight, expected, monkeypatch):
+    @pytest.mark.parametrize(
+        ("inflight", "expected"), [(None, [0, 0, 0, 0]), ("recompute", [0, 3, 3, 3])]
+    )
+    def test_the_newest_weights_are_taken_where_nothing_keeps_older_ones(
+        self, inflight, expected, monkeypatch
+    ):
         """Between two calls weights 3 come, while one response of a group is under way and the other has ended."""
         rank = rank_of(monkeypatch, groups=1, inflight=inflight)
         groups = self.groups(work_of(0, 0, or_newer=True))
@@ -232,7 +255,9 @@ class TestWhateverIsFinishedFirst:
         timer.join()
         assert_drawn_with(rank.results[0], 1, 1, 1, 1)
 
-    def test_while_responses_are_under_way_no_work_is_asked_for_without_updates_in_flight(self, monkeypatch):
+    def test_while_responses_are_under_way_no_work_is_asked_for_without_updates_in_flight(
+        self, monkeypatch
+    ):
         """A validation that came with them would draw with other weights."""
         asked = []
         rank = rank_of(monkeypatch, groups=2)

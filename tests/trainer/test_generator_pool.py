@@ -66,7 +66,9 @@ def work_of(number: int, *, version: int = 0, or_newer: bool = True, step: int =
     return Work(number, step, version, (Prompt(100 + number, "", (3,)),), 1, 7, or_newer)
 
 
-def result_of(work: Work, *versions: int, statuses: tuple[int, ...] = (STATUS_OK,), **more: Any) -> Result:
+def result_of(
+    work: Work, *versions: int, statuses: tuple[int, ...] = (STATUS_OK,), **more: Any
+) -> Result:
     """As many responses as statuses, of a token a version."""
     count = len(statuses)
     completions = Completions(
@@ -77,7 +79,9 @@ def result_of(work: Work, *versions: int, statuses: tuple[int, ...] = (STATUS_OK
     )
     values = torch.tensor([1.0 if status == STATUS_OK else float("nan") for status in statuses])
     rewards = Rewards(values, torch.tensor(statuses, dtype=torch.int32))
-    return Result(work.number, tuple(prompt.id for prompt in work.prompts), completions, rewards, **more)
+    return Result(
+        work.number, tuple(prompt.id for prompt in work.prompts), completions, rewards, **more
+    )
 
 
 def taken(pool: Any, numbers: list[int], count: int, oldest: int) -> list[int] | None:
@@ -90,7 +94,14 @@ def taken(pool: Any, numbers: list[int], count: int, oldest: int) -> list[int] |
 
 @pytest.mark.parametrize(
     ("versions", "is_taken"),
-    [((3, 3), True), ((3, 5), True), ((2, 3), False), ((5, 2), False), ((2, 2), False), ((4, 4), True)],
+    [
+        ((3, 3), True),
+        ((3, 5), True),
+        ((2, 3), False),
+        ((5, 2), False),
+        ((2, 2), False),
+        ((4, 4), True),
+    ],
 )
 def test_a_result_is_as_old_as_its_oldest_token(versions, is_taken):
     """Weights of version 3 are just new enough."""
@@ -141,7 +152,9 @@ def test_what_was_forgotten_has_no_result_any_more():
     assert pool._failure is None
 
 
-@pytest.mark.parametrize(("announced", "drawn", "is_accepted"), [(3, 3, True), (3, 4, False), (4, 4, True)])
+@pytest.mark.parametrize(
+    ("announced", "drawn", "is_accepted"), [(3, 3, True), (3, 4, False), (4, 4, True)]
+)
 def test_no_token_is_of_weights_that_nobody_was_sent(announced, drawn, is_accepted):
     work = work_of(0)
     pool, sent = pool_of(work)

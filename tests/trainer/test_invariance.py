@@ -59,7 +59,9 @@ class Batch:
     def wider(self, columns: int, garbage: float) -> Batch:
         names = ("log_probs", "old", "generator", "reference")
         pad = torch.nn.functional.pad
-        return replace(self, **{name: pad(getattr(self, name), (0, columns), value=garbage) for name in names})
+        return replace(
+            self, **{name: pad(getattr(self, name), (0, columns), value=garbage) for name in names}
+        )
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ class Choice:
 def batches(draw: st.DrawFn, largest: float = 0.99 * MAX_REWARD) -> Batch:
     count, width = draw(st.integers(2, 10)), 4
     numbers = st.floats(-largest, largest, allow_nan=False)
-    rewards = torch.tensor(draw(st.lists(numbers, min_size=count, max_size=count)), dtype=torch.float64)
+    rewards = torch.tensor(
+        draw(st.lists(numbers, min_size=count, max_size=count)), dtype=torch.float64
+    )
     groups = torch.tensor(draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
     valid = torch.tensor(draw(st.lists(st.booleans(), min_size=count, max_size=count)))
     lengths = torch.tensor(draw(st.lists(st.integers(1, width), min_size=count, max_size=count)))
@@ -101,7 +105,9 @@ def batches(draw: st.DrawFn, largest: float = 0.99 * MAX_REWARD) -> Batch:
     return Batch(rewards, groups, valid, lengths, log_probs, *(log_probs + n for n in noise))
 
 
-def chain(batch: Batch, choice: Choice, parts: list[Tensor] | None = None, micro: int = 100) -> Tensor:
+def chain(
+    batch: Batch, choice: Choice, parts: list[Tensor] | None = None, micro: int = 100
+) -> Tensor:
     """The gradient [N, T] by each log-prob.
 
     Args:
@@ -117,7 +123,9 @@ def chain(batch: Batch, choice: Choice, parts: list[Tensor] | None = None, micro
     # Advantages are taken of the global batch, gathered in rank order.
     order = torch.cat(parts)
     found = ADVANTAGE_ESTIMATORS[choice.estimator].function(
-        RewardGroups.of((rewards - in_reward * kl)[order], batch.group_ids[order], batch.valid[order], 0.3)
+        RewardGroups.of(
+            (rewards - in_reward * kl)[order], batch.group_ids[order], batch.valid[order], 0.3
+        )
     )
     counted = batch.mask[order] & found.trains[:, None]
     advantages = assign_credit(
@@ -174,7 +182,9 @@ def whiten_over_ranks(advantages: Tensor, mask: Tensor, unit: str, cuts: list[Te
         known.append(torch.stack(totals[round_number]).sum(0))
         for values in totals:
             values.clear()
-    return torch.cat([whiten(advantages[rows], mask[rows], unit=unit, total=record([0])) for rows in cuts])
+    return torch.cat(
+        [whiten(advantages[rows], mask[rows], unit=unit, total=record([0])) for rows in cuts]
+    )
 
 
 def assert_equal(found: Tensor, expected: Tensor) -> None:
@@ -184,7 +194,11 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
 
 CHOICES = (
     [Choice(estimator=name) for name in ADVANTAGE_ESTIMATORS]
-    + [Choice(credit=credit, whitening=w) for credit in CREDIT_ASSIGNMENTS for w in ADVANTAGE_WHITENINGS]
+    + [
+        Choice(credit=credit, whitening=w)
+        for credit in CREDIT_ASSIGNMENTS
+        for w in ADVANTAGE_WHITENINGS
+    ]
     + [Choice(loss=LossSettings(loss_aggregation=name)) for name in LOSS_AGGREGATIONS]
     + [Choice(loss=LossSettings(importance_ratio=name)) for name in IMPORTANCE_RATIOS]
     + [Choice(loss=LossSettings(generator_correction=name)) for name in GENERATOR_CORRECTIONS]
@@ -208,7 +222,11 @@ def test_order_does_not_matter(choice, batch, seed):
 
 @every_choice
 @a_few
-@given(batch=batches(), columns=st.integers(1, 3), garbage=st.sampled_from([0.0, math.nan, math.inf, -math.inf]))
+@given(
+    batch=batches(),
+    columns=st.integers(1, 3),
+    garbage=st.sampled_from([0.0, math.nan, math.inf, -math.inf]),
+)
 def test_padding_does_not_matter(choice, batch, columns, garbage):
     found = chain(batch.wider(columns, garbage), choice)
     assert not found[:, -columns:].any()
@@ -224,7 +242,10 @@ def test_micro_batches_and_ranks_do_not_matter(choice, batch, ranks, micro):
     parts = [(owner == rank).nonzero()[:, 0] for rank in range(ranks)]
     by_group = torch.argsort(batch.group_ids % ranks, stable=True)
     if choice.estimator == "raft":  # its choice among equals follows the order, which the ranks' is
-        batch, parts = batch.select(by_group), list(torch.arange(len(by_group)).split([len(p) for p in parts]))
+        batch, parts = (
+            batch.select(by_group),
+            list(torch.arange(len(by_group)).split([len(p) for p in parts])),
+        )
     assert_equal(chain(batch, choice, parts, micro), chain(batch, choice))
 
 
@@ -273,7 +294,9 @@ def test_invalid_samples_have_no_gradient_and_change_nobody_elses(choice, batch)
 
 def test_equal_rewards_with_one_invalid_teach_nothing():
     """Counted in the divisor, the invalid one would give -0.5 here."""
-    groups = RewardGroups.of(torch.ones(4), torch.zeros(4).long(), torch.tensor([True, True, True, False]))
+    groups = RewardGroups.of(
+        torch.ones(4), torch.zeros(4).long(), torch.tensor([True, True, True, False])
+    )
     assert leave_one_out(groups).values.tolist() == [0.0] * 4
 
 
@@ -281,7 +304,9 @@ def test_nearly_equal_others_do_not_blow_up():
     """Divided by the deviation of the others, [0, 0.95 x 7] gave an advantage of -2075 to users of a peer."""
     rewards = torch.tensor([0.0] + [0.95] * 7)
     for estimator in ADVANTAGE_ESTIMATORS:
-        found = ADVANTAGE_ESTIMATORS[estimator].function(RewardGroups.of(rewards, torch.zeros(8).long()))
+        found = ADVANTAGE_ESTIMATORS[estimator].function(
+            RewardGroups.of(rewards, torch.zeros(8).long())
+        )
         assert found.values.abs().max() < 3
 
 
@@ -304,11 +329,17 @@ def hard_batches() -> dict[str, Batch]:
         reference=log_probs - 0.2,
     )
     one = torch.arange(len(groups)) == 4
-    rewards = torch.tensor([1 / 3, 1 / 3, largest, -largest, largest - 1 / 3, largest - 1 / 3] + [0.5, -0.5] * 4)
+    rewards = torch.tensor(
+        [1 / 3, 1 / 3, largest, -largest, largest - 1 / 3, largest - 1 / 3] + [0.5, -0.5] * 4
+    )
     lengths = torch.where(torch.arange(len(groups)) % 4 == 1, 0, easy.lengths)
     return {
-        "everything": replace(easy, rewards=rewards, lengths=lengths, valid=torch.arange(len(groups)) != 7),
-        "equal rewards": replace(easy, rewards=torch.full((len(groups),), 1 / 3), reference=log_probs),
+        "everything": replace(
+            easy, rewards=rewards, lengths=lengths, valid=torch.arange(len(groups)) != 7
+        ),
+        "equal rewards": replace(
+            easy, rewards=torch.full((len(groups),), 1 / 3), reference=log_probs
+        ),
         "one valid token": replace(easy, valid=one, lengths=torch.ones_like(groups)),
         "nothing valid": replace(easy, valid=~one & one),
     }

@@ -55,7 +55,9 @@ def lose(
     processes.wait()
     said = (folder / "log").read_text()
     assert processes.statuses[1 - lost] == EXIT_LOST_RANK, said
-    assert processes.statuses[lost] == (EXIT_LOST_RANK if number in (NOTHING, BUSY) else -signal.SIGKILL), said
+    assert processes.statuses[lost] == (
+        EXIT_LOST_RANK if number in (NOTHING, BUSY) else -signal.SIGKILL
+    ), said
     status = read_status(folder / "run")
     assert status is not None and (status.state, status.exit_code) == ("failed", EXIT_LOST_RANK)
     assert f"error: {status.reason} [{key}]" in said
@@ -77,7 +79,9 @@ def lose(
         pytest.param(0, "train_time", NOTHING, "ranks.rank.hangs", marks=SLOW),
     ],
 )
-def test_it_is_named_and_the_run_goes_on(processes, uninterrupted, tmp_path, lost, phase, number, key):
+def test_it_is_named_and_the_run_goes_on(
+    processes, uninterrupted, tmp_path, lost, phase, number, key
+):
     lose(processes, tmp_path, lost, phase, 5, number, key)
     processes.start(tmp_path, *SETTINGS, ranks=2)
     assert processes.wait() == 0, (tmp_path / "log").read_text()
@@ -86,7 +90,11 @@ def test_it_is_named_and_the_run_goes_on(processes, uninterrupted, tmp_path, los
 
 @pytest.mark.parametrize(
     ("phase", "step"),
-    [("loading the model", 0), pytest.param("checkpoint", 3, marks=SLOW), pytest.param("export", 12, marks=SLOW)],
+    [
+        ("loading the model", 0),
+        pytest.param("checkpoint", 3, marks=SLOW),
+        pytest.param("export", 12, marks=SLOW),
+    ],
 )
 def test_outside_of_steps(processes, tmp_path, phase, step):
     lose(processes, tmp_path, 1, phase, step, signal.SIGKILL, "ranks.rank.died")

@@ -11,7 +11,13 @@ import torch
 from safetensors.torch import save
 
 from reinforce_rl.data.batches import Completions, Prompt
-from reinforce_rl.errors import ConfigError, EngineLostError, GenerationError, ReinforceError, RewardServerError
+from reinforce_rl.errors import (
+    ConfigError,
+    EngineLostError,
+    GenerationError,
+    ReinforceError,
+    RewardServerError,
+)
 from reinforce_rl.rewards.base import Rewards
 from reinforce_rl.trainer.message_codec import BadMessageError, decode, encode
 from reinforce_rl.trainer.messages import (
@@ -31,7 +37,13 @@ from reinforce_rl.trainer.messages import (
 )
 
 # What a prompt's line may hold: numbers that no 64 bits hold, NaN, a lone surrogate, names like those on the wire.
-METADATA = {"answer": 10**30, "nan": float("inf"), "text": "\ud800", "kind": {"kind": "Works"}, "none": [None, 1.5]}
+METADATA = {
+    "answer": 10**30,
+    "nan": float("inf"),
+    "text": "\ud800",
+    "kind": {"kind": "Works"},
+    "none": [None, 1.5],
+}
 PROMPTS = (
     Prompt(3, "hi", (5, 6), METADATA, ({"role": "user", "content": "hi"},), "easy"),
     Prompt(9, "", ()),
@@ -52,7 +64,12 @@ def completions(**changed: Any) -> Completions:
 
 def rewards() -> Rewards:
     values = torch.tensor([1.0, float("nan"), -2.5, 1e30])
-    return Rewards(values, torch.arange(4).int(), {"accuracy": values, "a.b": values + 1}, {1: "no \x00 answer"})
+    return Rewards(
+        values,
+        torch.arange(4).int(),
+        {"accuracy": values, "a.b": values + 1},
+        {1: "no \x00 answer"},
+    )
 
 
 EMPTY = completions(
@@ -67,9 +84,15 @@ RESULT = Result(7, (3, 9), completions(), rewards())
 def same(a: Any, b: Any) -> bool:
     """Whether two values are equal, of one type, with NaN equal to NaN."""
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a.nan_to_num(-9), b.nan_to_num(-9)) and a.shape == b.shape
+        return (
+            a.dtype == b.dtype
+            and torch.equal(a.nan_to_num(-9), b.nan_to_num(-9))
+            and a.shape == b.shape
+        )
     if hasattr(a, "__dataclass_fields__"):
-        return type(a) is type(b) and all(same(getattr(a, n), getattr(b, n)) for n in a.__dataclass_fields__)
+        return type(a) is type(b) and all(
+            same(getattr(a, n), getattr(b, n)) for n in a.__dataclass_fields__
+        )
     if isinstance(a, dict):
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     return type(a) is type(b) and a == b
@@ -194,11 +217,15 @@ BAD = {
     "a length beyond the tokens": with_tensors(completions__lengths=torch.tensor([1, 1, 4, 1])),
     "a length below 0": with_tensors(completions__lengths=torch.tensor([1, 1, -1, 1])),
     "log-probs of others": with_tensors(completions__log_probs=torch.zeros(4, 2)),
-    "rewards of others": with_tensors(rewards__values=torch.zeros(5), rewards__status=torch.zeros(5).int()),
+    "rewards of others": with_tensors(
+        rewards__values=torch.zeros(5), rewards__status=torch.zeros(5).int()
+    ),
     "rewards without status": with_tensors(rewards__values=torch.zeros(4)),
     "a source that is missing": changed(sources=["accuracy", "c"]),
     "a source of others": with_tensors(
-        rewards__values=torch.zeros(4), rewards__status=torch.zeros(4).int(), rewards__by_source__x=torch.zeros(3)
+        rewards__values=torch.zeros(4),
+        rewards__status=torch.zeros(4).int(),
+        rewards__by_source__x=torch.zeros(3),
     ),
     "a shape that torch cannot have": [encode(RESULT)[0], empty_of(0, 2**63)],
     "a kind that is nested": [b'{"kind": ' + b"[" * 900 + b"]" * 900 + b"}", b""],
@@ -230,7 +257,10 @@ def right_but(**tensors: torch.Tensor) -> list[bytes]:
         "rewards.values": torch.zeros(4),
         "rewards.status": torch.zeros(4).int(),
     }
-    return [text, save(right | {name.replace("__", "."): tensor for name, tensor in tensors.items()})]
+    return [
+        text,
+        save(right | {name.replace("__", "."): tensor for name, tensor in tensors.items()}),
+    ]
 
 
 def test_the_result_that_the_next_test_spoils_is_right():
@@ -248,8 +278,14 @@ def test_the_result_that_the_next_test_spoils_is_right():
         ({"completions__tokens": torch.zeros(12).long()}, "completions.tokens"),
         ({"completions__log_probs": torch.zeros(4, 2)}, "completions.log_probs"),
         ({"completions__weight_versions": torch.zeros(4, 2).long()}, "completions.weight_versions"),
-        ({"rewards__values": torch.zeros(5), "rewards__status": torch.zeros(5).int()}, "rewards.values"),
-        ({"rewards__values": torch.zeros(3), "rewards__status": torch.zeros(3).int()}, "rewards.values"),
+        (
+            {"rewards__values": torch.zeros(5), "rewards__status": torch.zeros(5).int()},
+            "rewards.values",
+        ),
+        (
+            {"rewards__values": torch.zeros(3), "rewards__status": torch.zeros(3).int()},
+            "rewards.values",
+        ),
         ({"rewards__status": torch.zeros(5).int()}, "rewards.status"),
         ({"rewards__status": torch.zeros(1).int()}, "rewards.status"),
         ({"rewards__status": torch.zeros(4)}, "rewards.status"),

@@ -28,7 +28,9 @@ def completions_of(versions: torch.Tensor | None) -> Completions:
     return Completions(tokens, torch.tensor([3, 0, 1, 2]), reasons, weight_versions=versions)
 
 
-def result_of(versions: torch.Tensor | None, tokens: torch.Tensor | None = None, **changes: Any) -> Result:
+def result_of(
+    versions: torch.Tensor | None, tokens: torch.Tensor | None = None, **changes: Any
+) -> Result:
     completions = completions_of(versions)
     if tokens is not None:
         completions = replace(completions, tokens=tokens)
@@ -76,8 +78,14 @@ WRONG = {
     "no versions": (WORK, result_of(None)),
     "the weights before": (WORK, result_of(all_of(2))),
     "the weights after": (WORK, result_of(all_of(4))),
-    "one token of the weights after": (WORK, result_of(rows([3, 3, 3], [3, 3, 3], [3, 3, 3], [3, 4, 3]))),
-    "one token of the weights before": (WORK, result_of(rows([3, 3, 3], [3, 3, 3], [2, 3, 3], [3, 3, 3]))),
+    "one token of the weights after": (
+        WORK,
+        result_of(rows([3, 3, 3], [3, 3, 3], [3, 3, 3], [3, 4, 3])),
+    ),
+    "one token of the weights before": (
+        WORK,
+        result_of(rows([3, 3, 3], [3, 3, 3], [2, 3, 3], [3, 3, 3])),
+    ),
     "weights that nobody has": (OR_NEWER, result_of(all_of(NEWEST + 1))),
     "an id beyond the vocabulary": (WORK, result_of(all_of(3), tokens=torch.full((4, 3), 12))),
     "an id below 0": (WORK, result_of(all_of(3), tokens=torch.full((4, 3), -1))),

@@ -66,7 +66,9 @@ class Updates:
 
         def look_on(batch: ReinforceBatch, *args: Any, rows: Tensor, **kwargs: Any):
             own = batch.rollouts
-            self.rows.append(list(zip(own.group_ids[rows].tolist(), own.sample_ids[rows].tolist(), strict=True)))
+            self.rows.append(
+                list(zip(own.group_ids[rows].tolist(), own.sample_ids[rows].tolist(), strict=True))
+            )
             share = original(batch, *args, rows=rows, **kwargs)
             self.sums.append(share.sums)
             return share
@@ -104,16 +106,22 @@ class TestOptimizerSteps:
         """Nine prompts: steps of 2, 2 and 1 mini-batches, the last of a single prompt; each twice, in two epochs."""
         schedule = ["name=linear", "warmup_steps=5", "constant_steps=1", "min_lr=0.001"]
         options = [f"model.optim.sched.{item}" for item in schedule]
-        lines = run(tmp_path, mesh, *TWICE, *options, f"{RL}.max_epochs=2", prompts=three_letters(9))
+        lines = run(
+            tmp_path, mesh, *TWICE, *options, f"{RL}.max_epochs=2", prompts=three_letters(9)
+        )
         assert sum(line["train/optimizer_steps"] for line in lines) == 20
         taken = [sum(line["train/optimizer_steps"] for line in lines[: i + 1]) for i in range(6)]
         assert taken == [4, 8, 10, 14, 18, 20]
         # Up to 0.01 by step 5, then straight down to 0.001 at step 19.
-        expected = [0.01 * k / 5 if k <= 5 else max(0.01 - 0.009 * (k - 5) / 14, 0.001) for k in taken]
+        expected = [
+            0.01 * k / 5 if k <= 5 else max(0.01 - 0.009 * (k - 5) / 14, 0.001) for k in taken
+        ]
         assert [line["train/lr"] for line in lines] == pytest.approx(expected)
 
     def test_only_the_first_step_on_a_batch_is_on_policy(self, tmp_path, mesh, monkeypatch):
-        config = tiny_config(tmp_path, *TWICE, f"{RL}.ratio_clip_low=0.01", f"{RL}.ratio_clip_high=0.01")
+        config = tiny_config(
+            tmp_path, *TWICE, f"{RL}.ratio_clip_low=0.01", f"{RL}.ratio_clip_high=0.01"
+        )
         with tiny_trainer(config, mesh) as trainer:
             seen = Updates(trainer, monkeypatch)
             trainer.fit()
@@ -124,7 +132,9 @@ class TestOptimizerSteps:
                 assert seen.clip_fraction(later) > 0
                 assert seen.effective_sample_size(later) < 1 - 1e-5
         for line in metrics_of(tmp_path):
-            assert 0 < line["train/clip_fraction"] < 1 and 0 < line["train/effective_sample_size"] < 1
+            assert (
+                0 < line["train/clip_fraction"] < 1 and 0 < line["train/effective_sample_size"] < 1
+            )
 
     def test_one_step_on_the_whole_batch_has_a_ratio_of_one(self, tmp_path, mesh):
         """With a ratio and without one it is the same run."""
@@ -134,16 +144,23 @@ class TestOptimizerSteps:
             lines.append(list(map(without_times, run(tmp_path / ratio, mesh, *overrides))))
         for found in lines:
             assert [line["train/optimizer_steps"] for line in found] == [1, 1]
-            assert all((x["train/clip_fraction"], x["train/effective_sample_size"]) == (0, 1) for x in found)
+            assert all(
+                (x["train/clip_fraction"], x["train/effective_sample_size"]) == (0, 1)
+                for x in found
+            )
             # The loss is another number, since a ratio is 1 where a log-prob is not; the gradient is the same.
             for line, other in zip(found, lines[0], strict=True):
-                without_loss = [{k: v for k, v in x.items() if k != "train/actor_loss"} for x in (line, other)]
+                without_loss = [
+                    {k: v for k, v in x.items() if k != "train/actor_loss"} for x in (line, other)
+                ]
                 assert largest_difference(*without_loss) < 1e-5
 
     def test_independent_of_the_micro_batch_size(self, tmp_path, mesh):
         found = []
         for size in (16, 3, 1):
-            with tiny_trainer(tiny_config(tmp_path / str(size), *TWICE, f"model.micro_batch_size={size}"), mesh) as it:
+            with tiny_trainer(
+                tiny_config(tmp_path / str(size), *TWICE, f"model.micro_batch_size={size}"), mesh
+            ) as it:
                 it.fit()
             found.append((list(map(however_cut, metrics_of(tmp_path / str(size)))), weights(it)))
         for lines, parameters in found[1:]:
@@ -172,14 +189,18 @@ class TestMiniBatches:
         alone = [groups[rows].tolist() for rows in mini_batches([groups], 0, 2, 2, seed=5)]
         assert [len(ids) for ids in alone] == [4, 4, 2, 4, 4, 2]
         parts = [groups[:4], groups[4:4], groups[4:]]
-        for spread in zip(*(list(mini_batches(parts, rank, 2, 2, seed=5)) for rank in range(3)), strict=True):
+        for spread in zip(
+            *(list(mini_batches(parts, rank, 2, 2, seed=5)) for rank in range(3)), strict=True
+        ):
             joined = torch.cat([part[rows] for part, rows in zip(parts, spread, strict=True)])
             assert joined.tolist() == alone.pop(0)
         assert not alone
 
     def test_another_order_for_another_seed(self):
         groups = torch.arange(50)
-        orders = [torch.cat(list(mini_batches([groups], 0, 5, 1, seed))).tolist() for seed in (1, 1, 2)]
+        orders = [
+            torch.cat(list(mini_batches([groups], 0, 5, 1, seed))).tolist() for seed in (1, 1, 2)
+        ]
         assert orders[0] == orders[1] != orders[2]
 
     def test_no_group_at_all_still_makes_as_many_steps_on_every_rank(self):
@@ -190,7 +211,13 @@ class TestMiniBatches:
 
 
 def brute_force_ratio_gradient(
-    model: Any, batch: ReinforceBatch, rows: Tensor, old: Tensor, ratio: str, low: float, high: float
+    model: Any,
+    batch: ReinforceBatch,
+    rows: Tensor,
+    old: Tensor,
+    ratio: str,
+    low: float,
+    high: float,
 ) -> Tensor:
     """PPO's clipped term of these rows, response by response, by autograd on transformers' model."""
     rollouts = batch.rollouts.select(rows)
@@ -211,7 +238,9 @@ def brute_force_ratio_gradient(
         elif ratio == "sequence_geometric":
             difference = difference.mean().expand(length)
         rho = difference.exp()
-        total = total - torch.minimum(rho * advantage, rho.clamp(1 - low, 1 + high) * advantage).sum()
+        total = (
+            total - torch.minimum(rho * advantage, rho.clamp(1 - low, 1 + high) * advantage).sum()
+        )
     model.zero_grad()
     (total / len(rows)).backward()
     return flat({name: parameter.grad for name, parameter in model.named_parameters()})
@@ -232,7 +261,11 @@ class TestAgainstBruteForce:
         loss = LossSettings(importance_ratio=ratio, ratio_clip_low=low, ratio_clip_high=high)
         actor.settings = replace(actor.settings, loss=loss)
         batch = whole_batch()
-        where = (batch.rollouts.sequences, batch.rollouts.prompt_lengths, batch.rollouts.response_lengths)
+        where = (
+            batch.rollouts.sequences,
+            batch.rollouts.prompt_lengths,
+            batch.rollouts.response_lengths,
+        )
         old = actor.get_inference_log_probs(*where)
         batch = replace(batch, rollouts=replace(batch.rollouts, log_probs=old))
         rows = (batch.trains & (batch.rollouts.response_lengths > 0)).nonzero()[:, 0]
@@ -248,7 +281,9 @@ class TestAgainstBruteForce:
 
         after = transformers_model(actor.export(folder, tmp_path / "after"))
         for part in (first, second):
-            share = actor.get_loss_and_metrics(batch, sequences(len(part)), rows=part, on_policy=False)
+            share = actor.get_loss_and_metrics(
+                batch, sequences(len(part)), rows=part, on_policy=False
+            )
             expected = brute_force_ratio_gradient(after, batch, part, old, ratio, low, high)
             assert relative_difference(gradient_of(actor), expected) < 1e-4
             # Nothing of this would show were the policy still where it was, or everything clipped.
@@ -257,7 +292,9 @@ class TestAgainstBruteForce:
         assert relative_difference(gradient_of(actor), expected) > 0.01
 
     def test_the_trainer_takes_the_log_probs_before_the_first_step(self, tmp_path, mesh):
-        with tiny_trainer(tiny_config(tmp_path, *TWICE, f"{RL}.initial_policy_kl_penalty=0"), mesh) as trainer:
+        with tiny_trainer(
+            tiny_config(tmp_path, *TWICE, f"{RL}.initial_policy_kl_penalty=0"), mesh
+        ) as trainer:
             rollouts, _, _ = trainer.generate_rollouts()
             where = (rollouts.sequences, rollouts.prompt_lengths, rollouts.response_lengths)
             before = trainer.model.get_inference_log_probs(*where)
@@ -265,7 +302,9 @@ class TestAgainstBruteForce:
             batch, _ = trainer.generate_reinforce_data(rollouts)
             trainer.run_training(batch)
             assert torch.equal(rollouts.log_probs, before)
-            assert not torch.allclose(trainer.model.get_inference_log_probs(*where), before, atol=1e-3)
+            assert not torch.allclose(
+                trainer.model.get_inference_log_probs(*where), before, atol=1e-3
+            )
 
 
 @pytest.mark.slow
@@ -282,7 +321,9 @@ def test_two_ranks_equal_one(tmp_path, mesh):
     folders = tmp_path / "one", tmp_path / "two"
     with tiny_trainer(load_config(compose(*overrides, log_dir(folders[0]))), mesh) as trainer:
         trainer.fit()
-    run_ranks(SCRIPT, 2, tmp_path, "odd_share", *overrides, log_dir(folders[1]), "trainer.devices=2")
+    run_ranks(
+        SCRIPT, 2, tmp_path, "odd_share", *overrides, log_dir(folders[1]), "trainer.devices=2"
+    )
     found, expected = (list(map(however_cut, metrics_of(folder))) for folder in reversed(folders))
     assert [line["train/optimizer_steps"] for line in expected] == [6, 4]
     for line, other in zip(found, expected, strict=True):

@@ -41,7 +41,9 @@ BETA = 0.1  # of `tiny_overrides`
 
 def of_others(rows: list[dict], row: dict, key: str) -> float:
     """The mean over the other valid samples of the row's prompt."""
-    others = [r[key] for r in rows if r["prompt_id"] == row["prompt_id"] and r is not row and r["valid"]]
+    others = [
+        r[key] for r in rows if r["prompt_id"] == row["prompt_id"] and r is not row and r["valid"]
+    ]
     return sum(others) / len(others)
 
 
@@ -49,11 +51,18 @@ class TestAdaptiveKL:
     @pytest.mark.parametrize("target, direction", [(1e-4, 1), (1e4, -1)])
     def test_beta_moves_against_the_error(self, target, direction, tmp_path, mesh):
         """By the most that it may, 20 % a horizon, since the KL is far off."""
-        lines = run(tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.kl_target={target}", f"{RL}.kl_horizon=64")
+        lines = run(
+            tmp_path, mesh, f"{RL}.max_epochs=2", f"{RL}.kl_target={target}", f"{RL}.kl_horizon=64"
+        )
         found = [line["train/kl_coefficient"] for line in lines]
         # The first step's KL is exactly 0, below any target.
         factors = [1 - 0.2 * 16 / 64] + [1 + direction * 0.2 * 16 / 64] * 2
-        expected = [BETA, BETA * factors[0], BETA * factors[0] * factors[1], BETA * math.prod(factors)]
+        expected = [
+            BETA,
+            BETA * factors[0],
+            BETA * factors[0] * factors[1],
+            BETA * math.prod(factors),
+        ]
         assert all(line["train/init_policy_kl"] > 0 for line in lines[1:])
         assert found == pytest.approx(expected)
         checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
@@ -62,7 +71,9 @@ class TestAdaptiveKL:
         assert checkpoint.trainer_state["kl_coefficient"] == pytest.approx(expected[-1] * last)
         for step, beta in enumerate(found, 1):
             for row in rollouts_of(tmp_path, step):
-                assert row["reward_with_kl"] == pytest.approx(row["reward"] - beta * row["kl"], abs=1e-6)
+                assert row["reward_with_kl"] == pytest.approx(
+                    row["reward"] - beta * row["kl"], abs=1e-6
+                )
 
     def test_without_a_target_a_resumed_run_has_the_beta_of_its_configuration(self, tmp_path, mesh):
         assert [line["train/kl_coefficient"] for line in run(tmp_path, mesh)] == [BETA] * 2
@@ -79,8 +90,12 @@ class TestPlacementOfTheKL:
         assert any(abs(row["kl"]) > 0.01 for row in rows)
         in_reward, in_advantage = (BETA * (placement == name) for name in ("reward", "advantage"))
         for row in rows:
-            assert row["reward_with_kl"] == pytest.approx(row["reward"] - in_reward * row["kl"], abs=1e-6)
-            assert row["baseline"] == pytest.approx(of_others(rows, row, "reward_with_kl"), abs=1e-6)
+            assert row["reward_with_kl"] == pytest.approx(
+                row["reward"] - in_reward * row["kl"], abs=1e-6
+            )
+            assert row["baseline"] == pytest.approx(
+                of_others(rows, row, "reward_with_kl"), abs=1e-6
+            )
             expected = row["reward_with_kl"] - row["baseline"] - in_advantage * row["kl"]
             assert row["advantage"] == pytest.approx(expected, abs=1e-6)
         for line in lines:
@@ -111,23 +126,36 @@ class TestTokenCredit:
             assert kl.abs().max() > 0.01
             for i, length in enumerate(rollouts.response_lengths.tolist()):
                 for t in range(length):
-                    expected = float(rollouts.rewards[i]) * discount ** (length - 1 - t) - float(data.baseline[i])
-                    expected -= BETA * sum(discount ** (s - t) * float(kl[i, s]) for s in range(t, length))
+                    expected = float(rollouts.rewards[i]) * discount ** (length - 1 - t) - float(
+                        data.baseline[i]
+                    )
+                    expected -= BETA * sum(
+                        discount ** (s - t) * float(kl[i, s]) for s in range(t, length)
+                    )
                     assert float(data.advantages[i, t]) == pytest.approx(expected, abs=1e-5)
                 assert not data.advantages[i, length:].any()
 
     def test_a_run(self, tmp_path, mesh):
         """On-policy at step 1 the KL is 0, so that credit by token is credit by sequence; then they differ."""
-        lines, other = (run(tmp_path / name, mesh, f"{RL}.credit_assignment={name}") for name in ("token", "sequence"))
+        lines, other = (
+            run(tmp_path / name, mesh, f"{RL}.credit_assignment={name}")
+            for name in ("token", "sequence")
+        )
         assert largest_difference(without_times(lines[0]), without_times(other[0])) < 1e-5
         assert lines[1]["train/grad_norm"] != pytest.approx(other[1]["train/grad_norm"], rel=1e-3)
 
 
 def test_an_entropy_bonus_is_all_that_acts_where_no_reward_differs(tmp_path, mesh):
-    options = [f"{RL}.initial_policy_kl_penalty=0", f"{RL}.max_epochs=4", "model.optim.weight_decay=0"]
+    options = [
+        f"{RL}.initial_policy_kl_penalty=0",
+        f"{RL}.max_epochs=4",
+        "model.optim.weight_decay=0",
+    ]
     found = {}
     for bonus in (0.0, 1.0):
-        lines = run(tmp_path / str(bonus), mesh, *options, f"{RL}.entropy_bonus={bonus}", rm=lambda ids: 0.5)
+        lines = run(
+            tmp_path / str(bonus), mesh, *options, f"{RL}.entropy_bonus={bonus}", rm=lambda ids: 0.5
+        )
         found[bonus] = [line["train/entropy"] for line in lines]
         assert all((line["train/grad_norm"] > 0) == (bonus > 0) for line in lines)
     assert 0 < found[0.0][0] == pytest.approx(found[1.0][0], rel=1e-5)
@@ -158,7 +186,9 @@ class TestTruncatedSamples:
             data, _ = trainer.generate_reinforce_data(rollouts)
             assert torch.equal(data.trains, rollouts.is_end) and rollouts.log_probs is not None
             terms = (data.sequence_advantages * rollouts.log_probs.sum(dim=1))[rollouts.is_end]
-            assert trainer.run_training(data)["actor_loss"] == pytest.approx(-float(terms.mean()), rel=1e-4)
+            assert trainer.run_training(data)["actor_loss"] == pytest.approx(
+                -float(terms.mean()), rel=1e-4
+            )
 
     @pytest.mark.parametrize("buffer", [0, 3])
     def test_penalise(self, buffer, tmp_path, mesh):
@@ -173,15 +203,23 @@ class TestTruncatedSamples:
             rows = rollouts_of(tmp_path, step)
             for row in rows:
                 cut = row["finish_reason"] == "length"
-                into = min(max(row["response_length"] - (MAX_LENGTH - buffer), 0) / buffer, 1.0) if buffer else 0.0
+                into = (
+                    min(max(row["response_length"] - (MAX_LENGTH - buffer), 0) / buffer, 1.0)
+                    if buffer
+                    else 0.0
+                )
                 penalty = 0.8 * (1.0 if cut else into)
                 partly += 0 < penalty < 0.8
                 assert row["valid"]
-                assert row["reward_with_kl"] == pytest.approx(row["reward"] - penalty - BETA * row["kl"], abs=1e-6)
+                assert row["reward_with_kl"] == pytest.approx(
+                    row["reward"] - penalty - BETA * row["kl"], abs=1e-6
+                )
                 baseline = of_others(rows, row, "reward_with_kl")
                 assert row["baseline"] == pytest.approx(baseline, abs=1e-6)
                 assert row["advantage"] == pytest.approx(row["reward_with_kl"] - baseline, abs=1e-6)
-            assert line["train/rewards"] == pytest.approx(sum(r["reward"] for r in rows) / len(rows), abs=1e-6)
+            assert line["train/rewards"] == pytest.approx(
+                sum(r["reward"] for r in rows) / len(rows), abs=1e-6
+            )
         assert (partly > 0) == (buffer > 0)
 
 
@@ -220,7 +258,9 @@ class TestGeneratorCorrection:
         masked = [("token_mask", 2.5), ("token_mask", 1.5), ("sequence_mask", 1.5)]
         for correction, cap in (("none", 2.5), ("token", 2.5), ("token", 1.5), *masked):
             options = [f"{RL}.generator_correction={correction}", f"{RL}.generator_ratio_cap={cap}"]
-            with tiny_trainer(tiny_config(tmp_path / f"{correction}{cap}", *options), mesh) as trainer:
+            with tiny_trainer(
+                tiny_config(tmp_path / f"{correction}{cap}", *options), mesh
+            ) as trainer:
                 rollouts, _, _ = trainer.generate_rollouts()
                 assert rollouts.generator_log_probs is not None
                 rollouts.generator_log_probs[rollouts.response_mask] -= math.log(2)
@@ -252,15 +292,26 @@ class TestGeneratorCorrection:
         found = []
         for ranks, layout in ((1, []), (2, cut)):
             folder = tmp_path / str(ranks)
-            tiny_llama_folder(folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16)
-            run_ranks(script, ranks, *tiny_overrides(folder), *options, *layout, f"trainer.devices={ranks}")
+            tiny_llama_folder(
+                folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16
+            )
+            run_ranks(
+                script,
+                ranks,
+                *tiny_overrides(folder),
+                *options,
+                *layout,
+                f"trainer.devices={ranks}",
+            )
             (line,) = metrics_of(folder)
             found.append([line[f"train/{name}"] for name in ("generator_gap", *GAP_SHARES)])
         assert found[1] == pytest.approx(found[0], abs=1e-5)
         _, median, p99, largest = found[0]
         assert 0.01 < median < p99 <= largest < 0.11
 
-    def test_one_token_that_the_engine_sees_differently_is_named(self, tmp_path, mesh, monkeypatch, capsys):
+    def test_one_token_that_the_engine_sees_differently_is_named(
+        self, tmp_path, mesh, monkeypatch, capsys
+    ):
         """In the log and as an alert in the run's folder, and in the report with the text before it."""
         infer = MegatronGPTReinforceActorModel.infer
 
@@ -272,10 +323,18 @@ class TestGeneratorCorrection:
             return found
 
         monkeypatch.setattr(MegatronGPTReinforceActorModel, "infer", disturbed)
-        lines = run(tmp_path, mesh, f"{RL}.initial_policy_kl_penalty=0", f"{RL}.max_steps=1")  # of prompt 5 and others
+        lines = run(
+            tmp_path, mesh, f"{RL}.initial_policy_kl_penalty=0", f"{RL}.max_steps=1"
+        )  # of prompt 5 and others
         (step,) = [line["step"] for line in lines if line["train/generator_gap_max"] > 1]
-        (row,) = [r for r in rollouts_of(tmp_path, step) if (r["prompt_id"], r["sample_id"]) == (5, 2)]
-        (said,) = [line for line in capsys.readouterr().out.splitlines() if "trainer and generator differ" in line]
+        (row,) = [
+            r for r in rollouts_of(tmp_path, step) if (r["prompt_id"], r["sample_id"]) == (5, 2)
+        ]
+        (said,) = [
+            line
+            for line in capsys.readouterr().out.splitlines()
+            if "trainer and generator differ" in line
+        ]
         assert said.startswith(f"warning: step {step}: ") and "; prompt 5 sample 2 token 1 " in said
         assert "generator_gap_max is 6" in said
         found = RunFolder(tmp_path / "run")
@@ -293,7 +352,11 @@ class TestGeneratorCorrection:
             ("model.tokens_per_micro_batch=40",),
             ("model.shared_prefix=true",),
             (f"{RL}.rollout_batch_seq_length=16",),
-            (f"{RL}.importance_ratio=token", "model.global_batch_size=8", f"{RL}.reinforce_epochs=2"),
+            (
+                f"{RL}.importance_ratio=token",
+                "model.global_batch_size=8",
+                f"{RL}.reinforce_epochs=2",
+            ),
         ],
         ids=lambda options: options[0].split(".")[-1],
     )
@@ -304,7 +367,10 @@ class TestGeneratorCorrection:
             rollouts, _, _ = trainer.generate_rollouts()
             known, mask = rollouts.generator_log_probs, rollouts.response_mask
             assert known is not None
-            noise = 0.3 * torch.randn(1000, generator=torch.Generator().manual_seed(3))[: int(mask.sum())]
+            noise = (
+                0.3
+                * torch.randn(1000, generator=torch.Generator().manual_seed(3))[: int(mask.sum())]
+            )
             known[mask] += noise
             data, _ = trainer.generate_reinforce_data(rollouts)
             trains = torch.arange(len(data.trains)) % 5 != 0
@@ -315,9 +381,12 @@ class TestGeneratorCorrection:
         kept = trains[:, None].expand_as(mask)[mask]
         gaps = noise[kept].abs().sort().values
         assert {name: found[name] for name in GAP_SHARES} == pytest.approx(
-            {name: float(gaps[math.ceil(q * len(gaps)) - 1]) for name, q in GAP_SHARES.items()}, abs=2e-5
+            {name: float(gaps[math.ceil(q * len(gaps)) - 1]) for name, q in GAP_SHARES.items()},
+            abs=2e-5,
         )
-        recorded = torch.from_numpy(tokens.values["policy_log_probs"] - tokens.values["generator_log_probs"])
+        recorded = torch.from_numpy(
+            tokens.values["policy_log_probs"] - tokens.values["generator_log_probs"]
+        )
         torch.testing.assert_close(recorded[kept], -noise[kept], atol=2e-5, rtol=0)
 
 
@@ -335,7 +404,9 @@ class TestSeveralSources:
     @staticmethod
     def both(first: FunctionReward) -> CombinedRewards:
         length = FunctionReward(lambda ids: float(len(ids)), PROMPT_TOKENS)
-        return CombinedRewards([WeightedSource("odd", first, 2.0), WeightedSource("length", length, -0.25)])
+        return CombinedRewards(
+            [WeightedSource("odd", first, 2.0), WeightedSource("length", length, -0.25)]
+        )
 
     def test_the_reward_is_the_weighted_sum(self, tmp_path, mesh):
         lines = run(tmp_path, mesh, rm=self.both(FunctionReward(odd_share, PROMPT_TOKENS)))

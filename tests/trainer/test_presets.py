@@ -48,7 +48,9 @@ def table(heading: str) -> dict[str, list[str]]:
     """The first table below a heading of the page: the other cells of each row by the name in its first."""
     rows = re.search(rf"^## {heading}\n.*?((?:^\|[^\n]*\n)+)", PAGE, re.MULTILINE | re.DOTALL)
     assert rows is not None, heading
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows[1].splitlines()[2:]]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in rows[1].splitlines()[2:]
+    ]
     return {re.findall(r"`(\w+)`", row[0])[0]: row[1:] for row in cells}
 
 
@@ -71,7 +73,9 @@ def test_the_default_is_rloo(right):
 def test_a_key_given_besides_it_wins(preset, right):
     overrides = [f"{RL}.num_rollouts_per_prompt=3", f"{RL}.initial_policy_kl_penalty=0.125"]
     own = config_of(right, f"algorithm={preset}").trainer.reinforce
-    expected = own.model_copy(update={"num_rollouts_per_prompt": 3, "initial_policy_kl_penalty": 0.125})
+    expected = own.model_copy(
+        update={"num_rollouts_per_prompt": 3, "initial_policy_kl_penalty": 0.125}
+    )
     assert own != expected
     assert config_of(right, *overrides, f"algorithm={preset}").trainer.reinforce == expected
     assert config_of(right, f"algorithm={preset}", *overrides).trainer.reinforce == expected
@@ -123,7 +127,9 @@ def test_it_trains(preset, tmp_path: Path, mesh):
     # Undefined where a prompt has one sample.
     of_groups = ["train/reward_group_deviation", "train/fraction_of_groups_without_spread"]
     for line in lines:
-        undefined = [name for name, value in line.items() if value is None or not math.isfinite(value)]
+        undefined = [
+            name for name, value in line.items() if value is None or not math.isfinite(value)
+        ]
         assert undefined == (of_groups if own.get("num_rollouts_per_prompt") == 1 else [])
         assert line["train/grad_norm"] > 0 == line["train/skipped_step"]
     assert any(row["advantage"] for row in rollouts_of(tmp_path, 2))

@@ -63,7 +63,10 @@ class TestAStep:
         config = tiny_config(tmp_path, "model.reinforce.sampling_params.temperature=0.7")
         with tiny_trainer(config, mesh) as trainer:
             batch, metrics, timings = trainer.generate_rollouts()
-            assert batch.sequences.shape[0] == 16 and batch.log_probs.shape == batch.response_mask.shape
+            assert (
+                batch.sequences.shape[0] == 16
+                and batch.log_probs.shape == batch.response_mask.shape
+            )
             assert batch.sample_ids.tolist() == [0, 1, 2, 3] * 4
             assert list(Counter(batch.group_ids.tolist()).values()) == [4] * 4
             assert set(timings) == {"generate", "logprobs", "init_logprobs", "reward_wait"}
@@ -82,7 +85,10 @@ class TestAStep:
 
     def test_log_probs_are_those_that_the_generator_sampled_with(self, tmp_path, mesh):
         """Off by one token, another temperature, padding taken for text: all would show here."""
-        overrides = "model.reinforce.sampling_params.temperature=1.4", "model.reinforce.length_params.min_length=0"
+        overrides = (
+            "model.reinforce.sampling_params.temperature=1.4",
+            "model.reinforce.length_params.min_length=0",
+        )
         with tiny_trainer(tiny_config(tmp_path, *overrides), mesh) as trainer:
             prompts = [Prompt(i, "", (4,) * (i + 1)) for i in range(4)]
             seed = step_seed(trainer.model.settings.seed, 3)
@@ -111,16 +117,25 @@ class TestAStep:
                 trainer.fit()
             passes[name] = len(asked) / trainer.step
             lines[name] = [
-                line for line in metrics_of(tmp_path / name) if "train/loss" in line or "train/rewards" in line
+                line
+                for line in metrics_of(tmp_path / name)
+                if "train/loss" in line or "train/rewards" in line
             ]
         assert passes == {"generator": 1, "policy": 2, "updates": 2}, "one is the reference's"
         for one, other in zip(lines["generator"], lines["policy"], strict=True):
-            for key in ("train/init_policy_kl", "train/rewards_with_kl", "train/grad_norm", "train/actor_loss"):
+            for key in (
+                "train/init_policy_kl",
+                "train/rewards_with_kl",
+                "train/grad_norm",
+                "train/actor_loss",
+            ):
                 assert one[key] == pytest.approx(other[key], abs=1e-5), key
 
     def test_the_update_does_not_depend_on_how_the_batch_is_cut(self, tmp_path, mesh):
         lines = []
-        for i, (micro, forward, generated, validated) in enumerate([(16, 16, 4, 3), (1, 3, 1, 1), (5, 2, 3, 2)]):
+        for i, (micro, forward, generated, validated) in enumerate(
+            [(16, 16, 4, 3), (1, 3, 1, 1), (5, 2, 3, 2)]
+        ):
             sizes = [
                 f"{RL}.val_check_interval=1",
                 f"model.reinforce.val_rollout_micro_batch_size={validated}",
@@ -153,7 +168,9 @@ class TestAStep:
 class TestWhatAStepLeaves:
     """The version of the weights, the terms of the loss, and the state that goes on."""
 
-    def test_weights_are_numbered_by_the_steps_that_have_trained_them(self, tmp_path, mesh, monkeypatch):
+    def test_weights_are_numbered_by_the_steps_that_have_trained_them(
+        self, tmp_path, mesh, monkeypatch
+    ):
         """Those that a resumed run begins with are the oldest that it has."""
         trained = []
         given = []
@@ -189,15 +206,21 @@ class TestWhatAStepLeaves:
         ages = [name for name in metrics if name.startswith("generator_gap_age_")]
         assert ages == ["generator_gap_age_1"]
 
-    @pytest.mark.parametrize(("placement", "in_loss"), [("loss", 0.1), ("reward", None), ("advantage", None)])
-    def test_the_kl_is_in_the_loss_where_it_is_placed_there(self, placement, in_loss, tmp_path, mesh):
+    @pytest.mark.parametrize(
+        ("placement", "in_loss"), [("loss", 0.1), ("reward", None), ("advantage", None)]
+    )
+    def test_the_kl_is_in_the_loss_where_it_is_placed_there(
+        self, placement, in_loss, tmp_path, mesh
+    ):
         with tiny_trainer(tiny_config(tmp_path, f"{RL}.kl_placement={placement}"), mesh) as trainer:
             calls = recorded_calls(trainer)
             rollouts, _, _ = trainer.generate_rollouts()
             trainer.run_training(trainer.generate_reinforce_data(rollouts)[0])
         assert [call["kl_coefficient"] for call in calls] == [in_loss]
 
-    def test_the_first_optimizer_step_of_a_batch_is_on_policy_and_the_others_are_not(self, tmp_path, mesh):
+    def test_the_first_optimizer_step_of_a_batch_is_on_policy_and_the_others_are_not(
+        self, tmp_path, mesh
+    ):
         keys = (f"{RL}.reinforce_epochs=3", f"{RL}.importance_ratio=token")
         with tiny_trainer(tiny_config(tmp_path, *keys), mesh) as trainer:
             calls = recorded_calls(trainer)
@@ -209,7 +232,9 @@ class TestWhatAStepLeaves:
     def test_mini_batches_are_cut_anew_each_step(self, tmp_path, mesh, monkeypatch):
         seeds = []
 
-        def record(ids: object, rank: int, size: int | None, epochs: int, seed: int) -> Iterator[torch.Tensor]:
+        def record(
+            ids: object, rank: int, size: int | None, epochs: int, seed: int
+        ) -> Iterator[torch.Tensor]:
             seeds.append(seed)
             return mini_batches(ids, rank, size, epochs, seed)  # type: ignore[arg-type]
 
@@ -219,7 +244,11 @@ class TestWhatAStepLeaves:
 
     def test_a_state_is_of_the_last_whole_step(self, tmp_path, mesh):
         """Prompts of the next one that were drawn already are drawn again by a resumed run."""
-        keys = (f"{RL}.kl_target=0.5", f"{RL}.kl_horizon=50", f"{RL}.advantage_estimator=running_mean")
+        keys = (
+            f"{RL}.kl_target=0.5",
+            f"{RL}.kl_horizon=50",
+            f"{RL}.advantage_estimator=running_mean",
+        )
         with tiny_trainer(tiny_config(tmp_path, *keys, f"{RL}.max_steps=1"), mesh) as trainer:
             trainer.fit()
             whole = trainer.state_dict()
@@ -261,7 +290,12 @@ class TestFiles:
     def test_metrics_have_the_names_that_people_look_for(self, tmp_path, mesh):
         lines = run(tmp_path, mesh, f"{RL}.val_check_interval=1")
         assert [line["step"] for line in lines] == [0, 1, 2]
-        rollouts = ["rewards", "response_lengths", "prompt_lengths", "fraction_of_samples_properly_ended"]
+        rollouts = [
+            "rewards",
+            "response_lengths",
+            "prompt_lengths",
+            "fraction_of_samples_properly_ended",
+        ]
         algorithm = [
             "rewards_with_kl",
             "init_policy_kl",
@@ -274,7 +308,9 @@ class TestFiles:
         ]
         timers = ["generate", "logprobs", "init_logprobs", "reward_wait", "train_time", "step_time"]
         assert {f"val/{name}" for name in rollouts} <= lines[0].keys()
-        names = [f"train/{name}" for name in rollouts + algorithm] + [f"timers/{name}" for name in timers]
+        names = [f"train/{name}" for name in rollouts + algorithm] + [
+            f"timers/{name}" for name in timers
+        ]
         for line in lines[1:]:
             assert [name for name in names if not math.isfinite(line[name])] == []
             assert line["val/prompt_lengths"] == line["train/prompt_lengths"] == PROMPT_TOKENS
@@ -291,22 +327,33 @@ class TestFiles:
                 others = [r for r in rows if r["prompt_id"] == row["prompt_id"] and r is not row]
                 assert len(others) == 3
                 baseline = sum(r["reward_with_kl"] for r in others) / 3
-                assert row["reward_with_kl"] == pytest.approx(row["reward"] - 0.1 * row["kl"], abs=1e-6)
+                assert row["reward_with_kl"] == pytest.approx(
+                    row["reward"] - 0.1 * row["kl"], abs=1e-6
+                )
                 assert row["baseline"] == pytest.approx(baseline, abs=1e-6)
                 assert row["advantage"] == pytest.approx(row["reward_with_kl"] - baseline, abs=1e-6)
-                assert row["finish_reason"] == ("length" if row["response_length"] == MAX_LENGTH else "stop") or (
-                    row["response_length"] == MAX_LENGTH
-                )
+                assert row["finish_reason"] == (
+                    "length" if row["response_length"] == MAX_LENGTH else "stop"
+                ) or (row["response_length"] == MAX_LENGTH)
                 assert len(row["prompt"]) == PROMPT_TOKENS
-            for name, key in [("rewards", "reward"), ("init_policy_kl", "kl"), ("baseline", "baseline")]:
-                assert lines[step - 1][f"train/{name}"] == pytest.approx(sum(r[key] for r in rows) / 16, abs=1e-6)
+            for name, key in [
+                ("rewards", "reward"),
+                ("init_policy_kl", "kl"),
+                ("baseline", "baseline"),
+            ]:
+                assert lines[step - 1][f"train/{name}"] == pytest.approx(
+                    sum(r[key] for r in rows) / 16, abs=1e-6
+                )
         assert any(row["kl"] != 0 for row in rollouts_of(tmp_path, 4))
 
     def test_every_prompt_comes_once_an_epoch(self, tmp_path, mesh):
         """Ten prompts in steps of four; two of them equal, which stay two groups."""
         prompts = [*three_letters(9), three_letters(1)[0]]
         run(tmp_path, mesh, f"{RL}.max_epochs=2", prompts=prompts)
-        epochs = [[row for step in steps for row in rollouts_of(tmp_path, step)] for steps in ((1, 2, 3), (4, 5, 6))]
+        epochs = [
+            [row for step in steps for row in rollouts_of(tmp_path, step)]
+            for steps in ((1, 2, 3), (4, 5, 6))
+        ]
         for rows in epochs:
             assert Counter((row["prompt_id"], row["sample_id"]) for row in rows) == Counter(
                 (prompt, sample) for prompt in range(10) for sample in range(4)
@@ -318,7 +365,8 @@ class TestFiles:
     def test_samples_of_one_prompt_differ_and_so_do_epochs(self, tmp_path, mesh):
         run(tmp_path, mesh, f"{RL}.max_epochs=2", "model.optim.lr=1e-9")
         first, second = (
-            {(r["prompt_id"], r["sample_id"]): r["response"] for r in rows} for rows in two_epochs(tmp_path)
+            {(r["prompt_id"], r["sample_id"]): r["response"] for r in rows}
+            for rows in two_epochs(tmp_path)
         )
         assert first.keys() == second.keys() and first != second
         assert len(set(first.values())) > len(first) / 2
@@ -330,19 +378,28 @@ class TestFiles:
         for name in ("DATA", "CACHE", "CONFIG"):
             monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
         monkeypatch.setenv("WANDB_SILENT", "true")
-        switch = "exp_manager.create_wandb_logger=true", "exp_manager.wandb_logger_kwargs.mode=offline"
+        switch = (
+            "exp_manager.create_wandb_logger=true",
+            "exp_manager.wandb_logger_kwargs.mode=offline",
+        )
         lines = run(tmp_path, mesh, *switch, f"{RL}.val_check_interval=2")
         (path,) = offline_files(tmp_path / "run")
         logged = history(path)
         for line in lines:
-            expected = {key: value for key, value in line.items() if key.startswith(("train/", "val/", "timers/"))}
+            expected = {
+                key: value
+                for key, value in line.items()
+                if key.startswith(("train/", "val/", "timers/"))
+            }
             assert {key: logged[line["step"]][key] for key in expected} == pytest.approx(expected)
         checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
         assert checkpoint is not None and checkpoint.trainer_state["wandb_run_id"] in path.name
 
 
 def two_epochs(folder: Path) -> list[list[dict]]:
-    return [[row for step in steps for row in rollouts_of(folder, step)] for steps in ((1, 2), (3, 4))]
+    return [
+        [row for step in steps for row in rollouts_of(folder, step)] for steps in ((1, 2), (3, 4))
+    ]
 
 
 class TestWithoutAReference:
@@ -370,14 +427,18 @@ class EmptyEverySecond:
         self._inner = inner
         self._which = which
 
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, params, seed: int) -> Completions:
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, params, seed: int
+    ) -> Completions:
         full = self._inner.generate(prompts, num_samples, params, seed)
         rows = [row for row in range(len(full.lengths)) if self._which(row % num_samples)]
         lengths = full.lengths.clone()
         lengths[rows] = 0
         tokens = full.tokens.clone()
         tokens[rows] = 0
-        reasons = tuple(FINISH_STOP if row in rows else reason for row, reason in enumerate(full.finish_reasons))
+        reasons = tuple(
+            FINISH_STOP if row in rows else reason for row, reason in enumerate(full.finish_reasons)
+        )
         return replace(full, tokens=tokens, lengths=lengths, finish_reasons=reasons)
 
     def awake(self):
@@ -393,7 +454,9 @@ class EmptyEverySecond:
 class TestWhatDoesNotCount:
     def test_empty_responses_take_no_part(self, tmp_path, mesh):
         with tiny_trainer(tiny_config(tmp_path), mesh) as trainer:
-            trainer.model.generator = EmptyEverySecond(trainer.model.generator, lambda sample: sample % 2)
+            trainer.model.generator = EmptyEverySecond(
+                trainer.model.generator, lambda sample: sample % 2
+            )
             trainer.fit()
         for line in metrics_of(tmp_path):
             assert line["train/fraction_of_samples_valid"] == 0.5
@@ -401,7 +464,12 @@ class TestWhatDoesNotCount:
             assert line["train/grad_norm"] > 0
         for row in rollouts_of(tmp_path, 2):
             if row["sample_id"] % 2:
-                assert (row["response"], row["valid"], row["advantage"], row["kl"]) == ("", False, 0.0, 0.0)
+                assert (row["response"], row["valid"], row["advantage"], row["kl"]) == (
+                    "",
+                    False,
+                    0.0,
+                    0.0,
+                )
             else:
                 (other,) = [
                     r["reward_with_kl"]
@@ -417,20 +485,30 @@ class TestWhatDoesNotCount:
             trainer.fit()
             assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
         line = metrics_of(tmp_path)[-1]
-        assert (line["train/response_lengths"], line["train/grad_norm"], line["train/actor_loss"]) == (0.0, 0.0, 0.0)
+        assert (
+            line["train/response_lengths"],
+            line["train/grad_norm"],
+            line["train/actor_loss"],
+        ) == (0.0, 0.0, 0.0)
         assert line["train/rewards"] == 0.5 and line["train/rewards_with_kl"] is None
 
     def test_a_group_without_a_valid_sample(self, tmp_path, mesh):
         """All samples of one prompt fail, and one sample of each of the others."""
-        score = FailingReward(lambda row: math.nan if row[0] == 6 else odd_share(row[PROMPT_TOKENS:]))
+        score = FailingReward(
+            lambda row: math.nan if row[0] == 6 else odd_share(row[PROMPT_TOKENS:])
+        )
         prompts = ["eta", "tea", "ate", "ten"]  # 6 is a t
         first = {prompt: i for i, prompt in enumerate(prompts)}
         lines = run(tmp_path, mesh, EVERY_FAILURE, rm=score, prompts=prompts)
         rows = rollouts_of(tmp_path, 1)
         failed = [row for row in rows if row["reward"] is None]
-        assert {row["prompt_id"] for row in failed} == {i for prompt, i in first.items() if prompt[0] == "t"}
+        assert {row["prompt_id"] for row in failed} == {
+            i for prompt, i in first.items() if prompt[0] == "t"
+        }
         assert len(failed) == 8
-        assert all((row["valid"], row["advantage"], row["baseline"]) == (False, 0.0, 0.0) for row in failed)
+        assert all(
+            (row["valid"], row["advantage"], row["baseline"]) == (False, 0.0, 0.0) for row in failed
+        )
         assert all(row["valid"] for row in rows if row not in failed)
         assert [name for name, value in lines[0].items() if value is None] == []
         good = [row["reward"] for row in rows if row["reward"] is not None]
@@ -460,7 +538,11 @@ class TestWhatDoesNotCount:
             shares = [line["train/fraction_of_samples_valid"] for line in lines]
             assert sum(shares) / 2 == 1 - len(truncated) / len(rows)
         for row in rows:
-            others = [r for r in rows if r["prompt_id"] == row["prompt_id"] and r is not row and r["valid"]]
+            others = [
+                r
+                for r in rows
+                if r["prompt_id"] == row["prompt_id"] and r is not row and r["valid"]
+            ]
             if row["valid"] and others:
                 assert row["baseline"] == pytest.approx(
                     sum(r["reward_with_kl"] for r in others) / len(others), abs=1e-6
@@ -528,8 +610,13 @@ class TestWhenRewardsFail:
         assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2]
 
     @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e300])
-    def test_a_source_of_ones_own_that_calls_no_number_a_score_has_failed(self, tmp_path, mesh, bad):
-        source = OwnSource(lambda n: torch.tensor([bad] * 2 + [1.0] * (n - 2), dtype=torch.float64), lambda n: [0] * n)
+    def test_a_source_of_ones_own_that_calls_no_number_a_score_has_failed(
+        self, tmp_path, mesh, bad
+    ):
+        source = OwnSource(
+            lambda n: torch.tensor([bad] * 2 + [1.0] * (n - 2), dtype=torch.float64),
+            lambda n: [0] * n,
+        )
         reason = STATUS_TEXT[STATUS_NOT_FINITE]
         with (
             raises_error(TOO_MANY, "step 1", f"{reason} (4)"),
@@ -541,14 +628,20 @@ class TestWhenRewardsFail:
         source = OwnSource(torch.zeros, lambda n: [STATUS_INTERNAL] + [0] * (n - 1))
         run(tmp_path, mesh, EVERY_FAILURE, rm=source)
         rows = rollouts_of(tmp_path, 1)
-        assert [row["reward"] for row in rows].count(None) == [row["valid"] for row in rows].count(False) == 2
+        assert (
+            [row["reward"] for row in rows].count(None)
+            == [row["valid"] for row in rows].count(False)
+            == 2
+        )
 
     @pytest.mark.parametrize("shape", ["short", "column"])
     def test_a_source_of_ones_own_that_misses_a_sample_is_named(self, tmp_path, mesh, shape):
         values = {"short": lambda n: torch.ones(n - 1), "column": lambda n: torch.ones(n, 1)}[shape]
         with (
             raises_error("rewards.answer.wrong_shape", "ReadyRewards", "values") as error,
-            tiny_trainer(tiny_config(tmp_path), mesh, OwnSource(values, lambda n: [0] * n)) as trainer,
+            tiny_trainer(
+                tiny_config(tmp_path), mesh, OwnSource(values, lambda n: [0] * n)
+            ) as trainer,
         ):
             trainer.fit()
         assert re.search(r"\[\d.*\].* \[\d+\]$", str(error.value))
@@ -565,11 +658,15 @@ class TestWhenRewardsFail:
         assert [i for i, row in enumerate(rows) if row["reward"] is None] == [6]
         assert (rows[6]["valid"], rows[6]["advantage"]) == (False, 0.0)
         assert all(
-            row["baseline"] == pytest.approx(5.0) and abs(row["advantage"]) < 1e-6 for row in rows if row["valid"]
+            row["baseline"] == pytest.approx(5.0) and abs(row["advantage"]) < 1e-6
+            for row in rows
+            if row["valid"]
         )
         assert lines[0]["train/rewards"] == 5.0
 
-    def test_a_server_that_is_gone_saves_the_last_whole_step_and_the_run_goes_on_from_there(self, tmp_path, mesh):
+    def test_a_server_that_is_gone_saves_the_last_whole_step_and_the_run_goes_on_from_there(
+        self, tmp_path, mesh
+    ):
         """Three prompts are generated together, so each step makes two requests; the fifth is in step 3."""
         (tmp_path / "whole").mkdir()
         whole = run(tmp_path / "whole", mesh, f"{RL}.max_epochs=3")
@@ -607,7 +704,11 @@ class TestWhenRewardsFail:
         ):
             trainer.fit()
         assert saved_step(tmp_path) is None
-        assert [line["step"] for line in run(tmp_path, mesh, f"{RL}.val_check_interval=1")] == [0, 1, 2]
+        assert [line["step"] for line in run(tmp_path, mesh, f"{RL}.val_check_interval=1")] == [
+            0,
+            1,
+            2,
+        ]
 
 
 class StopsAfter(RunTimer):
@@ -639,7 +740,10 @@ class TestTheEnd:
     def test_when_the_time_is_up_it_validates_too(self, tmp_path, mesh):
         """Across an epoch, and with the time of the start counted: the fifth question is asked after step 3."""
         overrides = [f"{RL}.max_epochs=3", f"{RL}.val_check_interval=5"]
-        with pytest.raises(StoppedEarly), tiny_trainer(tiny_config(tmp_path, *overrides), mesh) as trainer:
+        with (
+            pytest.raises(StoppedEarly),
+            tiny_trainer(tiny_config(tmp_path, *overrides), mesh) as trainer,
+        ):
             trainer.run_timer = StopsAfter(4)
             trainer.fit()
         assert [line["step"] for line in metrics_of(tmp_path) if "val/rewards" in line] == [0, 3]
@@ -662,9 +766,13 @@ class TestTheEnd:
         assert [line["step"] for line in run(tmp_path, mesh)] == [1, 2]
 
     def test_max_steps_ends_within_an_epoch_and_a_higher_one_goes_on(self, tmp_path, mesh):
-        assert [line["step"] for line in run(tmp_path, mesh, f"{RL}.max_epochs=3", f"{RL}.max_steps=3")] == [1, 2, 3]
+        assert [
+            line["step"] for line in run(tmp_path, mesh, f"{RL}.max_epochs=3", f"{RL}.max_steps=3")
+        ] == [1, 2, 3]
         assert saved_step(tmp_path) == 3
-        lines = run(tmp_path, mesh, f"{RL}.max_epochs=3", f"{RL}.max_steps=5", "model.optim.lr=0.003")
+        lines = run(
+            tmp_path, mesh, f"{RL}.max_epochs=3", f"{RL}.max_steps=5", "model.optim.lr=0.003"
+        )
         assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
         assert [line["train/lr"] for line in lines] == [0.01] * 3 + [0.003] * 2, (
             "the configuration's, not the old run's"
@@ -680,7 +788,11 @@ class TestTheEnd:
     )
     def test_the_baseline_is_a_mean_of_past_rewards(self, estimator, weights, tmp_path, mesh):
         """Weights of the last step, of the one before, and so on; every step has equally many samples."""
-        options = [f"{RL}.advantage_estimator={estimator}", f"{RL}.baseline_window=2", f"{RL}.baseline_decay=0.25"]
+        options = [
+            f"{RL}.advantage_estimator={estimator}",
+            f"{RL}.baseline_window=2",
+            f"{RL}.baseline_decay=0.25",
+        ]
         lines = run(tmp_path, mesh, f"{RL}.max_epochs=2", *options)
         baselines = [line["train/baseline"] for line in lines]
         rewards = [line["train/rewards_with_kl"] for line in lines]
@@ -715,7 +827,13 @@ class TestTheEnd:
             assert rollouts_of(tmp_path / "parts", step) == rollouts_of(tmp_path / "whole", step)
 
     def test_intervals(self, tmp_path, mesh):
-        lines = run(tmp_path, mesh, f"{RL}.max_epochs=3", f"{RL}.val_check_interval=4", f"{RL}.save_interval=2")
+        lines = run(
+            tmp_path,
+            mesh,
+            f"{RL}.max_epochs=3",
+            f"{RL}.val_check_interval=4",
+            f"{RL}.save_interval=2",
+        )
         assert [line["step"] for line in lines if "val/rewards" in line] == [0, 4, 6]
         kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
         assert kept == ["step_00000004", "step_00000006"]
@@ -728,5 +846,7 @@ class TestTheEnd:
     def test_validation_is_the_same_at_every_step_for_the_same_weights(self, tmp_path, mesh):
         sampled = "model.reinforce.val_sampling_params.use_greedy=false"
         lines = run(tmp_path, mesh, f"{RL}.val_check_interval=1", "model.optim.lr=1e-12", sampled)
-        values = [{key: value for key, value in line.items() if key.startswith("val/")} for line in lines]
+        values = [
+            {key: value for key, value in line.items() if key.startswith("val/")} for line in lines
+        ]
         assert values[0] == values[1] == values[2]

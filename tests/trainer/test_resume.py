@@ -112,13 +112,20 @@ def test_a_run_goes_on_where_it_was_moved_to(mesh, tmp_path, monkeypatch):
     for variable in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
         monkeypatch.delenv(variable, raising=False)
     saving = "exp_manager.checkpoint_callback_params"
-    settings = [f"{RL}.max_epochs=9", f"{RL}.save_interval=1", f"{RL}.val_check_interval=1", f"{saving}.keep_best=1"]
+    settings = [
+        f"{RL}.max_epochs=9",
+        f"{RL}.save_interval=1",
+        f"{RL}.val_check_interval=1",
+        f"{saving}.keep_best=1",
+    ]
     for folder in ("whole", "first"):
         (tmp_path / folder).mkdir()
         run(tmp_path / folder, mesh, *settings, f"{RL}.max_steps={3 if folder == 'whole' else 2}")
     (tmp_path / "first" / "run").rename(tmp_path / "moved to")
     moved = f"exp_manager.explicit_log_dir={tmp_path / 'moved to'}"
-    config = load_config(compose(*tiny_overrides(tmp_path / "first"), *settings, f"{RL}.max_steps=3", moved))
+    config = load_config(
+        compose(*tiny_overrides(tmp_path / "first"), *settings, f"{RL}.max_steps=3", moved)
+    )
     with tiny_trainer(config, mesh) as trainer:
         assert trainer.step == 2
         trainer.fit()
@@ -138,9 +145,15 @@ def test_a_run_goes_on_where_it_was_moved_to(mesh, tmp_path, monkeypatch):
         pytest.param("run/config.yaml", marks=SLOW),  # nothing is there yet
         pytest.param("rollouts/step_00001", marks=SLOW),  # within the first step
         "rollouts/step_00005",  # within a step after the first checkpoint
-        pytest.param("validation/step_00005", marks=SLOW),  # the step is done, its metrics are not written
-        pytest.param("checkpoints/step_00000003", marks=SLOW),  # the first checkpoint is whole, but has no name yet
-        pytest.param("checkpoints/latest", marks=SLOW),  # it has its name, and `latest` does not say so
+        pytest.param(
+            "validation/step_00005", marks=SLOW
+        ),  # the step is done, its metrics are not written
+        pytest.param(
+            "checkpoints/step_00000003", marks=SLOW
+        ),  # the first checkpoint is whole, but has no name yet
+        pytest.param(
+            "checkpoints/latest", marks=SLOW
+        ),  # it has its name, and `latest` does not say so
         "run/hf",  # the last checkpoint is there, the export is not
     ],
 )
@@ -219,7 +232,9 @@ def one_process(processes, tmp_path_factory) -> Path:
 
 def write_model_of_two_layers(folder: Path) -> None:
     """One for each stage of a pipeline."""
-    tiny_llama_folder(folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16)
+    tiny_llama_folder(
+        folder / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16
+    )
 
 
 def two_rank_settings(folder: Path) -> list[str]:
@@ -274,6 +289,8 @@ def test_two_ranks_started_by_plain_python_equal_one(one_process, tmp_path, layo
             for f in (tmp_path, one_process)
         ]
         assert samples[0] == samples[1]
-    weights, others = (load_file(f / "run" / "hf" / "model.safetensors") for f in (tmp_path, one_process))
+    weights, others = (
+        load_file(f / "run" / "hf" / "model.safetensors") for f in (tmp_path, one_process)
+    )
     for name in others:
         torch.testing.assert_close(weights[name], others[name], rtol=0, atol=1e-3)

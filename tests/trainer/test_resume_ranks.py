@@ -13,7 +13,13 @@ import pytest
 import torch
 from helpers.models import tiny_llama_folder
 from helpers.tiny_run import largest_difference, metrics_of, rollouts_of, without_times
-from helpers.trainer_processes import NUM_PROMPTS, SETTINGS, STEPS, TrainerProcesses, assert_equal_runs
+from helpers.trainer_processes import (
+    NUM_PROMPTS,
+    SETTINGS,
+    STEPS,
+    TrainerProcesses,
+    assert_equal_runs,
+)
 
 SAVING = "exp_manager.checkpoint_callback_params"
 STATEFUL = [
@@ -26,8 +32,14 @@ STATEFUL = [
     f"{SAVING}.keep_best=1",
 ]
 ASYNC = f"{SAVING}.async_save=true"
-FILTERING = ("trainer.reinforce.dynamic_filtering=true", "trainer.reinforce.max_resampling_rounds=1")
-MOVING = ("trainer.reinforce.advantage_estimator=moving_average", "trainer.reinforce.baseline_window=4")
+FILTERING = (
+    "trainer.reinforce.dynamic_filtering=true",
+    "trainer.reinforce.max_resampling_rounds=1",
+)
+MOVING = (
+    "trainer.reinforce.advantage_estimator=moving_average",
+    "trainer.reinforce.baseline_window=4",
+)
 EXPONENTIAL = ("trainer.reinforce.advantage_estimator=exponential_moving_average",)
 DISTRIBUTED = ("model.optim.distributed=true", "model.optim.overlap_grad_sync=true")
 
@@ -53,7 +65,9 @@ def uninterrupted(processes, tmp_path_factory) -> Path:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((1, (*FILTERING, *MOVING)), id="one rank, moving average", marks=pytest.mark.slow),
+        pytest.param(
+            (1, (*FILTERING, *MOVING)), id="one rank, moving average", marks=pytest.mark.slow
+        ),
         pytest.param(
             (2, (*FILTERING, *DISTRIBUTED, *EXPONENTIAL)),
             id="two ranks, distributed optimizer, exponential moving average",
@@ -72,7 +86,9 @@ def whole(request, processes, tmp_path_factory) -> tuple[Path, int, tuple[str, .
     return folder, ranks, overrides, lines[-1]["time"] - lines[0]["time"]
 
 
-@pytest.mark.parametrize("kills", [3, *(pytest.param(4, marks=pytest.mark.slow, id=f"4-{i}") for i in range(5))])
+@pytest.mark.parametrize(
+    "kills", [3, *(pytest.param(4, marks=pytest.mark.slow, id=f"4-{i}") for i in range(5))]
+)
 def test_killed_at_random_moments(kills, whole, processes, tmp_path):
     """Three kills a run; twenty in the slow tier, four each in five runs."""
     seed = random.SystemRandom().randrange(2**32)
@@ -81,7 +97,9 @@ def test_killed_at_random_moments(kills, whole, processes, tmp_path):
     folder, ranks, overrides, seconds = whole
     for _ in range(kills):
         # A part of the run each, so that the last ones are not left with nothing to kill.
-        processes.kill_at_random(tmp_path, draw, seconds / kills, *STATEFUL, *overrides, ASYNC, ranks=ranks)
+        processes.kill_at_random(
+            tmp_path, draw, seconds / kills, *STATEFUL, *overrides, ASYNC, ranks=ranks
+        )
     finish(processes, tmp_path, *overrides, ASYNC, ranks=ranks)
     assert_equal_runs(tmp_path, folder)
 
@@ -92,19 +110,45 @@ def test_everything_that_carries_state_is_in_the_checkpoint(uninterrupted):
     newest = folder / (folder / "latest").read_text().strip()
     state = json.loads((newest / "trainer_state.json").read_text())
     assert sorted(state) == [
-        *("best", "data", "decayed_rewards", "epoch", "kl_coefficient", "last_rewards", "lora", "past_rewards"),
+        *(
+            "best",
+            "data",
+            "decayed_rewards",
+            "epoch",
+            "kl_coefficient",
+            "last_rewards",
+            "lora",
+            "past_rewards",
+        ),
         *("past_scores", "step", "validation_is_due", "version", "wandb_run_id"),
     ]
-    assert (state["step"], state["epoch"], state["data"]["consumed_prompts"]) == (STEPS, 4, 4 * NUM_PROMPTS)
+    assert (state["step"], state["epoch"], state["data"]["consumed_prompts"]) == (
+        STEPS,
+        4,
+        4 * NUM_PROMPTS,
+    )
     assert state["past_scores"]["count"] == 4 * 4 * NUM_PROMPTS
     assert 0 < state["past_scores"]["mean"] < 1
     assert state["past_rewards"]["mean"] != 0
     means = [state["past_rewards"]["mean"], state["decayed_rewards"]["mean"]]
-    assert len(state["last_rewards"]) == 10 and len({*means, *(of["mean"] for of in state["last_rewards"])}) > 3
+    assert (
+        len(state["last_rewards"]) == 10
+        and len({*means, *(of["mean"] for of in state["last_rewards"])}) > 3
+    )
     assert state["kl_coefficient"] != 0.1
-    values = {line["step"]: line["val/rewards"] for line in metrics_of(uninterrupted) if "val/rewards" in line}
-    best = max((step for step in values if step > 0), key=lambda step: values[step])  # of equal ones the first
-    assert state["best"] == {"metric": "val/rewards", "mode": "max", "found": [[best, values[best]]]}
+    values = {
+        line["step"]: line["val/rewards"]
+        for line in metrics_of(uninterrupted)
+        if "val/rewards" in line
+    }
+    best = max(
+        (step for step in values if step > 0), key=lambda step: values[step]
+    )  # of equal ones the first
+    assert state["best"] == {
+        "metric": "val/rewards",
+        "mode": "max",
+        "found": [[best, values[best]]],
+    }
     assert (folder / f"step_{best:08d}").is_dir()
     for rank in (0, 1):
         rng = torch.load(newest / "rng" / f"rank_{rank:05d}.pt", weights_only=True)
@@ -124,21 +168,31 @@ ONE = (1, ())
 
 @pytest.mark.parametrize(
     "layouts",
-    [[ONE, PP2, DP2], pytest.param([ONE, ONE, TP2, TP2, DP2, DP2, PP2, PP2, ONE], marks=pytest.mark.slow)],
+    [
+        [ONE, PP2, DP2],
+        pytest.param([ONE, ONE, TP2, TP2, DP2, DP2, PP2, PP2, ONE], marks=pytest.mark.slow),
+    ],
     ids=["three", "nine"],
 )
 @pytest.mark.slow
 def test_every_prompt_once_an_epoch_through_kills_and_layouts(layouts, processes, tmp_path):
     """Each is killed within some step, but the last one, which ends the run."""
-    tiny_llama_folder(tmp_path / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16)
+    tiny_llama_folder(
+        tmp_path / "model", vocab_size=32, layers=2, hidden=16, ffn=32, max_positions=16
+    )
     settings = [*STATEFUL, "trainer.reinforce.save_interval=1"]
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed of the moments: {seed}")
     draw = random.Random(seed)
-    moments = [f"rollouts/step_{step:05d}" for step in sorted(draw.sample(range(2, STEPS), len(layouts) - 1))]
+    moments = [
+        f"rollouts/step_{step:05d}"
+        for step in sorted(draw.sample(range(2, STEPS), len(layouts) - 1))
+    ]
     for (ranks, overrides), moment in zip(layouts, [*moments, ""], strict=True):
         processes.start(tmp_path, *settings, *overrides, die_before=moment, ranks=ranks)
-        assert processes.wait() == (-signal.SIGKILL if moment else 0), (tmp_path / "log").read_text()
+        assert processes.wait() == (-signal.SIGKILL if moment else 0), (
+            tmp_path / "log"
+        ).read_text()
     lines = metrics_of(tmp_path)
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
     assert lines[-1]["train/consumed_prompts"] == 4 * NUM_PROMPTS
@@ -155,5 +209,8 @@ def test_another_number_of_ranks_in_the_middle_of_an_epoch(processes, uninterrup
     finish(processes, tmp_path, every_step)
     assert "after step 5 of 12" in (tmp_path / "log").read_text()
     for line, other in list(zip(metrics_of(tmp_path), metrics_of(uninterrupted), strict=True))[:9]:
-        pair = [{key: value for key, value in without_times(m).items() if "padding" not in key} for m in (line, other)]
+        pair = [
+            {key: value for key, value in without_times(m).items() if "padding" not in key}
+            for m in (line, other)
+        ]
         assert largest_difference(*pair) < 1e-3, line["step"]

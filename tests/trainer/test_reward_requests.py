@@ -64,7 +64,9 @@ def test_what_a_template_opens_for_the_model_is_in_the_prompt(tmp_path):
     """DeepSeek's distilled models and Qwen3.5 get `<think>` from the template, and do not write it."""
     tokenizer = load_tokenizer(write_tiny_tokenizer(tmp_path))
     opened = "{% if add_generation_prompt %}A: <think>\n{% endif %}"
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + opened
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + opened
+    )
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     prompt = PromptDataset.from_files(tokenizer, tmp_path / "a.jsonl", max_prompt_tokens=None)[0]
     tokens = torch.tensor([[*tokenizer("a</think>b")["input_ids"], 2]])
@@ -85,18 +87,29 @@ def test_special_tokens_of_a_response_are_kept_where_a_reward_reads_them(tmp_pat
     assert not caplog.messages
     for _ in range(2):
         assert ask(skip_special_tokens=True).responses == ("ab",)
-    assert ["token <think>," in said or "token </think>," in said for said in caplog.messages] == [True] * 2
+    assert ["token <think>," in said or "token </think>," in said for said in caplog.messages] == [
+        True
+    ] * 2
     assert all("model.reinforce.skip_special_tokens=false" in said for said in caplog.messages)
 
 
 def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
     dot = tokenizer.convert_tokens_to_ids(".")  # ends a response here, and is no special token
-    rows = [("ab.", "stop"), ("ab.a", "length"), (".", "stop"), ("", "length"), ("ab", "stop"), ("a<eos>", "stop")]
+    rows = [
+        ("ab.", "stop"),
+        ("ab.a", "length"),
+        (".", "stop"),
+        ("", "length"),
+        ("ab", "stop"),
+        ("a<eos>", "stop"),
+    ]
     ids = [tokenizer(text)["input_ids"] for text, _ in rows]
     tokens = torch.zeros((len(rows), 4), dtype=torch.long)
     for row, sequence in enumerate(ids):
         tokens[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.long)
-    completions = Completions(tokens, torch.tensor([len(x) for x in ids]), tuple(reason for _, reason in rows))
+    completions = Completions(
+        tokens, torch.tensor([len(x) for x in ids]), tuple(reason for _, reason in rows)
+    )
     model: Any = SimpleNamespace(
         tokenizer=tokenizer,
         pad_id=0,
@@ -109,20 +122,34 @@ def test_a_request_has_texts_fields_and_what_was_cut(tokenizer):
             raise_on_all_ranks=contextlib.nullcontext,
         ),
         generator=SimpleNamespace(awake=contextlib.nullcontext),
-        settings=SimpleNamespace(seed=0, sampling=SimpleNamespace(stop_token_ids=(2, dot)), skip_special_tokens=True),
+        settings=SimpleNamespace(
+            seed=0, sampling=SimpleNamespace(stop_token_ids=(2, dot)), skip_special_tokens=True
+        ),
         infer=lambda *_, **__: completions,
     )
-    prompts = [Prompt(0, "plain", (5,), {"answer": "1"}), Prompt(1, "U: tea<eos>A:", (6, 7), {}, MESSAGES)]
+    prompts = [
+        Prompt(0, "plain", (5,), {"answer": "1"}),
+        Prompt(1, "U: tea<eos>A:", (6, 7), {}, MESSAGES),
+    ]
     rm = Asked()
     loader: Any = None
-    maker = RolloutMaker(ReinforceConfig(), model, rm, lambda prompts, _: [prompts], loader, loader, StopRequest())
+    maker = RolloutMaker(
+        ReinforceConfig(), model, rm, lambda prompts, _: [prompts], loader, loader, StopRequest()
+    )
     maker.sample(prompts, 3, step=1)
     samples = rm.requests[0].samples
     assert [sample.response for sample in samples] == ["ab", "ab.a", "", "", "ab", "a"]
     assert [sample.finished for sample in samples] == [True, False, True, False, True, True]
     assert [sample.messages for sample in samples] == [()] * 3 + [MESSAGES] * 3
     assert [sample.record for sample in samples] == [{"answer": "1"}] * 3 + [{}] * 3
-    assert rm.requests[0].lengths.tolist() == [1 + 3, 1 + 4, 1 + 1, 2 + 0, 2 + 2, 2 + 2]  # tokens are all there
+    assert rm.requests[0].lengths.tolist() == [
+        1 + 3,
+        1 + 4,
+        1 + 1,
+        2 + 0,
+        2 + 2,
+        2 + 2,
+    ]  # tokens are all there
 
 
 class Scored:

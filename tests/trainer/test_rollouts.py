@@ -83,7 +83,9 @@ class Loader:
         return {"consumed_prompts": self.drawn}
 
 
-def result_of(number: int, prompt: Prompt, versions: Sequence[int], status: int = STATUS_OK) -> Result:
+def result_of(
+    number: int, prompt: Prompt, versions: Sequence[int], status: int = STATUS_OK
+) -> Result:
     """One response, of a token a version, with a score."""
     width = len(versions)
     completions = Completions(
@@ -94,7 +96,12 @@ def result_of(number: int, prompt: Prompt, versions: Sequence[int], status: int 
         weight_versions=torch.tensor([[*versions, 0, 0]]),
     )
     values = torch.tensor([1.0 if status == STATUS_OK else float("nan")])
-    return Result(number, (prompt.id,), completions, Rewards(values, torch.tensor([status], dtype=torch.int32)))
+    return Result(
+        number,
+        (prompt.id,),
+        completions,
+        Rewards(values, torch.tensor([status], dtype=torch.int32)),
+    )
 
 
 class RecordedGenerators:
@@ -106,10 +113,14 @@ class RecordedGenerators:
         self.asked: list[tuple[int, int, int]] = []  # step, version, seed
         self.oldest: list[int] = []  # that `collect_first` was asked for
         self.kept: dict[int, Ticket] = {}
-        self.drawn_with: list[list[int]] = []  # versions of each answer's tokens; empty: one token, as asked
+        self.drawn_with: list[
+            list[int]
+        ] = []  # versions of each answer's tokens; empty: one token, as asked
         self._prompts: dict[int, Prompt] = {}
 
-    def submit(self, prompts: Sequence[Prompt], num_samples: int, seed: int, step: int, version: int) -> Ticket:
+    def submit(
+        self, prompts: Sequence[Prompt], num_samples: int, seed: int, step: int, version: int
+    ) -> Ticket:
         self.asked.append((step, version, seed))
         numbers = [len(self._prompts) + i for i in range(len(prompts))]
         self._prompts.update(zip(numbers, prompts, strict=True))
@@ -120,7 +131,9 @@ class RecordedGenerators:
         rows = zip(ticket.numbers[0], prompts, of_prompts, strict=True)
         return [result_of(number, prompt, versions) for number, prompt, versions in rows]
 
-    def collect_first(self, numbers: Sequence[int], count: int, oldest: int) -> tuple[list[Result], int]:
+    def collect_first(
+        self, numbers: Sequence[int], count: int, oldest: int
+    ) -> tuple[list[Result], int]:
         self.oldest.append(oldest)
         return [result_of(number, self._prompts[number], [oldest]) for number in numbers[:count]], 0
 
@@ -146,11 +159,15 @@ class Policy:
         self.generator = SimpleNamespace(is_exact=is_exact)
         self.passes: list[str] = []
 
-    def get_inference_log_probs(self, sequences: Tensor, prompts: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
+    def get_inference_log_probs(
+        self, sequences: Tensor, prompts: Tensor, lengths: Tensor, groups: Tensor
+    ) -> Tensor:
         self.passes.append("policy")
         return torch.full((len(lengths), int(lengths.max())), -2.0)
 
-    def get_init_policy_logprobs(self, sequences: Tensor, prompts: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
+    def get_init_policy_logprobs(
+        self, sequences: Tensor, prompts: Tensor, lengths: Tensor, groups: Tensor
+    ) -> Tensor:
         self.passes.append("reference")
         return torch.full((len(lengths), int(lengths.max())), -3.0)
 
@@ -186,7 +203,11 @@ def test_each_step_asks_for_weights_of_exactly_so_many_steps_before(staleness):
     for step in range(1, 7):
         generators.version = step - 1
         made = maker.make(step)
-        assert made.metrics["staleness"] == min(staleness, step - 1) if staleness else "staleness" not in made.metrics
+        assert (
+            made.metrics["staleness"] == min(staleness, step - 1)
+            if staleness
+            else "staleness" not in made.metrics
+        )
         # No more is drawn ahead than the bound allows, and nothing after the run's last step.
         assert len({number for number, _, _ in generators.asked}) == min(step + staleness, 6)
     updates_before = {step: step - 1 for step in range(1, 7)}
@@ -297,7 +318,9 @@ def test_prompts_under_way_are_asked_for_as_of_the_steps_after_the_checkpoint():
 
 def test_samples_without_a_score_are_not_valid_and_groups_are_numbered():
     maker = maker_of(0)
-    completions = Completions(torch.ones(4, 2, dtype=torch.long), torch.tensor([2, 1, 2, 2]), ("stop",) * 4)
+    completions = Completions(
+        torch.ones(4, 2, dtype=torch.long), torch.tensor([2, 1, 2, 2]), ("stop",) * 4
+    )
     batch = maker._unscored([Prompt(9, "", (3,)), Prompt(4, "", (3, 3))], completions)
     assert batch.group_ids.tolist() == [9, 9, 4, 4]
     assert batch.sample_ids.tolist() == [0, 1, 0, 1]
@@ -305,12 +328,17 @@ def test_samples_without_a_score_are_not_valid_and_groups_are_numbered():
     assert batch.rewards.isnan().all() and not batch.valid.any()
 
 
-@pytest.mark.parametrize(("failed", "ends"), [(0, False), (1, False), (2, False), (3, True), (4, True)])
+@pytest.mark.parametrize(
+    ("failed", "ends"), [(0, False), (1, False), (2, False), (3, True), (4, True)]
+)
 def test_a_step_may_lack_as_many_scores_as_the_bound_says(failed, ends):
     generators = RecordedGenerators()
     maker = maker_of(1, generators, max_failed_fraction=0.5)
     prompts = [Prompt(i, "", (3,)) for i in range(4)]
-    results = [result_of(i, prompt, [0], STATUS_BAD if i < failed else STATUS_OK) for i, prompt in enumerate(prompts)]
+    results = [
+        result_of(i, prompt, [0], STATUS_BAD if i < failed else STATUS_OK)
+        for i, prompt in enumerate(prompts)
+    ]
     pending = maker._received(prompts, results)
     if ends:
         with raises_error("rewards.samples.too_many_failed", "max_failed_fraction = 0.5", "step 1"):

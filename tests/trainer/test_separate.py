@@ -56,7 +56,9 @@ SLOW = pytest.mark.slow
 JOINED = ("placement=disaggregated", "generation_ranks=1")
 SEPARATE = ("placement=disaggregated", "generators=separate", "generator_timeout_seconds=60")
 FINISHED = ("rollout_order=finished",)
-BUSY: dict[str, Any] = {"generate_seconds": 0.3}  # so that each of two has something to do at each step
+BUSY: dict[str, Any] = {
+    "generate_seconds": 0.3
+}  # so that each of two has something to do at each step
 PATIENT = "trainer.heartbeat_timeout_seconds=60"
 
 
@@ -74,13 +76,23 @@ class Programs:
         self.folder.mkdir(exist_ok=True)
         log = self.folder / f"generator-{len(self.generators)}"
         base = tiny_overrides(self.folder, num_prompts=NUM_PROMPTS)
-        command = [str(log), {"generates": True, **options}, ranks, *base, *SETTINGS, *SEPARATE, *overrides]
+        command = [
+            str(log),
+            {"generates": True, **options},
+            ranks,
+            *base,
+            *SETTINGS,
+            *SEPARATE,
+            *overrides,
+        ]
         self._others._process.stdin.write(json.dumps(command) + "\n")  # type: ignore[union-attr]
         self.generators += map(int, self._others._answer().split())
         return log
 
     def train(self, *overrides: str, ranks: int = 1, **options: Any) -> list[int]:
-        self.trainers = self._processes.start(self.folder, *SETTINGS, *SEPARATE, *overrides, ranks=ranks, **options)
+        self.trainers = self._processes.start(
+            self.folder, *SETTINGS, *SEPARATE, *overrides, ranks=ranks, **options
+        )
         return self.trainers
 
     def wait(self) -> int:
@@ -94,7 +106,9 @@ class Programs:
 
     @property
     def of_generators(self) -> str:
-        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("generator-*")))
+        return "\n".join(
+            f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("generator-*"))
+        )
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + RUN_SECONDS / 2
@@ -104,7 +118,10 @@ class Programs:
 
     def wait_for_step(self, step: int) -> None:
         metrics = self.folder / "run" / "metrics.jsonl"
-        self.wait_for(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") > step, f"no step {step}")
+        self.wait_for(
+            lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") > step,
+            f"no step {step}",
+        )
 
     def wait_for_loss(self) -> None:
         def waits() -> bool:
@@ -123,19 +140,26 @@ class Programs:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[tuple[TrainerProcesses, TrainerProcesses]]:
-    with contextlib.closing(TrainerProcesses()) as trainers, contextlib.closing(TrainerProcesses()) as generators:
+    with (
+        contextlib.closing(TrainerProcesses()) as trainers,
+        contextlib.closing(TrainerProcesses()) as generators,
+    ):
         yield trainers, generators
 
 
 @pytest.fixture
-def programs(processes: tuple[TrainerProcesses, TrainerProcesses], tmp_path: Path) -> Iterator[Programs]:
+def programs(
+    processes: tuple[TrainerProcesses, TrainerProcesses], tmp_path: Path
+) -> Iterator[Programs]:
     programs = Programs(tmp_path / "separate", *processes)
     yield programs
     programs.close()
 
 
 @pytest.fixture(scope="module")
-def joined(processes: tuple[TrainerProcesses, TrainerProcesses], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def joined(
+    processes: tuple[TrainerProcesses, TrainerProcesses], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """An undisturbed run whose generator is a rank of its job."""
     folder = tmp_path_factory.mktemp("joined")
     processes[0].start(folder, *SETTINGS, *JOINED, ranks=2)
@@ -149,8 +173,12 @@ def ended(log: Path, status: int) -> bool:
 
 def test_one_is_killed_another_comes_and_no_number_changes(programs, joined):
     """The first dies at step 4. The third comes, and is alone from step 10 on, when the second dies too."""
-    programs.generate(act={"rank": 0, "phase": "generate", "step": 4, "signal": signal.SIGKILL}, **BUSY)
-    programs.generate(act={"rank": 0, "phase": "generate", "step": 10, "signal": signal.SIGKILL}, **BUSY)
+    programs.generate(
+        act={"rank": 0, "phase": "generate", "step": 4, "signal": signal.SIGKILL}, **BUSY
+    )
+    programs.generate(
+        act={"rank": 0, "phase": "generate", "step": 10, "signal": signal.SIGKILL}, **BUSY
+    )
     (process,) = programs.train(step_seconds=0.5, generators=[7, 3])
     programs.wait_for_step(4)
     third = programs.generate(**BUSY)
@@ -158,7 +186,10 @@ def test_one_is_killed_another_comes_and_no_number_changes(programs, joined):
     said = programs.said
     assert said.count(" has come\n") == 3
     for lost in programs.generators[:2]:
-        assert f"process {lost} died: its connection is closed; 1 of its micro-batches go to others" in said
+        assert (
+            f"process {lost} died: its connection is closed; 1 of its micro-batches go to others"
+            in said
+        )
     assert "No generator has the weights" not in said
     assert f"process {programs.generators[2]} died" not in said
     programs.wait_for(lambda: ended(third, 0), third.read_text())
@@ -221,7 +252,10 @@ def test_without_a_generator_the_run_is_saved_and_goes_on_later(programs, joined
     programs.train(short, step_seconds=0.3)
     programs.wait_for_loss()
     status = read_status(programs.folder / "run")
-    assert status is not None and (status.state, status.reason) == ("running", "Waiting for a generator, up to 4 s")
+    assert status is not None and (status.state, status.reason) == (
+        "running",
+        "Waiting for a generator, up to 4 s",
+    )
     assert programs.wait() == 1
     assert printed_keys(programs.said) == ["generators.generator.missing"]
     status = read_status(programs.folder / "run")
@@ -245,12 +279,17 @@ def test_a_lone_newcomer_answers_with_the_oldest_weights_that_there_are(programs
     done = len(metrics_of(programs.folder)) - 1
     programs.generate()
     assert programs.wait() == 0, programs.said
-    assert f"No generator has the weights after step {done - 1} any more: prompts of step " in programs.said
+    assert (
+        f"No generator has the weights after step {done - 1} any more: prompts of step "
+        in programs.said
+    )
     assert "The wait for a generator is over" in programs.said
     lines = metrics_of(programs.folder)[1:]
     assert len(lines) == STEPS and all(line["train/staleness"] <= 1.0 for line in lines)
     for line in lines:
-        tokens = read_tokens(programs.folder / "run" / "rollouts" / f"step_{line['step']:05d}.parquet")
+        tokens = read_tokens(
+            programs.folder / "run" / "rollouts" / f"step_{line['step']:05d}.parquet"
+        )
         versions = {version for one in tokens for version in one.weight_versions or []}
         assert versions <= {max(0, line["step"] - 2), line["step"] - 1}
     assert {rollouts_of(programs.folder, STEPS)[0]["step"]} == {STEPS}
@@ -296,7 +335,11 @@ class TestWhatIsFinishedFirst:
     @SLOW
     @pytest.mark.parametrize("settings", [FINISHED, (*IN_FLIGHT, "inflight_cache=keep")])
     def test_one_is_killed_and_another_comes(self, settings, programs):
-        programs.generate(*settings, act={"rank": 0, "phase": "generate", "step": 4, "signal": signal.SIGKILL}, **BUSY)
+        programs.generate(
+            *settings,
+            act={"rank": 0, "phase": "generate", "step": 4, "signal": signal.SIGKILL},
+            **BUSY,
+        )
         programs.generate(*settings, **BUSY)
         programs.train(*settings, step_seconds=0.5, generators=[1, 2])
         programs.wait_for_step(4)
@@ -307,7 +350,10 @@ class TestWhatIsFinishedFirst:
         assert_sound(programs.folder, one_version="inflight_updates=true" not in settings)
 
     def test_alone_when_it_dies_the_next_one_goes_on(self, programs):
-        programs.generate(*self.IN_FLIGHT, act={"rank": 0, "phase": "generate", "step": 5, "signal": signal.SIGKILL})
+        programs.generate(
+            *self.IN_FLIGHT,
+            act={"rank": 0, "phase": "generate", "step": 5, "signal": signal.SIGKILL},
+        )
         programs.train(*self.IN_FLIGHT, step_seconds=0.3)
         programs.wait_for_loss()
         programs.generate(*self.IN_FLIGHT)
@@ -400,7 +446,13 @@ def pool_of(staleness: int, generators: Sequence[tuple[int, int, int]]) -> tuple
     pool._unscored = set()
     pool._newest = 3
     pool._last_loss = ""
-    pool._waiting, pool._notes, pool._told, pool._members, pool._epoch = deque(), deque(), set(), (), 0
+    pool._waiting, pool._notes, pool._told, pool._members, pool._epoch = (
+        deque(),
+        deque(),
+        set(),
+        (),
+        0,
+    )
     pool.group = SimpleNamespace(abandon=lambda *_: None)
     pool._generators = {
         n: _Generator(n, 1, f"g{n}", {n * 4096}, is_ready=True, version=version, since=since)
@@ -417,7 +469,10 @@ def works(*versions: int) -> list[Work]:
 def test_work_goes_to_who_has_its_weights():
     pool, sent = pool_of(1, [(1, 3, 3), (2, 0, 3)])
     pool.submit(works(2, 3, 3))
-    assert [(rank // 4096, work.number, work.version) for rank, work in sent.messages] == [(2, 0, 2), (1, 1, 3)]
+    assert [(rank // 4096, work.number, work.version) for rank, work in sent.messages] == [
+        (2, 0, 2),
+        (1, 1, 3),
+    ]
     pool._on_message(4096, encode(WorkRequest(1)))
     assert [(rank // 4096, work.number) for rank, work in sent.messages[2:]] == [(1, 2)]
     pool._on_lost(2 * 4096, "died")
@@ -425,14 +480,20 @@ def test_work_goes_to_who_has_its_weights():
     assert "1 of its micro-batches go to others" in pool._notes[-1] or "any more" in pool._notes[-1]
     pool._on_message(4096, encode(WorkRequest(1)))
     rank, work = sent.messages[-1]
-    assert (rank, work.number, work.version, work.seed) == (4096, 0, 3, 7), "nobody has version 2 any more"
-    assert [note for note in pool._notes if "No generator has the weights after step 2 any more" in note]
+    assert (rank, work.number, work.version, work.seed) == (4096, 0, 3, 7), (
+        "nobody has version 2 any more"
+    )
+    assert [
+        note for note in pool._notes if "No generator has the weights after step 2 any more" in note
+    ]
 
 
 def answer_to(work: Work, token: int = 1, version: int | None = None) -> Result:
     """One response of one token to a work of one prompt."""
     versions = torch.tensor([[work.version if version is None else version]])
-    completions = Completions(torch.tensor([[token]]), torch.tensor([1]), ("stop",), weight_versions=versions)
+    completions = Completions(
+        torch.tensor([[token]]), torch.tensor([1]), ("stop",), weight_versions=versions
+    )
     rewards = Rewards(torch.ones(1), torch.zeros(1).int())
     return Result(work.number, tuple(prompt.id for prompt in work.prompts), completions, rewards)
 
@@ -515,7 +576,9 @@ def test_scores_that_fail_twice_end_the_run_and_once_only_the_generator():
     failed = encode(replace(answer_to(work), rewards=None, failure=failure))
     pool._on_message(4096, failed)
     assert sent.dismissed == [4096]
-    assert pool._notes[-1].startswith("Generator g1 gave no scores: no answer within 9 s; 1 of its ")
+    assert pool._notes[-1].startswith(
+        "Generator g1 gave no scores: no answer within 9 s; 1 of its "
+    )
     assert [rank for rank, _ in sent.messages] == [4096, 2 * 4096]
     pool._on_message(2 * 4096, failed)
     assert sent.dismissed == [4096]
@@ -633,7 +696,10 @@ def deep(levels: int) -> list[bytes]:
     ("arrival", "words"),
     [
         (encode(Arrival(0, "x", {"seed": 1})), "rank 0 of 0 ranks has come"),
-        (encode(Arrival(4097, "x", {"seed": 1})), "rank 0 of 4097 ranks has come, expected up to 4096"),
+        (
+            encode(Arrival(4097, "x", {"seed": 1})),
+            "rank 0 of 4097 ranks has come, expected up to 4096",
+        ),
         (encode(Arrival(1, "x", {"seed": "a" * 100_000})), "seed is 'aaa"),
         (encode(Arrival(1, "x\n\x1b[2J" * 100_000, {"seed": 2})), r"Generator x \x1b[2Jx \x1b[2J"),
         (encode(GeneratorFailed(GenerationError("I was never here"))), ""),
@@ -672,7 +738,8 @@ def test_a_generator_draws_with_weights_that_all_of_its_ranks_have(other, expect
     rank: Any = object.__new__(SeparateGeneratorRank)
     rank._changed, rank.version, rank._staged = threading.Condition(), 1, {5: {}, 6: {}}
     mesh = SimpleNamespace(
-        gather_on_model_parallel_rank_0=lambda own: [own, other], from_model_parallel_rank_0=lambda value: value
+        gather_on_model_parallel_rank_0=lambda own: [own, other],
+        from_model_parallel_rank_0=lambda value: value,
     )
     rank._model = SimpleNamespace(mesh=mesh)
     assert rank._newest() == expected
@@ -685,7 +752,13 @@ def test_a_prompt_in_any_order_goes_to_who_has_the_least_to_do():
     for number, room in ((1, 3), (2, 1), (3, 2)):
         pool._on_message(number * 4096, encode(WorkRequest(room)))
     pool.submit([replace(work, or_newer=True) for work in works(2, 2, 2, 2, 2, 2)])
-    assert [(rank // 4096, work.version) for rank, work in sent.messages] == [(1, 2), (3, 2), (1, 2), (3, 2), (1, 2)]
+    assert [(rank // 4096, work.version) for rank, work in sent.messages] == [
+        (1, 2),
+        (3, 2),
+        (1, 2),
+        (3, 2),
+        (1, 2),
+    ]
     assert len(pool._waiting) == 1 and set(pool._given) == set(range(5))
     pool._on_lost(3 * 4096, "died")
     assert [work.number for work in pool._waiting] == [1, 3, 5]
@@ -745,9 +818,9 @@ class TestVersions:
             assert swapped.rank.version == version
             assert swapped.loaded == version
             others = {1, 2, 3} - {version}
-            assert {number: weights[0] for number, weights in swapped.rank._staged.items() if number > 0} == {
-                number: number for number in others
-            }
+            assert {
+                number: weights[0] for number, weights in swapped.rank._staged.items() if number > 0
+            } == {number: number for number in others}
 
     def test_weights_that_are_not_there_are_waited_for(self, monkeypatch):
         swapped = SwappedWeights(monkeypatch, staleness=2)
@@ -775,9 +848,17 @@ class TestVersions:
 
     @pytest.mark.parametrize(
         ("since", "newest", "staleness", "able"),
-        [(0, 3, 0, {3}), (0, 3, 1, {2, 3}), (0, 3, 5, {0, 1, 2, 3}), (2, 3, 5, {2, 3}), (3, 3, 1, {3})],
+        [
+            (0, 3, 0, {3}),
+            (0, 3, 1, {2, 3}),
+            (0, 3, 5, {0, 1, 2, 3}),
+            (2, 3, 5, {2, 3}),
+            (3, 3, 1, {3}),
+        ],
     )
-    def test_a_generator_is_given_work_of_the_versions_that_it_has(self, since, newest, staleness, able):
+    def test_a_generator_is_given_work_of_the_versions_that_it_has(
+        self, since, newest, staleness, able
+    ):
         """Those since it came, of which it keeps `staleness` besides the newest."""
         other = (2, 0, 9)  # so that no version is given up: this one is never idle
         given = set()
@@ -795,15 +876,22 @@ class TestVersions:
         pool._idle = deque([1])
         pool.submit(works(1, 2, 3))
         pool._on_message(4096, encode(WorkRequest(1)))
-        assert [(rank // 4096, work.number, work.version) for rank, work in sent.messages] == [(1, 0, 1), (1, 1, 2)]
+        assert [(rank // 4096, work.number, work.version) for rank, work in sent.messages] == [
+            (1, 0, 1),
+            (1, 1, 2),
+        ]
         pool._on_lost(4096, "died")
         assert [work.number for work in pool._waiting] == [0, 1, 2]
         for _ in range(3):
             pool._on_message(2 * 4096, encode(WorkRequest(1)))
-        again = [(rank // 4096, work.number, work.version, work.seed) for rank, work in sent.messages[2:]]
+        again = [
+            (rank // 4096, work.number, work.version, work.seed) for rank, work in sent.messages[2:]
+        ]
         assert again == [(2, 0, 1, 7), (2, 1, 2, 7), (2, 2, 3, 7)]
 
-    def test_weights_are_given_up_only_where_nobody_has_them_and_then_for_the_oldest_there_are(self):
+    def test_weights_are_given_up_only_where_nobody_has_them_and_then_for_the_oldest_there_are(
+        self,
+    ):
         """Generator 1 has 3 alone; generator 2, which is busy, has 2 and 3: work of 1 is done with 2, not with 3."""
         pool, sent = pool_of(1, [(1, 3, 3), (2, 0, 3)])
         pool._idle = deque([1])
@@ -811,7 +899,10 @@ class TestVersions:
         assert sent.messages == []
         assert [work.version for work in pool._waiting] == [2, 2]
         pool._on_message(2 * 4096, encode(WorkRequest(2)))
-        assert [(rank // 4096, work.number, work.version) for rank, work in sent.messages] == [(2, 0, 2), (2, 1, 2)]
+        assert [(rank // 4096, work.number, work.version) for rank, work in sent.messages] == [
+            (2, 0, 2),
+            (2, 1, 2),
+        ]
 
     def settled(self, since: int, version: int, faults: dict[int, str], *, epoch: int = 1) -> Any:
         """Return a generator of a pool after weights 4 were sent to it."""
@@ -838,7 +929,9 @@ class TestVersions:
         assert (one.since, one.version, one.failures) == (2, 3, 1)
 
     def test_an_answer_of_an_earlier_transfer_does_not_count(self):
-        assert self.settled(2, 3, {4096: ""}, epoch=0) is None, "it said nothing of this one in time"
+        assert self.settled(2, 3, {4096: ""}, epoch=0) is None, (
+            "it said nothing of this one in time"
+        )
 
     @pytest.mark.parametrize(("version", "lacks"), [(-1, True), (2, True), (3, False)])
     def test_whoever_has_not_the_newest_weights_lacks_them(self, version, lacks):

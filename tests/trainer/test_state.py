@@ -33,7 +33,11 @@ def new_past() -> RunningBaselines:
 def batch_of(rewards: list[float], kl: float = 0.0) -> ReinforceBatch:
     """Responses of one token; `rewards` without the KL, NaN where a sample is not valid."""
     count, scores = len(rewards), torch.tensor(rewards, dtype=torch.float64)
-    ids, valid, each = torch.arange(count), ~scores.isnan(), torch.full((count,), kl, dtype=torch.float64)
+    ids, valid, each = (
+        torch.arange(count),
+        ~scores.isnan(),
+        torch.full((count,), kl, dtype=torch.float64),
+    )
     rollouts = RolloutBatch(
         sequences=torch.zeros(count, 2, dtype=torch.long),
         prompt_lengths=torch.ones(count, dtype=torch.long),
@@ -65,7 +69,9 @@ def brute_force(steps: Rewards, estimator: str) -> float:
 def random_steps(seed: int, count: int = 12) -> Rewards:
     """Unequal numbers of samples, whose level moves; some are not valid, and of the sixth step none is."""
     draw = random.Random(seed)
-    steps = [[draw.gauss(5.0 * step, 1.0) for _ in range(draw.randint(1, 9))] for step in range(count)]
+    steps = [
+        [draw.gauss(5.0 * step, 1.0) for _ in range(draw.randint(1, 9))] for step in range(count)
+    ]
     steps = [[reward if draw.random() < 0.8 else math.nan for reward in step] for step in steps]
     steps[5] = [math.nan] * 4
     return steps
@@ -76,7 +82,9 @@ def random_steps(seed: int, count: int = 12) -> Rewards:
 def test_each_is_the_weighted_mean_of_all_past_rewards(estimator, seed):
     past, steps = new_past(), random_steps(seed)
     for step, rewards in enumerate(steps):
-        assert past.reward_mean(estimator) == pytest.approx(brute_force(steps[:step], estimator), rel=1e-13, abs=1e-13)
+        assert past.reward_mean(estimator) == pytest.approx(
+            brute_force(steps[:step], estimator), rel=1e-13, abs=1e-13
+        )
         past.add(batch_of(rewards), alone)
     assert past.reward_mean(estimator) == pytest.approx(brute_force(steps, estimator), rel=1e-13)
 
@@ -86,7 +94,9 @@ def test_the_three_differ_where_rewards_move():
     for rewards in random_steps(0):
         past.add(batch_of(rewards), alone)
     running, moving, exponential = (past.reward_mean(name) for name in ESTIMATORS)
-    assert running < exponential < moving, "the less of the past is remembered, the nearer to the newest rewards"
+    assert running < exponential < moving, (
+        "the less of the past is remembered, the nearer to the newest rewards"
+    )
 
 
 def test_before_the_first_step_and_after_steps_without_a_valid_sample_they_are_0():
@@ -106,7 +116,9 @@ def test_a_state_through_json_goes_on_bit_for_bit(saved_after):
             state = json.loads(json.dumps(parts.state_dict()))
             parts = new_past()
             parts.load_state_dict(state)
-        assert [parts.reward_mean(name) for name in ESTIMATORS] == [whole.reward_mean(name) for name in ESTIMATORS]
+        assert [parts.reward_mean(name) for name in ESTIMATORS] == [
+            whole.reward_mean(name) for name in ESTIMATORS
+        ]
     assert parts.state_dict() == whole.state_dict()
 
 
@@ -139,7 +151,13 @@ VALUES = {1: 0.3, 2: 0.5, 3: math.nan, 4: 0.5, 5: 0.1, 6: 0.7}
 
 @pytest.mark.parametrize(
     ("keep", "mode", "expected"),
-    [(0, "max", []), (1, "max", [6]), (2, "max", [6, 2]), (2, "min", [5, 1]), (9, "max", [6, 2, 4, 1, 5])],
+    [
+        (0, "max", []),
+        (1, "max", [6]),
+        (2, "max", [6, 2]),
+        (2, "min", [5, 1]),
+        (9, "max", [6, 2, 4, 1, 5]),
+    ],
 )
 def test_best(keep, mode, expected):
     best = BestCheckpoints(keep, "val/rewards", mode)
@@ -172,11 +190,15 @@ def test_unknown_metric():
 
 
 def test_a_beta_that_adapts_goes_on_and_a_fixed_one_is_the_configurations():
-    adapted = RunningBaselines(ReinforceConfig(initial_policy_kl_penalty=0.1, kl_target=1.0, kl_horizon=2.0))
+    adapted = RunningBaselines(
+        ReinforceConfig(initial_policy_kl_penalty=0.1, kl_target=1.0, kl_horizon=2.0)
+    )
     adapted.add(batch_of([1.0, 2.0], kl=5.0), alone)
     assert adapted.beta.value == pytest.approx(0.12)
     state = json.loads(json.dumps(adapted.state_dict()))
-    resumed = RunningBaselines(ReinforceConfig(initial_policy_kl_penalty=0.1, kl_target=1.0, kl_horizon=2.0))
+    resumed = RunningBaselines(
+        ReinforceConfig(initial_policy_kl_penalty=0.1, kl_target=1.0, kl_horizon=2.0)
+    )
     resumed.load_state_dict(state)
     assert resumed.beta.value == adapted.beta.value
     fixed = RunningBaselines(ReinforceConfig(initial_policy_kl_penalty=0.3))
@@ -191,7 +213,9 @@ class TestNonFiniteGuard:
         return SimpleNamespace(skipped=skipped, weights_lost=weights_lost)
 
     def check(self, guard: NonFiniteGuard, *skipped: bool, loss: float = 0.5) -> None:
-        guard.check(1, [self.update(skipped=one) for one in skipped], loss, self.MESH, lambda text: None)
+        guard.check(
+            1, [self.update(skipped=one) for one in skipped], loss, self.MESH, lambda text: None
+        )
 
     @pytest.mark.parametrize("most", [1, 2, 3])
     def test_the_run_ends_at_so_many_skipped_optimizer_steps_in_a_row(self, most):
@@ -223,5 +247,7 @@ class TestNonFiniteGuard:
 
     def test_lost_weights_end_it_at_once(self):
         with raises_error("trainer.weights.not_finite", "step 4") as error:
-            NonFiniteGuard(9).check(4, [self.update(weights_lost=True)], 0.5, self.MESH, lambda text: None)
+            NonFiniteGuard(9).check(
+                4, [self.update(weights_lost=True)], 0.5, self.MESH, lambda text: None
+            )
         assert isinstance(error.value, DivergedError)

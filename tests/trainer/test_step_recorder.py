@@ -30,11 +30,19 @@ def mesh():
 def test_any_element_changes_the_sum(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     whole = int(checksum(tensor))
-    assert whole == int(checksum(tensor.clone())) == int(checksum(torch.cat((tensor[:1], tensor))[1:]))
+    assert (
+        whole == int(checksum(tensor.clone())) == int(checksum(torch.cat((tensor[:1], tensor))[1:]))
+    )
     flat = tensor.view(-1)
-    for place in torch.randint(flat.numel(), (50,), generator=torch.Generator().manual_seed(2)).tolist():
+    for place in torch.randint(
+        flat.numel(), (50,), generator=torch.Generator().manual_seed(2)
+    ).tolist():
         changed = flat.clone()
-        changed[place] = torch.nextafter(changed[place].float(), torch.tensor(9.0)) if dtype == torch.float32 else 7
+        changed[place] = (
+            torch.nextafter(changed[place].float(), torch.tensor(9.0))
+            if dtype == torch.float32
+            else 7
+        )
         assert int(checksum(changed)) != whole
     swapped = flat.clone()
     swapped[[0, 1]] = swapped[[1, 0]]
@@ -42,7 +50,9 @@ def test_any_element_changes_the_sum(dtype: torch.dtype, shape: tuple[int, ...])
     assert int(checksum(torch.zeros(0, dtype=dtype))) == 0
 
 
-def test_a_record_is_of_its_own_moment(tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_of_its_own_moment(
+    tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sums are made late, while the parameters point to the reference's weights; the next update waits."""
     run(tmp_path / "plain", mesh, f"{RL}.max_steps=2")
     held = threading.Event()
@@ -71,7 +81,10 @@ def test_a_record_is_of_its_own_moment(tmp_path: Path, mesh: Mesh, monkeypatch: 
         trainer.fit()
     for step in (1, 2):
         one, other = (read_record(tmp_path / name / "run", step) for name in ("plain", "late"))
-        assert one.ranks[0].after == other.ranks[0].after and one.ranks[0].optimizer == other.ranks[0].optimizer
+        assert (
+            one.ranks[0].after == other.ranks[0].after
+            and one.ranks[0].optimizer == other.ranks[0].optimizer
+        )
         assert one.ranks[0].before != one.ranks[0].after and one.updates == other.updates
 
 
@@ -85,8 +98,16 @@ def _after(held: threading.Event, finish: Any) -> Any:
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, []), (2, [2])])
-def test_tokens_are_recorded_every_so_many_steps(every: int, expected: list[int], tmp_path: Path, mesh: Mesh) -> None:
-    run(tmp_path, mesh, f"{RL}.max_steps=3", f"{RL}.max_epochs=2", f"exp_manager.record_tokens_every={every}")
+def test_tokens_are_recorded_every_so_many_steps(
+    every: int, expected: list[int], tmp_path: Path, mesh: Mesh
+) -> None:
+    run(
+        tmp_path,
+        mesh,
+        f"{RL}.max_steps=3",
+        f"{RL}.max_epochs=2",
+        f"exp_manager.record_tokens_every={every}",
+    )
     files = rollout_files(tmp_path / "run")
     assert list(files) == [1, 2, 3]
     assert [step for step, file in files.items() if read_tokens(file)] == expected
@@ -97,7 +118,9 @@ def test_what_is_kept(tmp_path: Path, mesh: Mesh) -> None:
     run(tmp_path, mesh, *settings, f"{RL}.max_steps=4")
     assert list(record_files(tmp_path / "run")) == [3, 4]
     lines = metrics_of(tmp_path)
-    assert all(0 <= line["timers/record"] < line["timers/step_time"] for line in lines if line["step"])
+    assert all(
+        0 <= line["timers/record"] < line["timers/step_time"] for line in lines if line["step"]
+    )
     last = read_record(tmp_path / "run", 4)
     assert last.ranks[0].before == read_record(tmp_path / "run", 3).ranks[0].after
     assert last.updates[0]["grad_norm"] == lines[-1]["train/grad_norm"]
@@ -136,12 +159,20 @@ def test_what_is_recorded_of_an_update_is_of_all_ranks(tmp_path: Path) -> None:
     recorder._folder = tmp_path
     recorder._keep = 3
     recorder._mesh = Gathered((RankState(1, {}, {}, {}, ""), others))
-    facts: dict[str, Any] = {"software": {}, "machine": {}, "layout": {}, "settings": {}, "files": {}}
+    facts: dict[str, Any] = {
+        "software": {},
+        "machine": {},
+        "layout": {},
+        "settings": {},
+        "files": {},
+    }
     record = StepRecord(step=7, past={}, updates=[], data={}, scorer=None, reference=None, **facts)
     recorder._pending = record, lambda: state, own
     recorder.finish()
     written = read_record(tmp_path, 7)
-    assert written.updates == [{LOSS: -0.75, f"{SUM}tokens": 7.0, "grad_norm": 2.0, "lr": 0.1, f"{SUM}entropy": 1.5}]
+    assert written.updates == [
+        {LOSS: -0.75, f"{SUM}tokens": 7.0, "grad_norm": 2.0, "lr": 0.1, f"{SUM}entropy": 1.5}
+    ]
     assert [one.rank for one in written.ranks] == [0, 1]
 
 

@@ -60,7 +60,9 @@ def finish(processes: TrainerProcesses, folder: Path, ranks: int = 1) -> None:
     assert status(folder).state == "finished"
 
 
-def stop(processes: TrainerProcesses, folder: Path, *overrides: str, ranks: int = 1, **options: Any) -> None:
+def stop(
+    processes: TrainerProcesses, folder: Path, *overrides: str, ranks: int = 1, **options: Any
+) -> None:
     processes.start(folder, *SETTINGS, *overrides, ranks=ranks, patience=30, **options)
     assert processes.wait() == EXIT_STOPPED, log(folder)
     assert processes.statuses == [EXIT_STOPPED] * ranks
@@ -106,7 +108,12 @@ def test_in_every_phase(processes, uninterrupted, tmp_path, phase, step, number,
     stop(processes, tmp_path, act=act(phase, step, number))
     assert saved_step(tmp_path) == saved
     found = status(tmp_path)
-    assert (found.state, found.step, found.max_steps, found.exit_code) == ("stopped", saved, STEPS, EXIT_STOPPED)
+    assert (found.state, found.step, found.max_steps, found.exit_code) == (
+        "stopped",
+        saved,
+        STEPS,
+        EXIT_STOPPED,
+    )
     if saved < STEPS:
         assert printed_keys(log(tmp_path)) == ["run.stop.by_signal"]
         assert signal.Signals(number).name in found.reason
@@ -116,13 +123,18 @@ def test_in_every_phase(processes, uninterrupted, tmp_path, phase, step, number,
     assert_equal_runs(tmp_path, uninterrupted)
 
 
-@pytest.mark.parametrize(("phase", "step"), [("checkpoint", 6), pytest.param("validation", 5, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("phase", "step"), [("checkpoint", 6), pytest.param("validation", 5, marks=SLOW)]
+)
 def test_ctrl_c(processes, uninterrupted, tmp_path, phase, step):
     """Nothing is saved, and what was saved before is whole."""
     processes.start(tmp_path, *SETTINGS, act=act(phase, step, signal.SIGINT))
     assert processes.wait() == EXIT_INTERRUPTED, log(tmp_path)
     assert "Traceback" not in log(tmp_path)
-    assert "interrupted by Ctrl-C; the same command goes on after step 3, the last one saved" in log(tmp_path)
+    assert (
+        "interrupted by Ctrl-C; the same command goes on after step 3, the last one saved"
+        in log(tmp_path)
+    )
     assert (status(tmp_path).state, status(tmp_path).exit_code) == ("interrupted", EXIT_INTERRUPTED)
     assert saved_step(tmp_path) == 3
     finish(processes, tmp_path)
@@ -216,7 +228,9 @@ def test_it_ends_by_itself_before_the_allocation_does(processes, tmp_path):
     """Steps of two seconds; the allocation ends in 30 s, besides what is the launcher's."""
     steps = ["trainer.reinforce.max_epochs=400", "exp_manager.max_time_per_run='02:30:00'"]
     stop(processes, tmp_path, *steps, allocation=round(LAUNCHER_SECONDS) + 30, step_seconds=2.0)
-    end = int(next(line for line in log(tmp_path).splitlines() if "allocation ends" in line).split()[-1])
+    end = int(
+        next(line for line in log(tmp_path).splitlines() if "allocation ends" in line).split()[-1]
+    )
     found = status(tmp_path)
     assert printed_keys(log(tmp_path)) == ["run.time.used_up"]
     assert "SLURM_JOB_END_TIME" in found.reason

@@ -63,8 +63,14 @@ def spoil(at_step: int, value: float) -> Callable[..., None]:
 
 class TestAPolicyThatIsNotANumber:
     @pytest.mark.parametrize("beta", ["0", "0.1"])
-    def test_a_learning_rate_far_too_high_ends_the_run_and_is_never_saved(self, tmp_path, mesh, beta):
-        options = [f"{RL}.initial_policy_kl_penalty={beta}", f"{RL}.max_epochs=5", f"{RL}.save_interval=1"]
+    def test_a_learning_rate_far_too_high_ends_the_run_and_is_never_saved(
+        self, tmp_path, mesh, beta
+    ):
+        options = [
+            f"{RL}.initial_policy_kl_penalty={beta}",
+            f"{RL}.max_epochs=5",
+            f"{RL}.save_interval=1",
+        ]
         config = tiny_config(tmp_path, "model.optim.lr=1e38", *options)
         with pytest.raises(DivergedError) as raised, tiny_trainer(config, mesh) as trainer:
             trainer.fit()
@@ -80,7 +86,10 @@ class TestAPolicyThatIsNotANumber:
         with pytest.raises(DivergedError), tiny_trainer(config, mesh) as trainer:
             spoil(5, value)(trainer)
             save = trainer.ckpt_callback.save
-            trainer.ckpt_callback.save = lambda *args, **kwargs: (good.append(weights(trainer)), save(*args, **kwargs))
+            trainer.ckpt_callback.save = lambda *args, **kwargs: (
+                good.append(weights(trainer)),
+                save(*args, **kwargs),
+            )
             trainer.fit()
         assert saved_steps(tmp_path) == [2, 4]
         with tiny_trainer(config, mesh) as trainer:
@@ -114,8 +123,12 @@ class TestAPolicyThatIsNotANumber:
         assert saved_steps(tmp_path) == [2]
 
     @pytest.mark.parametrize("most", [2, 4])
-    def test_gradients_that_are_not_finite_end_the_run_after_so_many_in_a_row(self, tmp_path, mesh, most, capfd):
-        config = tiny_config(tmp_path, NO_KL, f"{RL}.max_epochs=8", f"{RL}.max_skipped_steps={most}")
+    def test_gradients_that_are_not_finite_end_the_run_after_so_many_in_a_row(
+        self, tmp_path, mesh, most, capfd
+    ):
+        config = tiny_config(
+            tmp_path, NO_KL, f"{RL}.max_epochs=8", f"{RL}.max_skipped_steps={most}"
+        )
         bad = [2, 4, 5, *range(7, 20)] if most > 2 else [2, *range(4, 20)]
         with pytest.raises(DivergedError) as raised, tiny_trainer(config, mesh) as t:
             get, steps = t.model.get_loss_and_metrics, []
@@ -132,10 +145,15 @@ class TestAPolicyThatIsNotANumber:
         check_error(raised.value, "trainer.gradient.not_finite", f"{most} optimizer steps")
         assert steps[-1] == (10 if most > 2 else 5)
         lines = metrics_of(tmp_path)
-        assert [line["step"] for line in lines if line["train/skipped_step"]] == [s for s in bad if s < steps[-1]]
+        assert [line["step"] for line in lines if line["train/skipped_step"]] == [
+            s for s in bad if s < steps[-1]
+        ]
         said = capfd.readouterr().out
         assert f"1 of at most {most} in a row" in said
-        assert "1 steps skipped" in said and f"{len([s for s in bad if s < steps[-1]])} steps skipped" in said
+        assert (
+            "1 steps skipped" in said
+            and f"{len([s for s in bad if s < steps[-1]])} steps skipped" in said
+        )
 
     def test_a_single_skipped_step_is_no_end(self, tmp_path, mesh):
         with tiny_trainer(tiny_config(tmp_path, NO_KL), mesh) as trainer:
@@ -168,7 +186,9 @@ class TestAPolicyThatIsNotANumber:
         processes = TrainerProcesses()
         try:
             layout = ["model.tensor_model_parallel_size=2"] if ranks > 1 else []
-            processes.start(tmp_path, "model.optim.lr=1e38", NO_KL, *layout, ranks=ranks, patience=30)
+            processes.start(
+                tmp_path, "model.optim.lr=1e38", NO_KL, *layout, ranks=ranks, patience=30
+            )
             code = processes.wait()
         finally:
             processes.close()
@@ -184,7 +204,9 @@ class TestAPolicyThatIsNotANumber:
 
 
 class TestRewardsOutOfRange:
-    def check_that_it_fails(self, folder: Path, mesh, score, *overrides: str, values: list[str]) -> None:
+    def check_that_it_fails(
+        self, folder: Path, mesh, score, *overrides: str, values: list[str]
+    ) -> None:
         config = tiny_config(folder, f"{RL}.max_epochs=3", f"{RL}.save_interval=0", *overrides)
         with (
             raises_error("algorithm.reward.out_of_range", *values) as raised,
@@ -230,30 +252,52 @@ class EmptyResponses:
         none = torch.tensor([self._empty(p.id) for p in prompts for _ in range(num_samples)])
         lengths = torch.where(none, 0, found.lengths)
         width = int(lengths.max())
-        log_probs = None if found.log_probs is None else torch.where(none[:, None], 0.0, found.log_probs)[:, :width]
-        reasons = tuple(FINISH_STOP if e else r for e, r in zip(none.tolist(), found.finish_reasons, strict=True))
-        return Completions(torch.where(none[:, None], 0, found.tokens)[:, :width], lengths, reasons, log_probs)
+        log_probs = (
+            None
+            if found.log_probs is None
+            else torch.where(none[:, None], 0.0, found.log_probs)[:, :width]
+        )
+        reasons = tuple(
+            FINISH_STOP if e else r
+            for e, r in zip(none.tolist(), found.finish_reasons, strict=True)
+        )
+        return Completions(
+            torch.where(none[:, None], 0, found.tokens)[:, :width], lengths, reasons, log_probs
+        )
 
 
 class TestEmptyResponses:
-    @pytest.mark.parametrize("options", [[], [NO_KL], [f"{RL}.dynamic_filtering=true"], ["model.shared_prefix=true"]])
+    @pytest.mark.parametrize(
+        "options", [[], [NO_KL], [f"{RL}.dynamic_filtering=true"], ["model.shared_prefix=true"]]
+    )
     def test_all_of_them(self, tmp_path, mesh, options):
-        config = tiny_config(tmp_path, f"{RL}.val_check_interval=1", "model.optim.weight_decay=0", *options)
+        config = tiny_config(
+            tmp_path, f"{RL}.val_check_interval=1", "model.optim.weight_decay=0", *options
+        )
         with tiny_trainer(config, mesh) as trainer:
             trainer.model.generator = EmptyResponses(trainer.model.generator, lambda prompt: True)
             before = weights(trainer)
             trainer.fit()
-            assert all(map(torch.equal, weights(trainer), before)), "nothing was learnt from nothing"
+            assert all(map(torch.equal, weights(trainer), before)), (
+                "nothing was learnt from nothing"
+            )
         lines = metrics_of(tmp_path)
-        assert len(lines) == (2 if "dynamic" in str(options) else 3)  # which draws all prompts in the first step
-        assert lines[1]["train/response_lengths"] == 0 and lines[1]["train/fraction_of_samples_valid"] == 0
+        assert len(lines) == (
+            2 if "dynamic" in str(options) else 3
+        )  # which draws all prompts in the first step
+        assert (
+            lines[1]["train/response_lengths"] == 0
+            and lines[1]["train/fraction_of_samples_valid"] == 0
+        )
         assert not any(line.get("train/skipped_step") for line in lines)
 
     @pytest.mark.parametrize("options", [[], ["model.shared_prefix=true"]])
     def test_those_of_some_micro_batches(self, tmp_path, mesh, options):
         config = tiny_config(tmp_path, *options)
         with tiny_trainer(config, mesh) as trainer:
-            trainer.model.generator = EmptyResponses(trainer.model.generator, lambda prompt: prompt != 5)
+            trainer.model.generator = EmptyResponses(
+                trainer.model.generator, lambda prompt: prompt != 5
+            )
             trainer.fit()
         valid = [line["train/fraction_of_samples_valid"] for line in metrics_of(tmp_path)]
         assert sorted(valid) == [0.0, 0.25]
@@ -288,7 +332,9 @@ class TestAnEvaluationThatFails:
 
     def test_the_test_set_too(self, tmp_path, mesh):
         score = Score(lambda call: call > 2 * 16)
-        config = tiny_config(tmp_path, f"model.data.data_prefix.test={tmp_path / 'validation.jsonl'}")
+        config = tiny_config(
+            tmp_path, f"model.data.data_prefix.test={tmp_path / 'validation.jsonl'}"
+        )
         with (
             raises_error(TOO_MANY, "test after step 2"),
             tiny_trainer(config, mesh, score) as trainer,
@@ -298,5 +344,7 @@ class TestAnEvaluationThatFails:
 
     def test_as_much_as_a_step_may_lack_is_left_out(self, tmp_path, mesh):
         score = Score(lambda call: call == 2)
-        lines = run(tmp_path, mesh, f"{RL}.val_check_interval=2", f"{RL}.max_failed_fraction=0.5", rm=score)
+        lines = run(
+            tmp_path, mesh, f"{RL}.val_check_interval=2", f"{RL}.max_failed_fraction=0.5", rm=score
+        )
         assert lines[0]["val/fraction_of_samples_scored"] == pytest.approx(2 / 3)

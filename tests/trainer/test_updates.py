@@ -18,11 +18,18 @@ from reinforce_rl.data.sampler import shard
 from reinforce_rl.trainer.updates import denominators_of, mini_batches, total_steps, total_updates
 
 
-def steps(groups: list[int], samples: int, ranks: int, size: int | None, epochs: int, seed: int) -> list[Counter[int]]:
+def steps(
+    groups: list[int], samples: int, ranks: int, size: int | None, epochs: int, seed: int
+) -> list[Counter[int]]:
     """How often each group comes in each optimizer step, over all ranks."""
-    ids = [torch.tensor(shard(groups, rank, ranks)).long().repeat_interleave(samples) for rank in range(ranks)]
+    ids = [
+        torch.tensor(shard(groups, rank, ranks)).long().repeat_interleave(samples)
+        for rank in range(ranks)
+    ]
     of_ranks = [list(mini_batches(ids, rank, size, epochs, seed)) for rank in range(ranks)]
-    assert len({len(batches) for batches in of_ranks}) == 1, "or a rank would wait for the others forever"
+    assert len({len(batches) for batches in of_ranks}) == 1, (
+        "or a rank would wait for the others forever"
+    )
     found = [Counter[int]() for _ in of_ranks[0]]
     for own, batches in zip(ids, of_ranks, strict=True):
         for counter, rows in zip(found, batches, strict=True):
@@ -36,7 +43,9 @@ group_lists = st.lists(st.integers(-(2**62), 2**62), min_size=1, max_size=9, uni
 
 @settings(deadline=None, max_examples=50)
 @given(group_lists, st.integers(1, 3), st.integers(1, 10), st.integers(1, 3), st.integers(0, 10**9))
-def test_whole_groups_once_an_epoch_and_the_same_on_any_number_of_ranks(groups, samples, size, epochs, seed):
+def test_whole_groups_once_an_epoch_and_the_same_on_any_number_of_ranks(
+    groups, samples, size, epochs, seed
+):
     alone = steps(groups, samples, 1, size, epochs, seed)
     an_epoch = -(-len(groups) // size)
     assert len(alone) == epochs * an_epoch
@@ -69,7 +78,10 @@ def test_rows_stay_in_the_order_of_the_batch():
 
 def test_samples_of_a_group_need_not_lie_together():
     ids = torch.tensor([5, 3, 5, 3])
-    assert sorted(rows.tolist() for rows in mini_batches([ids], 0, 1, 1, seed=0)) == [[0, 2], [1, 3]]
+    assert sorted(rows.tolist() for rows in mini_batches([ids], 0, 1, 1, seed=0)) == [
+        [0, 2],
+        [1, 3],
+    ]
 
 
 class TestCounts:
@@ -86,7 +98,9 @@ class TestCounts:
         st.integers(1, 3),
         st.one_of(st.just(-1), st.integers(1, 20)),
     )
-    def test_total_updates_counts_what_mini_batches_gives(self, sizes, size, passes, max_epochs, max_steps):
+    def test_total_updates_counts_what_mini_batches_gives(
+        self, sizes, size, passes, max_epochs, max_steps
+    ):
         cfg = ReinforceConfig(reinforce_epochs=passes, max_epochs=max_epochs, max_steps=max_steps)
         batches = [sizes[step % len(sizes)] for step in range(total_steps(cfg, len(sizes)))]
         made = sum(len(list(mini_batches([torch.arange(b)], 0, size, passes, 0))) for b in batches)
@@ -121,24 +135,36 @@ class TestDenominators:
             rewards=zeros,
             valid=torch.ones(count, dtype=torch.bool),
         )
-        return ReinforceBatch(rollouts, zeros, zeros, zeros, torch.zeros(count, 7), self.TRAINS[rows])
+        return ReinforceBatch(
+            rollouts, zeros, zeros, zeros, torch.zeros(count, 7), self.TRAINS[rows]
+        )
 
     def test_samples_that_do_not_train_are_in_none_of_them(self):
         """A response that is empty trains, and has no token."""
         whole = self.batch([0, 1, 2, 3, 4, 5])
         found = denominators_of(whole, torch.arange(6), self.MAX_LENGTH, lambda own: own)
-        assert (found.sequences, found.tokens, found.fixed_length) == (4.0, 5.0 + 2.0 + 0.0 + 4.0, 9.0)
+        assert (found.sequences, found.tokens, found.fixed_length) == (
+            4.0,
+            5.0 + 2.0 + 0.0 + 4.0,
+            9.0,
+        )
 
     def test_they_are_of_the_rows_of_this_optimizer_step(self):
         whole = self.batch([0, 1, 2, 3, 4, 5])
         first = denominators_of(whole, torch.tensor([0, 1]), self.MAX_LENGTH, lambda own: own)
-        second = denominators_of(whole, torch.tensor([2, 3, 4, 5]), self.MAX_LENGTH, lambda own: own)
+        second = denominators_of(
+            whole, torch.tensor([2, 3, 4, 5]), self.MAX_LENGTH, lambda own: own
+        )
         assert (first.sequences, first.tokens) == (1.0, 5.0)
         assert (second.sequences, second.tokens) == (3.0, 6.0)
-        nothing = denominators_of(whole, torch.tensor([], dtype=torch.long), self.MAX_LENGTH, lambda own: own)
+        nothing = denominators_of(
+            whole, torch.tensor([], dtype=torch.long), self.MAX_LENGTH, lambda own: own
+        )
         assert (nothing.sequences, nothing.tokens) == (0.0, 0.0)
 
-    @pytest.mark.parametrize("shares", [[[0, 1, 2, 3, 4, 5]], [[0, 1], [2, 3, 4, 5]], [[0], [1, 2, 3], [4, 5]]])
+    @pytest.mark.parametrize(
+        "shares", [[[0, 1, 2, 3, 4, 5]], [[0, 1], [2, 3, 4, 5]], [[0], [1, 2, 3], [4, 5]]]
+    )
     def test_any_number_of_ranks_has_the_same(self, shares):
         def of_rank(rank: int, total: Callable[[Tensor], Tensor]) -> tuple[float, float, float]:
             own = self.batch(shares[rank])

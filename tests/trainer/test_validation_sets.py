@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 from helpers.errors import raises_error
 from helpers.models import tiny_llama_folder
-from helpers.tiny_run import json_lines, metrics_of, run, three_letters, without_times, write_prompts
+from helpers.tiny_run import (
+    json_lines,
+    metrics_of,
+    run,
+    three_letters,
+    without_times,
+    write_prompts,
+)
 
 from reinforce_rl.data.prompts import build_train_valid_test_rlhf_datasets, fixed_prompts
 from reinforce_rl.data.tokenizer import load_tokenizer
@@ -26,7 +33,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sets")
     texts = three_letters(30)
     return {
-        name: write_prompts(folder / f"{name}.jsonl", texts[a:b]) for name, a, b in (("one", 9, 13), ("two", 20, 26))
+        name: write_prompts(folder / f"{name}.jsonl", texts[a:b])
+        for name, a, b in (("one", 9, 13), ("two", 20, 26))
     }
 
 
@@ -34,7 +42,9 @@ def of_validation(folder: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if k.startswith("val/")} for line in metrics_of(folder)]
 
 
-def test_each_set_has_the_numbers_that_it_has_alone(tmp_path: Path, mesh: Mesh, files: dict[str, Path]) -> None:
+def test_each_set_has_the_numbers_that_it_has_alone(
+    tmp_path: Path, mesh: Mesh, files: dict[str, Path]
+) -> None:
     ways = {
         "sets": f"{VALIDATION}={{one: {files['one']}, two: [{files['two']}]}}",
         "one": f"{VALIDATION}={files['one']}",
@@ -44,17 +54,26 @@ def test_each_set_has_the_numbers_that_it_has_alone(tmp_path: Path, mesh: Mesh, 
     found, whole = {}, {}
     for name, override in ways.items():
         (tmp_path / name).mkdir()
-        best = [f"{BEST}keep_best=1", f"{BEST}best_metric=val/two/rewards"] if name == "sets" else []
+        best = (
+            [f"{BEST}keep_best=1", f"{BEST}best_metric=val/two/rewards"] if name == "sets" else []
+        )
         whole[name] = run(tmp_path / name, mesh, *STEPS, override, *best)
         found[name] = of_validation(tmp_path / name)
     assert len(found["sets"]) == 3
     for step, line in enumerate(found["sets"]):
         for name in ("one", "two"):
-            own = {k.replace(f"val/{name}/", "val/"): v for k, v in line.items() if k.startswith(f"val/{name}/")}
+            own = {
+                k.replace(f"val/{name}/", "val/"): v
+                for k, v in line.items()
+                if k.startswith(f"val/{name}/")
+            }
             assert own == found[name][step]
         together = {k: v for k, v in line.items() if k.count("/") == 1}
         assert together == found["union"][step]
-    trained = [[{k: v for k, v in without_times(line).items() if k[:4] != "val/"} for line in whole[n]] for n in ways]
+    trained = [
+        [{k: v for k, v in without_times(line).items() if k[:4] != "val/"} for line in whole[n]]
+        for n in ways
+    ]
     assert trained[0] == trained[1] == trained[2], "no validation changes the training"
     records = RunFolder(tmp_path / "sets" / "run")
     assert [row.prompt_id for row in records.samples(0, "validation")] == list(range(10))
@@ -66,13 +85,22 @@ def test_prompts_are_numbered_over_all_sets_and_the_first_of_each_are_taken(
     tmp_path: Path, files: dict[str, Path]
 ) -> None:
 
-    tokenizer = load_tokenizer(tiny_llama_folder(tmp_path / "model", vocab_size=32, max_positions=16))
+    tokenizer = load_tokenizer(
+        tiny_llama_folder(tmp_path / "model", vocab_size=32, max_positions=16)
+    )
     prefix = {"train": files["one"], "validation": {"one": files["one"], "two": [files["two"]]}}
-    both = build_train_valid_test_rlhf_datasets(tokenizer, prefix, max_prompt_tokens=None).validation
+    both = build_train_valid_test_rlhf_datasets(
+        tokenizer, prefix, max_prompt_tokens=None
+    ).validation
     assert both is not None
     assert [prompt.set_name for prompt in fixed_prompts(both)[0]] == ["one"] * 4 + ["two"] * 6
     parts = [fixed_prompts(both, 2, rank, 3)[0] for rank in range(3)]
-    assert [(p.id, p.set_name) for part in parts for p in part] == [(0, "one"), (1, "one"), (4, "two"), (5, "two")]
+    assert [(p.id, p.set_name) for part in parts for p in part] == [
+        (0, "one"),
+        (1, "one"),
+        (4, "two"),
+        (5, "two"),
+    ]
     texts = [json.loads(line)["prompt"] for line in files["two"].read_text().splitlines()]
     assert parts[2][-1].text == texts[1]
     named = ("set one has 4 prompts", "1 to 4")
@@ -100,12 +128,19 @@ def test_a_wrong_set_is_said_at_the_start(
         run(tmp_path, mesh, f"{VALIDATION}={value}")
 
 
-def test_a_run_with_sets_goes_on_as_if_it_had_not_stopped(tmp_path: Path, mesh: Mesh, files: dict[str, Path]) -> None:
-    sets = [f"{VALIDATION}={{one: {files['one']}, two: {files['two']}}}", "trainer.reinforce.val_check_interval=1"]
+def test_a_run_with_sets_goes_on_as_if_it_had_not_stopped(
+    tmp_path: Path, mesh: Mesh, files: dict[str, Path]
+) -> None:
+    sets = [
+        f"{VALIDATION}={{one: {files['one']}, two: {files['two']}}}",
+        "trainer.reinforce.val_check_interval=1",
+    ]
     lines = {}
     for name, steps in (("whole", (2,)), ("parts", (1, 2))):
         (tmp_path / name).mkdir()
         for last in steps:
             run(tmp_path / name, mesh, *sets, f"trainer.reinforce.max_steps={last}")
-        lines[name] = [without_times(line) for line in json_lines(tmp_path / name / "run" / "metrics.jsonl")]
+        lines[name] = [
+            without_times(line) for line in json_lines(tmp_path / name / "run" / "metrics.jsonl")
+        ]
     assert lines["parts"] == lines["whole"]

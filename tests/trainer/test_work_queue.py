@@ -20,7 +20,13 @@ from helpers.trainer_processes import TrainerProcesses, assert_equal_runs
 
 from reinforce_rl.config.actor import ReinforceConfig
 from reinforce_rl.data.batches import Completions, Prompt, RolloutBatch
-from reinforce_rl.errors import EXIT_STOPPED, GenerationError, ReinforceError, RewardServerError, StoppedEarly
+from reinforce_rl.errors import (
+    EXIT_STOPPED,
+    GenerationError,
+    ReinforceError,
+    RewardServerError,
+    StoppedEarly,
+)
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.runtime.stop import StopRequest
 from reinforce_rl.trainer.rollouts import RolloutMaker
@@ -97,8 +103,12 @@ class FakeModel:
     """
 
     pad_id = 0
-    settings = SimpleNamespace(seed=0, sampling=SimpleNamespace(stop_token_ids=()), skip_special_tokens=False)
-    tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: [str(row) for row in rows], pad_token_id=0)
+    settings = SimpleNamespace(
+        seed=0, sampling=SimpleNamespace(stop_token_ids=()), skip_special_tokens=False
+    )
+    tokenizer = SimpleNamespace(
+        batch_decode=lambda rows, **_: [str(row) for row in rows], pad_token_id=0
+    )
 
     def __init__(self, mesh: ThreadMesh, before: Callable[[int], None]):
         self.mesh = mesh
@@ -106,14 +116,18 @@ class FakeModel:
         self._before = before
         self.generator = SimpleNamespace(awake=threading.Lock)
 
-    def infer(self, prompts: list[Prompt], samples: int, seed: int, *, validation: bool = False) -> Completions:
+    def infer(
+        self, prompts: list[Prompt], samples: int, seed: int, *, validation: bool = False
+    ) -> Completions:
         self.calls += 1
         self._before(self.calls)
         rows = [[seed + p.id] * (1 + (p.id + i) % 3) for p in prompts for i in range(samples)]
         width = max(map(len, rows))
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         made_by = torch.full(tokens.shape, float(self.mesh.rank))
-        return Completions(tokens, torch.tensor([len(row) for row in rows]), ("stop",) * len(rows), made_by)
+        return Completions(
+            tokens, torch.tensor([len(row) for row in rows]), ("stop",) * len(rows), made_by
+        )
 
 
 class FailingReward(FunctionReward):
@@ -192,7 +206,15 @@ def assert_equal_batches(found: list[Outcome], expected: list[Outcome]) -> None:
         assert batch is not None and other is not None
         assert len(batch.rewards) == SAMPLES * SHARES[rank]
         assert batch.finish_reasons == other.finish_reasons
-        for name in ("sequences", "prompt_lengths", "response_lengths", "group_ids", "sample_ids", "rewards", "valid"):
+        for name in (
+            "sequences",
+            "prompt_lengths",
+            "response_lengths",
+            "group_ids",
+            "sample_ids",
+            "rewards",
+            "valid",
+        ):
             assert torch.equal(getattr(batch, name), getattr(other, name)), name
 
 
@@ -218,8 +240,14 @@ def test_samples_were_made_elsewhere_and_scores_were_asked_for_there(fixed):
     phases = Phases()
     found = phases.run(before=lambda rank, *_: None if rank == 2 else phases.all_taken())
     assert found[2][1] >= MICRO_BATCHES - RANKS + 1
-    makers = [set(batch.generator_log_probs.unique().tolist()) for batch, _, _ in found if len(batch.rewards)]  # type: ignore
-    assert all(2.0 in made_by for made_by in makers if len(made_by) > 1) and 2.0 in set.union(*makers)
+    makers = [
+        set(batch.generator_log_probs.unique().tolist())
+        for batch, _, _ in found
+        if len(batch.rewards)
+    ]  # type: ignore
+    assert all(2.0 in made_by for made_by in makers if len(made_by) > 1) and 2.0 in set.union(
+        *makers
+    )
     assert_equal_batches(found, fixed)
 
 
@@ -268,13 +296,26 @@ def processes() -> Iterator[TrainerProcesses]:
     processes.close()
 
 
-ONE_BY_ONE = ("model.reinforce.rollout_micro_batch_size=1", "model.reinforce.val_rollout_micro_batch_size=1")
+ONE_BY_ONE = (
+    "model.reinforce.rollout_micro_batch_size=1",
+    "model.reinforce.val_rollout_micro_batch_size=1",
+)
 # Ten prompts. Of two ranks a step's shares are 3 and 4, in micro-batches of two, and the last step's 1 and 2.
 TWO = (2, ("model.reinforce.num_rollout_samples=7", "model.reinforce.rollout_micro_batch_size=2"))
 # Of four ranks 2, 2, 2, 3, and the last step has one prompt.
 FOUR = (4, ("model.reinforce.num_rollout_samples=9", "trainer.reinforce.max_epochs=1", *ONE_BY_ONE))
-TP2 = (4, ("model.reinforce.num_rollout_samples=7", "model.tensor_model_parallel_size=2", *ONE_BY_ONE))
-FILTERING = (2, ("trainer.reinforce.dynamic_filtering=true", "trainer.reinforce.max_resampling_rounds=2", *ONE_BY_ONE))
+TP2 = (
+    4,
+    ("model.reinforce.num_rollout_samples=7", "model.tensor_model_parallel_size=2", *ONE_BY_ONE),
+)
+FILTERING = (
+    2,
+    (
+        "trainer.reinforce.dynamic_filtering=true",
+        "trainer.reinforce.max_resampling_rounds=2",
+        *ONE_BY_ONE,
+    ),
+)
 SETTINGS = (
     "trainer.reinforce.max_epochs=2",
     "trainer.reinforce.val_check_interval=2",
@@ -283,7 +324,9 @@ SETTINGS = (
 )
 
 
-def finish(processes: TrainerProcesses, folder: Path, ranks: int, *overrides: str, **options: Any) -> None:
+def finish(
+    processes: TrainerProcesses, folder: Path, ranks: int, *overrides: str, **options: Any
+) -> None:
     processes.start(folder, *SETTINGS, *overrides, ranks=ranks, **options)
     assert processes.wait() == 0, (folder / "log").read_text()
 
@@ -314,14 +357,18 @@ def test_runs_are_those_of_the_fixed_split(case, slow, processes, tmp_path):
     assert_the_slow_rank_took_one_each(queued, ranks, slow, block=2 if case is TP2 else 1)
 
 
-def assert_the_slow_rank_took_one_each(queued: Path, ranks: int, slow: int, *, block: int = 1) -> None:
+def assert_the_slow_rank_took_one_each(
+    queued: Path, ranks: int, slow: int, *, block: int = 1
+) -> None:
     found = list(taken(queued))
     of_slow = [phase for phase in found if phase[0] == slow]
     leaders = len({rank for rank, *_ in found})
     assert leaders == ranks and len(found) == ranks * len(of_slow) > len(metrics_of(queued))
     assert all(number <= 1 for _, number, _, _ in of_slow)
     assert any(own > 1 for _, _, _, own in of_slow), "which the others took"
-    assert sum(number for _, number, _, _ in found) == block * sum(total for _, _, total, _ in of_slow)
+    assert sum(number for _, number, _, _ in found) == block * sum(
+        total for _, _, total, _ in of_slow
+    )
 
 
 @pytest.mark.slow
@@ -331,10 +378,22 @@ def test_engines_take_what_a_slow_rank_leaves(processes, tmp_path):
     (ranks, overrides), slow = FOUR, 3
     fixed, queued = tmp_path / "fixed", tmp_path / "queued"
     finish(processes, fixed, ranks, *overrides, TRTLLM, engine=str(fixed / "engines"))
-    finish(processes, queued, ranks, *overrides, TRTLLM, QUEUE, slow_rank=slow, engine=str(queued / "engines"))
+    finish(
+        processes,
+        queued,
+        ranks,
+        *overrides,
+        TRTLLM,
+        QUEUE,
+        slow_rank=slow,
+        engine=str(queued / "engines"),
+    )
     assert_equal_runs(queued, fixed)
     assert_the_slow_rank_took_one_each(queued, ranks, slow)
-    split, asked = calls_of(fixed, "BaseLLM.generate_async"), calls_of(queued, "BaseLLM.generate_async")
+    split, asked = (
+        calls_of(fixed, "BaseLLM.generate_async"),
+        calls_of(queued, "BaseLLM.generate_async"),
+    )
     assert sum(asked) == sum(split) and asked[slow] < split[slow]
 
 

@@ -86,7 +86,9 @@ def test_a_status_is_no_markup() -> None:
 
 def test_the_package_prints_on_this_console_only() -> None:
     """rich's own Console takes texts for markup, as `from_markup` and `rich.print` do."""
-    others = r"rich\.console import (\w+, )*Console\b|from_markup|from rich import (print|get_console)"
+    others = (
+        r"rich\.console import (\w+, )*Console\b|from_markup|from rich import (print|get_console)"
+    )
     files = sorted(PACKAGE.rglob("*.py"))
     assert len(files) > 200
     assert [str(path) for path in files if re.search(others, path.read_text())] == []

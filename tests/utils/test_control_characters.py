@@ -16,7 +16,12 @@ from reinforce_rl.errors import ReinforceError
 from reinforce_rl.launch.terminal import plain_errors
 from reinforce_rl.monitoring.progress import TrainingProgress
 from reinforce_rl.utils.console import Console
-from reinforce_rl.utils.control_characters import quoted, show_control_characters, shown, shown_streams
+from reinforce_rl.utils.control_characters import (
+    quoted,
+    show_control_characters,
+    shown,
+    shown_streams,
+)
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07b\x9b31mc\u202ed\x7fe\ud800f\rg\x00h\u2066i\u2028j"
 SHOWN = r"a\x1b[2J\x1b]0;title\x07b\u009b31mc\u202ed\u007fe\ud800f\x0dg\x00h\u2066i\u2028j"
@@ -28,7 +33,9 @@ def test_control_characters_are_shown_and_other_texts_stay():
         assert show_control_characters(text) == text
 
 
-@pytest.mark.parametrize("code", [*range(0x20), 0x7F, *range(0x80, 0xA0), 0x202E, 0x2066, 0xDC80, 0xDFFF])
+@pytest.mark.parametrize(
+    "code", [*range(0x20), 0x7F, *range(0x80, 0xA0), 0x202E, 0x2066, 0xDC80, 0xDFFF]
+)
 def test_every_control_character(code):
     text = show_control_characters(chr(code))
     assert text == chr(code) if chr(code) in "\t\n" else text.isprintable() and len(text) in (4, 6)

@@ -125,7 +125,9 @@ def test_a_file_system_without_modes_takes_files(tmp_path, monkeypatch):
     assert load_file(tmp_path / "model.safetensors")["a"].item() == 1.0
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664), (0o027, 0o640)])
+@pytest.mark.parametrize(
+    ("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664), (0o027, 0o640)]
+)
 def test_new_files_follow_the_umask(umask, mode, tmp_path):
     """docs/security.md: `umask 077` keeps them to their owner."""
     before = os.umask(umask)
@@ -244,7 +246,9 @@ def test_the_old_folder_stays_where_the_new_one_is_missing(tmp_path):
 def test_an_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert list(output_faults("--json", tmp_path / "new" / "found.json")) == []
-    assert list(output_faults("--json", tmp_path / "file")) == [] and not (tmp_path / "new").exists()
+    assert (
+        list(output_faults("--json", tmp_path / "file")) == [] and not (tmp_path / "new").exists()
+    )
     (fault,) = output_faults("--json", tmp_path)
     check_fault([fault], "file.is_folder", "--json", tmp_path)
     (fault,) = output_faults("--json", tmp_path / "file" / "found.json")

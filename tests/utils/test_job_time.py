@@ -11,13 +11,22 @@ from reinforce_rl.utils.job_time import JobTimes, parse_duration
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("7", 7), ("0:7", 7), ("30:00", 1800), ("01:00:00", 3600), ("00:03:45:00", 13500), ("2:00:00:01", 172801)],
+    [
+        ("7", 7),
+        ("0:7", 7),
+        ("30:00", 1800),
+        ("01:00:00", 3600),
+        ("00:03:45:00", 13500),
+        ("2:00:00:01", 172801),
+    ],
 )
 def test_durations_read_from_the_right(text, seconds):
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "4h", "1.5", "-1:00", ":30", "1::2", "1:2:3:4:5", "1:00 ", "½", "00:00:00:00"])
+@pytest.mark.parametrize(
+    "text", ["", "4h", "1.5", "-1:00", ":30", "1::2", "1:2:3:4:5", "1:00 ", "½", "00:00:00:00"]
+)
 def test_anything_else_is_refused(text):
     with pytest.raises(ValueError, match=r"DD:HH:MM:SS|no time at all"):
         parse_duration(text)
@@ -30,7 +39,9 @@ def test_it_is_what_the_environment_says():
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"])
-@pytest.mark.parametrize("text", ["Unknown", "2026-11-21T18:00:00", "-5", "1e9", "17952.5", " 5", "٣", "9" * 13])
+@pytest.mark.parametrize(
+    "text", ["Unknown", "2026-11-21T18:00:00", "-5", "1e9", "17952.5", " 5", "٣", "9" * 13]
+)
 def test_a_garbled_time_is_named(name, text):
     with raises_error("slurm.job_time.not_unix_seconds", name, repr(text)):
         JobTimes.of({name: text})

@@ -67,23 +67,33 @@ def test_what_is_no_address_is_refused(text, words):
 
 @pytest.mark.parametrize(
     ("text", "host"),
-    [("[::1]", "::1"), ("0:0:0:0:0:0:0:1", "::1"), ("FD00::2", "fd00::2"), ("node7", "node7"), ("0.0.0.0", "0.0.0.0")],
+    [
+        ("[::1]", "::1"),
+        ("0:0:0:0:0:0:0:1", "::1"),
+        ("FD00::2", "fd00::2"),
+        ("node7", "node7"),
+        ("0.0.0.0", "0.0.0.0"),
+    ],
 )
 def test_a_host_has_one_form(text, host):
     assert checked_host(text) == host
 
 
-@pytest.mark.parametrize("text", ["", "node7:5555", "http://node7", "fe80::1%eth0", "[::1]:5555", "a b", "u@node7"])
+@pytest.mark.parametrize(
+    "text", ["", "node7:5555", "http://node7", "fe80::1%eth0", "[::1]:5555", "a b", "u@node7"]
+)
 def test_what_is_no_host_is_refused(text):
     with pytest.raises(ValueError):
         checked_host(text)
 
 
 @pytest.mark.parametrize(
-    ("schema", "key"), [(InferenceConfig, "inference.host"), (RewardServerConfig, "remote_rm.reward_model.ip")]
+    ("schema", "key"),
+    [(InferenceConfig, "inference.host"), (RewardServerConfig, "remote_rm.reward_model.ip")],
 )
 @pytest.mark.parametrize(
-    ("value", "host"), [("::1", "::1"), (["::1"], "::1"), ("[::1]", "::1"), ("fe80::1%eth0", None), ("a:5", None)]
+    ("value", "host"),
+    [("::1", "::1"), (["::1"], "::1"), ("[::1]", "::1"), ("fe80::1%eth0", None), ("a:5", None)],
 )
 def test_host_keys_take_ipv6_with_or_without_brackets(schema, key, value, host):
     from omegaconf import OmegaConf
@@ -99,7 +109,9 @@ def test_host_keys_take_ipv6_with_or_without_brackets(schema, key, value, host):
         assert getattr(config, name) == host
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", pytest.param("::1", marks=needs_ipv6)])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost", "0.0.0.0", pytest.param("::1", marks=needs_ipv6)]
+)
 def test_a_free_port_is_listened_on(host):
     port = free_port(host)
     with open_port(host, port) as listener:
@@ -153,9 +165,21 @@ def test_all_addresses_are_no_loopback():
 def test_names_of_this_machine_need_no_name_server(monkeypatch):
     address = address_towards("192.0.2.1") if has_route() else "127.0.0.2"
     monkeypatch.setattr(net.socket, "gethostname", lambda: "Node7.cluster.example")
-    here = ["localhost", "LOCALHOST.", "a.localhost", "127.0.0.5", "::1", "0.0.0.0", "node7", "node7.cluster.example"]
+    here = [
+        "localhost",
+        "LOCALHOST.",
+        "a.localhost",
+        "127.0.0.5",
+        "::1",
+        "0.0.0.0",
+        "node7",
+        "node7.cluster.example",
+    ]
     outside = ["192.0.2.1", "node70", "judge.invalid", "cluster.example", ""]
-    assert [host for host in [*here, address, *outside] if net.names_this_machine(host)] == [*here, address]
+    assert [host for host in [*here, address, *outside] if net.names_this_machine(host)] == [
+        *here,
+        address,
+    ]
 
 
 def has_route() -> bool:

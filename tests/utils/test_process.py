@@ -15,7 +15,9 @@ from helpers.toy_server import is_alive, wait_for
 
 from reinforce_rl.utils.process import Child, Message, ModuleChild, without_secrets
 
-STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+)
 ECHO = """
 from reinforce_rl.utils.process import connect_to_parent, receive, send
 connection = connect_to_parent()
@@ -34,7 +36,9 @@ def echo(tmp_path, monkeypatch):
     (tmp_path / "echo_of_tests.py").write_text(ECHO)
     folders = [str(tmp_path), str(Path(__file__).parents[2])]
     came: list[Message | None] = []
-    child = ModuleChild("echo_of_tests", came.append, env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)})
+    child = ModuleChild(
+        "echo_of_tests", came.append, env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    )
     yield child, came
     child.kill()
 
@@ -66,7 +70,9 @@ def test_memory_beyond_a_fraction_of_the_machines_is_not_given(before, expected_
     fraction = 0.05
     command = [sys.executable, "-c", LIMITED, str(before), str(fraction)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
     share, limit = done.stdout.split()
     if expected_bytes is None:
         assert float(share) == pytest.approx(fraction, rel=1e-6)
@@ -99,10 +105,9 @@ def test_what_a_child_started_ends_with_it():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
 def test_a_child_dies_with_a_parent_that_is_killed():
-    code = (
-        "from reinforce_rl.utils.process import Child; print(Child(['sleep', '600'], death_signal=9).pid, flush=True)"
-    )
-    parent = python(code + "; import time; time.sleep(600)", stdout=subprocess.PIPE)
+    code = "from reinforce_rl.utils.process import Child; import time; "
+    code += "print(Child(['sleep', '600'], death_signal=9).pid, flush=True); time.sleep(600)"
+    parent = python(code, stdout=subprocess.PIPE)
     assert parent.process.stdout is not None
     child = psutil.Process(int(parent.process.stdout.readline()))
     parent.send_signal(signal.SIGKILL)
@@ -154,5 +159,12 @@ def test_secrets_stay_out_of_programs_of_others():
         "GITHUB_PAT",
         "DOCKER_AUTH_CONFIG",
     ]
-    plain = ["PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "MONKEY"]
+    plain = [
+        "PATH",
+        "TOKENIZERS_PARALLELISM",
+        "KEYBOARD",
+        "CUDA_VISIBLE_DEVICES",
+        "LD_LIBRARY_PATH",
+        "MONKEY",
+    ]
     assert list(without_secrets(dict.fromkeys([*secret, *plain], "x"))) == plain

@@ -16,10 +16,20 @@ LISTENERS = Path(__file__).parents[1] / "helpers" / "rank_scripts" / "listeners.
 
 
 def launch(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "reinforce_rl.utils.ranks", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "reinforce_rl.utils.ranks",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
     path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*command, *options], capture_output=True, text=True, timeout=280, env=environment)
+    return subprocess.run(
+        [*command, *options], capture_output=True, text=True, timeout=280, env=environment
+    )
 
 
 @pytest.mark.timeout(300)
@@ -39,11 +49,17 @@ def test_nobody_else_reaches_the_ranks_of_one_machine():
     ("end", "code", "said"),
     [
         ("print('error: told', file=sys.stderr, flush=True); sys.exit(3)", 3, "error: told\n"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", EXIT_LOST_RANK, "error: rank 0 was ended by SIGKILL\n"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            EXIT_LOST_RANK,
+            "error: rank 0 was ended by SIGKILL\n",
+        ),
     ],
 )
 def test_an_error_is_told_once(tmp_path, end, code, said):
     script = tmp_path / "script.py"
-    script.write_text(f"import os, signal, sys, time\nif os.environ['RANK'] == '0':\n    {end}\ntime.sleep(60)\n")
+    script.write_text(
+        f"import os, signal, sys, time\nif os.environ['RANK'] == '0':\n    {end}\ntime.sleep(60)\n"
+    )
     done = launch(script)
     assert (done.returncode, done.stderr) == (code, said)

@@ -18,7 +18,9 @@ PROGRAM = "import json, sys\nprint(json.dumps([__name__, *sys.argv[1:]]))\n"
 def run(folder: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(folder / "mine"), **more}
     options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
-    return subprocess.run([sys.executable, *command, "program", "a", "b"], timeout=60, check=False, **options)
+    return subprocess.run(
+        [sys.executable, *command, "program", "a", "b"], timeout=60, check=False, **options
+    )
 
 
 @pytest.mark.parametrize("safe_path", ["", "1"])
@@ -29,7 +31,9 @@ def test_files_of_the_current_folder_shadow_nothing(safe_path, tmp_path):
     (tmp_path / "runpy.py").write_text("raise SystemExit('runpy of the current folder')")
     done = run(tmp_path, RUN_MODULE, PYTHONSAFEPATH=safe_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, '["__main__", "a", "b"]\n', "")
-    assert "of the current folder" in run(tmp_path, "-m", PYTHONSAFEPATH="").stderr, "so that the test can fail"
+    assert "of the current folder" in run(tmp_path, "-m", PYTHONSAFEPATH="").stderr, (
+        "so that the test can fail"
+    )
 
 
 def test_files_beside_the_program_shadow_nothing(tmp_path):
@@ -61,7 +65,13 @@ def test_the_package_as_a_module_imports_nothing_of_the_current_folder(words, tm
     command = [sys.executable, *words, "--help"]
     environment = {**os.environ, "PYTHONPATH": PACKAGE_PARENT, "PYTHONSAFEPATH": ""}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert "a file of the current folder" not in done.stderr
     assert (done.returncode, "usage" in done.stdout.lower()) == (0, True)
@@ -76,7 +86,13 @@ def test_the_folder_of_a_module_that_imports_the_package_stays(tmp_path):
     environment = {**os.environ, "PYTHONPATH": PACKAGE_PARENT, "PYTHONSAFEPATH": ""}
     command = [sys.executable, "-m", "mine.program", "reinforce_rl"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.stdout, done.stderr) == ("3\n", "")
 

@@ -56,25 +56,38 @@ def test_the_error_is_the_means_spread_over_repeated_draws() -> None:
 def test_failed_samples_count_neither_as_zero_nor_at_all() -> None:
     assert estimate({0: [1.0, NAN], 1: [NAN], 2: [3.0]}) == estimate({0: [1.0], 2: [3.0]})
     assert estimate({0: [NAN]}).count == 0 and math.isnan(estimate({}).mean)
-    assert math.isnan(estimate({0: [1.0, 2.0]}).standard_error), "one prompt says nothing about others"
+    assert math.isnan(estimate({0: [1.0, 2.0]}).standard_error), (
+        "one prompt says nothing about others"
+    )
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_pass_at_k_is_that_of_all_subsets(k: int) -> None:
-    groups = {0: [1.0, 0.0, 0.0, 1.0, 0.0], 1: [0.0] * 5, 2: [1.0] * 5, 3: [0.0, 1.0, 0.0, 0.0, NAN]}
+    groups = {
+        0: [1.0, 0.0, 0.0, 1.0, 0.0],
+        1: [0.0] * 5,
+        2: [1.0] * 5,
+        3: [0.0, 1.0, 0.0, 0.0, NAN],
+    }
     expected = []
     for group in groups.values():
-        subsets = list(itertools.combinations([value for value in group if not math.isnan(value)], k))
+        subsets = list(
+            itertools.combinations([value for value in group if not math.isnan(value)], k)
+        )
         expected.append(statistics.fmean(max(subset) for subset in subsets))
     assert pass_at_k(groups, k).mean == pytest.approx(statistics.fmean(expected))
     assert pass_at_k({**groups, 4: [1.0] * (k - 1)}, k).count == 4, "too few samples to say"
 
 
-def test_a_win_rate_counts_ties_half_and_its_interval_holds_the_truth_about_as_often_as_it_says() -> None:
+def test_a_win_rate_counts_ties_half_and_its_interval_holds_the_truth_about_as_often_as_it_says() -> (
+    None
+):
     rate = WinRate.of([1.0, 0.5, 0.0, 1.0], failed=2)
     assert (rate.wins, rate.ties, rate.losses, rate.failed, rate.rate) == (2, 1, 1, 2, 0.625)
     low, high = WinRate(8, 0, 2).interval
-    assert (low, high) == (pytest.approx(0.4902, abs=1e-3), pytest.approx(0.9433, abs=1e-3)), "Wilson 1927"
+    assert (low, high) == (pytest.approx(0.4902, abs=1e-3), pytest.approx(0.9433, abs=1e-3)), (
+        "Wilson 1927"
+    )
     assert WinRate(5, 0, 0).interval[1] == 1.0 and math.isnan(WinRate(0, 0, 0).rate)
     draw, held = random.Random(1), 0
     for _ in range(1000):
@@ -112,14 +125,18 @@ def test_quantiles_are_those_of_the_table(share, degrees, t):
 @pytest.mark.parametrize("t", [0.0, 0.01, 0.7, -1.9, 2.5, 4.0])
 def test_p_is_the_integral_of_the_density(t, degrees):
     """By the midpoint rule."""
-    scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
+    scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(
+        degrees * math.pi
+    )
     x = (torch.arange(20_000, dtype=torch.float64) + 0.5) * abs(t) / 20_000
     inside = 2 * scale * float((1 + x**2 / degrees).pow(-(degrees + 1) / 2).sum()) * abs(t) / 20_000
     assert two_sided_p(t, degrees) == pytest.approx(1 - inside, abs=1e-7)
 
 
 def test_p_of_a_large_t_keeps_its_digits():
-    assert two_sided_p(2.0, 2) == pytest.approx(1 - 2 / math.sqrt(6)), "two degrees of freedom have a closed form"
+    assert two_sided_p(2.0, 2) == pytest.approx(1 - 2 / math.sqrt(6)), (
+        "two degrees of freedom have a closed form"
+    )
     assert two_sided_p(1e5, 2) == pytest.approx(1e-10, rel=1e-6)
     assert two_sided_p(math.inf, 5) == 0.0
 
@@ -154,7 +171,9 @@ def test_intervals_hold_the_truth_and_the_smallest_gain_is_found_as_often_as_the
     errors = noise.std(1) / math.sqrt(n)
     found = Difference(n, 0.0, 0.0, 1.0, n - 1)
     half = found.interval[1]  # in standard errors
-    assert float((noise.mean(1).abs() <= half * errors).double().mean()) == pytest.approx(0.95, abs=0.01)
+    assert float((noise.mean(1).abs() <= half * errors).double().mean()) == pytest.approx(
+        0.95, abs=0.01
+    )
     gain = Difference(n, 0.0, 0.0, 1 / math.sqrt(n), n - 1).smallest_gain  # with the true spread
     power = float(((noise.mean(1) + gain).abs() > half * errors).double().mean())
     assert power == pytest.approx(0.8, abs=0.01 if n > 3 else 0.04)
@@ -177,13 +196,20 @@ def test_welch_by_hand():
     v, w = 1 / 3, 8 / 2
     assert found.standard_error == pytest.approx(math.sqrt(v + w))
     assert found.degrees == pytest.approx((v + w) ** 2 / (v**2 / 2 + w**2 / 1))
-    assert "+2.000 ± 2.082 over 3 and 2 seeds (p = " in found.sentence() and " in all; 1 left" in found.sentence()
+    assert (
+        "+2.000 ± 2.082 over 3 and 2 seeds (p = " in found.sentence()
+        and " in all; 1 left" in found.sentence()
+    )
     pairs = replace(found, unpaired=0)
     assert found.needed == pytest.approx(pairs.needed * (3 + 2) / 3)
     alike = unpaired([1.0, 1.0], [2.0, 2.0])
     assert alike.standard_error == 0 and "no spread" in alike.sentence()
     assert unpaired([NAN], [1.0]).sentence() == "no seed was scored on both sides"
-    assert unpaired([1.0], [1.0, 2.0]).sentence().endswith("over 1 and 2 seeds: this says nothing about other seeds")
+    assert (
+        unpaired([1.0], [1.0, 2.0])
+        .sentence()
+        .endswith("over 1 and 2 seeds: this says nothing about other seeds")
+    )
 
 
 @pytest.mark.parametrize("n", [4, 64])

@@ -75,7 +75,9 @@ def test_a_link_is_followed_within_the_folder_only(tmp_path):
     (tmp_path / "alias").symlink_to(folder)
 
     assert read_bounded(folder / "in", max_bytes=6, within=folder) == b"inside"
-    assert read_bounded(tmp_path / "alias" / "in", max_bytes=6, within=tmp_path / "alias") == b"inside"
+    assert (
+        read_bounded(tmp_path / "alias" / "in", max_bytes=6, within=tmp_path / "alias") == b"inside"
+    )
     assert read_bounded(folder / "out", max_bytes=7) == b"outside"
     for name in ("out", "parent/secret"):
         with pytest.raises(UnreadableFileError) as caught:
@@ -175,7 +177,9 @@ def test_json_that_no_reader_could_use_is_a_value_error(text, part):
 
 def test_json_within_the_bounds_is_what_python_reads(tmp_path):
     nested = "[" * 99 + "]" * 99
-    assert parse_json(f'{{"a": {nested}, "digits": "{"1" * 50}", "n": {"1" * 40}}}')["n"] == int("1" * 40)
+    assert parse_json(f'{{"a": {nested}, "digits": "{"1" * 50}", "n": {"1" * 40}}}')["n"] == int(
+        "1" * 40
+    )
     assert parse_json("[" + ",".join(["[]"] * 1000) + "]") == [[]] * 1000
     (tmp_path / "a.json").write_text('{"\\u00fc": 1.5}')
     assert read_json(tmp_path / "a.json") == {"ü": 1.5}
@@ -195,14 +199,19 @@ COSTLY_YAML = {
 @pytest.mark.parametrize("kind", COSTLY_YAML)
 def test_a_long_number_in_yaml_is_refused_before_it_is_computed(kind):
     text = f"b: 1\n{COSTLY_YAML[kind]}"
-    with pytest.raises(ValueError, match=r"^line 2: a number of \d+ characters; expected at most 40"):
+    with pytest.raises(
+        ValueError, match=r"^line 2: a number of \d+ characters; expected at most 40"
+    ):
         parse_yaml(text)
 
 
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("".join(f"%TAG !a{index}! x\n" for index in range(9)) + "---\na: 1", "line 1: a directive"),
+        (
+            "".join(f"%TAG !a{index}! x\n" for index in range(9)) + "---\na: 1",
+            "line 1: a directive",
+        ),
         ("# text\n%YAML 1.2\n---\na: 1", "line 2: a directive"),
         ("a: 1\n...\n%YAML 1.1\n---\n", "line 3: a directive"),
         ("a: 1\n%TAG ! x\n%TAG ! x\n", "line 2: a directive"),
@@ -286,7 +295,13 @@ def test_a_folder_may_be_a_link_within_the_folder_in_which_it_stands(tmp_path):
     path = tmp_path / "run" / "outside"
     with pytest.raises(UnreadableFileError) as caught:
         check_folder(path)
-    check_error(caught.value, "folder.link.leads_out", path, f"{tmp_path},", f"outside of {tmp_path / 'run'};")
+    check_error(
+        caught.value,
+        "folder.link.leads_out",
+        path,
+        f"{tmp_path},",
+        f"outside of {tmp_path / 'run'};",
+    )
 
 
 def test_what_another_node_publishes_is_none_until_it_is_there(tmp_path):

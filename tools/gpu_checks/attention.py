@@ -16,9 +16,33 @@ from torch import Tensor
 from gpu_checks.base import CPU, CUDA, Context, Finding, best_seconds, judged
 from reinforce_rl.megatron.model.attention import causal_attention, masked_attention, visible
 
-LENGTHS = (64, 192, 320, 448, 576, 704, 832, 960, 1088, 1216, 1, 63, 100, 128, 129, 256, 511, 700, 768, 1024)
+LENGTHS = (
+    64,
+    192,
+    320,
+    448,
+    576,
+    704,
+    832,
+    960,
+    1088,
+    1216,
+    1,
+    63,
+    100,
+    128,
+    129,
+    256,
+    511,
+    700,
+    768,
+    1024,
+)
 BATCH, HEADS, GROUPS, HEAD_SIZE, WINDOW = 2, 8, 2, 64, 48
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of a position: norm of the difference over the norm
+TOLERANCES = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 3e-2,
+}  # of a position: norm of the difference over the norm
 KINDS = ("causal", "window", "masked")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -42,13 +66,19 @@ def check(context: Context) -> Finding:
     numbers["lengths at which torch's own choice has no finite masked backward pass"] = bad
     if context.mode == CUDA:
         numbers["milliseconds"] = [_times(length) for length in (704, 1024, 4096)]
-    return judged(faults, f"{len(cases)} cases at {len(lengths)} lengths; torch's own choice fails at {bad}", numbers)
+    return judged(
+        faults,
+        f"{len(cases)} cases at {len(lengths)} lengths; torch's own choice fails at {bad}",
+        numbers,
+    )
 
 
 def _mask(kind: str, length: int, device: str) -> Tensor:
     """bool, broadcasts to [b, 1, s, s]: causal, with a window, or with tokens that late ones of a row do not see."""
     at = torch.arange(length, device=device)
-    mask = visible(at[:, None], at[None, :], WINDOW if kind == "window" else None).expand(BATCH, 1, length, length)
+    mask = visible(at[:, None], at[None, :], WINDOW if kind == "window" else None).expand(
+        BATCH, 1, length, length
+    )
     if kind == "masked":
         mask = mask.clone()
         mask[0, :, length // 2 :, : length // 4] = False
@@ -63,7 +93,9 @@ def _ours(kind: str, mask: Tensor) -> Attend:
 
 def _torchs(kind: str, mask: Tensor) -> Attend:
     given = mask if kind == "masked" else None
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, given, is_causal=given is None, enable_gqa=True)
+    return lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, given, is_causal=given is None, enable_gqa=True
+    )
 
 
 def _written_out(mask: Tensor) -> Attend:
@@ -106,7 +138,10 @@ def worst_error(kind: str, length: int, dtype: torch.dtype, device: str) -> tupl
 def _finite_by_torch(length: int, device: str) -> bool:
     """Whether the masked backward pass in bf16 is finite where torch chooses the kernel."""
     attend = _torchs("masked", _mask("masked", length, device))
-    return all(bool(t.isfinite().all()) for t in _with_gradients(attend, _inputs(length, torch.bfloat16, device)))
+    return all(
+        bool(t.isfinite().all())
+        for t in _with_gradients(attend, _inputs(length, torch.bfloat16, device))
+    )
 
 
 def _times(length: int) -> dict[str, Any]:
@@ -116,5 +151,7 @@ def _times(length: int) -> dict[str, Any]:
     for kind in ("causal", "masked"):
         mask = _mask(kind, length, CUDA)
         for name, attend in (("ours", _ours(kind, mask)), ("torch's choice", _torchs(kind, mask))):
-            row[f"{kind}, {name}"] = 1e3 * best_seconds(lambda attend=attend: _with_gradients(attend, inputs), CUDA)
+            row[f"{kind}, {name}"] = 1e3 * best_seconds(
+                lambda attend=attend: _with_gradients(attend, inputs), CUDA
+            )
     return row

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
-CUDA, CPU, FAKE = "cuda", "cpu", "fake"  # a GPU; real numbers on a CPU; fake CUDA tensors, without numbers
+CUDA, CPU, FAKE = (
+    "cuda",
+    "cpu",
+    "fake",
+)  # a GPU; real numbers on a CPU; fake CUDA tensors, without numbers
 
 
 @dataclass(frozen=True)

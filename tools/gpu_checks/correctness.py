@@ -52,7 +52,11 @@ def check(context: Context) -> Finding:
     ]
     worst = max(row["log-probs"] for row in rows if row["dtype"] == "float32")
     shapes = ", ".join(dict.fromkeys(row["shape"] for row in rows))
-    return judged(faults, f"{shapes}: fp32 log-probs within {worst:.1e} nats of the CPU's", {"deviations": rows})
+    return judged(
+        faults,
+        f"{shapes}: fp32 log-probs within {worst:.1e} nats of the CPU's",
+        {"deviations": rows},
+    )
 
 
 def of_shape(shape: str, mesh: Mesh) -> list[dict[str, Any]]:
@@ -71,12 +75,15 @@ def of_shape(shape: str, mesh: Mesh) -> list[dict[str, Any]]:
         rows.append(row | _gradient_errors(own, gradient))
         del side, own
         free(mesh.device)
-    side = OurSide(arch, mesh, torch.float32, WORKLOAD)  # last: the reference's weights are others afterwards
+    side = OurSide(
+        arch, mesh, torch.float32, WORKLOAD
+    )  # last: the reference's weights are others afterwards
     side.run(TRAINING)
     reference.run(TRAINING)
     after, updated = side.weights(), reference.model.named_parameters()
     rows[0]["update"] = max(
-        float((after[name] - value.detach()).abs().mean()) / LEARNING_RATE for name, value in updated
+        float((after[name] - value.detach()).abs().mean()) / LEARNING_RATE
+        for name, value in updated
     )
     return rows
 
@@ -85,7 +92,9 @@ def _gradient_errors(own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     """Relative error of all gradients together, and of the worst tensor."""
     wrong = {name: float((own[name].float() - value).norm()) for name, value in expected.items()}
     size = {name: float(value.norm()) for name, value in expected.items()}
-    relative = {name: wrong[name] / size[name] if wrong[name] >= 0 else float("inf") for name in wrong}
+    relative = {
+        name: wrong[name] / size[name] if wrong[name] >= 0 else float("inf") for name in wrong
+    }
     worst = max(relative, key=lambda name: relative[name])
     whole = sum(value**2 for value in wrong.values()) / sum(value**2 for value in size.values())
     return {"gradient": whole**0.5, "worst tensor": relative[worst], "tensor": worst}
@@ -98,6 +107,8 @@ def _greedy_shortfall(side: OurSide, reference: PlainSide) -> float:
     Whole sequences are not compared: after one near tie they have nothing to do with each other.
     """
     sequences = side.greedy()
-    logits = reference.model(sequences[:, :-1], use_cache=False).logits[:, -WORKLOAD.response_tokens :]
+    logits = reference.model(sequences[:, :-1], use_cache=False).logits[
+        :, -WORKLOAD.response_tokens :
+    ]
     log_probs = response_log_probs(reference.model, sequences, WORKLOAD.response_tokens)
     return float((logits.log_softmax(dim=-1).amax(dim=-1) - log_probs).max())

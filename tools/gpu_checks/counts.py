@@ -39,7 +39,9 @@ class Counts:
 
     def each_of(self, times: int, less: Counts) -> Counts:
         """A repetition, where this holds `times` more of them than `less` does."""
-        return Counts(*((more - few) / times for more, few in zip(astuple(self), astuple(less), strict=True)))
+        return Counts(
+            *((more - few) / times for more, few in zip(astuple(self), astuple(less), strict=True))
+        )
 
 
 def check(context: Context) -> Finding:
@@ -51,7 +53,9 @@ def check(context: Context) -> Finding:
         def of(phase: str, workload: Workload) -> Counts:
             work = OurSide(arch, mesh, torch.bfloat16, workload, drawn=context.mode != FAKE).work()
             # Kernels are chosen and states made in a first call; an optimizer step wants a gradient.
-            for before in ("training", phase, "training") if phase == "optimizer step" else (phase,):
+            for before in (
+                ("training", phase, "training") if phase == "optimizer step" else (phase,)
+            ):
                 work[before]()
             return counted(context, work[phase])
 
@@ -64,7 +68,9 @@ def check(context: Context) -> Finding:
     rows, faults = compared(
         per, json.loads(BUDGETS.read_text(encoding="utf-8")), 1.0 if context.mode == FAKE else SLACK
     )
-    told = ", ".join(f"{name} {one.launches:.0f} launches, {one.syncs:.1f} syncs" for name, one in per.items())
+    told = ", ".join(
+        f"{name} {one.launches:.0f} launches, {one.syncs:.1f} syncs" for name, one in per.items()
+    )
     return judged(faults, f"{SHAPE} of {LAYERS} layers: {told}", {"counts": rows})
 
 

@@ -32,7 +32,15 @@ SAMPLES = 4
 MAX_TOKENS = 32
 PROMPTS = [Prompt(number, "", tuple(range(5 + number, 13 + 2 * number))) for number in range(8)]
 # Heads of 64, as attention kernels want them.
-MODEL = {"vocab_size": 1024, "layers": 4, "hidden": 256, "heads": 4, "groups": 2, "ffn": 512, "logit_scale": 2.0}
+MODEL = {
+    "vocab_size": 1024,
+    "layers": 4,
+    "hidden": 256,
+    "heads": 4,
+    "groups": 2,
+    "ffn": 512,
+    "logit_scale": 2.0,
+}
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 
@@ -63,7 +71,9 @@ def check_vllm(context: Context) -> Finding:
     both = compare_responses(drawn[0], drawn[1], PROMPTS)
     faults = faults_of(rows)
     if not both.mean_gap <= TOLERANCE:
-        faults.append(f"the runners' log-probs of the same tokens differ by {both.mean_gap:.2g} nats")
+        faults.append(
+            f"the runners' log-probs of the same tokens differ by {both.mean_gap:.2g} nats"
+        )
     sentence = (
         f"both runners are within {largest(rows):.2g} nats of transformers, and {both.mean_gap:.2g} apart in "
         f"{both.common_tokens} common tokens"
@@ -94,7 +104,9 @@ def engine_of(context: Context, *overrides: str) -> Iterator[MegatronGPTReinforc
             yield actor
 
 
-def gaps_of(actor: MegatronGPTReinforceActorModel, generator: Generator, device: str) -> list[dict[str, object]]:
+def gaps_of(
+    actor: MegatronGPTReinforceActorModel, generator: Generator, device: str
+) -> list[dict[str, object]]:
     """Draw at each temperature, with other weights at each; return how far the log-probs are from transformers'."""
     found: list[dict[str, object]] = []
     for number, temperature in enumerate(TEMPERATURES):
@@ -109,7 +121,12 @@ def gaps_of(actor: MegatronGPTReinforceActorModel, generator: Generator, device:
             found.append({"temperature": temperature, "at it": float("nan"), "at 1": float("nan")})
             continue
         at_temperature, at_one = reference_log_probs(actor, completions, temperature, device)
-        own = torch.cat([row[:count] for row, count in zip(completions.log_probs, completions.lengths, strict=True)])
+        own = torch.cat(
+            [
+                row[:count]
+                for row, count in zip(completions.log_probs, completions.lengths, strict=True)
+            ]
+        )
         found.append(
             {
                 "temperature": temperature,
@@ -142,7 +159,10 @@ def reference_log_probs(
         response = completions.tokens[row, :count]
         with torch.no_grad():
             logits = (
-                model(torch.cat([prompt, response])[None].to(device)).logits[0, len(prompt) - 1 : -1].float().cpu()
+                model(torch.cat([prompt, response])[None].to(device))
+                .logits[0, len(prompt) - 1 : -1]
+                .float()
+                .cpu()
             )
         for scale, values in ((temperature, at_temperature), (1.0, at_one)):
             log_probs = (logits / scale).log_softmax(-1)

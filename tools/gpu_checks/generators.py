@@ -57,7 +57,9 @@ def check(context: Context) -> Finding:
         sent = send_weights(trained, wire, BUCKET_BYTES)
         buckets, wire.receives = len(wire.sent), True
         found: list[dict[str, Tensor]] = []
-        receiver = threading.Thread(target=lambda: found.append(receive_weights(other, wire, BUCKET_BYTES)))
+        receiver = threading.Thread(
+            target=lambda: found.append(receive_weights(other, wire, BUCKET_BYTES))
+        )
         receiver.start()
         busy = torch.ones(512, 512, device=mesh.device)
         while receiver.is_alive():
@@ -67,5 +69,9 @@ def check(context: Context) -> Finding:
         if found:
             load_weights(other, found[0])
             pairs = zip(trained.named_parameters(), other.parameters(), strict=True)
-            faults = [f"{name} arrived otherwise" for (name, own), theirs in pairs if not torch.equal(own, theirs)][:5]
+            faults = [
+                f"{name} arrived otherwise"
+                for (name, own), theirs in pairs
+                if not torch.equal(own, theirs)
+            ][:5]
     return judged(faults, f"{sent / 1e6:.1f} MB in {buckets} buckets", {"buckets": buckets})

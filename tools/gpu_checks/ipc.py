@@ -53,12 +53,18 @@ def check(context: Context) -> Finding:
     with parallel_mesh() as mesh:
         lm = CausalLM(Architecture.from_hf(SHAPES["tiny"]), mesh, torch.bfloat16)
         fill_ours(lm)
-        expected = {name: summary(value) for name, value in hf_tensors(lm, device=mesh.device) if value is not None}
+        expected = {
+            name: summary(value)
+            for name, value in hf_tensors(lm, device=mesh.device)
+            if value is not None
+        }
         faults, buckets = [], 0
         for adapter in (TensorRTLLM(TensorRTLLMConfig()), VLLM(VLLMConfig())):
             received, buckets = exchange(lm, adapter)
             faults += [f"{adapter.title}: {fault}" for fault in differences(received, expected)]
-    return judged(faults, f"{len(expected)} tensors in {buckets} buckets arrived, twice", {"buckets": buckets})
+    return judged(
+        faults, f"{len(expected)} tensors in {buckets} buckets arrived, twice", {"buckets": buckets}
+    )
 
 
 def summary(tensor: torch.Tensor) -> list[Any]:
@@ -71,7 +77,11 @@ def differences(received: dict[str, list[Any]], expected: dict[str, list[Any]]) 
     faults = [f"{name} did not arrive" for name in expected if name not in received]
     for name, (dtype, shape, total) in received.items():
         right = expected.get(name)
-        if right is None or [dtype, shape] != right[:2] or not abs(total - right[2]) <= 1e-9 * (1 + abs(right[2])):
+        if (
+            right is None
+            or [dtype, shape] != right[:2]
+            or not abs(total - right[2]) <= 1e-9 * (1 + abs(right[2]))
+        ):
             faults.append(f"{name} arrived as {[dtype, shape, total]}, expected {right}")
     return faults[:5]
 
@@ -100,7 +110,9 @@ def exchange(lm: CausalLM, adapter: EngineAdapter) -> tuple[dict[str, list[Any]]
         stdin.write(base64.b64encode(pickle.dumps(adapter.bucket_of(offers))).decode() + "\n")
         answer = stdout.readline()
         if not answer:
-            raise RuntimeError(f"the receiving process ended with exit code {receiver.wait(timeout=10)}")
+            raise RuntimeError(
+                f"the receiving process ended with exit code {receiver.wait(timeout=10)}"
+            )
         received.update(json.loads(answer))
         buckets += 1
 
@@ -109,7 +121,9 @@ def exchange(lm: CausalLM, adapter: EngineAdapter) -> tuple[dict[str, list[Any]]
             lm,
             deliver,
             max_bytes=BUCKET_BYTES,
-            make_buffer=lambda elements, dtype: adapter.make_buffer(elements, dtype, lm.mesh.device),
+            make_buffer=lambda elements, dtype: adapter.make_buffer(
+                elements, dtype, lm.mesh.device
+            ),
             hosts_worker=True,
             is_spread=False,
         )

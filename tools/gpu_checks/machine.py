@@ -15,7 +15,14 @@ from gpu_checks.base import CUDA, FAKE, Context, Finding, best_seconds, judged
 
 LIBRARIES = (
     *("megatron-core", "transformers", "numpy", "safetensors", "triton", "hydra-core", "omegaconf"),
-    *("tritonclient", "aiohttp", "transformer-engine", "flash-attn", "tensorrt-llm", "nvidia-pytriton"),
+    *(
+        "tritonclient",
+        "aiohttp",
+        "transformer-engine",
+        "flash-attn",
+        "tensorrt-llm",
+        "nvidia-pytriton",
+    ),
 )
 LEAST_SHARE = 0.4  # of a data sheet's rate; large products reach 0.7 to 0.8 of it
 PRODUCT_TOLERANCE = 1e-2  # of a bf16 product, relative
@@ -45,23 +52,35 @@ def check(context: Context) -> Finding:
     numbers["attention kernels"] = _chosen_kernels(context.device)
     if context.mode == CUDA:
         found = torch.cuda.get_device_properties(0)
-        numbers |= {"capability": f"{found.major}.{found.minor}", "multiprocessors": found.multi_processor_count}
+        numbers |= {
+            "capability": f"{found.major}.{found.minor}",
+            "multiprocessors": found.multi_processor_count,
+        }
         numbers |= {"GB": found.total_memory / 1e9, "GB free": torch.cuda.mem_get_info()[0] / 1e9}
         numbers["nccl"] = ".".join(map(str, nccl.version()))
         numbers["nvidia-smi at rest"] = _nvidia_smi()
     numbers |= _rates(context.device, faults)
     if context.mode == CUDA:
         numbers["nvidia-smi after it"] = _nvidia_smi()
-    missing = ", ".join(name for name, version in numbers["libraries"].items() if version is None) or "nothing"
+    missing = (
+        ", ".join(name for name, version in numbers["libraries"].items() if version is None)
+        or "nothing"
+    )
     rates = f"bf16 products at {numbers['bf16 TFLOP/s']:.3g} TFLOP/s, copies at {numbers['copy GB/s']:.3g} GB/s"
-    return judged(faults, f"{numbers['gpu'] or platform.machine()}, {rates}; not installed: {missing}", numbers)
+    return judged(
+        faults,
+        f"{numbers['gpu'] or platform.machine()}, {rates}; not installed: {missing}",
+        numbers,
+    )
 
 
 def _nvidia_smi() -> dict[str, str] | str:
     """Driver and clocks by nvidia-smi's names, or why there are none."""
     command = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=30)
+        done = subprocess.run(
+            command, capture_output=True, text=True, encoding="utf-8", errors="replace", timeout=30
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{type(error).__name__}: {error}"
     first_gpu = done.stdout.strip().partition("\n")[0].split(", ")
@@ -82,7 +101,9 @@ def _chosen_kernels(device: str) -> dict[str, str]:
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
         for masked in (False, True):
-            query, keys = (torch.empty(2, heads, 512, 64, dtype=dtype, device=device) for heads in (32, 8))
+            query, keys = (
+                torch.empty(2, heads, 512, 64, dtype=dtype, device=device) for heads in (32, 8)
+            )
             mask = torch.ones(512, 512, dtype=torch.bool, device=device).tril() if masked else None
             options = {"attn_mask": mask, "is_causal": not masked, "enable_gqa": True}
             number = torch._fused_sdp_choice(query.requires_grad_(), keys, keys, **options)  # type: ignore[attr-defined]
@@ -102,7 +123,10 @@ def _rates(device: str, faults: list[str]) -> dict[str, Any]:
         f"{name} TFLOP/s": matrix_rate(torch.device(device), dtype, matrix_size=size) / 1e12
         for name, dtype in types.items()
     }
-    rate, sheet = numbers["bf16 TFLOP/s"], known_teraflops(torch.cuda.get_device_name()) if device == CUDA else None
+    rate, sheet = (
+        numbers["bf16 TFLOP/s"],
+        known_teraflops(torch.cuda.get_device_name()) if device == CUDA else None,
+    )
     if sheet is not None and rate < LEAST_SHARE * sheet:
         faults.append(
             f"bf16 products reach {rate:.0f} of {sheet:.0f} TFLOP/s, expected at least {LEAST_SHARE:.0%}; another "
@@ -112,11 +136,19 @@ def _rates(device: str, faults: list[str]) -> dict[str, Any]:
     exact = left.double() @ right.double()
     error = float((left.bfloat16() @ right.bfloat16()).double().sub(exact).norm() / exact.norm())
     if not error <= PRODUCT_TOLERANCE:
-        faults.append(f"a bf16 product is off by {error:.1e}, expected at most {PRODUCT_TOLERANCE:g}")
+        faults.append(
+            f"a bf16 product is off by {error:.1e}, expected at most {PRODUCT_TOLERANCE:g}"
+        )
     data, host = torch.ones(count, device=device), torch.ones(count, pin_memory=device == CUDA)
     copy, moved = torch.empty_like(data), 4 * count / 1e9
     numbers |= {"data sheet bf16 TFLOP/s": sheet, "bf16 product's error": error}
-    numbers["copy GB/s"] = 2 * moved / best_seconds(lambda: copy.copy_(data), device)  # read and written
-    numbers["to device GB/s"] = moved / best_seconds(lambda: data.copy_(host, non_blocking=True), device)
-    numbers["to host GB/s"] = moved / best_seconds(lambda: host.copy_(data, non_blocking=True), device)
+    numbers["copy GB/s"] = (
+        2 * moved / best_seconds(lambda: copy.copy_(data), device)
+    )  # read and written
+    numbers["to device GB/s"] = moved / best_seconds(
+        lambda: data.copy_(host, non_blocking=True), device
+    )
+    numbers["to host GB/s"] = moved / best_seconds(
+        lambda: host.copy_(data, non_blocking=True), device
+    )
     return numbers

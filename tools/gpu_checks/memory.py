@@ -18,7 +18,10 @@ from reinforce_rl.runtime.phases import PeakMemory
 
 TOLERANCE = 0.10
 WORKLOAD = Workload(prompts=8, group=8, prompt_tokens=448, response_tokens=64, micro_batch=4)
-FEW_LAYERS, FEW_TOKENS = 4, 8  # on fake tensors, where a layer and a decode step take a while and teach nothing new
+FEW_LAYERS, FEW_TOKENS = (
+    4,
+    8,
+)  # on fake tensors, where a layer and a decode step take a while and teach nothing new
 
 
 def check(context: Context) -> Finding:
@@ -44,10 +47,19 @@ def check(context: Context) -> Finding:
             peak.start()
             call()
             found = peak.gigabytes()
-            rows.append({"phase": name, "GB": found, "planned GB": planned[name], "ratio": found / planned[name]})
+            rows.append(
+                {
+                    "phase": name,
+                    "GB": found,
+                    "planned GB": planned[name],
+                    "ratio": found / planned[name],
+                }
+            )
     ratios = [row["ratio"] for row in rows]
     return judged(
-        off_plan(rows), f"{shape}: {min(ratios):.2f} to {max(ratios):.2f} of what is planned", {"phases": rows}
+        off_plan(rows),
+        f"{shape}: {min(ratios):.2f} to {max(ratios):.2f} of what is planned",
+        {"phases": rows},
     )
 
 

@@ -30,18 +30,30 @@ def write(folder: Path, findings: Sequence[Finding], about: dict[str, Any]) -> P
         findings: of the checks so far.
         about: values of the whole run, by name.
     """
-    whole = {"verdict": verdict(findings), **about, "checks": [asdict(finding) for finding in findings]}
+    whole = {
+        "verdict": verdict(findings),
+        **about,
+        "checks": [asdict(finding) for finding in findings],
+    }
     write_atomically(folder / "report.json", json.dumps(whole, indent=1) + "\n")
     lines = [f"# gpu_check: {verdict(findings)}", ""]
     lines += [f"- {name}: {value}" for name, value in about.items()]
     lines.append("")
     columns = ("name", "verdict", "seconds", "sentence")
-    lines += _table([{column: getattr(finding, column) for column in columns} for finding in findings])
+    lines += _table(
+        [{column: getattr(finding, column) for column in columns} for finding in findings]
+    )
     for finding in findings:
-        tables = {name: value for name, value in finding.numbers.items() if value and _is_table(value)}
+        tables = {
+            name: value for name, value in finding.numbers.items() if value and _is_table(value)
+        }
         if finding.numbers:
             lines += ["", f"## {finding.name}", ""]
-        lines += [f"- {name}: {_cell(value)}" for name, value in finding.numbers.items() if name not in tables]
+        lines += [
+            f"- {name}: {_cell(value)}"
+            for name, value in finding.numbers.items()
+            if name not in tables
+        ]
         for name, rows in tables.items():
             lines += ["", f"**{name}**", "", *_table(rows)]
     write_atomically(folder / REPORT, "\n".join(lines) + "\n")
@@ -55,7 +67,9 @@ def _is_table(value: Any) -> bool:
 def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    return lines + ["| " + " | ".join(_cell(row.get(name)) for name in names) + " |" for row in rows]
+    return lines + [
+        "| " + " | ".join(_cell(row.get(name)) for name in names) + " |" for row in rows
+    ]
 
 
 def _cell(value: Any) -> str:

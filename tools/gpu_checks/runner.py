@@ -57,7 +57,9 @@ def run(check: Check, mode: str, folder: Path, left: float) -> Finding:
     if missing:
         return Finding(SKIP, f"not installed: {', '.join(missing)}", name=check.name)
     if left < check.least:
-        return Finding(SKIP, f"no time left: {left:.0f} s of at least {check.least:.0f}", name=check.name)
+        return Finding(
+            SKIP, f"no time left: {left:.0f} s of at least {check.least:.0f}", name=check.name
+        )
     shutil.rmtree(folder, ignore_errors=True)  # a run would go on from an earlier one's checkpoints
     folder.mkdir(parents=True)
     limit, started = min(check.seconds, left), time.time()
@@ -83,7 +85,11 @@ def _finding(check: Check, code: int | None, folder: Path, limit: float) -> Find
     )[-1][:300]
     if code is None:
         is_early = limit < check.seconds
-        return Finding(SKIP, "no time left", {}) if is_early else Finding(FAIL, f"no end within {limit:.0f} s: {last}")
+        return (
+            Finding(SKIP, "no time left", {})
+            if is_early
+            else Finding(FAIL, f"no end within {limit:.0f} s: {last}")
+        )
     return Finding(FAIL, f"ended with exit code {code}: {last}")
 
 
@@ -102,20 +108,32 @@ def python_path() -> str:
 
 def _run_process(check: Check, context: Context, limit: float) -> int | None:
     """The exit code; None where the process was ended after `limit` seconds. Its children end with it."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **check.environment}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **check.environment,
+    }
     environment["PYTHONPATH"] = python_path()
     if context.mode == CPU:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "gpu_checks.worker", check.target, context.mode]
     command += [str(context.folder), str(context.deadline), json.dumps(dict(context.options))]
     with (context.folder / "log.txt").open("w", encoding="utf-8") as log:
-        options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
+        options = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": log,
+            "stderr": log,
+            "start_new_session": True,
+        }
         process = subprocess.Popen(command, env=environment, **options)
         try:
             return process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            with contextlib.suppress(ProcessLookupError):  # the group is gone where everything has ended
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # the group is gone where everything has ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=30)

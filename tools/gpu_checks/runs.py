@@ -43,16 +43,25 @@ class Runs:
     """
 
     def __init__(self, context: Context, shape: str, prompt_tokens: int, response_tokens: int):
-        self._context, self._prompt_tokens, self._response_tokens = context, prompt_tokens, response_tokens
+        self._context, self._prompt_tokens, self._response_tokens = (
+            context,
+            prompt_tokens,
+            response_tokens,
+        )
         cpu, arch = torch.device("cpu"), Architecture.from_hf(SHAPES[shape])
         transformers_model(arch, torch.float32, cpu, cpu).save_pretrained(context.folder / "model")
         write_tiny_tokenizer(context.folder / "model", vocab_size=arch.vocab_size)
         draw = random.Random(0)
-        texts = ["".join(draw.choices(string.ascii_lowercase, k=prompt_tokens - n % 5)) for n in range(32)]
+        texts = [
+            "".join(draw.choices(string.ascii_lowercase, k=prompt_tokens - n % 5))
+            for n in range(32)
+        ]
         lines = "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
         (context.folder / "prompts.jsonl").write_text(lines, encoding="utf-8")
 
-    def words(self, name: str, steps: int, more: Sequence[str] = (), *, saves: bool = False) -> list[str]:
+    def words(
+        self, name: str, steps: int, more: Sequence[str] = (), *, saves: bool = False
+    ) -> list[str]:
         """The command line of a run; with `saves` there is a checkpoint after each step."""
         # The share of characters: tokens of a random model are names of some 12, so that every sample earns another.
         characters = 16 * self._response_tokens
@@ -79,16 +88,24 @@ class Runs:
             found += FEW_SEQUENCES
         return [*found, *more]
 
-    def run(self, name: str, steps: int, more: Sequence[str] = (), *, saves: bool = False) -> list[Line]:
+    def run(
+        self, name: str, steps: int, more: Sequence[str] = (), *, saves: bool = False
+    ) -> list[Line]:
         """A whole run in this process, going on from its checkpoint; its metrics."""
         try:
-            train(load_config(compose("train_reinforce_actor", self.words(name, steps, more, saves=saves))))
+            train(
+                load_config(
+                    compose("train_reinforce_actor", self.words(name, steps, more, saves=saves))
+                )
+            )
         finally:
             gc.collect()
             free(torch.device(self._context.device))
         return [
             json.loads(line)
-            for line in (self._context.folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            for line in (self._context.folder / name / "metrics.jsonl")
+            .read_text(encoding="utf-8")
+            .splitlines()
         ]
 
 
@@ -106,7 +123,11 @@ def largest_difference(left: Line, right: Line) -> tuple[float, str]:
 def not_finite(lines: Sequence[Line]) -> list[str]:
     """Numbers that are missing, NaN or infinite where a right run has none such."""
     pairs = [(line, name) for line in lines for name in MUST_BE_FINITE]
-    return [f"{name} at step {line['step']}" for line, name in pairs if not math.isfinite(_number(line.get(name)))]
+    return [
+        f"{name} at step {line['step']}"
+        for line, name in pairs
+        if not math.isfinite(_number(line.get(name)))
+    ]
 
 
 def _number(value: Any) -> float:

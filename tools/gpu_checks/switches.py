@@ -72,7 +72,11 @@ SWITCHES = (  # one whose key this version does not have is not tried
         GENERATION,
         off=[f"{STATIC}=true", f"{GRAPHS}=false"],
     ),
-    Switch("Adam's states return beside log-probs", [OFFLOAD, "model.reinforce.overlap_offload=true"], off=[OFFLOAD]),
+    Switch(
+        "Adam's states return beside log-probs",
+        [OFFLOAD, "model.reinforce.overlap_offload=true"],
+        off=[OFFLOAD],
+    ),
     Switch(
         "packed groups, each prompt attended once",
         [f"{PACKED}=true"],
@@ -81,9 +85,24 @@ SWITCHES = (  # one whose key this version does not have is not tried
         [f"{PACKED}=false"],
         run=LARGE,
     ),
-    Switch("decode steps of static shape", [f"{STATIC}=true", f"{GRAPHS}=false"], GENERATION, off=[f"{STATIC}=false"]),
-    Switch("Transformer Engine", ["model.transformer_engine=true"], GENERATION, 0.02, needs="transformer_engine"),
-    Switch("distributed optimizer", ["model.optim.distributed=true"], off=["model.optim.distributed=false"]),
+    Switch(
+        "decode steps of static shape",
+        [f"{STATIC}=true", f"{GRAPHS}=false"],
+        GENERATION,
+        off=[f"{STATIC}=false"],
+    ),
+    Switch(
+        "Transformer Engine",
+        ["model.transformer_engine=true"],
+        GENERATION,
+        0.02,
+        needs="transformer_engine",
+    ),
+    Switch(
+        "distributed optimizer",
+        ["model.optim.distributed=true"],
+        off=["model.optim.distributed=false"],
+    ),
     Switch("overlapped gradient sums", [f"{SUMS}=true"], off=[f"{SUMS}=false"]),
     Switch("context-parallel attention", ["model.context_parallel_size=2"], gpus=2),
 )
@@ -96,7 +115,9 @@ def check(context: Context) -> Finding:
     def runs_of(size: RunSize) -> Runs:
         folder = context.folder / size.shape
         folder.mkdir()
-        return Runs(replace(context, folder=folder), size.shape, size.prompt_tokens, size.response_tokens)
+        return Runs(
+            replace(context, folder=folder), size.shape, size.prompt_tokens, size.response_tokens
+        )
 
     made: dict[tuple[RunSize, tuple[str, ...]], list[Line]] = {}
 
@@ -125,7 +146,10 @@ def check(context: Context) -> Finding:
             except ConfigError as error:
                 reason = str(error)[:200]
             except Exception as error:  # one that crashes does not take the others with it
-                row |= {"advice": "leave it off", "why": f"{type(error).__name__}: {str(error)[:200]}"}
+                row |= {
+                    "advice": "leave it off",
+                    "why": f"{type(error).__name__}: {str(error)[:200]}",
+                }
         if reason is not None:
             row |= {"advice": "not tried", "why": reason}
         rows.append(row)
@@ -148,14 +172,20 @@ def why_not(switch: Switch, context: Context) -> str | None:
 def judge(switch: Switch, off: list[Line], on: list[Line], mode: str) -> dict[str, Any]:
     """Advice, and the numbers that it comes of, from the metrics of both runs."""
     if switch.affects == TRAINING:
-        difference, metric = largest_difference(*({k: v for k, v in x[0].items() if k != PADDING} for x in (off, on)))
+        difference, metric = largest_difference(
+            *({k: v for k, v in x[0].items() if k != PADDING} for x in (off, on))
+        )
     else:
         difference, metric = float(on[0][GAP]) - 1.5 * float(off[0][GAP]), GAP
     row: dict[str, Any] = {"difference": difference, "of": metric}
     broken = not_finite(on)
     if broken or not difference <= switch.tolerance:
         what = f"{broken[0]} is not finite" if broken else f"{metric} differs by {difference:.2g}"
-        return {"advice": "leave it off", "why": f"{what}, expected {switch.tolerance:g} at most", **row}
+        return {
+            "advice": "leave it off",
+            "why": f"{what}, expected {switch.tolerance:g} at most",
+            **row,
+        }
     if mode != CUDA:
         return {"advice": "right", "why": "no time is measured here", **row}
     row["speedup"] = speedup = seconds_a_step(off) / seconds_a_step(on)
@@ -171,4 +201,6 @@ def seconds_a_step(lines: list[Line]) -> float:
 
 def most_memory(lines: list[Line]) -> float:
     """GB of the phase that takes most."""
-    return max(value for line in lines for name, value in line.items() if name.startswith("memory/"))
+    return max(
+        value for line in lines for name, value in line.items() if name.startswith("memory/")
+    )

@@ -33,7 +33,9 @@ def check(context: Context) -> Finding:
     faults = [f"straight run: {what} is not finite" for what in not_finite(straight)]
     faults += [f"LoRA: {what} is not finite" for what in not_finite(lora)]
     if killed_at is None:
-        faults.append(f"the run that was to be killed after step {KILLED_AFTER} had no checkpoint, or ended by itself")
+        faults.append(
+            f"the run that was to be killed after step {KILLED_AFTER} had no checkpoint, or ended by itself"
+        )
     numbers: dict[str, Any] = {
         "killed at step": killed_at,
         "LoRA's gradient norms": [x["train/grad_norm"] for x in lora],
@@ -44,7 +46,9 @@ def check(context: Context) -> Finding:
     return judged(faults, f"{told}; with offloaded Adam: {numbers['offloaded']}; LoRA ran", numbers)
 
 
-def compared(name: str, straight: list[Line], lines: list[Line], same: int, faults: list[str]) -> str:
+def compared(
+    name: str, straight: list[Line], lines: list[Line], same: int, faults: list[str]
+) -> str:
     """How a run's metrics differ from the straight one's, in words.
 
     Both make the first `same` steps in the same way: what they differ by there is the noise of the machine's sums. A
@@ -53,10 +57,14 @@ def compared(name: str, straight: list[Line], lines: list[Line], same: int, faul
     differences = [largest_difference(*pair) for pair in zip(straight, lines, strict=False)]
     noise = max(differences[:same])[0]
     found, metric = (
-        differences[same] if len(lines) == len(straight) else (math.inf, f"the number of steps {len(lines)}")
+        differences[same]
+        if len(lines) == len(straight)
+        else (math.inf, f"the number of steps {len(lines)}")
     )
     if not found <= max(TOLERANCE, 10 * noise):
-        faults.append(f"{name} run: {metric} differs by {found:.1e} at step {same + 1}, by {noise:.1e} before")
+        faults.append(
+            f"{name} run: {metric} differs by {found:.1e} at step {same + 1}, by {noise:.1e} before"
+        )
     if max(differences)[0] == 0:
         return "equal to the last digit"
     return f"off by {found:.1e} at step {same + 1}, by {differences[-1][0]:.1e} at the last, by {noise:.1e} before"

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-TAKEN_BACK = "it was taken back before its end"  # fault of an answer that has what there was by then
+TAKEN_BACK = (
+    "it was taken back before its end"  # fault of an answer that has what there was by then
+)
 
 
 @dataclass(frozen=True)
@@ -53,4 +55,6 @@ class Answer:
     log_probs: tuple[float, ...] | None = None  # per token; None if the engine reports none
     stopped: bool = False  # ended by a stop token rather than by length
     fault: str | None = None  # error if there is no response
-    updates: tuple[int, ...] = ()  # per token, the number of the update whose weights drew it; () if unknown
+    updates: tuple[
+        int, ...
+    ] = ()  # per token, the number of the update whose weights drew it; () if unknown

@@ -68,15 +68,24 @@ def shared_buffer(elements: int, dtype: torch.dtype) -> tuple[Tensor, str]:
 
 def describe(buffer: Tensor, views: Mapping[str, Tensor]) -> dict[str, Any]:
     """Describe a bucket without its places."""
-    tensors = [[name, view.storage_offset(), list(view.shape), checksum(view)] for name, view in views.items()]
-    return {"dtype": str(buffer.dtype).removeprefix("torch."), "elements": buffer.numel(), "tensors": tensors}
+    tensors = [
+        [name, view.storage_offset(), list(view.shape), checksum(view)]
+        for name, view in views.items()
+    ]
+    return {
+        "dtype": str(buffer.dtype).removeprefix("torch."),
+        "elements": buffer.numel(),
+        "tensors": tensors,
+    }
 
 
 def ipc_place(buffer: Tensor) -> bytes:
     return pickle.dumps(reduce_tensor(buffer)[1])
 
 
-def make_buffer(elements: int, dtype: torch.dtype, device: torch.device, name: str) -> tuple[Tensor, Offer]:
+def make_buffer(
+    elements: int, dtype: torch.dtype, device: torch.device, name: str
+) -> tuple[Tensor, Offer]:
     """Return a buffer on the device that engines know by `name`, and the function that offers a bucket in it."""
     if device.type == "cuda":
         buffer = torch.empty(elements, dtype=dtype, device=device)
@@ -108,7 +117,9 @@ def device_id(device: torch.device) -> str:
     return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
 
 
-def received(bucket: Mapping[str, Any], device_id: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def received(
+    bucket: Mapping[str, Any], device_id: str, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) with memory of their own.
 
     Raises:
@@ -116,7 +127,9 @@ def received(bucket: Mapping[str, Any], device_id: str, device: torch.device) ->
     """
     place = bucket["places"].get(device_id)
     if place is None:
-        raise RuntimeError(f"no weights came for {device_id}, but for {', '.join(bucket['places']) or 'no device'}")
+        raise RuntimeError(
+            f"no weights came for {device_id}, but for {', '.join(bucket['places']) or 'no device'}"
+        )
     if isinstance(place, str):
         dtype = getattr(torch, bucket["dtype"])
         buffer = torch.from_file(place, shared=True, size=bucket["elements"], dtype=dtype)

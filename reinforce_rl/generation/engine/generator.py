@@ -24,13 +24,24 @@ from reinforce_rl.data.batches import Completions, Prompt
 from reinforce_rl.data.finish_reasons import FINISH_LENGTH, FINISH_STOP
 from reinforce_rl.data.tokenizer import decode_all, pad_id_of
 from reinforce_rl.errors import ConfigError, EngineLostError, Fault, GenerationError
-from reinforce_rl.generation.base import PartialResponse, SamplingParams, WeightUpdates, check_lengths
+from reinforce_rl.generation.base import (
+    PartialResponse,
+    SamplingParams,
+    WeightUpdates,
+    check_lengths,
+)
 from reinforce_rl.generation.engine import TAKEN_BACK, Answer, EngineArguments, Request, process
 from reinforce_rl.generation.engine.buckets import checksum
 from reinforce_rl.generation.engine.requests import extended, request_of, requests_of
 from reinforce_rl.generation.engine.weights import send_weights
 from reinforce_rl.megatron.hf_weights import hf_tensors
-from reinforce_rl.megatron.lora import PREFIX, MergedWeights, adapter_rows, lora_settings_of, write_adapter
+from reinforce_rl.megatron.lora import (
+    PREFIX,
+    MergedWeights,
+    adapter_rows,
+    lora_settings_of,
+    write_adapter,
+)
 from reinforce_rl.megatron.model.model import CausalLM
 
 if TYPE_CHECKING:
@@ -75,7 +86,8 @@ class EngineGenerator:
         self._arguments = EngineArguments(
             model=str(model),
             dtype=str(lm.config.params_dtype).removeprefix("torch."),
-            tensor_parallel_size=config.tensor_parallel_size or lm.mesh.tp_size * lm.mesh.pp_size * lm.mesh.cp_size,
+            tensor_parallel_size=config.tensor_parallel_size
+            or lm.mesh.tp_size * lm.mesh.pp_size * lm.mesh.cp_size,
             max_batch_size=config.max_batch_size,
             max_seq_len=max_seq_len,
             max_num_tokens=config.max_num_tokens,
@@ -86,7 +98,9 @@ class EngineGenerator:
         self._pad_id = pad_id_of(tokenizer)
         self._engine: process.EngineProcess | None = None
         self._hosts_worker = False
-        self._is_running = self._is_asleep = self._has_weights = self._is_current = self._was_restarted = False
+        self._is_running = self._is_asleep = self._has_weights = self._is_current = (
+            self._was_restarted
+        ) = False
         self._place_engine()
 
     @contextlib.contextmanager
@@ -109,14 +123,18 @@ class EngineGenerator:
             self._engine.stop()
         self._is_running = False
 
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int) -> Completions:
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int
+    ) -> Completions:
         """See `Generator.generate`. Lost requests are retried once with the same seed."""
         self._check_lengths(prompts, params)
         requests = requests_of(prompts, num_samples, params, seed, self._pad_id)
         answers = self._with_one_restart(lambda: self._together(partial(_answers, requests)))
         lost = [row for row, answer in enumerate(answers) if answer.fault is not None]
         if lost:
-            raise _lost_twice([prompts[row // num_samples] for row in lost], len(requests), answers[lost[0]])
+            raise _lost_twice(
+                [prompts[row // num_samples] for row in lost], len(requests), answers[lost[0]]
+            )
         return self._completions(answers, params)
 
     def go_on(
@@ -139,7 +157,9 @@ class EngineGenerator:
             raise
         return found
 
-    def _go_on(self, found: list[PartialResponse], params: SamplingParams, updates: WeightUpdates) -> None:
+    def _go_on(
+        self, found: list[PartialResponse], params: SamplingParams, updates: WeightUpdates
+    ) -> None:
         """Replace the responses that are not at their end, as answers come."""
 
         def cut(whole: Answer) -> Answer:
@@ -153,9 +173,15 @@ class EngineGenerator:
             if action == "stop":
                 self._together(lambda engine: engine.call("take_back"))
             else:
-                begun = {row: request_of(found[row], params, self._pad_id) for row in rows if row not in underway}
+                begun = {
+                    row: request_of(found[row], params, self._pad_id)
+                    for row in rows
+                    if row not in underway
+                }
             underway |= begun.keys()
-            advance = partial(_advance, begun, 0.0 if action == "stop" else POLL_SECONDS, len(underway))
+            advance = partial(
+                _advance, begun, 0.0 if action == "stop" else POLL_SECONDS, len(underway)
+            )
             number, answers = self._together(advance)
             versions[number] = updates.version
             for row, answer in answers.items():
@@ -184,10 +210,19 @@ class EngineGenerator:
         if not self._adapter.shows_layers:
             return None
         (request,) = requests_of(
-            [Prompt(0, "", tuple(tokens))], 1, SamplingParams(max_length=1, use_greedy=True), 0, self._pad_id
+            [Prompt(0, "", tuple(tokens))],
+            1,
+            SamplingParams(max_length=1, use_greedy=True),
+            0,
+            self._pad_id,
         )
-        found = self._with_one_restart(lambda: self._together(lambda engine: engine.call("layer_outputs", request)))
-        return [torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape) for shape, data in found] or None
+        found = self._with_one_restart(
+            lambda: self._together(lambda engine: engine.call("layer_outputs", request))
+        )
+        return [
+            torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape)
+            for shape, data in found
+        ] or None
 
     def _check_lengths(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         limit = self._arguments.max_seq_len
@@ -198,13 +233,17 @@ class EngineGenerator:
         lengths = torch.tensor([len(answer.tokens) for answer in cut], dtype=torch.long)
         width = int(lengths.max()) if len(cut) else 0
         tokens = torch.full((len(cut), width), self._pad_id, dtype=torch.long)
-        log_probs = torch.zeros((len(cut), width)) if all(a.log_probs is not None for a in cut) else None
+        log_probs = (
+            torch.zeros((len(cut), width)) if all(a.log_probs is not None for a in cut) else None
+        )
         for row, answer in enumerate(cut):
             tokens[row, : len(answer.tokens)] = torch.tensor(answer.tokens, dtype=torch.long)
             if log_probs is not None and answer.log_probs is not None:
                 log_probs[row, : len(answer.tokens)] = torch.tensor(answer.log_probs)
         reasons = tuple(FINISH_STOP if answer.stopped else FINISH_LENGTH for answer in cut)
-        return Completions(tokens=tokens, lengths=lengths, finish_reasons=reasons, log_probs=log_probs)
+        return Completions(
+            tokens=tokens, lengths=lengths, finish_reasons=reasons, log_probs=log_probs
+        )
 
     def _cut_at_end_string(self, answer: Answer, end_strings: Sequence[str]) -> Answer:
         """Cut at the first end string; an engine without a tokenizer cannot.
@@ -226,7 +265,9 @@ class EngineGenerator:
         if self._lm.mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # what the trainer's allocator holds is what the engine needs
         if not self._is_running:
-            foreign = sorted(set(self._together(lambda engine: engine.start())) - set(self._devices))
+            foreign = sorted(
+                set(self._together(lambda engine: engine.start())) - set(self._devices)
+            )
             if foreign:
                 raise GenerationError(
                     f"{self._adapter.title} has workers on {', '.join(foreign)}; expected "
@@ -235,7 +276,12 @@ class EngineGenerator:
                     "this machine",
                     key="generation.engine.wrong_devices",
                 )
-            self._is_running, self._is_asleep, self._has_weights, self._is_current = True, False, False, False
+            self._is_running, self._is_asleep, self._has_weights, self._is_current = (
+                True,
+                False,
+                False,
+                False,
+            )
         if self._is_asleep:
             self._together(lambda engine: engine.call("resume_weights"))
         if not self._is_current:
@@ -264,7 +310,9 @@ class EngineGenerator:
             make_buffer=lambda elements, dtype: adapter.make_buffer(elements, dtype, device),
             hosts_worker=self._hosts_worker,
             is_spread=len(self._devices) > 1,
-            values=None if self._lora is not None or lora_settings_of(self._lm) is None else MergedWeights(self._lm),
+            values=None
+            if self._lora is not None or lora_settings_of(self._lm) is None
+            else MergedWeights(self._lm),
         )
         self._together(lambda engine: engine.call("update_weights", None))
 
@@ -274,7 +322,11 @@ class EngineGenerator:
         assert settings is not None
         mesh, scale, sums, found = self._lm.mesh, settings.scale, {}, {}
         rows = adapter_rows(self._lm)
-        tensors = hf_tensors(self._lm, rows=rows, dtype=self._lm.config.params_dtype) if mesh.cp_rank == 0 else ()
+        tensors = (
+            hf_tensors(self._lm, rows=rows, dtype=self._lm.config.params_dtype)
+            if mesh.cp_rank == 0
+            else ()
+        )
         for name, tensor in tensors:
             if tensor is not None:
                 found[PREFIX + name] = tensor
@@ -295,7 +347,10 @@ class EngineGenerator:
             self._count_restart(error)
 
     def _outdate_weights(self) -> None:
-        self._has_weights, self._is_current = self._lora is not None, False  # LoRA's frozen weights stay
+        self._has_weights, self._is_current = (
+            self._lora is not None,
+            False,
+        )  # LoRA's frozen weights stay
 
     def _with_one_restart(self, action: Callable[[], T]) -> T:
         """Run `action`; once per run, retry it on a new engine with the current weights.
@@ -367,7 +422,9 @@ class EngineGenerator:
             numbers = [number for _, number, _ in used if number is not None] or None
             log = self._log_folder / f"dp_{mesh.dp_rank:05d}.log"
             try:
-                self._engine = process.EngineProcess(adapter, arguments, self._config, log, mesh.dp_rank, numbers)
+                self._engine = process.EngineProcess(
+                    adapter, arguments, self._config, log, mesh.dp_rank, numbers
+                )
             except ConfigError as error:
                 fault = error
         if (fault := mesh.from_model_parallel_rank_0(fault)) is not None:
@@ -378,7 +435,9 @@ def _answers(requests: Sequence[Request], engine: process.EngineProcess) -> list
     answers = engine.generate(requests)
     lost = [row for row, answer in enumerate(answers) if answer.fault is not None]
     _check_lost(engine, [answers[row] for row in lost], len(answers))
-    for row, answer in zip(lost, engine.generate([requests[row] for row in lost]) if lost else (), strict=True):
+    for row, answer in zip(
+        lost, engine.generate([requests[row] for row in lost]) if lost else (), strict=True
+    ):
         answers[row] = answer
     return answers
 
@@ -388,7 +447,9 @@ def _advance(
 ) -> tuple[int, dict[int, Answer]]:
     """See `RequestsUnderway.advance`; `count` is of the requests under way."""
     number, answers = engine.advance(begun, wait)
-    _check_lost(engine, [one for one in answers.values() if one.fault not in (None, TAKEN_BACK)], count)
+    _check_lost(
+        engine, [one for one in answers.values() if one.fault not in (None, TAKEN_BACK)], count
+    )
     return number, answers
 
 
@@ -421,9 +482,15 @@ def _number_of(device: torch.device, generation: str) -> str | None:
     """
     if device.type != "cuda":
         return None
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    visible = [
+        name.strip()
+        for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if name.strip()
+    ]
     number = visible[device.index or 0] if visible else str(device.index or 0)
     if not number.isdigit():
-        sentence = f"CUDA_VISIBLE_DEVICES has {number!r}; expected numbers, as generation is {generation}"
+        sentence = (
+            f"CUDA_VISIBLE_DEVICES has {number!r}; expected numbers, as generation is {generation}"
+        )
         raise ConfigError([Fault(sentence, key="generation.devices.not_numbers")])
     return number

@@ -98,7 +98,11 @@ class RequestsUnderway:
         if self._underway:
             await asyncio.wait([one.answer for one in self._underway.values()], timeout=wait)
         latest = time.monotonic() - limit
-        due = [number for number, one in self._underway.items() if one.answer.done() or one.begun < latest]
+        due = [
+            number
+            for number, one in self._underway.items()
+            if one.answer.done() or one.begun < latest
+        ]
         answers = await _settled([self._underway.pop(number).answer for number in due], limit)
         return self._updates, dict(zip(due, answers, strict=True))
 
@@ -166,7 +170,10 @@ async def serve(host: EngineHost, connection: Connection) -> None:
 
 
 def main(host: EngineHost) -> None:
-    for number in (signal.SIGUSR1, signal.SIGHUP):  # Slurm signals every process; the trainer alone decides
+    for number in (
+        signal.SIGUSR1,
+        signal.SIGHUP,
+    ):  # Slurm signals every process; the trainer alone decides
         signal.signal(number, signal.SIG_IGN)
     # Also die by signal, as a call into the engine may never return.
     asyncio.run(serve(host, connect_to_parent(death_signal=signal.SIGTERM)))

@@ -35,10 +35,24 @@ ABORT_SECONDS = 60.0  # for the engine to abort late requests
 MAX_FOLDER_CHARACTERS = 40
 RANDOM_CHARACTERS = 8  # that mkdtemp adds to a name
 # Launcher variables, which would make the engine join the training job as a rank.
-_OF_THE_LAUNCHER = ("TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "ROLE_", "GROUP_", "LOCAL_", "MASTER_")
+_OF_THE_LAUNCHER = (
+    "TORCHELASTIC_",
+    "PMI_",
+    "PMIX_",
+    "OMPI_",
+    "SLURM_",
+    "ROLE_",
+    "GROUP_",
+    "LOCAL_",
+    "MASTER_",
+)
 # What engines say of memory when they do not start.
-_TOO_LITTLE = re.compile("no available memory for the cache blocks|larger than the available KV cache memory", re.I)
-_TOO_MUCH = re.compile("out of memory|can't allocate memory|free memory on device|available memory on node", re.I)
+_TOO_LITTLE = re.compile(
+    "no available memory for the cache blocks|larger than the available KV cache memory", re.I
+)
+_TOO_MUCH = re.compile(
+    "out of memory|can't allocate memory|free memory on device|available memory on node", re.I
+)
 # Where torch's allocator is configured; the second is the newer name.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _OPTION = re.compile(r"(?:\[[^\]]*\]|[^,\[])+")  # commas within brackets separate values
@@ -85,7 +99,9 @@ class EngineAdapter(Protocol):
         """Adapt the copied model folder, which has no weights, to what the engine reads."""
         ...
 
-    def make_buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Offer]:
+    def make_buffer(
+        self, elements: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Offer]:
         """See `send_weights`."""
         ...
 
@@ -133,7 +149,9 @@ class EngineProcess:
         path = "" if config.python is not None else import_path()
         environment = {**os.environ, "PYTHONPATH": path}
         try:
-            done = subprocess.run([self._python, "-c", probe], env=environment, timeout=PROBE_SECONDS)
+            done = subprocess.run(
+                [self._python, "-c", probe], env=environment, timeout=PROBE_SECONDS
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             sentence = f"engine.python is {config.python}, which does not run: {error}"
             raise ConfigError([Fault(sentence, key="generation.python.does_not_run")]) from error
@@ -181,7 +199,11 @@ class EngineProcess:
         with self._log.open("ab") as log:
             begin = log.tell()
             self._child = ModuleChild(
-                self._adapter.host, python=self._python, stdout=log, stderr=subprocess.STDOUT, env=environment
+                self._adapter.host,
+                python=self._python,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
             )
         try:
             return self.call("start", arguments, limit="start_timeout_seconds")
@@ -204,7 +226,9 @@ class EngineProcess:
         key, seconds = "request_timeout_seconds", self._config.request_timeout_seconds
         return self.call("generate", tuple(requests), seconds, limit=key, grace=ABORT_SECONDS)
 
-    def advance(self, requests: Mapping[int, Request], wait: float) -> tuple[int, dict[int, Answer]]:
+    def advance(
+        self, requests: Mapping[int, Request], wait: float
+    ) -> tuple[int, dict[int, Answer]]:
         """See `RequestsUnderway.advance`."""
         key = "request_timeout_seconds"
         return self.call("advance", requests, wait, self._config.request_timeout_seconds, limit=key)
@@ -234,7 +258,13 @@ class EngineProcess:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
-    def call(self, command: str, *arguments: Any, limit: str = "update_timeout_seconds", grace: float = 0.0) -> Any:
+    def call(
+        self,
+        command: str,
+        *arguments: Any,
+        limit: str = "update_timeout_seconds",
+        grace: float = 0.0,
+    ) -> Any:
         """Return what the method `command` of `EngineHost` returns, within `limit` of the configuration plus `grace`.
 
         Raises:
@@ -294,8 +324,12 @@ def engine_environment(
     environment: Mapping[str, str], folder: Path, devices: Sequence[str] | None, path: str
 ) -> dict[str, str]:
     """Return the engine's environment: without the launcher's variables and secrets, on the given GPUs."""
-    foreign = {name for name in environment if name.startswith(_OF_THE_LAUNCHER) or name in _OF_THE_RANK}
-    kept = {name: value for name, value in without_secrets(environment).items() if name not in foreign}
+    foreign = {
+        name for name in environment if name.startswith(_OF_THE_LAUNCHER) or name in _OF_THE_RANK
+    }
+    kept = {
+        name: value for name, value in without_secrets(environment).items() if name not in foreign
+    }
     for name in _ALLOCATOR:
         options = without_expandable_segments(kept.pop(name, ""))
         if options:

@@ -19,7 +19,9 @@ def requests_of(
     prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int, pad_id: int
 ) -> list[Request]:
     """Build one request per sample, prompt-major, seeded by (seed, prompt, sample)."""
-    return [request_of(response, params, pad_id) for response in unbegun(prompts, num_samples, seed)]
+    return [
+        request_of(response, params, pad_id) for response in unbegun(prompts, num_samples, seed)
+    ]
 
 
 def request_of(response: PartialResponse, params: SamplingParams, pad_id: int) -> Request:
@@ -42,7 +44,10 @@ def request_of(response: PartialResponse, params: SamplingParams, pad_id: int) -
 
 
 def extended(
-    response: PartialResponse, answer: Answer, versions: Mapping[int, int], cut: Callable[[Answer], Answer]
+    response: PartialResponse,
+    answer: Answer,
+    versions: Mapping[int, int],
+    cut: Callable[[Answer], Answer],
 ) -> PartialResponse:
     """Return the response with what an answer adds.
 

@@ -53,12 +53,17 @@ def send_weights(
             mesh.copy_from_model_parallel_rank_0(filled)
         if mesh.device.type == "cuda":
             torch.cuda.synchronize(mesh.device)
-        offers = mesh.gather_on_model_parallel_rank_0(offer(buffer, views) if hosts_worker else None)
+        offers = mesh.gather_on_model_parallel_rank_0(
+            offer(buffer, views) if hosts_worker else None
+        )
         deliver([one for one in offers if one is not None])
 
 
 def fill_buckets(
-    lm: CausalLM, buckets: Sequence[list[Row]], buffers: Sequence[Tensor], values: Mapping[str, Tensor] | None = None
+    lm: CausalLM,
+    buckets: Sequence[list[Row]],
+    buffers: Sequence[Tensor],
+    values: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Gather the model bucket by bucket into each of `buffers` in turn; a collective call of the block.
 
@@ -69,7 +74,9 @@ def fill_buckets(
     # The other context-parallel ranks hold the same weights.
     tensors = iter(())
     if mesh.cp_rank == 0:
-        tensors = hf_tensors(lm, values, rows=rows, dtype=lm.config.params_dtype, device=mesh.device)
+        tensors = hf_tensors(
+            lm, values, rows=rows, dtype=lm.config.params_dtype, device=mesh.device
+        )
     for bucket, buffer in zip(buckets, itertools.cycle(buffers), strict=False):
         views = views_of(buffer, bucket)
         for name, tensor in itertools.islice(tensors, len(bucket)):
@@ -102,4 +109,7 @@ def elements_of(rows: Sequence[Row]) -> int:
 def views_of(buffer: Tensor, rows: Sequence[Row]) -> dict[str, Tensor]:
     starts = itertools.accumulate(map(_room, rows), initial=0)
     whole = {row.hf: (start, row.shape) for row, start in zip(rows, starts, strict=False)}
-    return {name: buffer[start : start + math.prod(shape)].view(shape) for name, (start, shape) in whole.items()}
+    return {
+        name: buffer[start : start + math.prod(shape)].view(shape)
+        for name, (start, shape) in whole.items()
+    }

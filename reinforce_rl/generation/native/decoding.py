@@ -52,7 +52,9 @@ class Responses:
         self._params, self._tokenizer = params, tokenizer
         width = params.max_length - min(before)
         self._stops = torch.tensor(params.stop_token_ids, dtype=torch.long, device=device)
-        self._tokens = torch.full((rows, width), pad_id_of(tokenizer), dtype=torch.long, device=device)
+        self._tokens = torch.full(
+            (rows, width), pad_id_of(tokenizer), dtype=torch.long, device=device
+        )
         self._log_probs = torch.zeros((rows, width), dtype=torch.float32, device=device)
         # Tokens of earlier calls; usually there are none, and a decode step spends no kernel on them.
         self._before = torch.tensor([*before, *[0] * spare], device=device) if any(before) else None
@@ -68,10 +70,14 @@ class Responses:
         """
         if self._params.repetition_penalty != 1.0:
             if self._seen is None:
-                self._seen = torch.zeros((len(self._tokens), logits.shape[1]), dtype=torch.bool, device=logits.device)
+                self._seen = torch.zeros(
+                    (len(self._tokens), logits.shape[1]), dtype=torch.bool, device=logits.device
+                )
                 for row, one in enumerate(self._begun):
                     self._seen[row, torch.tensor([*one.prompt.tokens, *one.tokens])] = True
-            logits = penalise_repetition(logits, self._seen[samples], self._params.repetition_penalty)
+            logits = penalise_repetition(
+                logits, self._seen[samples], self._params.repetition_penalty
+            )
         if self._params.min_length and self._stops.numel():
             early = (self._since_begin(samples, written) < self._params.min_length)[:, None]
             banned = torch.where(early, float("-inf"), logits.index_select(1, self._stops))
@@ -81,7 +87,9 @@ class Responses:
     def _since_begin(self, samples: Tensor, written: Tensor) -> Tensor:
         return written if self._before is None else self._before[samples] + written
 
-    def append(self, samples: Tensor, written: Tensor, tokens: Tensor, log_probs: Tensor) -> list[int]:
+    def append(
+        self, samples: Tensor, written: Tensor, tokens: Tensor, log_probs: Tensor
+    ) -> list[int]:
         """Write one token per row, int64 [R]; return the rows that ended by a stop token or an end string."""
         stopped = self.record(samples, written, tokens, log_probs)
         if not self._stops.numel() and not self._params.end_strings:
@@ -105,7 +113,10 @@ class Responses:
         """Mark responses that contain an end string as stopped; return them as bool [R]."""
         lengths = self._lengths[samples]
         rows = zip(self._tokens[samples].tolist(), lengths.tolist(), strict=True)
-        earlier = [self._begun[sample].tokens if sample < len(self._begun) else () for sample in samples.tolist()]
+        earlier = [
+            self._begun[sample].tokens if sample < len(self._begun) else ()
+            for sample in samples.tolist()
+        ]
         whole = [[*old, *new[:length]] for old, (new, length) in zip(earlier, rows, strict=True)]
         texts = decode_all(self._tokenizer, whole)
         hits = [any(end in text for end in self._params.end_strings) for text in texts]
@@ -117,7 +128,10 @@ class Responses:
     def so_far(self) -> list[list[int]]:
         """Return the tokens of every response as of now, which waits for the device."""
         lengths = self._lengths[: len(self._begun)].tolist()
-        return [row[:length] for row, length in zip(self._tokens[: len(lengths)].tolist(), lengths, strict=True)]
+        return [
+            row[:length]
+            for row, length in zip(self._tokens[: len(lengths)].tolist(), lengths, strict=True)
+        ]
 
     def last_tokens(self, samples: Tensor, written: Tensor) -> Tensor:
         """Return int64 [R], the token before `written`."""
@@ -126,7 +140,8 @@ class Responses:
     def finish(self) -> Completions:
         """Return the responses, cut to the longest."""
         tokens, log_probs, lengths, stopped = (
-            values[: len(self._begun)] for values in (self._tokens, self._log_probs, self._lengths, self._stopped)
+            values[: len(self._begun)]
+            for values in (self._tokens, self._log_probs, self._lengths, self._stopped)
         )
         width = int(lengths.max())
         return Completions(
@@ -146,8 +161,14 @@ class Responses:
         assert found.log_probs is not None
         lengths, stopped, made = found.lengths.tolist(), self._stopped.tolist(), []
         for row, (one, length) in enumerate(zip(self._begun, lengths, strict=True)):
-            marks = [(version, 0), *((newer, int(at[row])) for newer, at in self._marks), (0, length)]
-            versions = [old for (old, start), (_, end) in pairwise(marks) for _ in range(end - start)]
+            marks = [
+                (version, 0),
+                *((newer, int(at[row])) for newer, at in self._marks),
+                (0, length),
+            ]
+            versions = [
+                old for (old, start), (_, end) in pairwise(marks) for _ in range(end - start)
+            ]
             is_full = len(one.tokens) + length == self._params.max_length
             made.append(
                 replace(
@@ -155,7 +176,11 @@ class Responses:
                     tokens=(*one.tokens, *found.tokens[row, :length].tolist()),
                     log_probs=(*one.log_probs, *found.log_probs[row, :length].tolist()),
                     versions=(*one.versions, *versions),
-                    finish_reason=FINISH_STOP if stopped[row] else FINISH_LENGTH if is_full else None,
+                    finish_reason=FINISH_STOP
+                    if stopped[row]
+                    else FINISH_LENGTH
+                    if is_full
+                    else None,
                 )
             )
         return made
@@ -187,25 +212,43 @@ class Decoding:
         renew: Callable[[], None] = lambda: None,
     ):
         self._watch, self._updates, self._renew = watch, updates, renew
-        self._lm, self._params, self._pad_id, self._device = lm, params, pad_id_of(tokenizer), lm.mesh.device
+        self._lm, self._params, self._pad_id, self._device = (
+            lm,
+            params,
+            pad_id_of(tokenizer),
+            lm.mesh.device,
+        )
         self._responses = Responses(begun, params, tokenizer, self._device, self.has_spare)
-        keyed = ((one.prompt.id, one.prompt.tokens, row if one.tokens else None) for row, one in enumerate(begun))
+        keyed = (
+            (one.prompt.id, one.prompt.tokens, row if one.tokens else None)
+            for row, one in enumerate(begun)
+        )
         samples = [len(list(rows)) for _, rows in groupby(keyed)]  # of each prompt
         firsts = np.cumsum([0, *samples])[:-1].tolist()
         self._prompts = [(*begun[row].prompt.tokens, *begun[row].tokens) for row in firsts]
-        lengths, before = [len(tokens) for tokens in self._prompts], [len(one.tokens) for one in begun]
+        lengths, before = (
+            [len(tokens) for tokens in self._prompts],
+            [len(one.tokens) for one in begun],
+        )
         limits = [params.max_length - count for count in before]
         self._schedule = Schedule(lengths, samples, max(limits), max_tokens, limits)
         self._sizes = self._schedule.slots, max(lengths), self._schedule.rows, max(limits)
-        self._limits, self._is_mixed = torch.tensor(limits, device=self._device), len(set(limits)) > 1
-        keys = position_keys(np.array([one.key for one in begun], dtype=np.uint64), params.max_length)
+        self._limits, self._is_mixed = (
+            torch.tensor(limits, device=self._device),
+            len(set(limits)) > 1,
+        )
+        keys = position_keys(
+            np.array([one.key for one in begun], dtype=np.uint64), params.max_length
+        )
         for row, count in enumerate(before):
             if count:
                 keys[row] = keys[row].roll(-count, dims=0)
         self._keys = keys.to(self._device)
         # Hidden states for the first tokens, on the last stage, by slot.
         size, dtype = lm.architecture.hidden_size, lm.config.params_dtype
-        self._of_prompts = torch.empty((self._schedule.slots, size), dtype=dtype, device=self._device)
+        self._of_prompts = torch.empty(
+            (self._schedule.slots, size), dtype=dtype, device=self._device
+        )
         self._most_rows, self._most_samples = self._schedule.rows, max(samples)
         self._work: Workspace | None = None
 
@@ -219,7 +262,9 @@ class Decoding:
         updates.load()
         self._renew()
         self._responses.mark(updates.version)
-        if numbers := list(self._schedule.slot_of):  # samples that wait begin with the new weights alone
+        if numbers := list(
+            self._schedule.slot_of
+        ):  # samples that wait begin with the new weights alone
             self._read_prompts(numbers)
         return False
 
@@ -231,13 +276,17 @@ class Decoding:
         """Run the prompts through the model; the cache must be set to `read` them."""
         prompts = [torch.tensor(self._prompts[number]) for number in numbers]
         ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self._device)
-        tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=self._pad_id)
+        tokens = torch.nn.utils.rnn.pad_sequence(
+            prompts, batch_first=True, padding_value=self._pad_id
+        )
         hidden = self._through_stages(tokens.to(self._device), None, cache)
         if hidden is not None:
             slots = [self._schedule.slot_of[number] for number in numbers]
             self._of_prompts[slots] = hidden[torch.arange(len(prompts), device=self._device), ends]
 
-    def _through_stages(self, tokens: Tensor, positions: Tensor | None, cache: Any) -> Tensor | None:
+    def _through_stages(
+        self, tokens: Tensor, positions: Tensor | None, cache: Any
+    ) -> Tensor | None:
         """Return hidden states [b, s, h] on the last stage, None on the others; stages run in turn."""
         lm, mesh = self._lm, self._lm.mesh
         if mesh.pp_rank > 0:
@@ -256,9 +305,15 @@ class Decoding:
         received = self._room(rows, 1) if rows else None
         messages = []
         if hidden is not None:
-            messages.append(dist.P2POp(dist.isend, hidden.contiguous(), group=group, group_peer=mesh.pp_rank + 1))
+            messages.append(
+                dist.P2POp(
+                    dist.isend, hidden.contiguous(), group=group, group_peer=mesh.pp_rank + 1
+                )
+            )
         if received is not None:
-            messages.append(dist.P2POp(dist.irecv, received, group=group, group_peer=mesh.pp_rank - 1))
+            messages.append(
+                dist.P2POp(dist.irecv, received, group=group, group_peer=mesh.pp_rank - 1)
+            )
         for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()
         return received
@@ -267,7 +322,9 @@ class Decoding:
         shape = (positions, rows, self._lm.architecture.hidden_size)
         return torch.empty(shape, dtype=self._lm.config.pipeline_dtype, device=self._device)
 
-    def _next_tokens(self, hidden: Tensor | None, samples: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
+    def _next_tokens(
+        self, hidden: Tensor | None, samples: Tensor, written: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Draw a token int64 [R] and its log-prob float32 [R] per row; `hidden` is [R, h] on the last stage."""
         mesh, rows = self._lm.mesh, len(samples)
         tokens = torch.empty(rows, dtype=torch.long, device=self._device)
@@ -322,7 +379,10 @@ class PlainDecoding(Decoding):
     def _place(self) -> None:
         running = self._schedule.running
         self._samples, self._slots, self._lengths, self._written = torch.tensor(
-            [(one.sample, one.slot, len(self._prompts[one.prompt]), one.written) for one in running],
+            [
+                (one.sample, one.slot, len(self._prompts[one.prompt]), one.written)
+                for one in running
+            ],
             device=self._device,
         ).unbind(dim=1)
         self._cache.place([one.slot for one in running])
@@ -347,6 +407,8 @@ class PlainDecoding(Decoding):
             return
         stored = self._written - 1  # this pass computes the last token's keys
         self._cache.at(self._lengths, stored, self._schedule.longest)
-        hidden = self._through_stages(tokens[:, None], (self._lengths + stored)[:, None], self._cache)
+        hidden = self._through_stages(
+            tokens[:, None], (self._lengths + stored)[:, None], self._cache
+        )
         if hidden is not None:
             self._hidden = hidden[:, 0]

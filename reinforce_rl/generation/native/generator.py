@@ -21,7 +21,12 @@ from torch import Tensor, cuda
 
 from reinforce_rl.data.batches import Completions, Prompt, join_completions
 from reinforce_rl.data.tokenizer import pad_id_of
-from reinforce_rl.generation.base import PartialResponse, SamplingParams, WeightUpdates, check_lengths
+from reinforce_rl.generation.base import (
+    PartialResponse,
+    SamplingParams,
+    WeightUpdates,
+    check_lengths,
+)
 from reinforce_rl.generation.native.decoding import Decoding, PlainDecoding, Responses, Watch
 from reinforce_rl.generation.responses import unbegun
 from reinforce_rl.megatron.model.attention import flash_takes
@@ -108,10 +113,14 @@ class NativeGenerator:
         self._check([one.prompt for one in responses], params)
         found = list(responses)
         rows = [row for row, one in enumerate(responses) if one.finish_reason is None]
-        rows.sort(key=lambda row: not responses[row].tokens)  # stable: what was begun first, then prompt by prompt
+        rows.sort(
+            key=lambda row: not responses[row].tokens
+        )  # stable: what was begun first, then prompt by prompt
         if rows:
             version = updates.version
-            made = self._decode([responses[row] for row in rows], params, None, updates).lengthened(version)
+            made = self._decode([responses[row] for row in rows], params, None, updates).lengthened(
+                version
+            )
             for row, one in zip(rows, made, strict=True):
                 found[row] = one
         return found
@@ -136,10 +145,21 @@ class NativeGenerator:
                 def renew() -> None:
                     lean.close()
                     if self._is_lean:
-                        lean.enter_context(self._lm.fast_decoding())  # on a CPU with copies of the weights
+                        lean.enter_context(
+                            self._lm.fast_decoding()
+                        )  # on a CPU with copies of the weights
 
                 renew()
-                call = self._lm, self._tokenizer, self._max_tokens, begun, params, watch, updates, renew
+                call = (
+                    self._lm,
+                    self._tokenizer,
+                    self._max_tokens,
+                    begun,
+                    params,
+                    watch,
+                    updates,
+                    renew,
+                )
                 longest = max(len(one.prompt.tokens) for one in begun) + params.max_length
                 if self._is_static and can_decode_statically(self._lm, longest):
                     return StaticDecoding(*call, use_graphs=self._use_graphs).run()
@@ -158,7 +178,11 @@ def can_decode_statically(lm: CausalLM, longest: int) -> bool:
 
 def padded_rows(rows: int) -> int:
     """Round a number of sequences up to a supported number of rows."""
-    return -(-rows // _MULTIPLE) * _MULTIPLE if rows > _SMALL[-1] else _SMALL[bisect.bisect_left(_SMALL, rows)]
+    return (
+        -(-rows // _MULTIPLE) * _MULTIPLE
+        if rows > _SMALL[-1]
+        else _SMALL[bisect.bisect_left(_SMALL, rows)]
+    )
 
 
 class StaticDecoding(Decoding):
@@ -182,7 +206,10 @@ class StaticDecoding(Decoding):
         stages = self._lm.mesh.pp_size
         # Finished rows and unused places of a group write there.
         self._padding_row = len(self._keys)
-        self._keys, self._limits = torch.cat((self._keys, self._keys[:1])), torch.cat((self._limits, self._limits[:1]))
+        self._keys, self._limits = (
+            torch.cat((self._keys, self._keys[:1])),
+            torch.cat((self._limits, self._limits[:1])),
+        )
         self._alive = torch.ones(self._padding_row + 1, dtype=torch.bool, device=self._device)
         self._alive[self._padding_row] = False
         size, most = padded_rows(-(-rows // stages)), max(self._most_samples, _MULTIPLE)
@@ -216,7 +243,9 @@ class StaticDecoding(Decoding):
         new = schedule.running[before:]
         if new:
             samples = self._on_device([one.sample for one in new])
-            self._draw(self._of_prompts[[one.slot for one in new]], samples, torch.zeros_like(samples))
+            self._draw(
+                self._of_prompts[[one.slot for one in new]], samples, torch.zeros_like(samples)
+            )
             for one in new:
                 one.written, self._lane_of[one.sample] = 1, self._free.pop()
         if not schedule.running:
@@ -239,9 +268,15 @@ class StaticDecoding(Decoding):
             mine = running[number * share : (number + 1) * share]
             starts = [self._cache.lane_start(self._lane_of[one.sample]) for one in mine]
             lengths = [len(self._prompts[one.prompt]) for one in mine]
-            rows = [(one.sample, n, one.written, at) for one, n, at in zip(mine, lengths, starts, strict=True)]
+            rows = [
+                (one.sample, n, one.written, at)
+                for one, n, at in zip(mine, lengths, starts, strict=True)
+            ]
             unused = padded_rows(share) - len(mine)
-            group.place(rows + [(self._padding_row, 1, 1, self._cache.spare)] * unused, [one.slot for one in mine])
+            group.place(
+                rows + [(self._padding_row, 1, 1, self._cache.spare)] * unused,
+                [one.slot for one in mine],
+            )
 
     def _whole_step(self, rows: int) -> None:
         self._write(self._groups[0], self._read(self._groups[0]))
@@ -257,7 +292,9 @@ class StaticDecoding(Decoding):
                     self._lm.set_input_tensor(given)
                 hidden = self._read(self._groups[number % stages])
             comes = mesh.pp_rank > 0 and 0 <= number + 1 < total
-            given = self._hand_on(None if mesh.is_last_stage else hidden, self._groups[0].rows if comes else 0)
+            given = self._hand_on(
+                None if mesh.is_last_stage else hidden, self._groups[0].rows if comes else 0
+            )
             if tick >= stages - 1:
                 self._write(self._groups[(tick - stages + 1) % stages], hidden)
 
@@ -279,7 +316,9 @@ class StaticDecoding(Decoding):
         alive = self._alive[samples]
         at = samples.where(alive, self._padding_row)
         stopped = self._responses.record(at, written, tokens, log_probs)
-        limits = self._limits[samples] if self._is_mixed else self._sizes[-1]  # usually without a kernel
+        limits = (
+            self._limits[samples] if self._is_mixed else self._sizes[-1]
+        )  # usually without a kernel
         self._alive[at] = alive & ~stopped & (written + 1 < limits)
 
     def _on_device(self, numbers: list[int]) -> Tensor:
@@ -291,8 +330,14 @@ class StaticDecoding(Decoding):
         if self._params.end_strings:
             samples = self._on_device([one.sample for one in running])
             self._alive[samples] &= ~self._responses.stop_at_end_strings(samples)
-        alive = self._alive.tolist() if self._params.end_strings or self._params.stop_token_ids else None
-        ended = [row for row, one in enumerate(running) if alive is not None and not alive[one.sample]]
+        alive = (
+            self._alive.tolist()
+            if self._params.end_strings or self._params.stop_token_ids
+            else None
+        )
+        ended = [
+            row for row, one in enumerate(running) if alive is not None and not alive[one.sample]
+        ]
         self._freed = self._schedule.advance(ended, steps) is not None
         if self._freed:
             left = {one.sample for one in self._schedule.running}
@@ -313,7 +358,9 @@ class _MicroGroup:
         self.rows, self.most_rows = len(rows), min(len(rows), self._most_rows)
         self._numbers[:, : self.rows].copy_(torch.tensor(rows).t(), non_blocking=True)
         counts = Counter(slots)
-        firsts = np.cumsum([0, *(counts[slot] for slot in range(self._slots)), len(rows) - len(slots)])
+        firsts = np.cumsum(
+            [0, *(counts[slot] for slot in range(self._slots)), len(rows) - len(slots)]
+        )
         self.rows_of_slots.copy_(torch.from_numpy(firsts), non_blocking=True)
 
     @property

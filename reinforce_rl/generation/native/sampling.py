@@ -22,7 +22,10 @@ def sample_seeds(seed: int, prompt_ids: np.ndarray, sample_ids: np.ndarray) -> n
     """
     with np.errstate(over="ignore"):
         state = _mix(np.uint64(seed & 0xFFFFFFFFFFFFFFFF))
-        return _mix(_mix(state + _GOLDEN * prompt_ids.astype(np.uint64)) + _GOLDEN * sample_ids.astype(np.uint64))
+        return _mix(
+            _mix(state + _GOLDEN * prompt_ids.astype(np.uint64))
+            + _GOLDEN * sample_ids.astype(np.uint64)
+        )
 
 
 def position_keys(seeds: np.ndarray, num_positions: int) -> Tensor:
@@ -30,7 +33,9 @@ def position_keys(seeds: np.ndarray, num_positions: int) -> Tensor:
     with np.errstate(over="ignore"):
         positions = np.arange(1, num_positions + 1, dtype=np.uint64)
         keys = _mix(seeds[:, None] + _GOLDEN * positions[None, :])
-    return torch.from_numpy(np.ascontiguousarray(keys).view(np.int32).reshape(len(seeds), num_positions, 2))
+    return torch.from_numpy(
+        np.ascontiguousarray(keys).view(np.int32).reshape(len(seeds), num_positions, 2)
+    )
 
 
 def _mix(value: np.ndarray | np.uint64) -> np.ndarray:
@@ -68,7 +73,9 @@ def _negative_noise(keys: Tensor, bits: Tensor, scratch: Tensor) -> Tensor:
     hashed with 32-bit multiplications and shifts (constants of C. Wellons' "lowbias32", 2018); the second half of the
     key enters between the two rounds.
     """
-    tokens = torch.arange(bits.shape[1], dtype=torch.int32, device=keys.device) * _as_int32(0x9E3779B1)
+    tokens = torch.arange(bits.shape[1], dtype=torch.int32, device=keys.device) * _as_int32(
+        0x9E3779B1
+    )
     torch.add(tokens[None, :], keys[:, :1], out=bits)
     _xor_shift(bits, scratch, 16)
     bits.mul_(_as_int32(0x7FEB352D)).bitwise_xor_(keys[:, 1:])
@@ -114,7 +121,9 @@ def choose_tokens(logits: Tensor, keys: Tensor, params: SamplingParams, work: Wo
     if params.top_p < 1.0:
         logits = _cut_tail(logits, params.top_p)
     perturbed, _ = work.reals(len(logits))
-    return torch.sub(logits, _negative_noise(keys, *work.ints(len(logits))), out=perturbed).argmax(dim=-1)
+    return torch.sub(logits, _negative_noise(keys, *work.ints(len(logits))), out=perturbed).argmax(
+        dim=-1
+    )
 
 
 def _cut_tail(logits: Tensor, top_p: float) -> Tensor:

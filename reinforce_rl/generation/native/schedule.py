@@ -37,7 +37,11 @@ class Schedule:
         max_tokens: int | None,
         limits: Sequence[int] | None = None,
     ):
-        counts = [num_samples] * len(prompt_lengths) if isinstance(num_samples, int) else list(num_samples)
+        counts = (
+            [num_samples] * len(prompt_lengths)
+            if isinstance(num_samples, int)
+            else list(num_samples)
+        )
         prompt_of = np.repeat(np.arange(len(counts)), counts)
         longest, self._total = max(prompt_lengths), len(prompt_of)
 
@@ -48,7 +52,9 @@ class Schedule:
         def fits(rows: int) -> bool:
             return max_tokens is None or rows * max_length + slots_of(rows) * longest <= max_tokens
 
-        self.rows = next((rows for rows in range(self._total, 1, -1) if fits(rows)), 1)  # maximum in flight
+        self.rows = next(
+            (rows for rows in range(self._total, 1, -1) if fits(rows)), 1
+        )  # maximum in flight
         self.slots = slots_of(self.rows)  # maximum prompts in memory
         self.running: list[Running] = []
         self._begun, self._prompt_of = 0, prompt_of.tolist()
@@ -72,7 +78,9 @@ class Schedule:
                     break
                 self.slot_of[prompt] = self._free.pop(0)
                 unread.append(prompt)
-            self.running.append(Running(self._begun, prompt, self.slot_of[prompt], self._limits[self._begun]))
+            self.running.append(
+                Running(self._begun, prompt, self.slot_of[prompt], self._limits[self._begun])
+            )
             self._begun += 1
         return unread
 
@@ -86,7 +94,10 @@ class Schedule:
         """
         for one in self.running:
             one.written += tokens
-        ended = {*stopped, *(row for row, one in enumerate(self.running) if one.written == one.limit)}
+        ended = {
+            *stopped,
+            *(row for row, one in enumerate(self.running) if one.written == one.limit),
+        }
         if not ended:
             return None
         for row in sorted(ended):

@@ -55,7 +55,9 @@ class TensorRTLLM:
             values.setdefault("torch_dtype", values["dtype"])
         config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
-    def make_buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, buckets.Offer]:
+    def make_buffer(
+        self, elements: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, buckets.Offer]:
         return buckets.make_buffer(elements, dtype, device, device_uuid(device))
 
     def bucket_of(self, offers: Sequence[dict[str, Any]]) -> dict[str, Any]:

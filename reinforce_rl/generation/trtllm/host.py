@@ -61,7 +61,9 @@ class TensorRTLLMHost(RequestsUnderway):
                 max_tokens=_tokens_of_full_batch(arguments),
             ),
             # Without it there are graphs for batches of 1 to 31, 32, 64 and 128 only.
-            cuda_graph_config=api.CudaGraphConfig(enable_padding=True, max_batch_size=arguments.max_batch_size),
+            cuda_graph_config=api.CudaGraphConfig(
+                enable_padding=True, max_batch_size=arguments.max_batch_size
+            ),
             # The default keeps room for each response at full length, and so waits where most are short.
             scheduler_config=api.SchedulerConfig(
                 capacity_scheduler_policy=api.CapacitySchedulerPolicy.MAX_UTILIZATION
@@ -76,11 +78,15 @@ class TensorRTLLMHost(RequestsUnderway):
         return [str(device) for device in await self._llm.collective_rpc("report_device_id")]
 
     async def generate(self, requests: Sequence[Request], seconds: float) -> list[Answer]:
-        return await answers_of([self._complete(request, next(self._names)) for request in requests], seconds)
+        return await answers_of(
+            [self._complete(request, next(self._names)) for request in requests], seconds
+        )
 
     async def _complete(self, request: Request, name: str) -> Answer:
         return await _answer(
-            self._llm.generate_async(list(request.tokens), sampling_params=_sampling(request.sampling))
+            self._llm.generate_async(
+                list(request.tokens), sampling_params=_sampling(request.sampling)
+            )
         )
 
     async def update_weights(self, bucket: dict[str, Any] | None) -> None:
@@ -119,7 +125,8 @@ def check_held(workers: Sequence[Mapping[str, Mapping[str, Any]]], key_value_hea
         held = [worker["parameters"][name]["held"] for worker in workers]
         whole = sum(sent.values()) & MASK
         of_shards = sum(
-            total * (copies if ".k_proj." in part or ".v_proj." in part else 1) for part, total in sent.items()
+            total * (copies if ".k_proj." in part or ".v_proj." in part else 1)
+            for part, total in sent.items()
         )
         if not sent:
             faults["given nothing"].append(name)
@@ -173,7 +180,9 @@ def _sleep_options() -> dict[str, Any]:
 
 def _sampling(asked: EngineSampling) -> Any:
     values = dataclasses.asdict(asked)
-    del values["min_tokens"]  # it holds back one end token only; the configuration refuses others than 0
+    del values[
+        "min_tokens"
+    ]  # it holds back one end token only; the configuration refuses others than 0
     return importlib.import_module("tensorrt_llm").SamplingParams(
         **values,
         end_id=-1,  # disabled: end tokens are in stop_token_ids, so that they stay in the output
@@ -197,7 +206,10 @@ async def _answer(result: Any) -> Answer:
         if len(output.logprobs) != len(tokens):
             return Answer(fault=f"{len(output.logprobs)} log-probs came with {len(tokens)} tokens")
         pairs = zip(tokens, output.logprobs, strict=True)
-        log_probs = tuple(float(one[token].logprob) if isinstance(one, dict) else float(one) for token, one in pairs)
+        log_probs = tuple(
+            float(one[token].logprob) if isinstance(one, dict) else float(one)
+            for token, one in pairs
+        )
     return Answer(tokens, log_probs, output.finish_reason == "stop")
 
 

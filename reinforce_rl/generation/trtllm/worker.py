@@ -81,12 +81,17 @@ class WeightLoading:
         found: dict[str, dict[str, Any]] = {}
         for name, (target, total) in self._sent.items():
             if target is not None:
-                entry = found.setdefault(target, {"held": buckets.bit_sum(parameters[target]), "sent": {}})
+                entry = found.setdefault(
+                    target, {"held": buckets.bit_sum(parameters[target]), "sent": {}}
+                )
                 entry["sent"][name] = total
         for name, parameter in parameters.items():
             if id(parameter) not in given and name.rpartition(".")[2] in ("weight", "bias"):
                 found[name] = {"held": 0, "sent": {}}
-        return {"parameters": found, "lost": [name for name, (target, _) in self._sent.items() if target is None]}
+        return {
+            "parameters": found,
+            "lost": [name for name, (target, _) in self._sent.items() if target is None],
+        }
 
 
 def fused_name(name: str) -> str:

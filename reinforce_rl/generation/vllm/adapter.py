@@ -28,7 +28,10 @@ class VLLM:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {name: getattr(self._config, name) for name in ("gpu_memory_utilization", "enforce_eager")}
+        return {
+            name: getattr(self._config, name)
+            for name in ("gpu_memory_utilization", "enforce_eager")
+        }
 
     def environment(self, folder: Path) -> dict[str, str]:
         return {
@@ -41,7 +44,9 @@ class VLLM:
 
     def write_config(self, folder: Path) -> None: ...
 
-    def make_buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, buckets.Offer]:
+    def make_buffer(
+        self, elements: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, buckets.Offer]:
         return buckets.make_buffer(elements, dtype, device, self.device_id(device))
 
     def bucket_of(self, offers: Sequence[dict[str, Any]]) -> dict[str, Any]:

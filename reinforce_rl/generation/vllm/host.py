@@ -55,7 +55,9 @@ class VLLMHost(RequestsUnderway):
             tensor_parallel_size=arguments.tensor_parallel_size,
             max_num_seqs=arguments.max_batch_size,
             max_model_len=arguments.max_seq_len,
-            max_num_batched_tokens=max(arguments.max_num_tokens, arguments.max_seq_len, arguments.max_batch_size),
+            max_num_batched_tokens=max(
+                arguments.max_num_tokens, arguments.max_seq_len, arguments.max_batch_size
+            ),
             load_format="dummy",
             skip_tokenizer_init=True,
             generation_config="vllm",  # sampling comes from the requests alone
@@ -65,11 +67,15 @@ class VLLMHost(RequestsUnderway):
             seed=0,
             **options,
         )
-        self._engine = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(settings)
+        self._engine = importlib.import_module(
+            "vllm.v1.engine.async_llm"
+        ).AsyncLLM.from_engine_args(settings)
         return await self._engine.collective_rpc("device_id")
 
     async def generate(self, requests: Sequence[Request], seconds: float) -> list[Answer]:
-        return await answers_of([self._complete(request, next(self._names)) for request in requests], seconds)
+        return await answers_of(
+            [self._complete(request, next(self._names)) for request in requests], seconds
+        )
 
     async def _complete(self, request: Request, name: str) -> Answer:
         asked = request.sampling
@@ -80,19 +86,24 @@ class VLLMHost(RequestsUnderway):
             temperature=asked.temperature or 0.0,  # None: greedy
             top_k=asked.top_k or 0,
             top_p=asked.top_p or 1.0,
-            repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+            repetition_penalty=1.0
+            if asked.repetition_penalty is None
+            else asked.repetition_penalty,
             stop_token_ids=asked.stop_token_ids,
             ignore_eos=True,  # end tokens are in stop_token_ids, so that they stay in the output
             logprobs=0,
             detokenize=False,
             output_kind=importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA,
-            stream_interval=asked.max_tokens + 1,  # what comes is the first token, and the others at the end
+            stream_interval=asked.max_tokens
+            + 1,  # what comes is the first token, and the others at the end
         )
         # The salt keeps apart what the prefix cache has by one update's weights and by another's.
         prompt = {"prompt_token_ids": list(request.tokens), "cache_salt": str(self._updates)}
         tokens, log_probs = [], []
         try:
-            async for result in self._engine.generate(prompt, params, request_id=name, lora_request=self._adapter):
+            async for result in self._engine.generate(
+                prompt, params, request_id=name, lora_request=self._adapter
+            ):
                 (output,) = result.outputs
                 pairs = zip(output.token_ids, output.logprobs or (), strict=True)
                 log_probs += [one[token].logprob for token, one in pairs]
@@ -105,7 +116,9 @@ class VLLMHost(RequestsUnderway):
         spans = output.weight_versions or ()
         updates = tuple(int(span.version) for span in spans for _ in range(span.start, span.end))
         fault = TAKEN_BACK if output.finish_reason == "abort" else None
-        return Answer(tuple(tokens), tuple(log_probs), output.finish_reason == "stop", fault, updates)
+        return Answer(
+            tuple(tokens), tuple(log_probs), output.finish_reason == "stop", fault, updates
+        )
 
     async def take_back(self) -> None:
         await self._abort(self._underway)
@@ -114,7 +127,9 @@ class VLLMHost(RequestsUnderway):
         # Not clear_cache, which takes the cache from requests under way: they would be computed anew.
         await self._engine.pause_generation(mode="keep", clear_cache=False)
         # One without a token would begin with the salt, and so the prefixes, of the weights before.
-        await self._abort([number for number, one in self._underway.items() if one.name not in self._have_tokens])
+        await self._abort(
+            [number for number, one in self._underway.items() if one.name not in self._have_tokens]
+        )
 
     async def resume(self) -> None:
         await self._engine.resume_generation()
@@ -141,7 +156,9 @@ class VLLMHost(RequestsUnderway):
 
     async def _count_update(self) -> None:
         self._updates += 1
-        await self._engine.update_weight_version(str(self._updates))  # vLLM labels each token with it
+        await self._engine.update_weight_version(
+            str(self._updates)
+        )  # vLLM labels each token with it
 
     async def layer_outputs(self, request: Request) -> list[tuple[list[int], bytes]]:
         """Return the residual stream of a prompt after each decoder layer; compiled layers record nothing."""

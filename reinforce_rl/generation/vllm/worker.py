@@ -57,12 +57,18 @@ class WeightsOfTrainer:
             above, _, leaf = path.rpartition(".")
             parts = packed.get(leaf, [leaf])
             for kind, given in (("lora_A", weights.lora_a), ("lora_B", weights.lora_b)):
-                for part, tensor in zip(parts, given if isinstance(given, list) else [given], strict=True):
+                for part, tensor in zip(
+                    parts, given if isinstance(given, list) else [given], strict=True
+                ):
                     if tensor is not None:
                         found[f"{above}.{part}.{kind}.weight"] = buckets.checksum(tensor)
-        wrong = sorted(name for name in sums.keys() | found.keys() if sums.get(name) != found.get(name))
+        wrong = sorted(
+            name for name in sums.keys() | found.keys() if sums.get(name) != found.get(name)
+        )
         if wrong:
-            raise RuntimeError(f"{len(wrong)} LoRA matrices are not what was sent: {', '.join(wrong[:5])}")
+            raise RuntimeError(
+                f"{len(wrong)} LoRA matrices are not what was sent: {', '.join(wrong[:5])}"
+            )
 
     def watch_layers(self) -> None:
         """Record the residual stream after each decoder layer, until `watched_layers`."""
@@ -90,11 +96,17 @@ class WeightsOfTrainer:
         for name, tensor in buckets.received(bucket, self.device_id(), self.device):
             # The output layer may have a copy of tied weights in a form of its own.
             for known in (name, OUTPUT_LAYER) if is_tied and name == EMBEDDING else (name,):
-                self._arrived[known] = tensor if tensor.dim() == 1 else tensor[:, self._columns(tensor.shape[1])]
+                self._arrived[known] = (
+                    tensor if tensor.dim() == 1 else tensor[:, self._columns(tensor.shape[1])]
+                )
                 yield known, tensor
 
     def _columns(self, size: int) -> list[int]:
-        return list(dict.fromkeys((self._updates * 7919 + i * size // COLUMNS) % size for i in range(COLUMNS)))
+        return list(
+            dict.fromkeys(
+                (self._updates * 7919 + i * size // COLUMNS) % size for i in range(COLUMNS)
+            )
+        )
 
     def _check_layers(self) -> None:
         """Raise RuntimeError, with names, if a layer does not compute with the weights that arrived."""
@@ -105,7 +117,9 @@ class WeightsOfTrainer:
             module = getattr(module, "base_layer", module)  # beneath LoRA's
             for kind in ("weight", "bias"):
                 names = [f"{above}.{part}.{kind}".lstrip(".") for part in packed.get(leaf, [leaf])]
-                if getattr(module, kind, None) is None or not all(name in self._arrived for name in names):
+                if getattr(module, kind, None) is None or not all(
+                    name in self._arrived for name in names
+                ):
                     continue
                 left -= set(names)
                 parts = [self._arrived[name] for name in names]
@@ -115,10 +129,15 @@ class WeightsOfTrainer:
         if wrong or left:
             told = [f"old or wrong: {', '.join(wrong[:5])}"] * bool(wrong)
             told += [f"of no layer: {', '.join(sorted(left)[:5])}"] * bool(left)
-            raise RuntimeError(f"the engine does not compute with the weights that it was given; {'; '.join(told)}")
+            raise RuntimeError(
+                f"the engine does not compute with the weights that it was given; {'; '.join(told)}"
+            )
 
     def _columns_match(self, module: Any, kind: str, parts: list[Tensor]) -> bool:
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding  # type: ignore[import-not-found]
+        from vllm.model_executor.layers.vocab_parallel_embedding import (
+            ParallelLMHead,
+            VocabParallelEmbedding,
+        )  # type: ignore[import-not-found]
 
         if isinstance(module, VocabParallelEmbedding):
             own = module.shard_indices
@@ -128,7 +147,9 @@ class WeightsOfTrainer:
             found = self._outputs(module, every, columns) if is_head else module.weight[:, columns]
             return torch.equal(found[: len(expected)], expected)
         columns, size = self._columns(module.input_size), module.input_size_per_partition
-        first = getattr(module, "tp_rank", 0) * size if size < module.input_size else 0  # of a row-parallel layer
+        first = (
+            getattr(module, "tp_rank", 0) * size if size < module.input_size else 0
+        )  # of a row-parallel layer
         own = range(first, first + size)
         found = self._outputs(module, own, columns)
         is_here = torch.tensor([column in own for column in columns], device=found.device)
@@ -137,18 +158,27 @@ class WeightsOfTrainer:
     def _vector_matches(self, module: Any, kind: str, parts: list[Tensor]) -> bool:
         own = getattr(module, kind)
         is_split = hasattr(module, "output_partition_sizes") and len(own) < sum(map(len, parts))
-        return torch.equal(own, (self._shard(module, parts) if is_split else torch.cat(parts)).to(own.dtype))
+        return torch.equal(
+            own, (self._shard(module, parts) if is_split else torch.cat(parts)).to(own.dtype)
+        )
 
     def _shard(self, module: Any, parts: list[Tensor]) -> Tensor:
         """Return this worker's rows of the parts of a fused weight; heads of k and v may be on several workers."""
         sizes = getattr(module, "output_partition_sizes", None) or [len(part) for part in parts]
         rank, workers = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
-        starts = [rank * len(part) // workers // size * size for part, size in zip(parts, sizes, strict=True)]
-        return torch.cat([part[at : at + size] for part, at, size in zip(parts, starts, sizes, strict=True)])
+        starts = [
+            rank * len(part) // workers // size * size
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+        return torch.cat(
+            [part[at : at + size] for part, at, size in zip(parts, starts, sizes, strict=True)]
+        )
 
     def _outputs(self, module: Any, own: range, columns: list[int]) -> Tensor:
         """Return the layer's outputs [out, columns] for unit vectors, zeros for a column that is not `own`."""
         places = torch.arange(own.start, own.stop, device=self.device)
-        units = (torch.tensor(columns, device=self.device)[:, None] == places).to(self.vllm_config.model_config.dtype)
+        units = (torch.tensor(columns, device=self.device)[:, None] == places).to(
+            self.vllm_config.model_config.dtype
+        )
         with torch.inference_mode():
             return module.quant_method.apply(module, units, bias=None).T

@@ -8,15 +8,25 @@ from collections.abc import Callable
 from reinforce_rl.errors import EXIT_FINISHED, EXIT_STOPPED
 from reinforce_rl.launch.slurm.steps import Step
 
-RESTART_SECONDS = 5.0  # from a death to the next start: the trainers may have died first, and end the job
+RESTART_SECONDS = (
+    5.0  # from a death to the next start: the trainers may have died first, and end the job
+)
 
 
 class Generators:
     """Starts `count` generators by `start`, called with the number and how often it was started before."""
 
-    def __init__(self, count: int, restarts: int, start: Callable[[int, int], Step], log: Callable[[str], None]):
+    def __init__(
+        self,
+        count: int,
+        restarts: int,
+        start: Callable[[int, int], Step],
+        log: Callable[[str], None],
+    ):
         self._restarts, self._start, self._log = restarts, start, log
-        self._left = dict.fromkeys(range(count), restarts)  # starts that each still has; without those that left
+        self._left = dict.fromkeys(
+            range(count), restarts
+        )  # starts that each still has; without those that left
         self._due: dict[int, float] = {}  # when to start which again
         self._steps = [start(number, 0) for number in range(count)]
 
@@ -31,7 +41,9 @@ class Generators:
                 continue
             if number not in self._due and not self._may_start_again(number, step):
                 del self._left[number]
-            elif time.monotonic() > self._due.setdefault(number, time.monotonic() + RESTART_SECONDS):
+            elif time.monotonic() > self._due.setdefault(
+                number, time.monotonic() + RESTART_SECONDS
+            ):
                 del self._due[number]
                 self._left[number] -= 1
                 self._steps[number] = self._start(number, self._restarts - self._left[number])
@@ -44,9 +56,15 @@ class Generators:
         first = min([*ends, *step.lost()], key=lambda end: end.time, default=None)
         how = f"{first}" if first else f"{step.name} could not be started"
         if self._left[number]:
-            self._log(f"{how}; it is started again, {self._restarts - self._left[number] + 1} of {self._restarts}")
+            self._log(
+                f"{how}; it is started again, {self._restarts - self._left[number] + 1} of {self._restarts}"
+            )
             return True
-        self._log(f"{how}; it was started {1 + self._restarts} times (REINFORCE_GENERATOR_RESTARTS), and is left out")
+        self._log(
+            f"{how}; it was started {1 + self._restarts} times (REINFORCE_GENERATOR_RESTARTS), and is left out"
+        )
         if not self.running:
-            self._log("no generator is left; the actor ends once generator_timeout_seconds are over")
+            self._log(
+                "no generator is left; the actor ends once generator_timeout_seconds are over"
+            )
         return False

@@ -30,7 +30,13 @@ from reinforce_rl.launch.slurm import outcome, steps
 from reinforce_rl.launch.slurm.generators import Generators
 from reinforce_rl.launch.slurm.outcome import Attempt, Outcome, TaskEnd, judge
 from reinforce_rl.launch.slurm.rendezvous import Endpoint, health_fault, read_endpoint
-from reinforce_rl.launch.slurm.settings import REPOSITORY, Allocation, Settings, read_allocation, read_settings
+from reinforce_rl.launch.slurm.settings import (
+    REPOSITORY,
+    Allocation,
+    Settings,
+    read_allocation,
+    read_settings,
+)
 from reinforce_rl.launch.slurm.steps import POLL_SECONDS, SlurmCallError, Step, StepPlan, call
 from reinforce_rl.launch.slurm.task import StopSignal
 from reinforce_rl.runtime.status import saved_step
@@ -44,7 +50,13 @@ STOPPED_ALONE_SECONDS = 60.0  # for the others to end, once they are asked to
 
 
 class Job:
-    def __init__(self, settings: Settings, allocation: Allocation, environment: dict[str, str], stop: StopSignal):
+    def __init__(
+        self,
+        settings: Settings,
+        allocation: Allocation,
+        environment: dict[str, str],
+        stop: StopSignal,
+    ):
         self._settings = settings
         self._allocation = allocation
         self._environment = environment
@@ -58,7 +70,9 @@ class Job:
 
     def _log(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a full disk must not prevent an orderly end
-            sys.stdout.write("".join(f"{time.strftime('%H:%M:%S')} {line}\n" for line in text.splitlines()))
+            sys.stdout.write(
+                "".join(f"{time.strftime('%H:%M:%S')} {line}\n" for line in text.splitlines())
+            )
             sys.stdout.flush()
 
     def run(self) -> int:
@@ -80,10 +94,14 @@ class Job:
             return EXIT_ERROR
         attempt = Attempt(job, restart, time.time(), step, args)
         outcome.write_attempt(settings.slurm_folder, attempt)
-        self._log(f"job {job}, restart {restart}: run {settings.run_dir} at step {step}, logs in {self._folder}")
+        self._log(
+            f"job {job}, restart {restart}: run {settings.run_dir} at step {step}, logs in {self._folder}"
+        )
         for other in attempts:
             if other.job == job and other.end is None:
-                self._log(f"restart {other.restart} left no record: a node failed, or somebody requeued the job")
+                self._log(
+                    f"restart {other.restart} left no record: a node failed, or somebody requeued the job"
+                )
         try:
             result = self._attempt()
         finally:
@@ -94,13 +112,17 @@ class Job:
 
     def _refusal(self, attempts: Sequence[Attempt], step: int) -> Fault | None:
         job, restart = self._allocation.job_id, self._allocation.restart
-        for other in sorted({attempt.job for attempt in attempts if attempt.end is None and attempt.job != job}):
+        for other in sorted(
+            {attempt.job for attempt in attempts if attempt.end is None and attempt.job != job}
+        ):
             if steps.job_states(other) & {"R", "CF", "S", "ST"}:  # it has nodes
                 return Fault(
                     f"job {other} works in {self._settings.run_dir}; wait for it, or cancel it (scancel {other})",
                     key="slurm.run_dir.in_use",
                 )
-        return outcome.refusal(attempts, job=job, restart=restart, max_restarts=self._settings.max_restarts, step=step)
+        return outcome.refusal(
+            attempts, job=job, restart=restart, max_restarts=self._settings.max_restarts, step=step
+        )
 
     def _attempt(self) -> Outcome:
         self._make_token()
@@ -108,11 +130,22 @@ class Job:
         settings, allocation = self._settings, self._allocation
         step_before = saved_step(settings.run_dir)
         nodes = [
-            call(["scontrol", "show", "hostnames", self._environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"]]).split()
+            call(
+                [
+                    "scontrol",
+                    "show",
+                    "hostnames",
+                    self._environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"],
+                ]
+            ).split()
             for group in range(len(allocation.components))
         ]
         servers = [
-            self._start(steps.server_plan(settings, allocation, number, nodes[0], self._folder, nodes[1][:1]))
+            self._start(
+                steps.server_plan(
+                    settings, allocation, number, nodes[0], self._folder, nodes[1][:1]
+                )
+            )
             for number in range(settings.servers)
         ]
         endpoints = self._wait_until_healthy(servers)
@@ -165,14 +198,18 @@ class Job:
         # The components' times differ if Slurm has requeued component 0 alone.
         self._end_time = min(filter(None, (end, actor_end)), default=None)
         times = {"SLURM_JOB_START_TIME": start, "SLURM_JOB_END_TIME": self._end_time}
-        self._environment.update({name: str(value) for name, value in times.items() if value is not None})
+        self._environment.update(
+            {name: str(value) for name, value in times.items() if value is not None}
+        )
 
     def _start(self, plan: StepPlan) -> Step:
         line = steps.srun_line(self._settings, plan, self._folder)
         step = Step(plan, line, self._environment, self._folder, self._log)
         self._steps.append(step)
         ranks = plan.num_nodes * plan.component.devices
-        self._log(f"{plan.name}: {ranks} rank{'s' if ranks > 1 else ''}, log {self._folder / plan.name}.log")
+        self._log(
+            f"{plan.name}: {ranks} rank{'s' if ranks > 1 else ''}, log {self._folder / plan.name}.log"
+        )
         return step
 
     def _wait_until_healthy(self, servers: Sequence[Step]) -> list[Endpoint] | Outcome:
@@ -184,7 +221,9 @@ class Job:
             why = ""
             for server in servers:
                 if server.has_ended:
-                    return self._never_healthy(servers, f"{server.name} ended before it was healthy")
+                    return self._never_healthy(
+                        servers, f"{server.name} ended before it was healthy"
+                    )
                 if server.name in healthy:
                     continue
                 endpoint = read_endpoint(self._folder, server.name)
@@ -198,9 +237,13 @@ class Job:
                 return [healthy[server.name] for server in servers]
             elapsed = time.monotonic() - start
             if self._stop.number is not None:
-                return self._never_healthy(servers, f"{self._stop.name} came before the reward server was healthy")
+                return self._never_healthy(
+                    servers, f"{self._stop.name} came before the reward server was healthy"
+                )
             if elapsed > limit:
-                return self._never_healthy(servers, f"no healthy reward server within {limit:.0f} s ({why})")
+                return self._never_healthy(
+                    servers, f"no healthy reward server within {limit:.0f} s ({why})"
+                )
             if elapsed >= next_report:
                 self._log(f"waiting, {elapsed:.0f} s of {limit:.0f} s: {why}")
                 next_report += REPORT_SECONDS
@@ -224,7 +267,11 @@ class Job:
     def _never_began(self, actor: Step) -> bool:
         """Wait for the actor's first task; return True if it has not begun within `ready_seconds`."""
         deadline = time.monotonic() + self._settings.ready_seconds
-        while not actor.has_ended and self._stop.number is None and read_endpoint(self._folder, actor.name) is None:
+        while (
+            not actor.has_ended
+            and self._stop.number is None
+            and read_endpoint(self._folder, actor.name) is None
+        ):
             if time.monotonic() > deadline:
                 return True
             time.sleep(POLL_SECONDS)
@@ -239,7 +286,9 @@ class Job:
                 if not left:
                     return server.name
                 names = ", ".join(other.name for other in left)
-                self._log(f"{server.name} has ended without being asked to; the run goes on with {names}")
+                self._log(
+                    f"{server.name} has ended without being asked to; the run goes on with {names}"
+                )
             if generators is not None:
                 generators.look()
             self._first_stopped = self._stopped_alone(actor)
@@ -261,13 +310,19 @@ class Job:
         return first
 
     def _end_all(
-        self, servers: Sequence[Step], actor: Step, unasked: str, generators: Generators | None = None
+        self,
+        servers: Sequence[Step],
+        actor: Step,
+        unasked: str,
+        generators: Generators | None = None,
     ) -> bool:
         """End the actor, then what it may still wait for; return True if the actor ended by itself."""
         by_itself = True
         for node in self._failed_nodes():
             step = saved_step(self._settings.run_dir)
-            self._log(f"node {node} has failed: Slurm requeues the job, and it goes on from step {step}")
+            self._log(
+                f"node {node} has failed: Slurm requeues the job, and it goes on from step {step}"
+            )
         if not actor.has_ended:
             if unasked:
                 why = f"{unasked} has ended without being asked to"
@@ -281,7 +336,9 @@ class Job:
             number = signal.SIGUSR1 if self._stop.number == signal.SIGUSR1 else signal.SIGTERM
             by_itself = actor.end(number, self._actor_deadline())
             # Log it before the servers end: Slurm may kill a cancelled job meanwhile.
-            self._log(f"the actor has ended; the newest checkpoint is of step {saved_step(self._settings.run_dir)}")
+            self._log(
+                f"the actor has ended; the newest checkpoint is of step {saved_step(self._settings.run_dir)}"
+            )
         # Generators, too, wait for servers.
         self._end_servers(generators.running if generators else ())
         self._end_servers(servers)
@@ -314,9 +371,16 @@ class Job:
             self._log(outcome.last_lines(self._folder / f"{result.log_of}.log"))
         self._log(result.text)
         requeue, what = self._next(attempt, result, step)
-        self._log(f"the run stands at step {step}, which was {attempt.step_before} when this attempt began; {what}")
+        self._log(
+            f"the run stands at step {step}, which was {attempt.step_before} when this attempt began; {what}"
+        )
         first = result.first.name if result.first else None
-        how = {"reason": result.text, "exit_code": result.code, "first_failed": first, "requeued": requeue}
+        how = {
+            "reason": result.text,
+            "exit_code": result.code,
+            "first_failed": first,
+            "requeued": requeue,
+        }
         closed = replace(attempt, end=time.time(), step_after=step, **how)
         with contextlib.suppress(OSError):
             outcome.write_attempt(self._settings.slurm_folder, closed)
@@ -330,7 +394,9 @@ class Job:
                 )
                 self._log(f"error: {failed.with_keys()}")
                 with contextlib.suppress(OSError):
-                    outcome.write_attempt(self._settings.slurm_folder, replace(closed, requeued=False))
+                    outcome.write_attempt(
+                        self._settings.slurm_folder, replace(closed, requeued=False)
+                    )
         return result.code
 
     def _next(self, attempt: Attempt, result: Outcome, step: int) -> tuple[bool, str]:
@@ -339,18 +405,27 @@ class Job:
             return False, "nothing is left to do"
         go_on = f"submit the same command again to go on from step {step}"
         if names := " and ".join(self._failed_nodes()):
-            return False, f"Slurm itself requeues the job, since {names} failed; it goes on from step {step}"
+            return (
+                False,
+                f"Slurm itself requeues the job, since {names} failed; it goes on from step {step}",
+            )
         if self._stop.number not in (None, signal.SIGUSR1):
             return False, f"not requeued after {self._stop.name}; {go_on}"
         if result.code == EXIT_DIVERGED:
-            return False, "not requeued: the policy has diverged, and would again from the same checkpoint"
+            return (
+                False,
+                "not requeued: the policy has diverged, and would again from the same checkpoint",
+            )
         if result.code == EXIT_ALERT:
             return False, f"not requeued: an alert has stopped the run; {go_on}"
         restart, max_restarts = self._allocation.restart, self._settings.max_restarts
         if result.never_began and restart < max_restarts:  # `_refusal` ends what never gets further
             return True, "requeued, as another attempt may begin"
         if result.code != EXIT_STOPPED and self._settings.restart_after_crash != "true":
-            return False, f"not requeued after a failure (REINFORCE_RESTART_AFTER_CRASH is false); {go_on}"
+            return (
+                False,
+                f"not requeued after a failure (REINFORCE_RESTART_AFTER_CRASH is false); {go_on}",
+            )
         requeue, why = outcome.may_requeue(restart, max_restarts, attempt.step_before, step)
         if requeue:
             return True, f"requeued: {why}; Slurm waits about two minutes before"

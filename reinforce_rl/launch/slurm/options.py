@@ -33,7 +33,9 @@ def parse_time(text: str) -> int | None:
     if found := re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", text):
         days, parts = found[1], found[2].split(":")
         units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
-        seconds = 86400 * int(days or 0) + sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
+        seconds = 86400 * int(days or 0) + sum(
+            int(part) * unit for part, unit in zip(parts, units, strict=False)
+        )
         if seconds > 0:
             return seconds
     raise ValueError("MINUTES, HH:MM:SS, D-HH:MM:SS or UNLIMITED")
@@ -70,15 +72,25 @@ def _option(*of: Any, **more: Any) -> Any:
 class ComponentOptions:
     """Options of one component; None if not given."""
 
-    partition: str | None = _option("partition", "NAME", "partition, or several with commas", "SBATCH_PARTITION")
+    partition: str | None = _option(
+        "partition", "NAME", "partition, or several with commas", "SBATCH_PARTITION"
+    )
     account: str | None = _option("account", "NAME", "who pays", "SBATCH_ACCOUNT")
     qos: str | None = _option("qos", "NAME", "quality of service", "SBATCH_QOS")
-    constraint: str | None = _option("constraint", "FEATURES", "features that nodes must have", "SBATCH_CONSTRAINT")
+    constraint: str | None = _option(
+        "constraint", "FEATURES", "features that nodes must have", "SBATCH_CONSTRAINT"
+    )
     nodelist: str | None = _option("", "NODES", "nodes that must be among them")
     exclude: str | None = _option("exclude", "NODES", "nodes that must not")
-    gpus: str | None = _option("gpus-per-node", "[TYPE:]COUNT", "GPUs of each node; 0: none", parse=parse_gpus)
-    cpus_per_task: str | None = _option("cpus-per-task", "N", "CPUs a task (torchrun: a node)", parse=count_from(1))
-    mem: str | None = _option("mem", "SIZE[K|M|G|T]", "memory of each node; 0: all of it", parse=parse_memory)
+    gpus: str | None = _option(
+        "gpus-per-node", "[TYPE:]COUNT", "GPUs of each node; 0: none", parse=parse_gpus
+    )
+    cpus_per_task: str | None = _option(
+        "cpus-per-task", "N", "CPUs a task (torchrun: a node)", parse=count_from(1)
+    )
+    mem: str | None = _option(
+        "mem", "SIZE[K|M|G|T]", "memory of each node; 0: all of it", parse=parse_memory
+    )
     sbatch_args: tuple[str, ...] = ()  # passed to sbatch as they are
 
 
@@ -87,9 +99,19 @@ COMPONENT_OPTIONS: dict[str, ComponentOption] = {
 }
 JOB_VARIABLES = (
     Variable("REINFORCE_TIME", "04:00:00", "time limit of a job, as sbatch reads it"),
-    Variable("REINFORCE_SIGNAL_LEAD", "", "seconds before the limit at which the run gets the signal to save"),
-    Variable("REINFORCE_JOB_NAME", "", "components are NAME-rm, NAME-actor and NAME-gen; else exp_manager.name"),
-    Variable("REINFORCE_GENERATOR_NODES", "1", "nodes of generators=separate, which are component 2"),
+    Variable(
+        "REINFORCE_SIGNAL_LEAD",
+        "",
+        "seconds before the limit at which the run gets the signal to save",
+    ),
+    Variable(
+        "REINFORCE_JOB_NAME",
+        "",
+        "components are NAME-rm, NAME-actor and NAME-gen; else exp_manager.name",
+    ),
+    Variable(
+        "REINFORCE_GENERATOR_NODES", "1", "nodes of generators=separate, which are component 2"
+    ),
 )
 # Set by the plan; every other job variable has an option of the same name.
 PLANNED = (names.RUN_DIR, names.ACTOR_DEVICES, names.SERVER_DEVICES, names.REPOSITORY)
@@ -123,7 +145,9 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
         """Return the first of these options, then of their variables, then `last`, that is not empty."""
         given = [getattr(args, name.replace("-", "_")) for name in names]
         variables = [f"REINFORCE_{name.upper().replace('-', '_')}" for name in names] + [last]
-        return next(filter(None, [*given, *(environment.get(name, "").strip() for name in variables)]), None)
+        return next(
+            filter(None, [*given, *(environment.get(name, "").strip() for name in variables)]), None
+        )
 
     def parsed(option: str, text: str | None, parse: Callable[[str], Any]) -> Any:
         try:
@@ -140,14 +164,18 @@ def parse_options(argv: Sequence[str], environment: Mapping[str, str]) -> Option
     def component(which: str) -> ComponentOptions:
         values = {}
         for name, option in COMPONENT_OPTIONS.items():
-            found = text(*filter(None, (f"{which}-{name}", option.both)), last=option.sbatch_variable)
+            found = text(
+                *filter(None, (f"{which}-{name}", option.both)), last=option.sbatch_variable
+            )
             is_valid = parsed(f"--{which}-{name}", found, option.parse) is not None
             values[name.replace("-", "_")] = found if is_valid else None
         extra = [*(args.sbatch_arg or ()), *(getattr(args, f"{which}_sbatch_arg") or ())]
         return ComponentOptions(**values, sbatch_args=tuple(extra))
 
     time = text("time") or JOB_VARIABLES[0].default
-    variables = {v.name: found for v in VARIABLES if v.name not in PLANNED and (found := text(v.option))}
+    variables = {
+        v.name: found for v in VARIABLES if v.name not in PLANNED and (found := text(v.option))
+    }
     return Options(
         actor_args=tuple(args.overrides),
         server_args=server_args,
@@ -178,20 +206,32 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("overrides", nargs="*", metavar="ACTOR_OVERRIDE", help="KEY=VALUE")
-    parser.add_argument("--dry-run", action="store_true", help="check and print the plan; make and submit nothing")
-    parser.add_argument("--chain", default="1", metavar="N", help="number of jobs, each after the end of the last")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check and print the plan; make and submit nothing"
+    )
+    parser.add_argument(
+        "--chain", default="1", metavar="N", help="number of jobs, each after the end of the last"
+    )
     _add_variables(parser, JOB_VARIABLES)
-    sbatch = parser.add_argument_group("nodes; --actor-X, --server-X and --generator-X are for one component")
+    sbatch = parser.add_argument_group(
+        "nodes; --actor-X, --server-X and --generator-X are for one component"
+    )
     for name, option in COMPONENT_OPTIONS.items():
         if option.both:
             sbatch.add_argument(f"--{option.both}", metavar=option.metavar, help=option.meaning)
         for component in (ACTOR, SERVER, GENERATOR):
             help = argparse.SUPPRESS if option.both == name else option.meaning
             sbatch.add_argument(f"--{component}-{name}", metavar=option.metavar, help=help)
-    sbatch.add_argument("--sbatch-arg", action="append", metavar="ARG", help="as in --sbatch-arg=--reservation=X")
+    sbatch.add_argument(
+        "--sbatch-arg", action="append", metavar="ARG", help="as in --sbatch-arg=--reservation=X"
+    )
     for component in (ACTOR, SERVER, GENERATOR):
-        sbatch.add_argument(f"--{component}-sbatch-arg", action="append", metavar="ARG", help=argparse.SUPPRESS)
-    _add_variables(parser.add_argument_group("the job"), [v for v in VARIABLES if v.name not in PLANNED])
+        sbatch.add_argument(
+            f"--{component}-sbatch-arg", action="append", metavar="ARG", help=argparse.SUPPRESS
+        )
+    _add_variables(
+        parser.add_argument_group("the job"), [v for v in VARIABLES if v.name not in PLANNED]
+    )
     return parser
 
 

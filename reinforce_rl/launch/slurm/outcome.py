@@ -67,7 +67,10 @@ TaskEnds = Sequence[TaskEnd]
 
 
 def record(folder: Path, end: TaskEnd) -> None:
-    write_atomically(folder / EXIT_FOLDER / f"{end.component}-{end.task:05d}.json", json.dumps(asdict(end)) + "\n")
+    write_atomically(
+        folder / EXIT_FOLDER / f"{end.component}-{end.task:05d}.json",
+        json.dumps(asdict(end)) + "\n",
+    )
 
 
 def read_ends(folder: Path) -> list[TaskEnd]:
@@ -77,7 +80,9 @@ def read_ends(folder: Path) -> list[TaskEnd]:
 
 def first_failed(ends: TaskEnds, lost: TaskEnds, harmless: Collection[int]) -> TaskEnd | None:
     """Return the task whose failure caused the others, among `lost` too, which left no record; None if none failed."""
-    failed = min((end for end in ends if end.code not in harmless), key=lambda end: end.time, default=None)
+    failed = min(
+        (end for end in ends if end.code not in harmless), key=lambda end: end.time, default=None
+    )
     if lost and (failed is None or failed.code in CONSEQUENCES):
         return lost[0]
     return failed
@@ -93,7 +98,13 @@ class Outcome:
 
 
 def judge(
-    actor: TaskEnds, servers: TaskEnds, lost: TaskEnds, *, unasked: str, signalled: int | None, killed: bool = False
+    actor: TaskEnds,
+    servers: TaskEnds,
+    lost: TaskEnds,
+    *,
+    unasked: str,
+    signalled: int | None,
+    killed: bool = False,
 ) -> Outcome:
     """Judge an attempt whose servers were healthy by the ends of tasks; those in `lost` recorded none.
 
@@ -103,13 +114,17 @@ def judge(
     by = "" if signalled is None else _signal_name(signalled)
     if signalled is not None and killed:
         text = f"the actor had not saved in time after {by}, and was killed; it goes on from its newest checkpoint. "
-        text += "The lead of sbatch --signal=B:USR1@SECONDS must be above a step and a save, and 60 s"
+        text += (
+            "The lead of sbatch --signal=B:USR1@SECONDS must be above a step and a save, and 60 s"
+        )
         return Outcome(EXIT_STOPPED, text, None, ACTOR)
     stopped = {EXIT_FINISHED, EXIT_STOPPED}
     if signalled is not None:
         stopped |= set(STOPPED)
     ends = [*actor, *servers]
-    if not unasked:  # a server that failed while others went on, or during shutdown, is not the cause
+    if (
+        not unasked
+    ):  # a server that failed while others went on, or during shutdown, is not the cause
         ends = list(actor)
         lost = [end for end in lost if end.component == ACTOR]
         if not ends and not lost and signalled is None:
@@ -119,10 +134,14 @@ def judge(
         if codes == {EXIT_FINISHED}:
             return Outcome(EXIT_FINISHED, "the run has finished")
         text = "the actor's time was used up, or its tasks were signalled; it has saved"
-        return Outcome(EXIT_STOPPED, f"the actor has ended in good order, after {by}" if by else text)
+        return Outcome(
+            EXIT_STOPPED, f"the actor has ended in good order, after {by}" if by else text
+        )
     first = first_failed(ends, lost, harmless=stopped)
     if first is None:
-        return Outcome(EXIT_ERROR, f"{unasked or 'the actor'} ended without being asked to", None, unasked)
+        return Outcome(
+            EXIT_ERROR, f"{unasked or 'the actor'} ended without being asked to", None, unasked
+        )
     return Outcome(first.code or EXIT_ERROR, f"first to fail: {first}", first, first.component)
 
 
@@ -179,16 +198,26 @@ def finished(run_dir: Path, attempts: Sequence[Attempt], arguments: Arguments) -
     return f"the run in {run_dir} has finished, at step {status.step}"
 
 
-def may_requeue(restart: int, max_restarts: int, step_before: int, step_after: int) -> tuple[bool, str]:
+def may_requeue(
+    restart: int, max_restarts: int, step_before: int, step_after: int
+) -> tuple[bool, str]:
     """Decide whether to requeue a job whose run has not finished; return the decision and its reason for the log."""
     if restart >= max_restarts:
         return False, f"it was requeued {restart} times, of {max_restarts} (REINFORCE_MAX_RESTARTS)"
     if step_after <= step_before:
-        return False, f"this attempt saved nothing beyond step {step_before}, so the next one might not either"
-    return True, f"from step {step_before} to step {step_after}, restart {restart + 1} of {max_restarts}"
+        return (
+            False,
+            f"this attempt saved nothing beyond step {step_before}, so the next one might not either",
+        )
+    return (
+        True,
+        f"from step {step_before} to step {step_after}, restart {restart + 1} of {max_restarts}",
+    )
 
 
-def refusal(attempts: Sequence[Attempt], *, job: str, restart: int, max_restarts: int, step: int) -> Fault | None:
+def refusal(
+    attempts: Sequence[Attempt], *, job: str, restart: int, max_restarts: int, step: int
+) -> Fault | None:
     """Return why a job restarted by Slurm (as after a node failure) must not train; None if it may."""
     if restart > max_restarts:
         return Fault(
@@ -213,5 +242,11 @@ def last_lines(log: Path, count: int = LAST_LOG_LINES) -> str:
     except OSError as error:
         return f"{log} cannot be read: {error.strerror}"
     # A warning is followed by its source line, mostly the call of `warn`.
-    shown = [line for line in lines if not re.search(r"\.py:\d+: \w*Warning: |^( *\d+: )?  (\w+\.)?warn\(", line)]
-    return "\n".join([f"the last lines of {log}:", *(f"  | {line}" for line in shown[-count:] or ["(empty)"])])
+    shown = [
+        line
+        for line in lines
+        if not re.search(r"\.py:\d+: \w*Warning: |^( *\d+: )?  (\w+\.)?warn\(", line)
+    ]
+    return "\n".join(
+        [f"the last lines of {log}:", *(f"  | {line}" for line in shown[-count:] or ["(empty)"])]
+    )

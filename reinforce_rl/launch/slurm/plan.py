@@ -56,7 +56,11 @@ class Component:
     def requirements(self) -> list[str]:
         own = ("partition", "account", "qos", "constraint", "nodelist", "exclude")
         given = {name: getattr(self.options, name) for name in own}
-        given |= {"nodes": self.nodes, "ntasks-per-node": self.tasks_per_node, "cpus-per-task": self.cpus_per_task}
+        given |= {
+            "nodes": self.nodes,
+            "ntasks-per-node": self.tasks_per_node,
+            "cpus-per-task": self.cpus_per_task,
+        }
         given |= {"gpus-per-node": self.gpus, "mem": self.options.mem}
         words = [f"--{name}={value}" for name, value in given.items() if value is not None]
         return [*words, *self.options.sbatch_args]
@@ -89,7 +93,9 @@ class JobPlan:
         """Return the sbatch command; it starts after the end of job `after`, successful or not."""
         first = ["--test-only"] if test_only else ["--parsable"]
         if self.options.seconds is not None:
-            first.append(f"--signal=B:USR1@{self.lead}")  # on component 0, where the batch script runs
+            first.append(
+                f"--signal=B:USR1@{self.lead}"
+            )  # on component 0, where the batch script runs
         if after is not None:
             first.append(f"--dependency=afterany:{after}")
         server_args = self.settings.server_args
@@ -97,7 +103,11 @@ class JobPlan:
         components = self._arguments(self.server)
         for component in self.components[1:]:
             # Otherwise it would inherit component 0's --exclude.
-            reset = ["--exclude="] if self.server.options.exclude and not component.options.exclude else []
+            reset = (
+                ["--exclude="]
+                if self.server.options.exclude and not component.options.exclude
+                else []
+            )
             components += [":", *reset, *self._arguments(component)]
         return ["sbatch", *first, *components, self.batch_file, *overrides]
 
@@ -110,8 +120,16 @@ class JobPlan:
         return ["sbatch", "--test-only", *self._arguments(component), *more, "--wrap=true"]
 
     def _arguments(self, component: Component) -> list[str]:
-        output = str(self.settings.slurm_folder).replace("%", "%%") + "/%j.out"  # its folder must exist
-        both = [f"--time={self.options.time}", f"--output={output}", "--open-mode=append", "--requeue", "--export=ALL"]
+        output = (
+            str(self.settings.slurm_folder).replace("%", "%%") + "/%j.out"
+        )  # its folder must exist
+        both = [
+            f"--time={self.options.time}",
+            f"--output={output}",
+            "--open-mode=append",
+            "--requeue",
+            "--export=ALL",
+        ]
         return [*both, f"--job-name={component.job_name}", *component.requirements()]
 
 
@@ -124,7 +142,9 @@ class Request:
     warnings: list[str]
 
 
-def make_request(options: Options, environment: Mapping[str, str], repository: Path, console: Console) -> Request:
+def make_request(
+    options: Options, environment: Mapping[str, str], repository: Path, console: Console
+) -> Request:
     """Check options and configurations, and plan the job; prints the trainer's own plan if it has no faults."""
     faults: list[str] = []
 
@@ -139,15 +159,28 @@ def make_request(options: Options, environment: Mapping[str, str], repository: P
     server_cfg = composed("serve_reward_model", options.server_args)
     run_dir = _run_dir(options, actor_cfg, environment)
     # The job sets this key itself, to the absolute path.
-    actor_args = tuple(arg for arg in options.actor_args if arg.partition("=")[0].lstrip("+") != RUN_DIR_KEY)
-    is_own = options.variables.keys().isdisjoint((names.PYTHON, names.CONTAINER_IMAGE, names.SERVER_CONTAINER_IMAGE))
+    actor_args = tuple(
+        arg for arg in options.actor_args if arg.partition("=")[0].lstrip("+") != RUN_DIR_KEY
+    )
+    is_own = options.variables.keys().isdisjoint(
+        (names.PYTHON, names.CONTAINER_IMAGE, names.SERVER_CONTAINER_IMAGE)
+    )
     python = {names.PYTHON: sys.executable} if is_own else {}
-    variables = {names.RUN_DIR: str(run_dir), names.REPOSITORY: str(repository), **python, **options.variables}
+    variables = {
+        names.RUN_DIR: str(run_dir),
+        names.REPOSITORY: str(repository),
+        **python,
+        **options.variables,
+    }
     try:
-        settings = read_settings([*actor_args, SEPARATOR, *options.server_args], variables, repository)
+        settings = read_settings(
+            [*actor_args, SEPARATOR, *options.server_args], variables, repository
+        )
     except ConfigError as error:
         faults += error.faults
-        settings = Settings(run_dir, repository, actor_args=actor_args, server_args=options.server_args)
+        settings = Settings(
+            run_dir, repository, actor_args=actor_args, server_args=options.server_args
+        )
     status = read_status(run_dir)
     save_seconds = None if status is None else status.save_seconds
     lead = options.lead or default_lead(save_seconds)
@@ -161,7 +194,11 @@ def make_request(options: Options, environment: Mapping[str, str], repository: P
     OmegaConf.update(actor_cfg, RUN_DIR_KEY, str(run_dir))
     actor = examine(actor_cfg, console, here=False)
     cfg = actor.config
-    faults += [*actor.faults, *_actor_faults(cfg, options), *_gpu_faults(ACTOR, options.actor, cfg.trainer.devices)]
+    faults += [
+        *actor.faults,
+        *_actor_faults(cfg, options),
+        *_gpu_faults(ACTOR, options.actor, cfg.trainer.devices),
+    ]
     if cfg.generators == "separate":
         size = cfg.generation_tensor_parallel_size
         ranks = settings.generator_devices or size
@@ -192,7 +229,11 @@ def _run_dir(options: Options, cfg: DictConfig | None, environment: Mapping[str,
 
 
 def default_lead(save_seconds: float | None) -> int:
-    return DEFAULT_LEAD if save_seconds is None else max(LEAST_LEAD, math.ceil(2 * save_seconds) + LEAD_MARGIN)
+    return (
+        DEFAULT_LEAD
+        if save_seconds is None
+        else max(LEAST_LEAD, math.ceil(2 * save_seconds) + LEAD_MARGIN)
+    )
 
 
 def lead_faults(lead: int, seconds: int | None, save_seconds: float | None) -> Iterator[Fault]:
@@ -261,13 +302,18 @@ def _plan(
     settings: Settings,
     variables: dict[str, str],
 ) -> JobPlan | None:
-    actor_layout, server_layout = (cfg.trainer.num_nodes, cfg.trainer.devices), (server.num_nodes, server.devices)
+    actor_layout, server_layout = (
+        (cfg.trainer.num_nodes, cfg.trainer.devices),
+        (server.num_nodes, server.devices),
+    )
     if min(*actor_layout, *server_layout) < 1:
         return None  # already among the programs' own faults
     base = options.job_name or cfg.exp_manager.name
     on_gpus = cfg.trainer.precision == "bf16"  # bf16 means GPUs
 
-    def component(name: str, job: str, nodes: int, ranks: int, own: ComponentOptions, needs_gpus: bool) -> Component:
+    def component(
+        name: str, job: str, nodes: int, ranks: int, own: ComponentOptions, needs_gpus: bool
+    ) -> Component:
         cpus = int(own.cpus_per_task) if own.cpus_per_task else None
         # Generators have a task a rank, whatever starts the actor's: several may share a node.
         is_one = settings.launcher == TORCHRUN and job != "gen"
@@ -279,16 +325,23 @@ def _plan(
     nodes, ranks = server_layout[0] * settings.servers, server_layout[1]
     servers = f"reward {SERVER}{'s' if settings.servers > 1 else ''}"
     variables |= {names.ACTOR_DEVICES: str(actor_layout[1]), names.SERVER_DEVICES: str(ranks)}
-    of_server = component(servers, "rm", nodes, ranks, options.server, on_gpus and not server.serves_function)
+    of_server = component(
+        servers, "rm", nodes, ranks, options.server, on_gpus and not server.serves_function
+    )
     of_actor = component(ACTOR, ACTOR, *actor_layout, options.actor, on_gpus)
     of_generator = None
     if cfg.generators == "separate":
         size = cfg.generation_tensor_parallel_size
         ranks = settings.generator_devices or size
         variables |= {names.GENERATOR_DEVICES: str(ranks)}
-        of_generator = component(f"{GENERATOR}s", "gen", options.generator_nodes, ranks, options.generator, on_gpus)
+        of_generator = component(
+            f"{GENERATOR}s", "gen", options.generator_nodes, ranks, options.generator, on_gpus
+        )
         # The supervisor reads no YAML.
-        own = {"generators": "separate", **({"generation_tensor_parallel_size": size} if size > 1 else {})}
+        own = {
+            "generators": "separate",
+            **({"generation_tensor_parallel_size": size} if size > 1 else {}),
+        }
         settings = replace(settings, actor_args=tuple(with_missing(settings.actor_args, own)))
     return JobPlan(of_server, of_actor, options, settings, lead, variables, of_generator)
 
@@ -299,7 +352,10 @@ def _warnings(cfg: TrainConfig, options: Options, megabytes: int) -> Iterator[st
     limit = parse_memory(options.actor.mem or "0")
     if megabytes and limit and megabytes > limit:
         yield f"the actor's ranks need up to {megabytes} MB of host memory a node, and --mem gives them {limit} MB"
-    others = {ACTOR: options.actor, **({GENERATOR: options.generator} if cfg.generators == "separate" else {})}
+    others = {
+        ACTOR: options.actor,
+        **({GENERATOR: options.generator} if cfg.generators == "separate" else {}),
+    }
     for name, own in others.items():
         if options.server.mem and not own.mem:
             yield f"sbatch gives the {name} the server's --mem={options.server.mem}, since it has no --{name}-mem"

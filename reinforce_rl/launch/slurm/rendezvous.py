@@ -45,7 +45,9 @@ def read_endpoint(folder: Path, component: str) -> Endpoint | None:
     return None if values is None else Endpoint(**values)
 
 
-def wait_for_endpoint(folder: Path, component: str, seconds: float, stopped: Callable[[], bool]) -> Endpoint | None:
+def wait_for_endpoint(
+    folder: Path, component: str, seconds: float, stopped: Callable[[], bool]
+) -> Endpoint | None:
     """Wait for the endpoint of `component`; None once `stopped()` is true, ReinforceError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not stopped():
@@ -70,7 +72,9 @@ def _path(folder: Path, component: str) -> Path:
 def health_fault(server: Address) -> str | None:
     """Query /health of a reward server; return why it cannot score, or None."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=HEALTH_SECONDS)
-    deadline = threading.Timer(HEALTH_SECONDS, _hang_up, (connection,))  # HTTPConnection's timeout is for one read
+    deadline = threading.Timer(
+        HEALTH_SECONDS, _hang_up, (connection,)
+    )  # HTTPConnection's timeout is for one read
     try:
         connection.connect()
         deadline.start()

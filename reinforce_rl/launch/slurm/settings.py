@@ -25,7 +25,9 @@ SRUN, TORCHRUN = "srun", "torchrun"
 SEPARATOR = "--"
 # Keys set by the job itself.
 SERVER_KEYS = ("inference.host", "inference.port", "inference.token_file", "inference.ready_file")
-ACTOR_KEYS = tuple(f"remote_rm.reward_model.{name}" for name in ("ip", "port", "replicas", "token_file"))
+ACTOR_KEYS = tuple(
+    f"remote_rm.reward_model.{name}" for name in ("ip", "port", "replicas", "token_file")
+)
 
 
 def override_of(args: Sequence[str], key: str) -> str | None:
@@ -36,7 +38,10 @@ def override_of(args: Sequence[str], key: str) -> str | None:
 
 def with_missing(args: Sequence[str], values: Mapping[str, object]) -> list[str]:
     """Return Hydra overrides and, for each key of `values` that they do not set, one more."""
-    return [*args, *(f"{key}={value}" for key, value in values.items() if override_of(args, key) is None)]
+    return [
+        *args,
+        *(f"{key}={value}" for key, value in values.items() if override_of(args, key) is None),
+    ]
 
 
 @dataclass(frozen=True)
@@ -107,27 +112,49 @@ def _variable(meaning: str, default: str = "", parse: Callable[[str], Any] = str
 
 @dataclass(frozen=True)
 class Settings:
-    run_dir: Path = field(metadata={"of": ("", "the run's folder, which all nodes share; needed", _absolute)})
+    run_dir: Path = field(
+        metadata={"of": ("", "the run's folder, which all nodes share; needed", _absolute)}
+    )
     repository: Path
     python: str = _variable("interpreter of the tasks; else the repository's .venv, else python3")
-    launcher: str = _variable("srun: a task per rank; torchrun: a task per node", SRUN, _one_of(SRUN, TORCHRUN))
-    actor_devices: int | None = _variable("ranks a node of the actor; else component 1's tasks", parse=count_from(1))
-    server_devices: int | None = _variable("ranks a node of a server; else component 0's tasks", parse=count_from(1))
+    launcher: str = _variable(
+        "srun: a task per rank; torchrun: a task per node", SRUN, _one_of(SRUN, TORCHRUN)
+    )
+    actor_devices: int | None = _variable(
+        "ranks a node of the actor; else component 1's tasks", parse=count_from(1)
+    )
+    server_devices: int | None = _variable(
+        "ranks a node of a server; else component 0's tasks", parse=count_from(1)
+    )
     generator_devices: int | None = _variable(
         "ranks a node of generators=separate; else component 2's tasks", parse=count_from(1)
     )
-    servers: int = _variable("reward servers of one model, which share component 0's nodes", "1", count_from(1))
-    ready_seconds: float = _variable("for the servers to become healthy, model loading included", "600", _seconds)
-    grace_seconds: float = _variable("between the signal that asks a task to end and SIGKILL", "600", _seconds)
+    servers: int = _variable(
+        "reward servers of one model, which share component 0's nodes", "1", count_from(1)
+    )
+    ready_seconds: float = _variable(
+        "for the servers to become healthy, model loading included", "600", _seconds
+    )
+    grace_seconds: float = _variable(
+        "between the signal that asks a task to end and SIGKILL", "600", _seconds
+    )
     max_restarts: int = _variable("how often a job may be requeued; 0: never", "10", count_from(0))
-    generator_restarts: int = _variable("how often an attempt starts a generator that died again", "5", count_from(0))
-    restart_after_crash: str = _variable("true: requeue after a task has died", "false", _one_of("false", "true"))
+    generator_restarts: int = _variable(
+        "how often an attempt starts a generator that died again", "5", count_from(0)
+    )
+    restart_after_crash: str = _variable(
+        "true: requeue after a task has died", "false", _one_of("false", "true")
+    )
     mpi: str = _variable("for srun --mpi, such as pmix")
     container_image: str = _variable("for srun --container-image (pyxis), of all tasks")
     server_container_image: str = _variable("another image for the reward servers")
-    container_mounts: tuple[str, ...] = _variable("HOST:CONTAINER,... besides repository and run", parse=_mounts)
+    container_mounts: tuple[str, ...] = _variable(
+        "HOST:CONTAINER,... besides repository and run", parse=_mounts
+    )
     srun_args: tuple[str, ...] = _variable("further arguments for every srun", parse=_words)
-    setup: str = _variable("a shell file that every task sources first, or a shell line such as `module load cuda`")
+    setup: str = _variable(
+        "a shell file that every task sources first, or a shell line such as `module load cuda`"
+    )
     actor_args: tuple[str, ...] = ()  # Hydra overrides
     server_args: tuple[str, ...] = ()  # Hydra overrides
 
@@ -158,7 +185,9 @@ class Settings:
 
 VARIABLES = (
     *(Variable(PREFIX + f.name.upper(), *f.metadata["of"]) for f in fields(Settings) if f.metadata),
-    Variable(REPOSITORY, "", "the repository; else the folder of sbatch, else that of the batch file"),
+    Variable(
+        REPOSITORY, "", "the repository; else the folder of sbatch, else that of the batch file"
+    ),
 )
 
 
@@ -168,7 +197,9 @@ def split_arguments(argv: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
     return tuple(argv[:place]), tuple(argv[place + 1 :])
 
 
-def read_settings(argv: Sequence[str], environment: Mapping[str, str], repository: Path) -> Settings:
+def read_settings(
+    argv: Sequence[str], environment: Mapping[str, str], repository: Path
+) -> Settings:
     """Read and check the settings of a job, with all faults in a ConfigError; an empty variable counts as unset."""
     actor_args, server_args = split_arguments(argv)
     faults: list[str] = []
@@ -185,7 +216,9 @@ def read_settings(argv: Sequence[str], environment: Mapping[str, str], repositor
                     key="slurm.variable.invalid",
                 )
             )
-    settings = Settings(**values, repository=repository, actor_args=actor_args, server_args=server_args)
+    settings = Settings(
+        **values, repository=repository, actor_args=actor_args, server_args=server_args
+    )
     run_dir = environment.get(RUN_DIR, "").strip()
     if not run_dir:
         faults.append(
@@ -203,7 +236,9 @@ def read_settings(argv: Sequence[str], environment: Mapping[str, str], repositor
                 key="slurm.run_dir.set_twice",
             )
         )
-    if settings.container_mounts and not (settings.container_image or settings.server_container_image):
+    if settings.container_mounts and not (
+        settings.container_image or settings.server_container_image
+    ):
         faults.append(
             Fault(
                 f"REINFORCE_CONTAINER_MOUNTS is set, but no image is; set {CONTAINER_IMAGE} or "
@@ -211,7 +246,10 @@ def read_settings(argv: Sequence[str], environment: Mapping[str, str], repositor
                 key="slurm.container.no_image",
             )
         )
-    for whose, args, keys in (("actor", actor_args, ACTOR_KEYS), ("server", server_args, SERVER_KEYS)):
+    for whose, args, keys in (
+        ("actor", actor_args, ACTOR_KEYS),
+        ("server", server_args, SERVER_KEYS),
+    ):
         faults += [
             Fault(
                 f"'{arg}' stands among the {whose}'s arguments; expected KEY=VALUE",
@@ -260,9 +298,13 @@ class Allocation:
 def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Allocation:
     """Read the variables that Slurm sets for the batch step; ConfigError if the numbers contradict the settings."""
     kind = override_of(settings.actor_args, "generators")
-    if (size := environment.get("SLURM_HET_SIZE")) not in (("3",) if kind == "separate" else ("2", "3")):
+    if (size := environment.get("SLURM_HET_SIZE")) not in (
+        ("3",) if kind == "separate" else ("2", "3")
+    ):
         what = f"a heterogeneous job of {size} components" if size else "no heterogeneous job"
-        number, more = ("three", " : [those of the generators]") if kind == "separate" else ("two", "")
+        number, more = (
+            ("three", " : [those of the generators]") if kind == "separate" else ("two", "")
+        )
         expected = f"sbatch [OPTIONS of the reward servers] : [OPTIONS of the actor]{more} slurm/train_hetjob.sbatch"
         raise ConfigError(
             [
@@ -279,7 +321,9 @@ def read_allocation(settings: Settings, environment: Mapping[str, str]) -> Alloc
     if size == "3":
         generator = _component(2, settings.generator_devices, environment)
         text = override_of(settings.actor_args, "generation_tensor_parallel_size") or "1"
-        each = int(text) if text.isdecimal() and int(text) else 1  # the program says what is wrong with another
+        each = (
+            int(text) if text.isdecimal() and int(text) else 1
+        )  # the program says what is wrong with another
         if kind not in (None, "separate"):
             faults.append(
                 Fault(
@@ -340,6 +384,10 @@ def _component(group: int, devices: int | None, environment: Mapping[str, str]) 
         return environment.get(f"SLURM_{name}_HET_GROUP_{group}") or default
 
     # Without `--ntasks-per-node` Slurm sets only SLURM_TASKS_PER_NODE, such as 4(x2).
-    tasks = int(of("NTASKS_PER_NODE", of("TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0]))
+    tasks = int(
+        of("NTASKS_PER_NODE", of("TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0])
+    )
     cpus = int(of("CPUS_PER_TASK", "0")) or None
-    return Component(group, of("JOB_ID", ""), int(of("JOB_NUM_NODES", "1")), devices or tasks, tasks, cpus)
+    return Component(
+        group, of("JOB_ID", ""), int(of("JOB_NUM_NODES", "1")), devices or tasks, tasks, cpus
+    )

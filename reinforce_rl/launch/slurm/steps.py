@@ -16,7 +16,15 @@ from pathlib import Path
 
 from reinforce_rl.launch.slurm.outcome import TaskEnd, read_ends
 from reinforce_rl.launch.slurm.rendezvous import Endpoint, read_endpoint
-from reinforce_rl.launch.slurm.settings import ACTOR, SRUN, Allocation, Component, Settings, override_of, with_missing
+from reinforce_rl.launch.slurm.settings import (
+    ACTOR,
+    SRUN,
+    Allocation,
+    Component,
+    Settings,
+    override_of,
+    with_missing,
+)
 from reinforce_rl.utils.process import Child
 
 CALL_SECONDS = 30.0
@@ -26,7 +34,9 @@ KILL_SECONDS = 60.0  # from SIGKILL of a step to SIGKILL of its srun
 STALE_POLL_SECONDS = 1.0
 KILLED = 128 + signal.SIGKILL
 OUR_STEPS = re.compile(rf"{ACTOR}|rm-\d+|gen-\d+(\.\d+)?")
-LOST_REASON = "it left no record: its wrapper was killed, its node is gone, or the run's folder is full"
+LOST_REASON = (
+    "it left no record: its wrapper was killed, its node is gone, or the run's folder is full"
+)
 # Not `python -m`: a container image may override PYTHONPATH.
 START_TASK = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -36,9 +46,20 @@ START_TASK = (
 # Without them a step gets all resources of its component on its nodes; ranks select GPUs by LOCAL_RANK.
 FOREIGN_OPTIONS = (
     *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
-    *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"),
+    *(
+        "SLURM_GPUS",
+        "SLURM_GPUS_PER_NODE",
+        "SLURM_GPUS_PER_SOCKET",
+        "SLURM_GPUS_PER_TASK",
+        "SLURM_GPU_BIND",
+    ),
     *("SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU", "SLURM_TRES_PER_TASK", "SLURM_DISTRIBUTION"),
-    *("SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_CORE"),
+    *(
+        "SLURM_NTASKS_PER_NODE",
+        "SLURM_NTASKS_PER_GPU",
+        "SLURM_NTASKS_PER_SOCKET",
+        "SLURM_NTASKS_PER_CORE",
+    ),
 )
 
 
@@ -120,7 +141,9 @@ class StepPlan:
     image: str  # of the container; empty for none
     peers: tuple[str, ...]  # a node of the other component
     listens: bool = False  # for generators, at its first task's address
-    first_local: int | None = None  # of a generator, which may share its node: rank there of its first task
+    first_local: int | None = (
+        None  # of a generator, which may share its node: rank there of its first task
+    )
 
     @property
     def num_nodes(self) -> int:
@@ -132,14 +155,25 @@ class StepPlan:
 
 
 def server_plan(
-    settings: Settings, allocation: Allocation, number: int, nodes: Sequence[str], folder: Path, peers: Sequence[str]
+    settings: Settings,
+    allocation: Allocation,
+    number: int,
+    nodes: Sequence[str],
+    folder: Path,
+    peers: Sequence[str],
 ) -> StepPlan:
     """Plan the step of reward server `number` on its share of component 0's `nodes`."""
     server, each = allocation.server, len(nodes) // settings.servers
-    own = {"inference.token_file": settings.token_file, "inference.ready_file": folder / f"ready-{number}.json"}
+    own = {
+        "inference.token_file": settings.token_file,
+        "inference.ready_file": folder / f"ready-{number}.json",
+    }
     own |= {"num_nodes": each, "devices": server.devices}
     mine = tuple(nodes[number * each : (number + 1) * each]) if settings.servers > 1 else ()
-    program = (*settings.program("serve_reward_model", "serve"), *with_missing(settings.server_args, own))
+    program = (
+        *settings.program("serve_reward_model", "serve"),
+        *with_missing(settings.server_args, own),
+    )
     image = settings.server_container_image or settings.container_image
     tasks = server.devices if settings.launcher == SRUN else 1
     return StepPlan(f"rm-{number}", server, mine, tasks, program, True, image, tuple(peers))
@@ -150,7 +184,10 @@ def actor_plan(
 ) -> StepPlan:
     """Plan the actor's step, with the servers' addresses."""
     actor = allocation.actor
-    program = (*settings.program("train_reinforce_actor", "train"), *_actor_args(settings, allocation, servers))
+    program = (
+        *settings.program("train_reinforce_actor", "train"),
+        *_actor_args(settings, allocation, servers),
+    )
     tasks = actor.devices if settings.launcher == SRUN else 1
     listens, image = allocation.generator is not None, settings.container_image
     return StepPlan(ACTOR, actor, (), tasks, program, False, image, tuple(peers), listens=listens)
@@ -183,14 +220,20 @@ def generator_plan(
     )
 
 
-def _actor_args(settings: Settings, allocation: Allocation, servers: Sequence[Endpoint]) -> list[str]:
+def _actor_args(
+    settings: Settings, allocation: Allocation, servers: Sequence[Endpoint]
+) -> list[str]:
     actor = allocation.actor
     first, *others = servers
     own: dict[str, object] = {"trainer.num_nodes": actor.nodes, "trainer.devices": actor.devices}
     if allocation.generator is not None:
         own |= {"placement": "disaggregated", "generators": "separate"}
     own["exp_manager.explicit_log_dir"] = settings.run_dir
-    server: dict[str, object] = {"ip": first.address, "port": first.http_port, "token_file": settings.token_file}
+    server: dict[str, object] = {
+        "ip": first.address,
+        "port": first.http_port,
+        "token_file": settings.token_file,
+    }
     if others:
         server["replicas"] = f"[{','.join(str(other.http) for other in others)}]"
     if (name := override_of(settings.server_args, "inference.name")) is not None:
@@ -203,7 +246,11 @@ def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
     """Return the srun command of a step; `folder` is the attempt's."""
     component = plan.component
     line = ["srun", f"--job-name={plan.name}", f"--het-group={component.group}"]
-    line += [f"--nodes={plan.num_nodes}", f"--ntasks={plan.tasks}", f"--ntasks-per-node={plan.tasks_per_node}"]
+    line += [
+        f"--nodes={plan.num_nodes}",
+        f"--ntasks={plan.tasks}",
+        f"--ntasks-per-node={plan.tasks_per_node}",
+    ]
     is_generator = plan.first_local is not None
     if is_generator:
         line.append("--overlap")
@@ -212,7 +259,12 @@ def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
     if component.cpus_per_task is not None:  # srun does not inherit it from the job
         cpus = component.cpus_per_task * max(1, component.tasks_per_node // plan.tasks_per_node)
         line.append(f"--cpus-per-task={cpus}")
-    line += ["--kill-on-bad-exit=1", "--export=ALL", "--label", f"--output={folder / plan.name}.log"]
+    line += [
+        "--kill-on-bad-exit=1",
+        "--export=ALL",
+        "--label",
+        f"--output={folder / plan.name}.log",
+    ]
     if settings.mpi:
         line.append(f"--mpi={settings.mpi}")
     if plan.image:
@@ -228,7 +280,14 @@ def srun_line(settings: Settings, plan: StepPlan, folder: Path) -> list[str]:
     task |= {"peers": plan.peers, "serves": plan.serves, "script": plan.program}
     task |= {"listens": True} if plan.listens else {}
     task |= {"first_local": plan.first_local} if is_generator else {}
-    return [*line, settings.interpreter(plan.image), "-c", START_TASK, str(settings.repository), json.dumps(task)]
+    return [
+        *line,
+        settings.interpreter(plan.image),
+        "-c",
+        START_TASK,
+        str(settings.repository),
+        json.dumps(task),
+    ]
 
 
 def _with_setup(setup: str) -> str:
@@ -245,7 +304,12 @@ class Step:
     """A running `srun`; Slurm's variables for component 0 alone are left out of its `env`."""
 
     def __init__(
-        self, plan: StepPlan, line: Sequence[str], env: Mapping[str, str], folder: Path, log: Callable[[str], None]
+        self,
+        plan: StepPlan,
+        line: Sequence[str],
+        env: Mapping[str, str],
+        folder: Path,
+        log: Callable[[str], None],
     ):
         self.plan = plan
         self.name = plan.name
@@ -253,7 +317,9 @@ class Step:
         self._folder = folder
         self._log = log
         env = {name: value for name, value in env.items() if name not in FOREIGN_OPTIONS}
-        self._srun = Child(line, own_session=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
+        self._srun = Child(
+            line, own_session=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env
+        )
         self._reader = threading.Thread(target=self._read_messages, daemon=True)
         self._reader.start()
 
@@ -264,7 +330,10 @@ class Step:
     @property
     def failed_node(self) -> str:
         """Return the node whose failure srun reports; empty for none."""
-        found = (re.search(r"error: Node failure on (\S+)", message) for _, message in list(self._messages))
+        found = (
+            re.search(r"error: Node failure on (\S+)", message)
+            for _, message in list(self._messages)
+        )
         return next((match[1] for match in found if match), "")
 
     def _read_messages(self) -> None:
@@ -279,7 +348,11 @@ class Step:
         """Signal every process of the step; return False if it must be retried."""
         job_id = self.plan.component.job_id
         try:
-            found = [] if self.has_ended else [step for step, name in steps(job_id).items() if name == self.name]
+            found = (
+                []
+                if self.has_ended
+                else [step for step, name in steps(job_id).items() if name == self.name]
+            )
             for step in found:
                 signal_step(step, number)
             return bool(found)
@@ -315,7 +388,9 @@ class Step:
     def lost(self) -> list[TaskEnd]:
         """Return tasks without a recorded end, after the step failed."""
         known = {end.task for end in self.ends()}
-        if not self._srun.exit_code or (not known and read_endpoint(self._folder, self.name) is None):
+        if not self._srun.exit_code or (
+            not known and read_endpoint(self._folder, self.name) is None
+        ):
             return []  # it did not fail, or nothing was started
         found = (self._lost_task(task) for task in range(self.plan.tasks) if task not in known)
         return sorted(found, key=lambda end: end.time)
@@ -325,10 +400,14 @@ class Step:
         ranks = str(task) if each == 1 else f"{task * each}-{(task + 1) * each - 1}"
         # srun: error: act1: task 2: Killed        srun: error: act0: tasks 0-1: Exited with exit code 1
         for when, message in self._messages:
-            found = re.search(r"error: (\S+): tasks? ([\d,-]+): (?:Exited with exit code (\d+))?", message)
+            found = re.search(
+                r"error: (\S+): tasks? ([\d,-]+): (?:Exited with exit code (\d+))?", message
+            )
             spans = [span.split("-") for span in found[2].split(",")] if found else []
             if found and any(int(span[0]) <= task <= int(span[-1]) for span in spans):
-                return TaskEnd(self.name, task, ranks, found[1], int(found[3] or KILLED), when, LOST_REASON)
+                return TaskEnd(
+                    self.name, task, ranks, found[1], int(found[3] or KILLED), when, LOST_REASON
+                )
         return TaskEnd(self.name, task, ranks, "an unknown node", KILLED, time.time(), LOST_REASON)
 
 
@@ -339,17 +418,29 @@ def end_stale_steps(job_ids: Sequence[str], seconds: float, log: Callable[[str],
     the next attempt needs, and holds the cores that its srun would wait for.
     """
     left = ""
-    for number, limit, how in ((signal.SIGTERM, seconds, "asked to end"), (signal.SIGKILL, KILL_SECONDS, "killed")):
+    for number, limit, how in (
+        (signal.SIGTERM, seconds, "asked to end"),
+        (signal.SIGKILL, KILL_SECONDS, "killed"),
+    ):
         deadline = time.monotonic() + limit
         signalled: set[str] = set()
         while True:
             try:
-                found = {s: name for job in job_ids for s, name in steps(job).items() if OUR_STEPS.fullmatch(name)}
+                found = {
+                    s: name
+                    for job in job_ids
+                    for s, name in steps(job).items()
+                    if OUR_STEPS.fullmatch(name)
+                }
                 for step in sorted(found.keys() - signalled):
                     signal_step(step, number)
                     signalled.add(step)
-                    log(f"{found[step]} of an earlier attempt still runs, as step {step}; it is {how}")
-                left = ", ".join(f"step {step} ({name}) of an earlier attempt" for step, name in found.items())
+                    log(
+                        f"{found[step]} of an earlier attempt still runs, as step {step}; it is {how}"
+                    )
+                left = ", ".join(
+                    f"step {step} ({name}) of an earlier attempt" for step, name in found.items()
+                )
             except SlurmCallError as error:
                 left = f"what an earlier attempt may have left: {error}"
             if not left:

@@ -51,7 +51,11 @@ def main(argv: Sequence[str], console: Console | None = None) -> int:
     request = make_request(options, os.environ, REPOSITORY, console)
     plan = request.plan
     foreign = ("SLURM_", "PMI_", "PMIX_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign) or k in KEPT_SLURM_VARIABLES}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(foreign) or k in KEPT_SLURM_VARIABLES
+    }
     environment = {} if plan is None else {**kept, **plan.variables}
     cluster = ask_cluster(request.run_dir, plan, request.actor_megabytes, environment)
     if plan is not None:
@@ -94,7 +98,9 @@ class Answer:
     unchecked: list[str] = field(default_factory=list)  # what could not be checked, and why
 
 
-def ask_cluster(run_dir: Path, plan: JobPlan | None, actor_megabytes: int, environment: Mapping[str, str]) -> Answer:
+def ask_cluster(
+    run_dir: Path, plan: JobPlan | None, actor_megabytes: int, environment: Mapping[str, str]
+) -> Answer:
     """Check a job against the queue and the cluster; without a plan, the queue only.
 
     `actor_megabytes` of host memory is what an actor node needs, 0 if unknown; `environment` is sbatch's.
@@ -145,7 +151,14 @@ def queue_faults(run_dir: Path) -> Iterator[str]:
     if not names:
         return
     try:
-        text = call(["squeue", "--noheader", f"--jobs={','.join(list(names)[-LAST_JOBS:])}", "--format=%i|%A|%T|%j"])
+        text = call(
+            [
+                "squeue",
+                "--noheader",
+                f"--jobs={','.join(list(names)[-LAST_JOBS:])}",
+                "--format=%i|%A|%T|%j",
+            ]
+        )
     except SlurmCallError as error:
         if "Invalid job id" in error.said:  # a single job that ended long ago
             return
@@ -173,14 +186,18 @@ def partition_faults(plan: JobPlan, sinfo: str) -> Iterator[str]:
             name, available, limit = line.strip().split("|")
             most = parse_time("UNLIMITED" if limit == "n/a" else limit)
         except ValueError as error:
-            raise SlurmCallError(PARTITIONS, f"printed {line!r}; expected NAME|STATE|LIMIT") from error
+            raise SlurmCallError(
+                PARTITIONS, f"printed {line!r}; expected NAME|STATE|LIMIT"
+            ) from error
         if name.endswith("*"):
             name = default = name[:-1]
         reasons[name] = ""
         if available != "up":
             reasons[name] = f"partition {name} is not up"
         elif most is not None and (plan.options.seconds is None or plan.options.seconds > most):
-            reasons[name] = f"partition {name} allows {most} s, the job asks for {plan.options.seconds or 'no limit'}"
+            reasons[name] = (
+                f"partition {name} allows {most} s, the job asks for {plan.options.seconds or 'no limit'}"
+            )
     for component in plan.components:
         wanted = (component.options.partition or default).split(",")
         unknown = [name for name in wanted if name not in reasons]
@@ -206,9 +223,14 @@ def partition_faults(plan: JobPlan, sinfo: str) -> Iterator[str]:
 
 def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None:
     """Run `sbatch --test-only` for each component, the job, and each component without the others' nodes."""
-    tested = {component.name: _test_only(plan.test_command(component), environment) for component in plan.components}
+    tested = {
+        component.name: _test_only(plan.test_command(component), environment)
+        for component in plan.components
+    }
     refused = {
-        f"the component of the {component.name} ({' '.join(component.requirements())})": tested[component.name][1]
+        f"the component of the {component.name} ({' '.join(component.requirements())})": tested[
+            component.name
+        ][1]
         for component in plan.components
     }
     if not any(refused.values()):
@@ -228,20 +250,30 @@ def _test(plan: JobPlan, environment: Mapping[str, str], answer: Answer) -> None
     answer.starts = tuple(start for start, _ in tested.values())
     starts = [start for start in answer.starts if start is not None]
     if len(starts) < len(answer.starts):
-        answer.warnings.append("whether the components fit together is not known: sbatch --test-only names no nodes")
+        answer.warnings.append(
+            "whether the components fit together is not known: sbatch --test-only names no nodes"
+        )
         return
     for place, (first, second) in enumerate(itertools.pairwise(plan.components)):
         before = ",".join(start.nodes for start in starts[: place + 1])
         _, refusal = _test_only(plan.test_command(second, exclude=before), environment)
         if refusal:
             answer.faults.append(
-                _do_not_fit(plan, first, second, before, starts[place + 1].nodes, refusal, environment)
+                _do_not_fit(
+                    plan, first, second, before, starts[place + 1].nodes, refusal, environment
+                )
             )
             return
 
 
 def _do_not_fit(
-    plan: JobPlan, first: Component, second: Component, before: str, after: str, refusal: str, env: Mapping[str, str]
+    plan: JobPlan,
+    first: Component,
+    second: Component,
+    before: str,
+    after: str,
+    refusal: str,
+    env: Mapping[str, str],
 ) -> Fault:
     """Say why `second` cannot be there with what is before it, of which `first` is the last."""
     alone = f"alone, the {first.name} would get {before} and the {second.name} {after}"
@@ -279,17 +311,25 @@ def _memory_warnings(nodes: str, megabytes: int) -> list[str]:
     except (SlurmCallError, ValueError) as error:
         return [f"the memory of {nodes} is not known: {error}"]
     needed = f"the actor's ranks need up to {megabytes} MB of host memory a node"
-    return [f"{needed}, and of {nodes} there are nodes with {there} MB"] if megabytes > there else []
+    return (
+        [f"{needed}, and of {nodes} there are nodes with {there} MB"] if megabytes > there else []
+    )
 
 
-def _submit(plan: JobPlan, environment: Mapping[str, str], console: Console, errors: Console) -> int:
+def _submit(
+    plan: JobPlan, environment: Mapping[str, str], console: Console, errors: Console
+) -> int:
     jobs: list[str] = []
     fault = None
     run_dir, folder, chain = plan.settings.run_dir, plan.settings.slurm_folder, plan.options.chain
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for _ in range(chain):
-            out = call(plan.command(after=jobs[-1] if jobs else None), seconds=SUBMIT_SECONDS, env=environment)
+            out = call(
+                plan.command(after=jobs[-1] if jobs else None),
+                seconds=SUBMIT_SECONDS,
+                env=environment,
+            )
             jobs.append(out.strip().split(";")[0])  # ID;CLUSTER with several clusters
             line = {"job": jobs[-1], "name": plan.server.job_name, "time": time.time()}
             with (folder / SUBMITTED_FILE).open("a", encoding="utf-8") as file:
@@ -318,13 +358,22 @@ def _submit(plan: JobPlan, environment: Mapping[str, str], console: Console, err
 def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -> None:
     """Print components, times and folders; `starts` are Slurm's estimates, None if unknown."""
     all_of_them, options, settings = plan.components, plan.options, plan.settings
-    places = [f"{start.time} on {start.nodes}" if start else "not known" for start in starts[: len(all_of_them)]]
+    places = [
+        f"{start.time} on {start.nodes}" if start else "not known"
+        for start in starts[: len(all_of_them)]
+    ]
     components = [
         ("", *(f"{number}: {c.name}" for number, c in enumerate(all_of_them))),
         ("name", *(c.job_name for c in all_of_them)),
         ("partition", *(c.options.partition or "the default one" for c in all_of_them)),
         ("nodes", *(str(c.nodes) for c in all_of_them)),
-        ("ranks", *(f"{c.nodes} x {c.ranks_per_node} = {c.nodes * c.ranks_per_node}" for c in all_of_them)),
+        (
+            "ranks",
+            *(
+                f"{c.nodes} x {c.ranks_per_node} = {c.nodes * c.ranks_per_node}"
+                for c in all_of_them
+            ),
+        ),
         ("tasks a node", *(str(c.tasks_per_node) for c in all_of_them)),
         ("CPUs a node", *(str(c.tasks_per_node * (c.cpus_per_task or 1)) for c in all_of_them)),
         ("GPUs a node", *(c.gpus or "none" for c in all_of_them)),
@@ -333,10 +382,19 @@ def print_job(console: Console, plan: JobPlan, starts: Sequence[Start | None]) -
     is_limited = options.seconds is not None
     rows = [
         ("time", f"{options.time} = {options.seconds} s" if is_limited else options.time),
-        ("signal to save", f"{plan.lead} s before the limit" if is_limited else "none: there is no limit"),
-        ("jobs", "1" if options.chain == 1 else f"{options.chain}, each after the end of the one before"),
+        (
+            "signal to save",
+            f"{plan.lead} s before the limit" if is_limited else "none: there is no limit",
+        ),
+        (
+            "jobs",
+            "1" if options.chain == 1 else f"{options.chain}, each after the end of the one before",
+        ),
         ("run", str(settings.run_dir)),
-        ("output", f"{settings.slurm_folder}/JOBID.out, of tasks {settings.slurm_folder}/JOBID-RESTART/"),
+        (
+            "output",
+            f"{settings.slurm_folder}/JOBID.out, of tasks {settings.slurm_folder}/JOBID-RESTART/",
+        ),
         *((name, value) for name, value in plan.variables.items() if name not in PLANNED),
     ]
     print_rows(console, "Components", components)

@@ -44,7 +44,9 @@ class Task:
     nodes: int  # number of nodes
     serves: bool = False  # it is a reward server, which needs an HTTP port
     listens: bool = False  # for generators, at its first task's address
-    first_local: int | None = None  # of a generator, which may share its node: rank there of its first task
+    first_local: int | None = (
+        None  # of a generator, which may share its node: rank there of its first task
+    )
     seconds: float = 0.0  # for the first task to publish its endpoint
     peers: Sequence[str] = ()  # names of other nodes
     script: Sequence[str] = ()  # arguments of Python: a file, or -m and a name, and what follows
@@ -56,14 +58,23 @@ class Task:
         return f"{self.node * self.devices}-{(self.node + 1) * self.devices - 1}"
 
     def end(self, code: int, reason: str = "") -> TaskEnd:
-        return TaskEnd(self.component, self.number, self.ranks, socket.gethostname(), code, time.time(), reason)
+        return TaskEnd(
+            self.component, self.number, self.ranks, socket.gethostname(), code, time.time(), reason
+        )
 
 
 def command_of(task: Task, first: Endpoint) -> list[str]:
     """Return the command of the task's program; `first` is the endpoint of the component's first task."""
     command = [sys.executable]
     if task.launcher == TORCHRUN:
-        command += ["-m", "reinforce_rl.utils.ranks", "--nnodes", str(task.nodes), "--node-rank", str(task.node)]
+        command += [
+            "-m",
+            "reinforce_rl.utils.ranks",
+            "--nnodes",
+            str(task.nodes),
+            "--node-rank",
+            str(task.node),
+        ]
         command += ["--nproc-per-node", str(task.devices)]
         command += ["--master-addr", first.address, "--master-port", str(first.rank_port)]
     command += task.script
@@ -77,9 +88,15 @@ def command_of(task: Task, first: Endpoint) -> list[str]:
 def environment_of(task: Task, first: Endpoint, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the program's environment; without torchrun, including the variables that torchrun would set."""
     cpus = environment.get("SLURM_CPUS_PER_TASK", "1")
-    result = {"OMP_NUM_THREADS": cpus if task.launcher == SRUN else "1", "GOMP_SPINCOUNT": "0", **environment}
+    result = {
+        "OMP_NUM_THREADS": cpus if task.launcher == SRUN else "1",
+        "GOMP_SPINCOUNT": "0",
+        **environment,
+    }
     result["PYTHONUNBUFFERED"] = "1"
-    result["PYTHONPATH"] = os.pathsep.join(filter(None, [task.repository, environment.get("PYTHONPATH", "")]))
+    result["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [task.repository, environment.get("PYTHONPATH", "")])
+    )
     if task.launcher == SRUN:
         place = JobRank(
             rank=task.number,
@@ -127,13 +144,19 @@ def run(task: Task) -> tuple[TaskEnd, bool]:
     adopt_orphans()
     with contextlib.ExitStack() as held:
         if task.number:
-            first = wait_for_endpoint(task.folder, task.component, task.seconds, lambda: stop.number is not None)
+            first = wait_for_endpoint(
+                task.folder, task.component, task.seconds, lambda: stop.number is not None
+            )
         else:
-            ports = held.enter_context(claim_ports(2 if task.serves else 1, f"{task.folder.name} {task.component}"))
+            ports = held.enter_context(
+                claim_ports(2 if task.serves else 1, f"{task.folder.name} {task.component}")
+            )
             first = Endpoint(socket.gethostname(), own_address(task.peers), *ports)
             publish(task.folder, task.component, first)
         if first is None or stop.number is not None:
-            return task.end(128 + (stop.number or signal.SIGTERM), "stopped before the program began"), True
+            return task.end(
+                128 + (stop.number or signal.SIGTERM), "stopped before the program began"
+            ), True
         # The program must not outlive a killed wrapper: other ranks would wait for it. Others than the actor ignore
         # SIGUSR1: Slurm signals every process, and it is meant for the actor.
         child = Child(
@@ -181,7 +204,12 @@ def _children() -> list[int]:
 
 def main(text: str) -> int:
     """Run the task whose fields, but for its place in the step, are this JSON; return the exit code for srun."""
-    slurm = {"number": "PROCID", "local_number": "LOCALID", "node": "NODEID", "nodes": "STEP_NUM_NODES"}
+    slurm = {
+        "number": "PROCID",
+        "local_number": "LOCALID",
+        "node": "NODEID",
+        "nodes": "STEP_NUM_NODES",
+    }
     place = {name: int(os.environ[f"SLURM_{variable}"]) for name, variable in slurm.items()}
     given = json.loads(text)
     task = Task(**given | place | {"folder": Path(given["folder"])})

@@ -22,7 +22,17 @@ import torch
 
 _MEGATRON = "megatron.core"
 _CPU = torch.device("cpu")
-_FACTORIES = ("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "ones", "ones_like")
+_FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "ones",
+    "ones_like",
+)
 _FACTORIES += ("rand", "randint", "randn", "tensor", "zeros", "zeros_like")
 
 
@@ -62,7 +72,9 @@ def _on_cpu(factory: Any) -> Any:
 
 def _facade_of(module: types.ModuleType, replacements: dict[str, Any]) -> types.ModuleType:
     facade = types.ModuleType(module.__name__)
-    facade.__dict__.update({k: v for k, v in vars(module).items() if k != "__name__"} | replacements)
+    facade.__dict__.update(
+        {k: v for k, v in vars(module).items() if k != "__name__"} | replacements
+    )
     return facade
 
 

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -54,7 +58,9 @@ def _look_up(embedding: Any, is_shared: bool, tokens: Tensor) -> Tensor:
     rows = rows * mine[..., None]
     if embedding.reduce_scatter_embeddings:
         shares = rows.transpose(0, 1).contiguous()
-        return tensor_parallel.reduce_scatter_to_sequence_parallel_region(shares, group=embedding.tp_group)
+        return tensor_parallel.reduce_scatter_to_sequence_parallel_region(
+            shares, group=embedding.tp_group
+        )
     return tensor_parallel.reduce_from_tensor_model_parallel_region(rows, group=embedding.tp_group)
 
 

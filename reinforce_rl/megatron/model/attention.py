@@ -91,15 +91,23 @@ def flash_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> boo
     return device.type == "cuda" and low_precision and head_size <= 256 and head_size % 8 == 0
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+) -> Tensor:
     """Compute causal attention with the last query aligned to the last key.
 
     query [b, h, s, d], key and value [b, g, t, d] with t >= s, to [b, h, s, d].
     """
     if window is None or key.shape[2] <= window:
         # `is_causal` aligns the first query and key; this aligns the last, as torch's `causal_lower_right` does.
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scale)[0]
-    batch, lengths, kind = len(query), [query.shape[2], key.shape[2]], {"dtype": torch.int32, "device": query.device}
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, True, scale=scale
+        )[0]
+    batch, lengths, kind = (
+        len(query),
+        [query.shape[2], key.shape[2]],
+        {"dtype": torch.int32, "device": query.device},
+    )
     starts = [torch.arange(0, batch * length + 1, length, **kind) for length in lengths]
     query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     out = flash_attention_of_sequences(query, key, value, starts, lengths, scale, window)
@@ -139,18 +147,26 @@ def causal_attention(
     if window is None or length <= window:  # torch's kernels are faster without a mask
         return _attention(query, key, value, scale, is_causal=True)
     positions = torch.arange(length, device=query.device)
-    return masked_attention(query, key, value, visible(positions[:, None], positions[None, :], window), scale)
+    return masked_attention(
+        query, key, value, visible(positions[:, None], positions[None, :], window), scale
+    )
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
+) -> Tensor:
     """Compute grouped attention under a bool mask broadcastable to [b, 1, s, t]; shapes as `flash_attention`."""
     return _attention(query, key, value, scale, attn_mask=mask)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, **options: Any) -> Tensor:
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, **options: Any
+) -> Tensor:
     repeats = query.shape[1] // key.shape[1]
     if query.device.type == "cpu":
-        return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=repeats > 1, **options)
+        return F.scaled_dot_product_attention(
+            query, key, value, scale=scale, enable_gqa=repeats > 1, **options
+        )
     # The memory-efficient kernel lacks grouped keys; enable_gqa would fall back to unfused code.
     key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
@@ -158,7 +174,12 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, *
 
 
 def causal_attention_of_share(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, group: dist.ProcessGroup
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    window: int | None,
+    group: dist.ProcessGroup,
 ) -> Tensor:
     """Compute `causal_attention` at this rank's `zigzag_positions`; a collective call, also in the backward pass.
 
@@ -169,7 +190,9 @@ def causal_attention_of_share(
     flash = flash_takes(query.device, query.dtype, query.shape[3])
     others = None if flash else torch.arange(keys.shape[2], device=query.device)
     parts = []
-    for queries, end in zip(query.chunk(2, dim=2), chunk_ends(keys.shape[2], group.size(), group.rank()), strict=True):
+    for queries, end in zip(
+        query.chunk(2, dim=2), chunk_ends(keys.shape[2], group.size(), group.rank()), strict=True
+    ):
         seen = keys[:, :, :end], values[:, :, :end]
         if others is None:
             parts.append(flash_attention(queries, *seen, scale, window))
@@ -188,7 +211,12 @@ class CoreAttention(torch.nn.Module):
     """Core attention for megatron's layer spec, on torch's kernels; arguments are megatron's."""
 
     def __init__(
-        self, config: Any, layer_number: int, pg_collection: Any, softmax_scale: float | None = None, **_: Any
+        self,
+        config: Any,
+        layer_number: int,
+        pg_collection: Any,
+        softmax_scale: float | None = None,
+        **_: Any,
     ):
         super().__init__()
         if config.attention_dropout:
@@ -203,7 +231,13 @@ class CoreAttention(torch.nn.Module):
         self._cp_group: dist.ProcessGroup = pg_collection.cp
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, packed_seq_params: Any = None, **_: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        packed_seq_params: Any = None,
+        **_: Any,
     ) -> Tensor:
         """query [s, b, h, d], key and value [s, b, g, d] to [s, b, h * d].
 

@@ -47,7 +47,9 @@ class _Cache:
         self._sizes, self._device, self._window = sizes, sizes.device, sizes.window
         self._reading: Tensor | None = None  # slots, in a pass over prompts
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
+    ) -> Tensor:
         """Store this pass's keys and values and attend over all stored ones; `scale` None is 1 / sqrt(d).
 
         query [b, h, s, d], key and value [b, g, s, d] to [b, h, s, d]. `layer` is the global number, from 0.
@@ -58,7 +60,9 @@ class _Cache:
         rows, heads, _, head_size = query.shape
         # One query a row: use a group's heads as the sequence axis, so keys are read once a group.
         queries = query.reshape(rows, key.shape[1], -1, head_size) * (scale or head_size**-0.5)
-        return self.step(layer, queries, torch.cat((key, value), dim=2)).view(rows, heads, 1, head_size)
+        return self.step(layer, queries, torch.cat((key, value), dim=2)).view(
+            rows, heads, 1, head_size
+        )
 
     def step(self, layer: int, queries: Tensor, new: Tensor) -> Tensor:
         """Attend with a token per row: scaled queries [R, g, n, d], new keys, values [R, g, 2, d], to [R, g, n, d]."""
@@ -73,7 +77,18 @@ class KVCache(_Cache):
 
     def __init__(self, sizes: CacheSizes):
         super().__init__(sizes)
-        layers, prompts, prompt_tokens, rows, response_tokens, groups, head_size, dtype, device, _ = sizes
+        (
+            layers,
+            prompts,
+            prompt_tokens,
+            rows,
+            response_tokens,
+            groups,
+            head_size,
+            dtype,
+            device,
+            _,
+        ) = sizes
         # Zeros: unwritten values get weight 0, so they must be finite.
         shape = (len(layers), 2, prompts, groups, prompt_tokens, head_size)
         self._prompts = torch.zeros(shape, dtype=dtype, device=device)
@@ -110,14 +125,22 @@ class KVCache(_Cache):
     def at(self, prompt_lengths: Tensor, written: Tensor, used: int) -> None:
         """Prepare a pass over one token per row, after int64 [R] stored ones, whose largest plus one is `used`."""
         self._reading = None
-        prompt_tokens, (all_rows, groups, response_tokens) = self._prompts.shape[4], self._responses.shape[2:5]
+        prompt_tokens, (all_rows, groups, response_tokens) = (
+            self._prompts.shape[4],
+            self._responses.shape[2:5],
+        )
         of_group = torch.arange(self._rows * groups, device=self._device).view(-1, groups, 1)
         of_kind = torch.arange(2, device=self._device) * (all_rows * groups)
-        self._write_at = ((of_group + of_kind) * response_tokens + written[:, None, None]).flatten()  # [R * g * 2]
+        self._write_at = (
+            (of_group + of_kind) * response_tokens + written[:, None, None]
+        ).flatten()  # [R * g * 2]
         keys, values = self._responses[:, :, : self._rows, :, :used].flatten(2, 3).unbind(1)
         self._own_keys, self._own_values = keys.transpose(-1, -2).unbind(), values.unbind()
         positions = torch.arange(max(prompt_tokens, used), device=self._device)[None, :]
-        seen = [positions[:, :prompt_tokens] < prompt_lengths[:, None], positions[:, :used] <= written[:, None]]
+        seen = [
+            positions[:, :prompt_tokens] < prompt_lengths[:, None],
+            positions[:, :used] <= written[:, None],
+        ]
         if self._window is not None:
             first = written[:, None] - self._window + 1
             seen[0] = seen[0] & (positions[:, :prompt_tokens] >= first + prompt_lengths[:, None])
@@ -144,7 +167,9 @@ class KVCache(_Cache):
         weights = scores.softmax(dim=-1).to(new.dtype)
         of_prompts, own = weights.split((of_prompts.shape[-1], own.shape[-1]), dim=-1)
         out = torch.bmm(own.flatten(0, 1), self._own_values[at]).view(queries.shape)
-        return out.add_(self._to_rows(torch.bmm(self._to_cells(of_prompts), self._prompt_values[at])))
+        return out.add_(
+            self._to_rows(torch.bmm(self._to_cells(of_prompts), self._prompt_values[at]))
+        )
 
     def _to_cells(self, values: Tensor) -> Tensor:
         """[R, g, h / g, x] to [P * g, W * h / g, x]: the rows of a prompt side by side."""
@@ -154,7 +179,12 @@ class KVCache(_Cache):
 
     def _to_rows(self, values: Tensor) -> Tensor:
         groups = self._responses.shape[3]
-        cells = values.unflatten(0, (-1, groups)).unflatten(2, (self._width, -1)).transpose(1, 2).flatten(0, 1)
+        cells = (
+            values.unflatten(0, (-1, groups))
+            .unflatten(2, (self._width, -1))
+            .transpose(1, 2)
+            .flatten(0, 1)
+        )
         return cells if self._in_place else cells.index_select(0, self._cell_of_row)
 
 
@@ -192,9 +222,22 @@ class FlashCache(_Cache):
 
     def __init__(self, sizes: CacheSizes):
         super().__init__(sizes)
-        layers, prompts, prompt_tokens, rows, response_tokens, groups, head_size, dtype, device, _ = sizes
+        (
+            layers,
+            prompts,
+            prompt_tokens,
+            rows,
+            response_tokens,
+            groups,
+            head_size,
+            dtype,
+            device,
+            _,
+        ) = sizes
         self.spare = prompts * prompt_tokens + rows * response_tokens
-        self._pool = torch.zeros((len(layers), self.spare + 1, groups, 2, head_size), dtype=dtype, device=device)
+        self._pool = torch.zeros(
+            (len(layers), self.spare + 1, groups, 2, head_size), dtype=dtype, device=device
+        )
         # Of each layer the whole [tokens, g, 2, d], its keys and its values.
         self._layers = [(layer, *layer.unbind(2)) for layer in self._pool.unbind()]
         firsts = [*range(0, prompts * prompt_tokens, prompt_tokens), self.spare]
@@ -209,7 +252,9 @@ class FlashCache(_Cache):
     def read(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Prepare a pass over right-padded prompts of these lengths, which fills these slots."""
         self._reading = torch.tensor(slots, device=self._device)
-        self._prompt_lengths[self._reading] = torch.tensor(lengths, dtype=torch.int32, device=self._device)
+        self._prompt_lengths[self._reading] = torch.tensor(
+            lengths, dtype=torch.int32, device=self._device
+        )
 
     def at(self, starts: Tensor, written: Tensor, rows_of_slots: Tensor, most_rows: int) -> None:
         """Prepare a pass over one token per row, the rows of a slot adjacent.
@@ -219,7 +264,9 @@ class FlashCache(_Cache):
         """
         self._reading, self._most_rows, self._write_at = None, most_rows, starts + written
         # Sequences are the slots, and then the rows; what comes after the last one's start is not read.
-        rows = torch.arange(len(starts), 2 * len(starts) + 1, dtype=torch.int32, device=self._device)
+        rows = torch.arange(
+            len(starts), 2 * len(starts) + 1, dtype=torch.int32, device=self._device
+        )
         self._first_rows, self._first_queries = torch.cat((rows_of_slots[:-1], rows)), None
         starts = torch.nn.functional.pad(starts, (0, 1))
         self._starts = torch.cat((self._prompt_starts, starts.int()))
@@ -227,7 +274,9 @@ class FlashCache(_Cache):
 
     def _store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         prompts = self._sizes.prompts
-        stored = self._pool[layer, : prompts * self._sizes.prompt_tokens].unflatten(0, (prompts, -1))
+        stored = self._pool[layer, : prompts * self._sizes.prompt_tokens].unflatten(
+            0, (prompts, -1)
+        )
         new = torch.stack((key, value), dim=-2).transpose(1, 2)  # [b, s, g, 2, d]
         stored[slots, : new.shape[1]] = new
 
@@ -240,7 +289,9 @@ class FlashCache(_Cache):
         if self._first_queries is None:  # in the first layer
             self._first_queries = self._first_rows * heads
         most = self._most_rows * heads, max(self._sizes.prompt_tokens, self._sizes.response_tokens)
-        out, log_sum = varlen_attention(query, keys, values, self._first_queries, self._starts, self._used, most)
+        out, log_sum = varlen_attention(
+            query, keys, values, self._first_queries, self._starts, self._used, most
+        )
         of_prompt, own = out.view(2, rows, heads, groups, head_size)
         prompt_sum, own_sum = log_sum.view(groups, 2, rows * heads).unbind(1)
         share = torch.empty(rows * heads, groups, dtype=query.dtype, device=query.device)
@@ -250,7 +301,9 @@ class FlashCache(_Cache):
         return found
 
 
-def decode_layers(block: Any, embedded: Tensor | None, rotary: Tensor, cache: KVCache | FlashCache) -> Tensor:
+def decode_layers(
+    block: Any, embedded: Tensor | None, rotary: Tensor, cache: KVCache | FlashCache
+) -> Tensor:
     """Run a `TransformerBlock`, built without overrides, on one token per row, without gradient.
 
     Of `embedded` [1, R, h], None on later stages, which use their input tensor, and angles float32 [1, R, 1, d] to
@@ -266,10 +319,14 @@ def decode_layers(block: Any, embedded: Tensor | None, rotary: Tensor, cache: KV
         mixed = mixed.view(rows, groups, -1, rotary.shape[-1])  # [R, g, n + 2, d]
         if attention.q_layernorm is not None:
             query, key, value = mixed.split((mixed.shape[2] - 2, 1, 1), dim=2)
-            mixed = torch.cat((attention.q_layernorm(query), attention.k_layernorm(key), value), dim=2)
+            mixed = torch.cat(
+                (attention.q_layernorm(query), attention.k_layernorm(key), value), dim=2
+            )
         core = attention.core_attention
         if rotations is None:
-            rotations = _rotations(rotary, mixed.shape[2] - 2, core.scale or rotary.shape[-1] ** -0.5, mixed.dtype)
+            rotations = _rotations(
+                rotary, mixed.shape[2] - 2, core.scale or rotary.shape[-1] ** -0.5, mixed.dtype
+            )
         cosine, sine = rotations
         mixed = torch.addcmul(mixed * cosine, mixed.roll(half, dims=-1), sine)
         context = cache.step(core.layer, mixed[:, :, :-2], mixed[:, :, -2:])
@@ -279,7 +336,9 @@ def decode_layers(block: Any, embedded: Tensor | None, rotary: Tensor, cache: KV
     return hidden if block.final_layernorm is None else block.final_layernorm(hidden)
 
 
-def _rotations(rotary: Tensor, heads: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _rotations(
+    rotary: Tensor, heads: int, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return factors [R, 1, n + 2, d] for a group's (queries, key, value) and for the same rolled by d / 2.
 
     They rotate queries and keys, scale queries, and leave values unchanged. rotary: angles [1, R, 1, d].
@@ -288,7 +347,10 @@ def _rotations(rotary: Tensor, heads: int, scale: float, dtype: torch.dtype) -> 
     cosine, sine = angles.cos(), angles.sin()
     sine[..., : sine.shape[-1] // 2].neg_()
     queries = [part.mul(scale).expand(-1, -1, heads, -1) for part in (cosine, sine)]
-    factors = (queries[0], cosine, torch.ones_like(cosine)), (queries[1], sine, torch.zeros_like(sine))
+    factors = (
+        (queries[0], cosine, torch.ones_like(cosine)),
+        (queries[1], sine, torch.zeros_like(sine)),
+    )
     return torch.cat(factors[0], dim=2).to(dtype), torch.cat(factors[1], dim=2).to(dtype)
 
 

@@ -29,7 +29,13 @@ def layer_outputs(lm: CausalLM, tokens: Sequence[int]) -> list[Tensor]:
         for layer in lm.decoder.layers:
             hooks.enter_context(layer.register_forward_hook(keep))
         ids = torch.tensor([tokens], device=lm.mesh.device)
-        forward_passes(lm, [ids], lambda lm, ids: lm(ids), lambda *_: None, lambda ids: lm.stage_shape(*ids.shape))
+        forward_passes(
+            lm,
+            [ids],
+            lambda lm, ids: lm(ids),
+            lambda *_: None,
+            lambda ids: lm.stage_shape(*ids.shape),
+        )
     return [layer for stage in lm.mesh.gather_over_pp(found) for layer in stage]
 
 
@@ -42,7 +48,11 @@ def layer_table(own: Sequence[Tensor], other: Sequence[Tensor], tolerance: float
         lines.append(f"{number:5}  {float(gaps.mean()):15.2g}  {float(largest):.2g} ({int(token)})")
         if apart is None and not float(largest) <= tolerance:
             # The first token attends to itself alone.
-            where = "RoPE, window, scale, Q, K" if gaps[0] <= tolerance else "the first token too: V, O, MLP, norms"
+            where = (
+                "RoPE, window, scale, Q, K"
+                if gaps[0] <= tolerance
+                else "the first token too: V, O, MLP, norms"
+            )
             apart = f"they part in layer {number}, by more than {tolerance:g}; look at {where}"
     alike = f"no layer differs by more than {tolerance:g}: look at the final norm, the output layer and the log-probs"
     return "\n".join([*lines, apart or alike])

@@ -20,7 +20,10 @@ from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.utils import get_te_version, is_te_min_version
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -29,7 +32,9 @@ from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.megatron.architecture import Architecture
 from reinforce_rl.megatron.model.attention import CoreAttention
 
-IN_PLACE = "gradient_is_added_in_place"  # attribute of weights whose gradient goes straight to `main_grad`
+IN_PLACE = (
+    "gradient_is_added_in_place"  # attribute of weights whose gradient goes straight to `main_grad`
+)
 # Transformer Engine's lower bound in megatron-core 0.16.1's extra `dev`, which also requires < 2.12.
 OLDEST_VERSION = "2.9.0"
 # Without Transformer Engine, megatron mocks this name with something isinstance() rejects.
@@ -54,7 +59,13 @@ def swiglu(x: Tensor) -> Tensor:
 
 def _normalised(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    scale = (
+        torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        .square_()
+        .div_(x.shape[-1])
+        .add_(eps)
+        .rsqrt_()
+    )
     return (wide * scale).mul_(weight).to(x.dtype), scale
 
 
@@ -72,11 +83,15 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         normal = x.to(scale.dtype) * scale
         product = gradient * normal
-        grad_weight = product.flatten(0, -2).sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = (
+            product.flatten(0, -2).sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        )
         grad_x = None
         if ctx.needs_input_grad[0]:
             mean = (product @ weight.to(scale.dtype))[..., None] / x.shape[-1]
-            grad_x = (gradient * weight).to(scale.dtype).sub_(normal.mul_(mean)).mul_(scale).to(x.dtype)
+            grad_x = (
+                (gradient * weight).to(scale.dtype).sub_(normal.mul_(mean)).mul_(scale).to(x.dtype)
+            )
         return grad_x, grad_weight, None
 
 
@@ -156,7 +171,11 @@ def block_spec(
 def _check_installed() -> None:
     if te.HAVE_TE and is_te_min_version(OLDEST_VERSION):
         return
-    found = f"Transformer Engine {get_te_version()} is installed" if te.HAVE_TE else "Transformer Engine is not there"
+    found = (
+        f"Transformer Engine {get_te_version()} is installed"
+        if te.HAVE_TE
+        else "Transformer Engine is not there"
+    )
     advice = "Install it (docs/tensorrt-llm.md), or set model.transformer_engine=false"
     expected = f"expected {OLDEST_VERSION} or later"
     sentence = f"model.transformer_engine is true, but {found}; {expected}. {advice}"

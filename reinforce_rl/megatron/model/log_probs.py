@@ -24,7 +24,9 @@ from reinforce_rl.megatron.model.layers import buffer_of, was_added
 from reinforce_rl.megatron.model.model import CausalLM, VocabShard
 from reinforce_rl.megatron.model.sequences import SequenceLayout
 
-_KEEPS_PRODUCTS = "dtype_out" in torch.ops.aten.mm.overloads()  # of bf16 in float32: from torch 2.8 on, on a GPU
+_KEEPS_PRODUCTS = (
+    "dtype_out" in torch.ops.aten.mm.overloads()
+)  # of bf16 in float32: from torch 2.8 on, on a GPU
 
 
 def chunked_log_probs(
@@ -47,7 +49,9 @@ def chunked_log_probs(
     """
     # Sums the gradient of `hidden` over the ranks' vocabulary shards.
     hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=shard.group)
-    outputs: Any = _ChunkedHead.apply(hidden, weight, targets, (shard, temperature, chunk_tokens), with_entropy)
+    outputs: Any = _ChunkedHead.apply(
+        hidden, weight, targets, (shard, temperature, chunk_tokens), with_entropy
+    )
     return outputs
 
 
@@ -56,12 +60,19 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: tuple[Any, ...], with_entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        options: tuple[Any, ...],
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         logits, group = _ShardLogits(hidden, weight, targets, *options), options[0].group
         dtype = logits.dtype
         # A rank without tokens keeps these neutral values.
-        highest = torch.full(targets.shape, torch.finfo(dtype).min, dtype=dtype, device=hidden.device)
+        highest = torch.full(
+            targets.shape, torch.finfo(dtype).min, dtype=dtype, device=hidden.device
+        )
         sums = highest.new_zeros((3, *targets.shape))
         exponentials = logits.new_buffer() if with_entropy else None
         for chunk, z in logits.chunks():
@@ -92,7 +103,9 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, log_probs_grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, log_probs_grad: Tensor | None, entropy_grad: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """d log p(target) / dz = onehot - p, and dH / dz = -p (log p + H)."""
         hidden, weight, targets, log_sum_exp, entropy = ctx.saved_tensors
         shard, temperature, _ = ctx.options
@@ -129,17 +142,32 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_weight[: shard.size].add_(grad_z.t() @ hidden[chunk])
         if buffer is not None:
             grad_weight = was_added(weight)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 class _ShardLogits:
     """Computes z for one rank's tokens, a chunk of positions at a time."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, temperature: float, chunk_tokens: int
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        shard: VocabShard,
+        temperature: float,
+        chunk_tokens: int,
     ):
         # A view; masking padded columns with -inf would cost a pass, and give 0 x inf in the entropy.
-        self.weight, self.dtype = weight[: shard.size], torch.promote_types(hidden.dtype, torch.float32)
+        self.weight, self.dtype = (
+            weight[: shard.size],
+            torch.promote_types(hidden.dtype, torch.float32),
+        )
         self._hidden, self._targets, self._shard = hidden, targets, shard
         self._temperature, self._chunk_tokens = temperature, chunk_tokens
 
@@ -170,7 +198,11 @@ class _ShardLogits:
         """Return (rows, columns, mine): indices of the targets in z, valid where `mine`."""
         columns = self._targets[chunk] - self._shard.start
         mine = (columns >= 0) & (columns < self._shard.size)
-        return torch.arange(len(columns), device=columns.device), columns.clamp(0, self._shard.size - 1), mine
+        return (
+            torch.arange(len(columns), device=columns.device),
+            columns.clamp(0, self._shard.size - 1),
+            mine,
+        )
 
 
 @dataclass(frozen=True)
@@ -178,7 +210,9 @@ class TokenScores:
     """Scores of each response token, given everything before it."""
 
     log_probs: Tensor  # [N, T], in nats; 0 on padding
-    entropy: Tensor | None  # [N, T], of the distribution at the token, likewise; None if not requested
+    entropy: (
+        Tensor | None
+    )  # [N, T], of the distribution at the token, likewise; None if not requested
 
 
 def response_scores(
@@ -198,7 +232,9 @@ def response_scores(
     """
     found = layout.predictions(hidden)
     shape = (len(layout.response_lengths), width)
-    empty = torch.zeros(shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+    empty = torch.zeros(
+        shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device
+    )
     entropy = None
     if found.rows.numel() == 0:
         # Keep the graph connected, so that a rank without tokens joins the collectives of the backward pass.
@@ -206,7 +242,11 @@ def response_scores(
         entropy = log_probs if with_entropy else None
     else:
         where = (found.rows, found.columns)
-        options: Any = {"temperature": temperature, "chunk_tokens": chunk_tokens, "with_entropy": with_entropy}
+        options: Any = {
+            "temperature": temperature,
+            "chunk_tokens": chunk_tokens,
+            "with_entropy": with_entropy,
+        }
         head = (found.hidden, lm.output_weight, found.targets, lm.vocab_shard)
         values, entropies = chunked_log_probs(*head, **options)
         log_probs = empty.index_put(where, values)

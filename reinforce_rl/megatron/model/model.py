@@ -27,11 +27,22 @@ from reinforce_rl.errors import ConfigError, Fault
 from reinforce_rl.megatron.architecture import Architecture, with_old_rope_keys
 from reinforce_rl.megatron.mesh import Mesh
 from reinforce_rl.megatron.model.attention import positions_below, zigzag_positions
-from reinforce_rl.megatron.model.decoding import CacheSizes, FlashCache, KVCache, decode_layers, lean_products
+from reinforce_rl.megatron.model.decoding import (
+    CacheSizes,
+    FlashCache,
+    KVCache,
+    decode_layers,
+    lean_products,
+)
 from reinforce_rl.megatron.model.layers import LINEAR, block_spec
 
 # The mesh is built from these keys, so overriding them would contradict it.
-_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel")
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "sequence_parallel",
+)
 _SET_BY_OTHER_KEYS = {name: f"model.{name}" for name in _SIZES}
 for _name in ("granularity", "method", "num_layers"):
     _SET_BY_OTHER_KEYS[f"recompute_{_name}"] = f"model.activations_checkpoint_{_name}"
@@ -41,11 +52,17 @@ for _name in ("granularity", "method", "num_layers"):
 class ModelOptions:
     """Options of the forward and backward computation."""
 
-    recompute_granularity: str | None = None  # "selective" (core attention), "full" (whole layers); None for none
-    recompute_method: str | None = None  # for "full": "uniform" (groups of layers) or "block" (a stage's first layers)
+    recompute_granularity: str | None = (
+        None  # "selective" (core attention), "full" (whole layers); None for none
+    )
+    recompute_method: str | None = (
+        None  # for "full": "uniform" (groups of layers) or "block" (a stage's first layers)
+    )
     recompute_num_layers: int | None = None  # for "full"
     transformer_engine: bool = False  # build layers from Transformer Engine's modules; see `layers`
-    overrides: Mapping[str, Any] = field(default_factory=dict)  # of fields of megatron's TransformerConfig
+    overrides: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of fields of megatron's TransformerConfig
 
 
 DEFAULT_OPTIONS = ModelOptions()
@@ -58,7 +75,9 @@ def layers_of_stages(
     layers, faults = [], []
     for stage in range(layout.pipeline):
         try:
-            config = transformer_config(architecture, layout, stage, torch.device("cpu"), dtype, 1.0, options)
+            config = transformer_config(
+                architecture, layout, stage, torch.device("cpu"), dtype, 1.0, options
+            )
             layers.append(get_num_layers_to_build(config, pp_rank=stage))
         except ConfigError as error:
             faults += error.faults
@@ -121,9 +140,13 @@ def transformer_config(
     }
     try:
         config = TransformerConfig(**{**values, **options.overrides})
-        layers = get_num_layers_to_build(config, pp_rank=stage)  # rejects a layer count that does not divide
+        layers = get_num_layers_to_build(
+            config, pp_rank=stage
+        )  # rejects a layer count that does not divide
     except (AssertionError, TypeError, ValueError) as error:  # megatron validates with asserts
-        given = f" with model.megatron_overrides={dict(options.overrides)}" if options.overrides else ""
+        given = (
+            f" with model.megatron_overrides={dict(options.overrides)}" if options.overrides else ""
+        )
         sentence = f"megatron-core refuses this configuration of the model{given}: {error}"
         raise ConfigError([Fault(sentence, key="config.model.refused_by_megatron")]) from error
     group = options.recompute_num_layers
@@ -151,7 +174,11 @@ def _faults_of_overrides(overrides: Mapping[str, Any]) -> Iterator[Fault]:
             )
         elif name not in fields:
             close = difflib.get_close_matches(name, fields, n=1)
-            advice = f"did you mean {close[0]}?" if close else "see megatron.core.transformer.TransformerConfig"
+            advice = (
+                f"did you mean {close[0]}?"
+                if close
+                else "see megatron.core.transformer.TransformerConfig"
+            )
             yield Fault(
                 f"{key} is no field of megatron's TransformerConfig; {advice}",
                 key="config.megatron_overrides.unknown",
@@ -186,8 +213,12 @@ class CausalLM(GPTModel):
     ):
         sizes = architecture.padded(mesh.tp_size)
         inverse_frequencies, rope_scale = rope_parameters(architecture)
-        config = transformer_config(architecture, mesh.layout, mesh.pp_rank, mesh.device, dtype, rope_scale, options)
-        block = block_spec(architecture, config, mesh.pp_rank, transformer_engine=options.transformer_engine)
+        config = transformer_config(
+            architecture, mesh.layout, mesh.pp_rank, mesh.device, dtype, rope_scale, options
+        )
+        block = block_spec(
+            architecture, config, mesh.pp_rank, transformer_engine=options.transformer_engine
+        )
         super().__init__(
             config,
             block,  # type: ignore[arg-type]
@@ -201,7 +232,10 @@ class CausalLM(GPTModel):
         )
         if architecture.num_labels is not None and self.post_process:
             del self.output_layer  # megatron always creates one
-            shape, kind = (architecture.hidden_size, architecture.num_labels), {"dtype": dtype, "device": mesh.device}
+            shape, kind = (
+                (architecture.hidden_size, architecture.num_labels),
+                {"dtype": dtype, "device": mesh.device},
+            )
             self.score = torch.nn.Linear(*shape, bias=False, **kind)
         self.architecture, self._sizes, self.mesh = architecture, sizes, mesh
         self._plain_layers, self._decodes_fast = not options.overrides, False
@@ -237,11 +271,24 @@ class CausalLM(GPTModel):
             positions = position_ids
         angles = positions.to(torch.float32).t()[:, :, None] * self._inv_freq  # [s, b or 1, d/2]
         rotary = torch.cat((angles, angles), dim=-1)[:, :, None, :]
-        embedded = self.embedding(input_ids=input_ids, position_ids=positions) if self.pre_process else None
-        if cache is not None and position_ids is not None and self._decodes_fast and self._plain_layers:
+        embedded = (
+            self.embedding(input_ids=input_ids, position_ids=positions)
+            if self.pre_process
+            else None
+        )
+        if (
+            cache is not None
+            and position_ids is not None
+            and self._decodes_fast
+            and self._plain_layers
+        ):
             hidden = decode_layers(self.decoder, embedded, rotary, cache)
         else:
-            options = {"attention_mask": cache, "rotary_pos_emb": rotary, "packed_seq_params": packed}
+            options = {
+                "attention_mask": cache,
+                "rotary_pos_emb": rotary,
+                "packed_seq_params": packed,
+            }
             hidden = self.decoder(hidden_states=embedded, **options)
         if not self.post_process:
             return hidden
@@ -277,15 +324,24 @@ class CausalLM(GPTModel):
         if self.mesh.cp_size == 1:
             return length
         # Padding comes last on every rank; counting without the tensor avoids a GPU sync.
-        return positions_below(length, self._padded_length(length), self.mesh.cp_size, self.mesh.cp_rank)
+        return positions_below(
+            length, self._padded_length(length), self.mesh.cp_size, self.mesh.cp_rank
+        )
 
     @contextlib.contextmanager
     def whole_sequences(self) -> Iterator[None]:
         """Disable sequence parallelism inside the block, since one token cannot be split; inference only."""
         # The kernel of a fused RoPE supports one position for all rows only.
-        names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings", "apply_rope_fusion")
+        names = (
+            "sequence_parallel",
+            "scatter_to_sequence_parallel",
+            "reduce_scatter_embeddings",
+            "apply_rope_fusion",
+        )
         modules = (self.config, *self.modules())
-        switches = [(module, name) for module in modules for name in names if getattr(module, name, False)]
+        switches = [
+            (module, name) for module in modules for name in names if getattr(module, name, False)
+        ]
         for module, name in switches:
             setattr(module, name, False)
         try:
@@ -297,7 +353,9 @@ class CausalLM(GPTModel):
     @contextlib.contextmanager
     def fast_decoding(self) -> Iterator[None]:
         """Decode with `decode_layers` on the current weights, without gradient; only within `whole_sequences`."""
-        head = getattr(self, "output_layer", None)  # on the last stage; it may have no weight of its own
+        head = getattr(
+            self, "output_layer", None
+        )  # on the last stage; it may have no weight of its own
         layers: list[Any] = [m for m in self.modules() if isinstance(m, LINEAR)]
         weights = {layer: self.output_weight if layer is head else layer.weight for layer in layers}
         with lean_products(weights):
@@ -324,14 +382,18 @@ class CausalLM(GPTModel):
     def vocab_shard(self) -> VocabShard:
         rows = self._sizes.vocab_size // self.mesh.tp_size
         start = self.mesh.tp_rank * rows
-        return VocabShard(start, min(max(self.architecture.vocab_size - start, 0), rows), self.mesh.tp_group)
+        return VocabShard(
+            start, min(max(self.architecture.vocab_size - start, 0), rows), self.mesh.tp_group
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return this rank's logits in at least float32: [n, h] to [n, V / tp], padded columns at -inf."""
         out = self.output_layer(hidden[:, None, :], weight=self.output_weight)[0][:, 0]
         out = out.to(torch.promote_types(out.dtype, torch.float32))
         if (true_columns := self.vocab_shard.size) < out.shape[1]:
-            out = out.masked_fill(torch.arange(out.shape[1], device=out.device) >= true_columns, float("-inf"))
+            out = out.masked_fill(
+                torch.arange(out.shape[1], device=out.device) >= true_columns, float("-inf")
+            )
         return out
 
     def full_logits(self, hidden: Tensor) -> Tensor:
@@ -341,7 +403,12 @@ class CausalLM(GPTModel):
         return gathered[:, : self.architecture.vocab_size]
 
     def new_cache(
-        self, prompts: int, prompt_tokens: int, rows: int, response_tokens: int, kind: type[Cache] = KVCache
+        self,
+        prompts: int,
+        prompt_tokens: int,
+        rows: int,
+        response_tokens: int,
+        kind: type[Cache] = KVCache,
     ) -> Cache:
         """Return an empty cache for this stage's layers; see `CacheSizes`."""
         layers: Any = self.decoder.layers
@@ -362,7 +429,11 @@ def rope_parameters(architecture: Architecture) -> tuple[Tensor, float]:
     import transformers
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    values = with_old_rope_keys(architecture.raw) if transformers.__version__.startswith("4.") else architecture.raw
+    values = (
+        with_old_rope_keys(architecture.raw)
+        if transformers.__version__.startswith("4.")
+        else architecture.raw
+    )
     try:
         config: Any = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
         rotary = LlamaRotaryEmbedding(config)

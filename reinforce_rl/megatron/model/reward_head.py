@@ -33,7 +33,9 @@ from reinforce_rl.megatron.weight_map import SCORE_LAYER
 from reinforce_rl.utils.untrusted_files import check_regular
 
 POOLINGS = ("mean", "last")
-POOLING_KEY = "reward_pooling"  # in a classifier's config.json, for a pooling other than transformers'
+POOLING_KEY = (
+    "reward_pooling"  # in a classifier's config.json, for a pooling other than transformers'
+)
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,13 @@ class RewardHead:
     bias: Tensor  # float32 [], or [K]
     pooling: str  # `mean` over tokens, or `last` token
     attributes: tuple[str, ...] = ()  # K names; empty for a single score
-    mean: float = 0.0  # of merged scores, as is `deviation`; the server's default for standardization
+    mean: float = (
+        0.0  # of merged scores, as is `deviation`; the server's default for standardization
+    )
     deviation: float = 1.0
-    pad_id: int | None = None  # trailing tokens of this id are ignored, as in transformers; None counts every token
+    pad_id: int | None = (
+        None  # trailing tokens of this id are ignored, as in transformers; None counts every token
+    )
     hidden: HiddenLayer | None = None
     name: str = SCORE  # module in the folder's weights
 
@@ -71,11 +77,10 @@ class RewardHead:
             raise ConfigError([Fault(sentence, key="reward_model.head.other_pooling")])
         rows = (len(self.attributes),) if self.attributes else ()
         if self.weight.shape[:-1] != rows or self.bias.shape != rows:
-            found = (
-                f"weights {tuple(self.weight.shape)}, a bias {tuple(self.bias.shape)} and {len(self.attributes)} names"
-            )
+            shapes = f"weights {tuple(self.weight.shape)}, a bias {tuple(self.bias.shape)}"
+            names = f"{len(self.attributes)} names of attributes"
             expected = "(h) and () with no name, or (K, h) and (K) with K names"
-            sentence = f"the reward head has {found} of attributes; expected {expected}"
+            sentence = f"the reward head has {shapes} and {names}; expected {expected}"
             raise ConfigError([Fault(sentence, key="reward_model.head.other_shapes")])
 
     @property
@@ -94,8 +99,13 @@ class RewardHead:
         from safetensors.torch import save_file
 
         if self.hidden is not None:
-            raise NotImplementedError("a head with a hidden layer is read from a model's folder, and not written")
-        tensors = {"weight": self.weight.float().contiguous(), "bias": self.bias.float().contiguous()}
+            raise NotImplementedError(
+                "a head with a hidden layer is read from a model's folder, and not written"
+            )
+        tensors = {
+            "weight": self.weight.float().contiguous(),
+            "bias": self.bias.float().contiguous(),
+        }
         own = {"pooling": self.pooling}
         if self.attributes:
             own["attributes"] = json.dumps(self.attributes)
@@ -135,7 +145,9 @@ class RewardHead:
             ) from error
 
     @classmethod
-    def from_classifier(cls, folder: HFFolder, name: str | None = None, activation: str | None = None) -> RewardHead:
+    def from_classifier(
+        cls, folder: HFFolder, name: str | None = None, activation: str | None = None
+    ) -> RewardHead:
         """Read the head of a folder, attributes from `id2label`.
 
         Args:
@@ -168,7 +180,9 @@ class RewardHead:
         return cls._of_layer(layers[-1], pooling, labels, pad_id, hidden, module)
 
     @classmethod
-    def from_file(cls, path: str | Path, name: str, folder: str | Path, activation: str | None = None) -> RewardHead:
+    def from_file(
+        cls, path: str | Path, name: str, folder: str | Path, activation: str | None = None
+    ) -> RewardHead:
         """Read the module `name` of a file that another framework wrote beside the weights in `folder`."""
         module = module_name(name)
         layers = layers_in(read_tensors(Path(path)), module, str(path))
@@ -187,8 +201,12 @@ class RewardHead:
         name: str,
     ) -> RewardHead:
         if len(labels) == 1:
-            return cls(layer.weight[0], layer.bias[0], pooling, pad_id=pad_id, hidden=hidden, name=name)
-        return cls(layer.weight, layer.bias, pooling, labels, pad_id=pad_id, hidden=hidden, name=name)
+            return cls(
+                layer.weight[0], layer.bias[0], pooling, pad_id=pad_id, hidden=hidden, name=name
+            )
+        return cls(
+            layer.weight, layer.bias, pooling, labels, pad_id=pad_id, hidden=hidden, name=name
+        )
 
 
 def unnamed_labels(count: int) -> tuple[str, ...]:
@@ -196,7 +214,9 @@ def unnamed_labels(count: int) -> tuple[str, ...]:
     return tuple(f"LABEL_{number}" for number in range(count))
 
 
-def _hidden_layer(layers: tuple[Layer, ...], activation: str | None, folder: Path, module: str) -> HiddenLayer | None:
+def _hidden_layer(
+    layers: tuple[Layer, ...], activation: str | None, folder: Path, module: str
+) -> HiddenLayer | None:
     between = activation_of(layers, activation, folder, module)
     if between is None:
         return None

@@ -81,7 +81,9 @@ class PaddedSequences:
         tokens = F.pad(sequences[:, :used], (0, missing), value=pad_id)
         own = lm.own_positions(used, sequences.device)
         column_of = torch.full((used,), -1).index_put((own,), torch.arange(len(own)))
-        rows, columns = length_mask(response_lengths, int(response_lengths.max())).nonzero(as_tuple=True)
+        rows, columns = length_mask(response_lengths, int(response_lengths.max())).nonzero(
+            as_tuple=True
+        )
         places = prompt_lengths[rows] + columns
         held = column_of[places - 1] >= 0
         rows, columns, places = rows[held], columns[held], places[held]
@@ -109,7 +111,12 @@ class PackedGroups(PackedSeqParams):
     """
 
     def __init__(
-        self, lm: CausalLM, sequences: Tensor, prompt_lengths: Tensor, response_lengths: Tensor, group_ids: Tensor
+        self,
+        lm: CausalLM,
+        sequences: Tensor,
+        prompt_lengths: Tensor,
+        response_lengths: Tensor,
+        group_ids: Tensor,
     ):
         super().__init__()  # no `qkv_format`: to megatron it is an ordinary batch of one row
         ids, group_of = torch.unique(group_ids, return_inverse=True)
@@ -123,18 +130,34 @@ class PackedGroups(PackedSeqParams):
         response_positions = prompt_lengths[:, None] + torch.arange(in_responses.shape[1])
         responses = sequences.gather(1, response_positions.clamp(max=sequences.shape[1] - 1))
         prompt_positions = torch.arange(in_prompts.shape[1]).expand(in_prompts.shape)
-        tokens = torch.cat((sequences[first, : in_prompts.shape[1]][in_prompts], responses[in_responses]))
+        tokens = torch.cat(
+            (sequences[first, : in_prompts.shape[1]][in_prompts], responses[in_responses])
+        )
         positions = torch.cat((prompt_positions[in_prompts], response_positions[in_responses]))
         padding = (0, -len(tokens) % lm.mesh.layout.sequence_multiple)
         self.stage_shape = lm.stage_shape(1, len(tokens))
 
         # A prompt's last position predicts the first token of each of its responses.
-        rows, columns = length_mask(response_lengths, int(response_lengths.max())).nonzero(as_tuple=True)
+        rows, columns = length_mask(response_lengths, int(response_lengths.max())).nonzero(
+            as_tuple=True
+        )
         response_starts = lengths.sum() + kept.cumsum(0) - kept
-        before = torch.where(columns == 0, lengths.cumsum(0)[group_of][rows], response_starts[rows] + columns) - 1
+        before = (
+            torch.where(
+                columns == 0, lengths.cumsum(0)[group_of][rows], response_starts[rows] + columns
+            )
+            - 1
+        )
         targets = sequences[rows, prompt_lengths[rows] + columns]
         self.response_lengths = response_lengths
-        indices = (F.pad(tokens, padding)[None], F.pad(positions, padding)[None], rows, columns, before, targets)
+        indices = (
+            F.pad(tokens, padding)[None],
+            F.pad(positions, padding)[None],
+            rows,
+            columns,
+            before,
+            targets,
+        )
         self._tokens, self._positions, *self._predictions = to_device(indices, lm.mesh.device)
 
         architecture, dtype = lm.architecture, lm.config.params_dtype
@@ -156,7 +179,9 @@ class PackedGroups(PackedSeqParams):
 SequenceLayout = PaddedSequences | PackedGroups
 
 
-def _spans(prompts: list[int], responses: list[int], group_of: list[int], padding: int) -> list[tuple[Span, ...]]:
+def _spans(
+    prompts: list[int], responses: list[int], group_of: list[int], padding: int
+) -> list[tuple[Span, ...]]:
     """Return the columns that each sequence attends to, its own span last.
 
     prompts [B] and responses [N] are lengths; empty ones are omitted, and `padding` is one sequence at the row's end.
@@ -165,7 +190,9 @@ def _spans(prompts: list[int], responses: list[int], group_of: list[int], paddin
     ends = itertools.accumulate(lengths)
     spans = [(end - length, end) for length, end in zip(lengths, ends, strict=True)]
     found: list[tuple[Span, ...]] = [(span,) for span in spans[: len(prompts)]]
-    found += [(spans[group], own) for group, own in zip(group_of, spans[len(prompts) :], strict=False)]
+    found += [
+        (spans[group], own) for group, own in zip(group_of, spans[len(prompts) :], strict=False)
+    ]
     return [columns for columns in [*found, (spans[-1],)] if columns[-1][0] < columns[-1][1]]
 
 
@@ -177,13 +204,17 @@ class _UnpaddedAttention:
         lengths = [[own[1] - own[0] for *_, own in spans], keys]
         self._longest, self._window = [max(each) for each in lengths], window
         columns = torch.cat([torch.arange(*span) for columns in spans for span in columns])
-        starts = [torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32) for each in lengths]
+        starts = [
+            torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32) for each in lengths
+        ]
         self._columns, *self._starts = to_device((columns, *starts), device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         keys: Any = _Repeated.apply(key[:, 0], self._columns)
         values: Any = _Repeated.apply(value[:, 0], self._columns)
-        out = flash_attention_of_sequences(query[:, 0], keys, values, self._starts, self._longest, scale, self._window)
+        out = flash_attention_of_sequences(
+            query[:, 0], keys, values, self._starts, self._longest, scale, self._window
+        )
         return out[:, None]
 
 
@@ -194,14 +225,20 @@ class _PaddedAttention:
     int64 [N], their groups, rows of the first.
     """
 
-    def __init__(self, where: tuple[Tensor, Tensor, Tensor, Tensor], window: int | None, device: torch.device):
+    def __init__(
+        self, where: tuple[Tensor, Tensor, Tensor, Tensor], window: int | None, device: torch.device
+    ):
         in_prompts, in_responses, response_positions, group_of = where
         # From the row to prompts [B, P] and responses [N, T] in one flat tensor, and back.
         exists = torch.cat((in_prompts.flatten(), in_responses.flatten()))
         slots = exists.nonzero()[:, 0]
         columns = torch.zeros_like(exists, dtype=torch.long)
         columns[slots] = torch.arange(len(slots))
-        self._size, self._shapes, self._window = len(slots), (in_prompts.shape, in_responses.shape), window
+        self._size, self._shapes, self._window = (
+            len(slots),
+            (in_prompts.shape, in_responses.shape),
+            window,
+        )
         indices = (exists, slots, columns, in_prompts, response_positions, group_of)
         self._exists, self._slots, self._columns, *self._where = to_device(indices, device)
 
@@ -249,7 +286,9 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.new_zeros(ctx.shape, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        total = gradient.new_zeros(
+            ctx.shape, dtype=torch.promote_types(gradient.dtype, torch.float32)
+        )
         return total.index_add_(0, ctx.index, gradient.to(total.dtype)).to(gradient.dtype), None
 
 
@@ -257,7 +296,9 @@ class _Rearranged(torch.autograd.Function):
     """Permutes rows and inserts padding; the gradient is a gather, where autograd's index_add is slow or unordered."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, source: Tensor, back: Tensor, exists: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, source: Tensor, back: Tensor, exists: Tensor | None
+    ) -> Tensor:
         """`exists` is False where `back` is padding; None if it never is."""
         ctx.back, ctx.exists = back, exists
         return rows.index_select(0, source)
@@ -276,4 +317,6 @@ def _check_prompts(sequences: Tensor, prompt_lengths: Tensor, first: Tensor, wid
     prompts = sequences[:, :width].masked_fill(~length_mask(prompt_lengths, width), -1)
     if not torch.equal(prompts, prompts[first]):
         row = int((prompts != prompts[first]).any(dim=1).nonzero()[0])
-        raise ValueError(f"sequence {row} has another prompt than sequence {int(first[row])} of the same group")
+        raise ValueError(
+            f"sequence {row} has another prompt than sequence {int(first[row])} of the same group"
+        )

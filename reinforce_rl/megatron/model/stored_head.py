@@ -29,7 +29,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # Published classes whose head is nn.Sequential(Linear, activation, Linear), such as Qwen2.5-Math-RM-72B's.
 _ACTIVATION_OF_CLASS = {"Qwen2ForRewardModel": "relu"}
 _OPENRLHF_KEY = "value_head_prefix"  # in config.json: the module of OpenRLHF's head
-_LLAMA_FACTORY_FILE = "value_head.safetensors"  # beside the weights: the head that LLaMA-Factory trains
+_LLAMA_FACTORY_FILE = (
+    "value_head.safetensors"  # beside the weights: the head that LLaMA-Factory trains
+)
 _NUMBERED = re.compile(r"\.\d+$")
 
 
@@ -96,20 +98,25 @@ def layers_in(tensors: Mapping[str, Tensor], module: str, place: str) -> tuple[L
 
     Raises CheckpointError: the module is another one; the message lists its tensors.
     """
-    own = {name.removeprefix(f"{module}."): tensors[name] for name in _tensors_below(tensors, module)}
+    own = {
+        name.removeprefix(f"{module}."): tensors[name] for name in _tensors_below(tensors, module)
+    }
     weights = sorted((name for name in own if name.endswith("weight")), key=_number)
-    names = [name.removesuffix("weight") for name in weights]  # "" of a linear layer, "0." and "2." of a Sequential
+    names = [
+        name.removesuffix("weight") for name in weights
+    ]  # "" of a linear layer, "0." and "2." of a Sequential
     known = {f"{name}{kind}" for name in names for kind in ("weight", "bias")}
     is_single = len(names) == 1
     is_double = len(names) == 2 and all(re.fullmatch(r"\d+\.", name) for name in names)
     layers = tuple(Layer(own[f"{name}weight"].float(), _bias(own, name)) for name in names)
-    fits = all(layer.weight.ndim == 2 and layer.bias.shape == layer.weight.shape[:1] for layer in layers)
+    fits = all(
+        layer.weight.ndim == 2 and layer.bias.shape == layer.weight.shape[:1] for layer in layers
+    )
     if is_double and fits:
         fits = layers[0].weight.shape[0] == layers[1].weight.shape[1]
     if not (is_single or is_double) or own.keys() - known or not fits:
-        expected = (
-            f"{module}.weight, or {module}.0.weight and {module}.2.weight of two linear layers, and their biases"
-        )
+        two_layers = f"{module}.0.weight and {module}.2.weight of two linear layers"
+        expected = f"{module}.weight, or {two_layers}, and their biases"
         raise CheckpointError(
             f"the head {module} in {place} is {_listed(tensors, _tensors_below(tensors, module)) or 'not there'}; "
             f"expected {expected}",
@@ -130,7 +137,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def activation_of(layers: tuple[Layer, ...], given: str | None, folder: Path, module: str) -> str | None:
+def activation_of(
+    layers: tuple[Layer, ...], given: str | None, folder: Path, module: str
+) -> str | None:
     """Return the activation between two layers, which no file of weights names; None for one layer."""
     if len(layers) == 1:
         if given is not None:
@@ -156,7 +165,10 @@ def unused_moments(folder: str | Path) -> str | None:
     values = model_values(str(folder))
     mean = values.get("mean")
     deviation = values.get("std")
-    if not (isinstance(mean, int | float) and isinstance(deviation, int | float)) or (mean, deviation) == (0, 1):
+    if not (isinstance(mean, int | float) and isinstance(deviation, int | float)) or (
+        mean,
+        deviation,
+    ) == (0, 1):
         return None
     return (
         f"config.json in {folder} has mean {mean} and std {deviation}, with which OpenRLHF standardises rewards where "

@@ -21,7 +21,9 @@ def main() -> None:
         for folder in folders:
             model = load_reward_model(folder, None, mesh, batching=Batching(4))
             found = model.score_attributes(sequences_to_score())
-            torch.save(torch.tensor(found.attributes), Path(out) / f"{Path(folder).name}.{mesh.rank}")
+            torch.save(
+                torch.tensor(found.attributes), Path(out) / f"{Path(folder).name}.{mesh.rank}"
+            )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ def main() -> None:
     with parallel_mesh(tensor_model_parallel_size=int(tp_size)) as mesh:
         actor = actor_of(folder, mesh, with_reference=False)
         optim = OptimConfig(lr=1e-3, weight_decay=0.0, betas=[0.9, 0.95])
-        optimizer = ActorOptimizer(*build_optimizer(actor.ddp, optim, clip_grad=1.0, total_steps=10))
+        optimizer = ActorOptimizer(
+            *build_optimizer(actor.ddp, optim, clip_grad=1.0, total_steps=10)
+        )
         batch = whole_batch()
         results = {}
         for name, split in SPLITS.items():
@@ -35,12 +37,15 @@ def main() -> None:
         # A rank whose samples are all invalid.
         all_invalid = whole_batch()
         all_invalid.trains[6:] = False
-        mine = rows_of(all_invalid, SPLITS["even"][mesh.dp_rank]) if mesh.dp_size == 2 else all_invalid
+        mine = (
+            rows_of(all_invalid, SPLITS["even"][mesh.dp_rank]) if mesh.dp_size == 2 else all_invalid
+        )
         actor.get_loss_and_metrics(mine, sequences(5))
         results["one rank has no valid one"] = {"gradient": gradient_of(actor)}
 
         actor.get_loss_and_metrics(
-            rows_of(batch, SPLITS["even"][mesh.dp_rank]) if mesh.dp_size == 2 else batch, sequences(10)
+            rows_of(batch, SPLITS["even"][mesh.dp_rank]) if mesh.dp_size == 2 else batch,
+            sequences(10),
         )
         optimizer._optimizer.prepare_grads()
         results["foreach norm"] = optimizer._foreach_norm()

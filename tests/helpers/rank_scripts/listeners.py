@@ -16,8 +16,12 @@ def main() -> None:
     with parallel_mesh(2) as mesh:
         pids = [os.getppid(), *mesh.gather_on_main(os.getpid())]
         if mesh.is_main:
-            found = [(pid, one) for pid in pids for one in psutil.Process(pid).net_connections("inet")]
-            listening = [(pid, one.laddr.ip) for pid, one in found if one.status == psutil.CONN_LISTEN]
+            found = [
+                (pid, one) for pid in pids for one in psutil.Process(pid).net_connections("inet")
+            ]
+            listening = [
+                (pid, one.laddr.ip) for pid, one in found if one.status == psutil.CONN_LISTEN
+            ]
             store = os.environ.get("REINFORCE_STORE")
             opened = as_nobody("open_files", [store]) if store and os.geteuid() == 0 else []
             print(

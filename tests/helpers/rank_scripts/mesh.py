@@ -7,7 +7,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from reinforce_rl.errors import CheckpointError, ConfigError, DataError, ReinforceError, TooManyFailedRewardsError
+from reinforce_rl.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ReinforceError,
+    TooManyFailedRewardsError,
+)
 from reinforce_rl.megatron.mesh import Mesh, parallel_mesh
 
 SECONDS = 61.0
@@ -23,10 +29,14 @@ def raised(mesh: Mesh, error: Exception | None) -> Exception | None:
 
 def check_time_limits() -> None:
     """Of every group, whoever made it. megatron leaves out one of experts, of which there are none here."""
-    groups = [group for group in dist.distributed_c10d._world.pg_map if "EXPERT" not in group.group_desc]
+    groups = [
+        group for group in dist.distributed_c10d._world.pg_map if "EXPERT" not in group.group_desc
+    ]
     assert len(groups) > 5
     for group in groups:
-        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=SECONDS), group.group_desc
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(
+            seconds=SECONDS
+        ), group.group_desc
 
 
 def check(mesh: Mesh, tp_size: int) -> None:

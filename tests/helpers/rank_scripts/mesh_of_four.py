@@ -14,9 +14,14 @@ LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1,
 def check(mesh: Mesh, tp: int, pp: int, cp: int) -> None:
     dp = 4 // (tp * pp * cp)
     assert (mesh.tp_size, mesh.pp_size, mesh.cp_size, mesh.dp_size) == (tp, pp, cp, dp)
-    assert rank_at(mesh.tp_rank, mesh.cp_rank, mesh.dp_rank, mesh.pp_rank, (tp, cp, dp, pp)) == mesh.rank
+    assert (
+        rank_at(mesh.tp_rank, mesh.cp_rank, mesh.dp_rank, mesh.pp_rank, (tp, cp, dp, pp))
+        == mesh.rank
+    )
     seen: list = [None] * 4
-    torch.distributed.all_gather_object(seen, (mesh.dp_rank, mesh.is_model_parallel_rank_0, mesh.is_last_stage))
+    torch.distributed.all_gather_object(
+        seen, (mesh.dp_rank, mesh.is_model_parallel_rank_0, mesh.is_last_stage)
+    )
     block = [rank for rank in range(4) if seen[rank][0] == mesh.dp_rank]
     assert torch.distributed.get_process_group_ranks(mesh.block_group) == block
     assert [seen[rank][1] for rank in block] == [True] + [False] * (len(block) - 1)

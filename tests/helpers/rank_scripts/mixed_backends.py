@@ -26,9 +26,17 @@ def main() -> None:
     torch.cuda.set_device = lambda device: None
     tp_size = int(sys.argv[1])
     with parallel_mesh(tensor_model_parallel_size=tp_size, timeout_seconds=61) as mesh:
-        assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=61)  # type: ignore
+        assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(
+            seconds=61
+        )  # type: ignore
         assert mesh.device.type == "cuda"
-        for group in (dist.group.WORLD, mesh.block_group, mesh.dp_group, mesh.tp_group, mesh.pp_group):
+        for group in (
+            dist.group.WORLD,
+            mesh.block_group,
+            mesh.dp_group,
+            mesh.tp_group,
+            mesh.pp_group,
+        ):
             assert _get_object_coll_device(group) == "cpu"
             assert {device.type for device in group._device_types} == {"cpu", "cuda"}
         assert mesh.any_rank(mesh.rank == 1)

@@ -27,9 +27,17 @@ def main() -> None:
         for folder in folders:
             lm, tokenizer = megatron_model(folder, mesh, torch.float64), load_tokenizer(folder)
             found = NativeGenerator(lm, tokenizer).generate(prompts, 4, params, seed=3)
-            bounded = NativeGenerator(lm, tokenizer, max_tokens=60).generate(prompts, 4, params, seed=3)
-            assert torch.equal(bounded.tokens, found.tokens) and torch.equal(bounded.lengths, found.lengths)
-            values = {"tokens": found.tokens, "lengths": found.lengths, "log_probs": found.log_probs}
+            bounded = NativeGenerator(lm, tokenizer, max_tokens=60).generate(
+                prompts, 4, params, seed=3
+            )
+            assert torch.equal(bounded.tokens, found.tokens) and torch.equal(
+                bounded.lengths, found.lengths
+            )
+            values = {
+                "tokens": found.tokens,
+                "lengths": found.lengths,
+                "log_probs": found.log_probs,
+            }
             torch.save(values, out / f"{folder.name}.{mesh.rank}")
 
 

@@ -50,10 +50,14 @@ def main() -> None:
     for layout in plan["saves"]:
         with ALL_LAYOUTS[layout].mesh() as mesh:
             for case in plan["cases"]:
-                losses[case][layout], uninterrupted[case, layout] = save_and_go_on(out, case, layout, mesh)
+                losses[case][layout], uninterrupted[case, layout] = save_and_go_on(
+                    out, case, layout, mesh
+                )
             if layout == plan["full_disk"]:
                 for full_rank in (0, 1):
-                    save_on_a_full_disk(run_of(out, plan["cases"][0], layout, layout, mesh), mesh, full_rank)
+                    save_on_a_full_disk(
+                        run_of(out, plan["cases"][0], layout, layout, mesh), mesh, full_rank
+                    )
     for layout, sources in plan["loads"].items():
         with ALL_LAYOUTS[layout].mesh() as mesh:
             for case in plan["cases"]:
@@ -62,7 +66,12 @@ def main() -> None:
                     losses[case][f"{source} to {layout}"] = found
                     if source == layout:
                         expected = uninterrupted[case, layout]
-                        assert found == losses[case][layout], (case, layout, found, losses[case][layout])
+                        assert found == losses[case][layout], (
+                            case,
+                            layout,
+                            found,
+                            losses[case][layout],
+                        )
                         assert weights.keys() == expected.keys()
                         for name, weight in weights.items():
                             assert torch.equal(weight, expected[name]), (case, layout, name)

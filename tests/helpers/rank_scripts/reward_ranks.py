@@ -43,7 +43,11 @@ def main() -> None:
 
             def load(mesh=mesh, pooling=pooling) -> Failing:
                 head = RewardHead.load(folder / f"{pooling}.safetensors")
-                return Failing(load_trunk(folder / "trunk", mesh), head, batching=Batching(tokens_per_micro_batch=64))
+                return Failing(
+                    load_trunk(folder / "trunk", mesh),
+                    head,
+                    batching=Batching(tokens_per_micro_batch=64),
+                )
 
             if not mesh.is_main:
                 follow_rank_0(mesh, load, rank_timeout=30)

@@ -30,7 +30,9 @@ def main() -> None:
     P2PCommunicator._communicate_shapes = refused  # type: ignore[method-assign]
     with parallel_mesh(tp, 2, sequence_parallel=tp > 1) as mesh:
         for shared_prefix in (False, True):
-            actor = actor_of(folder, mesh, micro_batch_size=3, with_reference=False, shared_prefix=shared_prefix)
+            actor = actor_of(
+                folder, mesh, micro_batch_size=3, with_reference=False, shared_prefix=shared_prefix
+            )
             actor.get_loss_and_metrics(whole_batch(), sequences(10))
             # As many as there are micro-batches, and of several lengths; forward or, on the second stage, backward.
             assert {tensor.dtype for tensor in sent} == {torch.float32}

@@ -19,14 +19,26 @@ from reinforce_rl.megatron.mesh import parallel_mesh
 
 def main() -> None:
     folder, tp, pp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    prompts = [Prompt(i, "", tuple(row[: 3 + 3 * i])) for i, row in enumerate(random_tokens(61, 3, 9).tolist())]
-    stops = SamplingParams(max_length=16, stop_token_ids=(2, 5, 6, 7, 8, 9, 10, 11), repetition_penalty=1.2)
+    prompts = [
+        Prompt(i, "", tuple(row[: 3 + 3 * i]))
+        for i, row in enumerate(random_tokens(61, 3, 9).tolist())
+    ]
+    stops = SamplingParams(
+        max_length=16, stop_token_ids=(2, 5, 6, 7, 8, 9, 10, 11), repetition_penalty=1.2
+    )
     plain = SamplingParams(max_length=11)
-    with parallel_mesh(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, timeout_seconds=60) as mesh:
+    with parallel_mesh(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, timeout_seconds=60
+    ) as mesh:
         lm, tokenizer = megatron_model(folder, mesh, torch.float64), load_tokenizer(folder)
         passes = []
         whole = StaticDecoding._read
-        for params, samples, max_tokens in ((stops, 4, None), (stops, 4, 60), (plain, 5, None), (stops, 1, 30)):
+        for params, samples, max_tokens in (
+            (stops, 4, None),
+            (stops, 4, 60),
+            (plain, 5, None),
+            (stops, 1, 30),
+        ):
             engine = NativeGenerator(lm, tokenizer, max_tokens, use_graphs=False)
             expected = engine.generate(prompts, samples, params, seed=3)
             passes.clear()

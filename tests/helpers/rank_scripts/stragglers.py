@@ -35,11 +35,17 @@ def slow_down(trainer: ReinforceTrainer) -> None:
 
 def main() -> None:
     folder, slow, *overrides = sys.argv[1:]
-    tp = next(int(text.partition("=")[2]) for text in overrides if text.startswith("model.tensor_model_parallel_size"))
+    tp = next(
+        int(text.partition("=")[2])
+        for text in overrides
+        if text.startswith("model.tensor_model_parallel_size")
+    )
     with parallel_mesh(tensor_model_parallel_size=tp) as mesh:
         for name in ("plain", "slow"):
             run_folder = Path(folder) / name / "run"
-            config = load_config(tiny_run.compose(*overrides, f"exp_manager.explicit_log_dir={run_folder}"))
+            config = load_config(
+                tiny_run.compose(*overrides, f"exp_manager.explicit_log_dir={run_folder}")
+            )
             with tiny_run.tiny_trainer(config, mesh) as trainer:
                 if name == "slow" and mesh.rank == int(slow):
                     slow_down(trainer)

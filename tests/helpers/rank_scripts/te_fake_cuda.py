@@ -29,7 +29,9 @@ def main() -> None:
     found = {}
     for name, layout in {"without": Layout(), "with": with_te(Layout())}.items():
         with machine.rank(), layout.mesh() as mesh:
-            actor = actor_of(folder, mesh, model=layout.model, dtype=torch.bfloat16, shared_prefix=False)
+            actor = actor_of(
+                folder, mesh, model=layout.model, dtype=torch.bfloat16, shared_prefix=False
+            )
             with machine.gpu.counting() as ledger:
                 actor.get_loss_and_metrics(rows_of(whole_batch(), [0, 3]), sequences(2))
             found[name] = kernels_by_name(ledger)

@@ -43,7 +43,11 @@ def kernels(out: Path, layout: str, mesh: Mesh) -> dict[str, dict[str, int]]:
     for is_lean in (False, True):  # megatron's own layers; decode steps of our own
         counts.clear()
         generator = NativeGenerator(run.lm, load_tokenizer(out / "tied/model"), is_lean=is_lean)
-        drawn.append(generator.generate([Prompt(0, "", (5, 6))], 2, SamplingParams(max_length=4), seed=0).tokens)
+        drawn.append(
+            generator.generate(
+                [Prompt(0, "", (5, 6))], 2, SamplingParams(max_length=4), seed=0
+            ).tokens
+        )
     assert torch.equal(*drawn)
     return {"training": training, "generation": dict(counts)}
 

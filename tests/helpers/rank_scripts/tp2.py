@@ -30,7 +30,9 @@ def save(found: Any, path: Path, mesh: Mesh) -> None:
 def family(mesh: Mesh, out: Path, *folders: str) -> None:
     """Everything of `families.computed_here`: {folder name}.pt, and the exported folder."""
     for folder in map(Path, folders):
-        save(families.computed_here(folder, mesh, out / folder.name), out / f"{folder.name}.pt", mesh)
+        save(
+            families.computed_here(folder, mesh, out / folder.name), out / f"{folder.name}.pt", mesh
+        )
 
 
 def weights(mesh: Mesh, out: Path, *folders: str) -> None:
@@ -66,19 +68,32 @@ def chunked_head(mesh: Mesh, out: Path, *vocabularies: str) -> None:
         gradients = torch.autograd.grad(log_probs.sum() - 0.3 * entropy.sum(), (hidden, mine))
         parts = [torch.empty_like(mine) for _ in range(2)]
         torch.distributed.all_gather(parts, gradients[1], group=mesh.tp_group)
-        results[tokens] = (log_probs.detach(), entropy.detach(), gradients[0], torch.cat(parts).detach())
+        results[tokens] = (
+            log_probs.detach(),
+            entropy.detach(),
+            gradients[0],
+            torch.cat(parts).detach(),
+        )
     save(results, out / "head.pt", mesh)
 
 
 def lora_cases(mesh: Mesh, out: Path, root: str) -> None:
     """All of `lora.computed_here`, {case}.pt and {case}/; and an MLP with sequence parallelism."""
     for name, settings in lora.CASES.items():
-        save(lora.computed_here(Path(root) / name, mesh, settings, out / name), out / f"{name}.pt", mesh)
-    whole, shared = (mlp_gradients(Path(root) / "llama_bias_padded", mesh, flag) for flag in (False, True))
+        save(
+            lora.computed_here(Path(root) / name, mesh, settings, out / name),
+            out / f"{name}.pt",
+            mesh,
+        )
+    whole, shared = (
+        mlp_gradients(Path(root) / "llama_bias_padded", mesh, flag) for flag in (False, True)
+    )
     torch.testing.assert_close(shared["output"], whole["output"][shared["own"]], atol=1e-12, rtol=0)
     for name, gradient in whole["gradients"].items():
         assert gradient.abs().max() > 1e-3
-        torch.testing.assert_close(shared["gradients"][name], gradient, atol=1e-11, rtol=0, msg=name)
+        torch.testing.assert_close(
+            shared["gradients"][name], gradient, atol=1e-11, rtol=0, msg=name
+        )
 
 
 def mlp_gradients(folder: Path, mesh: Mesh, sequence_parallel: bool) -> dict[str, Any]:
@@ -90,16 +105,23 @@ def mlp_gradients(folder: Path, mesh: Mesh, sequence_parallel: bool) -> dict[str
     mlp.linear_fc1.allreduce_dgrad = not sequence_parallel
     add_lora(lm, lora.EVERY)
     lora.load_updates(lm, lora.random_updates(folder, lora.EVERY, torch.float64))
-    x, weight = torch.randn(2, 6, 2, 36, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x, weight = torch.randn(
+        2, 6, 2, 36, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     x.requires_grad_()
     own = slice(3 * mesh.tp_rank, 3 * mesh.tp_rank + 3) if sequence_parallel else slice(None)
     output, _ = mlp(x[own])
     (output * weight[own]).sum().backward()
     parameters = {name: p for name, p in mlp.named_parameters() if p.requires_grad}
     gradients = {"x": x.grad, **{name: p.grad for name, p in parameters.items()}}
-    if sequence_parallel:  # what megatron does at the end of a batch for parameters that are marked so
+    if (
+        sequence_parallel
+    ):  # what megatron does at the end of a batch for parameters that are marked so
         assert x.grad is not None
-        for value in (x.grad, *(p.grad for p in parameters.values() if getattr(p, "sequence_parallel", False))):
+        for value in (
+            x.grad,
+            *(p.grad for p in parameters.values() if getattr(p, "sequence_parallel", False)),
+        ):
             torch.distributed.all_reduce(value, group=mesh.tp_group)
     return {"output": output.detach(), "own": own, "gradients": gradients}
 

@@ -15,7 +15,10 @@ from reinforce_rl.megatron.mesh import parallel_mesh
 def main() -> None:
     folder, reward, *overrides = sys.argv[1:]
     config = load_config(tiny_run.compose(*overrides))
-    with parallel_mesh() as mesh, tiny_run.tiny_trainer(config, mesh, getattr(tiny_run, reward)) as trainer:
+    with (
+        parallel_mesh() as mesh,
+        tiny_run.tiny_trainer(config, mesh, getattr(tiny_run, reward)) as trainer,
+    ):
         trainer.fit()
         torch.save(tiny_run.weights(trainer), Path(folder) / f"weights.{mesh.rank}")
 

@@ -63,7 +63,11 @@ def main() -> None:
             "running": updates.running,
             "partial": [dataclasses.asdict(one) for one in partial],
             "found": [dataclasses.asdict(one) for one in found],
-            "gap": max(gap for row, one in zip(gaps, found, strict=True) for gap in row[: one.versions.count(0)]),
+            "gap": max(
+                gap
+                for row, one in zip(gaps, found, strict=True)
+                for gap in row[: one.versions.count(0)]
+            ),
         }
         (folder / f"rank_{mesh.rank}.json").write_text(json.dumps(told))
     torch.distributed.destroy_process_group()

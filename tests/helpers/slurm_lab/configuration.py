@@ -60,14 +60,22 @@ def write_configuration(folder: Path) -> Path:
     key.write_bytes(secrets.token_bytes(128))
     network = f"127.{random.randint(1, 250)}.{random.randint(1, 250)}"
     addresses = {node: f"{network}.{10 + i}" for i, node in enumerate(NODES)}
-    hosts = [f"127.0.0.1 localhost {socket.gethostname()}", *(f"{ip} {node}" for node, ip in addresses.items())]
+    hosts = [
+        f"127.0.0.1 localhost {socket.gethostname()}",
+        *(f"{ip} {node}" for node, ip in addresses.items()),
+    ]
     (folder / "hosts").write_text("\n".join(hosts) + "\n")
     controller_port, *ports = unused_ports(1 + len(NODES))
     nodes = [
-        NODE.format(name=node, address=addresses[node], port=port) for node, port in zip(NODES, ports, strict=True)
+        NODE.format(name=node, address=addresses[node], port=port)
+        for node, port in zip(NODES, ports, strict=True)
     ]
     path = folder / "slurm.conf"
-    own = {"controller_port": controller_port, "node_lost_seconds": NODE_LOST_SECONDS, "nodes": "\n".join(nodes)}
+    own = {
+        "controller_port": controller_port,
+        "node_lost_seconds": NODE_LOST_SECONDS,
+        "nodes": "\n".join(nodes),
+    }
     path.write_text(SLURM_CONF.format(folder=folder, **own))
     return path
 

@@ -21,10 +21,38 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 NAMESPACES = Path(__file__).with_name("namespaces.sh")
-UNSHARE = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "squeue", "sinfo", "scontrol", "scancel")
+UNSHARE = [
+    "unshare",
+    "--mount",
+    "--propagation",
+    "private",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+]
+PROGRAMS = (
+    "slurmctld",
+    "slurmd",
+    "munged",
+    "sbatch",
+    "srun",
+    "squeue",
+    "sinfo",
+    "scontrol",
+    "scancel",
+)
 COMMAND_SECONDS = 60.0  # a busy machine; each takes a fraction of a second
-ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
+ENDED = {
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "TIMEOUT",
+}
 
 
 def missing_for_a_lab() -> tuple[str, bool]:
@@ -34,7 +62,9 @@ def missing_for_a_lab() -> tuple[str, bool]:
     programs = [name for name in PROGRAMS if shutil.which(name) is None]
     if programs:
         return f"Slurm is not installed: no {', '.join(programs)}", True
-    tried = subprocess.run([*UNSHARE, "unshare", "--uts", "true"], capture_output=True, text=True, timeout=30)
+    tried = subprocess.run(
+        [*UNSHARE, "unshare", "--uts", "true"], capture_output=True, text=True, timeout=30
+    )
     if tried.returncode:
         return f"no namespaces can be made here: {tried.stderr.strip()}", False
     return "", False
@@ -75,7 +105,9 @@ class SlurmLab:
     """
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="slurm-lab-"))  # short: Unix sockets are made in it
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="slurm-lab-")
+        )  # short: Unix sockets are made in it
         self.shared_memory = Path(tempfile.mkdtemp(prefix="slurm-lab-", dir="/dev/shm"))
         self.small = self.folder / "small"
         self._process: subprocess.Popen[str] | None = None
@@ -123,7 +155,9 @@ class SlurmLab:
         self._process.stdin.write(f"{verb} {node}\n")
         self._process.stdin.flush()
 
-    def command(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+    def command(
+        self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> str:
         """What one of Slurm's commands prints.
 
         Raises:
@@ -132,13 +166,19 @@ class SlurmLab:
         env = {**self._environment, **(env or {})}
         with_pipes = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
         done = subprocess.run(command, timeout=COMMAND_SECONDS, env=env, cwd=cwd, **with_pipes)
-        assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}: {done.stdout}{done.stderr}"
+        assert done.returncode == 0, (
+            f"{' '.join(command)} ended with {done.returncode}: {done.stdout}{done.stderr}"
+        )
         return done.stdout
 
     def inside(self, *command: str) -> str:
         """What a command prints that sees the lab's mounts."""
         assert self._process is not None
-        first = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()[0]
+        first = (
+            Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+            .read_text()
+            .split()[0]
+        )
         return self.command("nsenter", "--target", first, "--mount", *command)
 
     def crash(self, node: str) -> None:
@@ -148,14 +188,18 @@ class SlurmLab:
     def up(self, node: str, seconds: float = 60) -> None:
         """Start a node that crashed, once the controller has noticed that it is gone."""
         self._wait(
-            lambda: "down" in self.command("sinfo", "-h", "-n", node, "-o", "%T"), seconds, f"{node} to be down"
+            lambda: "down" in self.command("sinfo", "-h", "-n", node, "-o", "%T"),
+            seconds,
+            f"{node} to be down",
         )
         self._tell("up", node)
 
     def wait_for_nodes(self, seconds: float) -> None:
         def ready() -> bool:
             with contextlib.suppress(AssertionError):  # the controller does not answer yet
-                return set(self.command("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split()) == set(NODES)
+                return set(
+                    self.command("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split()
+                ) == set(NODES)
             return False
 
         self._wait(ready, seconds, "all nodes to be idle")
@@ -173,10 +217,19 @@ class SlurmLab:
             parts += [f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-15:]]
         return "\n".join(parts)
 
-    def submit(self, *command: str, log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Job:
+    def submit(
+        self,
+        *command: str,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> Job:
         """`sbatch` with these arguments; the output of all attempts goes to `log`."""
         places = ["--parsable", f"--output={log}", "--open-mode=append"]
-        return Job(int(self.command("sbatch", *places, *command, env=env, cwd=cwd).strip().split(";")[0]), log)
+        return Job(
+            int(self.command("sbatch", *places, *command, env=env, cwd=cwd).strip().split(";")[0]),
+            log,
+        )
 
     def components(self, job: Job) -> list[Component]:
         shown = self.command("scontrol", "--oneliner", "show", "job", str(job.id))
@@ -202,16 +255,23 @@ class SlurmLab:
             if all(component.state in ENDED for component in components):
                 return components
             if time.monotonic() > deadline:
-                raise AssertionError(f"after {seconds} s the job is {components}:\n{job.output}\n{self.logs()}")
+                raise AssertionError(
+                    f"after {seconds} s the job is {components}:\n{job.output}\n{self.logs()}"
+                )
             time.sleep(0.25)
 
     def wait_for_attempt(self, job: Job, restarts: int, seconds: float) -> None:
         """Until all components run for the `restarts`-th time after the first."""
 
         def running() -> bool:
-            return all(part.state == "RUNNING" and part.restarts == restarts for part in self.components(job))
+            return all(
+                part.state == "RUNNING" and part.restarts == restarts
+                for part in self.components(job)
+            )
 
-        self._wait(running, seconds, f"attempt {restarts} of job {job.id}, which says:\n{job.output}\n")
+        self._wait(
+            running, seconds, f"attempt {restarts} of job {job.id}, which says:\n{job.output}\n"
+        )
 
     def signal(self, job: Job, name: str) -> None:
         """Send a signal to the batch script alone, as `--signal=B:` does before the time limit."""
@@ -232,4 +292,8 @@ class SlurmLab:
         """The names of the steps that still run, but for the batch script's own."""
         ids = ",".join(str(component.id) for component in self.components(job))
         names = self.command("squeue", "-h", "--steps", "--jobs", ids, "-o", "%i %j").split("\n")
-        return [line.split(" ", 1)[1] for line in names if line and ".batch" not in line and ".extern" not in line]
+        return [
+            line.split(" ", 1)[1]
+            for line in names
+            if line and ".batch" not in line and ".extern" not in line
+        ]

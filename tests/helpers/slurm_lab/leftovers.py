@@ -41,7 +41,9 @@ def is_daemon(process: psutil.Process) -> bool:
     if process.name() in ("munged", "slurmctld", "slurmscriptd", "slurmd", "unshare"):
         return True
     words = process.cmdline()[1:3]
-    return process.name() in ("bash", "sh") and any("namespaces.sh" in w or "slurmd -D" in w for w in words)
+    return process.name() in ("bash", "sh") and any(
+        "namespaces.sh" in w or "slurmd -D" in w for w in words
+    )
 
 
 def job_id_of(process: psutil.Process) -> int | None:
@@ -52,8 +54,15 @@ def job_id_of(process: psutil.Process) -> int | None:
 
 def published_ports(run_dir: Path) -> set[tuple[str, int]]:
     """Addresses and ports of the tasks of all of a run's attempts, as they wrote them down for others."""
-    places = [json.loads(path.read_text()) for path in (run_dir / "slurm").glob("*/rendezvous-*.json")]
-    return {(place["address"], place[key]) for place in places for key in ("rank_port", "http_port") if place[key]}
+    places = [
+        json.loads(path.read_text()) for path in (run_dir / "slurm").glob("*/rendezvous-*.json")
+    ]
+    return {
+        (place["address"], place[key])
+        for place in places
+        for key in ("rank_port", "http_port")
+        if place[key]
+    }
 
 
 def is_listening(address: str, port: int) -> bool:
@@ -73,11 +82,15 @@ def left_of(lab: SlurmLab, job: Job, ports: set[tuple[str, int]]) -> list[str]:
             found.append(f"process {process.pid} {' '.join(process.cmdline())[:200]}")
     found += [f"port {port} of {address}" for address, port in ports if is_listening(address, port)]
     if not processes_of(lab):  # else those of another job
-        found += [f"shared memory {path}" for path in lab.shared_memory.rglob("*") if not path.is_dir()]
+        found += [
+            f"shared memory {path}" for path in lab.shared_memory.rglob("*") if not path.is_dir()
+        ]
     return found
 
 
-def assert_nothing_left(lab: SlurmLab, job: Job, run_dir: Path | None = None, seconds: float = END_SECONDS) -> None:
+def assert_nothing_left(
+    lab: SlurmLab, job: Job, run_dir: Path | None = None, seconds: float = END_SECONDS
+) -> None:
     """No step, process, shared memory or listening port of an ended job.
 
     Args:

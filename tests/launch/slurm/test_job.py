@@ -111,7 +111,12 @@ def test_a_run_that_finishes_and_the_next_link_of_its_chain(started: type[Job]) 
         "the run stands at step 9, which was 0 when this attempt began; nothing is left to do",
     ]
     (attempt,) = job.attempts
-    assert (attempt.step_before, attempt.step_after, attempt.exit_code, attempt.requeued) == (0, 9, 0, False)
+    assert (attempt.step_before, attempt.step_after, attempt.exit_code, attempt.requeued) == (
+        0,
+        9,
+        0,
+        False,
+    )
     token = job.run_dir / "slurm" / "token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text().strip()) > 16
 
@@ -147,7 +152,9 @@ def test_a_signal_saves_and_requeues_what_got_further(
     assert code == 75, lines
     assert expected in lines[-1], lines
     assert job.requeued is job.attempts[0].requeued is ("; requeued" in expected)
-    assert job.requeued is not lines[-1].endswith("; submit the same command again to go on from step 7")
+    assert job.requeued is not lines[-1].endswith(
+        "; submit the same command again to go on from step 7"
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +162,12 @@ def test_a_signal_saves_and_requeues_what_got_further(
     [
         (signal.SIGUSR1, 600, 2, True),  # before the time limit there is all the time that is left
         (signal.SIGUSR1, 25, 60, True),  # and ten seconds where none is
-        (signal.SIGTERM, 600, 2, False),  # nobody knows how long Slurm waits with a job that is cancelled
+        (
+            signal.SIGTERM,
+            600,
+            2,
+            False,
+        ),  # nobody knows how long Slurm waits with a job that is cancelled
     ],
     ids=["much time", "no time", "cancelled"],
 )
@@ -176,7 +188,9 @@ def test_how_long_an_actor_may_take_to_save(
 def test_an_actor_that_hangs_is_killed_in_time_for_a_requeue(started: type[Job]) -> None:
     """Half a minute before the end of the allocation, though it would have more time by the settings."""
     begin = time.time()
-    job = started(FAKE_ACTOR="saves and hangs", FAKE_SECONDS_LEFT="42", REINFORCE_GRACE_SECONDS="150")
+    job = started(
+        FAKE_ACTOR="saves and hangs", FAKE_SECONDS_LEFT="42", REINFORCE_GRACE_SECONDS="150"
+    )
     job.wait_until_training()
     told = time.time()
     job.process.send_signal(signal.SIGUSR1)
@@ -188,7 +202,9 @@ def test_an_actor_that_hangs_is_killed_in_time_for_a_requeue(started: type[Job])
 
 
 @pytest.mark.parametrize("others", ["stops alone", "stops alone, others start"])
-def test_tasks_that_wait_for_one_that_was_stopped_alone_are_stopped_too(started: type[Job], others: str) -> None:
+def test_tasks_that_wait_for_one_that_was_stopped_alone_are_stopped_too(
+    started: type[Job], others: str
+) -> None:
     """Slurm may end one node's tasks of an attempt that has just begun, for the attempt that the node missed.
 
     The others wait for it, or are programs that still start and die of the signal.
@@ -203,7 +219,9 @@ def test_tasks_that_wait_for_one_that_was_stopped_alone_are_stopped_too(started:
     assert (job.attempts[0].step_before, job.attempts[0].step_after) == (0, 0)
 
 
-@pytest.mark.parametrize(("what", "expected", "how"), [("fails", 5, "exit code 5"), ("killed", 137, "SIGKILL")])
+@pytest.mark.parametrize(
+    ("what", "expected", "how"), [("fails", 5, "exit code 5"), ("killed", 137, "SIGKILL")]
+)
 def test_an_actor_task_that_fails(started: type[Job], what: str, expected: int, how: str) -> None:
     job = started(FAKE_ACTOR=what)
     code, lines = job.finish()
@@ -212,17 +230,31 @@ def test_an_actor_task_that_fails(started: type[Job], what: str, expected: int, 
     assert "not requeued after a failure" in lines[-1]
     assert "  | an error of rank 1" in lines or what == "killed"
     (attempt,) = job.attempts
-    assert (attempt.first_failed or "").startswith("actor rank 1 on ") and attempt.exit_code == expected
+    assert (attempt.first_failed or "").startswith(
+        "actor rank 1 on "
+    ) and attempt.exit_code == expected
 
 
 @pytest.mark.parametrize(
     ("server", "actor", "expected", "first", "last"),
     [
         # The server's code, though the actor has saved.
-        ("dies", "trains", 137, "first to fail: rm-0 rank 0 on ", "requeued: from step 0 to step 7"),
+        (
+            "dies",
+            "trains",
+            137,
+            "first to fail: rm-0 rank 0 on ",
+            "requeued: from step 0 to step 7",
+        ),
         # It has made progress, but would do the same again.
         ("", "diverges", 77, "first to fail: actor rank ", "not requeued: the policy has diverged"),
-        ("", "alerts", 78, "first to fail: actor rank ", "not requeued: an alert has stopped the run"),
+        (
+            "",
+            "alerts",
+            78,
+            "first to fail: actor rank ",
+            "not requeued: an alert has stopped the run",
+        ),
     ],
 )
 def test_a_failed_job_is_requeued_where_that_was_asked_for(
@@ -273,7 +305,9 @@ def test_a_generator_that_dies_is_started_again_and_all_are_drained(started: typ
     assert job.requeued and "; requeued: from step 0 to step 7" in lines[-1]
     logs = [(job.run_dir / "slurm" / "7-0" / f"gen-{number}.log").read_text() for number in (0, 1)]
     assert [log.split()[0] for log in logs] == ["0", "1"], "devices of one node"
-    assert all("'generators=separate'" in log and "remote_rm.reward_model.port=" in log for log in logs)
+    assert all(
+        "'generators=separate'" in log and "remote_rm.reward_model.port=" in log for log in logs
+    )
     assert "generator_host" not in logs[0]
 
 
@@ -287,9 +321,15 @@ def test_a_generator_that_always_dies_is_left_out_and_the_run_goes_on(started: t
         if said[-1].startswith("no generator is left"):
             job.process.send_signal(signal.SIGTERM)
     assert job.process.wait(SECONDS) == 75, said
-    assert [line for line in said if "it was started 2 times (REINFORCE_GENERATOR_RESTARTS), and is left out" in line]
+    assert [
+        line
+        for line in said
+        if "it was started 2 times (REINFORCE_GENERATOR_RESTARTS), and is left out" in line
+    ]
     assert len(list(job.run_dir.glob("generates.*"))) == 2
-    assert [line for line in said if line.startswith("the actor has ended in good order, after SIGTERM")]
+    assert [
+        line for line in said if line.startswith("the actor has ended in good order, after SIGTERM")
+    ]
 
 
 def test_generators_and_components_belong_together(started: type[Job]) -> None:
@@ -307,7 +347,9 @@ def test_generators_and_components_belong_together(started: type[Job]) -> None:
         ("fails", 3, "rm-0 ended before it was healthy; first to fail: rm-0 rank 0 on ", ""),
     ],
 )
-def test_a_server_that_is_never_healthy(started: type[Job], what: str, expected: int, start: str, more: str) -> None:
+def test_a_server_that_is_never_healthy(
+    started: type[Job], what: str, expected: int, start: str, more: str
+) -> None:
     job = started(FAKE_SERVER=what, REINFORCE_READY_SECONDS="4" if what == "loads" else "600")
     code, lines = job.finish()
     assert code == expected, lines

@@ -62,7 +62,9 @@ def test_scancel_saves_and_does_not_requeue(lab, run):
     run.wait_for_step(job, 2)
     lab.cancel(job)
     components = run.wait(job)
-    assert {(part.state, part.restarts) for part in components} == {("CANCELLED", 0)}, run.report(job)
+    assert {(part.state, part.restarts) for part in components} == {("CANCELLED", 0)}, run.report(
+        job
+    )
     assert_nothing_left(lab, job, run.run_dir)
     assert run.status["state"] == "stopped", run.report(job)
     assert 2 <= run.saved_step == run.status["step"] < STEPS

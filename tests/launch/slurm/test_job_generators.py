@@ -10,9 +10,16 @@ from helpers.tiny_run import json_lines
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(2400)]
-ONE_AND_TWO = Layout(actor_nodes=("act0", "act1", "rm1"))  # a trainer on the first, a generator on each other
+ONE_AND_TWO = Layout(
+    actor_nodes=("act0", "act1", "rm1")
+)  # a trainer on the first, a generator on each other
 STEPS = 40
-APART = [*SHORT, f"trainer.reinforce.max_steps={STEPS}", "placement=disaggregated", "generation_ranks=2"]
+APART = [
+    *SHORT,
+    f"trainer.reinforce.max_steps={STEPS}",
+    "placement=disaggregated",
+    "generation_ranks=2",
+]
 
 
 def test_a_node_that_generates_crashes_and_comes_back(lab, world, tmp_path):
@@ -29,7 +36,9 @@ def test_a_node_that_generates_crashes_and_comes_back(lab, world, tmp_path):
     lab.crash("act1")
     lab.up("act1")
     components = run.wait(job)
-    assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, run.report(job)
+    assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, (
+        run.report(job)
+    )
     assert components[0].restarts in (1, 2)
     assert_nothing_left(lab, job, run.run_dir)
     assert "Slurm itself requeues the job, since act1 failed" in job.output

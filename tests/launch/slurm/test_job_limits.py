@@ -29,7 +29,9 @@ def test_a_time_limit_saves_in_time_requeues_and_goes_on(lab, run):
     run.wait_for_step(job, step + 1)
     lab.cancel(job)
     components = run.wait(job)
-    assert {(part.state, part.restarts) for part in components} == {("CANCELLED", 1)}, run.report(job)
+    assert {(part.state, part.restarts) for part in components} == {("CANCELLED", 1)}, run.report(
+        job
+    )
     assert_nothing_left(lab, job, run.run_dir)
     assert run.saved_step > step
     assert run.status["step"] == run.saved_step
@@ -52,7 +54,11 @@ def test_a_job_that_makes_no_progress_is_not_requeued(lab, run):
     assert wait_for(lambda: 1 in run.ranks(job, ACTOR_SCRIPT), 300), run.report(job)
     lab.signal(job, "USR1")
     components = run.wait(job)
-    assert (components[0].state, components[0].exit_code, components[0].restarts) == ("FAILED", "75:0", 0)
+    assert (components[0].state, components[0].exit_code, components[0].restarts) == (
+        "FAILED",
+        "75:0",
+        0,
+    )
     assert_nothing_left(lab, job, run.run_dir)
     assert "this attempt saved nothing beyond step 0" in job.last_lines
     assert run.step < 1

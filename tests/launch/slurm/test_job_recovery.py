@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 from helpers.slurm_lab import Job, assert_nothing_left
 from helpers.slurm_lab.leftovers import published_ports
-from helpers.slurm_run import ACTOR_SCRIPT, RUN_SECONDS, SHORT, SlurmRun, assert_same_weights, results
+from helpers.slurm_run import (
+    ACTOR_SCRIPT,
+    RUN_SECONDS,
+    SHORT,
+    SlurmRun,
+    assert_same_weights,
+    results,
+)
 
 pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
 
@@ -42,7 +49,9 @@ def assert_equal(run: SlurmRun, uninterrupted: tuple[SlurmRun, Job]) -> None:
 
 def finish(run: SlurmRun, job: Job, *restarts: int) -> None:
     components = run.wait(job)
-    assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, run.report(job)
+    assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, (
+        run.report(job)
+    )
     assert components[0].restarts in restarts
     assert_nothing_left(run.lab, job, run.run_dir)
 
@@ -105,7 +114,9 @@ def test_the_next_link_after_a_finished_run_starts_nothing(lab, uninterrupted):
     link = run.submit()
     started = time.monotonic()
     components = run.wait(link)
-    assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, run.report(link)
+    assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, (
+        run.report(link)
+    )
     assert time.monotonic() - started < 60  # no model is loaded in less
     assert "has finished" in link.last_lines
     assert link.id != first.id
@@ -115,5 +126,9 @@ def test_the_next_link_after_a_finished_run_starts_nothing(lab, uninterrupted):
 
 def snapshot(run_dir: Path) -> dict[str, int]:
     """Every file of the run outside of slurm/ with the time of its last change."""
-    files = [path for path in run_dir.rglob("*") if path.is_file() and path.relative_to(run_dir).parts[0] != "slurm"]
+    files = [
+        path
+        for path in run_dir.rglob("*")
+        if path.is_file() and path.relative_to(run_dir).parts[0] != "slurm"
+    ]
     return {str(path): path.stat().st_mtime_ns for path in files}

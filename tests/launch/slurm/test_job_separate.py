@@ -24,7 +24,9 @@ def submit(lab: SlurmLab, folder: Path, **variables: str) -> Job:
     repository = write_repository(folder / "repository")
     (repository / "reinforce_rl").symlink_to(ROOT / "reinforce_rl")
     nodes = [("rm0", 1), ("act0", 2), ("act1", 2)]
-    components = [[f"--nodelist={node}", "--nodes=1", f"--ntasks-per-node={tasks}"] for node, tasks in nodes]
+    components = [
+        [f"--nodelist={node}", "--nodes=1", f"--ntasks-per-node={tasks}"] for node, tasks in nodes
+    ]
     return lab.submit(
         *(*components[0], ":", *components[1], ":", *components[2]),
         *(str(ROOT / "slurm" / "train_hetjob.sbatch"), "a=1", "generators=separate", "--", "b=2"),
@@ -51,7 +53,9 @@ def generators_of(lab: SlurmLab, job: Job) -> list[psutil.Process]:
     return found
 
 
-def test_a_generator_dies_alone_is_started_again_and_all_are_drained(lab: SlurmLab, tmp_path: Path) -> None:
+def test_a_generator_dies_alone_is_started_again_and_all_are_drained(
+    lab: SlurmLab, tmp_path: Path
+) -> None:
     job, run_dir = submit(lab, tmp_path), tmp_path / "run"
     assert wait_for(lambda: len(list(run_dir.glob("generates.*"))) == 2, SECONDS), job.output
     assert {"gen-0", "gen-1"} <= set(lab.steps(job)), "both at once on one node"

@@ -20,10 +20,18 @@ TWO_STEPS = [*SHORT, "trainer.reinforce.max_steps=2", "trainer.reinforce.val_che
 
 def test_two_and_two_nodes_equal_the_run_without_slurm(lab, world, tmp_path):
     """DP=2 in the server; DP=2 and TP=2 in the actor. The run without Slurm has one rank in each."""
-    run = SlurmRun(lab, world, tmp_path / "run", TWO_AND_TWO, [*TWO_STEPS, "model.tensor_model_parallel_size=2"])
+    run = SlurmRun(
+        lab,
+        world,
+        tmp_path / "run",
+        TWO_AND_TWO,
+        [*TWO_STEPS, "model.tensor_model_parallel_size=2"],
+    )
     job = run.submit()
     components = run.wait(job)
-    assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, run.report(job)
+    assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, (
+        run.report(job)
+    )
     assert_nothing_left(lab, job, run.run_dir)
     assert run.status["state"] == "finished"
     assert "at step 2" in job.last_lines
@@ -38,7 +46,9 @@ def test_two_and_two_nodes_equal_the_run_without_slurm(lab, world, tmp_path):
             actor.close()
     finally:
         server.close()
-    found, expected = (list(map(however_cut, results(folder))) for folder in (run.run_dir, tmp_path / "plain"))
+    found, expected = (
+        list(map(however_cut, results(folder))) for folder in (run.run_dir, tmp_path / "plain")
+    )
     assert len(expected) == 3
     for own, other in zip(found, expected, strict=True):
         assert own == pytest.approx(other, rel=1e-6, abs=1e-5)

@@ -45,10 +45,17 @@ def script(tmp_path) -> Path:
 
 
 def test_a_heterogeneous_job_over_four_nodes(lab, script, tmp_path):
-    job = lab.submit(str(script), "hostname; touch /dev/shm/$(hostname); getent hosts rm1", log=tmp_path / "log")
+    job = lab.submit(
+        str(script), "hostname; touch /dev/shm/$(hostname); getent hosts rm1", log=tmp_path / "log"
+    )
     assert [part.state for part in lab.wait(job, 60)] == ["COMPLETED", "COMPLETED"]
     lines = job.output.split("\n")
-    assert sorted(line for line in lines if re.fullmatch(r"(rm|act)\d", line)) == ["act0", "act1", "rm0", "rm1"]
+    assert sorted(line for line in lines if re.fullmatch(r"(rm|act)\d", line)) == [
+        "act0",
+        "act1",
+        "rm0",
+        "rm1",
+    ]
     assert len({line for line in lines if line.endswith(" rm1")}) == 1
     with pytest.raises(AssertionError, match=r"shared memory .*/act0/act0"):
         assert_nothing_left(lab, job, seconds=0.0)
@@ -61,7 +68,9 @@ def test_what_is_left_of_a_running_job_is_found(lab, script, tmp_path):
     job = lab.submit(str(script), "setsid sleep 600 & wait", log=tmp_path / "log")
     lab.wait_for_attempt(job, 0, 30)
     assert wait_for(lambda: len(lab.steps(job)) == 2, 20)
-    assert wait_for(lambda: sum(p.cmdline()[:1] == ["sleep"] for p in processes_of(lab, job)) == 4, 20)
+    assert wait_for(
+        lambda: sum(p.cmdline()[:1] == ["sleep"] for p in processes_of(lab, job)) == 4, 20
+    )
     with pytest.raises(AssertionError, match=r"(?s)step first.*slurmstepd.*sleep 600"):
         assert_nothing_left(lab, job, seconds=0.0)
     lab.cancel(job)

@@ -17,35 +17,73 @@ from reinforce_rl.launch.slurm.options import (
 
 
 def test_options_and_overrides_in_any_order():
-    words = ["a=1", "--partition", "gpu", "+algorithm=grpo", "--chain=3", "--dry-run", "b=2", "--", "devices=2", "c=3"]
+    words = [
+        "a=1",
+        "--partition",
+        "gpu",
+        "+algorithm=grpo",
+        "--chain=3",
+        "--dry-run",
+        "b=2",
+        "--",
+        "devices=2",
+        "c=3",
+    ]
     options = parse_options(words, {})
-    assert (options.actor_args, options.server_args) == (("a=1", "+algorithm=grpo", "b=2"), ("devices=2", "c=3"))
+    assert (options.actor_args, options.server_args) == (
+        ("a=1", "+algorithm=grpo", "b=2"),
+        ("devices=2", "c=3"),
+    )
     assert (options.actor.partition, options.server.partition) == ("gpu", "gpu")
-    assert (options.chain, options.dry_run, options.time, options.seconds) == (3, True, "04:00:00", 14400)
+    assert (options.chain, options.dry_run, options.time, options.seconds) == (
+        3,
+        True,
+        "04:00:00",
+        14400,
+    )
     assert options.lead is options.job_name is None
     assert options.variables == {}
 
 
 def test_what_counts_first():
     """The component's own option, that of both, then the same two of the environment, then sbatch's own."""
-    environment = {"SBATCH_PARTITION": "e", "REINFORCE_PARTITION": "d", "REINFORCE_ACTOR_PARTITION": "c"}
+    environment = {
+        "SBATCH_PARTITION": "e",
+        "REINFORCE_PARTITION": "d",
+        "REINFORCE_ACTOR_PARTITION": "c",
+    }
     words = ["--partition=b", "--actor-partition=a"]
     assert parse_options(words, environment).actor.partition == "a"
     assert parse_options(words[:1], environment).actor.partition == "b"
     assert parse_options([], environment).actor.partition == "c"
     assert parse_options([], environment).server.partition == "d"
-    assert parse_options([], {"SBATCH_PARTITION": "e", "REINFORCE_PARTITION": " "}).server.partition == "e"
+    assert (
+        parse_options([], {"SBATCH_PARTITION": "e", "REINFORCE_PARTITION": " "}).server.partition
+        == "e"
+    )
 
 
 def test_every_option_of_a_component():
     values = {"gpus": "h100:4", "cpus-per-task": "7", "mem": "64G"}
     words = [f"--actor-{name}={values.get(name, f'x-{name}')}" for name in COMPONENT_OPTIONS]
-    words += ["--sbatch-arg=--reservation=r", "--server-sbatch-arg=--switches=1", "--server-gpus", "h100:2"]
+    words += [
+        "--sbatch-arg=--reservation=r",
+        "--server-sbatch-arg=--switches=1",
+        "--server-gpus",
+        "h100:2",
+    ]
     options = parse_options(words, {"REINFORCE_GPUS_PER_NODE": "8"})
     plain = ("partition", "account", "qos", "constraint", "nodelist", "exclude")
-    expected = {**{name: f"x-{name}" for name in plain}, "gpus": "h100:4", "cpus_per_task": "7", "mem": "64G"}
+    expected = {
+        **{name: f"x-{name}" for name in plain},
+        "gpus": "h100:4",
+        "cpus_per_task": "7",
+        "mem": "64G",
+    }
     assert options.actor == ComponentOptions(**expected, sbatch_args=("--reservation=r",))
-    assert options.server == ComponentOptions(gpus="h100:2", sbatch_args=("--reservation=r", "--switches=1"))
+    assert options.server == ComponentOptions(
+        gpus="h100:2", sbatch_args=("--reservation=r", "--switches=1")
+    )
     assert parse_options([], {"REINFORCE_GPUS_PER_NODE": "8"}).actor.gpus == "8"
 
 
@@ -109,7 +147,8 @@ def test_what_is_no_time(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "megabytes"), [("0", 0), ("4000", 4000), ("64G", 65536), ("2t", 2097152), ("1025K", 2), ("16GB", 16384)]
+    ("text", "megabytes"),
+    [("0", 0), ("4000", 4000), ("64G", 65536), ("2t", 2097152), ("1025K", 2), ("16GB", 16384)],
 )
 def test_memory(text, megabytes):
     assert parse_memory(text) == megabytes
@@ -122,7 +161,8 @@ def test_what_is_no_memory(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("8", 8), ("h100:8", 8), ("1g.10gb:2", 2), ("nvidia_a100-80gb:4", 4), ("0", 0)]
+    ("text", "count"),
+    [("8", 8), ("h100:8", 8), ("1g.10gb:2", 2), ("nvidia_a100-80gb:4", 4), ("0", 0)],
 )
 def test_gpus(text, count):
     assert parse_gpus(text) == count

@@ -76,8 +76,14 @@ def test_a_run_that_has_finished() -> None:
 
 
 def test_a_run_that_was_stopped() -> None:
-    for codes, signalled in (((75, 75), None), ((75, 75), signal.SIGUSR1), ((75, 143), signal.SIGTERM)):
-        ending = judged([end_of(task, code) for task, code in enumerate(codes)], signalled=signalled)
+    for codes, signalled in (
+        ((75, 75), None),
+        ((75, 75), signal.SIGUSR1),
+        ((75, 143), signal.SIGTERM),
+    ):
+        ending = judged(
+            [end_of(task, code) for task, code in enumerate(codes)], signalled=signalled
+        )
         assert (ending.code, ending.first) == (75, None)
     assert judged([end_of(0, 75), end_of(1, 143)]).code == 143  # nobody had told it to
 
@@ -183,15 +189,27 @@ def test_the_last_lines_of_a_log_are_without_warnings(tmp_path: Path) -> None:
     log = tmp_path / "actor.log"
     warning = "0: /lib/x.py:3: UserWarning: old\n0:   warnings.warn(\n"
     log.write_text(f"0: first\n{warning}1: Error: it fails in\n1:   warned(5)\n")
-    told = [f"the last lines of {log}:", "  | 0: first", "  | 1: Error: it fails in", "  | 1:   warned(5)"]
+    told = [
+        f"the last lines of {log}:",
+        "  | 0: first",
+        "  | 1: Error: it fails in",
+        "  | 1:   warned(5)",
+    ]
     assert last_lines(log, 3).splitlines() == told
 
 
 def test_a_run_has_finished_until_its_arguments_change(tmp_path: Path) -> None:
     now, earlier = FIRST.arguments, (("a=0",), ())
-    attempts = [replace(FIRST, exit_code=0, arguments=earlier), replace(FIRST, job="8", exit_code=0)]
+    attempts = [
+        replace(FIRST, exit_code=0, arguments=earlier),
+        replace(FIRST, job="8", exit_code=0),
+    ]
     assert finished(tmp_path, attempts, now) is None, "there is no status"
-    for state, arguments, expected in (("running", now, None), ("finished", now, True), ("finished", earlier, None)):
+    for state, arguments, expected in (
+        ("running", now, None),
+        ("finished", now, True),
+        ("finished", earlier, None),
+    ):
         (tmp_path / STATUS_FILE).write_text(json.dumps(asdict(Status(state=state, step=9))))
         found = finished(tmp_path, attempts, arguments)
         assert found == (expected and f"the run in {tmp_path} has finished, at step 9")

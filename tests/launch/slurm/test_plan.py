@@ -15,10 +15,15 @@ from reinforce_rl.launch.slurm.settings import Settings
 def job(*words: str, server: Component | None = None, actor: Component | None = None) -> JobPlan:
     options = parse_options(["--time=30", *words, "a=1", "b='x y'", "--", "c=2"], {})
     settings = Settings(
-        Path("/shared/100%"), Path("/repo"), actor_args=options.actor_args, server_args=options.server_args
+        Path("/shared/100%"),
+        Path("/repo"),
+        actor_args=options.actor_args,
+        server_args=options.server_args,
     )
     server = server or Component("reward server", "x-rm", 1, 1, 1)
-    return JobPlan(server, actor or Component("actor", "x-actor", 2, 8, 8), options, settings, 300, {})
+    return JobPlan(
+        server, actor or Component("actor", "x-actor", 2, 8, 8), options, settings, 300, {}
+    )
 
 
 def components_of(command: list[str]) -> tuple[list[str], list[str]]:
@@ -27,7 +32,13 @@ def components_of(command: list[str]) -> tuple[list[str], list[str]]:
 
 
 def test_the_whole_line():
-    both = ["--time=30", "--output=/shared/100%%/slurm/%j.out", "--open-mode=append", "--requeue", "--export=ALL"]
+    both = [
+        "--time=30",
+        "--output=/shared/100%%/slurm/%j.out",
+        "--open-mode=append",
+        "--requeue",
+        "--export=ALL",
+    ]
     assert job().command() == [
         *("sbatch", "--parsable", "--signal=B:USR1@300"),
         *(*both, "--job-name=x-rm", "--nodes=1", "--ntasks-per-node=1", ":"),
@@ -44,7 +55,13 @@ def test_signal_and_dependency_stand_in_component_0():
 
 def test_components_have_options_of_their_own():
     options = ComponentOptions(
-        partition="gpu", account="a", qos="q", constraint="ib", nodelist="n[1-2]", exclude="n3", sbatch_args=("-x",)
+        partition="gpu",
+        account="a",
+        qos="q",
+        constraint="ib",
+        nodelist="n[1-2]",
+        exclude="n3",
+        sbatch_args=("-x",),
     )
     actor = Component("actor", "x-actor", 2, 8, 1, 96, "h100:8", options)
     server, mine = components_of(job(actor=actor).command())

@@ -25,7 +25,11 @@ def test_nothing_but_the_standard_library_is_imported_and_python_39_reads_it() -
     assert {"job.py", "task.py", "status.py", "errors.py"} <= {file.name for file in files}
     for file in files:
         tree = ast.parse(file.read_text(encoding="utf-8"), file.name, feature_version=(3, 9))
-        strict = [node for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "strict"]
+        strict = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.keyword) and node.arg == "strict"
+        ]
         assert not strict, f"{file}: zip(strict=...) came with Python 3.10"
         attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         assert "orig_argv" not in attributes, f"{file}: sys.orig_argv came with Python 3.10"

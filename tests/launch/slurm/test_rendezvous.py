@@ -43,7 +43,9 @@ def answer() -> Iterator[dict[str, object]]:
 
 def test_answers(answer: dict[str, object]) -> None:
     def asked(code: int, body: object) -> str | None:
-        answer.update(code=code, body=body if isinstance(body, bytes) else json.dumps(body).encode())
+        answer.update(
+            code=code, body=body if isinstance(body, bytes) else json.dumps(body).encode()
+        )
         return health_fault(Address("127.0.0.1", int(str(answer["port"]))))
 
     assert asked(200, {"text": "a small sample was scored"}) is None
@@ -51,7 +53,9 @@ def test_answers(answer: dict[str, object]) -> None:
     assert found is not None and found.endswith(": the server is starting")
     for body in (b"hello", {"no": "text"}, [1]):
         found = asked(200, body)
-        assert found is not None and found.endswith("answers HTTP 200, and not as a reward server does")
+        assert found is not None and found.endswith(
+            "answers HTTP 200, and not as a reward server does"
+        )
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")

@@ -44,7 +44,9 @@ def faults_of(argv: list[str], **environment: str) -> list[str]:
 
 def test_defaults_are_those_of_the_table() -> None:
     found = read_settings(["a=1", "--", "b=2"], {names.RUN_DIR: "/shared/run"}, REPOSITORY)
-    assert found == Settings(Path("/shared/run"), REPOSITORY, actor_args=("a=1",), server_args=("b=2",))
+    assert found == Settings(
+        Path("/shared/run"), REPOSITORY, actor_args=("a=1",), server_args=("b=2",)
+    )
 
 
 def test_all_variables_are_read() -> None:
@@ -70,8 +72,28 @@ def test_all_variables_are_read() -> None:
     }
     assert {*given, names.REPOSITORY} == {variable.name for variable in VARIABLES}
     assert read_settings([], given, REPOSITORY) == Settings(
-        *(Path("/shared/run"), REPOSITORY, "/opt/python", "torchrun", 8, 4, 6, 2, 30.5, 7.0, 0, 3, "true", "pmix"),
-        *("a.sqsh", "b.sqsh", ("/data:/data", "/models:/models"), ("--cpu-bind=none", "--gres=gpu:a b")),
+        *(
+            Path("/shared/run"),
+            REPOSITORY,
+            "/opt/python",
+            "torchrun",
+            8,
+            4,
+            6,
+            2,
+            30.5,
+            7.0,
+            0,
+            3,
+            "true",
+            "pmix",
+        ),
+        *(
+            "a.sqsh",
+            "b.sqsh",
+            ("/data:/data", "/models:/models"),
+            ("--cpu-bind=none", "--gres=gpu:a b"),
+        ),
         setup="module load cuda",
     )
 
@@ -138,7 +160,9 @@ def test_interpreter(tmp_path: Path) -> None:
     own.parent.mkdir(parents=True)
     own.touch()
     assert settings.interpreter("") == str(own)
-    assert settings.interpreter("image") == "python3"  # the host's environment is of no use in a container
+    assert (
+        settings.interpreter("image") == "python3"
+    )  # the host's environment is of no use in a container
     assert Settings(Path("/run"), tmp_path, "/opt/python").interpreter("image") == "/opt/python"
 
 
@@ -158,7 +182,9 @@ def test_two_components() -> None:
 
 
 def test_restarts_are_counted() -> None:
-    assert read_allocation(settings_with(), {**ENVIRONMENT, "SLURM_RESTART_COUNT": "3"}).restart == 3
+    assert (
+        read_allocation(settings_with(), {**ENVIRONMENT, "SLURM_RESTART_COUNT": "3"}).restart == 3
+    )
 
 
 def test_devices_are_the_tasks_a_node_unless_they_are_set() -> None:

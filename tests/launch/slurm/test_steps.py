@@ -31,7 +31,9 @@ from reinforce_rl.launch.slurm.steps import (
 )
 
 FOLDER = Path("/run/slurm/7-0")
-SETTINGS = Settings(Path("/run"), Path("/repo"), python="/opt/python", actor_args=("a=1",), server_args=("b=2",))
+SETTINGS = Settings(
+    Path("/run"), Path("/repo"), python="/opt/python", actor_args=("a=1",), server_args=("b=2",)
+)
 ALLOCATION = Allocation("7", 0, Component(0, "7", 2, 1, 1, None), Component(1, "8", 2, 4, 4, 2))
 SERVERS = [Endpoint("rm0", "10.0.0.1", 20000, 20001)]
 
@@ -49,12 +51,28 @@ def test_the_servers_line() -> None:
     line = server_line(SETTINGS)
     split = line.index("/opt/python")
     expected = "srun --job-name=rm-0 --het-group=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1"
-    assert line[:split] == [*expected.split(), "--export=ALL", "--label", "--output=/run/slurm/7-0/rm-0.log"]
+    assert line[:split] == [
+        *expected.split(),
+        "--export=ALL",
+        "--label",
+        "--output=/run/slurm/7-0/rm-0.log",
+    ]
     assert line[split + 1 : -1] == ["-c", START_TASK, "/repo"]
     script = "/repo/examples/serve_reward_model.py b=2 inference.token_file=/run/slurm/token"
     script += " inference.ready_file=/run/slurm/7-0/ready-0.json num_nodes=2 devices=1"
-    expected = {"component": "rm-0", "folder": "/run/slurm/7-0", "repository": "/repo", "launcher": "srun"}
-    expected |= {"devices": 1, "seconds": 600.0, "peers": ["act0"], "serves": True, "script": script.split()}
+    expected = {
+        "component": "rm-0",
+        "folder": "/run/slurm/7-0",
+        "repository": "/repo",
+        "launcher": "srun",
+    }
+    expected |= {
+        "devices": 1,
+        "seconds": 600.0,
+        "peers": ["act0"],
+        "serves": True,
+        "script": script.split(),
+    }
     assert json.loads(line[-1]) == expected
 
 
@@ -64,7 +82,9 @@ def test_the_actors_line() -> None:
     assert json.loads(line[-1])["serves"] is False
     expected = "/repo/examples/train_reinforce_actor.py a=1 trainer.num_nodes=2 trainer.devices=4"
     expected += " exp_manager.explicit_log_dir=/run remote_rm.reward_model.ip=10.0.0.1"
-    expected += " remote_rm.reward_model.port=20001 remote_rm.reward_model.token_file=/run/slurm/token"
+    expected += (
+        " remote_rm.reward_model.port=20001 remote_rm.reward_model.token_file=/run/slurm/token"
+    )
     assert json.loads(line[-1])["script"] == expected.split()
 
 
@@ -76,7 +96,11 @@ def test_tasks_of_an_installed_wheel_run_its_commands(tmp_path: Path) -> None:
 
 
 def test_what_the_person_has_said_is_not_said_again() -> None:
-    line = actor_line(replace(SETTINGS, actor_args=("trainer.devices=4",), server_args=("inference.name=helpful",)))
+    line = actor_line(
+        replace(
+            SETTINGS, actor_args=("trainer.devices=4",), server_args=("inference.name=helpful",)
+        )
+    )
     script = json.loads(line[-1])["script"]
     assert script.count("trainer.devices=4") == 1
     assert "remote_rm.reward_model.name=helpful" in script
@@ -97,12 +121,19 @@ def test_several_servers_have_nodes_of_their_own() -> None:
         assert f"--job-name=rm-{number}" in line and "num_nodes=1" in json.loads(line[-1])["script"]
     others = [Endpoint("rm1", "10.0.0.2", 1, 20003), Endpoint("rm2", "10.0.0.3", 1, 20005)]
     line = actor_line(settings, [*SERVERS, *others])
-    assert "remote_rm.reward_model.replicas=[10.0.0.2:20003,10.0.0.3:20005]" in json.loads(line[-1])["script"]
+    assert (
+        "remote_rm.reward_model.replicas=[10.0.0.2:20003,10.0.0.3:20005]"
+        in json.loads(line[-1])["script"]
+    )
 
 
 def test_options_that_not_every_slurm_has_are_there_only_where_asked_for() -> None:
     assert not [word for word in actor_line(SETTINGS) if "mpi" in word or "container" in word]
-    images = {"container_image": "a.sqsh", "server_container_image": "b.sqsh", "container_mounts": ("/data:/data",)}
+    images = {
+        "container_image": "a.sqsh",
+        "server_container_image": "b.sqsh",
+        "container_mounts": ("/data:/data",),
+    }
     settings = replace(SETTINGS, mpi="pmix", srun_args=("--cpu-bind=none",), **images)
     for line, image in ((actor_line(settings), "a.sqsh"), (server_line(settings), "b.sqsh")):
         assert f"--container-image={image}" in line
@@ -117,7 +148,11 @@ def plan() -> StepPlan:
 
 def test_the_actor_does_not_get_the_servers_memory(plan: StepPlan, tmp_path: Path) -> None:
     # as Slurm 22.05 sets them for `--mem=100 : --mem=300`
-    given = {"SLURM_MEM_PER_NODE": "100", "SLURM_MEM_PER_NODE_HET_GROUP_1": "300", "SLURM_JOB_ID": "7"}
+    given = {
+        "SLURM_MEM_PER_NODE": "100",
+        "SLURM_MEM_PER_NODE_HET_GROUP_1": "300",
+        "SLURM_JOB_ID": "7",
+    }
     step = Step(plan, ["/bin/sh", "-c", f"/usr/bin/env >{tmp_path}/env"], given, tmp_path, print)
     assert wait_for(lambda: step.has_ended, 30)
     found = (tmp_path / "env").read_text().splitlines()
@@ -185,7 +220,9 @@ def earlier_actor(home: Path, when_asked: str) -> Iterator[subprocess.Popen[byte
     """An actor's step that runs, and what it does at SIGTERM; the file stands in the list of steps."""
     file = home / "step-actor"
     script = f"trap '{when_asked}' TERM; echo $$ >{file}.new; mv {file}.new {file}; while :; do sleep 0.1; done"
-    with subprocess.Popen(["sh", "-c", script.replace("FILE", str(file))], start_new_session=True) as step:
+    with subprocess.Popen(
+        ["sh", "-c", script.replace("FILE", str(file))], start_new_session=True
+    ) as step:
         try:
             assert wait_for(file.exists, 20)
             yield step

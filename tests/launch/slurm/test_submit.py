@@ -30,7 +30,9 @@ SINFO = "batch*|up|infinite\n"
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("files")
-    tiny_llama_folder(folder / "model", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=64)
+    tiny_llama_folder(
+        folder / "model", vocab_size=32, layers=1, hidden=16, ffn=32, max_positions=64
+    )
     write_prompts(folder / "train.jsonl", three_letters(8))
     (folder / "head.safetensors").touch()
     return folder
@@ -77,7 +79,9 @@ def submit(files, tmp_path, slurm) -> Submit:
 
 
 def test_a_dry_run_prints_the_plan_and_makes_nothing(submit):
-    text = submit("--dry-run", "--chain=2", "--job-name=night", "trainer.devices=2", "trainer.num_nodes=2")
+    text = submit(
+        "--dry-run", "--chain=2", "--job-name=night", "trainer.devices=2", "trainer.num_nodes=2"
+    )
     assert submit.code == 0
     for words in (
         "4 ranks: 4 data x 1 pipeline",  # of the trainer's own plan
@@ -98,12 +102,17 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(submit):
 
 def test_generators_of_their_own_are_a_third_component(submit):
     apart = ("placement=disaggregated", "generators=separate", "generation_tensor_parallel_size=2")
-    text = submit("--dry-run", "--job-name=night", "--generator-nodes=2", "--generator-devices=4", *apart)
+    text = submit(
+        "--dry-run", "--job-name=night", "--generator-nodes=2", "--generator-devices=4", *apart
+    )
     assert submit.code == 0, text
     for words in ("night-gen", "2 x 4 = 8", "2: generators", "REINFORCE_GENERATOR_DEVICES=4"):
         assert words in text, text
     command = " ".join(text.partition("Command")[2].replace("\\", " ").split())
-    assert command.count(" : ") == 2 and "--job-name=night-gen --nodes=2 --ntasks-per-node=4" in command
+    assert (
+        command.count(" : ") == 2
+        and "--job-name=night-gen --nodes=2 --ntasks-per-node=4" in command
+    )
     text = submit("--dry-run", "--generator-devices=3", *apart)
     assert submit.code == 1
     assert printed_keys(text) == ["slurm.generators.not_a_multiple"]
@@ -159,7 +168,9 @@ def test_every_fault_is_in_one_message(submit):
 
 
 def test_keys_that_the_job_sets_itself(submit):
-    text = submit("remote_rm.reward_model.ip=rm-node", "preflight=true", server=("inference.port=5555",))
+    text = submit(
+        "remote_rm.reward_model.ip=rm-node", "preflight=true", server=("inference.port=5555",)
+    )
     keys = printed_keys(text)
     assert keys.count("slurm.argument.set_by_job") == 2 and "slurm.preflight.in_a_job" in keys
     assert "remote_rm.reward_model.ip is given among the actor's" in text
@@ -189,10 +200,14 @@ def test_a_chain(submit, monkeypatch):
     assert (submit.run_dir / "slurm").is_dir()
     split = first.index(":")
     assert [word for word in first[:split] if word.startswith("--nodes")] == ["--nodes=2"]
-    assert [word for word in first[split:] if word.startswith("--ntasks")] == ["--ntasks-per-node=2"]
+    assert [word for word in first[split:] if word.startswith("--ntasks")] == [
+        "--ntasks-per-node=2"
+    ]
     overrides = first[first.index(str(ROOT / "slurm" / "train_hetjob.sbatch")) + 1 :]
     assert overrides[-3:] == ["--", *submit.right_server]
-    assert not [word for word in overrides if word.startswith("exp_manager.explicit_log_dir")]  # the job's own
+    assert not [
+        word for word in overrides if word.startswith("exp_manager.explicit_log_dir")
+    ]  # the job's own
 
     found = submit.slurm.environment(102)
     expected = {
@@ -246,7 +261,9 @@ def test_a_finished_run_is_told(submit):
     assert f"the run in {submit.run_dir} has finished, at step 12. Nothing was submitted." in text
     assert submit.slurm.submissions() == []
     arguments = (("trainer.reinforce.max_steps=12",), ())
-    attempt = Attempt("55", 0, 1.0, 0, arguments, end=2.0, exit_code=0)  # it may be asked for more now
+    attempt = Attempt(
+        "55", 0, 1.0, 0, arguments, end=2.0, exit_code=0
+    )  # it may be asked for more now
     write_attempt(submit.run_dir / "slurm", attempt)
     assert "Submitted: 100" in submit()
 
@@ -264,7 +281,9 @@ def test_without_slurm_there_is_a_plan_at_most(submit, monkeypatch, tmp_path):
 
 
 def test_a_controller_that_does_not_answer(submit):
-    submit.slurm.answer("sinfo", error="slurm_load_partitions: Unable to contact slurm controller", code=1)
+    submit.slurm.answer(
+        "sinfo", error="slurm_load_partitions: Unable to contact slurm controller", code=1
+    )
     text = submit("--dry-run")
     assert submit.code == 0
     assert "Not checked:" in text and "sinfo" in text
@@ -300,7 +319,9 @@ def test_a_chain_that_breaks_off_tells_which_jobs_there_are(submit):
 
 def test_the_lead_follows_the_last_save(submit):
     submit.run_dir.mkdir()
-    (submit.run_dir / "status.json").write_text(json.dumps({"state": "stopped", "save_seconds": 100.0}))
+    (submit.run_dir / "status.json").write_text(
+        json.dumps({"state": "stopped", "save_seconds": 100.0})
+    )
     assert "--signal=B:USR1@260 " in submit("--dry-run")
     text = submit("--dry-run", "--signal-lead=150")
     assert printed_keys(text) == ["slurm.signal_lead.shorter_than_save"]
@@ -308,12 +329,23 @@ def test_the_lead_follows_the_last_save(submit):
 
 
 def test_gpus_memory_and_tasks(submit):
-    text = submit("--dry-run", "trainer.precision=bf16", "trainer.devices=4", "--launcher=torchrun", "--mem=2G")
+    text = submit(
+        "--dry-run",
+        "trainer.precision=bf16",
+        "trainer.devices=4",
+        "--launcher=torchrun",
+        "--mem=2G",
+    )
     command = text.partition("Command")[2]
     assert submit.code == 0, text
     assert command.count("--ntasks-per-node=1 ") == 2 and command.count("--mem=2G") == 2
-    assert "--cpus-per-task=4 --gpus-per-node=4" in command and "--cpus-per-task=1 --gpus-per-node=1" in command
-    none = submit("--dry-run", "trainer.precision=bf16", "--gpus-per-node=0").partition("Command")[2]
+    assert (
+        "--cpus-per-task=4 --gpus-per-node=4" in command
+        and "--cpus-per-task=1 --gpus-per-node=1" in command
+    )
+    none = submit("--dry-run", "trainer.precision=bf16", "--gpus-per-node=0").partition("Command")[
+        2
+    ]
     assert "--gpus" not in none
     assert "ranks need up to" in submit("--dry-run", "--mem=1", "trainer.devices=8")
     assert "sbatch gives the actor the server's --mem=1G" in submit("--dry-run", "--server-mem=1G")
@@ -332,8 +364,13 @@ def test_a_relative_folder_becomes_absolute(submit, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for given in ("'runs/a'", "runs/${exp_manager.name}"):
         text = submit("--dry-run", f"exp_manager.explicit_log_dir={given}")
-        assert f"--output={tmp_path}/runs/{'a' if '$' not in given else 'reinforce'}/slurm/%j.out" in text
-    assert "explicit_log_dir cannot be resolved" in submit("exp_manager.explicit_log_dir=${nowhere}")
+        assert (
+            f"--output={tmp_path}/runs/{'a' if '$' not in given else 'reinforce'}/slurm/%j.out"
+            in text
+        )
+    assert "explicit_log_dir cannot be resolved" in submit(
+        "exp_manager.explicit_log_dir=${nowhere}"
+    )
     submit.right_actor = [word for word in submit.right_actor if "log_dir" not in word]
     assert f"REINFORCE_RUN_DIR={tmp_path}/results/reinforce " in submit("--dry-run")
     monkeypatch.setenv("REINFORCE_RUN_DIR", "/shared/b")
@@ -377,14 +414,18 @@ def ask(server: Component, actor: Component, megabytes: int = 0) -> Answer:
     ],
 )
 def test_partitions_that_sbatch_would_accept_and_never_start(partition, seconds, key, values):
-    faults = list(partition_faults(job(component(1), component(1, partition=partition), seconds), PARTITIONS))
+    faults = list(
+        partition_faults(job(component(1), component(1, partition=partition), seconds), PARTITIONS)
+    )
     assert bool(faults) == bool(key)
     if key:
         check_fault(faults, key, *values)
 
 
 def test_a_cluster_without_a_default_partition():
-    (fault,) = partition_faults(job(component(1), component(1, partition="dgx")), PARTITIONS.replace("*", ""))
+    (fault,) = partition_faults(
+        job(component(1), component(1, partition="dgx")), PARTITIONS.replace("*", "")
+    )
     check_fault([fault], "slurm.partition.no_default", "--partition", "batch")
     assert not list(partition_faults(job(component(1), component(1), 60), "batch*|up|n/a\n"))
 
@@ -397,7 +438,10 @@ def test_a_line_of_sinfo_that_is_none_is_named():
 def test_what_fits(slurm):
     answer = ask(component(1, "server"), component(2))
     assert (answer.faults, answer.warnings, answer.unchecked) == ([], [], [])
-    assert answer.starts == (Start("2026-01-02T03:04:05", "n0"), Start("2026-01-02T03:04:05", "n0,n1"))
+    assert answer.starts == (
+        Start("2026-01-02T03:04:05", "n0"),
+        Start("2026-01-02T03:04:05", "n0,n1"),
+    )
 
 
 def test_components_that_fit_singly_but_not_together(slurm):
@@ -428,11 +472,17 @@ def test_nodes_with_too_little_memory(slurm):
         slurm.answer("sinfo-memory", there)
         answer = ask(component(1, "server"), component(2), 3000)
         assert answer.faults == []
-        assert ("up to 3000 MB" in "".join(answer.warnings) and "nodes with 2000 MB" in answer.warnings[0]) is warned
+        assert (
+            "up to 3000 MB" in "".join(answer.warnings)
+            and "nodes with 2000 MB" in answer.warnings[0]
+        ) is warned
     assert ask(component(1, "server"), component(2, mem="8G"), 3000).warnings == []
 
 
 def test_an_sbatch_that_names_no_nodes(slurm):
     slurm.answer("test-actor", error="sbatch: something else")
     answer = ask(component(1, "server"), component(1))
-    assert answer.faults == [] and "whether the components fit together is not known" in answer.warnings[0]
+    assert (
+        answer.faults == []
+        and "whether the components fit together is not known" in answer.warnings[0]
+    )

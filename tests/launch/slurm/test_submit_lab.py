@@ -55,11 +55,23 @@ DO_NOT_FIT = "slurm.components.do_not_fit"
         (1, {}, component(1, gpus="h100:1"), REFUSES, "Invalid generic resource (gres)"),
         (1, {}, component(1, constraint="nothing"), REFUSES, "Invalid feature specification"),
         (1, {}, component(1, nodelist="nobody"), REFUSES, "Invalid node name specified"),
-        (1, {"nodelist": "rm[0-1]"}, component(1), REFUSES, "reward server (--nodelist=rm[0-1] --nodes=1"),
+        (
+            1,
+            {"nodelist": "rm[0-1]"},
+            component(1),
+            REFUSES,
+            "reward server (--nodelist=rm[0-1] --nodes=1",
+        ),
         (1, {}, component(1, sbatch_args=("--nonsense",)), REFUSES, "option '--nonsense'"),
         (1, {}, component(1, partition="nowhere"), "slurm.partition.unknown", "batch, off, short"),
         (1, {"partition": "off"}, component(1), UNUSABLE, "partition off is not up"),
-        (1, {}, component(1, partition="short"), UNUSABLE, "short allows 300 s, the job asks for 600"),
+        (
+            1,
+            {},
+            component(1, partition="short"),
+            UNUSABLE,
+            "short allows 300 s, the job asks for 600",
+        ),
         (2, {}, component(3), DO_NOT_FIT, "the reward server would get act[0-1] and the"),
         (1, {"exclude": "rm[0-1],act0"}, component(1, exclude="rm[0-1],act0"), DO_NOT_FIT, "1 + 1"),
         (1, {"nodelist": "rm0"}, component(1, nodelist="rm0"), DO_NOT_FIT, "rm0 and the actor rm0"),
@@ -67,10 +79,16 @@ DO_NOT_FIT = "slurm.components.do_not_fit"
         (1, {"exclude": "act[0-1]"}, component(2, constraint="gpu"), "", ""),
     ],
 )
-def test_what_is_told_of_the_cluster(slurm_conf, monkeypatch, tmp_path, servers, server_options, actor, key, value):
+def test_what_is_told_of_the_cluster(
+    slurm_conf, monkeypatch, tmp_path, servers, server_options, actor, key, value
+):
     monkeypatch.setenv("SLURM_CONF", str(slurm_conf))
-    server = Component("reward server", "rm", servers, 1, 1, options=ComponentOptions(**server_options))
-    plan = JobPlan(server, actor, parse_options(["--time=10"], {}), Settings(tmp_path, ROOT), 300, {})
+    server = Component(
+        "reward server", "rm", servers, 1, 1, options=ComponentOptions(**server_options)
+    )
+    plan = JobPlan(
+        server, actor, parse_options(["--time=10"], {}), Settings(tmp_path, ROOT), 300, {}
+    )
     answer = ask_cluster(tmp_path, plan, 0 if key else 4001, os.environ)
     assert bool(answer.faults) == bool(key)
     if key:
@@ -84,14 +102,24 @@ def test_a_chain_of_two_jobs(lab, world, tmp_path):
     """The first one trains, the second one finds the run finished."""
     pytest.importorskip("pytriton", reason="the reward server needs nvidia-pytriton")
     run_dir = tmp_path / "run"
-    options = ["--chain=2", "--sbatch-arg=--hold", "--time=20", "--server-nodelist=rm0", "--actor-nodelist=act0"]
+    options = [
+        "--chain=2",
+        "--sbatch-arg=--hold",
+        "--time=20",
+        "--server-nodelist=rm0",
+        "--actor-nodelist=act0",
+    ]
     actor = world.actor_overrides(run_dir, *SHORT, f"trainer.reinforce.max_steps={STEPS}")
     words = [*options, "trainer.devices=2", *actor, "--", *world.server_overrides("mean")]
     command = [sys.executable, str(ROOT / "slurm" / "submit.py"), *words]
 
     def submit() -> str:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=300, env={**environment(), "SLURM_CONF": str(conf)}
+            command,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**environment(), "SLURM_CONF": str(conf)},
         )
         assert done.returncode == expected_code, done.stdout + done.stderr
         return done.stdout + done.stderr
@@ -99,7 +127,9 @@ def test_a_chain_of_two_jobs(lab, world, tmp_path):
     conf, expected_code = lab.folder / "slurm.conf", 0
     found = re.search(r"Submitted: (\d+) then (\d+)", submit())
     assert found
-    first, second = (Job(int(number), run_dir / "slurm" / f"{number}.out") for number in found.groups())
+    first, second = (
+        Job(int(number), run_dir / "slurm" / f"{number}.out") for number in found.groups()
+    )
     expected_code = 1
     text = submit()
     assert printed_keys(text) == ["slurm.queue.same_run"]
@@ -108,7 +138,9 @@ def test_a_chain_of_two_jobs(lab, world, tmp_path):
         for component in lab.components(job):
             lab.command("scontrol", "release", str(component.id))
         components = lab.wait(job, RUN_SECONDS)
-        assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, job.output
+        assert {(part.state, part.exit_code) for part in components} == {("COMPLETED", "0:0")}, (
+            job.output
+        )
     assert f"the run stands at step {STEPS}" in first.last_lines
     assert f"has finished, at step {STEPS}; nothing was started" in second.last_lines
     assert [line["step"] for line in json_lines(run_dir / "metrics.jsonl")] == [1, 2]

@@ -22,7 +22,9 @@ from reinforce_rl.launch.slurm.task import Task, command_of, environment_of
 REPOSITORY = Path(__file__).parents[3]
 SECONDS = 180.0
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SAY_PLACE = f"import json, os, sys; print(json.dumps([[os.environ[n] for n in {NAMES!r}], sys.argv[1:]]))"
+SAY_PLACE = (
+    f"import json, os, sys; print(json.dumps([[os.environ[n] for n in {NAMES!r}], sys.argv[1:]]))"
+)
 SLEEP = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
@@ -31,7 +33,9 @@ time.sleep(60)
 """
 
 
-def start(folder: Path, program: str, *options: str, number: int = 0, serves: bool = False) -> subprocess.Popen[str]:
+def start(
+    folder: Path, program: str, *options: str, number: int = 0, serves: bool = False
+) -> subprocess.Popen[str]:
     script = folder / "program.py"
     script.write_text(program)
     place = {
@@ -40,8 +44,19 @@ def start(folder: Path, program: str, *options: str, number: int = 0, serves: bo
         "SLURM_NODEID": number // 2,
         "SLURM_STEP_NUM_NODES": 2,
     }
-    task = {"component": "actor", "folder": str(folder), "repository": str(REPOSITORY), "launcher": "srun"}
-    task |= {"devices": 2, "seconds": 30.0, "peers": [], "serves": serves, "script": [str(script), *options]}
+    task = {
+        "component": "actor",
+        "folder": str(folder),
+        "repository": str(REPOSITORY),
+        "launcher": "srun",
+    }
+    task |= {
+        "devices": 2,
+        "seconds": 30.0,
+        "peers": [],
+        "serves": serves,
+        "script": [str(script), *options],
+    }
     return subprocess.Popen(
         [sys.executable, "-c", START_TASK, str(REPOSITORY), json.dumps(task)],
         env={**os.environ, **{key: str(value) for key, value in place.items()}},
@@ -65,7 +80,9 @@ def wait_until(found: Callable[[], bool]) -> None:
 
 
 def test_ranks_meet_at_the_first_one(tmp_path: Path) -> None:
-    others = [start(tmp_path, SAY_PLACE, number=number) for number in (3, 1)]  # they wait for rank 0
+    others = [
+        start(tmp_path, SAY_PLACE, number=number) for number in (3, 1)
+    ]  # they wait for rank 0
     said = [json.loads(finish(task)[1]) for task in (start(tmp_path, SAY_PLACE), *others)]
     place = read_endpoint(tmp_path, "actor")
     assert place is not None
@@ -82,7 +99,11 @@ def test_a_server_is_told_its_address(tmp_path: Path) -> None:
     _, output = finish(start(tmp_path, SAY_PLACE, "a=1", serves=True))
     place = read_endpoint(tmp_path, "actor")
     assert place is not None and place.http_port not in (0, place.rank_port)
-    assert json.loads(output)[1] == ["a=1", f"inference.host={place.address}", f"inference.port={place.http_port}"]
+    assert json.loads(output)[1] == [
+        "a=1",
+        f"inference.host={place.address}",
+        f"inference.port={place.http_port}",
+    ]
 
 
 @pytest.mark.parametrize(("code", "returned"), [(0, 0), (1, 1), (76, 76), (75, 0)])
@@ -112,7 +133,11 @@ def test_a_program_that_is_killed(tmp_path: Path) -> None:
     code, _ = finish(start(tmp_path, "import os; os.kill(os.getpid(), 9)"))
     assert code == 137
     (end,) = read_ends(tmp_path)
-    assert (end.code, end.name, end.host) == (137, f"actor rank 0 on {os.uname().nodename}", os.uname().nodename)
+    assert (end.code, end.name, end.host) == (
+        137,
+        f"actor rank 0 on {os.uname().nodename}",
+        os.uname().nodename,
+    )
 
 
 def test_the_signal_before_a_time_limit_does_not_end_a_server(tmp_path: Path) -> None:
@@ -126,7 +151,12 @@ def test_a_program_does_not_outlive_its_wrapper(tmp_path: Path) -> None:
     pid = int(process.stdout.readline())
     process.kill()
     finish(process)
-    wait_until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
+    wait_until(
+        lambda: (
+            not Path(f"/proc/{pid}").exists()
+            or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
+        )
+    )
 
 
 def test_what_a_program_leaves_is_ended(tmp_path: Path) -> None:
@@ -150,9 +180,18 @@ os.kill(os.getpid(), 9)
 
 def test_a_task_that_is_stopped_while_it_waits_for_the_first(tmp_path: Path) -> None:
     process = start(tmp_path, SAY_PLACE, number=1)
-    wait_until(lambda: Path(f"/proc/{process.pid}/status").read_text().split("SigCgt:")[1].split()[0] != "0" * 16)
     wait_until(
-        lambda: int(Path(f"/proc/{process.pid}/status").read_text().split("SigCgt:")[1].split()[0], 16) >> 14 & 1
+        lambda: (
+            Path(f"/proc/{process.pid}/status").read_text().split("SigCgt:")[1].split()[0]
+            != "0" * 16
+        )
+    )
+    wait_until(
+        lambda: (
+            int(Path(f"/proc/{process.pid}/status").read_text().split("SigCgt:")[1].split()[0], 16)
+            >> 14
+            & 1
+        )
     )
     process.send_signal(signal.SIGTERM)
     assert finish(process)[0] == 0
@@ -161,8 +200,19 @@ def test_a_task_that_is_stopped_while_it_waits_for_the_first(tmp_path: Path) -> 
 
 
 def test_a_first_task_that_never_comes(tmp_path: Path) -> None:
-    task = {"component": "actor", "folder": str(tmp_path), "repository": "/", "launcher": "srun", "devices": 1}
-    place = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2"}
+    task = {
+        "component": "actor",
+        "folder": str(tmp_path),
+        "repository": "/",
+        "launcher": "srun",
+        "devices": 1,
+    }
+    place = {
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NUM_NODES": "2",
+    }
     done = subprocess.run(
         [sys.executable, "-c", START_TASK, str(REPOSITORY), json.dumps(task)],
         env={**os.environ, **place},
@@ -178,10 +228,21 @@ def test_a_first_task_that_never_comes(tmp_path: Path) -> None:
 
 
 def test_torchrun_starts_the_ranks_of_a_node(tmp_path: Path) -> None:
-    task = Task("actor", tmp_path, str(REPOSITORY), "torchrun", 4, 1, 0, 1, 2, script=["train.py", "a=1"])
+    task = Task(
+        "actor", tmp_path, str(REPOSITORY), "torchrun", 4, 1, 0, 1, 2, script=["train.py", "a=1"]
+    )
     place = Endpoint("act0", "10.0.0.1", 20000)
     assert command_of(task, place)[1:] == [
-        *("-m", "reinforce_rl.utils.ranks", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "4"),
+        *(
+            "-m",
+            "reinforce_rl.utils.ranks",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            "1",
+            "--nproc-per-node",
+            "4",
+        ),
         *("--master-addr", "10.0.0.1", "--master-port", "20000", "train.py", "a=1"),
     ]
     environment = environment_of(task, place, {"SLURM_CPUS_PER_TASK": "32"})

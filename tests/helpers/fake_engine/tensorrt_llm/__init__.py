@@ -23,12 +23,16 @@ from types import SimpleNamespace
 from typing import Any
 
 OPTIONS = json.loads(os.environ.get("FAKE_ENGINE", "{}"))
-__version__ = {"1.2": "1.2.1", "1.3": "1.3.0rc21"}.get(OPTIONS.get("version", "1.2"), OPTIONS.get("version", "1.2"))
+__version__ = {"1.2": "1.2.1", "1.3": "1.3.0rc21"}.get(
+    OPTIONS.get("version", "1.2"), OPTIONS.get("version", "1.2")
+)
 RECORDS = Path(__file__).parents[3] / "generation"
 RECORD = RECORDS / "tensorrt_llm_signatures.json"
 SIGNATURES = json.loads(Path(OPTIONS.get("signatures", RECORD)).read_text())["signatures"]
 if __version__.startswith("1.3"):
-    SIGNATURES |= json.loads((RECORDS / "tensorrt_llm_signatures_1.3.json").read_text())["signatures"]
+    SIGNATURES |= json.loads((RECORDS / "tensorrt_llm_signatures_1.3.json").read_text())[
+        "signatures"
+    ]
 OUTSIDE = 1_000_000
 
 
@@ -38,7 +42,9 @@ def bind(name: str, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
         inspect.Parameter(
             p["name"],
             getattr(inspect.Parameter, p["kind"]),
-            default=inspect.Parameter.empty if p["default"] is None or p["kind"].startswith("VAR") else p["default"],
+            default=inspect.Parameter.empty
+            if p["default"] is None or p["kind"].startswith("VAR")
+            else p["default"],
         )
         for p in SIGNATURES[name]["parameters"]
     ]
@@ -65,7 +71,9 @@ def strikes(fault: str) -> bool:
 def note_arguments(arguments: SimpleNamespace) -> None:
     """Write the arguments of the last engine, and those of its configurations, for tests."""
     values = {
-        name: {key: str(part) for key, part in vars(value).items()} if hasattr(value, "__dict__") else str(value)
+        name: {key: str(part) for key, part in vars(value).items()}
+        if hasattr(value, "__dict__")
+        else str(value)
         for name, value in vars(arguments).items()
     }
     (Path(OPTIONS["folder"]) / "arguments.json").write_text(json.dumps(values))
@@ -123,7 +131,9 @@ class AsyncLLM:
         method = bound["method"]
         if method == "report_device_id":
             return [f"cpu:{rank}" for rank in range(self.args.tensor_parallel_size)]
-        assert not self._asleep & {"model", "model_weights"}, "weights came while their memory was given back"
+        assert not self._asleep & {"model", "model_weights"}, (
+            "weights came while their memory was given back"
+        )
         if strikes("hang"):
             await asyncio.sleep(3600)
         found = [getattr(worker, method)(*bound.get("args", ())) for worker in self._workers]
@@ -222,6 +232,8 @@ class Result:
             {token: SimpleNamespace(**bind("Logprob", logprob=value).kwargs)}
             for token, value in zip(tokens, log_probs, strict=True)
         ]
-        output = bind("CompletionOutput", index=0, token_ids=tokens, logprobs=logprobs, finish_reason=reason)
+        output = bind(
+            "CompletionOutput", index=0, token_ids=tokens, logprobs=logprobs, finish_reason=reason
+        )
         self.outputs = [SimpleNamespace(**output.kwargs)]
         return self

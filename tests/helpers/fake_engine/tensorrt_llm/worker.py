@@ -22,7 +22,9 @@ class RayGPUWorker:
         self.engine = engine
 
 
-def worker_of(extension: str, folder: Path, dtype: str, rank: int, size: int, received: Callable[..., None]) -> Any:
+def worker_of(
+    extension: str, folder: Path, dtype: str, rank: int, size: int, received: Callable[..., None]
+) -> Any:
     """Make a worker with the extension, a dotted name. `received` is told each bucket's weights."""
     module, _, name = extension.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
@@ -47,11 +49,18 @@ def worker_of(extension: str, folder: Path, dtype: str, rank: int, size: int, re
 class Sharded(torch.nn.Module):
     """A weight of this worker, which takes its part of each of `parts`."""
 
-    def __init__(self, parts: Mapping[str, tuple[int, ...]], cut: Callable[[str, Tensor], Tensor], dtype: torch.dtype):
+    def __init__(
+        self,
+        parts: Mapping[str, tuple[int, ...]],
+        cut: Callable[[str, Tensor], Tensor],
+        dtype: torch.dtype,
+    ):
         super().__init__()
         self.parts = parts
         self.cut = cut
-        shapes = [cut(name, torch.empty(shape, device="meta")).shape for name, shape in parts.items()]
+        shapes = [
+            cut(name, torch.empty(shape, device="meta")).shape for name, shape in parts.items()
+        ]
         first = sum(shape[0] for shape in shapes)
         self.weight = torch.nn.Parameter(torch.randn((first, *shapes[0][1:]), dtype=dtype))
 
@@ -72,8 +81,14 @@ class FusedLlama(torch.nn.Module):
         feed_forward = config["intermediate_size"]
 
         def rows(name: str, tensor: Tensor) -> Tensor:
-            if name.endswith(("k_proj", "v_proj")) and size > groups:  # a head is on several workers
-                tensor = tensor.view(groups, width, -1).repeat_interleave(size // groups, 0).flatten(0, 1)
+            if (
+                name.endswith(("k_proj", "v_proj")) and size > groups
+            ):  # a head is on several workers
+                tensor = (
+                    tensor.view(groups, width, -1)
+                    .repeat_interleave(size // groups, 0)
+                    .flatten(0, 1)
+                )
             return tensor.chunk(size)[rank]
 
         def columns(_: str, tensor: Tensor) -> Tensor:
@@ -100,17 +115,25 @@ class FusedLlama(torch.nn.Module):
             mlp = f"{path}.mlp"
             queries = (heads * width, hidden)
             keys = (groups * width, hidden)
-            shapes = {f"{attention}.q_proj": queries, f"{attention}.k_proj": keys, f"{attention}.v_proj": keys}
+            shapes = {
+                f"{attention}.q_proj": queries,
+                f"{attention}.k_proj": keys,
+                f"{attention}.v_proj": keys,
+            }
             gates = {f"{mlp}.{name}": (feed_forward, hidden) for name in ("gate_proj", "up_proj")}
             layer = torch.nn.Module()
             layer.input_layernorm = norm(f"{path}.input_layernorm")
             layer.post_attention_layernorm = norm(f"{path}.post_attention_layernorm")
             layer.self_attn = torch.nn.Module()
             layer.self_attn.qkv_proj = Sharded(shapes, rows, dtype)
-            layer.self_attn.o_proj = Sharded({f"{attention}.o_proj": (hidden, heads * width)}, columns, dtype)
+            layer.self_attn.o_proj = Sharded(
+                {f"{attention}.o_proj": (hidden, heads * width)}, columns, dtype
+            )
             layer.mlp = torch.nn.Module()
             layer.mlp.gate_up_proj = Sharded(gates, rows, dtype)
-            layer.mlp.down_proj = Sharded({f"{mlp}.down_proj": (hidden, feed_forward)}, columns, dtype)
+            layer.mlp.down_proj = Sharded(
+                {f"{mlp}.down_proj": (hidden, feed_forward)}, columns, dtype
+            )
             if number:
                 self.model.layers[-1].next_layer_layernorm = layer.input_layernorm
             self.model.layers.append(layer)

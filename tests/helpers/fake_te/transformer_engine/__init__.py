@@ -66,7 +66,11 @@ _pytorch.__dict__.update(
 )
 _module("pytorch.ops", SwiGLU=_modules.SwiGLU, **_classes("Sequential", "FusibleOperation"))
 _module("pytorch.fp8", FP8GlobalStateManager=_Fp8State, fp8_autocast=_autocast)
-_module("pytorch.distributed", **_classes("CudaRNGStatesTracker"), activation_recompute_forward=_autocast)
+_module(
+    "pytorch.distributed",
+    **_classes("CudaRNGStatesTracker"),
+    activation_recompute_forward=_autocast,
+)
 _module("pytorch.attention")  # without _SplitAlongDim, which is elsewhere since 2.3
 _module("pytorch.attention.rope", apply_rotary_pos_emb=_modules.apply_rotary_pos_emb)
 _module("pytorch.module")

@@ -44,7 +44,9 @@ def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (_wide(x) * scale * _wide(weight)).to(x.dtype), scale
 
 
-@_kernel("rmsnorm_bwd", lambda grad, x, scale, weight: (torch.empty_like(x), torch.empty_like(weight)))
+@_kernel(
+    "rmsnorm_bwd", lambda grad, x, scale, weight: (torch.empty_like(x), torch.empty_like(weight))
+)
 def rmsnorm_bwd(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     normal, wide = _wide(x) * scale, _wide(grad)
     scaled = wide * _wide(weight)
@@ -62,7 +64,9 @@ def swiglu(x: Tensor) -> Tensor:
 def dswiglu(grad: Tensor, x: Tensor) -> Tensor:
     (a, b), wide = _wide(x).chunk(2, dim=-1), _wide(grad)
     sigmoid = a.sigmoid()
-    return torch.cat((wide * b * sigmoid * (1 + a * (1 - sigmoid)), wide * a * sigmoid), dim=-1).to(x.dtype)
+    return torch.cat((wide * b * sigmoid * (1 + a * (1 - sigmoid)), wide * a * sigmoid), dim=-1).to(
+        x.dtype
+    )
 
 
 @_kernel("rope", lambda t, angles, backward: t.new_empty(t.shape))
@@ -74,7 +78,9 @@ def rope(t: Tensor, angles: Tensor, backward: bool) -> Tensor:
 
 @_kernel("wgrad_accumulate", _nothing, mutates=("main_grad",))
 def wgrad_accumulate(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> None:
-    main_grad.addmm_(grad.t().to(main_grad.dtype), x.to(main_grad.dtype), beta=0 if overwrite else 1)
+    main_grad.addmm_(
+        grad.t().to(main_grad.dtype), x.to(main_grad.dtype), beta=0 if overwrite else 1
+    )
 
 
 @_kernel("adam", _nothing, mutates=("params", "exp_avg", "exp_avg_sq"))

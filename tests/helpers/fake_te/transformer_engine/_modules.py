@@ -37,7 +37,10 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, inp, bias, layer, is_first_microbatch):
         ctx.layer, ctx.sequence_parallel = layer, layer.sequence_parallel
-        ctx.fuse_wgrad_accumulation, ctx.is_first_microbatch = layer.fuse_wgrad_accumulation, is_first_microbatch
+        ctx.fuse_wgrad_accumulation, ctx.is_first_microbatch = (
+            layer.fuse_wgrad_accumulation,
+            is_first_microbatch,
+        )
         ctx.save_for_backward(inp, weight)
         ctx.weight, ctx.has_bias = weight, bias is not None
         column, shared = layer.parallel_mode == "column", layer.tp_size > 1
@@ -53,7 +56,11 @@ class _LinearFunction(torch.autograd.Function):
         inp, saved = ctx.saved_tensors
         layer, weight = ctx.layer, ctx.weight
         column, shared = layer.parallel_mode == "column", layer.tp_size > 1
-        grad = _gathered(grad, layer.tp_group) if not column and ctx.sequence_parallel else grad.contiguous()
+        grad = (
+            _gathered(grad, layer.tp_group)
+            if not column and ctx.sequence_parallel
+            else grad.contiguous()
+        )
         dgrad = wgrad = None
         if ctx.needs_input_grad[1]:
             dgrad = grad @ saved
@@ -64,9 +71,13 @@ class _LinearFunction(torch.autograd.Function):
             rows, columns = grad.flatten(0, -2), total.flatten(0, -2)
             if ctx.fuse_wgrad_accumulation:
                 assert hasattr(weight, "grad_added_to_main_grad")
-                _kernels.wgrad_accumulate(weight.main_grad, rows, columns, bool(ctx.is_first_microbatch))
+                _kernels.wgrad_accumulate(
+                    weight.main_grad, rows, columns, bool(ctx.is_first_microbatch)
+                )
                 weight.grad_added_to_main_grad = True
-                wgrad = get_dummy_wgrad(weight.shape, weight, getattr(weight, "zero_out_wgrad", False))
+                wgrad = get_dummy_wgrad(
+                    weight.shape, weight, getattr(weight, "zero_out_wgrad", False)
+                )
             else:
                 KERNELS["wgrad"] += 1
                 wgrad = rows.t() @ columns
@@ -100,7 +111,11 @@ class Linear(torch.nn.Module):
         self.out_features = out_features // (self.tp_size if parallel_mode == "column" else 1)
         self.in_features = in_features // (self.tp_size if parallel_mode == "row" else 1)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
+        self.use_bias, self.return_bias, self.apply_bias = (
+            bias,
+            return_bias,
+            bias and not return_bias,
+        )
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         place = {"dtype": params_dtype, "device": device}
         self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **place))
@@ -117,9 +132,13 @@ class Linear(torch.nn.Module):
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         for name, parameter in self.named_parameters(recurse=False):
-            assert inp.dtype == parameter.dtype, f"input dtype {inp.dtype}, {name} {parameter.dtype}"
+            assert inp.dtype == parameter.dtype, (
+                f"input dtype {inp.dtype}, {name} {parameter.dtype}"
+            )
         applied = self.bias if self.apply_bias and self.parallel_mode == "column" else None
-        out = _LinearFunction.apply(self.weight, inp.contiguous(), applied, self, is_first_microbatch)
+        out = _LinearFunction.apply(
+            self.weight, inp.contiguous(), applied, self, is_first_microbatch
+        )
         if self.apply_bias and self.parallel_mode == "row":
             out = out + self.bias
         return (out, self.bias) if self.return_bias else out
@@ -133,7 +152,11 @@ class Linear(torch.nn.Module):
 
 def _mark(parameter, dim):
     """pytorch/utils.py, `set_tensor_model_parallel_attributes`."""
-    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = (
+        True,
+        dim,
+        1,
+    )
 
 
 class _BasicOperation(torch.nn.Module):
@@ -233,7 +256,19 @@ def apply_rotary_pos_emb(
 
     common/fused_rope/fused_rope.cu and pytorch/csrc/extensions/apply_rope.cpp take angles of [s2, 1, 1, d2] only.
     """
-    assert fused and tensor_format == "sbhd" and start_positions is None and not interleaved and cp_size == 1
-    assert freqs.dim() == 4 and freqs.shape[1] == freqs.shape[2] == 1, f"angles of shape {tuple(freqs.shape)}"
-    assert freqs.shape[0] >= t.shape[0] and freqs.shape[3] <= t.shape[3] and freqs.dtype == torch.float32
+    assert (
+        fused
+        and tensor_format == "sbhd"
+        and start_positions is None
+        and not interleaved
+        and cp_size == 1
+    )
+    assert freqs.dim() == 4 and freqs.shape[1] == freqs.shape[2] == 1, (
+        f"angles of shape {tuple(freqs.shape)}"
+    )
+    assert (
+        freqs.shape[0] >= t.shape[0]
+        and freqs.shape[3] <= t.shape[3]
+        and freqs.dtype == torch.float32
+    )
     return _RopeFunction.apply(t, freqs[: t.shape[0]])

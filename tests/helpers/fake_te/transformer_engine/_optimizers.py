@@ -11,9 +11,17 @@ class FusedAdam(torch.optim.Optimizer):
     Of its arguments those that megatron gives.
     """
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *, adam_w_mode=True):
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, *, adam_w_mode=True
+    ):
         assert adam_w_mode
-        defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {
+            "lr": lr,
+            "bias_correction": True,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -32,7 +40,9 @@ class FusedAdam(torch.optim.Optimizer):
             moments = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq")]
             numbers = group["lr"], beta1, beta2, group["eps"], step, group["weight_decay"]
             if params:
-                _kernels.adam([p.grad for p in params], [p.detach() for p in params], *moments, *numbers)
+                _kernels.adam(
+                    [p.grad for p in params], [p.detach() for p in params], *moments, *numbers
+                )
 
 
 def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
